@@ -1,0 +1,1 @@
+"""vitflow: see what a Vision Transformer looks at."""

@@ -1,0 +1,121 @@
+"""What a model says of itself: prefix tokens, patch grid, pooling, output projections.
+
+Read from the attributes that timm's Vision Transformers carry, never from guesses about sizes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitflow.errors import UnsupportedModelError
+from vitflow.tokens import TokenLayout
+
+# What timm's attention modules call the projection that takes the joined heads back to the token width.
+_OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module that does the work inside torch.compile, DataParallel or DistributedDataParallel wrappers.
+
+    Raises:
+        UnsupportedModelError: the model is scripted, traced or exported, so that its attention cannot be seen.
+    """
+    while True:
+        if isinstance(model, torch.jit.ScriptModule | torch.fx.GraphModule):
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: a scripted, traced or exported model does not show its attention. "
+                "Pass the original module that it was made from."
+            )
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def transformer_of(model: nn.Module) -> nn.Module:
+    """The Vision Transformer inside the model: the outermost module that has a patch embedding, or else the model."""
+    return next((module for module in model.modules() if hasattr(module, "patch_embed")), model)
+
+
+def read_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: int) -> TokenLayout:
+    """Token layout of a forward pass over a picture of input_size = (height, width) that had num_tokens tokens.
+
+    Raises:
+        UnsupportedModelError: the model does not say how its tokens are arranged, or says something else than what ran.
+    """
+    transformer: Any = transformer_of(model)
+    name = type(transformer).__name__
+    embed = getattr(transformer, "patch_embed", None)
+    if embed is None:
+        raise UnsupportedModelError(
+            f"{name} does not say how its {num_tokens} tokens are arranged (no patch_embed): "
+            "pass layout=TokenLayout(num_prefix_tokens, rows, cols)."
+        )
+    if getattr(embed, "strict_img_size", True) is False and hasattr(embed, "dynamic_feat_size"):
+        rows, cols = embed.dynamic_feat_size(input_size)  # grid_size is stale under dynamic sizes
+    else:
+        rows, cols = embed.grid_size
+    prefix = getattr(transformer, "num_prefix_tokens", num_tokens - rows * cols)
+    if prefix + rows * cols != num_tokens:
+        raise UnsupportedModelError(
+            f"{name} has {prefix} prefix tokens and a grid of {rows} × {cols} patches, but its attention ran over "
+            f"{num_tokens} tokens: pass layout=TokenLayout(num_prefix_tokens, rows, cols)."
+        )
+    return TokenLayout(int(prefix), int(rows), int(cols))
+
+
+def read_readout(model: nn.Module, layout: TokenLayout, pooling_attention: Tensor | None) -> tuple[Tensor, str]:
+    """Which tokens of the top layer speak for the picture: weights that sum to 1, and where they come from in words.
+
+    Args:
+        pooling_attention: attention of an attention-pooling head, [batch, heads, queries, tokens], if one was seen.
+
+    Returns:
+        Weights [1 or batch, tokens] and the kind of pooling.
+    """
+    transformer: Any = transformer_of(model)
+    if pooling_attention is not None:
+        return _attention_pooling(transformer, layout, pooling_attention), "attention pooling"
+    weights = torch.zeros(1, layout.num_tokens)
+    pool = getattr(transformer, "global_pool", None)
+    if hasattr(transformer, "head_dist"):
+        weights[0, :2] = 0.5
+        return weights, "class and distillation token"
+    has_class_token = bool(getattr(transformer, "has_class_token", layout.num_prefix_tokens > 0))
+    if has_class_token and pool not in ("avg", "avgmax", "max"):
+        weights[0, 0] = 1.0
+        return weights, "class token"
+    first = 0 if getattr(transformer, "pool_include_prefix", False) else layout.num_prefix_tokens
+    weights[0, first:] = 1.0 / (layout.num_tokens - first)
+    words = {"avg": "average", "max": "maximum", "avgmax": "average and maximum"}.get(str(pool), "average")
+    over = "all tokens" if first == 0 and layout.num_prefix_tokens else "patches"
+    return weights, f"{words} over {over}" + ("" if pool else " (the model itself pools nothing)")
+
+
+def _attention_pooling(transformer: Any, layout: TokenLayout, attention: Tensor) -> Tensor:
+    """Weights [batch, tokens] of an attention-pooling head: heads averaged, queries pooled as the module does."""
+    queries = attention.detach().mean(dim=1)  # [batch, queries, keys]
+    pool = getattr(getattr(transformer, "attn_pool", None), "pool", "token")
+    weights = queries.mean(dim=1) if pool == "avg" else queries[:, 0]
+    missing = layout.num_tokens - weights.shape[-1]
+    if missing not in (0, layout.num_prefix_tokens):
+        raise UnsupportedModelError(
+            f"{type(transformer).__name__} pools {weights.shape[-1]} tokens by attention, expected {layout.num_tokens} "
+            f"or the {layout.num_patches} patches."
+        )
+    return torch.nn.functional.pad(weights, (missing, 0))
+
+
+def output_projection(attention_module: nn.Module) -> Tensor | None:
+    """W_O of an attention module, [width out, heads · head width]; None where heads are not joined by one Linear."""
+    norm = getattr(attention_module, "norm", None)
+    if norm is not None and not isinstance(norm, nn.Identity):
+        return None  # a norm between the heads and the projection makes it depend on all tokens' values
+    for name in _OUTPUT_PROJECTIONS:
+        projection = getattr(attention_module, name, None)
+        if isinstance(projection, nn.Linear):
+            return projection.weight
+    return None

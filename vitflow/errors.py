@@ -1,0 +1,44 @@
+"""The errors that vitflow raises: each says what was expected, what came, and what to do."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class VitflowError(Exception):
+    """Base class of every error that vitflow raises on purpose."""
+
+
+class OptionError(VitflowError, ValueError):
+    """An option has a value that does not exist or makes no sense."""
+
+
+class ShapeError(VitflowError, ValueError):
+    """A tensor or array has the wrong shape, or holds values that it must not hold."""
+
+
+class ImageError(VitflowError):
+    """A picture could not be read, or is not a picture."""
+
+
+class ModelError(VitflowError):
+    """A model could not be found or loaded."""
+
+
+class UnsupportedModelError(ModelError):
+    """The model computes something to which the asked method does not apply."""
+
+
+class NoAttentionError(UnsupportedModelError):
+    """A forward pass ran, and no attention between tokens was seen in it."""
+
+
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
+    """Say that a name is unknown, which one was probably meant, and which ones exist.
+
+    >>> unknown_name("method", "rolout", ["attention", "rollout"])
+    "Unknown method 'rolout'. Did you mean 'rollout'? Known: attention, rollout."
+    """
+    names = sorted(known)
+    close = get_close_matches(str(name), names, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"Unknown {kind} {str(name)!r}.{hint} Known: {', '.join(names)}."

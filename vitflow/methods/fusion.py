@@ -1,0 +1,174 @@
+"""From the heads of one layer to one row-stochastic matrix: head fusion, discard, residual."""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from vitflow.errors import OptionError, ShapeError, unknown_name
+
+HeadFusion = Literal["mean", "max", "min"]
+HEAD_FUSIONS: tuple[HeadFusion, ...] = get_args(HeadFusion)
+
+
+def check_head_fusion(head_fusion: str) -> None:
+    """Raise OptionError unless the name is one of mean, max, min."""
+    if head_fusion not in HEAD_FUSIONS:
+        raise OptionError(unknown_name("head fusion", head_fusion, HEAD_FUSIONS))
+
+
+def check_fraction(name: str, value: float) -> None:
+    """Raise OptionError unless 0 <= value < 1."""
+    if not 0.0 <= value < 1.0:
+        raise OptionError(f"Expected 0 <= {name} < 1, got {value}.")
+
+
+def fuse_heads(attention: Tensor, head_fusion: HeadFusion = "mean", value_norms: Tensor | None = None) -> Tensor:
+    """Fuse the heads of one layer into one matrix: [..., heads, queries, keys] → [..., queries, keys].
+
+    With `value_norms`, each entry is first weighted by the norm of the value vector that it passes on, as the output
+    projection transforms it, and the fused rows are normalised to 1 again: a token that draws attention but passes on a
+    near-zero vector stops counting.
+
+    Args:
+        attention: attention probabilities with the head axis third from the end.
+        head_fusion: "mean" (the paper), "max" or "min" over heads.
+        value_norms: ‖v_j W_O‖₂ per head and key, [..., heads, keys].
+
+    Raises:
+        OptionError: the fusion is unknown.
+
+    Source: Abnar & Zuidema 2020, §3 (mean); max and min are common practice. Value weighting: Kobayashi et al.,
+    "Attention is Not Only a Weight", EMNLP 2020.
+
+    >>> fuse_heads(torch.tensor([[[0.2, 0.8]], [[0.6, 0.4]]]), "max")
+    tensor([[0.6000, 0.8000]])
+    """
+    check_head_fusion(head_fusion)
+    if value_norms is not None:
+        return normalize_rows(fuse_heads(attention * value_norms.unsqueeze(-2), head_fusion))
+    if head_fusion == "mean":
+        return attention.mean(dim=-3)
+    return attention.amax(dim=-3) if head_fusion == "max" else attention.amin(dim=-3)
+
+
+def discard_low(fused: Tensor, discard_ratio: float, num_prefix_tokens: int = 1) -> Tensor:
+    """Set the smallest attention values to 0, per image and layer: [..., tokens, tokens] → the same shape.
+
+    Exactly k = ⌊ratio · N · n⌋ entries are discarded among the N · n whose key is a patch token, the smallest first and
+    ties by position; an entry whose key is a prefix token is never discarded.
+
+    Args:
+        fused: fused attention, [..., N, N].
+        discard_ratio: share of entries to discard, 0 <= ratio < 1.
+        num_prefix_tokens: prefix tokens P; n = N − P.
+
+    Raises:
+        OptionError: the ratio lies outside [0, 1).
+
+    >>> discard_low(torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.2, 0.4, 0.4]]), 0.5)
+    tensor([[0.5000, 0.0000, 0.0000],
+            [0.1000, 0.6000, 0.0000],
+            [0.2000, 0.4000, 0.4000]])
+    """
+    check_fraction("discard_ratio", discard_ratio)
+    patches = fused[..., num_prefix_tokens:]  # [..., tokens, patches]
+    flat = patches.flatten(-2)
+    count = int(discard_ratio * flat.shape[-1])
+    if count == 0:
+        return fused
+    smallest = flat.argsort(dim=-1, stable=True)[..., :count]
+    kept = flat.scatter(-1, smallest, 0.0).unflatten(-1, patches.shape[-2:])
+    return torch.cat([fused[..., :num_prefix_tokens], kept], dim=-1)
+
+
+def normalize_rows(matrix: Tensor) -> Tensor:
+    """Divide each row by its own sum; a row that is all zero becomes the row of the identity.
+
+    >>> normalize_rows(torch.tensor([[1.0, 3.0], [0.0, 0.0]]))
+    tensor([[0.2500, 0.7500],
+            [0.0000, 1.0000]])
+    """
+    # Dividing by the largest entry first keeps rows of very small numbers from losing digits in their sum.
+    largest = matrix.amax(dim=-1, keepdim=True)
+    empty = largest <= 0
+    scaled = matrix / torch.where(empty, 1.0, largest)
+    normal = scaled / torch.where(empty, 1.0, scaled.sum(dim=-1, keepdim=True))
+    return torch.where(empty, torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device), normal)
+
+
+def add_residual(fused: Tensor, residual: float = 0.5) -> Tensor:
+    """Mix in the residual connection: Â = rownorm(α I + (1 − α) W), for W [..., tokens, tokens].
+
+    A row of W that was discarded whole becomes the row of the identity, also at α = 0.
+
+    Args:
+        fused: fused attention W; its rows need not sum to 1.
+        residual: α, the share of the residual connection, 0 <= α < 1; the paper uses 0.5.
+
+    Raises:
+        OptionError: α lies outside [0, 1).
+
+    Source: Abnar & Zuidema 2020, §3: A = 0.5 W_att + 0.5 I, re-normalized.
+
+    >>> add_residual(torch.tensor([[0.0, 1.0], [0.0, 1.0]]))
+    tensor([[0.5000, 0.5000],
+            [0.0000, 1.0000]])
+    """
+    check_fraction("residual", residual)
+    mixed = (1.0 - residual) * fused
+    if residual > 0:
+        mixed = mixed + residual * torch.eye(fused.shape[-1], dtype=fused.dtype, device=fused.device)
+    return normalize_rows(mixed)
+
+
+def layer_matrix(
+    attention: Tensor,
+    *,
+    head_fusion: HeadFusion = "mean",
+    discard_ratio: float = 0.0,
+    residual: float = 0.5,
+    num_prefix_tokens: int = 1,
+) -> Tensor:
+    """One layer's Â: fuse the heads of [B, H, N, N] (or take [B, N, N] as already fused), discard, add the residual.
+
+    Returns:
+        Row-stochastic matrices [B, N, N].
+    """
+    fused = fuse_heads(attention, head_fusion) if attention.ndim == 4 else attention
+    return add_residual(discard_low(fused, discard_ratio, num_prefix_tokens), residual)
+
+
+def check_attentions(attentions: Sequence[Tensor] | Tensor) -> list[Tensor]:
+    """Check a stack of attention layers and return it as a list of [B, H, N, N] or fused [B, N, N], first layer first.
+
+    A single tensor with a leading layer axis is taken apart. Half precision becomes float32; float64 stays.
+
+    Raises:
+        ShapeError: no layers; a layer is not square, differs from the first in its shape, or holds negative, NaN or
+            infinite values.
+    """
+    layers = list(attentions)
+    if not layers:
+        raise ShapeError("Expected at least one layer of attention, got none.")
+    for number, layer in enumerate(layers, start=1):
+        shape = tuple(layer.shape)
+        if layer.ndim not in (3, 4) or shape[-1] != shape[-2]:
+            raise ShapeError(
+                f"Expected attention of shape [batch, heads, tokens, tokens] or fused [batch, tokens, tokens], "
+                f"got {shape} in layer {number}."
+            )
+        if (shape[0], shape[-1]) != (layers[0].shape[0], layers[0].shape[-1]):
+            raise ShapeError(
+                f"Expected the same batch and number of tokens in every layer, got {tuple(layers[0].shape)} in layer 1 "
+                f"and {shape} in layer {number}. Hierarchical models change their tokens between stages."
+            )
+        # One pass: a NaN or an infinity makes either extreme not finite.
+        low, high = layer.aminmax()
+        if not (torch.isfinite(low) and torch.isfinite(high)) or low < 0:
+            raise ShapeError(
+                f"Expected finite attention values of at least 0, got values from {low.item():g} to {high.item():g} "
+                f"in layer {number}."
+            )
+    return [layer if layer.dtype in (torch.float32, torch.float64) else layer.float() for layer in layers]

@@ -1,0 +1,203 @@
+"""Trace: what the recorder saw in one forward pass, with its token layout and readout."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitflow.errors import OptionError, ShapeError, VitflowError
+from vitflow.tokens import TokenLayout
+
+# How heads were fused: the name of the fusion, and whether value weighting came before it.
+FusionKey = tuple[str, bool]
+
+
+@dataclass(slots=True)
+class AttentionLayer:
+    """The attention of one layer of one forward pass.
+
+    Attributes:
+        name: the layer's module path in the model, such as "blocks.3.attn".
+        heads: probabilities [batch, heads, tokens, tokens], or None where only fused matrices were kept.
+        fused: fused matrices [batch, tokens, tokens] by (head fusion, value weighted).
+        value_norms: ‖v_j W_O‖₂ per head and token, [batch, heads, tokens], where asked for.
+    """
+
+    name: str
+    heads: Tensor | None = None
+    fused: dict[FusionKey, Tensor] = field(default_factory=dict)
+    value_norms: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Backward:
+    """The gradients of one backward pass, each picture's own target logit differentiated.
+
+    Attributes:
+        attentions: with respect to the attention probabilities, layers of [batch, heads, tokens, tokens].
+        features: with respect to the recorded features, by module name.
+        pixels: with respect to the model input, [batch, channels, height, width].
+    """
+
+    attentions: list[Tensor]
+    features: dict[str, Tensor]
+    pixels: Tensor
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one forward pass showed. Filled while the model runs inside `record_attention`; holds the last pass.
+
+    Attributes:
+        layers: attention of each layer, first layer first.
+        layout: prefix tokens and patch grid of this very pass.
+        readout: weight of each token of the top layer in the model's answer, [batch, tokens]; rows sum to 1.
+        pooling: what the readout was taken from, in words: "class token", "average over patches", …
+        features: outputs of the modules that were asked for, by module path, [batch, tokens, channels].
+        pixels: the model input, [batch, channels, height, width].
+        logits: what the model returned.
+        model: the model itself, for methods that run it again.
+        targets: the class that each picture is explained for, [batch]; None where there are no classes.
+        predict: maps model inputs to probabilities [batch, classes]; for methods that run the model again.
+    """
+
+    layers: list[AttentionLayer] = field(default_factory=list)
+    features: dict[str, Tensor] = field(default_factory=dict)
+    pixels: Tensor | None = None
+    logits: Tensor | None = None
+    pooling: str = ""
+    model: Any = None
+    targets: Tensor | None = None
+    predict: Callable[[Tensor], Tensor] | None = None
+    _layout: TokenLayout | None = None
+    _readout: Tensor | None = None
+    _backward: dict[tuple[int, ...], Backward] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> TokenLayout:
+        """Prefix tokens and patch grid of the recorded pass."""
+        if self._layout is None:
+            raise VitflowError(_NOTHING_RECORDED)
+        return self._layout
+
+    @property
+    def readout(self) -> Tensor:
+        """Weight of each token of the top layer in the model's answer, [batch, tokens]."""
+        if self._readout is None:
+            raise VitflowError(_NOTHING_RECORDED)
+        return self._readout
+
+    @property
+    def attentions(self) -> tuple[Tensor, ...]:
+        """The attention of each layer, first layer first.
+
+        [batch, heads, tokens, tokens], or the fused [batch, tokens, tokens] where the recorder was given a head fusion.
+        """
+        if not self.layers:
+            raise VitflowError(_NOTHING_RECORDED)
+        found = []
+        for layer in self.layers:
+            if layer.heads is None and len(layer.fused) != 1:
+                kept = ", ".join(f"{name}{' (value weighted)' if weighted else ''}" for name, weighted in layer.fused)
+                raise OptionError(f"Several fused matrices were recorded ({kept}): choose one with trace.fused(…).")
+            found.append(layer.heads if layer.heads is not None else next(iter(layer.fused.values())))
+        return tuple(found)
+
+    def heads(self) -> list[Tensor]:
+        """All heads of each layer, [batch, heads, tokens, tokens].
+
+        Raises:
+            OptionError: the recorder kept only fused matrices.
+        """
+        if not self.layers:
+            raise VitflowError(_NOTHING_RECORDED)
+        found = [layer.heads for layer in self.layers if layer.heads is not None]
+        if len(found) != len(self.layers):
+            raise OptionError("Only fused attention was recorded: record without head_fusion to keep every head.")
+        return found
+
+    def fused(self, head_fusion: str = "mean", *, value_weighted: bool = False) -> list[Tensor]:
+        """Fused attention of each layer, [batch, tokens, tokens], first layer first.
+
+        Raises:
+            OptionError: neither this fusion nor the separate heads were recorded.
+        """
+        from vitflow.methods.fusion import fuse_heads
+
+        if not self.layers:
+            raise VitflowError(_NOTHING_RECORDED)
+        key = (head_fusion, value_weighted)
+        matrices = []
+        for layer in self.layers:
+            if key not in layer.fused:
+                if layer.heads is None or (value_weighted and layer.value_norms is None):
+                    raise OptionError(
+                        f"Attention fused by {head_fusion}{' and value weighted' if value_weighted else ''} was not "
+                        "recorded: name it when recording, or record every head."
+                    )
+                norms = layer.value_norms if value_weighted else None
+                layer.fused[key] = fuse_heads(layer.heads.detach(), head_fusion, norms)  # type: ignore[arg-type]
+            matrices.append(layer.fused[key])
+        return matrices
+
+    def value_norms(self) -> list[Tensor]:
+        """‖v_j W_O‖₂ of each layer, [batch, heads, tokens].
+
+        Raises:
+            OptionError: they were not recorded.
+        """
+        found = [layer.value_norms for layer in self.layers if layer.value_norms is not None]
+        if len(found) != len(self.layers) or not found:
+            raise OptionError("Value norms were not recorded: record with value_norms=True.")
+        return found
+
+    def backward(self, targets: Tensor | None = None) -> Backward:
+        """Differentiate each picture's own target logit by all that was recorded, in one backward pass.
+
+        No parameter's `.grad` is touched. A second call with the same targets costs nothing.
+
+        Args:
+            targets: class index of each picture, [batch]; by default the trace's own targets.
+
+        Raises:
+            OptionError: the pass was recorded without gradients, or no target was given.
+            ShapeError: the logits are not [batch, classes].
+        """
+        targets = self.targets if targets is None else targets
+        if targets is None:
+            raise OptionError("A gradient needs a target class for each picture, and this model has no classes.")
+        if self.logits is None or self.pixels is None:
+            raise VitflowError(_NOTHING_RECORDED)
+        if self.logits.ndim != 2 or len(targets) != len(self.logits):
+            raise ShapeError(
+                f"Expected logits [batch, classes] and one target per picture, got logits {tuple(self.logits.shape)} "
+                f"and {len(targets)} targets."
+            )
+        key = tuple(int(target) for target in targets)
+        if key not in self._backward:
+            self._backward[key] = self._differentiate(targets)
+        return self._backward[key]
+
+    def _differentiate(self, targets: Tensor) -> Backward:
+        assert self.logits is not None
+        assert self.pixels is not None
+        if not self.logits.requires_grad:
+            raise OptionError("This pass was recorded without gradients: record with gradients=True.")
+        attentions = [layer.heads for layer in self.layers if layer.heads is not None]
+        names = list(self.features)
+        inputs: Sequence[Tensor] = [*attentions, *(self.features[name] for name in names), self.pixels]
+        # Pictures of a batch do not influence each other, so the sum's gradient holds each picture's own.
+        with torch.inference_mode(False), torch.enable_grad():
+            total = self.logits.gather(1, targets.to(self.logits.device).view(-1, 1)).sum()
+            found = torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
+        gradients = [
+            torch.zeros_like(source) if gradient is None else gradient
+            for source, gradient in zip(inputs, found, strict=True)
+        ]
+        count = len(attentions)
+        return Backward(gradients[:count], dict(zip(names, gradients[count:-1], strict=True)), gradients[-1])
+
+
+_NOTHING_RECORDED = "Nothing has been recorded: run the model's forward pass inside `with record_attention(model)`."
