@@ -1,0 +1,323 @@
+"""Placement: which part of a picture the model sees, and where each of its pixels lies in the model input."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeVar, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitflow.errors import OptionError, ShapeError, unknown_name
+
+Fit = Literal["crop", "squash", "pad", "native"]
+FITS: tuple[Fit, ...] = get_args(Fit)
+CropMode = Literal["center", "squash", "border"]
+CROP_MODES: tuple[CropMode, ...] = get_args(CropMode)
+INTERPOLATIONS = tuple(filter_.name.lower() for filter_ in Image.Resampling)
+
+Size = tuple[int, int]
+Coordinate = TypeVar("Coordinate", float, NDArray[np.float64])
+
+# Above this many pixels only the window that the model sees is resized, not the whole picture: the short side of a
+# 1 × 10,000 picture resized to 256 makes a long side of 2,560,000.
+_MAX_RESIZED_PIXELS = 2**26
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How a picture became a model input: resized whole, then a window cut out, padded where it sticks out.
+
+    Coordinates are continuous (y, x) in the pixel-edge convention: pixel k covers [k, k + 1) and has its centre at
+    k + 0.5. Sizes are (height, width) in pixels.
+
+    Attributes:
+        image_size: size of the original picture.
+        resized_size: size of the whole picture after the resize.
+        offset: (top, left) corner of the model input inside the resized picture; negative where padded.
+        input_size: size of the model input.
+        padding: colour of what lies outside the picture: the mean of the normalisation, or black.
+
+    >>> placement = place((480, 640), (224, 224), crop_pct=0.875)
+    >>> placement.resized_size, placement.offset, placement.seen_box
+    ((256, 341), (16, 58), (109, 30, 529, 450))
+    """
+
+    image_size: Size
+    resized_size: Size
+    offset: tuple[int, int]
+    input_size: Size
+    padding: Literal["mean", "black"] = "mean"
+
+    def __post_init__(self) -> None:
+        for name in ("image_size", "resized_size", "input_size"):
+            _check_size(name, getattr(self, name))
+        sides = zip(self.offset, self.input_size, self.resized_size, strict=True)
+        if not all(-window < start < resized for start, window, resized in sides):
+            raise ShapeError(
+                f"Expected a model input that overlaps the picture, got the offset {self.offset} of an input of "
+                f"{self.input_size} in a picture resized to {self.resized_size}."
+            )
+
+    @property
+    def seen_box(self) -> tuple[int, int, int, int]:
+        """(left, top, right, bottom) of the pixels of the original whose centres lie inside the model input.
+
+        Right and bottom are exclusive. The box is empty only where the model input lies between two pixel centres,
+        as in a picture a few pixels high and a thousand times as wide.
+        """
+        (top, bottom), (left, right) = (
+            (_first_centre(size, resized, start), _first_centre(size, resized, start + window))
+            for size, resized, start, window in zip(
+                self.image_size, self.resized_size, self.offset, self.input_size, strict=True
+            )
+        )
+        return left, top, right, bottom
+
+    @property
+    def sees_everything(self) -> bool:
+        """Whether the centre of every pixel of the original lies inside the model input."""
+        return self.seen_box == (0, 0, self.image_size[1], self.image_size[0])
+
+    def seen_mask(self) -> NDArray[np.bool_]:
+        """Which pixels of the original the model saw: [height, width]."""
+        left, top, right, bottom = self.seen_box
+        mask = np.zeros(self.image_size, dtype=np.bool_)
+        mask[top:bottom, left:right] = True
+        return mask
+
+    def to_input(self, y: Coordinate, x: Coordinate) -> tuple[Coordinate, Coordinate]:
+        """Map a point of the original picture to the model input; it may lie outside of it.
+
+        >>> Placement((100, 200), (50, 100), (0, 25), (50, 50)).to_input(10.0, 50.0)
+        (5.0, 0.0)
+        """
+        return (
+            y * self.resized_size[0] / self.image_size[0] - self.offset[0],
+            x * self.resized_size[1] / self.image_size[1] - self.offset[1],
+        )
+
+    def to_image(self, y: Coordinate, x: Coordinate) -> tuple[Coordinate, Coordinate]:
+        """Map a point of the model input to the original picture; it lies outside of it where the input was padded.
+
+        >>> Placement((100, 200), (50, 100), (0, 25), (50, 50)).to_image(5.0, 0.0)
+        (10.0, 50.0)
+        """
+        return (
+            (y + self.offset[0]) * self.image_size[0] / self.resized_size[0],
+            (x + self.offset[1]) * self.image_size[1] / self.resized_size[1],
+        )
+
+    def patch_box(self, row: int, col: int, rows: int, cols: int) -> tuple[float, float, float, float]:
+        """(left, top, right, bottom) of one patch of a rows × cols grid, in pixels of the original picture.
+
+        It reaches beyond the picture where the model input was padded.
+
+        Raises:
+            OptionError: the patch lies outside the grid.
+
+        >>> place((480, 640), (224, 224), fit="squash").patch_box(0, 13, 14, 14)
+        (594.2857142857143, 0.0, 640.0, 34.285714285714285)
+        """
+        if not (0 <= row < rows and 0 <= col < cols):
+            raise OptionError(f"Patch ({row}, {col}) lies outside the grid of {rows} × {cols} patches.")
+        height, width = self.input_size
+        top, left = self.to_image(row * height / rows, col * width / cols)
+        bottom, right = self.to_image((row + 1) * height / rows, (col + 1) * width / cols)
+        return left, top, right, bottom
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as lists and strings, ready for JSON."""
+        return {name: value if isinstance(value, str) else list(value) for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Placement":
+        """Rebuild a placement from what to_dict() gave.
+
+        >>> placement = place((480, 640), (224, 224))
+        >>> Placement.from_dict(placement.to_dict()) == placement
+        True
+        """
+        values: dict[str, Any] = {
+            name: value if isinstance(value, str) else tuple(value) for name, value in fields.items()
+        }
+        return cls(**values)
+
+
+def place(
+    image_size: Size,
+    input_size: Size,
+    *,
+    fit: Fit = "crop",
+    crop_pct: float = 1.0,
+    crop_mode: CropMode = "center",
+    patch_size: int | tuple[int, int] | None = None,
+) -> Placement:
+    """Decide how a picture becomes a model input. All sizes are (height, width) in pixels.
+
+    Args:
+        image_size: size of the picture.
+        input_size: size that the model was made for.
+        fit: "crop" does what timm's evaluation transform does with this crop_pct and crop_mode; "squash" resizes the
+            whole picture to the input size, whatever its aspect; "pad" keeps the aspect and pads; "native" keeps the
+            aspect with about as many patches as input_size has, each side rounded to whole patches.
+        crop_pct: share of the resized picture that is cropped out; for "crop" only.
+        crop_mode: timm's "center", "squash" or "border"; for "crop" only.
+        patch_size: side of a patch, or (height, width) of it; for "native" only.
+
+    Raises:
+        OptionError: an unknown fit or crop mode; a crop_pct of 0 or less; "native" without a patch size.
+
+    Source: timm.data.transforms_imagenet_eval, and Resize and CenterCrop of torchvision.
+
+    >>> place((480, 640), (224, 224), fit="native", patch_size=16).input_size
+    (192, 256)
+    """
+    if fit not in FITS:
+        raise OptionError(unknown_name("fit", fit, FITS))
+    _check_size("image_size", image_size)
+    _check_size("input_size", input_size)
+    image_size, input_size = (int(image_size[0]), int(image_size[1])), (int(input_size[0]), int(input_size[1]))
+    if fit == "squash":
+        return Placement(image_size, input_size, (0, 0), input_size)
+    if fit == "pad":
+        return _border(image_size, input_size, input_size)
+    if fit == "native":
+        native = _native_size(image_size, input_size, patch_size)
+        return Placement(image_size, native, (0, 0), native)
+    return _place_like_timm(image_size, input_size, crop_pct, crop_mode)
+
+
+def prepare(
+    image: NDArray[np.uint8],
+    placement: Placement,
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    interpolation: str = "bicubic",
+) -> NDArray[np.float32]:
+    """Make the model input out of a picture: resize, cut or pad, scale to [0, 1], normalise.
+
+    Args:
+        image: RGB picture, uint8 [height, width, 3].
+        placement: where the picture goes; made for this very picture size.
+        mean, std: of the normalisation, per channel, for values in [0, 1].
+        interpolation: Pillow's filter by timm's name: nearest, bilinear, bicubic, box, hamming or lanczos.
+
+    Returns:
+        float32 [3, height, width], equal to what timm's evaluation transform gives for fit="crop". Padding has the
+        colour of the mean in 8 bits, which is 0 up to rounding after normalisation.
+
+    Raises:
+        ShapeError: the picture is not uint8 [height, width, 3], or not of the size that the placement is for.
+        OptionError: an unknown interpolation; mean or std without three values; a std of 0 or less.
+
+    >>> image = np.full((480, 640, 3), 255, dtype=np.uint8)
+    >>> prepare(image, place((480, 640), (224, 224)), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))[:, 0, 0]
+    array([1., 1., 1.], dtype=float32)
+    """
+    if interpolation not in INTERPOLATIONS:
+        raise OptionError(unknown_name("interpolation", interpolation, INTERPOLATIONS))
+    if image.dtype != np.uint8 or image.shape != (*placement.image_size, 3):
+        raise ShapeError(
+            f"Expected a uint8 RGB picture of shape {(*placement.image_size, 3)}, as the placement was made for, "
+            f"got {image.dtype} {image.shape}. Make the placement with place(image.shape[:2], …)."
+        )
+    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+        raise OptionError(f"Expected three values each for mean and std, every std above 0, got {mean} and {std}.")
+    fill = tuple(round(255 * value) for value in mean) if placement.padding == "mean" else (0, 0, 0)
+    window = _resized_window(image, placement, Image.Resampling[interpolation.upper()], fill)
+    scaled = np.ascontiguousarray(window.transpose(2, 0, 1), dtype=np.float32) / np.float32(255)
+    scaled -= np.asarray(mean, dtype=np.float32)[:, None, None]
+    scaled /= np.asarray(std, dtype=np.float32)[:, None, None]
+    return scaled
+
+
+def _check_size(name: str, size: Sequence[int]) -> None:
+    if len(size) != 2 or min(size) < 1:
+        raise ShapeError(f"Expected {name} as (height, width) of at least 1 pixel each, got {tuple(size)}.")
+
+
+def _first_centre(size: int, resized: int, start: int) -> int:
+    """Index of the first of `size` pixels whose centre lies at or behind `start` in the resized picture."""
+    # (k + 1/2) · resized / size >= start, solved for k in whole numbers, so that no rounding decides about a pixel.
+    return min(max(-((resized - 2 * size * start) // (2 * resized)), 0), size)
+
+
+def _native_size(image_size: Size, input_size: Size, patch_size: int | tuple[int, int] | None) -> Size:
+    """Whole patches in the aspect of the picture, about as many as the input size has."""
+    if patch_size is None:
+        raise OptionError("fit='native' needs patch_size, the side of the model's patches in pixels.")
+    patch_height, patch_width = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
+    if min(patch_height, patch_width) < 1:
+        raise OptionError(f"Expected a patch_size of at least 1 pixel, got {patch_size}.")
+    patches = max((input_size[0] // patch_height) * (input_size[1] // patch_width), 1)
+    # rows · cols = patches and (rows · patch_height) / (cols · patch_width) = height / width
+    exact_rows = math.sqrt(patches * (image_size[0] / image_size[1]) * (patch_width / patch_height))
+    # A very long picture gets one line of patches, and not more of them for that.
+    rows = min(max(round(exact_rows), 1), patches)
+    cols = min(max(round(patches / exact_rows), 1), patches)
+    return rows * patch_height, cols * patch_width
+
+
+def _place_like_timm(image_size: Size, input_size: Size, crop_pct: float, crop_mode: CropMode) -> Placement:
+    """The resize and crop of timm's evaluation transform, with the very rounding of timm and torchvision."""
+    if crop_mode not in CROP_MODES:
+        raise OptionError(unknown_name("crop mode", crop_mode, CROP_MODES))
+    if not (math.isfinite(crop_pct) and crop_pct > 0):
+        raise OptionError(f"Expected crop_pct above 0, got {crop_pct}.")
+    scale_size = math.floor(input_size[0] / crop_pct), math.floor(input_size[1] / crop_pct)
+    _check_size(f"a model input of at least crop_pct = {crop_pct} pixels; the resized picture", scale_size)
+    if crop_mode == "border":
+        return _border(image_size, scale_size, input_size)
+    if crop_mode == "squash":
+        resized = scale_size
+    elif scale_size[0] == scale_size[1]:
+        # torchvision's Resize of the short side cuts the long side down to a whole number …
+        short, long = min(image_size), max(image_size)
+        other = int(scale_size[0] * long / short)
+        resized = (other, scale_size[0]) if image_size[1] <= image_size[0] else (scale_size[0], other)
+    else:
+        # … while timm's ResizeKeepRatio rounds both.
+        ratio = min(image_size[0] / scale_size[0], image_size[1] / scale_size[1])
+        resized = round(image_size[0] / ratio), round(image_size[1] / ratio)
+    return Placement(image_size, resized, _centred(resized, input_size), input_size, padding="black")
+
+
+def _border(image_size: Size, scale_size: Size, input_size: Size) -> Placement:
+    """Keep the aspect, the longer side (measured in input sizes) as long as scale_size allows, padding around."""
+    ratio = max(image_size[0] / scale_size[0], image_size[1] / scale_size[1])
+    resized = max(round(image_size[0] / ratio), 1), max(round(image_size[1] / ratio), 1)
+    return Placement(image_size, resized, _centred(resized, input_size), input_size)
+
+
+def _centred(resized: Size, window: Size) -> tuple[int, int]:
+    """(top, left) of a centred window; padding puts the odd pixel behind, cropping rounds half to even."""
+    top, left = (
+        -((inner - outer) // 2) if inner > outer else round((outer - inner) / 2)
+        for outer, inner in zip(resized, window, strict=True)
+    )
+    return top, left
+
+
+def _resized_window(
+    image: NDArray[np.uint8], placement: Placement, resample: Image.Resampling, fill: tuple[int, ...]
+) -> NDArray[np.uint8]:
+    """Resize the picture and cut the window of the model input out of it: uint8 [height, width, 3]."""
+    (height, width), (top, left), (rows, cols) = placement.resized_size, placement.offset, placement.input_size
+    first_row, last_row = max(top, 0), min(top + rows, height)
+    first_col, last_col = max(left, 0), min(left + cols, width)
+    picture = Image.fromarray(image)
+    if height * width <= _MAX_RESIZED_PIXELS:
+        resized = picture.resize((width, height), resample)
+        cut = np.asarray(resized)[first_row:last_row, first_col:last_col]
+    else:
+        upper, start = placement.to_image(float(first_row - top), float(first_col - left))
+        lower, end = placement.to_image(float(last_row - top), float(last_col - left))
+        size = (last_col - first_col, last_row - first_row)
+        cut = np.asarray(picture.resize(size, resample, box=(start, upper, end, lower)))
+    window = np.empty((rows, cols, 3), dtype=np.uint8)
+    window[:] = np.asarray(fill, dtype=np.uint8)
+    window[first_row - top : last_row - top, first_col - left : last_col - left] = cut
+    return window

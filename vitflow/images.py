@@ -1,0 +1,321 @@
+"""Read any picture as RGB, write one without half-written files, and find the pictures of a folder."""
+
+import contextlib
+import io
+import os
+import re
+import secrets
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from vitflow.errors import ImageError, ShapeError, VitflowError
+
+ImageSource = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
+
+#: Pictures of more pixels are refused as decompression bombs; the same bound as Pillow's own.
+MAX_PIXELS = 178_956_970
+
+# Raster formats only: Pillow also opens EPS through Ghostscript, and formats without a signature.
+_FORMATS = ("AVIF", "BMP", "DIB", "GIF", "HEIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+_READ_SUFFIXES = frozenset(
+    {".avif", ".bmp", ".dib", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg"}
+    | {".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"}
+)
+_WRITE_OPTIONS: dict[str, dict[str, Any]] = {
+    ".jpeg": {"format": "JPEG", "quality": 95, "subsampling": 0},
+    ".jpg": {"format": "JPEG", "quality": 95, "subsampling": 0},
+    ".png": {"format": "PNG"},
+    ".webp": {"format": "WEBP", "quality": 95},
+}
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
+    """Read a picture as RGB: uint8 [height, width, 3], upright as its EXIF orientation says.
+
+    Of an animation or a multi-page file the first frame is read. Transparent pixels are laid over white. More than
+    8 bits per channel are scaled down to 8, never clipped: 16-bit values are divided by 256; 32-bit integers and
+    floats, which do not tell their range, are scaled by the smallest of 1 (floats only), 255, 65535 and 2³² − 1 that
+    holds the largest value, and negative values count as 0.
+
+    Args:
+        source: a path, the bytes of a file, a PIL image, or an array with values [height, width] (grey),
+            [height, width, 3] (RGB) or [height, width, 4] (RGBA) of type uint8, uint16, or floats from 0 to 1.
+        max_pixels: refuse files with more pixels than this.
+
+    Raises:
+        ImageError: the file is missing, empty, truncated, too large, or no picture.
+        ShapeError: an array of any other shape, type or range.
+
+    >>> read_image(np.zeros((2, 3), dtype=np.uint16)).shape
+    (2, 3, 3)
+    """
+    if isinstance(source, np.ndarray):
+        return _from_array(source)
+    if not isinstance(source, str | os.PathLike | bytes | Image.Image):
+        raise ImageError(
+            f"Expected a picture as a path, bytes, a PIL image or a NumPy array, got {type(source).__name__}. "
+            f"A tensor [3, height, width] with values from 0 to 1 goes in as tensor.permute(1, 2, 0).numpy()."
+        )
+    try:
+        with _pillow_settings(max_pixels):
+            if isinstance(source, Image.Image):
+                return _from_pillow(source, max_pixels)
+            Image.init()
+            known = [name for name in _FORMATS if name in Image.OPEN]
+            file = io.BytesIO(source) if isinstance(source, bytes) else Path(source)
+            with Image.open(file, formats=known) as opened:
+                return _from_pillow(opened, max_pixels)
+    except VitflowError:
+        raise
+    except Exception as error:  # a malformed file makes Pillow raise nearly anything
+        raise ImageError(_explain(source, error, max_pixels)) from error
+
+
+def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
+    """Write an RGB or grey picture, uint8 [height, width, 3] or [height, width], as its suffix says.
+
+    The file appears whole or not at all: it is written beside its place and moved there. Folders are made as needed.
+    JPEG and WebP are written at quality 95.
+
+    Raises:
+        ImageError: a suffix other than .png, .jpg, .jpeg and .webp, or the file could not be written.
+        ShapeError: the array is no such picture.
+    """
+    target = Path(path)
+    options = _WRITE_OPTIONS.get(target.suffix.lower())
+    if options is None:
+        raise ImageError(
+            f"Cannot write a picture as {image_name(path)!r}: expected a name that ends in "
+            f"{', '.join(sorted(_WRITE_OPTIONS))}, got {target.suffix or 'no suffix'!r}."
+        )
+    if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)) or not array.size:
+        raise ShapeError(
+            f"Expected a picture as uint8 [height, width, 3] or [height, width], got {array.dtype} {array.shape}."
+        )
+    # A short name of its own: the target's may be as long as the file system allows.
+    unfinished = target.with_name(f".vitflow-{secrets.token_hex(8)}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with unfinished.open("xb") as file:
+                Image.fromarray(array).save(file, **options)
+            unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        raise ImageError(
+            f"Could not write {image_name(path)!r}, a picture of {array.shape[0]} × {array.shape[1]} pixels: {error}"
+        ) from error
+
+
+def find_images(path: str | os.PathLike[str], *, recursive: bool = False) -> list[Path]:
+    """Find the pictures of a folder by their suffix, in natural order (2.png before 10.png).
+
+    Hidden files and folders are skipped. Links to folders are followed, and each folder is visited once. A path to
+    a file is returned as it is, whatever its suffix.
+
+    Args:
+        path: a folder, or a file.
+        recursive: look into the folders below, too.
+
+    Raises:
+        ImageError: there is nothing at this path, or a folder cannot be read.
+    """
+    root = Path(path)
+    if root.is_file():
+        return [root]
+    if not root.is_dir():
+        raise ImageError(f"Expected a folder or a picture, but there is nothing at {str(root)!r}.")
+
+    def stop(error: OSError) -> None:
+        raise ImageError(f"Could not read the folder {error.filename!r}: {error.strerror}.") from error
+
+    found: list[Path] = []
+    visited: set[tuple[int, int]] = set()
+    for folder, subfolders, names in os.walk(root, onerror=stop, followlinks=True):
+        here = Path(folder)
+        status = here.stat()
+        if (status.st_dev, status.st_ino) in visited:
+            subfolders.clear()
+            continue
+        visited.add((status.st_dev, status.st_ino))
+        subfolders[:] = sorted(name for name in subfolders if recursive and not name.startswith("."))
+        found += [
+            here / name
+            for name in names
+            if not name.startswith(".") and Path(name).suffix.lower() in _READ_SUFFIXES and (here / name).is_file()
+        ]
+    return sorted(found, key=lambda file: ([_natural(part) for part in file.relative_to(root).parts], str(file)))
+
+
+def image_name(source: object) -> str:
+    """A short name to show for a picture: the file's name where there is one.
+
+    >>> image_name("photos/cat.jpg"), image_name(b"..."), image_name(np.zeros((2, 2)))
+    ('cat.jpg', 'bytes', 'array')
+    """
+    if isinstance(source, Image.Image):
+        source = getattr(source, "filename", "") or "image"
+    if isinstance(source, str | os.PathLike):
+        name = os.fsencode(source)
+        # Names that are not valid UTF-8 cannot be printed as they are.
+        return os.path.basename(name).decode("utf-8", "replace") or name.decode("utf-8", "replace")  # noqa: PTH119
+    return {np.ndarray: "array", bytes: "bytes"}.get(type(source), type(source).__name__)
+
+
+def _natural(name: str) -> list[str | int]:
+    """Sort key that compares runs of digits as numbers."""
+    return [int(part) if part.isdecimal() else part.casefold() for part in re.split(r"(\d+)", name)]
+
+
+class _PillowSettings:
+    """Pillow's global size limit and its warnings, set while any thread reads a picture and restored afterwards.
+
+    Both are global to the process, so that threads which read at the same time must share them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._limits: list[int] = []
+        self._restore = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def __call__(self, max_pixels: int) -> Iterator[None]:
+        with self._lock:
+            if not self._limits:
+                self._restore.callback(setattr, Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
+                self._restore.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", module=r"PIL\.")
+            self._limits.append(max_pixels)
+            self._set_limit()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._limits.remove(max_pixels)
+                if self._limits:
+                    self._set_limit()
+                else:
+                    self._restore.close()
+
+    def _set_limit(self) -> None:
+        # Pillow warns above its limit and refuses above twice its limit.
+        Image.MAX_IMAGE_PIXELS = max(-(-max(self._limits) // 2), 1)
+
+
+_pillow_settings = _PillowSettings()
+
+
+def _from_pillow(image: Image.Image, max_pixels: int) -> NDArray[np.uint8]:
+    """RGB pixels of an opened picture, upright."""
+    if image.width * image.height > max_pixels:
+        raise Image.DecompressionBombError
+    image.load()
+    # After load(): Pillow's TIFF reader turns the picture itself and then forgets the orientation.
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # malformed EXIF, while the picture itself may be sound
+        orientation = None
+    turn = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
+    if turn is not None:
+        image = image.transpose(turn)
+    if image.mode.startswith(("I", "F")):
+        return _grey_to_rgb(_eight_bits(image))
+    if image.has_transparency_data:
+        return _over_white(np.asarray(image.convert("RGBA")))
+    return np.array(image.convert("RGB"))
+
+
+def _eight_bits(image: Image.Image) -> NDArray[np.uint8]:
+    """8-bit grey values [height, width] of a picture with one channel of 16 or 32 bits."""
+    values = np.asarray(image)
+    if image.mode.startswith("I;16"):
+        return (values >> 8).astype(np.uint8)
+    largest = float(values.max())
+    if not np.isfinite(values).all():
+        raise ImageError(
+            f"Expected finite pixel values in {image_name(image)!r}, got NaN or infinity in a 32-bit float picture. "
+            f"Replace them (for example by np.nan_to_num) and pass the array, scaled to 0 … 1."
+        )
+    if image.format == "PPM" and image.mode == "I":
+        full = 65535.0  # Pillow scales every PGM of more than 8 bits to 16
+    else:
+        scales = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)
+        full = next((scale for scale in scales if largest <= scale), max(2.0**32 - 1, largest))
+    return np.clip(np.rint(values * (255.0 / full)), 0, 255).astype(np.uint8)
+
+
+def _from_array(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """RGB pixels of an array of grey, RGB or RGBA values."""
+    grey_or_colour = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
+    if not grey_or_colour or array.size == 0:
+        first = array.ndim == 3 and array.shape[0] in (3, 4)
+        raise ShapeError(
+            f"Expected an array [height, width], [height, width, 3] (RGB) or [height, width, 4] (RGBA), "
+            f"got {array.shape}." + (" Put the channels last: array.transpose(1, 2, 0)." if first else "")
+        )
+    if array.dtype.kind == "u" and array.dtype.itemsize == 2:
+        array = (array >> 8).astype(np.uint8)
+    elif np.issubdtype(array.dtype, np.floating):
+        low, high = float(array.min()), float(array.max())
+        if not (low >= 0 and high <= 1):  # NaN fails both
+            raise ShapeError(
+                f"Expected a float array with values from 0 to 1, got values from {low:g} to {high:g}. "
+                f"Divide by 255, or convert to uint8."
+            )
+        array = np.rint(array.astype(np.float32) * 255).astype(np.uint8)
+    elif array.dtype != np.uint8:
+        raise ShapeError(
+            f"Expected an array of uint8, uint16, or floats from 0 to 1, got {array.dtype}. "
+            f"If its values are from 0 to 255: array.astype(np.uint8)."
+        )
+    if array.ndim == 2:
+        return _grey_to_rgb(array)
+    return _over_white(array) if array.shape[2] == 4 else array.copy(order="C")
+
+
+def _grey_to_rgb(grey: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return np.repeat(grey[:, :, None], 3, axis=2)
+
+
+def _over_white(rgba: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Lay RGBA pixels over white."""
+    alpha = rgba[:, :, 3:].astype(np.uint16)
+    return ((rgba[:, :, :3] * alpha + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)
+
+
+def _explain(source: object, error: Exception, max_pixels: int) -> str:
+    """Say what was expected, what came and what to do about a picture that could not be read."""
+    name = image_name(source)
+    if isinstance(error, Image.DecompressionBombError):
+        return (
+            f"Expected {name!r} to have at most {max_pixels:,} pixels, got more. "
+            f"If you trust the file, raise the limit with max_pixels."
+        )
+    if isinstance(error, FileNotFoundError):
+        return f"Expected a picture at {str(source)!r}, but there is no such file."
+    if isinstance(error, IsADirectoryError):
+        return f"Expected a picture, got the folder {str(source)!r}. find_images() lists the pictures of a folder."
+    if isinstance(error, PermissionError):
+        return f"Could not read {str(source)!r}: {error.strerror}. Check who may read the file."
+    if isinstance(error, UnidentifiedImageError):
+        empty = source == b"" or (isinstance(source, str | os.PathLike) and Path(source).stat().st_size == 0)
+        got = "an empty file" if empty else "something else, or a picture whose first bytes are damaged"
+        return f"Expected {name!r} to be a picture ({', '.join(_FORMATS)}), got {got}. Convert it to PNG or JPEG."
+    return f"Could not read {name!r}: {error or type(error).__name__}. The file is truncated or damaged; get it anew."

@@ -1,0 +1,248 @@
+"""Lay a saliency map over the photograph: upsample, scale, colour, blend. RGB everywhere."""
+
+from typing import Any, Literal, get_args
+
+import cv2
+import matplotlib
+import numpy as np
+from numpy.typing import NDArray
+
+from vitflow.errors import OptionError, ShapeError, unknown_name
+from vitflow.geometry import Placement
+
+Interpolation = Literal["linear", "cubic", "nearest"]
+INTERPOLATIONS: tuple[Interpolation, ...] = get_args(Interpolation)
+
+#: The lower and upper percentile between which robust scaling spreads the colours; the same as seaborn's.
+ROBUST_PERCENTILES = (2.0, 98.0)
+
+#: Colour of NaN where a map is drawn on its own.
+NAN_COLOR = (128, 128, 128)
+
+_OPENCV_FLAGS = {"linear": cv2.INTER_LINEAR, "cubic": cv2.INTER_CUBIC}
+
+
+def upsample(
+    grid: NDArray[np.floating[Any]], placement: Placement, *, interpolation: Interpolation = "linear"
+) -> NDArray[np.float32]:
+    """Spread a map over patches to the pixels of the original picture that the model saw.
+
+    The grid is resized to the model input, and that is carried back by the inverse of the resize and crop of the
+    preprocessing. Pixel centres correspond throughout; beyond the outermost patch centres the values stay constant.
+
+    Args:
+        grid: one value per patch, [rows, cols].
+        placement: how the picture became the model input.
+        interpolation: "linear" stays within the values of the grid; "cubic" is smoother and may overshoot them;
+            "nearest" gives each pixel the value of the patch in which its centre lies.
+
+    Returns:
+        float32 [height, width] of the original picture, NaN where the model saw nothing.
+
+    Raises:
+        OptionError: the interpolation is unknown.
+        ShapeError: the grid has no two axes, no patches, or holds NaN or infinite values.
+
+    >>> upsample(np.array([[0.0, 1.0]]), Placement((1, 8), (1, 8), (0, 1), (1, 6)), interpolation="nearest")
+    array([[nan,  0.,  0.,  0.,  1.,  1.,  1., nan]], dtype=float32)
+    """
+    if interpolation not in INTERPOLATIONS:
+        raise OptionError(unknown_name("interpolation", interpolation, INTERPOLATIONS))
+    grid = np.ascontiguousarray(grid, dtype=np.float32)
+    if grid.ndim != 2 or grid.size == 0 or not np.isfinite(grid).all():
+        raise ShapeError(
+            f"Expected a grid [rows, cols] of finite values, got shape {grid.shape}"
+            + (" with NaN or infinite values." if grid.ndim == 2 and grid.size else ".")
+        )
+    heatmap = np.full(placement.image_size, np.nan, dtype=np.float32)
+    left, top, right, bottom = placement.seen_box
+    if left == right or top == bottom:
+        return heatmap
+    if interpolation == "nearest":
+        rows, cols = (
+            _patch_of_pixels(axis, first, last, count, placement)
+            for axis, first, last, count in ((0, top, bottom, grid.shape[0]), (1, left, right, grid.shape[1]))
+        )
+        heatmap[top:bottom, left:right] = grid[np.ix_(rows, cols)]
+        return heatmap
+    flags = _OPENCV_FLAGS[interpolation]
+    on_input = cv2.resize(grid, placement.input_size[::-1], interpolation=flags)
+    heatmap[top:bottom, left:right] = cv2.warpAffine(
+        on_input,
+        _pixel_to_input(placement, left, top),
+        (right - left, bottom - top),
+        flags=flags | cv2.WARP_INVERSE_MAP,
+        borderMode=cv2.BORDER_REPLICATE,
+    )
+    return heatmap
+
+
+def scale_range(
+    values: NDArray[np.floating[Any]], *, vmin: float | None = None, vmax: float | None = None, robust: bool = True
+) -> tuple[float, float]:
+    """Decide between which values the colours are spread, from a grid or a heatmap; NaN is left out.
+
+    With robust, the limits are the 2nd and the 98th percentile, as in seaborn, so that one outlying patch does not
+    darken all others; where both fall on the same value, as in a map that is almost everywhere 0, the extremes are
+    used. Without it they are the extremes. A map that is constant up to the rounding of float32 gives two equal
+    limits, and colorize() draws it in the one colour of low values.
+
+    Args:
+        values: the map, of any shape.
+        vmin, vmax: limits that the caller sets.
+        robust: use percentiles for the limits that the caller does not set.
+
+    Raises:
+        OptionError: vmin or vmax is not finite, or vmin lies above vmax.
+
+    >>> scale_range(np.arange(101.0)), scale_range(np.arange(101.0), robust=False, vmin=-5)
+    ((2.0, 98.0), (-5.0, 100.0))
+    """
+    for name, limit in (("vmin", vmin), ("vmax", vmax)):
+        if limit is not None and not np.isfinite(limit):
+            raise OptionError(f"Expected a finite {name}, got {limit}.")
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    if high - low <= 1e-6 * max(abs(low), abs(high)):
+        high = low
+    elif robust:
+        lower, upper = (float(limit) for limit in np.percentile(finite, ROBUST_PERCENTILES))
+        if upper > lower:
+            low, high = lower, upper
+    if vmin is not None and vmax is not None and vmin > vmax:
+        raise OptionError(f"Expected vmin of at most vmax, got vmin {vmin} and vmax {vmax}.")
+    if vmin is not None:
+        low, high = float(vmin), max(high, float(vmin))
+    if vmax is not None:
+        low, high = min(low, float(vmax)), float(vmax)
+    return low, high
+
+
+def colorize(values: NDArray[np.floating[Any]], *, cmap: str = "turbo", vmin: float, vmax: float) -> NDArray[np.uint8]:
+    """Give each value its colour: [height, width] → uint8 RGB [height, width, 3].
+
+    Values beyond the limits take the colour of the limit. Where vmin equals vmax, what lies above takes the upper
+    colour and the rest the lower one. NaN is drawn grey.
+
+    Args:
+        values: the map.
+        cmap: name of a colormap of matplotlib.
+        vmin, vmax: the values of the first and the last colour; scale_range() proposes them.
+
+    Raises:
+        OptionError: the colormap is unknown.
+
+    >>> colorize(np.array([[0.0, 1.0, np.nan]]), cmap="gray", vmin=0, vmax=1).tolist()
+    [[[0, 0, 0], [255, 255, 255], [128, 128, 128]]]
+    """
+    colors = np.concatenate([_lookup_table(cmap), np.array([NAN_COLOR], dtype=np.uint8)])
+    index = _color_index(values, vmin, vmax, len(colors) - 1)
+    index[np.isnan(values)] = len(colors) - 1
+    return colors[index]
+
+
+def blend(
+    image: NDArray[np.uint8],
+    heatmap: NDArray[np.floating[Any]],
+    *,
+    cmap: str = "turbo",
+    alpha: float = 0.6,
+    fade: bool = True,
+    vmin: float | None = None,
+    vmax: float | None = None,
+    robust: bool = True,
+    mark_unseen: bool = True,
+) -> NDArray[np.uint8]:
+    """Lay a heatmap in colours over its photograph: uint8 RGB [height, width, 3].
+
+    Args:
+        image: the photograph, uint8 RGB [height, width, 3].
+        heatmap: values per pixel, [height, width]; NaN where the model saw nothing. The photograph stays as it is
+            there.
+        cmap: name of a colormap of matplotlib.
+        alpha: opacity of the colours, from 0 to 1; with fade, of the colour of the highest values.
+        fade: let the opacity grow in proportion to the value, so that the photograph stays clear where the map is
+            low; otherwise all colours have the same opacity.
+        vmin, vmax, robust: limits of the colours, as in scale_range().
+        mark_unseen: draw a thin white and black line just inside the border to what the model did not see.
+
+    Raises:
+        OptionError: an unknown colormap, or alpha, vmin or vmax out of range.
+        ShapeError: the picture is not uint8 RGB, or the heatmap is not of its size.
+
+    >>> image = np.zeros((1, 2, 3), dtype=np.uint8)
+    >>> blend(image, np.array([[0.0, 1.0]]), cmap="gray", alpha=0.8).tolist()
+    [[[0, 0, 0], [204, 204, 204]]]
+    """
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or heatmap.shape != image.shape[:2]:
+        raise ShapeError(
+            f"Expected a uint8 RGB picture [height, width, 3] and a heatmap [height, width] of the same size, "
+            f"got {image.dtype} {image.shape} and {heatmap.shape}. upsample() makes a heatmap of the picture's size."
+        )
+    if not 0.0 <= alpha <= 1.0:
+        raise OptionError(f"Expected 0 <= alpha <= 1, got {alpha}.")
+    low, high = scale_range(heatmap, vmin=vmin, vmax=vmax, robust=robust)
+    colors = _lookup_table(cmap)
+    steps = len(colors)
+    opacity = np.full(steps, alpha, dtype=np.float32)
+    if fade:
+        opacity *= np.arange(steps, dtype=np.float32) / max(steps - 1, 1)
+    opacity = np.append(opacity, np.float32(0))  # for NaN
+    index = _color_index(heatmap, low, high, steps)
+    unseen = np.isnan(heatmap)
+    index[unseen] = steps
+    clear = (1 - opacity)[index]
+    overlay = np.empty_like(image, order="C")
+    for channel in range(3):  # one at a time, to spare memory on large photographs
+        tint = opacity * np.append(colors[:, channel], np.uint8(0))
+        overlay[:, :, channel] = np.rint(image[:, :, channel] * clear + tint[index])
+    if mark_unseen and unseen.any():
+        _mark_border(overlay, ~unseen)
+    return overlay
+
+
+def _mark_border(picture: NDArray[np.uint8], seen: NDArray[np.bool_]) -> None:
+    """Draw a white line and a black one behind it, in place, inside the seen region where it borders the unseen."""
+    thickness = max(1, round(min(seen.shape) / 500))
+    kernel = np.ones((2 * thickness + 1, 2 * thickness + 1), dtype=np.uint8)
+    region = seen.astype(np.uint8)
+    # Eroding leaves the edges of the picture alone: OpenCV takes what lies beyond them as seen.
+    inner = cv2.erode(region, kernel)
+    innermost = cv2.erode(inner, kernel)
+    picture[region > inner] = 255
+    picture[inner > innermost] = 0
+
+
+def _lookup_table(cmap: str) -> NDArray[np.uint8]:
+    """The colours of a colormap of matplotlib: uint8 RGB [steps, 3]."""
+    if cmap not in matplotlib.colormaps:
+        names = [name for name in matplotlib.colormaps if not name.endswith("_r")]
+        raise OptionError(unknown_name("colormap", cmap, names))
+    colormap = matplotlib.colormaps[cmap]
+    table: NDArray[np.uint8] = colormap(np.arange(colormap.N), bytes=True)[:, :3]
+    return table
+
+
+def _color_index(values: NDArray[np.floating[Any]], vmin: float, vmax: float, steps: int) -> NDArray[np.intp]:
+    """Which of `steps` colours each value takes, from 0 at vmin to steps − 1 at vmax; undefined for NaN."""
+    if not vmax > vmin:
+        return np.where(values > vmax, steps - 1, 0)
+    # In float64: the range of a map may be too small for float32 to divide by.
+    unit = np.clip((values.astype(np.float64) - vmin) / (vmax - vmin), 0.0, 1.0)
+    return np.minimum(np.nan_to_num(unit) * steps, steps - 1).astype(np.intp)
+
+
+def _pixel_to_input(placement: Placement, left: int, top: int) -> NDArray[np.float64]:
+    """The 2 × 3 matrix from pixel indices, counted from (left, top) in the picture, to pixel indices of the input."""
+    # OpenCV counts from pixel centres: index k stands for the coordinate k + 1/2.
+    y0, x0 = placement.to_input(top + 0.5, left + 0.5)
+    y1, x1 = placement.to_input(top + 1.5, left + 1.5)
+    return np.array([[x1 - x0, 0.0, x0 - 0.5], [0.0, y1 - y0, y0 - 0.5]])
+
+
+def _patch_of_pixels(axis: int, first: int, last: int, count: int, placement: Placement) -> NDArray[np.int64]:
+    """Row (axis 0) or column (axis 1) of the patch in which the centre of each pixel from first to last lies."""
+    size, resized = placement.image_size[axis], placement.resized_size[axis]
+    # In whole numbers, as Placement.seen_box does: (k + 1/2) · resized / size − offset, in units of patches.
+    centres = (2 * np.arange(first, last, dtype=np.int64) + 1) * resized - 2 * size * placement.offset[axis]
+    return centres * count // (2 * size * placement.input_size[axis])
