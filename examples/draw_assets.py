@@ -1,0 +1,62 @@
+"""Draw the sample pictures and masks that vitflow bundles; the same pixels every time.
+
+python examples/draw_assets.py [--output FOLDER]
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitflow.demo import SAMPLE_FOLDER, DemoPicture, draw_picture
+
+# Name, seed, and (height, width).
+SAMPLES: tuple[tuple[str, int, tuple[int, int]], ...] = (
+    ("crescent_and_square", 116, (288, 384)),
+    ("cross_and_disc", 37, (320, 320)),
+    ("disc_star_and_crescent", 97, (320, 320)),
+    ("heart_square_and_cross", 85, (288, 384)),
+    ("ring_and_triangle", 105, (320, 320)),
+    ("star_ring_and_crescent", 48, (384, 288)),
+)
+# Ground, then one colour for each class, so that a mask is readable in an image viewer too.
+PALETTE = (
+    (0, 0, 0),
+    (220, 40, 40),
+    (245, 140, 30),
+    (240, 220, 50),
+    (60, 190, 70),
+    (50, 205, 215),
+    (50, 90, 230),
+    (140, 60, 210),
+    (240, 80, 170),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=SAMPLE_FOLDER)
+    folder = parser.parse_args(arguments).output
+    (folder / "masks").mkdir(parents=True, exist_ok=True)
+    for name, seed, size in SAMPLES:
+        picture = draw_picture(seed, size)
+        Image.fromarray(picture.image).save(folder / f"{name}.png", optimize=True)
+        mask = Image.fromarray(index_mask(picture))
+        mask.putpalette([value for colour in PALETTE for value in colour])
+        mask.save(folder / "masks" / f"{name}.png", optimize=True)
+        print(folder / f"{name}.png")
+
+
+def index_mask(picture: DemoPicture) -> NDArray[np.uint8]:
+    """All masks of a picture as one: 0 is ground, else 1 + the class index; uint8 [height, width]."""
+    indices = np.zeros(picture.image.shape[:2], dtype=np.uint8)
+    for label, mask in zip(picture.labels, picture.masks, strict=True):
+        indices[mask] = 1 + label
+    return indices
+
+
+if __name__ == "__main__":
+    main()
