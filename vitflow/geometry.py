@@ -15,7 +15,7 @@ Fit = Literal["crop", "squash", "pad", "native"]
 FITS: tuple[Fit, ...] = get_args(Fit)
 CropMode = Literal["center", "squash", "border"]
 CROP_MODES: tuple[CropMode, ...] = get_args(CropMode)
-INTERPOLATIONS = tuple(filter_.name.lower() for filter_ in Image.Resampling)
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
 Size = tuple[int, int]
 Coordinate = TypeVar("Coordinate", float, NDArray[np.float64])
@@ -268,7 +268,10 @@ def _place_like_timm(image_size: Size, input_size: Size, crop_pct: float, crop_m
     if not (math.isfinite(crop_pct) and crop_pct > 0):
         raise OptionError(f"Expected crop_pct above 0, got {crop_pct}.")
     scale_size = math.floor(input_size[0] / crop_pct), math.floor(input_size[1] / crop_pct)
-    _check_size(f"a model input of at least crop_pct = {crop_pct} pixels; the resized picture", scale_size)
+    if min(scale_size) < 1:
+        raise OptionError(
+            f"Expected crop_pct of at most {min(input_size)}, the short side of the input, got {crop_pct}."
+        )
     if crop_mode == "border":
         return _border(image_size, scale_size, input_size)
     if crop_mode == "squash":

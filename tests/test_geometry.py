@@ -1,0 +1,360 @@
+"""Placement, place() and prepare(): against timm's own transform, and pixel by pixel against exact fractions."""
+
+import io
+import json
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import timm
+import timm.data
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from PIL import ExifTags, Image
+
+from vitflow import geometry
+from vitflow.errors import OptionError, ShapeError
+from vitflow.geometry import CROP_MODES, FITS, INTERPOLATIONS, Placement, place, prepare
+from vitflow.images import read_image
+from vitflow.overlay import upsample
+
+HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+
+sides = st.integers(1, 60)
+sizes = st.tuples(sides, sides)
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    patch = draw(st.integers(1, 8))
+    input_size = (patch * draw(st.integers(1, 6)), patch * draw(st.integers(1, 6)))
+    crop_pct = draw(st.sampled_from([0.5, 0.875, 0.9, 1.0, 1.15]))
+    assume(min(input_size) >= crop_pct)
+    return place(
+        draw(sizes),
+        input_size,
+        fit=draw(st.sampled_from(FITS)),
+        crop_pct=crop_pct,
+        crop_mode=draw(st.sampled_from(CROP_MODES)),
+        patch_size=patch,
+    )
+
+
+def noise(height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(height * 1000 + width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def exact_input_coordinate(placement: Placement, axis: int, pixel: int) -> Fraction:
+    """Where the centre of a pixel of the original lies in the model input, without rounding."""
+    scale = Fraction(placement.resized_size[axis], placement.image_size[axis])
+    return (pixel + Fraction(1, 2)) * scale - placement.offset[axis]
+
+
+def same_as_timm(image: np.ndarray, config: dict) -> None:
+    expected = timm.data.create_transform(**config)(Image.fromarray(image)).numpy()
+    placement = place(
+        image.shape[:2], config["input_size"][1:], crop_pct=config["crop_pct"], crop_mode=config["crop_mode"]
+    )
+    got = prepare(image, placement, mean=config["mean"], std=config["std"], interpolation=config["interpolation"])
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, expected, err_msg=f"{image.shape} {config}")
+
+
+# --- the same as timm ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(120, 200), (200, 120), (97, 61), (31, 33), (64, 64), (1, 90), (7, 500)])
+@pytest.mark.parametrize("crop_mode", CROP_MODES)
+@pytest.mark.parametrize("crop_pct", [0.875, 0.9, 1.0, 1.15])
+def test_prepare_equals_timm(size, crop_mode, crop_pct):
+    for input_size in [(3, 64, 64), (3, 48, 80)]:
+        if crop_mode == "border" and min(size) * input_size[2] < max(size):
+            continue  # timm asks Pillow for a side of 0 pixels there
+        for interpolation in ["bicubic", "bilinear"]:
+            config = {"input_size": input_size, "crop_pct": crop_pct, "crop_mode": crop_mode, **IMAGENET}
+            same_as_timm(noise(*size), {**config, "interpolation": interpolation})
+
+
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+def test_prepare_equals_timm_for_every_filter(interpolation):
+    config = {"input_size": (3, 48, 48), "crop_pct": 0.9, "crop_mode": "center", **HALF}
+    same_as_timm(noise(75, 131), {**config, "interpolation": interpolation})
+
+
+def test_prepare_equals_timm_for_a_models_own_configuration():
+    model = timm.create_model("test_vit.r160_in1k", pretrained=False)
+    config = timm.data.resolve_model_data_config(model)
+    for size in [(300, 200), (199, 333), (90, 50)]:
+        same_as_timm(noise(*size), config)
+
+
+def test_prepare_equals_timm_for_every_configuration_that_timm_ships():
+    configs = {}
+    for name in timm.list_pretrained():
+        config = timm.data.resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
+        if config["input_size"][0] == 3 and max(config["input_size"]) <= 448:
+            configs[*(config[key] for key in ("input_size", "crop_pct", "crop_mode", "interpolation"))] = config
+    assert len(configs) > 30
+    assert {config["crop_mode"] for config in configs.values()} == set(CROP_MODES)
+    assert any(config["crop_pct"] > 1 for config in configs.values()), "VOLO pads with black"
+    for config in configs.values():
+        same_as_timm(noise(83, 61), config)
+
+
+def test_a_very_long_picture_is_resized_in_its_window_only(monkeypatch):
+    image = noise(40, 400)
+    placement = place((40, 400), (64, 64), crop_pct=0.9)
+    whole = prepare(image, placement, **HALF)
+    monkeypatch.setattr(geometry, "_MAX_RESIZED_PIXELS", 0)
+    windowed = prepare(image, placement, **HALF)
+    # One level of 255, because the window's corner is not a whole pixel of the original.
+    np.testing.assert_allclose(windowed, whole, atol=2.01 / 255)
+    assert np.abs(windowed - whole).mean() < 1e-3
+
+
+def test_a_picture_of_one_pixel_line_does_not_fill_the_memory():
+    placement = place((1, 60_000), (224, 224), crop_pct=0.875)
+    assert placement.resized_size == (256, 15_360_000)
+    assert prepare(noise(1, 60_000), placement, **HALF).shape == (3, 224, 224)
+
+
+# --- fits ------------------------------------------------------------------------------------------------------------
+
+
+@given(sizes, sizes)
+def test_squash_and_pad_see_everything(image_size, input_size):
+    squashed = place(image_size, input_size, fit="squash")
+    assert squashed.resized_size == squashed.input_size == input_size
+    assert squashed.sees_everything
+    padded = place(image_size, input_size, fit="pad")
+    assert padded.input_size == input_size
+    assert padded.sees_everything
+    assert max(padded.resized_size[0] - input_size[0], padded.resized_size[1] - input_size[1]) == 0
+
+
+def test_pad_keeps_the_aspect_and_centres():
+    assert place((300, 600), (224, 224), fit="pad") == Placement((300, 600), (112, 224), (-56, 0), (224, 224))
+    assert place((301, 200), (224, 224), fit="pad").offset == (0, -((224 - 149) // 2))
+
+
+def test_padding_is_the_mean_and_the_picture_lies_between():
+    image = np.full((20, 40, 3), 200, dtype=np.uint8)
+    prepared = prepare(image, place((20, 40), (40, 40), fit="pad"), **IMAGENET)
+    # The mean in 8 bits: at most half a level from 0.
+    assert np.abs(prepared[:, :10]).max() <= 0.5 / 255 / 0.224
+    assert np.abs(prepared[:, 30:]).max() <= 0.5 / 255 / 0.224
+    assert prepared[:, 10:30].min() > 1
+
+
+@given(sizes, st.integers(1, 20), st.integers(1, 20), st.integers(1, 16), st.integers(1, 16))
+def test_native_has_whole_patches_in_the_aspect_of_the_picture(image_size, rows, cols, patch_height, patch_width):
+    wanted = rows * cols
+    placement = place(
+        image_size, (rows * patch_height, cols * patch_width), fit="native", patch_size=(patch_height, patch_width)
+    )
+    height, width = placement.input_size
+    assert height % patch_height == 0
+    assert width % patch_width == 0
+    got_rows, got_cols = height // patch_height, width // patch_width
+    assert got_rows >= 1
+    assert got_cols >= 1
+    assert placement.resized_size == placement.input_size
+    assert placement.sees_everything
+    # Each side is the exact one rounded, so it is off by half a patch, or limited by a single line of patches.
+    exact = math.sqrt(wanted * image_size[0] / image_size[1] * patch_width / patch_height)
+    assert abs(got_rows - min(max(exact, 1), wanted)) <= 0.5 + 1e-9
+    assert abs(got_cols - min(max(wanted / exact, 1), wanted)) <= 0.5 + 1e-9
+
+
+def test_native_keeps_the_number_of_patches():
+    assert place((480, 640), (224, 224), fit="native", patch_size=16).input_size == (12 * 16, 16 * 16)
+    assert place((640, 480), (224, 224), fit="native", patch_size=16).input_size == (16 * 16, 12 * 16)
+    assert place((100, 100), (518, 518), fit="native", patch_size=14).input_size == (518, 518)
+    assert place((1, 100_000), (224, 224), fit="native", patch_size=16).input_size == (16, 196 * 16)
+
+
+# --- coordinates -----------------------------------------------------------------------------------------------------
+
+
+@given(placements(), st.floats(-100, 100), st.floats(-100, 100))
+def test_to_image_undoes_to_input(placement, y, x):
+    np.testing.assert_allclose(placement.to_image(*placement.to_input(y, x)), (y, x), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(placement.to_input(*placement.to_image(y, x)), (y, x), rtol=1e-9, atol=1e-9)
+
+
+def test_coordinates_of_arrays():
+    placement = place((480, 640), (224, 224), crop_pct=0.875)
+    y, x = np.linspace(0, 480, 7), np.linspace(0, 640, 7)
+    many = placement.to_input(y, x)
+    for index in range(7):
+        assert (many[0][index], many[1][index]) == placement.to_input(float(y[index]), float(x[index]))
+
+
+@given(placements())
+def test_seen_box_holds_exactly_the_pixels_whose_centres_are_inside(placement):
+    left, top, right, bottom = placement.seen_box
+    for axis, (first, last) in enumerate([(top, bottom), (left, right)]):
+        inside = [
+            pixel
+            for pixel in range(placement.image_size[axis])
+            if 0 <= exact_input_coordinate(placement, axis, pixel) < placement.input_size[axis]
+        ]
+        assert inside == list(range(first, last))
+    mask = placement.seen_mask()
+    assert mask.shape == placement.image_size
+    assert mask.sum() == (right - left) * (bottom - top)
+    assert placement.sees_everything == mask.all()
+
+
+@settings(max_examples=200)
+@given(placements(), st.data())
+def test_a_hot_patch_marks_exactly_the_pixels_whose_centres_lie_in_it(placement, data):
+    rows, cols = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    row, col = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, cols - 1))
+    grid = np.zeros((rows, cols))
+    grid[row, col] = 1
+    hot = upsample(grid, placement, interpolation="nearest") == 1
+
+    def inside(axis: int, pixel: int, patch: int, count: int) -> bool:
+        side = Fraction(placement.input_size[axis], count)
+        return patch * side <= exact_input_coordinate(placement, axis, pixel) < (patch + 1) * side
+
+    height, width = placement.image_size
+    in_rows = np.array([inside(0, y, row, rows) for y in range(height)])
+    in_cols = np.array([inside(1, x, col, cols) for x in range(width)])
+    np.testing.assert_array_equal(hot, in_rows[:, None] & in_cols[None, :])
+
+    left, top, right, bottom = placement.patch_box(row, col, rows, cols)
+    for y, x in np.argwhere(hot):
+        assert top - 1e-9 <= y + 0.5 <= bottom + 1e-9
+        assert left - 1e-9 <= x + 0.5 <= right + 1e-9
+
+
+@given(placements(), st.integers(1, 9), st.integers(1, 9))
+def test_patch_boxes_tile_the_model_input(placement, rows, cols):
+    first, last = placement.patch_box(0, 0, rows, cols), placement.patch_box(rows - 1, cols - 1, rows, cols)
+    np.testing.assert_allclose(placement.to_input(first[1], first[0]), (0, 0), atol=1e-9)
+    np.testing.assert_allclose(placement.to_input(last[3], last[2]), placement.input_size, rtol=1e-9)
+    if cols > 1:
+        assert placement.patch_box(0, 1, rows, cols)[0] == first[2]
+    if rows > 1:
+        assert placement.patch_box(1, 0, rows, cols)[1] == first[3]
+
+
+# --- from the photograph to the overlay and back ----------------------------------------------------------------------
+
+# What a camera stores for each EXIF orientation, made from the upright picture.
+STORED = {
+    1: lambda upright: upright,
+    2: lambda upright: upright[:, ::-1],
+    3: lambda upright: upright[::-1, ::-1],
+    4: lambda upright: upright[::-1],
+    5: lambda upright: upright.swapaxes(0, 1),
+    6: lambda upright: np.rot90(upright, 1),
+    7: lambda upright: np.rot90(upright, 2).swapaxes(0, 1),
+    8: lambda upright: np.rot90(upright, -1),
+}
+
+
+@pytest.mark.parametrize("orientation", STORED)
+@pytest.mark.parametrize("size", [(211, 157), (157, 211), (60, 301), (33, 47)])
+@pytest.mark.parametrize("fit", FITS)
+def test_a_painted_patch_comes_back_inside_its_rectangle(fit, size, orientation):
+    expected = place(size, (64, 64), fit=fit, crop_pct=0.9, patch_size=8)
+    rows, cols = expected.input_size[0] // 8, expected.input_size[1] // 8
+    for row, col in [(0, cols // 2), (rows - 1, cols - 1), (rows // 3, cols // 3)]:
+        left, top, right, bottom = expected.patch_box(row, col, rows, cols)
+        upright = np.zeros((*size, 3), dtype=np.uint8)
+        first_y, first_x = max(math.floor(top), 0), max(math.floor(left), 0)
+        upright[first_y : max(math.ceil(bottom), 0), first_x : max(math.ceil(right), 0)] = 255
+        if not upright.any():
+            continue  # the patch lies in the padding
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = orientation
+        file = io.BytesIO()
+        Image.fromarray(np.ascontiguousarray(STORED[orientation](upright))).save(file, "PNG", exif=exif)
+
+        image = read_image(file.getvalue())
+        placement = place(image.shape[:2], (64, 64), fit=fit, crop_pct=0.9, patch_size=8)
+        assert placement == expected
+        prepared = prepare(image, placement, **HALF)
+        grid = prepared.mean(axis=0).reshape(rows, 8, cols, 8).mean(axis=(1, 3))
+        assert np.unravel_index(grid.argmax(), grid.shape) == (row, col)
+        for interpolation in ["linear", "cubic", "nearest"]:
+            heatmap = upsample(grid, placement, interpolation=interpolation)
+            assert heatmap.shape == size
+            y, x = np.unravel_index(np.nanargmax(heatmap), heatmap.shape)
+            assert top <= y + 0.5 <= bottom
+            assert left <= x + 0.5 <= right
+            np.testing.assert_array_equal(np.isnan(heatmap), ~placement.seen_mask())
+
+
+# --- values and faults ------------------------------------------------------------------------------------------------
+
+
+@given(placements())
+def test_a_placement_survives_json(placement):
+    assert Placement.from_dict(json.loads(json.dumps(placement.to_dict()))) == placement
+
+
+def test_a_placement_is_a_value():
+    placement = place((480, 640), (224, 224))
+    assert hash(placement) == hash(place((480, 640), (224, 224)))
+    with pytest.raises(AttributeError):
+        placement.offset = (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fit": "scrop"}, "Unknown fit 'scrop'. Did you mean 'crop'"),
+        ({"crop_mode": "centre"}, "Unknown crop mode 'centre'. Did you mean 'center'"),
+        ({"crop_pct": 0.0}, "Expected crop_pct above 0, got 0.0"),
+        ({"crop_pct": float("nan")}, "Expected crop_pct above 0, got nan"),
+        ({"crop_pct": 1000.0}, "Expected crop_pct of at most 224"),
+        ({"fit": "native"}, "needs patch_size"),
+        ({"fit": "native", "patch_size": 0}, "at least 1 pixel"),
+    ],
+)
+def test_options_that_make_no_sense(options, message):
+    with pytest.raises(OptionError, match=message):
+        place((480, 640), (224, 224), **options)
+
+
+def test_sizes_that_make_no_sense():
+    with pytest.raises(ShapeError, match="image_size"):
+        place((0, 640), (224, 224))
+    with pytest.raises(ShapeError, match="input_size"):
+        place((480, 640), (3, 224, 224))
+    with pytest.raises(ShapeError, match="overlaps"):
+        Placement((10, 10), (10, 10), (10, 0), (5, 5))
+
+
+def test_a_patch_outside_the_grid():
+    with pytest.raises(OptionError, match=r"Patch \(14, 0\) lies outside the grid of 14 × 14"):
+        place((480, 640), (224, 224)).patch_box(14, 0, 14, 14)
+
+
+def test_prepare_refuses_what_does_not_fit():
+    placement = place((30, 40), (16, 16))
+    with pytest.raises(ShapeError, match="as the placement was made for"):
+        prepare(noise(40, 30), placement, **HALF)
+    with pytest.raises(ShapeError, match="uint8 RGB picture"):
+        prepare(noise(30, 40).astype(np.float32), placement, **HALF)
+    with pytest.raises(OptionError, match=r"Unknown interpolation 'bicubik'\. Did you mean 'bicubic'"):
+        prepare(noise(30, 40), placement, **HALF, interpolation="bicubik")
+    with pytest.raises(OptionError, match="three values each"):
+        prepare(noise(30, 40), placement, mean=(0.5,), std=(0.5,))
+    with pytest.raises(OptionError, match="every std above 0"):
+        prepare(noise(30, 40), placement, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.0))
+
+
+def test_prepare_leaves_the_picture_alone():
+    image = noise(30, 40)
+    before = image.copy()
+    prepared = prepare(image, place((30, 40), (30, 40), fit="squash"), **HALF)
+    torch.from_numpy(prepared).zero_()
+    np.testing.assert_array_equal(image, before)
