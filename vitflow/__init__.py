@@ -1,1 +1,66 @@
-"""vitflow: see what a Vision Transformer looks at."""
+"""vitflow: see what a Vision Transformer looks at.
+
+    import vitflow
+    saliency = vitflow.explain("cat.jpg", model="vit_base_patch16_224.augreg2_in21k_ft_in1k", method="rollout")
+    saliency.save("cat-rollout.png")
+
+Names are loaded when they are first used: `import vitflow` imports no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vitflow.errors import VitflowError, VitflowWarning
+    from vitflow.explainer import Explainer, explain
+    from vitflow.methods import list_methods, register_method
+    from vitflow.methods.rollout import attention_rollout
+    from vitflow.models import load_model
+    from vitflow.recorder import record_attention
+    from vitflow.saliency import Saliency
+    from vitflow.tokens import TokenLayout
+    from vitflow.trace import Trace
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Explainer": "explainer",
+    "Saliency": "saliency",
+    "TokenLayout": "tokens",
+    "Trace": "trace",
+    "VitflowError": "errors",
+    "VitflowWarning": "errors",
+    "attention_rollout": "methods.rollout",
+    "explain": "explainer",
+    "list_methods": "methods",
+    "load_model": "models",
+    "record_attention": "recorder",
+    "register_method": "methods",
+}
+
+__all__ = [
+    "Explainer",
+    "Saliency",
+    "TokenLayout",
+    "Trace",
+    "VitflowError",
+    "VitflowWarning",
+    "attention_rollout",
+    "explain",
+    "list_methods",
+    "load_model",
+    "record_attention",
+    "register_method",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'vitflow' has no attribute {name!r}")
+    value = getattr(import_module(f"vitflow.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

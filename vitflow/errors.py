@@ -28,6 +28,10 @@ class UnsupportedModelError(ModelError):
     """The model computes something to which the asked method does not apply."""
 
 
+class VitflowWarning(UserWarning):
+    """Something was done that the caller should know of, such as a class count that was read from a file."""
+
+
 class NoAttentionError(UnsupportedModelError):
     """A forward pass ran, and no attention between tokens was seen in it."""
 

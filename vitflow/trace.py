@@ -1,6 +1,6 @@
 """Trace: what the recorder saw in one forward pass, with its token layout and readout."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,15 +20,23 @@ class AttentionLayer:
 
     Attributes:
         name: the layer's module path in the model, such as "blocks.3.attn".
-        heads: probabilities [batch, heads, tokens, tokens], or None where only fused matrices were kept.
+        parts: probabilities [batch, heads, tokens, tokens] of each attention module of the layer (more than one where
+            modules work side by side on the same tokens); empty where only fused matrices were kept.
         fused: fused matrices [batch, tokens, tokens] by (head fusion, value weighted).
         value_norms: ‖v_j W_O‖₂ per head and token, [batch, heads, tokens], where asked for.
     """
 
     name: str
-    heads: Tensor | None = None
+    parts: tuple[Tensor, ...] = ()
     fused: dict[FusionKey, Tensor] = field(default_factory=dict)
     value_norms: Tensor | None = None
+
+    @property
+    def heads(self) -> Tensor | None:
+        """All heads of the layer, [batch, heads, tokens, tokens], or None where only fused matrices were kept."""
+        if len(self.parts) > 1:
+            return torch.cat(self.parts, dim=1)
+        return self.parts[0] if self.parts else None
 
 
 @dataclass(slots=True)
@@ -185,19 +193,19 @@ class Trace:
         assert self.pixels is not None
         if not self.logits.requires_grad:
             raise OptionError("This pass was recorded without gradients: record with gradients=True.")
-        attentions = [layer.heads for layer in self.layers if layer.heads is not None]
-        names = list(self.features)
-        inputs: Sequence[Tensor] = [*attentions, *(self.features[name] for name in names), self.pixels]
+        parts = [part for layer in self.layers for part in layer.parts]
+        inputs: list[Tensor] = [*parts, *self.features.values(), self.pixels]
         # Pictures of a batch do not influence each other, so the sum's gradient holds each picture's own.
         with torch.inference_mode(False), torch.enable_grad():
             total = self.logits.gather(1, targets.to(self.logits.device).view(-1, 1)).sum()
             found = torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
-        gradients = [
+        gradients = iter(
             torch.zeros_like(source) if gradient is None else gradient
             for source, gradient in zip(inputs, found, strict=True)
-        ]
-        count = len(attentions)
-        return Backward(gradients[:count], dict(zip(names, gradients[count:-1], strict=True)), gradients[-1])
+        )
+        attentions = [torch.cat([next(gradients) for _ in layer.parts], dim=1) for layer in self.layers]
+        features = {name: next(gradients) for name in self.features}
+        return Backward(attentions, features, next(gradients))
 
 
 _NOTHING_RECORDED = "Nothing has been recorded: run the model's forward pass inside `with record_attention(model)`."

@@ -1,0 +1,351 @@
+"""Explain pictures: from photograph and model to saliency, one-shot or with a model that is kept."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from vitflow.anatomy import unwrap
+from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
+from vitflow.geometry import FITS, Placement, place, prepare
+from vitflow.images import ImageSource, image_name, read_image
+from vitflow.methods import Method, get_method
+from vitflow.methods.maps import Maps
+from vitflow.models import class_names_of, load_model, model_id, read_input_spec
+from vitflow.recorder import record_attention
+from vitflow.saliency import Saliency
+from vitflow.targets import Target, resolve_targets
+from vitflow.tokens import TokenLayout
+from vitflow.trace import FusionKey, Trace
+
+# A method by name, or by name with options of its own.
+MethodChoice = str | tuple[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Picture:
+    """A picture that was read and placed, ready for the model."""
+
+    name: str
+    image: NDArray[np.uint8]
+    placement: Placement
+
+
+def explain(
+    image: ImageSource,
+    *,
+    model: str | Path | nn.Module,
+    method: str = "rollout",
+    target: Target = None,
+    fit: str = "crop",
+    device: str | torch.device | None = None,
+    **options: Any,
+) -> Saliency:
+    """Explain one picture with one method. To explain several with the same model, keep an `Explainer`.
+
+    Args:
+        image: a path, bytes, a PIL picture, or an RGB array.
+        model: a model id (see `load_model`), or a module of your own.
+        method: a name from `list_methods()`.
+        target: class index or name; by default the predicted class.
+        fit: "crop" (the model's own preprocessing), "squash", "pad" or "native".
+        device: where to run, by default the model's own device, or a GPU if there is one.
+        options: the method's own, such as head_fusion="max".
+
+    Raises:
+        VitflowError: the picture, the model or an option is wrong; the message says which and what to do.
+
+    >>> from vitflow.demo import sample_pictures
+    >>> explain(sample_pictures()[0], model="demo", method="rollout", head_fusion="max").grid.shape
+    (12, 12)
+    """
+    return Explainer(model, device=device, fit=fit).explain(image, method=method, target=target, **options)
+
+
+class Explainer:
+    """A model that is kept, to explain one picture after another or in batches.
+
+    Args:
+        model: a model id (see `load_model`), or a module of your own, which is left as it is.
+        device: where to run; by default where your module lies, or a GPU if there is one for a model by name.
+        fit: "crop" (the model's own preprocessing), "squash", "pad" or "native" (whole picture, aspect ratio kept, through
+            timm's dynamic image size).
+        class_names: names of the classes, where the model does not know them.
+        data_config: input_size, mean, std, crop_pct, interpolation, for a model without `pretrained_cfg`.
+        layout: prefix tokens and patch grid, for a model that does not tell its own.
+        activation: "softmax" or "sigmoid" (multi-label); by default what the model's configuration says, else softmax.
+
+    Raises:
+        VitflowError: the model cannot be loaded, or an option is wrong.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        *,
+        device: str | torch.device | None = None,
+        fit: str = "crop",
+        class_names: Sequence[str] | None = None,
+        data_config: Mapping[str, Any] | None = None,
+        layout: TokenLayout | None = None,
+        activation: str | None = None,
+    ) -> None:
+        if fit not in FITS:
+            place((1, 1), (1, 1), fit=fit)  # raises, naming the known ones
+        if not isinstance(model, nn.Module):
+            model = load_model(model, dynamic_img_size=fit == "native")
+            device = device or default_device()
+        self.model = unwrap(model)
+        self.device = _move(self.model, device)
+        self.fit = fit
+        self.spec = read_input_spec(self.model, data_config)
+        self.class_names = list(class_names) if class_names is not None else class_names_of(self.model)
+        self.model_id = model_id(self.model)
+        self.layout = layout
+        config: Any = getattr(self.model, "pretrained_cfg", None) or {}
+        self.activation = activation or config.get("activation") or "softmax"
+        if self.activation not in ("softmax", "sigmoid"):
+            raise OptionError(f"Expected activation 'softmax' or 'sigmoid', got {self.activation!r}.")
+        if fit == "native" and (self.spec.patch_size is None or not self.spec.dynamic):
+            raise UnsupportedModelError(
+                f"fit='native' needs a model that takes pictures of any size, and {self.model_id} was built for "
+                f"{self.spec.size[0]} × {self.spec.size[1]} pixels. Build it with dynamic_img_size=True, or use fit='pad'."
+            )
+
+    def explain(
+        self, image: ImageSource, *, method: str = "rollout", target: Target = None, **options: Any
+    ) -> Saliency:
+        """Explain one picture with one method; arguments as for `vitflow.explain`."""
+        return self.explain_batch([image], methods=[method], targets=target, **options)[0]
+
+    def explain_batch(
+        self,
+        images: Sequence[ImageSource],
+        *,
+        methods: Sequence[MethodChoice] = ("rollout",),
+        targets: Target | Sequence[Target] = None,
+        **options: Any,
+    ) -> list[Saliency]:
+        """Explain several pictures with several methods, in one forward pass (and at most one backward pass per target).
+
+        Args:
+            images: pictures; those of one input size run as one batch.
+            methods: names, or (name, options) pairs.
+            targets: one target for all, or a list of targets that each class-specific method explains in turn.
+            options: options for every method that has them.
+
+        Returns:
+            Picture by picture, method by method, and for class-specific methods target by target.
+
+        Raises:
+            VitflowError: a picture cannot be read, or an option is wrong; nothing is returned then.
+        """
+        chosen = choose_methods(methods, options)
+        pictures = [self._read(image, number) for number, image in enumerate(images)]
+        results: list[list[Saliency]] = [[] for _ in pictures]
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index, picture in enumerate(pictures):
+            groups.setdefault(picture.placement.input_size, []).append(index)
+        for members in groups.values():
+            for index, found in zip(members, self._run([pictures[i] for i in members], chosen, targets), strict=True):
+                results[index] = found
+        return [saliency for found in results for saliency in found]
+
+    def pixels(self, image: ImageSource) -> Tensor:
+        """The model input that a picture becomes, [1, channels, height, width], on the explainer's device."""
+        return self._tensor([self._read(image, 0)])
+
+    def _read(self, source: ImageSource, number: int) -> _Picture:
+        image = read_image(source)
+        name = image_name(source) if isinstance(source, str | Path) else f"picture {number + 1}"
+        spec = self.spec
+        placement = place(
+            (image.shape[0], image.shape[1]),
+            spec.size,
+            fit=self.fit,
+            crop_pct=spec.crop_pct,
+            crop_mode=spec.crop_mode,
+            patch_size=spec.patch_size,
+        )
+        return _Picture(str(source) if isinstance(source, str | Path) else name, image, placement)
+
+    def _tensor(self, pictures: Sequence[_Picture]) -> Tensor:
+        spec = self.spec
+        arrays = []
+        for picture in pictures:
+            image = picture.image
+            if spec.channels == 1:  # luminance by ITU-R 601-2, as PIL's convert("L")
+                grey = np.round(image @ np.array([0.299, 0.587, 0.114])).astype(np.uint8)
+                image = np.repeat(grey[..., None], 3, axis=2)
+            arrays.append(
+                prepare(image, picture.placement, mean=spec.mean, std=spec.std, interpolation=spec.interpolation)
+            )
+        stacked = torch.from_numpy(np.stack(arrays)[:, : spec.channels])
+        parameter = next(self.model.parameters(), stacked)
+        return stacked.to(self.device, parameter.dtype)
+
+    def _run(
+        self, pictures: Sequence[_Picture], chosen: Sequence[tuple[Method, dict[str, Any]]], targets: Any
+    ) -> list[list[Saliency]]:
+        """Explain pictures of one input size: [pictures][methods and targets]."""
+        needs = frozenset[str]().union(*(method.needs for method, _ in chosen))
+        gradients = "gradients" in needs
+        started = time.perf_counter()
+        # Leaving inference mode lets a caller's torch.inference_mode() stand around this.
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients), _evaluating(self.model):
+            trace = self._record(self._tensor(pictures), chosen, needs)
+            probabilities = self._probabilities(trace)
+            forward = (time.perf_counter() - started) / len(pictures)
+            wanted = resolve_targets(targets, probabilities, self.class_names)  # [targets][batch]
+            found: list[list[Saliency]] = [[] for _ in pictures]
+            for method, options in chosen:
+                for target in wanted if method.class_specific else wanted[:1]:
+                    trace.targets = target
+                    started = time.perf_counter()
+                    maps = method.load()(trace, **options)
+                    maps = maps if isinstance(maps, Maps) else Maps(maps)
+                    grids = _check_grids(maps.grids, method, len(pictures))
+                    seconds = forward + (time.perf_counter() - started) / len(pictures)
+                    for index, picture in enumerate(pictures):
+                        facts = {"readout": trace.pooling} if "attention" in needs else {}
+                        facts |= maps.facts[index] if maps.facts else {}
+                        found[index].append(
+                            Saliency(
+                                grid=grids[index],
+                                placement=picture.placement,
+                                image=picture.image,
+                                source=picture.name,
+                                model=self.model_id,
+                                method=method.name,
+                                options=options,
+                                class_specific=method.class_specific,
+                                facts=facts,
+                                seconds=seconds,
+                                **self._answer(probabilities, target, index),
+                            )
+                        )
+        return found
+
+    def _record(self, pixels: Tensor, chosen: Sequence[tuple[Method, dict[str, Any]]], needs: frozenset[str]) -> Trace:
+        """One forward pass that keeps no more than the methods need."""
+        gradients = "gradients" in needs
+        every_head = gradients or any("heads" in m.needs or options.get("head") is not None for m, options in chosen)
+        fusions: set[FusionKey] = {
+            (str(options.get("head_fusion", "mean")), bool(options.get("value_weighted", False)))
+            for method, options in chosen
+            if "attention" in method.needs
+        }
+        weighted = any(options.get("value_weighted") for _, options in chosen)
+        if not needs & {"attention", "heads", "gradients"}:
+            trace = Trace(model=self.model, pixels=pixels, predict=self._predict)
+            trace.logits = self.model(pixels)
+            return trace
+        with record_attention(
+            self.model,
+            fusions=() if every_head else fusions,
+            value_norms=every_head and weighted,
+            gradients=gradients,
+            layout=self.layout,
+        ) as trace:
+            self.model(pixels)
+        trace.predict = self._predict
+        return trace
+
+    def _predict(self, pixels: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self._activate(self.model(pixels))
+
+    def _activate(self, logits: Tensor) -> Tensor:
+        logits = logits.detach().float()
+        return logits.sigmoid() if self.activation == "sigmoid" else logits.softmax(dim=-1)
+
+    def _probabilities(self, trace: Trace) -> Tensor | None:
+        """Probabilities [batch, classes]; None where the model has no classes."""
+        logits = trace.logits
+        if not isinstance(logits, Tensor):
+            raise ModelError(f"Expected {self.model_id} to return one tensor of logits, got none.")
+        if getattr(self.model, "num_classes", None) == 0 or logits.ndim != 2:
+            return None
+        if not torch.isfinite(logits).all():
+            raise ModelError(
+                f"{self.model_id} returned NaN or infinite logits for this picture: its weights or its precision "
+                f"({logits.dtype}) are at fault, and no map of it would mean anything."
+            )
+        return self._activate(logits)
+
+    def _answer(self, probabilities: Tensor | None, target: Tensor | None, index: int) -> dict[str, Any]:
+        if probabilities is None or target is None:
+            return {}
+        number = int(target[index])
+        return {
+            "target": number,
+            "class_name": self.class_names[number] if self.class_names else None,
+            "probability": float(probabilities[index, number]),
+            "predicted": int(probabilities[index].argmax()),
+        }
+
+
+def choose_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) -> list[tuple[Method, dict[str, Any]]]:
+    """Look methods up and complete their options: shared `options` go to each method that has them.
+
+    Raises:
+        OptionError: an unknown method or option, or an option that none of the methods has.
+    """
+    if not methods:
+        raise OptionError("Expected at least one method, got none.")
+    pairs = [
+        (get_method(choice), {}) if isinstance(choice, str) else (get_method(choice[0]), choice[1])
+        for choice in methods
+    ]
+    for name in options:
+        if not any(name in method.defaults for method, _ in pairs):
+            pairs[0][0].complete({name: None})  # raises, naming the options that there are
+    return [
+        (method, method.complete({**{k: v for k, v in options.items() if k in method.defaults}, **own}))
+        for method, own in pairs
+    ]
+
+
+def default_device() -> str:
+    """The accelerator that is there, or the CPU."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _move(model: nn.Module, device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    try:
+        model.to(device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise OptionError(f"The device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return torch.device(device)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Run a model in eval mode, and give every module its own mode back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _check_grids(grids: Tensor, method: Method, batch: int) -> NDArray[np.float32]:
+    array: NDArray[np.float32] = grids.detach().float().cpu().numpy()
+    if array.ndim != 3 or len(array) != batch:
+        raise ShapeError(f"Expected maps [{batch}, rows, cols] from method {method.name}, got {array.shape}.")
+    if not np.isfinite(array).all():
+        raise ShapeError(f"Method {method.name} gave a map with NaN or infinite values.")
+    return array

@@ -1,0 +1,81 @@
+"""Raw attention: what the readout attends to in one layer."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from vitflow.errors import OptionError, ShapeError
+from vitflow.methods.fusion import HeadFusion, check_attentions, discard_low, fuse_heads
+
+
+def check_layer(name: str, layer: int, count: int) -> int:
+    """Turn a layer number, 1 … L or −1 for the last, into a list index; OptionError if there is no such layer."""
+    if 1 <= layer <= count:
+        return layer - 1
+    if -count <= layer <= -1:
+        return count + layer
+    raise OptionError(f"Expected {name} from 1 to {count} (or -1 for the last), got {layer}.")
+
+
+def check_readout(readout: Tensor, batch: int, num_tokens: int) -> Tensor:
+    """Check a readout over tokens and return it as [batch, tokens]; a single vector serves the whole batch."""
+    if (
+        readout.shape[-1:] != (num_tokens,)
+        or readout.ndim > 2
+        or (readout.ndim == 2 and len(readout) not in (1, batch))
+    ):
+        raise ShapeError(
+            f"Expected a readout of shape [{num_tokens}] or [{batch}, {num_tokens}], got {tuple(readout.shape)}."
+        )
+    return readout.reshape(-1, num_tokens).expand(batch, -1)
+
+
+def raw_attention(
+    attentions: Sequence[Tensor] | Tensor,
+    *,
+    readout: Tensor,
+    layer: int = -1,
+    head: int | None = None,
+    head_fusion: HeadFusion = "mean",
+    discard_ratio: float = 0.0,
+    num_prefix_tokens: int = 1,
+    value_norms: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """Attention of the readout in one layer: qᵀ W_l, as [batch, tokens].
+
+    Args:
+        attentions: layers of [batch, heads, tokens, tokens] or fused [batch, tokens, tokens], first layer first.
+        readout: weight of each token in the model's answer, [tokens] or [batch, tokens].
+        layer: layer number, 1 for the first, −1 for the last.
+        head: one head's own attention, 0 … H − 1, instead of the fused heads.
+        head_fusion: "mean", "max" or "min" over heads.
+        discard_ratio: share of the smallest values to set to 0.
+        num_prefix_tokens: tokens before the patches.
+        value_norms: layers of ‖v_j W_O‖₂, [batch, heads, tokens], to weight attention by what it passes on.
+
+    Raises:
+        OptionError: no such layer or head; a head of fused attention.
+        ShapeError: wrong shapes, or values that are not finite or negative.
+
+    Source: the baseline of Abnar & Zuidema 2020, "Quantifying Attention Flow in Transformers", ACL 2020.
+
+    >>> import torch
+    >>> attention = torch.tensor([[[[0.2, 0.8], [0.5, 0.5]]]])
+    >>> raw_attention([attention], readout=torch.tensor([1.0, 0.0]))
+    tensor([[0.2000, 0.8000]])
+    """
+    layers = list(attentions)
+    index = check_layer("layer", layer, len(layers))
+    [chosen] = check_attentions([layers[index]])
+    norms = None if value_norms is None else value_norms[index]
+    if head is not None:
+        if chosen.ndim == 3:
+            raise OptionError("A single head needs attention with all heads, got fused attention.")
+        if not 0 <= head < chosen.shape[1]:
+            raise OptionError(f"Expected head from 0 to {chosen.shape[1] - 1}, got {head}.")
+        chosen = chosen[:, head : head + 1]
+        norms = None if norms is None else norms[:, head : head + 1]
+    fused = fuse_heads(chosen, head_fusion, norms) if chosen.ndim == 4 else chosen
+    fused = discard_low(fused, discard_ratio, num_prefix_tokens)
+    weights = check_readout(readout, *fused.shape[::2]).to(fused)
+    return (weights.unsqueeze(1) @ fused).squeeze(1)

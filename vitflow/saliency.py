@@ -1,0 +1,129 @@
+"""Saliency: the one result of every method, and what can be done with it."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitflow import overlay
+from vitflow.errors import OptionError
+from vitflow.geometry import Placement
+from vitflow.files import write_atomically
+from vitflow.images import write_image
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Saliency:
+    """One map of one picture by one method.
+
+    Attributes:
+        grid: the map on the patch grid, float32 [rows, cols], unscaled.
+        placement: where the model input lies on the picture.
+        image: the original picture, uint8 RGB [height, width, 3].
+        source: the picture's name.
+        model: the model's id.
+        method: the method's name.
+        options: every option of the method with the value used.
+        class_specific: whether the map depends on the target.
+        target: class index that was asked for, by default the predicted one; None where the model has no classes.
+        class_name: its name, where known.
+        probability: the model's probability of it.
+        predicted: class index that the model finds most probable.
+        facts: what else belongs beside the map, such as how the answer is read out or the saturated share of a flow.
+        seconds: time of the forward pass (the picture's share of its batch) and of the method.
+    """
+
+    grid: NDArray[np.float32]
+    placement: Placement
+    image: NDArray[np.uint8]
+    source: str
+    model: str
+    method: str
+    options: Mapping[str, Any]
+    class_specific: bool = False
+    target: int | None = None
+    class_name: str | None = None
+    probability: float | None = None
+    predicted: int | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        rows, cols = self.grid.shape
+        height, width = self.image.shape[:2]
+        target = "" if self.target is None else f", class={self.label!r}"
+        return f"Saliency({self.source!r}, {self.method}, {rows} × {cols} patches on {width} × {height} pixels{target})"
+
+    @property
+    def label(self) -> str:
+        """The target's name, or its number where names are not known; empty where the model has no classes."""
+        if self.class_name is not None:
+            return self.class_name
+        return "" if self.target is None else f"class {self.target}"
+
+    @property
+    def heatmap(self) -> NDArray[np.float32]:
+        """The map over the original picture, float32 [height, width], unscaled; NaN where the model saw nothing."""
+        return overlay.upsample(self.grid, self.placement)
+
+    def overlay(
+        self,
+        *,
+        interpolation: overlay.Interpolation = "linear",
+        vmin: float | None = None,
+        vmax: float | None = None,
+        robust: bool = True,
+        **options: Any,
+    ) -> NDArray[np.uint8]:
+        """The map in colour over the original picture, uint8 RGB [height, width, 3].
+
+        Args:
+            interpolation: "linear", "cubic", or "nearest" to see the patches.
+            vmin, vmax: values that get the first and last colour; by default the range of the map's patches.
+            robust: take that range between percentiles, so that one artefact patch does not own it.
+            options: cmap, alpha, fade and mark_unseen as for `vitflow.overlay.blend`.
+        """
+        heatmap = overlay.upsample(self.grid, self.placement, interpolation=interpolation)
+        low, high = overlay.scale_range(self.grid, vmin=vmin, vmax=vmax, robust=robust)
+        return overlay.blend(self.image, heatmap, vmin=low, vmax=high, **options)
+
+    def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
+        """Write the overlay (.png, .jpg, .webp; options as for `overlay`), or the map itself (.npz); the path is returned.
+
+        The `.npz` holds `grid` and `heatmap` (unscaled) and `metadata`, a JSON string with everything else. Nothing
+        half-written ever stands under the final name.
+        """
+        path = Path(path)
+        if path.suffix.lower() != ".npz":
+            write_image(path, self.overlay(**options))
+            return path
+        if options:
+            raise OptionError(f"A saved map is unscaled and takes no drawing options, got {', '.join(options)}.")
+        metadata = np.array(json.dumps(self.to_dict(), ensure_ascii=False))
+        with write_atomically(path) as file:
+            np.savez_compressed(file, grid=self.grid, heatmap=self.heatmap, metadata=metadata)
+        return path
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the arrays, ready for JSON."""
+        return {
+            "input": self.source,
+            "model": self.model,
+            "method": self.method,
+            "options": {key: list(value) if isinstance(value, tuple) else value for key, value in self.options.items()},
+            "class_specific": self.class_specific,
+            "class_index": self.target,
+            "class_name": self.class_name,
+            "probability": self.probability,
+            "predicted_index": self.predicted,
+            "grid_size": list(self.grid.shape),
+            "placement": self.placement.to_dict(),
+            "seen_box": list(self.placement.seen_box),
+            "facts": dict(self.facts),
+            "seconds": round(self.seconds, 4),
+        }
