@@ -2,7 +2,7 @@
 
 The bundled weights come from this command, which takes about 40 minutes on two CPU cores:
 
-    python examples/train_demo_model.py --pictures 150000 --seed 0
+    python examples/train_demo_model.py --pictures 100000 --seed 0
 
 The model sees every picture once. It learns with half of the patches dropped, which is twice as fast and makes every
 part of an object count, and ends with whole pictures. One thread computes, one process draws.
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pictures", type=int, default=150_000, help="how many pictures to learn from")
+    parser.add_argument("--pictures", type=int, default=100_000, help="how many pictures to learn from")
     parser.add_argument("--minutes", type=float, help="end earlier, after so many minutes (then not reproducible)")
     parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the pictures")
     parser.add_argument("--batch-size", type=int, default=64)

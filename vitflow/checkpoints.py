@@ -52,7 +52,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 def _read_safetensors(path: Path) -> Checkpoint:
     try:
-        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+        with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except (SafetensorError, OSError) as error:

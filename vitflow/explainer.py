@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.anatomy import unwrap
-from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
-from vitflow.geometry import FITS, Placement, place, prepare
+from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError, unknown_name
+from vitflow.geometry import FITS, Fit, Placement, place, prepare
 from vitflow.images import ImageSource, image_name, read_image
 from vitflow.methods import Method, get_method
 from vitflow.methods.maps import Maps
@@ -75,8 +75,8 @@ class Explainer:
     Args:
         model: a model id (see `load_model`), or a module of your own, which is left as it is.
         device: where to run; by default where your module lies, or a GPU if there is one for a model by name.
-        fit: "crop" (the model's own preprocessing), "squash", "pad" or "native" (whole picture, aspect ratio kept, through
-            timm's dynamic image size).
+        fit: "crop" (the model's own preprocessing), "squash", "pad" or "native" (whole picture, aspect ratio kept,
+            through timm's dynamic image size).
         class_names: names of the classes, where the model does not know them.
         data_config: input_size, mean, std, crop_pct, interpolation, for a model without `pretrained_cfg`.
         layout: prefix tokens and patch grid, for a model that does not tell its own.
@@ -98,13 +98,13 @@ class Explainer:
         activation: str | None = None,
     ) -> None:
         if fit not in FITS:
-            place((1, 1), (1, 1), fit=fit)  # raises, naming the known ones
+            raise OptionError(unknown_name("fit", fit, FITS))
         if not isinstance(model, nn.Module):
             model = load_model(model, dynamic_img_size=fit == "native")
             device = device or default_device()
         self.model = unwrap(model)
         self.device = _move(self.model, device)
-        self.fit = fit
+        self.fit: Fit = fit
         self.spec = read_input_spec(self.model, data_config)
         self.class_names = list(class_names) if class_names is not None else class_names_of(self.model)
         self.model_id = model_id(self.model)
@@ -116,7 +116,8 @@ class Explainer:
         if fit == "native" and (self.spec.patch_size is None or not self.spec.dynamic):
             raise UnsupportedModelError(
                 f"fit='native' needs a model that takes pictures of any size, and {self.model_id} was built for "
-                f"{self.spec.size[0]} × {self.spec.size[1]} pixels. Build it with dynamic_img_size=True, or use fit='pad'."
+                f"{self.spec.size[0]} × {self.spec.size[1]} pixels. Build it with dynamic_img_size=True, or use "
+                "fit='pad'."
             )
 
     def explain(
@@ -133,7 +134,7 @@ class Explainer:
         targets: Target | Sequence[Target] = None,
         **options: Any,
     ) -> list[Saliency]:
-        """Explain several pictures with several methods, in one forward pass (and at most one backward pass per target).
+        """Explain several pictures with several methods: one forward pass, at most one backward pass per target.
 
         Args:
             images: pictures; those of one input size run as one batch.

@@ -1,4 +1,4 @@
-"""Load a model: timm id, hf-hub:, local-dir:, a folder or checkpoint file, `demo`; and what it needs to see a picture."""
+"""Load a model (timm id, hf-hub:, local-dir:, a folder or file, `demo`), and say what pictures it wants to see."""
 
 import json
 import logging
@@ -24,6 +24,7 @@ from torch import nn
 from vitflow.anatomy import transformer_of, unwrap
 from vitflow.checkpoints import Checkpoint, read_checkpoint, read_class_names
 from vitflow.errors import ModelError, OptionError, VitflowWarning
+from vitflow.geometry import CropMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class InputSpec:
     std: tuple[float, ...]
     interpolation: str = "bicubic"
     crop_pct: float = 1.0
-    crop_mode: str = "center"
+    crop_mode: CropMode = "center"
     patch_size: tuple[int, int] | None = None
     dynamic: bool = False
 
@@ -64,9 +65,9 @@ def load_model(
     """Load a model by name, in eval mode, on the CPU.
 
     Args:
-        name: a timm model id, with its tag or without ("vit_base_patch16_224.augreg2_in21k_ft_in1k"); "hf-hub:owner/repo";
-            "local-dir:folder" or the folder itself (config.json beside the weights, as timm saves them); a `.safetensors`
-            file that names its own architecture; or "demo", the model that vitflow ships.
+        name: a timm model id, with its tag or without ("vit_base_patch16_224.augreg2_in21k_ft_in1k");
+            "hf-hub:owner/repo"; "local-dir:folder" or the folder itself (config.json beside the weights, as timm saves
+            them); a `.safetensors` file that names its own architecture; or "demo", the model that vitflow ships.
         checkpoint: weights to load instead of those from the hub: safetensors, or a torch file loaded with
             `weights_only=True`. A class count or picture size that differs from the model's is taken from the file.
         num_classes: build the model with that many classes.
@@ -96,7 +97,8 @@ def load_model(
             model = _create(name, pretrained=True, **options)
     if class_names is not None:
         _name_classes(model, class_names)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _demo(checkpoint: str | Path | None, options: dict[str, Any]) -> nn.Module:
@@ -104,7 +106,7 @@ def _demo(checkpoint: str | Path | None, options: dict[str, Any]) -> nn.Module:
 
     if checkpoint is not None:
         raise OptionError("The demo model brings its own weights: leave out the checkpoint, or name another model.")
-    return cast(nn.Module, load_demo_model(**options))
+    return load_demo_model(**options)
 
 
 def _locate(name: str, checkpoint: str | Path | None) -> tuple[str, str | Path | None]:
@@ -120,8 +122,8 @@ def _locate(name: str, checkpoint: str | Path | None) -> tuple[str, str | Path |
             return f"local-dir:{path.parent}", checkpoint or path
         if "architecture" not in metadata:
             raise ModelError(
-                f"{path} holds weights but does not name their architecture: give the timm id as the model and this file "
-                "as the checkpoint."
+                f"{path} holds weights but does not name their architecture: give the timm id as the model and this "
+                "file as the checkpoint."
             )
         return metadata["architecture"], checkpoint or path
     return name, checkpoint
@@ -324,7 +326,7 @@ def read_input_spec(model: nn.Module, data_config: Mapping[str, Any] | None = No
         tuple(config["std"]),
         str(config["interpolation"]),
         float(config["crop_pct"]),
-        str(config["crop_mode"]),
+        config["crop_mode"],
         None if patch is None else (int(patch[0]), int(patch[1])),
         bool(getattr(transformer, "dynamic_img_size", False)),
     )

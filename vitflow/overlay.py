@@ -19,6 +19,9 @@ ROBUST_PERCENTILES = (2.0, 98.0)
 #: Colour of NaN where a map is drawn on its own.
 NAN_COLOR = (128, 128, 128)
 
+# Blending goes over the picture in bands of rows that fit the processor's cache.
+_BAND_PIXELS = 2**18
+
 _OPENCV_FLAGS = {"linear": cv2.INTER_LINEAR, "cubic": cv2.INTER_CUBIC}
 
 
@@ -136,9 +139,7 @@ def colorize(values: NDArray[np.floating[Any]], *, cmap: str = "turbo", vmin: fl
     [[[0, 0, 0], [255, 255, 255], [128, 128, 128]]]
     """
     colors = np.concatenate([_lookup_table(cmap), np.array([NAN_COLOR], dtype=np.uint8)])
-    index = _color_index(values, vmin, vmax, len(colors) - 1)
-    index[np.isnan(values)] = len(colors) - 1
-    return colors[index]
+    return colors[_color_index(values, vmin, vmax, len(colors) - 1)]
 
 
 def blend(
@@ -187,15 +188,21 @@ def blend(
     opacity = np.full(steps, alpha, dtype=np.float32)
     if fade:
         opacity *= np.arange(steps, dtype=np.float32) / max(steps - 1, 1)
-    opacity = np.append(opacity, np.float32(0))  # for NaN
-    index = _color_index(heatmap, low, high, steps)
-    unseen = np.isnan(heatmap)
-    index[unseen] = steps
-    clear = (1 - opacity)[index]
+    # One entry more, for NaN, where the photograph stays as it is.
+    clear = np.append(1 - opacity, np.float32(1))
+    tint = np.append(opacity[:, None] * colors, np.zeros((1, 3), dtype=np.float32), axis=0)
     overlay = np.empty_like(image, order="C")
-    for channel in range(3):  # one at a time, to spare memory on large photographs
-        tint = opacity * np.append(colors[:, channel], np.uint8(0))
-        overlay[:, :, channel] = np.rint(image[:, :, channel] * clear + tint[index])
+    band = max(1, _BAND_PIXELS // image.shape[1])
+    for first in range(0, image.shape[0], band):
+        rows = slice(first, first + band)
+        index = _color_index(heatmap[rows], low, high, steps)
+        kept = clear.take(index)
+        for channel in range(3):
+            mixed = image[rows, :, channel] * kept
+            mixed += tint[:, channel].take(index)
+            mixed += 0.5  # to round, not cut, to whole values
+            overlay[rows, :, channel] = mixed
+    unseen = np.isnan(heatmap)
     if mark_unseen and unseen.any():
         _mark_border(overlay, ~unseen)
     return overlay
@@ -224,12 +231,19 @@ def _lookup_table(cmap: str) -> NDArray[np.uint8]:
 
 
 def _color_index(values: NDArray[np.floating[Any]], vmin: float, vmax: float, steps: int) -> NDArray[np.intp]:
-    """Which of `steps` colours each value takes, from 0 at vmin to steps − 1 at vmax; undefined for NaN."""
-    if not vmax > vmin:
-        return np.where(values > vmax, steps - 1, 0)
-    # In float64: the range of a map may be too small for float32 to divide by.
-    unit = np.clip((values.astype(np.float64) - vmin) / (vmax - vmin), 0.0, 1.0)
-    return np.minimum(np.nan_to_num(unit) * steps, steps - 1).astype(np.intp)
+    """Which of `steps` colours each value takes: 0 at vmin, steps − 1 at vmax, steps for NaN."""
+    if vmax > vmin:
+        # In float64, and clipped first: the range of a map may be too small for float32 to divide by.
+        place = np.clip(values, vmin, vmax, dtype=np.float64)
+        place -= vmin
+        place *= steps / (vmax - vmin)
+        np.minimum(place, steps - 1, out=place)
+    else:
+        # Rounding must not lift a constant map above its own value.
+        place = np.where(values > vmax + 1e-5 * abs(vmax), steps - 1.0, 0.0)
+    place[np.isnan(values)] = steps
+    index: NDArray[np.intp] = place.astype(np.intp)
+    return index
 
 
 def _pixel_to_input(placement: Placement, left: int, top: int) -> NDArray[np.float64]:

@@ -27,7 +27,7 @@ _SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
 _PARALLEL_BLOCKS = ("ParallelThingsBlock",)
 
 
-class record_attention:  # noqa: N801 - used like a function: `with record_attention(model) as trace:`
+class record_attention:
     """Record the attention of the forward passes that run inside the `with` block.
 
     The trace that it yields holds the last forward pass. Logits inside and outside agree to rounding; after the block,
@@ -86,7 +86,9 @@ class record_attention:  # noqa: N801 - used like a function: `with record_atten
 
     def __enter__(self) -> Trace:
         self.trace = Trace(model=self._model)
-        self._path: list[tuple[str, nn.Module]] = []
+        self._path: list[tuple[str, nn.Module]] = []  # the modules that are running, outermost first
+        self._open: dict[str, list[tuple[Tensor, Tensor | None]]] = {}  # layers that are running
+        self._pooling: Tensor | None = None
         self._stack = ExitStack()
         with ExitStack() as stack:  # if anything fails on the way in, everything is undone
             self._enter_hooks(stack)
@@ -299,9 +301,10 @@ def _value_norms(value: Tensor, module: nn.Module, name: str) -> Tensor:
         )
     value = value.detach()
     value = value if value.dtype == torch.float64 else value.float()
-    slices = projection.detach().to(value.dtype).unflatten(1, (heads, width)).permute(1, 2, 0)  # [heads, width, out]
+    slices = projection.detach().to(value.dtype).reshape(-1, heads, width).permute(1, 2, 0)  # [heads, width, out]
     gram = slices @ slices.transpose(-2, -1)  # [heads, width, width]
-    return ((value @ gram) * value).sum(dim=-1).clamp_min(0).sqrt()
+    norms: Tensor = ((value @ gram) * value).sum(dim=-1).clamp_min(0).sqrt()
+    return norms
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module:
@@ -315,8 +318,8 @@ def _refuse_checkpointing(model: nn.Module) -> None:
     for module in model.modules():
         if getattr(module, "grad_checkpointing", False) is True:
             raise UnsupportedModelError(
-                f"{type(module).__name__} uses gradient checkpointing, which computes the attention a second time during "
-                "the backward pass. Call model.set_grad_checkpointing(False) first."
+                f"{type(module).__name__} uses gradient checkpointing, which computes the attention a second time "
+                "during the backward pass. Call model.set_grad_checkpointing(False) first."
             )
 
 

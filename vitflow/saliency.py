@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from vitflow import overlay
 from vitflow.errors import OptionError
-from vitflow.geometry import Placement
 from vitflow.files import write_atomically
+from vitflow.geometry import Placement
 from vitflow.images import write_image
 
 
@@ -93,7 +93,7 @@ class Saliency:
         return overlay.blend(self.image, heatmap, vmin=low, vmax=high, **options)
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
-        """Write the overlay (.png, .jpg, .webp; options as for `overlay`), or the map itself (.npz); the path is returned.
+        """Write the overlay (.png, .jpg, .webp; options as for `overlay`) or the map itself (.npz); return the path.
 
         The `.npz` holds `grid` and `heatmap` (unscaled) and `metadata`, a JSON string with everything else. Nothing
         half-written ever stands under the final name.

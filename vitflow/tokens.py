@@ -1,11 +1,9 @@
 """Token layout: which tokens are patches, which stand before them, and where each patch lies on the grid."""
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from vitflow.errors import OptionError, ShapeError
-
-ArrayOrTensor = TypeVar("ArrayOrTensor", bound=Any)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class TokenLayout:
             )
         return self.num_prefix_tokens + row * self.cols + col
 
-    def to_grid(self, tokens: ArrayOrTensor) -> ArrayOrTensor:
+    def to_grid(self, tokens: Any) -> Any:
         """Reshape a vector over tokens [..., N] to the patch grid [..., rows, cols]; prefix tokens are dropped.
 
         Raises:

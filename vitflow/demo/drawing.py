@@ -36,7 +36,7 @@ _HUES = (
     (328.0, 11.0),
 )
 _COUNT_SHARES = (0.25, 0.45, 0.30)  # of pictures with one, two and three objects
-_RADII = ((0.16, 0.30), (0.15, 0.25), (0.14, 0.21))  # smallest and largest radius, by count; the short side is 1
+_RADII = ((0.20, 0.34), (0.18, 0.27), (0.17, 0.23))  # smallest and largest radius, by count; the short side is 1
 _GAP = 0.02  # at least this much ground between the circles around two objects
 _SUPERSAMPLING = 4
 _SUBPIXEL_BITS = 4
@@ -284,7 +284,7 @@ def _polygon(corners: int, inner: float | None = None) -> Points:
     return np.stack([radii * np.cos(angles), radii * np.sin(angles)], axis=1)
 
 
-def _cross(half_width: float = 0.34) -> Points:
+def _cross(half_width: float = 0.37) -> Points:
     a, b = half_width, float(np.sqrt(1.0 - half_width**2))
     quarter = np.array([[b, -a], [b, a], [a, a]])
     turn = np.array([[0.0, 1.0], [-1.0, 0.0]])
@@ -298,23 +298,23 @@ def _heart() -> Points:
     return np.stack([x, y], axis=1) / float(np.hypot(x, y).max())
 
 
-def _crescent() -> Points:
-    """The unit disc less a disc of radius 0.8 that lies to its right."""
-    # The circles x² + y² = 1 and (x − 0.55)² + y² = 0.64 cross where x = (1 + 0.3025 − 0.64) / 1.1.
-    crossing = (1.0 + 0.55**2 - 0.8**2) / (2.0 * 0.55)
-    outer, inner = np.arccos(crossing), np.arccos((crossing - 0.55) / 0.8)
+def _crescent(offset: float = 0.6, radius: float = 0.75) -> Points:
+    """The unit disc less a smaller disc that lies to its right."""
+    # The circles x² + y² = 1 and (x − offset)² + y² = radius² cross at this x.
+    crossing = (1.0 + offset**2 - radius**2) / (2.0 * offset)
+    outer, inner = np.arccos(crossing), np.arccos((crossing - offset) / radius)
     back = _circle(1.0, outer, 2.0 * np.pi - outer)
-    front = np.array([0.55, 0.0]) + _circle(0.8, 2.0 * np.pi - inner, inner)
+    front = np.array([offset, 0.0]) + _circle(radius, 2.0 * np.pi - inner, inner)
     return np.concatenate([back, front])
 
 
 _CONTOURS: tuple[list[Points], ...] = (
     [_heart()],
     [_circle()],
-    [_polygon(5, inner=0.48)],
+    [_polygon(5, inner=0.53)],
     [_polygon(3)],
     [_cross()],
     [_polygon(4)],
-    [_circle(), _circle(0.5)],
+    [_circle(), _circle(0.44)],
     [_crescent()],
 )

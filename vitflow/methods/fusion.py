@@ -79,7 +79,7 @@ def discard_low(fused: Tensor, discard_ratio: float, num_prefix_tokens: int = 1)
     if count == 0:
         return fused
     smallest = flat.argsort(dim=-1, stable=True)[..., :count]
-    kept = flat.scatter(-1, smallest, 0.0).unflatten(-1, patches.shape[-2:])
+    kept = flat.scatter(-1, smallest, 0.0).reshape(patches.shape)
     return torch.cat([fused[..., :num_prefix_tokens], kept], dim=-1)
 
 

@@ -1,0 +1,42 @@
+"""The command line. Data goes to stdout, talk to stderr.
+
+Exit codes: 0 done, 1 some pictures failed, 2 usage, 130 interrupted.
+Nothing here imports torch before a command runs, so that help and usage errors answer at once.
+"""
+
+import sys
+
+import click
+
+from vitflow import __version__
+from vitflow.cli.explain import explain
+from vitflow.cli.listing import demo, methods, models
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="vitflow")
+def cli() -> None:
+    """See what a Vision Transformer looks at.
+
+    \b
+    vitflow explain cat.jpg --model vit_base_patch16_224.augreg2_in21k_ft_in1k -o cat-rollout.png
+    vitflow demo
+    """
+
+
+for _command in (explain, demo, methods, models):
+    cli.add_command(_command)
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        cli(standalone_mode=False)
+    except click.exceptions.Abort:
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)

@@ -1,0 +1,122 @@
+"""`vitflow explain`: one method over one or several pictures."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vitflow.cli.options import (
+    DRAWING,
+    drawing_options,
+    given_options,
+    known_method,
+    make_explainer,
+    method_options,
+    model_options,
+    printable,
+    talking,
+)
+from vitflow.errors import OptionError
+from vitflow.methods import OPTIONS
+
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+
+
+@click.command()
+@click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
+@model_options
+@click.option(
+    "--method",
+    default="rollout",
+    show_default=True,
+    metavar="NAME",
+    help="What to compute; `vitflow methods` lists the choices.",
+)
+@click.option(
+    "--class", "target", metavar="NAME|INDEX", help="Class to explain and report.  [default: the predicted class]"
+)
+@method_options
+@drawing_options
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="File for one picture, folder for several.  [default: here]"
+)
+@click.option("--save-map", is_flag=True, help="Write the unscaled map as .npz beside the overlay.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per picture.")
+def explain(images: tuple[Path, ...], **given: Any) -> None:
+    """Lay a saliency map over each IMAGE."""
+    method = known_method(given["method"])
+    options = given_options(given, OPTIONS)
+    with talking():
+        method.complete(options)  # before torch is loaded
+        targets = _output_paths(images, given["output"], method.name)
+        explainer = make_explainer(given)
+        failed = sum(
+            not _explain_one(explainer, image, target, options, given)
+            for image, target in zip(images, targets, strict=True)
+        )
+        if failed:
+            click.echo(f"{len(images) - failed} explained, {failed} failed", err=True)
+            sys.exit(1)
+
+
+def _explain_one(
+    explainer: Any, image: Path, output: Path, options: Mapping[str, Any], given: Mapping[str, Any]
+) -> bool:
+    """Explain one picture and say so; whether it worked."""
+    from vitflow.errors import ImageError
+
+    drawing = given_options(given, DRAWING)
+    try:
+        saliency = explainer.explain(image, method=given["method"], target=given["target"], **options)
+        saliency.save(output, **drawing)
+        files = [output]
+        if given["save_map"]:
+            files.append(saliency.save(output.with_suffix(".npz")))
+    except (ImageError, OSError) as error:
+        click.echo(f"error: {printable(image)}: {error}", err=True)
+        return False
+    click.echo(f"{printable(image)}: {_answer(saliency, explainer.class_names)}", err=True)
+    if given["as_json"]:
+        record = saliency.to_dict() | {"output": str(output)} | ({"map": str(files[1])} if len(files) > 1 else {})
+        click.echo(json.dumps(record, ensure_ascii=False))
+    else:
+        for file in files:
+            click.echo(printable(file))
+    return True
+
+
+def _answer(saliency: Any, class_names: list[str] | None) -> str:
+    """What the model said of a picture, in words."""
+    if saliency.target is None:
+        return f"{saliency.method} (the model has no classes)"
+    words = f"{saliency.label} ({saliency.target}), {saliency.probability:.1%}"
+    if saliency.predicted != saliency.target:
+        name = class_names[saliency.predicted] if class_names else "class"
+        words += f"; predicted: {name} ({saliency.predicted})"
+        if not saliency.class_specific:
+            words += f"; {saliency.method} does not depend on the class"
+    return words
+
+
+def _output_paths(images: tuple[Path, ...], output: Path | None, method: str) -> list[Path]:
+    """Where each overlay goes: no two pictures claim one file, and none overwrites a picture that is read."""
+    if output is not None and output.suffix.lower() in _SUFFIXES and not output.is_dir():
+        if len(images) > 1:
+            raise OptionError(f"Expected a folder for {len(images)} pictures, got the file name {str(output)!r}.")
+        paths = [output]
+    else:
+        folder, taken, paths = output or Path(), set[str](), []
+        for image in images:
+            stem, number = f"{image.stem}-{method}", 2
+            while stem.lower() in taken:  # some file systems do not tell upper from lower case
+                stem, number = f"{image.stem}-{number}-{method}", number + 1
+            taken.add(stem.lower())
+            paths.append(folder / f"{stem}.png")
+    read = {image.resolve() for image in images}
+    for path in paths:
+        if path.resolve() in read:
+            raise OptionError(f"The overlay would overwrite the picture {str(path)!r}: choose another output.")
+    return paths

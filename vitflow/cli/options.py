@@ -1,0 +1,165 @@
+"""What the commands share: the options of models, methods and drawing, and how errors are told."""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning
+from vitflow.methods import OPTIONS, Method, get_method, list_methods
+
+FITS = ("crop", "squash", "pad", "native")
+DRAWING = ("cmap", "alpha", "vmin", "vmax", "interpolation")
+
+
+class _Patch(click.ParamType[tuple[int, int]]):
+    name = "ROW,COL"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            row, col = (int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"expected ROW,COL counted from 0, such as 3,7, got {value!r}.", param, ctx)
+        return row, col
+
+
+def method_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command every option of the table of methods."""
+    for option in reversed(OPTIONS.values()):
+        having = [method for method in list_methods() if option.name in method.defaults]
+        kind: Any = {"choice": click.Choice(option.choices), "patch": _Patch()}.get(str(option.kind), option.kind)
+        flag = f"--{option.name.replace('_', '-')}"
+        text = f"{option.help} [{_defaults(having, option.name)}]"
+        if option.kind is bool:
+            command = click.option(f"{flag}/--no-{flag[2:]}", option.name, default=None, help=text)(command)
+        else:
+            command = click.option(flag, option.name, type=kind, default=None, metavar=option.metavar, help=text)(
+                command
+            )
+    return command
+
+
+def shown(value: Any) -> str:
+    """A default value in words."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else "none" if value is None else str(value)
+
+
+def _defaults(methods: list[Method], name: str) -> str:
+    """Which methods have an option, and its default, such as "rollout, attention: mean"."""
+    by_default: dict[str, list[str]] = {}
+    for method in methods:
+        text = shown(method.defaults[name])
+        by_default.setdefault(text, []).append(method.name)
+    return "; ".join(f"{', '.join(names)}: {default}" for default, names in by_default.items())
+
+
+@contextmanager
+def talking() -> Iterator[None]:
+    """Turn errors into one line and an exit code, and warnings into lines on stderr."""
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        click.echo(f"{'note' if issubclass(category, VitflowWarning) else 'warning'}: {message}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", VitflowWarning)
+        warnings.showwarning = show
+        try:
+            yield
+        except (OptionError, ModelError) as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(2)
+        except VitflowError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(1)
+
+
+def model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that choose a model and where it runs."""
+    options = (
+        click.option(
+            "--model",
+            default="demo",
+            show_default=True,
+            metavar="ID|demo|PATH",
+            help="timm id, hf-hub:…, local-dir:…, a folder, a weights file, or the bundled demo model.",
+        ),
+        click.option(
+            "--checkpoint",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            help="Weights for the model: safetensors or a torch file.",
+        ),
+        click.option("--num-classes", type=click.IntRange(min=1), help="Build the model with that many classes."),
+        click.option(
+            "--class-names",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            help="File with the names of the classes: one per line, or JSON.",
+        ),
+        click.option("--device", metavar="cpu|cuda|mps|…", help="Where to run.  [default: a GPU if there is one]"),
+        click.option(
+            "--fit",
+            type=click.Choice(FITS),
+            default="crop",
+            show_default=True,
+            help="How the picture becomes the model's input: the model's own crop, or the whole picture squashed, "
+            "padded, or in its own aspect ratio.",
+        ),
+    )
+    return reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
+
+
+def drawing_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that say how a map is drawn."""
+    options = (
+        click.option("--cmap", metavar="NAME", help="Colour map of matplotlib.  [default: turbo]"),
+        click.option("--alpha", type=click.FloatRange(0, 1), help="Strength of the colours.  [default: 0.6]"),
+        click.option("--vmin", type=float, help="Value of the first colour.  [default: 2nd percentile of the map]"),
+        click.option("--vmax", type=float, help="Value of the last colour.  [default: 98th percentile of the map]"),
+        click.option(
+            "--interpolation",
+            type=click.Choice(["linear", "cubic", "nearest"]),
+            help="How patches become pixels.  [default: linear]",
+        ),
+    )
+    return reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
+
+
+def known_method(name: str) -> Method:
+    """The method of that name; a usage error that lists the known ones if there is none."""
+    try:
+        return get_method(name)
+    except OptionError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def given_options(values: Mapping[str, Any], names: Any) -> dict[str, Any]:
+    """The options that the user gave."""
+    return {name: values[name] for name in names if values.get(name) is not None}
+
+
+def make_explainer(given: Mapping[str, Any]) -> Any:
+    """The explainer that the options of `model_options` ask for."""
+    from vitflow.explainer import Explainer, default_device
+    from vitflow.models import load_model
+
+    model = load_model(
+        given["model"],
+        checkpoint=given["checkpoint"],
+        num_classes=given["num_classes"],
+        class_names=given["class_names"],
+        dynamic_img_size=given["fit"] == "native",
+    )
+    return Explainer(model, device=given["device"] or default_device(), fit=given["fit"])
+
+
+def printable(path: Path) -> str:
+    """A path that any terminal can print: invalid UTF-8 and control characters are escaped."""
+    text = str(path).encode("utf-8", "backslashreplace").decode()
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
