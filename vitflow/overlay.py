@@ -234,15 +234,16 @@ def _color_index(values: NDArray[np.floating[Any]], vmin: float, vmax: float, st
     """Which of `steps` colours each value takes: 0 at vmin, steps − 1 at vmax, steps for NaN."""
     if vmax > vmin:
         # In float64, and clipped first: the range of a map may be too small for float32 to divide by.
-        place = np.clip(values, vmin, vmax, dtype=np.float64)
-        place -= vmin
-        place *= steps / (vmax - vmin)
-        np.minimum(place, steps - 1, out=place)
+        position = np.clip(values, vmin, vmax, dtype=np.float64)
+        position -= vmin
+        position /= vmax - vmin
+        position *= steps
+        np.minimum(position, steps - 1, out=position)
     else:
         # Rounding must not lift a constant map above its own value.
-        place = np.where(values > vmax + 1e-5 * abs(vmax), steps - 1.0, 0.0)
-    place[np.isnan(values)] = steps
-    index: NDArray[np.intp] = place.astype(np.intp)
+        position = np.where(values > vmax + 1e-5 * abs(vmax), steps - 1.0, 0.0)
+    position[np.isnan(values)] = steps
+    index: NDArray[np.intp] = position.astype(np.intp)
     return index
 
 

@@ -1,0 +1,339 @@
+"""Upsampling, scaling, colouring and blending: against literal float64 references and pixel by pixel."""
+
+import matplotlib
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from vitflow.errors import OptionError, ShapeError
+from vitflow.geometry import Placement, place
+from vitflow.overlay import NAN_COLOR, blend, colorize, scale_range, upsample
+
+INTERPOLATIONS = ["linear", "cubic", "nearest"]
+
+
+def random_grid(rows: int, cols: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).random((rows, cols), dtype=np.float32)
+
+
+def photograph(height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+# --- upsample --------------------------------------------------------------------------------------------------------
+
+
+def bilinear(values: np.ndarray, y: float, x: float) -> float:
+    """Read [rows, cols] at a point between the centres of its cells, the outermost values continued outwards."""
+    y, x = y - 0.5, x - 0.5
+    top, left = int(np.floor(y)), int(np.floor(x))
+
+    def at(row: int, col: int) -> float:
+        return float(values[min(max(row, 0), values.shape[0] - 1), min(max(col, 0), values.shape[1] - 1)])
+
+    upper = at(top, left) * (left + 1 - x) + at(top, left + 1) * (x - left)
+    lower = at(top + 1, left) * (left + 1 - x) + at(top + 1, left + 1) * (x - left)
+    return upper * (top + 1 - y) + lower * (y - top)
+
+
+def literal_upsample(grid: np.ndarray, placement: Placement) -> np.ndarray:
+    """Grid → model input → original, each by bilinear reading at the centre of every pixel, in float64."""
+    rows, cols = grid.shape
+    height, width = placement.input_size
+    on_input = np.array(
+        [
+            [bilinear(grid, (y + 0.5) * rows / height, (x + 0.5) * cols / width) for x in range(width)]
+            for y in range(height)
+        ]
+    )
+    heatmap = np.full(placement.image_size, np.nan)
+    for y, x in np.argwhere(placement.seen_mask()):
+        heatmap[y, x] = bilinear(on_input, *placement.to_input(y + 0.5, x + 0.5))
+    return heatmap
+
+
+PLACEMENTS = [
+    place((51, 73), (32, 32), crop_pct=0.875),
+    place((73, 51), (32, 32), crop_pct=0.9),
+    place((20, 17), (32, 32), crop_pct=1.0),
+    place((17, 20), (24, 32), crop_pct=1.15),
+    place((45, 61), (32, 32), fit="squash"),
+    place((61, 23), (32, 32), fit="pad"),
+    place((61, 23), (32, 32), fit="native", patch_size=8),
+]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_linear_upsampling_equals_the_literal_reference(placement):
+    grid = random_grid(4, 5)
+    heatmap = upsample(grid, placement)
+    expected = literal_upsample(grid, placement)
+    assert heatmap.dtype == np.float32
+    np.testing.assert_array_equal(np.isnan(heatmap), ~placement.seen_mask())
+    # OpenCV 4 reads the model input at steps of 1/32 pixel, of which 6 make up one patch here.
+    np.testing.assert_allclose(heatmap, expected, atol=1 / 64 / 6 * 2)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_ramp_stays_the_same_ramp(placement):
+    """A map that grows by 1 per pixel of the model input must do so at every pixel centre of the original."""
+    height, width = placement.input_size
+    ramp = np.broadcast_to(np.arange(width, dtype=np.float32) + 0.5, (height, width))
+    heatmap = upsample(ramp, placement)
+    _, x = placement.to_input(0.0, np.arange(placement.image_size[1]) + 0.5)
+    expected = np.broadcast_to(np.clip(x, 0.5, width - 0.5), heatmap.shape)
+    seen = placement.seen_mask()
+    np.testing.assert_allclose(heatmap[seen], expected[seen], atol=1 / 32)
+
+
+def test_an_identity_placement_changes_nothing():
+    grid = random_grid(30, 40)
+    for interpolation in INTERPOLATIONS:
+        np.testing.assert_array_equal(
+            upsample(grid, place((30, 40), (30, 40), fit="squash"), interpolation=interpolation), grid
+        )
+
+
+@given(
+    hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=2, max_side=6), elements=st.floats(-8, 8, width=16)),
+    st.tuples(st.integers(1, 50), st.integers(1, 50)),
+    st.sampled_from(["linear", "nearest"]),
+)
+def test_linear_and_nearest_stay_within_the_grid(grid, image_size, interpolation):
+    heatmap = upsample(grid, place(image_size, (24, 24), fit="pad"), interpolation=interpolation)
+    assert heatmap.min() >= grid.min() - 1e-5
+    assert heatmap.max() <= grid.max() + 1e-5
+
+
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+def test_a_constant_grid_gives_a_constant_heatmap(interpolation):
+    placement = place((50, 81), (32, 32), crop_pct=0.9)
+    heatmap = upsample(np.full((4, 4), 0.3), placement, interpolation=interpolation)
+    np.testing.assert_allclose(heatmap[placement.seen_mask()], 0.3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+def test_upsampling_commutes_with_turning_the_picture(interpolation):
+    grid, (height, width) = random_grid(6, 4), (97, 55)
+    upright = upsample(grid, place((height, width), (48, 32), fit="squash"), interpolation=interpolation)
+    turned = upsample(grid.T, place((width, height), (32, 48), fit="squash"), interpolation=interpolation)
+    np.testing.assert_allclose(turned, upright.T, atol=1e-5)
+    if interpolation != "nearest":  # a centre on the edge of a patch belongs to the patch behind it
+        flipped = upsample(grid[:, ::-1], place((height, width), (48, 32), fit="squash"), interpolation=interpolation)
+        np.testing.assert_allclose(flipped, upright[:, ::-1], atol=1 / 64 / 8 * 4)
+
+
+def test_a_panorama_wider_than_16_bits():
+    placement = place((3, 70_000), (32, 32), fit="squash")
+    heatmap = upsample(np.array([[0.0, 1.0]]), placement)
+    assert heatmap[1, 0] == 0
+    assert heatmap[1, -1] == 1
+    np.testing.assert_allclose(heatmap[1, 35_000], 0.5, atol=0.01)
+
+
+def test_nothing_seen_is_all_nan():
+    placement = place((1, 1000), (224, 224), crop_pct=0.875)
+    assert placement.seen_box[0] == placement.seen_box[2]
+    for interpolation in INTERPOLATIONS:
+        assert np.isnan(upsample(random_grid(14, 14), placement, interpolation=interpolation)).all()
+    image = photograph(1, 1000)
+    np.testing.assert_array_equal(blend(image, upsample(random_grid(14, 14), placement)), image)
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        (np.array([[0.0, np.nan]]), "NaN or infinite"),
+        (np.array([[0.0, np.inf]]), "NaN or infinite"),
+        (np.zeros((2, 2, 2)), r"\(2, 2, 2\)"),
+        (np.zeros((0, 2)), r"\(0, 2\)"),
+    ],
+)
+def test_upsample_refuses_what_is_no_map(grid, message):
+    with pytest.raises(ShapeError, match=message):
+        upsample(grid, place((10, 10), (10, 10)))
+
+
+def test_unknown_interpolation():
+    with pytest.raises(OptionError, match="Did you mean 'linear'"):
+        upsample(np.zeros((2, 2)), place((10, 10), (10, 10)), interpolation="liner")
+
+
+# --- scale_range -----------------------------------------------------------------------------------------------------
+
+
+def test_robust_limits_are_the_percentiles_of_what_was_seen():
+    values = random_grid(20, 20)
+    values[0] = np.nan
+    finite = np.sort(values[1:].ravel().astype(np.float64))
+
+    def percentile(share: float) -> float:
+        position = share * (len(finite) - 1)
+        below = int(position)
+        return finite[below] + (position - below) * (finite[min(below + 1, len(finite) - 1)] - finite[below])
+
+    np.testing.assert_allclose(scale_range(values), (percentile(0.02), percentile(0.98)), rtol=1e-6)
+    assert scale_range(values, robust=False) == (finite[0], finite[-1])
+
+
+def test_limits_that_the_caller_sets():
+    values = np.arange(101.0)
+    assert scale_range(values, vmin=-1, vmax=7) == (-1, 7)
+    assert scale_range(values, vmax=7) == (2, 7)
+    assert scale_range(values, vmin=200) == (200, 200)
+    assert scale_range(values, vmax=-3) == (-3, -3)
+
+
+def test_one_hot_patch_is_not_lost_to_the_percentiles():
+    grid = np.zeros((14, 14))
+    grid[3, 5] = 0.7
+    assert scale_range(grid) == (0, 0.7)
+
+
+def test_constant_maps_draw_constant():
+    placement = place((40, 60), (32, 32), crop_pct=0.9)
+    image = photograph(40, 60)
+    for value in [0.0, 1.0, -2.5, 1 / 196]:
+        grid = np.full((4, 4), value, dtype=np.float32)
+        grid[1, 2] += np.float32(value) * np.float32(2e-7)  # what rounding leaves of a constant
+        low, high = scale_range(grid)
+        assert low == high
+        heatmap = upsample(grid, placement)
+        colors = colorize(heatmap, vmin=low, vmax=high)[placement.seen_mask()]
+        assert (colors == colorize(np.zeros((1, 1)), vmin=0, vmax=1)[0, 0]).all()
+        np.testing.assert_array_equal(blend(image, heatmap, mark_unseen=False), image)
+
+
+def test_a_map_without_values():
+    assert scale_range(np.full((3, 3), np.nan)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [({"vmin": 2, "vmax": 1}, "vmin of at most vmax"), ({"vmax": np.nan}, "finite vmax"), ({"vmin": np.inf}, "vmin")],
+)
+def test_limits_that_make_no_sense(limits, message):
+    with pytest.raises(OptionError, match=message):
+        scale_range(np.arange(3.0), **limits)
+
+
+# --- colorize --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cmap", ["turbo", "viridis", "gray", "tab10", "inferno_r"])
+def test_colors_equal_matplotlib(cmap):
+    values = np.concatenate([np.linspace(-0.2, 1.2, 999), [0, 1, 0.5]])[None]
+    expected = matplotlib.colormaps[cmap](np.clip(values, 0, 1), bytes=True)[..., :3]
+    np.testing.assert_array_equal(colorize(values, cmap=cmap, vmin=0, vmax=1), expected)
+    scaled = colorize(values * 4e-9 - 7e-9, cmap=cmap, vmin=-7e-9, vmax=-3e-9)
+    assert (scaled == expected).all(axis=-1).mean() > 0.99  # rounding moves a few values over the edge of a colour
+
+
+def test_rgb_order_and_nan():
+    red, blue = colorize(np.array([[1.0, 0.0]]), cmap="bwr", vmin=0, vmax=1)[0]
+    assert red.tolist() == [255, 0, 0]
+    assert blue.tolist() == [0, 0, 255]
+    assert colorize(np.array([[np.nan]]), vmin=0, vmax=1)[0, 0].tolist() == list(NAN_COLOR)
+
+
+@given(
+    hnp.arrays(np.float32, (3, 3), elements=st.floats(width=32)),
+    st.floats(-1e30, 1e30),
+    st.floats(-1e30, 1e30),
+)
+@example(np.full((3, 3), 5e-324), 0.0, 5e-324)
+def test_any_value_has_a_color(values, vmin, vmax):
+    assert colorize(values, vmin=vmin, vmax=vmax).shape == (3, 3, 3)
+
+
+def test_unknown_colormap():
+    with pytest.raises(OptionError, match=r"Unknown colormap 'vridis'.*Did you mean 'viridis'"):
+        colorize(np.zeros((1, 1)), cmap="vridis", vmin=0, vmax=1)
+
+
+# --- blend -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fade", [True, False])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.6, 1.0])
+def test_blend_equals_the_literal_formula(alpha, fade):
+    image, heatmap = photograph(7, 9), random_grid(7, 9)
+    got = blend(image, heatmap, alpha=alpha, fade=fade, vmin=0.1, vmax=0.8)
+    colormap = matplotlib.colormaps["turbo"]
+    for y in range(7):
+        for x in range(9):
+            share = min(max((float(heatmap[y, x]) - 0.1) / 0.7, 0.0), 1.0)
+            step = min(int(share * 256), 255)
+            opacity = alpha * (step / 255 if fade else 1.0)
+            color = np.array(colormap(step, bytes=True)[:3], dtype=np.float64)
+            expected = image[y, x] * (1 - opacity) + color * opacity
+            assert np.abs(got[y, x] - expected).max() <= 0.501
+    if alpha == 0:
+        np.testing.assert_array_equal(got, image)
+
+
+@pytest.mark.parametrize("fit_options", [{"crop_pct": 0.7}, {"crop_pct": 0.9, "crop_mode": "squash"}])
+@pytest.mark.parametrize("size", [(90, 140), (140, 90), (1001, 40)])
+def test_unseen_pixels_are_untouched_and_their_border_is_marked(size, fit_options):
+    placement = place(size, (32, 32), **fit_options)
+    image = photograph(*size)
+    seen = placement.seen_mask()
+    before = image.copy()
+    heatmap = upsample(random_grid(4, 4), placement)
+    overlay = blend(image, heatmap)
+    plain = blend(image, heatmap, mark_unseen=False)
+    np.testing.assert_array_equal(image, before)
+    np.testing.assert_array_equal(overlay[~seen], image[~seen])
+    np.testing.assert_array_equal(plain[~seen], image[~seen])
+
+    # The frame is one white pixel and then a black one (the picture is small), and nothing else changed.
+    left, top, right, bottom = placement.seen_box
+    for depth, color in enumerate([255, 0]):
+        frame = [
+            overlay[top + depth, left + depth : right - depth],
+            overlay[bottom - 1 - depth, left + depth : right - depth],
+            overlay[top + depth : bottom - depth, left + depth],
+            overlay[top + depth : bottom - depth, right - 1 - depth],
+        ]
+        assert all((line == color).all() for line in frame)
+    inside = np.s_[top + 2 : bottom - 2, left + 2 : right - 2]
+    np.testing.assert_array_equal(overlay[inside], plain[inside])
+
+
+def test_only_the_sides_with_something_unseen_are_marked():
+    placement = place((100, 200), (32, 32), crop_pct=1.0)
+    left, top, right, bottom = placement.seen_box
+    assert (top, bottom) == (0, 100)
+    heatmap = upsample(random_grid(4, 4), placement)
+    image = photograph(100, 200)
+    overlay, plain = blend(image, heatmap), blend(image, heatmap, mark_unseen=False)
+    changed = (overlay != plain).any(axis=(0, 2))
+    assert np.flatnonzero(changed).tolist() == [left, left + 1, right - 2, right - 1]
+
+
+def test_nothing_is_marked_where_everything_was_seen():
+    heatmap = upsample(random_grid(4, 4), place((50, 60), (32, 32), fit="pad"))
+    image = photograph(50, 60)
+    np.testing.assert_array_equal(blend(image, heatmap), blend(image, heatmap, mark_unseen=False))
+
+
+def test_the_line_grows_with_the_picture():
+    image = np.full((2000, 3000, 3), 90, dtype=np.uint8)
+    heatmap = upsample(np.zeros((4, 4)), place((2000, 3000), (32, 32)))
+    overlay = blend(image, heatmap)
+    row = overlay[1000, 500:520, 0].tolist()
+    assert row == [255] * 4 + [0] * 4 + [90] * 12
+
+
+def test_blend_refuses_what_does_not_fit():
+    image, heatmap = photograph(10, 12), random_grid(10, 12)
+    with pytest.raises(ShapeError, match=r"\(10, 12, 3\) and \(12, 10\)"):
+        blend(image, heatmap.T)
+    with pytest.raises(ShapeError, match="float32"):
+        blend(image.astype(np.float32), heatmap)
+    with pytest.raises(OptionError, match=r"0 <= alpha <= 1, got 1\.5"):
+        blend(image, heatmap, alpha=1.5)
+    with pytest.raises(OptionError, match="0 <= alpha <= 1, got nan"):
+        blend(image, heatmap, alpha=float("nan"))
