@@ -68,11 +68,15 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS) -> NDArray[
     if isinstance(source, np.ndarray):
         return _from_array(source)
     if not isinstance(source, str | os.PathLike | bytes | Image.Image):
+        hint = " Of an open file, pass file.read()." if hasattr(source, "read") else ""
+        if hasattr(source, "permute"):
+            hint = " A tensor [3, height, width] goes in as tensor.permute(1, 2, 0).numpy(), with values from 0 to 1."
         raise ImageError(
-            f"Expected a picture as a path, bytes, a PIL image or a NumPy array, got {type(source).__name__}. "
-            f"A tensor [3, height, width] with values from 0 to 1 goes in as tensor.permute(1, 2, 0).numpy()."
+            f"Expected a picture as a path, bytes, a PIL image or a NumPy array, got {type(source).__name__}.{hint}"
         )
     try:
+        if isinstance(source, str | os.PathLike):
+            _check_file(Path(source))
         with _pillow_settings(max_pixels):
             if isinstance(source, Image.Image):
                 return _from_pillow(source, max_pixels)
@@ -235,6 +239,8 @@ def _from_pillow(image: Image.Image, max_pixels: int) -> NDArray[np.uint8]:
     turn = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
     if turn is not None:
         image = image.transpose(turn)
+    if image.mode == "La":
+        image = image.convert("LA")
     if image.mode.startswith(("I", "F")):
         return _grey_to_rgb(_eight_bits(image))
     if image.has_transparency_data:
@@ -245,7 +251,8 @@ def _from_pillow(image: Image.Image, max_pixels: int) -> NDArray[np.uint8]:
 def _eight_bits(image: Image.Image) -> NDArray[np.uint8]:
     """8-bit grey values [height, width] of a picture with one channel of 16 or 32 bits."""
     values = np.asarray(image)
-    if image.mode.startswith("I;16"):
+    # Pillow gives a PGM of more than 8 bits as 32 bits, scaled to 16.
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
         return (values >> 8).astype(np.uint8)
     largest = float(values.max())
     if not np.isfinite(values).all():
@@ -253,12 +260,9 @@ def _eight_bits(image: Image.Image) -> NDArray[np.uint8]:
             f"Expected finite pixel values in {image_name(image)!r}, got NaN or infinity in a 32-bit float picture. "
             f"Replace them (for example by np.nan_to_num) and pass the array, scaled to 0 … 1."
         )
-    if image.format == "PPM" and image.mode == "I":
-        full = 65535.0  # Pillow scales every PGM of more than 8 bits to 16
-    else:
-        scales = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)
-        full = next((scale for scale in scales if largest <= scale), max(2.0**32 - 1, largest))
-    return np.clip(np.rint(values * (255.0 / full)), 0, 255).astype(np.uint8)
+    scales = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)
+    full = next((scale for scale in scales if largest <= scale), max(2.0**32 - 1, largest))
+    return np.clip(np.rint(values.astype(np.float64) * (255.0 / full)), 0, 255).astype(np.uint8)
 
 
 def _from_array(array: NDArray[Any]) -> NDArray[np.uint8]:
@@ -300,22 +304,29 @@ def _over_white(rgba: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return ((rgba[:, :, :3] * alpha + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)
 
 
-def _explain(source: object, error: Exception, max_pixels: int) -> str:
+def _check_file(path: Path) -> None:
+    """Raise ImageError unless there is a file with something in it."""
+    if path.is_dir():
+        raise ImageError(f"Expected a picture, got the folder {str(path)!r}. find_images() lists the pictures in it.")
+    if not path.exists():
+        hint = " Pictures on the web must be downloaded first." if re.match(r"https?:/", str(path)) else ""
+        raise ImageError(f"Expected a picture at {str(path)!r}, but there is no such file.{hint}")
+    if not path.is_file():  # reading from a pipe would wait for ever
+        raise ImageError(f"Expected a picture at {str(path)!r}, got a device or a pipe. Save it to a file first.")
+
+
+def _explain(source: str | os.PathLike[str] | bytes | Image.Image, error: Exception, max_pixels: int) -> str:
     """Say what was expected, what came and what to do about a picture that could not be read."""
-    name = image_name(source)
+    name = repr(image_name(source)) if isinstance(source, str | os.PathLike) else f"the given {image_name(source)}"
     if isinstance(error, Image.DecompressionBombError):
         return (
-            f"Expected {name!r} to have at most {max_pixels:,} pixels, got more. "
+            f"Expected {name} to have at most {max_pixels:,} pixels, got more. "
             f"If you trust the file, raise the limit with max_pixels."
         )
-    if isinstance(error, FileNotFoundError):
-        return f"Expected a picture at {str(source)!r}, but there is no such file."
-    if isinstance(error, IsADirectoryError):
-        return f"Expected a picture, got the folder {str(source)!r}. find_images() lists the pictures of a folder."
     if isinstance(error, PermissionError):
-        return f"Could not read {str(source)!r}: {error.strerror}. Check who may read the file."
+        return f"Could not read {name}: {error.strerror}. Check who may read the file."
     if isinstance(error, UnidentifiedImageError):
         empty = source == b"" or (isinstance(source, str | os.PathLike) and Path(source).stat().st_size == 0)
-        got = "an empty file" if empty else "something else, or a picture whose first bytes are damaged"
-        return f"Expected {name!r} to be a picture ({', '.join(_FORMATS)}), got {got}. Convert it to PNG or JPEG."
-    return f"Could not read {name!r}: {error or type(error).__name__}. The file is truncated or damaged; get it anew."
+        got = "an empty file" if empty else "something that Pillow cannot read as one of them"
+        return f"Expected {name} to be a picture ({', '.join(_FORMATS)}), got {got}. Convert it to PNG or JPEG."
+    return f"Could not read {name}: {error or type(error).__name__}. It is truncated or damaged; get it anew."

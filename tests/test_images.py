@@ -1,0 +1,666 @@
+"""Reading, writing and finding pictures: every mode, every format, and every fault by causing it."""
+
+import io
+import os
+import threading
+import warnings
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import ExifTags, Image, ImageOps
+
+from vitflow import images
+from vitflow.errors import ImageError, ShapeError
+from vitflow.images import find_images, image_name, read_image, write_image
+
+RGB = np.random.default_rng(0).integers(0, 256, (17, 23, 3), dtype=np.uint8)
+SMOOTH = np.stack(np.broadcast_arrays(*np.ogrid[0:200:40j, 30:250:48j], 90), axis=-1).astype(np.uint8)
+GREY16 = (np.random.default_rng(1).integers(0, 65536, (17, 23))).astype(np.uint16)
+
+
+def encode(image: Image.Image | np.ndarray, fmt: str = "PNG", **options) -> bytes:
+    file = io.BytesIO()
+    (Image.fromarray(image) if isinstance(image, np.ndarray) else image).save(file, fmt, **options)
+    return file.getvalue()
+
+
+def grey(values: np.ndarray) -> np.ndarray:
+    return np.stack([values] * 3, axis=-1)
+
+
+def over_white(color: np.ndarray, alpha: np.ndarray | float) -> np.ndarray:
+    """The definition, in float64: α · colour + (1 − α) · white."""
+    share = np.asarray(alpha, dtype=np.float64) / 255
+    return color * share + 255 * (1 - share)
+
+
+# --- sources ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cat.png", "Кошка на снегу.png", "猫 🐈.png", "a%20b#?.png", "no suffix"])
+def test_paths_bytes_and_objects_give_the_same_pixels(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(encode(RGB))
+    for source in [path, str(path), path.read_bytes(), Image.open(path), Image.fromarray(RGB), RGB]:
+        image = read_image(source)
+        assert image.dtype == np.uint8
+        assert image.flags.c_contiguous
+        assert image.flags.writeable
+        np.testing.assert_array_equal(image, RGB)
+
+
+def test_the_result_is_a_copy():
+    source = RGB.copy()
+    read_image(source)[:] = 0
+    np.testing.assert_array_equal(source, RGB)
+    picture = Image.fromarray(source)
+    read_image(picture)[:] = 0
+    np.testing.assert_array_equal(np.asarray(picture), RGB)
+
+
+def test_a_file_is_closed_after_reading(tmp_path):
+    path = tmp_path / "cat.png"
+    path.write_bytes(encode(RGB))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        read_image(path)
+    path.unlink()
+
+
+# --- formats ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fmt", "options"),
+    [
+        ("PNG", {}),
+        ("BMP", {}),
+        ("PPM", {}),
+        ("TIFF", {}),
+        ("TIFF", {"compression": "tiff_lzw"}),
+        ("TIFF", {"compression": "tiff_adobe_deflate"}),
+        ("WEBP", {"lossless": True}),
+        ("JPEG2000", {"irreversible": False}),
+    ],
+)
+def test_lossless_formats(fmt, options):
+    np.testing.assert_array_equal(read_image(encode(RGB, fmt, **options)), RGB)
+
+
+@pytest.mark.parametrize("fmt", ["JPEG", "MPO", "WEBP", "AVIF"])
+def test_lossy_formats(fmt):
+    image = read_image(encode(SMOOTH, fmt, quality=95))
+    assert image.shape == SMOOTH.shape
+    assert np.abs(image.astype(int) - SMOOTH).max() < 10
+
+
+@pytest.mark.parametrize("fmt", ["GIF", "WEBP", "AVIF", "TIFF", "PNG", "MPO"])
+def test_the_first_frame_is_read(fmt):
+    frames = [Image.new("RGB", (16, 12), color) for color in ["red", "lime", "blue"]]
+    data = encode(frames[0], fmt, save_all=True, append_images=frames[1:])
+    with Image.open(io.BytesIO(data)) as opened:
+        assert opened.n_frames == 3
+    image = read_image(data)
+    assert image.shape == (12, 16, 3)
+    assert np.abs(image.astype(int) - [255, 0, 0]).max() < 8
+
+
+# --- modes -----------------------------------------------------------------------------------------------------------
+
+
+def test_grey():
+    np.testing.assert_array_equal(read_image(encode(RGB[..., 0])), grey(RGB[..., 0]))
+    np.testing.assert_array_equal(read_image(encode(RGB[..., 0], "JPEG2000", irreversible=False)), grey(RGB[..., 0]))
+
+
+def test_one_bit():
+    bits = RGB[..., 0] > 127
+    for fmt in ["PNG", "TIFF", "BMP", "PPM"]:
+        data = encode(Image.fromarray(bits), fmt)
+        np.testing.assert_array_equal(read_image(data), grey(bits * np.uint8(255)))
+
+
+@pytest.mark.parametrize("fmt", ["PNG", "TIFF", "WEBP"])
+def test_transparency_lies_over_white(fmt):
+    rgba = np.dstack([RGB, RGB[::-1, :, 1]])
+    options = {"lossless": True, "exact": True} if fmt == "WEBP" else {}
+    expected = over_white(RGB, rgba[..., 3:])
+    assert np.abs(read_image(encode(rgba, fmt, **options)) - expected).max() <= 0.5 + 1e-9
+    assert np.abs(read_image(Image.fromarray(rgba)) - expected).max() <= 0.5 + 1e-9
+    assert np.abs(read_image(rgba) - expected).max() <= 0.5 + 1e-9
+
+
+def test_grey_with_transparency():
+    values, alpha = RGB[..., 0], RGB[..., 1]
+    image = Image.merge("LA", [Image.fromarray(values), Image.fromarray(alpha)])
+    expected = grey(over_white(values, alpha))
+    assert np.abs(read_image(encode(image)) - expected).max() <= 0.5 + 1e-9
+    premultiplied = read_image(image.convert("La"))
+    assert np.abs(premultiplied[alpha > 64] - expected[alpha > 64]).max() <= 4
+
+
+def test_palettes():
+    image = Image.new("P", (4, 3), 1)
+    image.putpalette([0, 0, 255, 255, 0, 0])
+    assert (read_image(encode(image)) == [255, 0, 0]).all()
+    assert (read_image(encode(image, "GIF")) == [255, 0, 0]).all()
+    assert (read_image(encode(image, "BMP")) == [255, 0, 0]).all()
+    for fmt in ["PNG", "GIF"]:
+        assert (read_image(encode(image, fmt, transparency=1)) == 255).all()
+        assert (read_image(encode(image, fmt, transparency=0)) == [255, 0, 0]).all()
+    partly = read_image(encode(image, transparency=bytes([255, 128])))
+    np.testing.assert_allclose(partly[0, 0], over_white(np.array([255, 0, 0]), 128), atol=0.5)
+    assert (read_image(image.convert("PA")) == [255, 0, 0]).all()
+
+
+def test_one_transparent_color():
+    data = encode(Image.new("RGB", (4, 3), (1, 2, 3)), transparency=(1, 2, 3))
+    assert (read_image(data) == 255).all()
+    assert (read_image(encode(Image.new("L", (4, 3), 7), transparency=7)) == 255).all()
+
+
+@pytest.mark.parametrize("adobe", [True, False])
+def test_cmyk_jpeg(adobe):
+    data = encode(Image.new("CMYK", (16, 12), (0, 255, 255, 0)), "JPEG", quality=100)
+    marker = data.index(b"\xff\xee")
+    assert data[marker + 4 : marker + 9] == b"Adobe"
+    if not adobe:
+        data = data[:marker] + data[marker + 2 + int.from_bytes(data[marker + 2 : marker + 4], "big") :]
+    assert np.abs(read_image(data).astype(int) - [255, 0, 0]).max() < 6
+
+
+@pytest.mark.parametrize(("mode", "color"), [("CMYK", (0, 255, 255, 0)), ("YCbCr", (76, 85, 255))])
+def test_color_spaces_of_tiff(mode, color):
+    image = read_image(encode(Image.new(mode, (16, 12), color), "TIFF"))
+    assert np.abs(image.astype(int) - [255, 0, 0]).max() < 6
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "RGBX", "RGBa", "LA", "La", "PA", "CMYK", "YCbCr"])
+def test_every_mode_of_a_pil_image(mode):
+    assert read_image(Image.new(mode, (4, 3))).shape == (3, 4, 3)
+
+
+@pytest.mark.parametrize("mode", ["LAB", "HSV", "I", "F", "I;16", "I;16L", "I;16B"])
+def test_every_rare_mode_of_a_pil_image(mode):
+    assert read_image(Image.new(mode, (4, 3))).shape == (3, 4, 3)
+
+
+# --- more than 8 bits ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".png", ".tiff", ".pgm", ".jp2"])
+def test_16_bit_grey_is_scaled_and_not_clipped(suffix):
+    values = np.tile(GREY16, (3, 3))  # JPEG 2000 wants some room
+    options = [cv2.IMWRITE_JPEG2000_COMPRESSION_X1000, 1000] if suffix == ".jp2" else []
+    data = cv2.imencode(suffix, values, options)[1].tobytes()
+    np.testing.assert_array_equal(read_image(data), grey(values // 256))
+
+
+def test_16_bit_tiff_of_either_byte_order():
+    for mode, order in [("I;16", "<u2"), ("I;16B", ">u2")]:
+        image = Image.frombytes(mode, (23, 17), GREY16.astype(order).tobytes())
+        np.testing.assert_array_equal(read_image(encode(image, "TIFF")), grey(GREY16 // 256))
+        np.testing.assert_array_equal(read_image(image), grey(GREY16 // 256))
+
+
+@pytest.mark.parametrize("suffix", [".png", ".tiff"])
+def test_16_bit_color(suffix):
+    values = np.random.default_rng(2).integers(0, 65536, (17, 23, 4)).astype(np.uint16)
+    color = cv2.imencode(suffix, values[..., 2::-1])[1].tobytes()  # OpenCV takes BGR
+    np.testing.assert_array_equal(read_image(color), values[..., :3] // 256)
+    transparent = cv2.imencode(suffix, values[..., [2, 1, 0, 3]])[1].tobytes()
+    expected = over_white(values[..., :3] // 256, values[..., 3:] // 256)
+    assert np.abs(read_image(transparent) - expected).max() <= 0.5 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0, 100, 255], [0, 100, 255]),
+        ([0, 32768, 65535], [0, 128, 255]),
+        ([0, 2**30, 2**31 - 1], [0, 64, 127]),
+        ([-7, 0, 200], [0, 0, 200]),
+    ],
+)
+def test_32_bit_integers(values, expected):
+    image = read_image(encode(np.array([values], dtype=np.int32), "TIFF"))
+    assert image[0, :, 0].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.0, 0.5, 1.0], [0, 128, 255]),
+        ([0.0, 0.1, 0.2], [0, 26, 51]),
+        ([0.0, 1.5, 254.6], [0, 2, 255]),
+        ([0.0, 25700.0, 51400.0], [0, 100, 200]),
+        ([-0.5, 0.0, 1.0], [0, 0, 255]),
+        ([0.0, 1e12, 4e12], [0, 64, 255]),
+    ],
+)
+def test_32_bit_floats(values, expected):
+    image = read_image(encode(np.array([values], dtype=np.float32), "TIFF"))
+    assert image[0, :, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_floats_that_are_no_numbers(bad):
+    with pytest.raises(ImageError, match="Expected finite pixel values"):
+        read_image(encode(np.array([[0.0, bad]], dtype=np.float32), "TIFF"))
+
+
+# --- orientation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", ["PNG", "JPEG", "TIFF", "WEBP", "AVIF", "MPO"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation(fmt, orientation):
+    # Four quarters of different colours tell all eight apart, also through lossy compression.
+    stored = np.zeros((32, 48, 3), dtype=np.uint8)
+    stored[:16, :24], stored[:16, 24:], stored[16:, :24] = (250, 10, 10), (10, 250, 10), (10, 10, 250)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    upright = Image.fromarray(stored)
+    upright.getexif()[ExifTags.Base.Orientation] = orientation
+    expected = np.asarray(ImageOps.exif_transpose(upright))
+
+    image = read_image(encode(stored, fmt, exif=exif))
+    assert image.shape == expected.shape
+    assert image.shape[:2] == ((32, 48) if orientation < 5 else (48, 32))
+    assert np.abs(image.astype(int) - expected).mean() < 12
+
+
+def test_exif_orientation_by_hand():
+    """The picture of one red pixel at the stored top left: where it must come to lie."""
+    stored = np.zeros((2, 3, 3), dtype=np.uint8)
+    stored[0, 0] = (255, 0, 0)
+    corners = {1: (0, 0), 2: (0, -1), 3: (-1, -1), 4: (-1, 0), 5: (0, 0), 6: (0, -1), 7: (-1, -1), 8: (-1, 0)}
+    for orientation, corner in corners.items():
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = orientation
+        assert read_image(encode(stored, exif=exif))[corner].tolist() == [255, 0, 0]
+
+
+@pytest.mark.parametrize("value", [0, 9, 65535])
+def test_orientations_that_do_not_exist(value):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = value
+    np.testing.assert_array_equal(read_image(encode(RGB, exif=exif)), RGB)
+
+
+@pytest.mark.parametrize("fmt", ["JPEG", "PNG", "WEBP"])
+def test_damaged_exif_does_not_spoil_the_picture(fmt):
+    for exif in [
+        b"Exif\0\0",
+        b"Exif\0\0MM\0*\0\0\0\x08\xff\xff",
+        b"Exif\0\0II*\0\xff\xff\xff\xff",
+        b"Exif\0\0" + b"\xff" * 40,
+    ]:
+        image = read_image(encode(RGB, fmt, exif=exif))
+        assert image.shape == RGB.shape
+
+
+# --- arrays ----------------------------------------------------------------------------------------------------------
+
+
+def test_arrays():
+    np.testing.assert_array_equal(read_image(RGB[..., 0]), grey(RGB[..., 0]))
+    np.testing.assert_array_equal(read_image(RGB[::-1, ::-2]), RGB[::-1, ::-2])
+    np.testing.assert_array_equal(read_image(RGB.astype(np.uint16) * 256 + 255), RGB)
+    np.testing.assert_array_equal(read_image(GREY16.astype(">u2")), grey(GREY16 // 256))
+    for dtype in [np.float16, np.float32, np.float64]:
+        np.testing.assert_array_equal(read_image((RGB / 255).astype(dtype)), RGB)
+    rgba = np.dstack([RGB, RGB[..., 0]])
+    assert np.abs(read_image(rgba / 255).astype(int) - read_image(rgba)).max() == 0
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros((3, 20, 30), np.uint8), r"got \(3, 20, 30\).*transpose\(1, 2, 0\)"),
+        (np.zeros((20, 30, 2), np.uint8), r"got \(20, 30, 2\)"),
+        (np.zeros((20, 30, 1), np.uint8), r"got \(20, 30, 1\)"),
+        (np.zeros((1, 20, 30, 3), np.uint8), r"got \(1, 20, 30, 3\)"),
+        (np.zeros(20, np.uint8), r"got \(20,\)"),
+        (np.zeros((0, 30, 3), np.uint8), r"got \(0, 30, 3\)"),
+        (np.zeros((20, 30, 3), np.int64), r"got int64.*astype\(np\.uint8\)"),
+        (np.zeros((20, 30, 3), bool), "got bool"),
+        (np.zeros((20, 30, 3), complex), "got complex128"),
+        (np.zeros((20, 30), object), "got object"),
+        (np.full((20, 30), 255.0), "from 255 to 255. Divide by 255"),
+        (np.full((20, 30), -0.1), "from -0.1 to -0.1"),
+        (np.array([[0.0, np.nan]]), "from nan to nan"),
+    ],
+)
+def test_arrays_that_are_no_pictures(array, message):
+    with pytest.raises(ShapeError, match=message):
+        read_image(array)
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (b"", "Expected the given bytes to be a picture .*, got an empty file"),
+        (b"hello", "got something that Pillow cannot read"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "got something that Pillow cannot read"),
+        (None, "got NoneType"),
+        (bytearray(b"x"), "got bytearray"),
+        (io.BytesIO(b"x"), r"got BytesIO\. Of an open file, pass file\.read\(\)"),
+        ("no/such/picture.jpg", "Expected a picture at 'no/such/picture.jpg', but there is no such file"),
+        ("https://example.org/cat.jpg", "must be downloaded first"),
+        ("", r"got the folder '\.'"),
+        ("nul\0byte", "no such file"),
+    ],
+)
+def test_what_is_no_picture(source, message):
+    with pytest.raises(ImageError, match=message):
+        read_image(source)
+
+
+def test_tensors_are_shown_the_way():
+    import torch
+
+    with pytest.raises(ImageError, match=r"got Tensor\. A tensor .* tensor\.permute\(1, 2, 0\)\.numpy\(\)"):
+        read_image(torch.zeros(3, 4, 4))
+
+
+def test_files_that_are_no_pictures(tmp_path):
+    empty, text, pipe = tmp_path / "empty.jpg", tmp_path / "notes.jpg", tmp_path / "pipe.jpg"
+    empty.touch()
+    text.write_text("not a picture")
+    with pytest.raises(ImageError, match=r"Expected 'empty\.jpg' to be a picture .*, got an empty file"):
+        read_image(empty)
+    with pytest.raises(ImageError, match=r"Expected 'notes.jpg' to be a picture .*Convert it to PNG or JPEG"):
+        read_image(text)
+    with pytest.raises(ImageError, match="Expected a picture, got the folder"):
+        read_image(tmp_path)
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(pipe)
+        with pytest.raises(ImageError, match="got a device or a pipe"):
+            read_image(pipe)
+
+
+def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
+    path = tmp_path / "cat.png"
+    path.write_bytes(encode(RGB))
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Image, "open", refuse)
+    with pytest.raises(ImageError, match=r"Could not read 'cat\.png': Permission denied\. Check who may read"):
+        read_image(path)
+
+
+LARGE = np.random.default_rng(3).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+ENCODED = {
+    fmt: encode(LARGE, fmt) for fmt in ["PNG", "JPEG", "WEBP", "GIF", "AVIF", "TIFF", "BMP", "JPEG2000", "PPM", "MPO"]
+}
+
+
+@pytest.mark.parametrize("fmt", ENCODED)
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.5, 0.9, 0.99])
+def test_truncated_files(fmt, share):
+    data = ENCODED[fmt]
+    with pytest.raises(ImageError, match=r"truncated or damaged|cannot read as one of them"):
+        read_image(data[: int(len(data) * share)])
+
+
+def test_a_truncated_pil_image(tmp_path):
+    path = tmp_path / "cut.jpg"
+    path.write_bytes(ENCODED["JPEG"][:-500])
+    with Image.open(path) as lazy, pytest.raises(ImageError, match=r"Could not read the given cut\.jpg"):
+        read_image(lazy)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(sorted(ENCODED)), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1), st.data()
+)
+def test_damaged_files_raise_nothing_but_image_errors(fmt, changes, data):
+    damaged = bytearray(ENCODED[fmt])
+    # Half of the changes go to the first bytes, where the headers are.
+    for position, value in changes:
+        span = data.draw(st.sampled_from([64, len(damaged) - 1]))
+        damaged[int(position * span)] = value
+    try:
+        image = read_image(bytes(damaged), max_pixels=10**6)
+    except ImageError:
+        return
+    assert image.dtype == np.uint8
+    assert image.ndim == 3
+
+
+def test_decompression_bombs():
+    data = encode(Image.new("1", (1000, 300)))
+    assert read_image(data, max_pixels=300_000).shape == (300, 1000, 3)
+    for max_pixels in [299_999, 150_000, 149_999, 1]:
+        with pytest.raises(
+            ImageError, match=rf"at most {max_pixels:,} pixels, got more.*raise the limit with max_pixels"
+        ):
+            read_image(data, max_pixels=max_pixels)
+    with pytest.raises(ImageError, match="Expected the given image to have"):
+        read_image(Image.new("1", (1000, 300)), max_pixels=299_999)
+
+
+def test_the_default_limit_and_how_to_raise_it(monkeypatch):
+    huge = encode(Image.new("1", (20_000, 9_000)))
+    with pytest.raises(ImageError, match="at most 178,956,970 pixels"):
+        read_image(huge)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    assert read_image(encode(LARGE)).shape == (64, 64, 3), "a limit set for others is no limit for max_pixels"
+    assert Image.MAX_IMAGE_PIXELS == 1000
+
+
+def test_pillow_is_left_as_it_was(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 12_345)
+    filters = list(warnings.filters)
+    read_image(ENCODED["PNG"])
+    with pytest.raises(ImageError):
+        read_image(ENCODED["PNG"][:100], max_pixels=10**9)
+    assert Image.MAX_IMAGE_PIXELS == 12_345
+    assert warnings.filters == filters
+
+
+def test_threads_share_the_limit_and_restore_it():
+    before, filters = Image.MAX_IMAGE_PIXELS, list(warnings.filters)
+    wrong: list[str] = []
+
+    def work(number: int) -> None:
+        for turn in range(30):
+            enough = (number + turn) % 2 == 0
+            try:
+                read_image(ENCODED["PNG"], max_pixels=10**6 if enough else 1000)
+                if not enough:
+                    wrong.append("too large, and read")
+            except ImageError as error:
+                if enough:
+                    wrong.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert before == Image.MAX_IMAGE_PIXELS
+    assert warnings.filters == filters
+
+
+def test_warnings_of_pillow_do_not_escape():
+    palette = Image.new("P", (300, 300), 1)
+    palette.putpalette([0, 0, 255, 255, 0, 0])
+    sources = [
+        encode(palette, transparency=bytes([255, 128])),
+        encode(LARGE, "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x05\x01\x12\0\x03\0\0\xff\xff"),
+        encode(LARGE, "TIFF")[:-1] + b"\xff",
+    ]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for source in sources:
+            read_image(source, max_pixels=100_000)  # above half of the limit Pillow would warn
+    assert caught == []
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".png", ".PNG", ".jpg", ".jpeg", ".webp"])
+def test_what_is_written_is_read_again(tmp_path, suffix):
+    path = tmp_path / "новая папка" / "кот" / f"猫 1{suffix}"
+    write_image(path, SMOOTH)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    image = read_image(path)
+    assert np.abs(image.astype(int) - SMOOTH).max() < (1 if suffix.lower() == ".png" else 10)
+    write_image(str(path), RGB[..., 0])
+    assert read_image(path).shape == RGB.shape
+
+
+def test_a_written_file_has_ordinary_permissions(tmp_path):
+    write_image(tmp_path / "map.png", RGB)
+    (tmp_path / "other").touch()
+    assert (tmp_path / "map.png").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_the_longest_name_that_a_file_system_allows(tmp_path):
+    path = tmp_path / ("x" * 251 + ".png")
+    write_image(path, RGB)
+    np.testing.assert_array_equal(read_image(path), RGB)
+
+
+@pytest.mark.parametrize("name", ["map.bmp", "map", "map.png.part", ".png"])
+def test_unknown_suffixes(tmp_path, name):
+    with pytest.raises(ImageError, match=r"expected a name that ends in \.jpeg, \.jpg, \.png, \.webp"):
+        write_image(tmp_path / name, RGB)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("array", [RGB.astype(np.float32), RGB[..., :2], RGB[None], np.zeros((0, 3, 3), np.uint8)])
+def test_arrays_that_cannot_be_written(tmp_path, array):
+    with pytest.raises(ShapeError, match="Expected a picture as uint8"):
+        write_image(tmp_path / "map.png", array)
+
+
+def test_a_failed_write_leaves_nothing_and_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "map.png"
+    path.write_bytes(b"old")
+
+    def fail(self, file, **options):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Image.Image, "save", fail)
+    with pytest.raises(ImageError, match=r"Could not write 'map\.png'.*No space left on device"):
+        write_image(path, RGB)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+    def interrupt(self, file, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Image.Image, "save", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_image(path, RGB)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_places_that_cannot_be_written_to(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(ImageError, match=r"Could not write 'map\.png'"):
+        write_image(tmp_path / "file" / "map.png", RGB)
+    with pytest.raises(ImageError, match=r"Could not write 'folder\.png'"):
+        write_image(tmp_path / "folder.png", RGB)
+    with pytest.raises(ImageError, match="17000 × 1 pixels"):
+        write_image(tmp_path / "long.webp", np.zeros((17_000, 1, 3), np.uint8))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "folder.png"]
+
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+
+
+def touch(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+
+
+def found(root: Path, **options) -> list[str]:
+    return [path.relative_to(root).as_posix() for path in find_images(root, **options)]
+
+
+def test_pictures_come_in_natural_order(tmp_path):
+    touch(tmp_path, "img10.png", "img2.PNG", "IMG1.jpg", "img2b.webp", "7.tif", "a.txt", "b.npz", "9/8.gif", "äöü.avif")
+    assert found(tmp_path) == ["7.tif", "IMG1.jpg", "img2.PNG", "img2b.webp", "img10.png", "äöü.avif"]
+    touch(tmp_path, "10/1.png")
+    assert found(tmp_path, recursive=True)[:3] == ["7.tif", "9/8.gif", "10/1.png"]
+
+
+def test_hidden_files_and_folders_are_skipped(tmp_path):
+    touch(tmp_path, ".hidden.png", ".cache/1.png", "._1.jpg", "shown.png", "sub/.x.png", "sub/y.png")
+    assert found(tmp_path, recursive=True) == ["shown.png", "sub/y.png"]
+    touch(tmp_path / ".asked for", "1.png")
+    assert found(tmp_path / ".asked for") == ["1.png"]
+
+
+def test_links(tmp_path):
+    touch(tmp_path, "pictures/1.png", "pictures/deep/2.png", "elsewhere/3.png")
+    (tmp_path / "pictures/deep/loop").symlink_to(tmp_path / "pictures", target_is_directory=True)
+    (tmp_path / "pictures/self").symlink_to("self")
+    (tmp_path / "pictures/broken.png").symlink_to("missing.png")
+    (tmp_path / "pictures/away").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / "pictures/file.png").symlink_to(tmp_path / "elsewhere/3.png")
+    assert found(tmp_path / "pictures", recursive=True) == ["1.png", "away/3.png", "deep/2.png", "file.png"]
+
+
+def test_a_folder_with_the_suffix_of_a_picture(tmp_path):
+    touch(tmp_path, "album.png/1.jpg")
+    assert found(tmp_path) == []
+    assert found(tmp_path, recursive=True) == ["album.png/1.jpg"]
+
+
+def test_a_file_is_itself_and_nothing_is_an_error(tmp_path):
+    touch(tmp_path, "odd.xyz")
+    assert find_images(tmp_path / "odd.xyz") == [tmp_path / "odd.xyz"]
+    assert find_images(str(tmp_path)) == []
+    with pytest.raises(ImageError, match="there is nothing at"):
+        find_images(tmp_path / "missing")
+
+
+def test_a_folder_that_may_not_be_read(tmp_path, monkeypatch):
+    touch(tmp_path, "sub/1.png")
+    scandir = os.scandir
+
+    def refuse(path):
+        if Path(path).name == "sub":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ImageError, match=r"Could not read the folder '.*sub': Permission denied"):
+        find_images(tmp_path, recursive=True)
+
+
+def test_digits_of_any_script_and_none():
+    names = ["", "1", "٣", "²", "a1", "a٢", "a10", "1a", "-1", "01"]
+    assert sorted(names, key=images._natural) == ["", "1", "01", "1a", "٣", "-1", "a1", "a٢", "a10", "²"]
+
+
+def test_names_to_show(tmp_path):
+    path = tmp_path / "кот.png"
+    path.write_bytes(encode(RGB))
+    assert image_name(path) == image_name(str(path)) == "кот.png"
+    with Image.open(path) as opened:
+        assert image_name(opened) == "кот.png"
+    assert image_name(Image.new("L", (2, 2))) == "image"
+    assert image_name(b"abc") == "bytes"
+    assert image_name(RGB) == "array"
+    assert image_name(os.fsdecode(b"caf\xe9.png")) == "caf\ufffd.png"
+    assert image_name("folder/") == "folder/"
