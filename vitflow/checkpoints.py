@@ -3,6 +3,7 @@
 import argparse
 import json
 import pickle
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,8 @@ def _read_safetensors(path: Path) -> Checkpoint:
 def _read_torch(path: Path) -> Checkpoint:
     try:
         # timm's own training checkpoints hold their command line, a plain record of values.
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an unusual pickle protocol, which the error below tells better
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ModelError(

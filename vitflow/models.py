@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlparse
 
 import timm
@@ -85,6 +85,7 @@ def load_model(
     name = str(name)
     if dynamic_img_size:
         options["dynamic_img_size"] = True
+    model: nn.Module
     if name == "demo":
         model = _demo(checkpoint, options)
     else:
@@ -129,7 +130,7 @@ def _locate(name: str, checkpoint: str | Path | None) -> tuple[str, str | Path |
     return name, checkpoint
 
 
-def _create(name: str, **options: Any) -> nn.Module:
+def _create(name: str, **options: Any) -> Any:
     """`timm.create_model`, with errors that name the remedy."""
     known = not name.startswith(("hf-hub:", "hf_hub:", "local-dir:"))
     if known and not timm.is_model(name):
@@ -138,7 +139,7 @@ def _create(name: str, **options: Any) -> nn.Module:
         raise ModelError(f"Unknown model {name!r}.{hint} `vitflow models PATTERN` lists the known ones.")
     try:
         with _quiet_hub():
-            return cast(nn.Module, timm.create_model(name, **options))
+            return timm.create_model(name, **options)
     except RuntimeError as error:
         if "pretrained tag" in str(error):
             tags = ", ".join(sorted(timm.list_pretrained(f"{name.split('.')[0]}.*"))) or "none"

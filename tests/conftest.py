@@ -1,0 +1,25 @@
+"""What the tests share: the hub stays unasked, and data from outside the project is used only where it is there."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder with the trained ViT-Tiny and real photographs, where it exists."""
+    folder = Path(os.environ.get("VITFLOW_SHARED", ROOT.parent / "shared")) / "data"
+    if not folder.is_dir():
+        pytest.skip("the trained ViT-Tiny and its photographs are not here (set VITFLOW_SHARED to their folder)")
+    return folder

@@ -1,0 +1,235 @@
+"""Loading models: what each name means, checkpoints of every kind, and what cannot be loaded."""
+
+import argparse
+import json
+import pickle
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import vitflow
+from vitflow.checkpoints import read_checkpoint, read_class_names
+from vitflow.errors import ModelError, OptionError, VitflowWarning
+from vitflow.models import class_names_of, list_models, model_id, read_input_spec
+
+ID = "test_vit"
+PRETRAINED = {"input_size": [3, 160, 160], "mean": [0.1] * 3, "std": [0.2] * 3}
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return timm.create_model(ID, num_classes=1000).eval()
+
+
+def same_weights(a: nn.Module, b: nn.Module) -> bool:
+    ours, theirs = a.state_dict(), b.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+@pytest.mark.parametrize(
+    "wrap", ["plain", "state_dict", "model", "model_ema", "module.", "_orig_mod.", "model.module."]
+)
+def test_torch_checkpoints_of_every_kind(model, tmp_path, wrap):
+    weights = model.state_dict()
+    if wrap.endswith("."):
+        saved = {wrap + name: value for name, value in weights.items()}
+    elif wrap == "plain":
+        saved = weights
+    elif wrap == "model_ema":
+        saved = {"model": {k: torch.zeros_like(v) for k, v in weights.items()}, "model_ema": weights, "epoch": 3}
+    else:
+        saved = {wrap: weights, "epoch": 3, "args": argparse.Namespace(lr=0.1)}
+    torch.save(saved, tmp_path / "weights.pth")
+    loaded = vitflow.load_model(ID, checkpoint=tmp_path / "weights.pth")
+    assert same_weights(loaded, model)
+    assert not loaded.training
+
+
+def test_a_safetensors_checkpoint_with_its_own_class_names(tmp_path):
+    fine_tuned = timm.create_model(ID, num_classes=3)
+    save_file(fine_tuned.state_dict(), tmp_path / "w.safetensors", {"class_names": json.dumps(["cat", "dog", "cow"])})
+    with pytest.warns(VitflowWarning, match="w.safetensors has 3 classes, test_vit by default 1000"):
+        loaded = vitflow.load_model(ID, checkpoint=tmp_path / "w.safetensors")
+    assert loaded.num_classes == 3
+    assert same_weights(loaded, fine_tuned)
+    assert class_names_of(loaded) == ["cat", "dog", "cow"]
+
+
+def test_a_checkpoint_of_another_picture_size(tmp_path):
+    larger = timm.create_model(ID, img_size=192)
+    save_file(larger.state_dict(), tmp_path / "w.safetensors")
+    with pytest.warns(VitflowWarning, match="192 × 192 pixels"):
+        loaded = vitflow.load_model(ID, checkpoint=tmp_path / "w.safetensors")
+    assert same_weights(loaded, larger)
+    assert read_input_spec(loaded).size == (192, 192)
+
+
+def test_a_checkpoint_without_a_classifier(model, tmp_path):
+    weights = {k: v for k, v in model.state_dict().items() if not k.startswith("head.")}
+    save_file(weights, tmp_path / "w.safetensors")
+    with pytest.warns(VitflowWarning, match="no classifier"):
+        loaded = vitflow.load_model(ID, checkpoint=tmp_path / "w.safetensors")
+    assert loaded.num_classes == 0
+    assert class_names_of(loaded) is None
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    other = timm.create_model("test_vit2", num_classes=1000)
+    save_file(other.state_dict(), tmp_path / "w.safetensors")
+    with pytest.raises(ModelError, match=r"do not fit test_vit.*Is it the right model id|do not fit test_vit"):
+        vitflow.load_model(ID, checkpoint=tmp_path / "w.safetensors")
+
+
+def test_a_file_that_could_run_code_is_refused(tmp_path):
+    class Danger:
+        def __reduce__(self):
+            return (print, ("this must not run",))
+
+    (tmp_path / "w.pth").write_bytes(pickle.dumps({"model": Danger()}))
+    torch.save({"model": Danger()}, tmp_path / "zip.pth")
+    for name in ("w.pth", "zip.pth"):
+        with pytest.raises(ModelError, match="could run code|not a torch checkpoint"):
+            read_checkpoint(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pth"])
+@pytest.mark.parametrize("content", [b"", b"not weights", b"\x00" * 100])
+def test_damaged_files_are_named(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ModelError, match=name):
+        read_checkpoint(tmp_path / name)
+
+
+def test_a_truncated_checkpoint_is_named(model, tmp_path):
+    for name, save in (
+        ("w.safetensors", lambda p: save_file(model.state_dict(), p)),
+        ("w.pth", lambda p: torch.save(model.state_dict(), p)),
+    ):
+        save(tmp_path / name)
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(ModelError, match="damaged"):
+            read_checkpoint(tmp_path / name)
+
+
+def test_a_missing_checkpoint_is_named(tmp_path):
+    with pytest.raises(ModelError, match="No checkpoint file"):
+        vitflow.load_model(ID, checkpoint=tmp_path / "nothing.pth")
+
+
+def test_a_checkpoint_without_tensors_is_named(tmp_path):
+    torch.save({"epoch": 3}, tmp_path / "w.pth")
+    with pytest.raises(ModelError, match="state dict"):
+        read_checkpoint(tmp_path / "w.pth")
+
+
+def test_a_local_folder_as_timm_saves_it(model, tmp_path):
+    config = {"architecture": ID, "num_classes": 1000, "pretrained_cfg": PRETRAINED}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    for name in (tmp_path, f"local-dir:{tmp_path}", tmp_path / "model.safetensors"):
+        loaded = vitflow.load_model(name)
+        assert same_weights(loaded, model)
+    assert read_input_spec(vitflow.load_model(tmp_path)).mean == (0.1, 0.1, 0.1)
+
+
+def test_a_weights_file_that_names_its_architecture(model, tmp_path):
+    save_file(model.state_dict(), tmp_path / "own.safetensors", {"architecture": ID})
+    assert same_weights(vitflow.load_model(tmp_path / "own.safetensors"), model)
+    save_file(model.state_dict(), tmp_path / "anonymous.safetensors")
+    with pytest.raises(ModelError, match="does not name their architecture"):
+        vitflow.load_model(tmp_path / "anonymous.safetensors")
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"config\.json and model\.safetensors"):
+        vitflow.load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224.augreg_in21k_ft_in1k", "hf-hub:somebody/a-model"])
+def test_an_unreachable_hub_gives_one_line_with_the_remedies(name, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError) as caught:
+        vitflow.load_model(name)
+    message = str(caught.value)
+    assert "\n" not in message
+    for remedy in ("--checkpoint", "local-dir:", "demo"):
+        assert remedy in message
+
+
+def test_unknown_names_are_told_with_what_was_meant():
+    with pytest.raises(ModelError, match="Did you mean vit_base_patch16_224"):
+        vitflow.load_model("vit_base_patch16_242")
+    with pytest.raises(ModelError, match=r"Known: .*vit_tiny_patch16_224\.augreg_in21k_ft_in1k"):
+        vitflow.load_model("vit_tiny_patch16_224.nonsense")
+    with pytest.raises(ModelError, match="cannot be built with these options"):
+        vitflow.load_model(ID, checkpoint=None, no_such_option=1)
+
+
+def test_the_demo_model_takes_no_checkpoint(tmp_path):
+    with pytest.raises(OptionError, match="brings its own weights"):
+        vitflow.load_model("demo", checkpoint=tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        ("a.txt", "cat\n\n  dog \n", ["cat", "dog"]),
+        ("a.json", '["cat", "dog"]', ["cat", "dog"]),
+        ("a.json", '{"1": "dog", "0": "cat", "10": "emu", "2": "eel"}', ["cat", "dog", "eel", "emu"]),
+    ],
+)
+def test_class_names_from_files(tmp_path, file, text, expected):
+    (tmp_path / file).write_text(text)
+    assert read_class_names(tmp_path / file) == expected
+
+
+def test_a_wrong_number_of_class_names_is_told():
+    with pytest.raises(ModelError, match="Expected 8 class names, .* got 2"):
+        vitflow.load_model("demo", class_names=["a", "b"])
+
+
+def test_imagenet_names_are_short_and_unique():
+    names = class_names_of(timm.create_model(ID, num_classes=1000))
+    assert names is not None
+    assert len(set(names)) == 999  # the bird and the machine are both called crane, and nothing else
+    assert names[281] == "tabby"
+
+
+def test_the_input_spec_is_what_the_model_was_trained_on():
+    spec = read_input_spec(timm.create_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k"))
+    assert (spec.size, spec.mean, spec.crop_pct, spec.interpolation) == ((224, 224), (0.5,) * 3, 0.9, "bicubic")
+    assert read_input_spec(timm.create_model(ID, img_size=(96, 128))).size == (96, 128)
+    grey = read_input_spec(timm.create_model(ID, in_chans=1))
+    assert (grey.channels, len(grey.mean)) == (1, 3)
+
+
+def test_a_model_that_does_not_tell_its_normalisation_is_asked_for_it():
+    own = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ModelError, match="Pass data_config"):
+        read_input_spec(own)
+    spec = read_input_spec(own, {"input_size": (3, 64, 48), "mean": (0.5,) * 3, "std": (0.5,) * 3})
+    assert spec.size == (64, 48)
+
+
+def test_more_channels_than_rgb_are_refused():
+    with pytest.raises(ModelError, match="5 channels"):
+        read_input_spec(timm.create_model(ID, in_chans=5))
+
+
+def test_model_ids():
+    assert model_id(timm.create_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k")).endswith(".augreg_in21k_ft_in1k")
+    assert model_id(nn.Linear(1, 1)) == "Linear"
+
+
+def test_models_are_listed_with_what_they_see():
+    rows = list_models("vit_tiny_patch16_224*")
+    assert {"model", "input_size", "num_classes", "attention"} <= rows[0].keys()
+    assert all(row["model"].startswith("vit_tiny_patch16_224") for row in rows)

@@ -1,0 +1,452 @@
+"""The recorder's promises: the attention that the model used, and a model that is exactly as it was."""
+
+import copy
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitflow import TokenLayout, attention_rollout, record_attention
+from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, VitflowError
+
+TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
+
+
+def tiny(**options) -> nn.Module:
+    """A small Vision Transformer with random weights whose attention is far from uniform."""
+    torch.manual_seed(0)
+    model = timm.models.vision_transformer.VisionTransformer(**{**TINY, **options}).eval()
+    return perturb(model)
+
+
+def perturb(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    return model
+
+
+def literal_attention(model: nn.Module, pixels: Tensor) -> list[Tensor]:
+    """The probabilities as the un-fused code path computes them, seen by hooks on attn_drop."""
+    model, seen = copy.deepcopy(model), []
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False
+        if hasattr(module, "attn_drop"):
+            module.attn_drop.register_forward_hook(lambda _m, args, _o: seen.append(args[0]))
+    with torch.no_grad():
+        model(pixels)
+    return seen
+
+
+def state_of(model: nn.Module) -> dict:
+    """Everything of every module that recording could have changed."""
+    return {
+        name: (
+            module.training,
+            module.__dict__.get("forward"),
+            type(module).forward,
+            getattr(module, "fused_attn", None),
+            dict(module._forward_hooks),
+            dict(module._forward_pre_hooks),
+            dict(module._forward_hooks_always_called),
+            dict(module._forward_hooks_with_kwargs),
+            dict(module._forward_pre_hooks_with_kwargs),
+            dict(module._backward_hooks),
+            [(p.requires_grad, p.grad, p.data_ptr(), p._version) for p in module.parameters(recurse=False)],
+            sorted(module.__dict__),
+        )
+        for name, module in model.named_modules()
+    }
+
+
+FAMILY = {
+    "plain": {},
+    "registers": {"reg_tokens": 4},
+    "no class token, average": {"class_token": False, "global_pool": "avg"},
+    "registers, no class token": {"class_token": False, "reg_tokens": 2, "global_pool": "avg"},
+    "class token, average": {"global_pool": "avg"},
+    "class token, average over all tokens": {"global_pool": "avg", "pool_include_prefix": True},
+    "maximum": {"global_pool": "max"},
+    "attention pooling": {"class_token": False, "global_pool": "map"},
+    "attention pooling of patches beside a class token": {"global_pool": "map"},
+    "refining attention pooling": {"global_pool": "prr"},
+    "not square": {"img_size": (32, 48)},
+    "dynamic": {"dynamic_img_size": True},
+    "no position embedding for the class token": {"no_embed_class": True},
+    "q and k norms": {"qk_norm": True},
+    "norm of the heads": {"scale_attn_norm": True},
+    "post-norm": {"block_fn": timm.models.vision_transformer.ResPostBlock},
+    "parallel attention and MLP": {"block_fn": timm.models.vision_transformer.ParallelScalingBlock},
+    "two attentions side by side": {"block_fn": timm.models.vision_transformer.ParallelThingsBlock},
+    "no classes": {"num_classes": 0},
+}
+
+
+@pytest.mark.parametrize("options", FAMILY.values(), ids=FAMILY.keys())
+def test_the_whole_family_is_recorded_as_it_ran(options):
+    model = tiny(**options)
+    pixels = torch.randn(5, 3, *(options.get("img_size") or (32, 32)))
+    with torch.no_grad():
+        plain = model(pixels)
+        with record_attention(model) as trace:
+            logits = model(pixels)
+    torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-5 * plain.abs().max().item())
+    assert len(trace.attentions) == 3
+    assert trace.layout.rows * trace.layout.cols == 16 * (pixels.shape[-1] // 8) // 4
+    assert trace.layout.num_prefix_tokens == model.num_prefix_tokens
+    seen = literal_attention(model, pixels)
+    parallel = len(seen) // 3
+    for index, attention in enumerate(trace.attentions):
+        expected = torch.cat(seen[index * parallel : (index + 1) * parallel], dim=1)
+        torch.testing.assert_close(attention, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(trace.readout.sum(-1), torch.ones(5))
+    rollout = attention_rollout(
+        trace.attentions, readout=trace.readout, num_prefix_tokens=trace.layout.num_prefix_tokens
+    )
+    assert trace.layout.to_grid(rollout).shape == (5, trace.layout.rows, trace.layout.cols)
+
+
+READOUTS = {
+    "class token": ({}, lambda n, p: [1.0] + [0.0] * (n - 1)),
+    "average over patches": ({"global_pool": "avg"}, lambda n, p: [0.0] * p + [1 / (n - p)] * (n - p)),
+    "average over all tokens": (
+        {"global_pool": "avg", "pool_include_prefix": True},
+        lambda n, p: [1 / n] * n,
+    ),
+    "registers do not count": (
+        {"global_pool": "avg", "reg_tokens": 3},
+        lambda n, p: [0.0] * 4 + [1 / 16] * 16,
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), READOUTS.values(), ids=READOUTS.keys())
+def test_the_readout_says_which_tokens_speak_for_the_picture(options, expected):
+    model = tiny(**options)
+    with record_attention(model) as trace, torch.no_grad():
+        model(torch.randn(2, 3, 32, 32))
+    vector = expected(trace.layout.num_tokens, trace.layout.num_prefix_tokens)
+    torch.testing.assert_close(trace.readout, torch.tensor([vector] * 2))
+
+
+def test_a_distilled_model_is_read_out_by_both_of_its_tokens():
+    model = perturb(timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=2).eval())
+    with record_attention(model) as trace, torch.no_grad():
+        model(torch.randn(1, 3, 32, 32))
+    assert trace.layout == TokenLayout(2, 2, 2)
+    assert trace.pooling == "class and distillation token"
+    assert trace.readout[0].tolist() == [0.5, 0.5, 0, 0, 0, 0]
+
+
+def test_an_attention_pooling_head_is_the_readout():
+    model = tiny(class_token=False, global_pool="map")
+    pixels = torch.randn(3, 3, 32, 32)
+    with record_attention(model) as trace, torch.no_grad():
+        model(pixels)
+        tokens = model.forward_features(pixels)
+    pool = model.attn_pool
+    with torch.no_grad():
+        query = pool.q(pool.latent).reshape(1, 1, 3, 8).transpose(1, 2)
+        key = pool.kv(tokens).reshape(3, 16, 2, 3, 8)[:, :, 0].transpose(1, 2)
+        expected = (query @ key.transpose(-2, -1) / 8**0.5).softmax(-1)[:, :, 0].mean(1)
+    torch.testing.assert_close(trace.readout, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fusion", ["mean", "max", "min"])
+@pytest.mark.parametrize("block", ["Block", "ParallelThingsBlock"])
+def test_fusing_while_the_model_runs_equals_fusing_afterwards(fusion, block):
+    model = tiny(block_fn=getattr(timm.models.vision_transformer, block))
+    pixels = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        with record_attention(model) as trace:
+            model(pixels)
+        with record_attention(model, head_fusion=fusion) as fused:
+            model(pixels)
+    assert fused.attentions[0].shape == (2, 17, 17)
+    assert all(layer.heads is None for layer in fused.layers)
+    for layer, expected in zip(fused.attentions, trace.fused(fusion), strict=True):
+        torch.testing.assert_close(layer, expected)
+    with pytest.raises(OptionError, match="Only fused attention was recorded"):
+        fused.heads()
+
+
+def test_unfused_attention_is_recorded_too():
+    model = tiny()
+    pixels = torch.randn(2, 3, 32, 32)
+    with torch.no_grad(), record_attention(model) as fused:
+        model(pixels)
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    before = state_of(model)
+    with torch.no_grad(), record_attention(model, value_norms=True) as unfused:
+        model(pixels)
+    assert state_of(model) == before
+    for ours, theirs in zip(fused.attentions, unfused.attentions, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert len(unfused.value_norms()) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_precisions_keep_their_own_logits(dtype):
+    model, pixels = tiny().to(dtype), torch.randn(2, 3, 32, 32, dtype=dtype)
+    with torch.no_grad():
+        plain = model(pixels)
+        with record_attention(model) as trace:
+            logits = model(pixels)
+    if dtype == torch.float64:
+        torch.testing.assert_close(logits, plain)
+    else:
+        assert torch.equal(logits, plain)
+    rows = trace.attentions[0].sum(-1)
+    torch.testing.assert_close(rows, torch.ones_like(rows), rtol=0, atol=1e-6)
+
+
+def test_autocast_keeps_its_own_logits():
+    model, pixels = tiny(), torch.randn(2, 3, 32, 32)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = model(pixels)
+        with record_attention(model) as trace:
+            logits = model(pixels)
+    assert torch.equal(logits, plain)
+    assert trace.attentions[0].dtype == torch.float32
+
+
+def test_dynamic_sizes_give_the_grid_of_this_very_pass():
+    model = tiny(dynamic_img_size=True)
+    with torch.no_grad(), record_attention(model) as trace:
+        model(torch.randn(1, 3, 48, 80))
+        assert trace.layout == TokenLayout(1, 6, 10)
+        model(torch.randn(1, 3, 16, 32))
+    assert trace.layout == TokenLayout(1, 2, 4)
+    assert len(trace.attentions) == 3
+
+
+def test_the_model_is_exactly_as_it_was():
+    model = tiny()
+    model.blocks[1].train()
+    for parameter in model.blocks[0].parameters():
+        parameter.requires_grad_(False)
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    model.blocks[2].attn.fused_attn = False
+    model.register_forward_hook(lambda *_: None)
+    before = state_of(model)
+    with record_attention(model, gradients=True) as trace:
+        trace.targets = torch.tensor([1, 2])
+        model(torch.randn(2, 3, 32, 32))
+        trace.backward()
+    assert state_of(model) == before
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["blocks.1", "blocks.1.attn", "head", "patch_embed"])
+def test_the_model_is_exactly_as_it_was_after_an_exception(where):
+    model = tiny()
+    original = model.get_submodule(where).forward
+
+    def fail(*_args, **_kwargs):
+        raise Stop
+
+    with pytest.raises(Stop):
+        model.get_submodule(where).forward = fail
+        try:
+            with record_attention(model, value_norms=True):
+                model(torch.randn(1, 3, 32, 32))
+        finally:
+            del model.get_submodule(where).forward
+    assert model.get_submodule(where).forward == original
+    fresh = tiny()
+    for name, state in state_of(model).items():
+        assert state[4:10] == ({},) * 6, name
+        assert state[3] == state_of(fresh)[name][3]
+    assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+    with torch.no_grad(), record_attention(model) as trace:  # and it records again
+        model(torch.randn(1, 3, 32, 32))
+    assert len(trace.attentions) == 3
+
+
+def test_an_exception_inside_the_block_is_not_swallowed():
+    model = tiny()
+    before = state_of(model)
+    with pytest.raises(Stop), record_attention(model):
+        raise Stop
+    assert state_of(model) == before
+
+
+def test_gradients_are_of_the_probabilities_and_touch_no_parameter():
+    model = tiny().double()
+    pixels, targets = torch.randn(2, 3, 32, 32, dtype=torch.float64), torch.tensor([3, 0])
+    with record_attention(model, gradients=True) as trace:
+        model(pixels)
+    gradients = trace.backward(targets).attentions
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not pixels.requires_grad
+
+    # A small change of one probability changes the logit by the gradient.
+    step, (layer, picture, head, row, col) = 1e-6, (1, 1, 2, 0, 5)
+
+    def logit(change: float) -> float:
+        calls = []
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
+            attention = (query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5).softmax(-1)
+            if len(calls) == layer:
+                attention[picture, head, row, col] += change
+            calls.append(None)
+            return attention @ value
+
+        real, F.scaled_dot_product_attention = F.scaled_dot_product_attention, attend
+        try:
+            with torch.no_grad():
+                return model(pixels)[picture, targets[picture]].item()
+        finally:
+            F.scaled_dot_product_attention = real
+
+    measured = (logit(step) - logit(-step)) / (2 * step)
+    assert gradients[layer][picture, head, row, col].item() == pytest.approx(measured, rel=1e-6, abs=1e-10)
+
+
+def test_a_frozen_model_has_gradients_too():
+    model = tiny().requires_grad_(False)
+    with record_attention(model, gradients=True) as trace:
+        model(torch.randn(1, 3, 32, 32))
+    frozen = trace.backward(torch.tensor([2])).attentions
+    torch.manual_seed(0)
+    free = tiny()
+    with record_attention(free, gradients=True) as other:
+        free(trace.pixels.detach())
+    for ours, theirs in zip(frozen, other.backward(torch.tensor([2])).attentions, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_gradients_without_autograd_are_refused(context):
+    model = tiny()
+    with (
+        context(),
+        pytest.raises(OptionError, match="gradients enabled"),
+        record_attention(model, gradients=True),
+    ):
+        model(torch.randn(1, 3, 32, 32))
+
+
+def test_recording_works_under_inference_mode():
+    model = tiny()
+    with torch.inference_mode(), record_attention(model, head_fusion="mean") as trace:
+        model(torch.randn(1, 3, 32, 32))
+    assert len(trace.attentions) == 3
+
+
+def test_dropout_is_left_to_the_model_and_attention_is_recorded_before_it():
+    model = tiny(attn_drop_rate=0.5).train()
+    pixels = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        torch.manual_seed(7)
+        plain = model(pixels)
+        torch.manual_seed(7)
+        with record_attention(model) as trace:
+            logits = model(pixels)
+    assert torch.equal(logits, plain)
+    torch.testing.assert_close(trace.attentions[0].sum(-1), torch.ones(1, 3, 17))
+
+
+def test_wrappers_are_looked_through():
+    model = tiny()
+    wrapped = nn.DataParallel(model)
+    with torch.no_grad(), record_attention(wrapped) as trace:
+        wrapped(torch.randn(1, 3, 32, 32))
+    assert len(trace.attentions) == 3
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = model
+
+        def forward(self, pixels: Tensor) -> Tensor:
+            return self.backbone(pixels)[:, :2]
+
+    outer = Classifier()
+    with torch.no_grad(), record_attention(outer) as trace:
+        outer(torch.randn(1, 3, 32, 32))
+    assert trace.layout == TokenLayout(1, 4, 4)
+    assert trace.layers[0].name == "backbone.blocks.0.attn"
+
+
+def test_a_model_without_attention_is_refused_by_name():
+    model = timm.create_model("test_resnet").eval()
+    with pytest.raises(NoAttentionError, match=r"No attention between tokens was seen .* ResNet"), torch.no_grad():
+        with record_attention(model):
+            model(torch.randn(1, 3, 64, 64))
+
+
+def test_leaving_without_a_forward_pass_is_no_error_but_reading_is():
+    with record_attention(tiny()) as trace:
+        pass
+    for read in (lambda: trace.attentions, lambda: trace.layout, lambda: trace.readout, lambda: trace.fused()):
+        with pytest.raises(VitflowError, match="Nothing has been recorded"):
+            read()
+
+
+def test_scripted_models_are_refused():
+    class Linear(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    traced = torch.fx.symbolic_trace(Linear())
+    with pytest.raises(UnsupportedModelError, match="scripted, traced or exported"):
+        record_attention(traced)
+
+
+def test_gradient_checkpointing_is_refused_with_the_remedy():
+    model = tiny()
+    model.set_grad_checkpointing()
+    with pytest.raises(UnsupportedModelError, match=r"set_grad_checkpointing\(False\)"):
+        record_attention(model, gradients=True)
+
+
+def test_differential_attention_is_refused():
+    model = tiny(attn_layer="diff")
+    with pytest.raises(UnsupportedModelError, match="DiffAttention"), torch.no_grad(), record_attention(model):
+        model(torch.randn(1, 3, 32, 32))
+
+
+def test_a_model_that_does_not_tell_its_layout_is_asked_for_it():
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Conv2d(3, 24, 8, 8)
+            self.attend = timm.layers.Attention(24, num_heads=2)
+
+        def forward(self, pixels: Tensor) -> Tensor:
+            return self.attend(self.embed(pixels).flatten(2).transpose(1, 2)).mean(1)
+
+    model, pixels = Own().eval(), torch.randn(1, 3, 32, 40)
+    with pytest.raises(UnsupportedModelError, match="layout=TokenLayout"), torch.no_grad(), record_attention(model):
+        model(pixels)
+    with torch.no_grad(), record_attention(model, layout=TokenLayout(0, 4, 5)) as trace:
+        model(pixels)
+    assert trace.layout.to_grid(trace.attentions[0]).shape == (1, 2, 20, 4, 5)
+    torch.testing.assert_close(trace.readout, torch.full((1, 20), 1 / 20))
+
+
+def test_an_unknown_module_for_features_is_named():
+    with pytest.raises(OptionError, match="has no module 'blocks.9.norm1'"):
+        record_attention(tiny(), features=["blocks.9.norm1"])
+
+
+@pytest.mark.gpu
+def test_recording_on_a_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    model, pixels = tiny().cuda(), torch.randn(2, 3, 32, 32, device="cuda")
+    with torch.no_grad():
+        plain = model(pixels)
+        with record_attention(model, head_fusion="mean") as trace:
+            logits = model(pixels)
+    torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-5)
+    assert trace.attentions[0].is_cuda

@@ -1,0 +1,209 @@
+"""Head fusion, discard, residual and rollout against a literal reference, and their properties."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests import references
+from vitflow import attention_rollout
+from vitflow.errors import OptionError, ShapeError
+from vitflow.methods.attention import raw_attention
+from vitflow.methods.fusion import add_residual, discard_low, fuse_heads, normalize_rows
+
+FUSIONS = ["mean", "max", "min"]
+DISCARDS = [0.0, 0.5, 0.9, 0.99]
+
+
+def random_attention(layers: int, batch: int, heads: int, tokens: int, sharpness: float = 2.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(layers, batch, heads, tokens, tokens, generator=generator, dtype=torch.float64)
+    return (sharpness * logits).softmax(-1)
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("discard", DISCARDS)
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_rollout_equals_the_literal_definition(fusion, discard, batch):
+    attention = random_attention(4, batch, 3, 11)
+    for start in (1, 2, 4):
+        found = attention_rollout(attention, head_fusion=fusion, discard_ratio=discard, start_layer=start)
+        for index in range(batch):
+            layers = [layer[index].numpy() for layer in attention]
+            expected = references.rollout(layers, how=fusion, ratio=discard, start=start)
+            np.testing.assert_allclose(found[index].numpy(), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+def test_rollout_with_other_residuals_and_prefix_tokens(alpha, prefix):
+    attention = random_attention(3, 1, 2, 9)
+    found = attention_rollout(attention, residual=alpha, discard_ratio=0.8, num_prefix_tokens=prefix)
+    expected = references.rollout([a[0].numpy() for a in attention], alpha=alpha, ratio=0.8, prefix=prefix)
+    np.testing.assert_allclose(found[0].numpy(), expected, rtol=0, atol=1e-12)
+
+
+def test_rollout_in_float32_agrees_to_1e_6():
+    attention = random_attention(6, 2, 3, 17)
+    found = attention_rollout(attention.float(), head_fusion="max", discard_ratio=0.5)
+    assert found.dtype == torch.float32
+    for index in range(2):
+        expected = references.rollout([a[index].float().double().numpy() for a in attention], how="max", ratio=0.5)
+        np.testing.assert_allclose(found[index].numpy(), expected, rtol=0, atol=1e-6)
+
+
+def test_the_row_product_from_the_top_is_the_row_of_the_full_product():
+    attention = random_attention(5, 3, 2, 8)
+    readout = torch.rand(3, 8, dtype=torch.float64)
+    readout /= readout.sum(-1, keepdim=True)
+    full = attention_rollout(attention, start_layer=2)
+    row = attention_rollout(attention, start_layer=2, readout=readout)
+    torch.testing.assert_close(row, torch.einsum("bi,bij->bj", readout, full), rtol=0, atol=1e-14)
+    shared = attention_rollout(attention, readout=readout[0])
+    torch.testing.assert_close(shared[0], attention_rollout(attention, readout=readout)[0])
+
+
+def test_a_batch_gives_what_single_pictures_give():
+    attention = random_attention(4, 5, 3, 10)
+    together = attention_rollout(attention, head_fusion="max", discard_ratio=0.9)
+    for index in range(5):
+        alone = attention_rollout(attention[:, index : index + 1], head_fusion="max", discard_ratio=0.9)
+        torch.testing.assert_close(together[index : index + 1], alone, rtol=0, atol=0)
+
+
+attentions = st.builds(
+    random_attention,
+    layers=st.integers(1, 5),
+    batch=st.integers(1, 3),
+    heads=st.integers(1, 4),
+    tokens=st.integers(2, 12),
+    sharpness=st.sampled_from([0.0, 1.0, 5.0, 500.0]),
+    seed=st.integers(0, 2**31),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(attentions, st.sampled_from(FUSIONS), st.floats(0, 1, exclude_max=True), st.integers(0, 2))
+def test_rows_sum_to_one_and_nothing_is_nan(attention, fusion, discard, prefix):
+    prefix = min(prefix, attention.shape[-1] - 1)
+    found = attention_rollout(attention, head_fusion=fusion, discard_ratio=discard, num_prefix_tokens=prefix)
+    assert torch.isfinite(found).all()
+    assert (found >= 0).all()
+    torch.testing.assert_close(found.sum(-1), torch.ones_like(found.sum(-1)), rtol=0, atol=1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(attentions, st.sampled_from(FUSIONS), st.integers(0, 2**31))
+def test_the_order_of_heads_does_not_matter(attention, fusion, seed):
+    order = torch.randperm(attention.shape[2], generator=torch.Generator().manual_seed(seed))
+    found = attention_rollout(attention[:, :, order], head_fusion=fusion)
+    torch.testing.assert_close(found, attention_rollout(attention, head_fusion=fusion), rtol=1e-12, atol=1e-15)
+
+
+@settings(max_examples=30, deadline=None)
+@given(attentions, st.integers(0, 2**31))
+def test_permuting_the_patches_permutes_the_map(attention, seed):
+    tokens = attention.shape[-1]
+    patches = 1 + torch.randperm(tokens - 1, generator=torch.Generator().manual_seed(seed))
+    order = torch.cat([torch.zeros(1, dtype=torch.long), patches])
+    found = attention_rollout(attention[..., order, :][..., order], discard_ratio=0.5)[:, 0]
+    torch.testing.assert_close(found, attention_rollout(attention, discard_ratio=0.5)[:, 0][:, order])
+
+
+def test_identity_stays_identity():
+    eye = torch.eye(7, dtype=torch.float64).expand(4, 2, 3, 7, 7)
+    for discard in DISCARDS:
+        torch.testing.assert_close(attention_rollout(eye, discard_ratio=discard), eye[0, :, 0], rtol=0, atol=0)
+
+
+def test_discard_takes_exactly_the_smallest_of_the_patch_columns():
+    fused = torch.rand(2, 8, 8, dtype=torch.float64)
+    for ratio in (0.1, 0.5, 0.9, 0.99):
+        kept = discard_low(fused, ratio, num_prefix_tokens=2)
+        assert (kept[..., :2] == fused[..., :2]).all()
+        count = int(ratio * 8 * 6)
+        for picture in range(2):
+            assert int((kept[picture, :, 2:] == 0).sum()) == count
+            remaining = kept[picture, :, 2:][kept[picture, :, 2:] > 0]
+            assert remaining.min() >= fused[picture, :, 2:].flatten().sort().values[count - 1]
+
+
+def test_discard_breaks_ties_by_position():
+    kept = discard_low(torch.full((1, 3, 3), 0.5), 0.5, num_prefix_tokens=0)
+    assert kept.flatten().tolist() == [0.0] * 4 + [0.5] * 5
+
+
+def test_a_row_that_was_discarded_whole_becomes_the_identity_row():
+    fused = torch.tensor([[[0.0, 0.0], [0.5, 0.5]]])
+    assert add_residual(fused, 0.0)[0].tolist() == [[1.0, 0.0], [0.5, 0.5]]
+
+
+def test_rows_of_the_smallest_numbers_are_normalised():
+    tiny = torch.full((1, 2, 2), 1e-42)
+    torch.testing.assert_close(normalize_rows(tiny), torch.full((1, 2, 2), 0.5))
+
+
+def test_value_weighting_multiplies_before_the_fusion_and_normalises_after_it():
+    attention, norms = random_attention(1, 2, 3, 6)[0], torch.rand(2, 3, 6, dtype=torch.float64)
+    for fusion in FUSIONS:
+        found = fuse_heads(attention, fusion, norms)
+        for picture in range(2):
+            heads = np.stack([attention[picture, h].numpy() * norms[picture, h].numpy() for h in range(3)])
+            expected = references.fuse(heads, fusion)
+            expected /= expected.sum(-1, keepdims=True)
+            np.testing.assert_allclose(found[picture].numpy(), expected, atol=1e-14)
+
+
+def test_raw_attention_is_the_readout_row_of_one_layer():
+    attention = random_attention(3, 2, 4, 7)
+    readout = torch.full((7,), 1 / 7, dtype=torch.float64)
+    found = raw_attention(attention, readout=readout, layer=2, head_fusion="max")
+    torch.testing.assert_close(found, attention[1].amax(1).mean(1))
+    one_head = raw_attention(attention, readout=torch.eye(7, dtype=torch.float64)[3], layer=-1, head=2)
+    torch.testing.assert_close(one_head, attention[2][:, 2, 3])
+
+
+def test_half_precision_is_rolled_out_in_float32():
+    attention = random_attention(3, 1, 2, 5).half()
+    assert attention_rollout(attention).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        ([], "at least one layer"),
+        (torch.rand(2, 1, 3, 4), "square|shape"),
+        ([torch.rand(1, 1, 3, 3), torch.rand(1, 1, 4, 4)], "same batch and number of tokens"),
+        (torch.full((1, 1, 3, 3), float("nan")), "finite"),
+        (torch.full((1, 1, 3, 3), float("inf")), "finite"),
+        (-torch.ones(1, 1, 3, 3), "at least 0"),
+        (torch.rand(3, 3), "shape"),
+    ],
+)
+def test_wrong_attention_is_named(attention, message):
+    with pytest.raises(ShapeError, match=message):
+        attention_rollout(attention)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"head_fusion": "median"}, "Unknown head fusion 'median'"),
+        ({"discard_ratio": 1.0}, "0 <= discard_ratio < 1, got 1.0"),
+        ({"discard_ratio": -0.1}, "discard_ratio"),
+        ({"discard_ratio": float("nan")}, "discard_ratio"),
+        ({"residual": 1.0}, "residual"),
+        ({"start_layer": 0}, "start_layer from 1 to 2"),
+        ({"start_layer": 3}, "start_layer from 1 to 2"),
+    ],
+)
+def test_wrong_options_are_named(option, message):
+    with pytest.raises(OptionError, match=message):
+        attention_rollout(torch.full((2, 1, 1, 3, 3), 1 / 3), **option)
+
+
+def test_a_wrong_readout_is_named():
+    with pytest.raises(ShapeError, match=r"readout of shape \[3\] or \[1, 3\], got \(4,\)"):
+        attention_rollout(torch.full((2, 1, 1, 3, 3), 1 / 3), readout=torch.ones(4))
