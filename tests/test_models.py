@@ -16,7 +16,7 @@ from vitflow.errors import ModelError, OptionError, VitflowWarning
 from vitflow.models import class_names_of, list_models, model_id, read_input_spec
 
 ID = "test_vit"
-PRETRAINED = {"input_size": [3, 160, 160], "mean": [0.1] * 3, "std": [0.2] * 3}
+PRETRAINED = {"input_size": [3, 160, 160], "fixed_input_size": True, "mean": [0.1] * 3, "std": [0.2] * 3}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,273 @@
+"""From pictures to saliency: batches, fits, targets, wrappers, and errors that say what to do."""
+
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch import nn
+
+import vitflow
+from vitflow import Explainer, TokenLayout
+from vitflow.errors import ImageError, ModelError, OptionError, UnsupportedModelError
+from vitflow.targets import class_index, resolve_targets
+
+OWN = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
+DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9}
+
+
+def own_model(**options) -> nn.Module:
+    torch.manual_seed(0)
+    model = timm.models.vision_transformer.VisionTransformer(**{**OWN, **options}).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def explainer(fit: str = "crop", **options) -> Explainer:
+    return Explainer(own_model(**options), fit=fit, data_config=DATA)
+
+
+def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+PICTURES = [picture(40, 60), picture(80, 35, 1), picture(32, 32, 2), picture(33, 61, 3), picture(9, 7, 4)]
+
+
+@pytest.mark.parametrize("fit", ["crop", "squash", "pad", "native"])
+def test_a_batch_gives_what_single_pictures_give(fit):
+    explaining = explainer(fit, dynamic_img_size=True)
+    together = explaining.explain_batch(PICTURES, methods=["rollout", ("attention", {"head": 1})], head_fusion="max")
+    assert len(together) == 10
+    for index, image in enumerate(PICTURES):
+        for offset, (method, options) in enumerate([("rollout", {}), ("attention", {"head": 1})]):
+            alone = explaining.explain(image, method=method, head_fusion="max", **options)
+            found = together[2 * index + offset]
+            assert found.method == method
+            np.testing.assert_allclose(found.grid, alone.grid, rtol=1e-5, atol=1e-7)
+            assert found.target == alone.target
+            assert found.image.shape == image.shape == (*found.heatmap.shape, 3)
+
+
+def test_native_keeps_the_aspect_ratio_and_sees_everything():
+    wide = explainer("native", dynamic_img_size=True).explain(picture(40, 120))
+    assert wide.grid.shape[1] > 2 * wide.grid.shape[0]
+    assert np.isfinite(wide.heatmap).all()
+
+
+def test_native_needs_a_dynamic_model():
+    with pytest.raises(UnsupportedModelError, match="dynamic_img_size=True, or use fit='pad'"):
+        explainer("native")
+
+
+def test_crop_shows_what_the_model_did_not_see():
+    saliency = explainer().explain(picture(40, 80))
+    left, top, right, bottom = saliency.placement.seen_box
+    heatmap, overlay = saliency.heatmap, saliency.overlay()
+    assert 0 < left < right < 80
+    assert np.isnan(heatmap[:, :left]).all()
+    assert np.isfinite(heatmap[top:bottom, left:right]).all()
+    assert (overlay[:, :left] == saliency.image[:, :left]).all()
+    assert (overlay[top:bottom, left:right] != saliency.image[top:bottom, left:right]).any()
+
+
+def test_rollout_of_a_picture_is_rollout_of_its_recorded_attention():
+    explaining, image = explainer(), picture(50, 50)
+    pixels = explaining.pixels(image)
+    with torch.no_grad(), vitflow.record_attention(explaining.model) as trace:
+        explaining.model(pixels)
+    expected = vitflow.attention_rollout(trace.attentions, head_fusion="max", discard_ratio=0.5)[0, 0, 1:]
+    found = explaining.explain(image, head_fusion="max", discard_ratio=0.5)
+    options = vitflow.methods.get_method("rollout").complete({"head_fusion": "max", "discard_ratio": 0.5})
+    if not options["value_weighted"] and options["start_layer"] == 1:
+        np.testing.assert_allclose(found.grid.ravel(), expected.numpy(), rtol=1e-5)
+
+
+def test_a_patch_can_be_asked_instead_of_the_answer():
+    explaining, image = explainer(), picture(50, 50)
+    with torch.no_grad(), vitflow.record_attention(explaining.model) as trace:
+        explaining.model(explaining.pixels(image))
+    found = explaining.explain(
+        image, method="attention", patch=(1, 2), layer=2, value_weighted=False, discard_ratio=0.0
+    )
+    expected = trace.attentions[1][0].mean(0)[1 + 1 * 4 + 2, 1:]
+    np.testing.assert_allclose(found.grid.ravel(), expected.numpy(), rtol=1e-5)
+    with pytest.raises(OptionError, match=r"Patch \(4, 0\) lies outside the grid of 4 × 4"):
+        explaining.explain(image, patch=(4, 0))
+
+
+def test_targets_by_index_and_by_name():
+    explaining = Explainer(own_model(), data_config=DATA, class_names=["ant", "bee", "cow", "dog", "Emu"])
+    image = picture(40, 40)
+    predicted = explaining.explain(image)
+    with torch.no_grad():
+        probabilities = explaining.model(explaining.pixels(image)).softmax(-1)[0]
+    assert predicted.target == predicted.predicted == int(probabilities.argmax())
+    assert predicted.probability == pytest.approx(float(probabilities.max()), rel=1e-5)
+    emu = explaining.explain(image, target="emu")
+    assert (emu.target, emu.class_name) == (4, "Emu")
+    assert emu.probability == pytest.approx(float(probabilities[4]), rel=1e-5)
+    assert (emu.grid == predicted.grid).all()  # rollout does not depend on the class
+    for target, message in (("bea", "Did you mean 'bee'"), (5, "from 0 to 4, got 5"), ("-1", "from 0 to 4, got -1")):
+        with pytest.raises(OptionError, match=message):
+            explaining.explain(image, target=target)
+
+
+def test_names_that_two_classes_share_are_refused():
+    with pytest.raises(OptionError, match=r"Several classes are called 'crane'.*\(0\).*\(1\)"):
+        class_index("crane", 2, ["crane", "crane"])
+    assert class_index("killer whale", 2, ["grampus, killer whale", "other"]) == 0
+
+
+def test_the_most_probable_classes():
+    probabilities = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.2, 0.3]])
+    found = resolve_targets("top2", probabilities, None)
+    assert [t.tolist() for t in found if t is not None] == [[1, 0], [2, 2]]
+    assert [t.tolist() for t in resolve_targets(["top9"], probabilities, None)] == [[1, 0], [2, 2], [0, 1]]
+
+
+def test_multi_label_probabilities_are_sigmoids():
+    model, image = own_model(), picture(40, 40)
+    saliency = Explainer(model, data_config=DATA, activation="sigmoid").explain(image, target=3)
+    with torch.no_grad():
+        expected = model(Explainer(model, data_config=DATA).pixels(image)).sigmoid()[0, 3]
+    assert saliency.probability == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_model_without_classes_is_explained_without_them():
+    saliency = explainer(num_classes=0).explain(picture(40, 40))
+    assert (saliency.target, saliency.probability, saliency.label) == (None, None, "")
+    with pytest.raises(OptionError, match="no classes"):
+        explainer(num_classes=0).explain(picture(40, 40), target=1)
+
+
+def test_grey_models_see_luminance():
+    model = own_model(in_chans=1)
+    explaining = Explainer(model, data_config={**DATA, "input_size": (1, 32, 32), "mean": (0.5,), "std": (0.25,)})
+    image = picture(32, 32)
+    pixels = explaining.pixels(image)
+    assert pixels.shape == (1, 1, 32, 32)
+    assert explaining.explain(image).grid.shape == (4, 4)
+
+
+def test_the_users_model_is_left_as_it_is():
+    model = own_model().train()
+    model.blocks[1].eval()
+    modes = [module.training for module in model.modules()]
+    Explainer(model, data_config=DATA).explain(picture(40, 40))
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_callers_autograd_mode_does_not_matter(context):
+    expected = explainer().explain(picture(40, 40)).grid
+    with context():
+        assert (explainer().explain(picture(40, 40)).grid == expected).all()
+
+
+def test_nan_logits_are_an_error_and_no_map():
+    model = own_model()
+    with torch.no_grad():
+        model.head.bias.fill_(float("nan"))
+    with pytest.raises(ModelError, match="NaN or infinite logits"):
+        Explainer(model, data_config=DATA).explain(picture(40, 40))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "rolout"}, "Did you mean 'rollout'"),
+        ({"head_fusoin": "max"}, "Unknown option of method rollout 'head_fusoin'. Did you mean 'head_fusion'"),
+        ({"head_fusion": "median"}, "Unknown head fusion"),
+        ({"method": "attention", "layer": 4}, "Expected layer from 1 to 3"),
+        ({"method": "attention", "head": 3}, "Expected head from 0 to 2"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(OptionError, match=message):
+        explainer().explain(picture(40, 40), **options)
+
+
+def test_wrong_set_ups_are_named():
+    with pytest.raises(OptionError, match="Unknown fit 'stretch'"):
+        Explainer(own_model(), fit="stretch", data_config=DATA)
+    with pytest.raises(ModelError, match="Pass data_config"):
+        Explainer(own_model())
+    with pytest.raises(OptionError, match="device 'cuda:99'|device 'xpu'"):
+        Explainer(own_model(), data_config=DATA, device="cuda:99")
+    with pytest.raises(OptionError, match="activation"):
+        Explainer(own_model(), data_config=DATA, activation="tanh")
+    with pytest.raises(ImageError):
+        explainer().explain(b"no picture")
+
+
+def test_every_kind_of_source(tmp_path):
+    image = picture(48, 40)
+    path = tmp_path / "ünï 写真.png"
+    Image.fromarray(image).save(path)
+    expected = explainer().explain(image)
+    for source in (path, str(path), path.read_bytes(), Image.fromarray(image)):
+        assert (explainer().explain(source).grid == expected.grid).all()
+
+
+def test_a_saved_map_holds_all_that_made_it(tmp_path):
+    saliency = explainer().explain(picture(40, 60), head_fusion="max")
+    with np.load(saliency.save(tmp_path / "deep" / "map.npz")) as saved:
+        np.testing.assert_array_equal(saved["grid"], saliency.grid)
+        np.testing.assert_array_equal(saved["heatmap"], saliency.heatmap)
+        metadata = json.loads(str(saved["metadata"]))
+    assert metadata == json.loads(json.dumps(saliency.to_dict()))
+    assert metadata["options"]["head_fusion"] == "max"
+    assert metadata["method"] == "rollout"
+    assert [file.name for file in (tmp_path / "deep").iterdir()] == ["map.npz"]
+
+
+def test_nothing_half_written_is_left_behind(tmp_path, monkeypatch):
+    saliency = explainer().explain(picture(40, 60))
+
+    def fail(*_args, **_kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(np, "savez_compressed", fail)
+    with pytest.raises(OSError, match="disk full"):
+        saliency.save(tmp_path / "map.npz")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_layout_of_ones_own():
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Conv2d(3, 24, 8, 8)
+            self.attend = timm.layers.Attention(24, num_heads=2)
+
+        def forward(self, pixels):
+            return self.attend(self.embed(pixels).flatten(2).transpose(1, 2)).mean(1)
+
+    saliency = Explainer(Own(), data_config=DATA, layout=TokenLayout(0, 4, 4)).explain(picture(40, 40))
+    assert saliency.grid.shape == (4, 4)
+
+
+def test_the_result_describes_itself():
+    saliency = explainer().explain(picture(40, 60))
+    assert "rollout, 4 × 4 patches on 60 × 40 pixels" in repr(saliency)
+
+
+@pytest.mark.shared
+def test_the_trained_vit_tiny_knows_the_photographs(shared_data):
+    """Top-1 agrees with the label on at least 30 of 40 photographs: the preprocessing is the model's own."""
+    name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    explaining = Explainer(vitflow.load_model(name, checkpoint=shared_data / f"{name}.safetensors"))
+    rows = [line.split(",")[:2] for line in (shared_data / "photos/labels.csv").read_text().splitlines()[1:]]
+    files = [shared_data / "photos" / file for file, _ in rows]
+    found = [
+        saliency.predicted
+        for start in range(0, 40, 10)
+        for saliency in explaining.explain_batch(files[start : start + 10])
+    ]
+    assert sum(target == int(label) for target, (_, label) in zip(found, rows, strict=True)) >= 30
