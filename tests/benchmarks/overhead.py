@@ -1,0 +1,93 @@
+"""What recording costs: the plain fused forward pass beside the forward pass with rollout, in one run.
+
+    python -m tests.benchmarks.overhead [--models …] [--batch-sizes 1 8] [--repeats 15]
+
+The two are timed in turn, round by round, so that a noisy machine meets both alike; the table shows the ratio of the
+fastest rounds and the median of the rounds' own ratios. Peak memory is the growth of each process's resident memory,
+model and input included, measured in a process of its own per row.
+"""
+
+import argparse
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+import timm
+import torch
+
+from vitflow import attention_rollout, record_attention
+
+MODELS = ("vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224")
+
+
+def plain(model: torch.nn.Module, pixels: torch.Tensor) -> None:
+    model(pixels)
+
+
+def with_rollout(model: torch.nn.Module, pixels: torch.Tensor) -> None:
+    with record_attention(model, head_fusion="mean") as trace:
+        model(pixels)
+    attention_rollout(trace.attentions, readout=trace.readout, num_prefix_tokens=trace.layout.num_prefix_tokens)
+
+
+def prepare(name: str, batch: int) -> tuple[torch.nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model = timm.create_model(name).eval()
+    return model, torch.randn(batch, *model.pretrained_cfg["input_size"])
+
+
+def time_both(name: str, batch: int, repeats: int) -> tuple[list[float], list[float]]:
+    model, pixels = prepare(name, batch)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    with torch.inference_mode():
+        for work in (plain, with_rollout):
+            work(model, pixels)
+        for _ in range(repeats):
+            for index, work in enumerate((plain, with_rollout)):
+                started = time.perf_counter()
+                work(model, pixels)
+                seconds[index].append(time.perf_counter() - started)
+    return seconds
+
+
+def peak_mib(name: str, batch: int, what: str) -> float:
+    """Peak resident memory in MiB of a fresh process that does one thing five times."""
+    command = [sys.executable, "-m", "tests.benchmarks.overhead", "--memory-of", what, "--models", name]
+    done = subprocess.run([*command, "--batch-sizes", str(batch)], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--memory-of", choices=["plain", "rollout"], help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.memory_of:
+        model, pixels = prepare(given.models[0], given.batch_sizes[0])
+        with torch.inference_mode():
+            for _ in range(5):
+                (plain if given.memory_of == "plain" else with_rollout)(model, pixels)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        return
+    print(f"torch {torch.__version__}, timm {timm.__version__}, {torch.get_num_threads()} threads, float32\n")
+    print("| model | batch | plain, images/s | with rollout, images/s | time × | median × | peak MiB | memory × |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in given.models:
+        for batch in given.batch_sizes:
+            ours, theirs = time_both(name, batch, given.repeats)
+            median = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+            memory = [peak_mib(name, batch, what) for what in ("plain", "rollout")]
+            print(
+                f"| {name} | {batch} | {batch / min(ours):.1f} | {batch / min(theirs):.1f} "
+                f"| {min(theirs) / min(ours):.2f} | {median:.2f} | {memory[0]:.0f} → {memory[1]:.0f} "
+                f"| {memory[1] / memory[0]:.2f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
