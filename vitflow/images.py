@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 import re
-import secrets
 import threading
 import warnings
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from vitflow.errors import ImageError, ShapeError, VitflowError
+from vitflow.files import write_atomically
 
 ImageSource = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
 
@@ -112,16 +112,9 @@ def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
         raise ShapeError(
             f"Expected a picture as uint8 [height, width, 3] or [height, width], got {array.dtype} {array.shape}."
         )
-    # A short name of its own: the target's may be as long as the file system allows.
-    unfinished = target.with_name(f".vitflow-{secrets.token_hex(8)}.part")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with unfinished.open("xb") as file:
-                Image.fromarray(array).save(file, **options)
-            unfinished.replace(target)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with write_atomically(target) as file:
+            Image.fromarray(array).save(file, **options)
     except (OSError, ValueError) as error:
         raise ImageError(
             f"Could not write {image_name(path)!r}, a picture of {array.shape[0]} × {array.shape[1]} pixels: {error}"
