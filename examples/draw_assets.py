@@ -15,12 +15,12 @@ from vitflow.demo import SAMPLE_FOLDER, DemoPicture, draw_picture
 
 # Name, seed, and (height, width).
 SAMPLES: tuple[tuple[str, int, tuple[int, int]], ...] = (
-    ("crescent_and_square", 116, (288, 384)),
-    ("cross_and_disc", 37, (320, 320)),
     ("disc_star_and_crescent", 97, (320, 320)),
-    ("heart_square_and_cross", 85, (288, 384)),
     ("ring_and_triangle", 105, (320, 320)),
-    ("star_ring_and_crescent", 48, (384, 288)),
+    ("ring_heart_and_star", 45, (288, 384)),
+    ("square_and_crescent", 116, (288, 384)),
+    ("star_triangle_and_square", 21, (384, 288)),
+    ("triangle_heart_and_cross", 42, (384, 288)),
 )
 # Ground, then one colour for each class, so that a mask is readable in an image viewer too.
 PALETTE = (

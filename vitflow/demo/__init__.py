@@ -50,7 +50,7 @@ def sample_pictures() -> list[Path]:
     """The sample pictures that the package ships, sorted by name.
 
     >>> [path.name for path in sample_pictures()][:2]
-    ['crescent_and_square.png', 'cross_and_disc.png']
+    ['disc_star_and_crescent.png', 'ring_and_triangle.png']
     """
     return sorted(SAMPLE_FOLDER.glob("*.png"))
 
