@@ -1,0 +1,257 @@
+"""Strips and charts: pictures keep their pixels, words keep their place, files are the same each time."""
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from PIL import Image
+
+from vitflow import figures
+from vitflow.errors import OptionError, ShapeError
+from vitflow.figures import Cell, Column, Series, draw_lines, draw_strip, panel_size, save_figure
+
+NAMES = [
+    "tabby",
+    "虎斑猫",
+    "$5 bill and $10 bill",
+    r"$\frac{$ \n & <b>&amp;</b> 100%_^",
+    "broken \udcff name\x00 with\ttabs\nand lines",
+    "🐱 عربي ภาษาไทย हिन्दी",
+    "Pneumonoultramicroscopicsilicovolcanoconiosis",
+    "a class whose name goes on and on, far beyond what any column can hold in two lines of type",
+    "",
+]
+
+
+def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def strip(names: list[str], *, rows: int = 1, classes: int = 1, size: tuple[int, int] = (150, 200), **options):
+    """A strip with names everywhere that words can stand; all columns but the first two have a cell for each class."""
+    heads = [Column("Photograph"), *(Column(name, name, f"group {number // 2}") for number, name in enumerate(names))]
+    blocks = []
+    for _ in range(rows):
+        cells = [[Cell(noise(*size, number), (name,), (name,))] * classes for number, name in enumerate(names)]
+        blocks.append([cells[0][:1], cells[0][:1], *cells[1:]])
+    return draw_strip(heads, blocks, bar=noise(14, 200), note=" ".join(names), **options)
+
+
+def boxes(figure):
+    """Where each line of type stands: (text, box in pixels)."""
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    with figures._without_glyph_warnings():
+        return [(text.get_text(), text.get_window_extent(renderer)) for text in figure.axes[0].texts if text.get_text()]
+
+
+@pytest.mark.parametrize("suffix", figures.FORMATS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_can_be_drawn_in_every_format_without_a_warning(name, suffix, tmp_path):
+    figure = strip([name, "rollout"])
+    assert save_figure(figure, tmp_path / f"strip{suffix}").stat().st_size > 1000
+    figure.savefig(tmp_path / "by-matplotlib.png")
+
+
+@pytest.mark.parametrize("classes", [1, 3])
+@pytest.mark.parametrize("size", [(150, 200), (360, 90), (20, 300), (300, 300)])
+def test_no_words_overlap_or_leave_the_page(classes, size):
+    figure = strip(NAMES, rows=3, classes=classes, size=size)
+    found = boxes(figure)
+    assert len(found) > 50
+    width, height = figure.get_size_inches() * figure.dpi
+    for text, box in found:
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text
+    for (first, a), (second, b) in combinations(found, 2):
+        across = min(a.x1, b.x1) - max(a.x0, b.x0)
+        down = min(a.y1, b.y1) - max(a.y0, b.y0)
+        # Boxes reach from ascender to descender: lines set close may share a pixel of these.
+        assert across <= 1 or down <= 2, (first, second, across, down)
+
+
+def test_words_keep_clear_of_the_pictures():
+    figure = strip(NAMES[:4], classes=2)
+    words = boxes(figure)
+    for image in figure.axes[0].images:
+        picture = image.get_window_extent()
+        for text, box in words:
+            across = min(picture.x1, box.x1) - max(picture.x0, box.x0)
+            down = min(picture.y1, box.y1) - max(picture.y0, box.y0)
+            assert across <= 0 or down <= 0, text
+
+
+def test_a_png_holds_each_picture_pixel_by_pixel(tmp_path):
+    pictures = [noise(150, 200), noise(97, 203, 1), noise(41, 230, 2)]
+    figure = draw_strip([Column("a"), Column("b"), Column("c")], [[[Cell(image)] for image in pictures]])
+    save_figure(figure, tmp_path / "strip.png")
+    with Image.open(tmp_path / "strip.png") as file:
+        page = np.asarray(file.convert("RGB"))
+    for image in pictures:
+        rows, cols = page.shape[0] - image.shape[0] + 1, page.shape[1] - image.shape[1] + 1
+        corners = np.argwhere((page[:rows, :cols] == image[0, 0]).all(axis=-1))
+        assert any((page[y : y + image.shape[0], x : x + image.shape[1]] == image).all() for y, x in corners)
+
+
+def test_a_cell_for_all_rows_is_drawn_once_and_the_rows_stand_below_each_other():
+    once, twice = noise(100, 200), [noise(100, 200, 1), noise(100, 200, 2)]
+    figure = draw_strip([Column("a"), Column("b")], [[[Cell(once)], [Cell(image) for image in twice]]])
+    assert len(figure.axes[0].images) == 3
+    first, upper, lower = (image.get_extent() for image in figure.axes[0].images)  # left, right, bottom, top
+    assert first[3] == upper[3] < upper[2] < lower[3]
+    assert upper[:2] == lower[:2]
+    assert first[1] < upper[0]
+
+
+def test_a_group_is_named_once_over_the_columns_that_stand_together():
+    heads = [Column("a", group="x"), Column("b", group="x"), Column("c"), Column("d", group="x")]
+    figure = draw_strip(heads, [[[Cell(noise(50, 200))] for _ in heads]])
+    places = [text.get_position()[0] for text in figure.axes[0].texts if text.get_text() == "x"]
+    lefts = [image.get_extent()[0] for image in figure.axes[0].images]
+    assert len(places) == 2
+    assert lefts[0] < places[0] < lefts[2] < lefts[3] < places[1]
+
+
+def test_wrapping_keeps_the_words_and_the_width():
+    page = figures._Page(200, 5)
+    text = "Egyptian cat of many words that will not fit into a single line of this width"
+    for lines in range(1, 12):
+        found = page.wrap(text, 1.0, 7, lines=lines)
+        assert len(found) <= lines
+        assert all(page.measure(line, 7) <= 1.0 for line in found)
+        assert text.startswith(" ".join(found).removesuffix("…").rstrip())
+        # Greedy: the next word would not have fitted.
+        for line, following in pairwise(found):
+            assert page.measure(f"{line} {following.split()[0]}", 7) > 1.0
+    assert " ".join(page.wrap(text, 1.0, 7, lines=12)) == text
+    assert page.wrap("", 1.0, 7) == []
+    [cut] = page.wrap("Pneumonoultramicroscopicsilicovolcanoconiosis", 1.0, 7, lines=1)
+    assert cut.endswith("…") and page.measure(cut + "iii", 7) > 1.0
+
+
+@pytest.mark.parametrize("suffix", figures.FORMATS)
+def test_the_same_strip_gives_the_same_bytes(suffix, tmp_path):
+    first = save_figure(strip(NAMES[:3]), tmp_path / f"a{suffix}").read_bytes()
+    again = save_figure(strip(NAMES[:3]), tmp_path / f"b{suffix}").read_bytes()
+    assert first == again
+    assert not re.search(rb"CreationDate|dc:date|20[2-9]\d-\d\d-\d\d", first)
+
+
+def test_words_are_words_in_svg_and_pdf_and_pictures_stay_apart(tmp_path):
+    figure = strip(["tabby", "虎斑猫", "$5 & <more>"])
+    tree = ET.parse(save_figure(figure, tmp_path / "strip.svg"))
+    words = {"".join(node.itertext()) for node in tree.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"Photograph", "tabby", "虎斑猫", "$5 & <more>", "low", "high"} <= words
+    assert len(list(tree.iter("{http://www.w3.org/2000/svg}image"))) == 4 + 1
+    pdf = save_figure(figure, tmp_path / "strip.pdf").read_bytes()
+    assert pdf.startswith(b"%PDF") and b"/ToUnicode" in pdf and b"/Type3" not in pdf
+
+
+def test_settings_of_the_caller_change_nothing(tmp_path):
+    ours = save_figure(strip(["tabby"]), tmp_path / "a.png").read_bytes()
+    theirs = {
+        "image.origin": "lower",
+        "image.interpolation": "bicubic",
+        "savefig.bbox": "tight",
+        "savefig.dpi": 30,
+        "savefig.transparent": True,
+        "figure.dpi": 50,
+        "font.family": "serif",
+        "font.style": "italic",
+        "text.parse_math": True,
+        "lines.linewidth": 9,
+    }
+    with matplotlib.rc_context(theirs):
+        assert save_figure(strip(["tabby"]), tmp_path / "b.png").read_bytes() == ours
+
+
+def test_a_failed_write_leaves_nothing_and_keeps_what_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "strip.png"
+    path.write_bytes(b"before")
+    figure = strip(["tabby"])
+
+    def fail(file, **options):
+        file.write(b"half")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(figure, "savefig", fail)
+    with pytest.raises(OSError, match="full"):
+        save_figure(figure, path)
+    assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["strip.gif", "strip", "strip.png.tmp"])
+def test_an_unknown_file_type_names_the_known_ones(name, tmp_path):
+    with pytest.raises(OptionError, match=r"Unknown file type .* Known: \.pdf, \.png, \.svg"):
+        save_figure(strip(["tabby"]), tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_blocks_that_do_not_fit_the_columns_are_refused():
+    cell = Cell(noise(10, 10))
+    with pytest.raises(ShapeError, match="Expected 2 columns of 1 or 1 cells"):
+        draw_strip([Column("a"), Column("b")], [[[cell]]])
+    with pytest.raises(ShapeError, match=r"1 or 3 cells each, got \[2, 3\]"):
+        draw_strip([Column("a"), Column("b")], [[[cell] * 2, [cell] * 3]])
+
+
+@pytest.mark.parametrize("size", [(480, 640), (640, 480), (1, 5000), (5000, 1), (96, 96), (3000, 2000)])
+def test_pictures_keep_their_aspect_inside_the_box_of_a_column(size):
+    height, width = panel_size(size, width=1.5, dpi=200)
+    assert 1 <= height <= 360 and 1 <= width <= 300
+    assert width == 300 or height == 360
+    if min(height, width) > 10:
+        assert height / width == pytest.approx(size[0] / size[1], rel=0.02)
+
+
+def test_drawing_needs_no_pyplot(tmp_path):
+    code = (
+        "import sys, numpy as np\nfrom vitflow.figures import *\n"
+        "figure = draw_strip([Column('a')], [[[Cell(np.zeros((9, 9, 3), np.uint8))]]])\n"
+        "for suffix in ('png', 'svg', 'pdf'):\n    save_figure(figure, f'strip.{suffix}')\n"
+        "print('matplotlib.pyplot' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "False\n", done.stderr
+
+
+# --- Charts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_chart_shows_values_bands_and_gaps(tmp_path):
+    x = [1, 2, 3, 4]
+    series = [
+        Series("rollout", x, [0.1, 0.4, None, 0.2], [0.1, 0.2, None, None]),
+        Series("虎 $x", x, [0.5, 0.1, 0.3, -0.2], [0.1] * 4),
+    ]
+    figure = draw_lines({"with blank-out": series, "with $y": series[:1]}, x_label="layer", y_label="ρ")
+    first, second = figure.axes
+    rollout, other = (line for line in first.get_lines() if line.get_marker() != "None")
+    np.testing.assert_allclose(rollout.get_ydata(), [0.1, 0.4, np.nan, 0.2])
+    np.testing.assert_allclose(other.get_ydata(), [0.5, 0.1, 0.3, -0.2])
+    assert rollout.get_color() != other.get_color() and rollout.get_marker() != other.get_marker()
+    corners = first.collections[1].get_paths()[0].vertices
+    assert corners[:, 1].min() == pytest.approx(-0.3) and corners[:, 1].max() == pytest.approx(0.6)
+    assert first.get_ylim() == second.get_ylim()
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["rollout", "虎 $x"]
+    for suffix in figures.FORMATS:
+        once = save_figure(figure, tmp_path / f"a{suffix}").read_bytes()
+        assert once == save_figure(figure, tmp_path / f"b{suffix}").read_bytes()
+    words = Path(tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert "虎 $x" in words and "with $y" in words
+
+
+@pytest.mark.parametrize("count", [1, 12, 40])
+def test_a_chart_of_many_layers_has_readable_ticks(count):
+    x = list(range(1, count + 1))
+    figure = draw_lines({"a": [Series("s", x, [0.1] * count, [None] * count)]}, x_label="layer", y_label="ρ")
+    ticks = figure.axes[0].get_xticks()
+    assert 1 <= len(ticks) <= 16
+    assert set(ticks) <= set(x)

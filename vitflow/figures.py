@@ -1,0 +1,424 @@
+"""Figures for papers and screens, made with matplotlib: strips of pictures in columns, and charts of lines with bands.
+
+Nothing here touches pyplot, so no window opens and no global state of the caller changes.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import RendererAgg
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, fontManager
+from numpy.typing import NDArray
+
+from vitflow.errors import OptionError, ShapeError, unknown_name
+from vitflow.files import write_atomically
+
+FORMATS = (".pdf", ".png", ".svg")
+
+#: Pixels per inch of the pictures in a strip, in every format; text and lines are vectors in PDF and SVG.
+DPI = 200
+
+# Sizes of type in points, and lengths in inches.
+_TITLE, _BODY, _SMALL = 8.0, 6.6, 6.0
+_MARGIN, _COLUMN_GAP, _ROW_GAP = 0.08, 0.07, 0.10
+_LEADING = 1.32 / 72  # from one baseline to the next, per point of type
+_NARROWEST = 1.15  # a column's least width, so that its words fit
+_INK, _GREY, _RULE = "#1a1a1a", "#666666", "#9a9a9a"
+
+_WIDE_FONTS = (
+    *("Noto Sans CJK JP", "Noto Sans CJK SC", "Source Han Sans", "WenQuanYi Zen Hei", "IPAexGothic"),
+    *("PingFang SC", "Hiragino Sans", "Apple SD Gothic Neo", "Arial Unicode MS"),
+    *("Microsoft YaHei", "Yu Gothic", "Malgun Gothic", "Noto Sans Arabic", "Noto Sans Devanagari", "Noto Sans Thai"),
+)
+
+# Okabe & Ito's colours, which people who see fewer colours can also tell apart.
+_LINE_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One picture of a strip.
+
+    Attributes:
+        image: uint8 RGB [height, width, 3], drawn at `dpi` pixels per inch.
+        caption: lines below it; a line too long for its column is wrapped or cut with an ellipsis.
+        details: more lines below these, smaller and grey.
+    """
+
+    image: NDArray[np.uint8]
+    caption: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """The head of one column of a strip.
+
+    Attributes:
+        title: its name.
+        subtitle: a smaller line or two below it.
+        group: what it has in common with its neighbours; drawn once over columns of one group that stand together.
+    """
+
+    title: str
+    subtitle: str = ""
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line of a chart: y(x), with a band of ± spread; y may be None where it is not defined."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    spread: Sequence[float | None]
+
+
+# One picture's rows: for each column one cell, or as many as the block has rows.
+Block = Sequence[Sequence[Cell]]
+
+
+class _Figure(Figure):
+    """A figure that draws characters which no font has as boxes, without a warning for each."""
+
+    def draw(self, renderer: Any) -> None:
+        with _without_glyph_warnings():
+            super().draw(renderer)
+
+
+@contextmanager
+def _without_glyph_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"(?s).*[Gg]lyph.*", category=UserWarning)
+        warnings.filterwarnings("ignore", message=r".*does not support.*natively", category=UserWarning)
+        yield
+
+
+def panel_size(image_size: tuple[int, int], *, width: float = 1.5, dpi: int = DPI) -> tuple[int, int]:
+    """How many pixels, (height, width), a picture of a given size takes in a strip; its aspect is kept.
+
+    A picture up to a fifth higher than wide fills the column, a higher one is made narrower than it.
+
+    >>> panel_size((480, 640)), panel_size((640, 480)), panel_size((800, 400))
+    ((225, 300), (360, 270), (360, 180))
+    """
+    height_in, width_in = image_size
+    box = width * dpi
+    scale = min(box / width_in, 1.2 * box / height_in)
+    return max(round(height_in * scale), 1), max(round(width_in * scale), 1)
+
+
+def draw_strip(
+    columns: Sequence[Column],
+    blocks: Sequence[Block],
+    *,
+    bar: NDArray[np.uint8] | None = None,
+    bar_labels: tuple[str, str] = ("low", "high"),
+    note: str = "",
+    dpi: int = DPI,
+) -> Figure:
+    """Lay pictures out in columns under heads, with captions, a colour bar and a note below them all.
+
+    Args:
+        columns: their heads, from left to right.
+        blocks: one or more rows each. For each column a block has one cell per row, or a single cell that stands for
+            all its rows and is drawn once, in the first.
+        bar: colours from low to high, uint8 RGB [height, width, 3].
+        bar_labels: what stands at its ends.
+        note: what holds for the whole strip; its own line breaks are kept.
+        dpi: pixels per inch of the pictures.
+
+    Raises:
+        ShapeError: a block has another number of columns, or a column of it neither one cell nor one per row.
+
+    >>> grey = np.full((60, 80, 3), 128, dtype=np.uint8)
+    >>> figure = draw_strip([Column("Photograph"), Column("Rollout")], [[[Cell(grey)], [Cell(grey, ("cat",))]]])
+    >>> [text.get_text() for text in figure.axes[0].texts]
+    ['Photograph', 'Rollout', 'cat']
+    """
+    for block in blocks:
+        rows = max((len(cells) for cells in block), default=0)
+        if len(block) != len(columns) or any(len(cells) not in (1, rows) for cells in block):
+            raise ShapeError(
+                f"Expected {len(columns)} columns of 1 or {rows} cells each, got {[len(cells) for cells in block]}."
+            )
+    images = [cell.image for block in blocks for cells in block for cell in cells]
+    width = max(_NARROWEST, *(image.shape[1] / dpi for image in images))
+    page = _Page(dpi, 2 * _MARGIN + len(columns) * (width + _COLUMN_GAP) - _COLUMN_GAP)
+    lefts = [_MARGIN + index * (width + _COLUMN_GAP) for index in range(len(columns))]
+    y = _draw_heads(page, columns, lefts, width)
+    for number, block in enumerate(blocks):
+        if number and max(len(cells) for cells in block) > 1:
+            page.rule(_MARGIN, page.width - _MARGIN, y)
+            y += _ROW_GAP
+        y = _draw_block(page, block, lefts, width, y)
+    if bar is not None or note:
+        y = _draw_foot(page, bar, bar_labels, note, y)
+    return page.finish(y - _ROW_GAP + _MARGIN)
+
+
+class _Page:
+    """A sheet on which pictures, lines of type and rules are placed, in inches from the top left."""
+
+    def __init__(self, dpi: int, width: float) -> None:
+        self.dpi, self.width = dpi, width
+        self.figure = _Figure(dpi=dpi, facecolor="white")
+        self.figure.suppressComposite = True  # each picture stays one in PDF and SVG
+        self.axes = self.figure.add_axes((0, 0, 1, 1))
+        self.axes.set_axis_off()
+        # Type is measured at ten times its size, where the rounding to pixels no longer shows.
+        self._renderer: Any = RendererAgg(1, 1, 720)  # type: ignore[no-untyped-call]
+        self._widths: dict[tuple[str, float, str], float] = {}
+
+    def snap(self, length: float) -> float:
+        """The nearest whole number of pixels, in inches: a picture then keeps its own pixels."""
+        return round(length * self.dpi) / self.dpi
+
+    def picture(self, image: NDArray[np.uint8], left: float, top: float) -> None:
+        left, top = self.snap(left), self.snap(top)
+        right, bottom = left + image.shape[1] / self.dpi, top + image.shape[0] / self.dpi
+        extent = (left, right, bottom, top)
+        self.axes.imshow(image, extent=extent, aspect="auto", origin="upper", interpolation="auto", zorder=1)
+
+    def line(self, text: str, x: float, baseline: float, size: float, **style: Any) -> None:
+        style = {"color": _INK, "ha": "center"} | style
+        # The text is data: a dollar sign in a name starts no formula.
+        plain: dict[str, Any] = {"parse_math": False, "usetex": False, "family": font_families(), "style": "normal"}
+        self.axes.text(x, baseline, text, fontsize=size, va="baseline", **plain, **style)
+
+    def rule(self, left: float, right: float, y: float) -> None:
+        self.axes.plot([left, right], [y, y], color=_RULE, linewidth=0.5, solid_capstyle="butt")
+
+    def measure(self, text: str, size: float, weight: str = "normal") -> float:
+        """Width of a line of type in inches."""
+        key = (text, size, weight)
+        if key not in self._widths:
+            font = FontProperties(family=font_families(), style="normal", size=size, weight=weight)
+            with _without_glyph_warnings():
+                self._widths[key] = float(self._renderer.get_text_width_height_descent(text, font, False)[0]) / 720
+        return self._widths[key]
+
+    def wrap(self, text: str, width: float, size: float, lines: int = 2, weight: str = "normal") -> list[str]:
+        """Break a text into at most so many lines of a width; what does not fit ends in an ellipsis."""
+        words = printable(text).split()
+        broken: list[str] = []
+        while words and len(broken) < lines:
+            count = next(
+                (n for n in range(len(words), 0, -1) if self.measure(" ".join(words[:n]), size, weight) <= width), 0
+            )
+            if count == len(words) or (count and len(broken) < lines - 1):
+                broken.append(" ".join(words[:count]))
+                words = words[count:]
+            else:
+                broken.append(self._cut(" ".join(words), width, size, weight))
+                words = []
+        return broken
+
+    def _cut(self, text: str, width: float, size: float, weight: str) -> str:
+        if self.measure(text, size, weight) <= width:
+            return text
+        kept = text
+        while kept and self.measure(f"{kept}…", size, weight) > width:
+            kept = kept[:-1].rstrip()
+        return f"{kept}…"
+
+    def finish(self, height: float) -> Figure:
+        width, height = self.snap(self.width), self.snap(height)
+        self.figure.set_size_inches(width, height)
+        self.axes.set_xlim(0, width)
+        self.axes.set_ylim(height, 0)
+        return self.figure
+
+
+@cache
+def font_families() -> list[str]:
+    """The font that matplotlib brings, then those of this machine that have the scripts which it lacks."""
+    installed = {font.name for font in fontManager.ttflist}
+    return ["DejaVu Sans", *(name for name in _WIDE_FONTS if name in installed)]
+
+
+def printable(text: str) -> str:
+    """A text that can be drawn: what cannot be printed (control characters, broken UTF-8) as question marks."""
+    text = text.encode("utf-8", "replace").decode()
+    return "".join(char if char.isprintable() or char.isspace() else "?" for char in text)
+
+
+def _draw_heads(page: _Page, columns: Sequence[Column], lefts: Sequence[float], width: float) -> float:
+    """Draw the heads of the columns; return where the pictures begin."""
+    y = _MARGIN
+    if any(column.group for column in columns):
+        y += _SMALL * _LEADING
+        for first, last in _runs([column.group for column in columns]):
+            group = columns[first].group
+            if group:
+                left, right = lefts[first], lefts[last] + width
+                [text, *_] = page.wrap(group, right - left, _SMALL, lines=1)
+                page.line(text, (left + right) / 2, y - 0.02, _SMALL, color=_GREY)
+                page.rule(left, right, y + 0.025)
+        y += 0.06
+    titles = [page.wrap(column.title, width, _TITLE, weight="bold") for column in columns]
+    below = [page.wrap(column.subtitle, width, _SMALL, lines=3) for column in columns]
+    y += max(len(lines) for lines in titles) * _TITLE * _LEADING
+    for left, title, subtitle in zip(lefts, titles, below, strict=True):
+        for number, text in enumerate(reversed(title)):
+            page.line(text, left + width / 2, y - 0.03 - number * _TITLE * _LEADING, _TITLE, weight="bold")
+        for number, text in enumerate(subtitle, start=1):
+            page.line(text, left + width / 2, y - 0.03 + number * _SMALL * _LEADING, _SMALL, color=_GREY)
+    return y + 0.02 + max(len(lines) for lines in below) * _SMALL * _LEADING
+
+
+def _runs(groups: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """First and last index of each run of equal neighbours."""
+    first = 0
+    for index in range(1, len(groups) + 1):
+        if index == len(groups) or groups[index] != groups[first]:
+            yield first, index - 1
+            first = index
+
+
+def _draw_block(page: _Page, block: Block, lefts: Sequence[float], width: float, y: float) -> float:
+    """Draw one block's rows from y on; return where the next block begins."""
+    rows = max(len(cells) for cells in block)
+    words = [[_words(page, cell, width) for cell in cells] for cells in block]
+    heights = []
+    for row in range(rows):
+        in_row = [(cells[row], lines[row]) for cells, lines in zip(block, words, strict=True) if len(cells) > row]
+        heights.append(max(_cell_height(page, cell, lines) for cell, lines in in_row))
+    tops = [y + sum(heights[:row]) + row * _ROW_GAP for row in range(rows)]
+    for cells, lines, left in zip(block, words, lefts, strict=True):
+        for row, cell in enumerate(cells):
+            _draw_cell(page, cell, lines[row], left, width, tops[row])
+    return tops[-1] + heights[-1] + _ROW_GAP
+
+
+def _words(page: _Page, cell: Cell, width: float) -> list[tuple[str, float, str]]:
+    """The lines below a picture: text, size, colour."""
+    lines = [(text, _BODY, _INK) for caption in cell.caption for text in page.wrap(caption, width, _BODY)]
+    return lines + [(text, _SMALL, _GREY) for detail in cell.details for text in page.wrap(detail, width, _SMALL)]
+
+
+def _cell_height(page: _Page, cell: Cell, lines: Sequence[tuple[str, float, str]]) -> float:
+    return float(cell.image.shape[0] / page.dpi + 0.02 + sum(size for _, size, _ in lines) * _LEADING)
+
+
+def _draw_cell(
+    page: _Page, cell: Cell, lines: Sequence[tuple[str, float, str]], left: float, width: float, top: float
+) -> None:
+    height, own_width = cell.image.shape[0] / page.dpi, cell.image.shape[1] / page.dpi
+    page.picture(cell.image, left + (width - own_width) / 2, top)
+    baseline = top + height + 0.02
+    for text, size, color in lines:
+        baseline += size * _LEADING
+        page.line(text, left + width / 2, baseline - 0.02, size, color=color)
+
+
+def _draw_foot(page: _Page, bar: NDArray[np.uint8] | None, labels: tuple[str, str], note: str, y: float) -> float:
+    """Draw the colour bar and the note from y on; return where they end."""
+    left = _MARGIN
+    y += 0.06
+    baseline = y + _SMALL * _LEADING
+    if bar is not None:
+        low, high = (page.measure(label, _SMALL) for label in labels)
+        page.line(labels[0], left, baseline - 0.02, _SMALL, ha="left", color=_GREY)
+        start = page.snap(left + low + 0.05)
+        page.picture(bar, start, baseline - 0.02 - bar.shape[0] / page.dpi)
+        end = start + bar.shape[1] / page.dpi
+        page.line(labels[1], end + 0.05, baseline - 0.02, _SMALL, ha="left", color=_GREY)
+        left = end + 0.05 + high + 0.2
+    room = page.width - _MARGIN - left
+    lines = [text for paragraph in note.splitlines() for text in page.wrap(paragraph, room, _SMALL, lines=6)]
+    for number, text in enumerate(lines):
+        page.line(text, left, baseline - 0.02 + number * _SMALL * _LEADING, _SMALL, ha="left", color=_GREY)
+    return y + max(len(lines), 1) * _SMALL * _LEADING + _ROW_GAP
+
+
+def draw_lines(charts: Mapping[str, Sequence[Series]], *, x_label: str, y_label: str) -> Figure:
+    """Draw charts side by side, of lines with bands; one legend for all, by the names of the series.
+
+    Args:
+        charts: title → series.
+        x_label: what x is; whole numbers.
+        y_label: what y is, for all charts.
+
+    >>> series = Series("rollout", [1, 2], [0.1, 0.4], [0.1, None])
+    >>> [axes.get_title(loc="left") for axes in draw_lines({"blank-out": [series]}, x_label="layer", y_label="ρ").axes]
+    ['blank-out']
+    """
+    figure = _Figure(figsize=(0.4 + 3.1 * len(charts), 2.6), dpi=DPI, layout="constrained", facecolor="white")
+    plots: Any = figure.subplots(1, len(charts), sharey=True, squeeze=False)[0]
+    handles: dict[str, Any] = {}
+    for axes, (title, series) in zip(plots, charts.items(), strict=True):
+        for number, one in enumerate(series):
+            handles.setdefault(one.label, _draw_series(axes, one, number))
+        _style(axes, title, x_label, sorted({x for one in series for x in one.x}))
+    plots[0].set_ylabel(y_label, fontsize=_TITLE, parse_math=False)
+    legend = figure.legend(
+        handles.values(),
+        map(printable, handles),
+        loc="outside lower center",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=_TITLE,
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # a layout that is made anew for each file differs in its last digits
+    return figure
+
+
+def _draw_series(axes: Axes, series: Series, number: int) -> Any:
+    color, marker = _LINE_COLORS[number % len(_LINE_COLORS)], _MARKERS[number % len(_MARKERS)]
+    x = np.array(series.x, dtype=float)
+    y = np.array([np.nan if value is None else value for value in series.y])
+    spread = np.array([0.0 if value is None else value for value in series.spread])
+    axes.fill_between(x, y - spread, y + spread, color=color, alpha=0.15, linewidth=0)
+    [line] = axes.plot(x, y, color=color, marker=marker, markersize=3.5, linewidth=1.3)
+    return line
+
+
+def _style(axes: Axes, title: str, x_label: str, ticks: Sequence[float]) -> None:
+    axes.set_title(printable(title), fontsize=_TITLE, loc="left", color=_INK, parse_math=False)
+    axes.set_xlabel(x_label, fontsize=_TITLE, parse_math=False)
+    axes.set_xticks(ticks if len(ticks) <= 16 else ticks[:: len(ticks) // 12])
+    axes.tick_params(labelsize=_BODY, length=2.5, width=0.6)
+    axes.axhline(0, color=_RULE, linewidth=0.6, zorder=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_linewidth(0.6)
+
+
+def check_format(path: str | os.PathLike[str], formats: Sequence[str] = FORMATS) -> str:
+    """The suffix of a file to write, in lower case; OptionError if it is none of the formats."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in formats:
+        raise OptionError(unknown_name("file type", suffix or Path(path).name, formats))
+    return suffix
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Write a figure as PNG, PDF or SVG, by the suffix; the same figure gives the same bytes.
+
+    Text stays text in PDF and SVG.
+
+    Raises:
+        OptionError: another suffix.
+        OSError: the file cannot be written.
+    """
+    suffix = check_format(path)
+    metadata: dict[str, Any] = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}, ".png": {}}[suffix]
+    settings: Any = {"savefig.bbox": None, "svg.fonttype": "none", "svg.hashsalt": "vitflow", "pdf.fonttype": 42}
+    with matplotlib.rc_context(settings), write_atomically(path) as file:
+        figure.savefig(file, format=suffix[1:], dpi=figure.dpi, metadata=metadata, transparent=False)
+    return Path(path)
