@@ -1,6 +1,6 @@
 """Train the demo model that vitflow bundles, from nothing but the pictures that vitflow draws.
 
-The bundled weights come from this command, which takes about 40 minutes on two CPU cores:
+The bundled weights come from this command, which takes about half an hour on one busy CPU core:
 
     python examples/train_demo_model.py --pictures 50000 --seed 0
 
