@@ -1,0 +1,282 @@
+"""The demo: drawn pictures and their exact masks, the bundled model, the training script, the sample pictures."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from timm.data import create_transform, resolve_model_data_config
+from timm.models.vision_transformer import VisionTransformer
+
+from vitflow import demo
+from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_ground, draw_picture, draw_pictures
+from vitflow.errors import ModelError, OptionError
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SIZES = [96, 33, (64, 97), (150, 100)]
+
+
+def load_example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model() -> VisionTransformer:
+    return demo.load_demo_model()
+
+
+# --- Drawing --------------------------------------------------------------------------------------------------------
+
+
+def test_the_seed_alone_decides_the_picture() -> None:
+    first = draw_picture(11)
+    for other in range(5):
+        draw_picture(other)  # what was drawn before must not matter
+    second = draw_picture(11)
+    np.testing.assert_array_equal(first.image, second.image)
+    np.testing.assert_array_equal(first.masks, second.masks)
+    assert first.labels == second.labels
+    assert not np.array_equal(first.image, draw_picture(12).image)
+
+
+def test_many_pictures_are_those_of_consecutive_seeds() -> None:
+    for offset, picture in enumerate(draw_pictures(3, seed=40, size=48)):
+        np.testing.assert_array_equal(picture.image, draw_picture(40 + offset, 48).image)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_shapes_and_types(size: int | tuple[int, int]) -> None:
+    expected = (size, size) if isinstance(size, int) else size
+    for picture in draw_pictures(20, seed=100, size=size):
+        assert picture.image.shape == (*expected, 3) and picture.image.dtype == np.uint8
+        assert picture.masks.shape == (len(picture.labels), *expected) and picture.masks.dtype == np.bool_
+        assert 1 <= len(picture.labels) <= 3
+        assert len(set(picture.labels)) == len(picture.labels)
+        assert all(0 <= label < len(CLASS_NAMES) for label in picture.labels)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_masks_are_exact(size: int | tuple[int, int]) -> None:
+    """Without its objects a picture is the same outside the masks, and another inside them."""
+    changed_share = []
+    for seed in range(200, 240):
+        picture, ground = draw_picture(seed, size), draw_ground(seed, size)
+        changed = (picture.image != ground).any(axis=-1)
+        assert not (changed & ~picture.masks.any(axis=0)).any()
+        changed_share += [changed[mask].mean() for mask in picture.masks]
+    # A pixel at the rim of an object may take so little of its colour that nothing is left after rounding.
+    assert min(changed_share) > 0.9 and np.mean(changed_share) > 0.98
+
+
+def test_objects_lie_apart_and_whole_in_the_picture() -> None:
+    for picture in draw_pictures(100, seed=300):
+        assert picture.masks.sum(axis=0).max() == 1
+        for mask in picture.masks:
+            assert mask.sum() > 100
+            border = np.concatenate([mask[0], mask[-1], mask[:, 0], mask[:, -1]])
+            assert not border.any()
+
+
+def test_objects_have_the_colour_of_their_class() -> None:
+    """The hue in the middle of each mask, computed from RGB by hand, lies in the class's colour family."""
+    middle = {0: 0, 1: 27, 2: 54, 3: 122, 4: 183, 5: 222, 6: 272, 7: 328}
+    for picture in draw_pictures(60, seed=400):
+        for label, mask in zip(picture.labels, picture.masks, strict=True):
+            red, green, blue = np.median(picture.image[mask], axis=0) / 255.0
+            hue = np.degrees(np.arctan2(np.sqrt(3.0) * (green - blue), 2.0 * red - green - blue))
+            away = abs((hue - middle[label] + 180.0) % 360.0 - 180.0)
+            assert away < 30.0, (CLASS_NAMES[label], hue)
+
+
+def test_the_same_scene_at_every_size() -> None:
+    for seed in range(500, 520):
+        small, large = draw_picture(seed, 96), draw_picture(seed, 384)
+        assert small.labels == large.labels
+        for mask, fine in zip(small.masks, large.masks, strict=True):
+            shrunk = fine.reshape(96, 4, 96, 4).mean(axis=(1, 3)) >= 0.5
+            assert (mask & shrunk).sum() / (mask | shrunk).sum() > 0.75
+        shrunk_image = large.image.reshape(96, 4, 96, 4, 3).mean(axis=(1, 3))
+        assert np.abs(shrunk_image - small.image).mean() < 10.0
+
+
+def test_mask_of_a_class() -> None:
+    picture = draw_picture(0)
+    for label, mask in zip(picture.labels, picture.masks, strict=True):
+        np.testing.assert_array_equal(picture.mask_of(label), mask)
+    absent = next(label for label in range(len(CLASS_NAMES)) if label not in picture.labels)
+    assert not picture.mask_of(absent).any()
+    assert picture.mask_of(absent).shape == (96, 96)
+
+
+def test_bad_seed_and_size_are_told() -> None:
+    with pytest.raises(OptionError, match="seed of at least 0, got -1"):
+        draw_picture(-1)
+    with pytest.raises(OptionError, match="at least 16 x 16 pixels, got 8 x 40"):
+        draw_ground(0, (8, 40))
+
+
+# --- The model ------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_is_small_half_precision_and_says_what_it_is() -> None:
+    assert demo.DEMO_WEIGHTS.stat().st_size <= 3_000_000
+    with safe_open(demo.DEMO_WEIGHTS, framework="pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.float16}  # noqa: SIM118
+    metadata = demo.demo_metadata()
+    assert tuple(json.loads(metadata["class_names"])) == CLASS_NAMES
+    assert json.loads(metadata["input_size"]) == [3, 96, 96]
+    assert metadata["activation"] == "sigmoid" and metadata["license"] == "MIT"
+    assert metadata["trained_by"].startswith("python examples/train_demo_model.py --pictures ")
+    assert float(metadata["accuracy"]) >= 0.99
+    assert int(metadata["pictures"]) > 0
+
+
+def test_the_model_is_a_stock_timm_model_ready_to_use(model: VisionTransformer) -> None:
+    assert type(model) is VisionTransformer
+    assert not model.training
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+    assert 1_000_000 <= sum(value.numel() for value in model.parameters()) <= 1_500_000
+    assert model.num_prefix_tokens == 1 and len(model.blocks) == 6 and model.patch_embed.grid_size == (12, 12)
+    config = resolve_model_data_config(model)
+    assert (config["input_size"], config["mean"], config["std"]) == ((3, 96, 96), (0.5,) * 3, (0.5,) * 3)
+    assert (config["interpolation"], config["crop_pct"]) == ("bicubic", 1.0)
+    assert tuple(model.pretrained_cfg["label_names"]) == CLASS_NAMES
+
+
+def test_fresh_pictures_are_read_right(model: VisionTransformer) -> None:
+    right = []
+    with torch.inference_mode():
+        for picture in draw_pictures(300, seed=FIRST_TRAINING_SEED // 2):
+            image = torch.from_numpy(picture.image).permute(2, 0, 1)[None].float() / 127.5 - 1.0
+            present = (model(image)[0].sigmoid() > 0.5).nonzero().flatten().tolist()
+            right += [(label in present) == (label in picture.labels) for label in range(len(CLASS_NAMES))]
+    assert np.mean(right) >= 0.985
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_sample_pictures_are_read_right_through_timms_own_preprocessing(dynamic: bool) -> None:
+    model = demo.load_demo_model(dynamic_img_size=dynamic)
+    config = resolve_model_data_config(model)
+    transform = create_transform(**config)
+    for picture_path, mask_path in zip(demo.sample_pictures(), demo.sample_masks(), strict=True):
+        image = Image.open(picture_path)
+        if dynamic:  # the whole picture, its sides a multiple of the patches
+            image = image.resize((round(image.width / 32) * 8, round(image.height / 32) * 8), Image.Resampling.BICUBIC)
+            tensor = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1).float() / 127.5 - 1.0
+        else:
+            tensor = transform(image)
+        with torch.inference_mode():
+            probabilities = model(tensor[None])[0].sigmoid()
+        present = {int(value) - 1 for value in np.unique(np.asarray(Image.open(mask_path))) if value}
+        assert {int(label) for label in (probabilities > 0.5).nonzero()} == present, picture_path.name
+
+
+def test_dynamic_size_changes_nothing_at_the_native_size(model: VisionTransformer) -> None:
+    images = torch.rand(2, 3, 96, 96, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    dynamic = demo.load_demo_model(dynamic_img_size=True)
+    with torch.inference_mode():
+        torch.testing.assert_close(dynamic(images), model(images))
+        assert dynamic(torch.zeros(1, 3, 96, 128)).shape == (1, len(CLASS_NAMES))
+
+
+def test_a_missing_or_foreign_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"got no such file.*train_demo_model\.py"):
+        demo.load_demo_model(weights=tmp_path / "absent.safetensors")
+    save_file({"weight": torch.zeros(1)}, tmp_path / "foreign.safetensors")
+    with pytest.raises(ModelError, match="without architecture, class_names"):
+        demo.load_demo_model(weights=tmp_path / "foreign.safetensors")
+
+
+# --- Scripts and samples --------------------------------------------------------------------------------------------
+
+TINY_TRAINING = ["--pictures", "48", "--batch-size", "16", "--evaluation-pictures", "10", "--workers", "0"]
+
+
+def test_training_writes_a_file_that_loads_and_repeats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = load_example("train_demo_model")
+    threads = torch.get_num_threads()
+    try:
+        for name in ("first", "second"):
+            script.main([*TINY_TRAINING, "--output", str(tmp_path / name / "model.safetensors")])
+    finally:
+        torch.set_num_threads(threads)
+    assert "of labels" in capsys.readouterr().out
+    first, second = (tmp_path / name / "model.safetensors" for name in ("first", "second"))
+    # The order of the entries in the header is the writer's own affair.
+    assert demo.demo_metadata(first) == demo.demo_metadata(second)
+    torch.testing.assert_close(load_file(first), load_file(second), rtol=0, atol=0)
+    assert list(first.parent.iterdir()) == [first]  # nothing else is left behind
+    trained = demo.load_demo_model(weights=first)
+    assert trained(torch.zeros(1, 3, 96, 96)).shape == (1, len(CLASS_NAMES))
+    assert demo.demo_metadata(first)["trained_by"].endswith("--pictures 48 --seed 0 --batch-size 16")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load_example("train_demo_model")
+    target = tmp_path / "model.safetensors"
+    target.write_bytes(b"the old weights")
+
+    def fail_half_way(_: object, path: Path, **__: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(script, "save_file", fail_half_way)
+    with pytest.raises(OSError, match="No space left"):
+        script.write({}, {}, target)
+    assert target.read_bytes() == b"the old weights"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_training_and_evaluation_share_no_picture() -> None:
+    script = load_example("train_demo_model")
+    assert script.EVALUATION_PICTURES < FIRST_TRAINING_SEED
+    with pytest.raises(SystemExit):
+        script.parse(["--pictures", str(FIRST_TRAINING_SEED + 1)])  # would reach the next training seed's pictures
+
+
+def test_sample_pictures_can_be_drawn_again(tmp_path: Path) -> None:
+    load_example("draw_assets").main(["--output", str(tmp_path)])
+    shipped = [*demo.sample_pictures(), *demo.sample_masks()]
+    assert len(shipped) == 12 and sum(path.stat().st_size for path in shipped) < 700_000
+    for path in shipped:
+        again = tmp_path / path.relative_to(demo.SAMPLE_FOLDER)
+        old, new = np.asarray(Image.open(path)).astype(int), np.asarray(Image.open(again)).astype(int)
+        # OpenCV's vector code may round the last bit another way on another processor.
+        assert np.abs(old - new).max() <= 1 if path.parent.name != "masks" else (old != new).mean() < 1e-4
+
+
+def test_sample_masks_name_the_classes() -> None:
+    samples = load_example("draw_assets").SAMPLES
+    for path, (name, seed, size) in zip(demo.sample_masks(), samples, strict=True):
+        assert path.stem == name
+        picture, mask = draw_picture(seed, size), np.asarray(Image.open(path))
+        for label in range(len(CLASS_NAMES)):
+            assert ((mask == 1 + label) != picture.mask_of(label)).mean() < 1e-4
+
+
+def test_importing_the_demo_loads_no_torch() -> None:
+    code = (
+        "import sys, vitflow.demo as demo; demo.sample_pictures(); assert 'cv2' not in sys.modules; "
+        "demo.draw_picture(0); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_public_names_are_sorted_and_exist() -> None:
+    assert sorted(demo.__all__) == sorted(set(demo.__all__))
+    assert all(getattr(demo, name) is not None for name in demo.__all__)
+    assert set(demo.__all__) <= set(dir(demo))
+    with pytest.raises(AttributeError, match="no attribute 'draw_pictre'"):
+        demo.draw_pictre  # noqa: B018
