@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError
+from vitflow.methods.attention import check_layer
 from vitflow.tokens import TokenLayout
 
 # What timm's attention modules call the projection that takes the joined heads back to the token width.
 _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj")
+# What they call the norm that a block begins with.
+_FIRST_NORMS = ("norm1", "in_norm")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -40,8 +43,43 @@ def transformer_of(model: nn.Module) -> nn.Module:
     return next((module for module in model.modules() if hasattr(module, "patch_embed")), model)
 
 
-def read_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: int) -> TokenLayout:
+def block_norms(model: nn.Module) -> list[str]:
+    """Module path of each block's first norm, first block first; empty where the model has no blocks with norms."""
+    transformer = transformer_of(model)
+    root = next(path for path, module in model.named_modules() if module is transformer)
+    blocks = getattr(transformer, "blocks", None)
+    if not isinstance(blocks, nn.Sequential | nn.ModuleList):
+        return []
+    paths = []
+    for number, block in enumerate(blocks):
+        norms = [path for path, module in block.named_modules() if "norm" in type(module).__name__.lower()]
+        first = next((name for name in _FIRST_NORMS if hasattr(block, name)), norms[0] if norms else None)
+        if first is None:
+            return []
+        paths.append(".".join(filter(None, (root, "blocks", str(number), first))))
+    return paths
+
+
+def block_norm(model: nn.Module, layer: int) -> str:
+    """Module path of the first norm of one block, 1 for the first, −1 for the last.
+
+    Raises:
+        UnsupportedModelError: the model has no blocks with norms.
+        OptionError: it has no such block.
+    """
+    paths = block_norms(model)
+    if not paths:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no transformer blocks with norms, whose tokens Grad-CAM needs. "
+            "Use input_gradient or occlusion, which need none."
+        )
+    return paths[check_layer("layer", layer, len(paths))]
+
+
+def read_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: int | None) -> TokenLayout:
     """Token layout of a forward pass over a picture of input_size = (height, width) that had num_tokens tokens.
+
+    Where no tokens were counted (None), the model's own word is taken for the prefix tokens.
 
     Raises:
         UnsupportedModelError: the model does not say how its tokens are arranged, or says something else than what ran.
@@ -49,17 +87,19 @@ def read_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: int) 
     transformer: Any = transformer_of(model)
     name = type(transformer).__name__
     embed = getattr(transformer, "patch_embed", None)
-    if embed is None:
+    prefix = getattr(transformer, "num_prefix_tokens", None)
+    if embed is None or (prefix is None and num_tokens is None):
         raise UnsupportedModelError(
-            f"{name} does not say how its {num_tokens} tokens are arranged (no patch_embed): "
+            f"{name} does not say how its {num_tokens or ''} tokens are arranged (no patch_embed): "
             "pass layout=TokenLayout(num_prefix_tokens, rows, cols)."
         )
     if getattr(embed, "strict_img_size", True) is False and hasattr(embed, "dynamic_feat_size"):
         rows, cols = embed.dynamic_feat_size(input_size)  # grid_size is stale under dynamic sizes
     else:
         rows, cols = embed.grid_size
-    prefix = getattr(transformer, "num_prefix_tokens", num_tokens - rows * cols)
-    if prefix + rows * cols != num_tokens:
+    if prefix is None:
+        prefix = num_tokens - rows * cols
+    if num_tokens is not None and prefix + rows * cols != num_tokens:
         raise UnsupportedModelError(
             f"{name} has {prefix} prefix tokens and a grid of {rows} × {cols} patches, but its attention ran over "
             f"{num_tokens} tokens: pass layout=TokenLayout(num_prefix_tokens, rows, cols)."

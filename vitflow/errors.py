@@ -32,6 +32,10 @@ class VitflowWarning(UserWarning):
     """Something was done that the caller should know of, such as a class count that was read from a file."""
 
 
+class ValueNormsError(UnsupportedModelError):
+    """Value weighting does not apply to how the model joins its heads."""
+
+
 class NoAttentionError(UnsupportedModelError):
     """A forward pass ran, and no attention between tokens was seen in it."""
 

@@ -1,6 +1,7 @@
 """Explain pictures: from photograph and model to saliency, one-shot or with a model that is kept."""
 
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,8 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.anatomy import unwrap
-from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError, unknown_name
+from vitflow.anatomy import block_norm, unwrap
+from vitflow.errors import (
+    ModelError,
+    OptionError,
+    ShapeError,
+    UnsupportedModelError,
+    ValueNormsError,
+    VitflowWarning,
+    unknown_name,
+)
 from vitflow.geometry import FITS, Fit, Placement, place, prepare
 from vitflow.images import ImageSource, image_name, read_image
 from vitflow.methods import Method, get_method
@@ -21,7 +30,7 @@ from vitflow.methods.maps import Maps
 from vitflow.models import class_names_of, load_model, model_id, read_input_spec
 from vitflow.recorder import record_attention
 from vitflow.saliency import Saliency
-from vitflow.targets import Target, resolve_targets
+from vitflow.targets import Target, Targets, is_per_picture, resolve_targets
 from vitflow.tokens import TokenLayout
 from vitflow.trace import FusionKey, Trace
 
@@ -109,6 +118,7 @@ class Explainer:
         self.class_names = list(class_names) if class_names is not None else class_names_of(self.model)
         self.model_id = model_id(self.model)
         self.layout = layout
+        self._weighable = True
         config: Any = getattr(self.model, "pretrained_cfg", None) or {}
         self.activation = activation or config.get("activation") or "softmax"
         if self.activation not in ("softmax", "sigmoid"):
@@ -124,14 +134,17 @@ class Explainer:
         self, image: ImageSource, *, method: str = "rollout", target: Target = None, **options: Any
     ) -> Saliency:
         """Explain one picture with one method; arguments as for `vitflow.explain`."""
-        return self.explain_batch([image], methods=[method], targets=target, **options)[0]
+        found = self.explain_batch([image], methods=[method], targets=target, **options)
+        if len(found) != 1:
+            raise OptionError(f"One map was expected, and {target!r} asks for {len(found)}: use explain_batch.")
+        return found[0]
 
     def explain_batch(
         self,
         images: Sequence[ImageSource],
         *,
         methods: Sequence[MethodChoice] = ("rollout",),
-        targets: Target | Sequence[Target] = None,
+        targets: Targets = None,
         **options: Any,
     ) -> list[Saliency]:
         """Explain several pictures with several methods: one forward pass, at most one backward pass per target.
@@ -139,7 +152,8 @@ class Explainer:
         Args:
             images: pictures; those of one input size run as one batch.
             methods: names, or (name, options) pairs.
-            targets: one target for all, or a list of targets that each class-specific method explains in turn.
+            targets: one target for all; a list of targets that each class-specific method explains in turn, where
+                "top5" stands for five; or an array with the class index of each picture.
             options: options for every method that has them.
 
         Returns:
@@ -149,13 +163,22 @@ class Explainer:
             VitflowError: a picture cannot be read, or an option is wrong; nothing is returned then.
         """
         chosen = choose_methods(methods, options)
+        given = [options, *(choice[1] for choice in methods if not isinstance(choice, str))]
+        weighting_asked = any(own.get("value_weighted") for own in given)
+        per_picture: Any = targets if is_per_picture(targets) else images
+        if len(per_picture) != len(images):
+            raise OptionError(f"Expected one class index for each of {len(images)} pictures, got {len(per_picture)}.")
         pictures = [self._read(image, number) for number, image in enumerate(images)]
         results: list[list[Saliency]] = [[] for _ in pictures]
         groups: dict[tuple[int, int], list[int]] = {}
         for index, picture in enumerate(pictures):
             groups.setdefault(picture.placement.input_size, []).append(index)
         for members in groups.values():
-            for index, found in zip(members, self._run([pictures[i] for i in members], chosen, targets), strict=True):
+            wanted: Any = targets
+            if is_per_picture(targets):
+                wanted = wanted[members]
+            found_by_picture = self._run([pictures[i] for i in members], chosen, wanted, weighting_asked)
+            for index, found in zip(members, found_by_picture, strict=True):
                 results[index] = found
         return [saliency for found in results for saliency in found]
 
@@ -193,66 +216,120 @@ class Explainer:
         return stacked.to(self.device, parameter.dtype)
 
     def _run(
-        self, pictures: Sequence[_Picture], chosen: Sequence[tuple[Method, dict[str, Any]]], targets: Any
+        self,
+        pictures: Sequence[_Picture],
+        chosen: Sequence[tuple[Method, dict[str, Any]]],
+        targets: Any,
+        weighting_asked: bool,
     ) -> list[list[Saliency]]:
         """Explain pictures of one input size: [pictures][methods and targets]."""
         needs = frozenset[str]().union(*(method.needs for method, _ in chosen))
         gradients = "gradients" in needs
-        started = time.perf_counter()
+        if gradients:
+            _refuse_inference_tensors(self.model)
         # Leaving inference mode lets a caller's torch.inference_mode() stand around this.
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), _evaluating(self.model):
-            trace = self._record(self._tensor(pictures), chosen, needs)
+            started = time.perf_counter()
+            trace, chosen = self._record_weighted(self._tensor(pictures), chosen, needs, weighting_asked)
             probabilities = self._probabilities(trace)
-            forward = (time.perf_counter() - started) / len(pictures)
+            forward = time.perf_counter() - started
             wanted = resolve_targets(targets, probabilities, self.class_names)  # [targets][batch]
-            found: list[list[Saliency]] = [[] for _ in pictures]
-            for method, options in chosen:
-                for target in wanted if method.class_specific else wanted[:1]:
-                    trace.targets = target
-                    started = time.perf_counter()
-                    maps = method.load()(trace, **options)
-                    maps = maps if isinstance(maps, Maps) else Maps(maps)
-                    grids = _check_grids(maps.grids, method, len(pictures))
-                    seconds = forward + (time.perf_counter() - started) / len(pictures)
-                    for index, picture in enumerate(pictures):
-                        facts = {"readout": trace.pooling} if "attention" in needs else {}
-                        facts |= maps.facts[index] if maps.facts else {}
-                        found[index].append(
-                            Saliency(
-                                grid=grids[index],
-                                placement=picture.placement,
-                                image=picture.image,
-                                source=picture.name,
-                                model=self.model_id,
-                                method=method.name,
-                                options=options,
-                                class_specific=method.class_specific,
-                                facts=facts,
-                                seconds=seconds,
-                                **self._answer(probabilities, target, index),
-                            )
-                        )
-        return found
+            found: list[list[list[Saliency]]] = [[[] for _ in chosen] for _ in pictures]
+            for number, target in enumerate(wanted):
+                trace.targets = target
+                started = time.perf_counter()
+                if gradients:
+                    trace.backward()  # once for all methods, and each method's seconds hold it
+                backward = time.perf_counter() - started
+                for place_of_method, (method, options) in enumerate(chosen):
+                    if number and not method.class_specific:
+                        continue
+                    seconds = forward + (backward if "gradients" in method.needs else 0.0)
+                    for index, saliency in enumerate(
+                        self._apply(method, options, trace, pictures, probabilities, seconds)
+                    ):
+                        found[index][place_of_method].append(saliency)
+                trace.forget_gradients()
+        return [[saliency for maps in of_picture for saliency in maps] for of_picture in found]
+
+    def _apply(
+        self,
+        method: Method,
+        options: dict[str, Any],
+        trace: Trace,
+        pictures: Sequence[_Picture],
+        probabilities: Tensor | None,
+        seconds: float,
+    ) -> list[Saliency]:
+        """One method for the trace's targets: a map for each picture. `seconds` is what the batch has taken before."""
+        started = time.perf_counter()
+        maps = method.load()(trace, **options)
+        maps = maps if isinstance(maps, Maps) else Maps(maps)
+        grids = _check_grids(maps.grids, method, len(pictures))
+        seconds = (seconds + time.perf_counter() - started) / len(pictures)
+        read_out = method.needs & {"attention", "heads"}
+        return [
+            Saliency(
+                grid=grids[index],
+                placement=picture.placement,
+                image=picture.image,
+                source=picture.name,
+                model=self.model_id,
+                method=method.name,
+                options=options,
+                class_specific=method.class_specific,
+                facts=({"readout": trace.pooling} if read_out else {}) | (maps.facts[index] if maps.facts else {}),
+                seconds=seconds,
+                **self._answer(probabilities, trace.targets, index),
+            )
+            for index, picture in enumerate(pictures)
+        ]
+
+    def _record_weighted(
+        self,
+        pixels: Tensor,
+        chosen: Sequence[tuple[Method, dict[str, Any]]],
+        needs: frozenset[str],
+        weighting_asked: bool,
+    ) -> tuple[Trace, Sequence[tuple[Method, dict[str, Any]]]]:
+        """Record, without value weighting where it is only a default and does not apply to the model."""
+        plain = [
+            (method, options | {"value_weighted": False} if "value_weighted" in options else options)
+            for method, options in chosen
+        ]
+        if not self._weighable and not weighting_asked:
+            return self._record(pixels, plain, needs), plain
+        try:
+            return self._record(pixels, chosen, needs), chosen
+        except ValueNormsError as error:
+            if weighting_asked:
+                raise
+            self._weighable = False
+            reason = str(error).removesuffix(" Use value_weighted=False.")
+            warnings.warn(f"{reason} Maps are made without value weighting.", VitflowWarning, stacklevel=2)
+        return self._record(pixels, plain, needs), plain
 
     def _record(self, pixels: Tensor, chosen: Sequence[tuple[Method, dict[str, Any]]], needs: frozenset[str]) -> Trace:
         """One forward pass that keeps no more than the methods need."""
-        gradients = "gradients" in needs
-        every_head = gradients or any("heads" in m.needs or options.get("head") is not None for m, options in chosen)
+        gradients, attention = "gradients" in needs, bool(needs & {"attention", "heads"})
+        every_head = any(
+            "heads" in method.needs or (gradients and attention) or options.get("head") is not None
+            for method, options in chosen
+        )
         fusions: set[FusionKey] = {
             (str(options.get("head_fusion", "mean")), bool(options.get("value_weighted", False)))
             for method, options in chosen
             if "attention" in method.needs
         }
         weighted = any(options.get("value_weighted") for _, options in chosen)
-        if not needs & {"attention", "heads", "gradients"}:
-            trace = Trace(model=self.model, pixels=pixels, predict=self._predict)
-            trace.logits = self.model(pixels)
-            return trace
+        features = {block_norm(self.model, options["layer"]) for m, options in chosen if "features" in m.needs}
         with record_attention(
             self.model,
             fusions=() if every_head else fusions,
             value_norms=every_head and weighted,
             gradients=gradients,
+            features=sorted(features),
+            attention=attention,
             layout=self.layout,
         ) as trace:
             self.model(pixels)
@@ -264,7 +341,8 @@ class Explainer:
             return self._activate(self.model(pixels))
 
     def _activate(self, logits: Tensor) -> Tensor:
-        logits = logits.detach().float()
+        # In float64, or what a hidden patch costs would be lost in the rounding of a probability near 1.
+        logits = logits.detach().cpu().double()
         return logits.sigmoid() if self.activation == "sigmoid" else logits.softmax(dim=-1)
 
     def _probabilities(self, trace: Trace) -> Tensor | None:
@@ -306,10 +384,10 @@ def choose_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) 
         for choice in methods
     ]
     for name in options:
-        if not any(name in method.defaults for method, _ in pairs):
+        if not any(method.accepts(name) for method, _ in pairs):
             pairs[0][0].complete({name: None})  # raises, naming the options that there are
     return [
-        (method, method.complete({**{k: v for k, v in options.items() if k in method.defaults}, **own}))
+        (method, method.complete({**{k: v for k, v in options.items() if method.accepts(k)}, **own}))
         for method, own in pairs
     ]
 
@@ -341,6 +419,14 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def _refuse_inference_tensors(model: nn.Module) -> None:
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ModelError(
+            f"The weights of {type(model).__name__} were made under torch.inference_mode(), and no gradient can pass "
+            "them. Build or load the model outside of it; explaining inside is fine."
+        )
 
 
 def _check_grids(grids: Tensor, method: Method, batch: int) -> NDArray[np.float32]:

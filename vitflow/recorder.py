@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vitflow.anatomy import output_projection, read_layout, read_readout, unwrap
-from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError
+from vitflow.anatomy import block_norms, output_projection, read_layout, read_readout, unwrap
+from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, ValueNormsError
 from vitflow.methods.fusion import HeadFusion, check_head_fusion, fuse_heads
 from vitflow.tokens import TokenLayout
 from vitflow.trace import AttentionLayer, FusionKey, Trace
@@ -44,6 +44,7 @@ class record_attention:
         gradients: keep what `trace.backward()` needs. The forward pass must run with gradients enabled.
         fusions: several (head fusion, value weighted) pairs at once, instead of head_fusion and value_weighted.
         features: module paths whose outputs to keep, such as "blocks.11.norm1".
+        attention: False records no attention, only pixels, features and their gradients; any model will do.
         layout: prefix tokens and patch grid, for a model that does not tell its own.
 
     Raises:
@@ -69,6 +70,7 @@ class record_attention:
         gradients: bool = False,
         fusions: Iterable[FusionKey] = (),
         features: Iterable[str] = (),
+        attention: bool = True,
         layout: TokenLayout | None = None,
     ) -> None:
         keys = set(fusions)
@@ -82,6 +84,7 @@ class record_attention:
         self._gradients = gradients
         self._norms = value_norms or (value_weighted and head_fusion is None)
         self._features = {path: _submodule(self._model, path) for path in features}
+        self._attention = attention
         self._layout = layout
         if gradients:
             _refuse_checkpointing(self._model)
@@ -97,7 +100,8 @@ class record_attention:
             self._enter_flags(stack)
             if self._called is not self._model and not isinstance(self._called, nn.DataParallel):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code shows no calls
-            stack.enter_context(_Intercept(self))
+            if self._attention:
+                stack.enter_context(_Intercept(self))
             self._stack = stack.pop_all()
         return self.trace
 
@@ -105,7 +109,7 @@ class record_attention:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack.close()
-        if kind is None and self.trace.pixels is not None and not self.trace.layers:
+        if kind is None and self._attention and self.trace.pixels is not None and not self.trace.layers:
             raise _nothing_seen(self._model)
 
     # -- the model's modules ------------------------------------------------------------------------------------------
@@ -159,6 +163,7 @@ class record_attention:
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         trace = self.trace
         trace.layers, trace.features, trace._backward = [], {}, {}
+        trace.block_norms = block_norms(self._model) if self._features else ()
         trace.logits = trace._layout = trace._readout = None
         self._path, self._pooling, self._open = [], None, {}
         pixels = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
@@ -182,7 +187,10 @@ class record_attention:
     def _finish(self, logits: Tensor) -> None:
         trace = self.trace
         trace.logits = logits
-        if not trace.layers or trace.pixels is None:
+        if trace.pixels is None:
+            return
+        if not trace.layers:
+            trace._layout = self._layout_without_attention(trace.pixels)
             return
         first = trace.layers[0]
         example = first.heads if first.heads is not None else next(iter(first.fused.values()))
@@ -191,6 +199,14 @@ class record_attention:
         trace._layout = self._layout or read_layout(self._model, (height, width), tokens)
         weights, trace.pooling = read_readout(self._model, trace._layout, self._pooling)
         trace._readout = weights.to(example.device, example.dtype).expand(batch, -1)
+
+    def _layout_without_attention(self, pixels: Tensor) -> TokenLayout | None:
+        """The layout by the model's own word, or None: what looks at pixels alone needs none."""
+        tokens = next((found.shape[1] for found in self.trace.features.values() if found.ndim == 3), None)
+        try:
+            return self._layout or read_layout(self._model, (pixels.shape[-2], pixels.shape[-1]), tokens)
+        except UnsupportedModelError:
+            return None
 
     def saw(self, probabilities: Tensor, value: Tensor | None) -> None:
         """Take in one module's attention probabilities [batch, heads, queries, keys] and its value vectors."""
@@ -235,9 +251,14 @@ class record_attention:
         return next((path for path, module in self._path if type(module).__name__ in _PARALLEL_BLOCKS), None)
 
     def _norms_of(self, value: Tensor | None) -> Tensor | None:
-        if value is None or not (self._norms or any(weighted for _, weighted in self._fusions)):
+        if not (self._norms or any(weighted for _, weighted in self._fusions)):
             return None
         name, module = self._path[-1]
+        if value is None:
+            raise ValueNormsError(
+                f"{type(module).__name__} ({name}) applies its attention by itself, where the values that value "
+                "weighting needs cannot be seen. Use value_weighted=False."
+            )
         return _value_norms(value, module, name)
 
     def _close(self, name: str) -> None:
@@ -269,7 +290,9 @@ class _Intercept(TorchFunctionMode):
             return _attend(self.recorder, *args, **kwargs)
         output = func(*args, **kwargs)
         if func in _SOFTMAX and self.recorder._path and _is_attention(self.recorder._path, output, args, kwargs):
-            self.recorder.saw(output if output.dtype == torch.float64 else output.float(), None)
+            # A copy in another precision would lie beside the path of the gradients.
+            exact = output.dtype == torch.float64 or self.recorder._gradients
+            self.recorder.saw(output if exact else output.float(), None)
         return output
 
 
@@ -353,7 +376,7 @@ def _value_norms(value: Tensor, module: nn.Module, name: str) -> Tensor:
     projection = output_projection(module)
     heads, width = value.shape[1], value.shape[-1]
     if projection is None or projection.shape[-1] != heads * width:
-        raise UnsupportedModelError(
+        raise ValueNormsError(
             f"{type(module).__name__} ({name}) does not join its heads by one linear output projection, which value "
             "weighting needs. Use value_weighted=False."
         )

@@ -1,25 +1,31 @@
-"""Which class to explain: by index, by name, or the most probable ones."""
+"""Which class to explain: by index, by name, the most probable ones, or each picture's own."""
 
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import OptionError
 
 # A class index, a class name, "top1" … for the most probable ones, or None for the predicted class.
 Target = int | str | None
+# One target, several that are explained in turn, or an array with the class index of each picture.
+Targets = Target | Sequence[Target] | NDArray[np.integer[Any]] | Tensor
 
 
 def resolve_targets(
-    targets: Target | Sequence[Target], probabilities: Tensor | None, class_names: Sequence[str] | None
+    targets: Targets, probabilities: Tensor | None, class_names: Sequence[str] | None
 ) -> list[Tensor | None]:
     """Turn what the caller asked for into class indices, one tensor [batch] per target.
 
     Args:
-        targets: one target or several; "top5" stands for five, the most probable classes of each picture.
+        targets: one target or several, where "top5" stands for five, the most probable classes of each picture; or an
+            array [batch] with each picture's own class index.
         probabilities: [batch, classes]; None where the model has no classes.
         class_names: names by class index, where known.
 
@@ -29,7 +35,9 @@ def resolve_targets(
     >>> resolve_targets(["top2"], torch.tensor([[0.1, 0.7, 0.2]]), None)
     [tensor([1]), tensor([2])]
     """
-    asked = [targets] if targets is None or isinstance(targets, int | str) else list(targets)
+    if is_per_picture(targets) and probabilities is not None:
+        return [_own_targets(targets, probabilities)]
+    asked = [targets] if targets is None or isinstance(targets, int | str | np.integer) else list(targets)
     if probabilities is None:
         if any(target is not None for target in asked):
             raise OptionError(f"This model has no classes, so none can be asked for (got {asked[0]!r}).")
@@ -42,12 +50,29 @@ def resolve_targets(
             ranked = probabilities.topk(min(top, count), dim=1).indices
             found.extend(ranked[:, rank] for rank in range(ranked.shape[1]))
         else:
-            assert target is not None
             found.append(torch.full((batch,), class_index(target, count, class_names), device=probabilities.device))
     return found
 
 
-def class_index(target: int | str, num_classes: int, class_names: Sequence[str] | None) -> int:
+def is_per_picture(targets: Any) -> bool:
+    """Whether targets are an array with a class index for each picture."""
+    return isinstance(targets, np.ndarray | Tensor) and targets.ndim > 0
+
+
+def _own_targets(targets: Any, probabilities: Tensor) -> Tensor:
+    found = torch.as_tensor(targets, device=probabilities.device)
+    batch, count = probabilities.shape
+    if found.shape != (batch,) or found.dtype.is_floating_point or found.dtype == torch.bool:
+        raise OptionError(
+            f"Expected an array of {batch} class indices, one for each picture, got shape {tuple(found.shape)} of "
+            f"{found.dtype}."
+        )
+    if ((found < 0) | (found >= count)).any():
+        raise OptionError(f"Expected class indices from 0 to {count - 1}, got {found.tolist()}.")
+    return found.long()
+
+
+def class_index(target: Any, num_classes: int, class_names: Sequence[str] | None) -> int:
     """The index of a class given by index or name (without regard to case); OptionError if there is none or several."""
     text = str(target).strip()
     if text.lstrip("-").isdigit():

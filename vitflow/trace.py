@@ -1,13 +1,13 @@
 """Trace: what the recorder saw in one forward pass, with its token layout and readout."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError, VitflowError
+from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError
 from vitflow.tokens import TokenLayout
 
 # How heads were fused: the name of the fusion, and whether value weighting came before it.
@@ -64,6 +64,7 @@ class Trace:
         readout: weight of each token of the top layer in the model's answer, [batch, tokens]; rows sum to 1.
         pooling: what the readout was taken from, in words: "class token", "average over patches", …
         features: outputs of the modules that were asked for, by module path, [batch, tokens, channels].
+        block_norms: where features were asked for, the module path of each block's first norm, first block first.
         pixels: the model input, [batch, channels, height, width].
         logits: what the model returned.
         model: the model itself, for methods that run it again.
@@ -73,6 +74,7 @@ class Trace:
 
     layers: list[AttentionLayer] = field(default_factory=list)
     features: dict[str, Tensor] = field(default_factory=dict)
+    block_norms: Sequence[str] = ()
     pixels: Tensor | None = None
     logits: Tensor | None = None
     pooling: str = ""
@@ -86,9 +88,27 @@ class Trace:
     @property
     def layout(self) -> TokenLayout:
         """Prefix tokens and patch grid of the recorded pass."""
+        if self._layout is None and self.logits is not None:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} does not say how its tokens are arranged: pass "
+                "layout=TokenLayout(num_prefix_tokens, rows, cols)."
+            )
         if self._layout is None:
             raise VitflowError(_NOTHING_RECORDED)
         return self._layout
+
+    def grid(self, patch_size: int | None = None) -> tuple[int, int]:
+        """Rows and columns of a map of the model input: the model's own patches, or cells of about so many pixels.
+
+        Without patches of its own (a convolutional network), 14 cells on the shorter side.
+        """
+        from vitflow.methods.cells import cell_grid
+
+        if self.pixels is None:
+            raise VitflowError(_NOTHING_RECORDED)
+        if patch_size is None and self._layout is not None:
+            return self._layout.rows, self._layout.cols
+        return cell_grid(self.pixels.shape[-2], self.pixels.shape[-1], patch_size)
 
     @property
     def readout(self) -> Tensor:
@@ -146,7 +166,8 @@ class Trace:
                         "recorded: name it when recording, or record every head."
                     )
                 norms = layer.value_norms if value_weighted else None
-                layer.fused[key] = fuse_heads(layer.heads.detach(), head_fusion, norms)  # type: ignore[arg-type]
+                heads = layer.heads.detach()
+                layer.fused[key] = fuse_heads(heads.to(_wider(heads.dtype)), head_fusion, norms)  # type: ignore[arg-type]
             matrices.append(layer.fused[key])
         return matrices
 
@@ -161,6 +182,20 @@ class Trace:
             raise OptionError("Value norms were not recorded: record with value_norms=True.")
         return found
 
+    @property
+    def wanted(self) -> Tensor:
+        """The class that each picture is explained for, [batch]; OptionError where there is none."""
+        if self.targets is None:
+            raise OptionError(
+                "A class-specific method needs a target class for each picture, and this model has no classes. "
+                "Use one that is not class-specific, such as rollout."
+            )
+        return self.targets
+
+    def forget_gradients(self) -> None:
+        """Free the gradients that `backward` keeps."""
+        self._backward.clear()
+
     def backward(self, targets: Tensor | None = None) -> Backward:
         """Differentiate each picture's own target logit by all that was recorded, in one backward pass.
 
@@ -173,9 +208,7 @@ class Trace:
             OptionError: the pass was recorded without gradients, or no target was given.
             ShapeError: the logits are not [batch, classes].
         """
-        targets = self.targets if targets is None else targets
-        if targets is None:
-            raise OptionError("A gradient needs a target class for each picture, and this model has no classes.")
+        targets = self.wanted if targets is None else targets
         if self.logits is None or self.pixels is None:
             raise VitflowError(_NOTHING_RECORDED)
         if self.logits.ndim != 2 or len(targets) != len(self.logits):
@@ -193,19 +226,35 @@ class Trace:
         assert self.pixels is not None
         if not self.logits.requires_grad:
             raise OptionError("This pass was recorded without gradients: record with gradients=True.")
-        parts = [part for layer in self.layers for part in layer.parts]
-        inputs: list[Tensor] = [*parts, *self.features.values(), self.pixels]
+        parts = [(layer.name, part) for layer in self.layers for part in layer.parts]
+        inputs: list[Tensor] = [*(part for _, part in parts), *self.features.values(), self.pixels]
+        # Half precision cannot hold the smallest gradients, unless they are made larger on the way.
+        scale = _HALF_SCALE if self.logits.dtype == torch.float16 else 1.0
         # Pictures of a batch do not influence each other, so the sum's gradient holds each picture's own.
         with torch.inference_mode(False), torch.enable_grad():
-            total = self.logits.gather(1, targets.to(self.logits.device).view(-1, 1)).sum()
+            total = self.logits.gather(1, targets.to(self.logits.device).view(-1, 1)).float().sum() * scale
             found = torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
+        for (name, _), gradient in zip(parts, found, strict=False):
+            if gradient is None:
+                raise UnsupportedModelError(
+                    f"The attention of {name} has no part in the logits of {type(self.model).__name__}, or was copied "
+                    "on its way there: it has no gradient. Use a method that needs none, such as rollout or occlusion."
+                )
         gradients = iter(
-            torch.zeros_like(source) if gradient is None else gradient
+            torch.zeros_like(source) if gradient is None else gradient.to(_wider(gradient.dtype)) / scale
             for source, gradient in zip(inputs, found, strict=True)
         )
         attentions = [torch.cat([next(gradients) for _ in layer.parts], dim=1) for layer in self.layers]
         features = {name: next(gradients) for name in self.features}
         return Backward(attentions, features, next(gradients))
+
+
+# Gradients of half-precision models are computed that much larger: a power of two, so that nothing is rounded.
+_HALF_SCALE = 1024.0
+
+
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.itemsize >= 4 else torch.float32
 
 
 _NOTHING_RECORDED = "Nothing has been recorded: run the model's forward pass inside `with record_attention(model)`."

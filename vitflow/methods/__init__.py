@@ -40,9 +40,11 @@ class Method:
         function: `(trace, **options) -> Maps`, or where to load it from as "module:name".
         defaults: its options and their default values.
         needs: what must be recorded: "attention" (fused per head_fusion and value_weighted), "heads" (every head),
-            "gradients", "predict" (running the model again).
+            "gradients" (of all that is recorded), "features" (tokens after the first norm of block `layer`), "predict"
+            (running the model again).
         class_specific: whether the map depends on the asked class.
         paper: where it comes from.
+        presets: named sets of options for `preset`; "paper" is the published definition where the defaults differ.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Method:
     needs: frozenset[str] = frozenset()
     class_specific: bool = False
     paper: str = ""
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def load(self) -> Callable[..., Any]:
         """The function itself."""
@@ -61,15 +64,26 @@ class Method:
         loaded: Callable[..., Any] = getattr(import_module(module), name)
         return loaded
 
+    def accepts(self, name: str) -> bool:
+        """Whether it has an option of that name; `preset` is one where there are presets."""
+        return name in self.defaults or (name == "preset" and bool(self.presets))
+
     def complete(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill the defaults in for options that were not given (or are None); OptionError for one it does not have."""
+        """Fill in options that were not given (or are None): from `preset` if it was given, else from the defaults.
+
+        Raises:
+            OptionError: it has no such option or preset.
+        """
         for name in options:
-            if name not in self.defaults:
+            if not self.accepts(name):
                 known = self.defaults or {"(none)": None}
                 raise OptionError(unknown_name(f"option of method {self.name}", name, known))
-        return {
-            name: default if options.get(name) is None else options[name] for name, default in self.defaults.items()
-        }
+        defaults, preset = dict(self.defaults), options.get("preset")
+        if preset is not None:
+            if preset not in self.presets:
+                raise OptionError(unknown_name(f"preset of method {self.name}", preset, self.presets))
+            defaults |= self.presets[preset]
+        return {name: default if options.get(name) is None else options[name] for name, default in defaults.items()}
 
 
 OPTIONS: dict[str, Option] = {
@@ -79,12 +93,17 @@ OPTIONS: dict[str, Option] = {
         Option("discard_ratio", float, "Share of the smallest attention values to set to 0.", metavar="0…<1"),
         Option("residual", float, "Share of the residual connection in each layer.", metavar="0…<1"),
         Option("start_layer", int, "First layer of the product; 1 is the paper, 2 leaves out layer 1.", metavar="N"),
-        Option("layer", int, "Layer whose attention to show, 1 for the first, -1 for the last.", metavar="N"),
+        Option("layer", int, "Layer to look at, 1 for the first, -1 for the last.", metavar="N"),
         Option("head", int, "One head's own attention instead of the fused heads, 0 for the first.", metavar="N"),
         Option("value_weighted", bool, "Weight attention by the norm of the value vectors that it passes on."),
         Option(
             "patch", "patch", "Explain what this patch of the top layer holds, not the whole answer.", (), "ROW,COL"
         ),
+        Option("patch_size", int, "Pixels per side of a patch, where it need not be the model's own.", metavar="N"),
+        Option("occlusion_batch", int, "Pictures with a hidden patch per forward pass.", metavar="N"),
+        Option("random_seed", int, "Seed of the random map.", metavar="N"),
+        Option("sigma", float, "Width of the centre prior, as a share of the picture's side.", metavar="S"),
+        Option("preset", "choice", "The published definition, where the defaults differ.", ("paper",)),
     )
 }
 
@@ -101,6 +120,7 @@ def register_method(
     needs: Iterable[str] = (),
     class_specific: bool = False,
     paper: str = "",
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
     replace: bool = False,
 ) -> Method:
     """Add a method to the table, so that every verb of the toolkit can use it by name.
@@ -110,9 +130,10 @@ def register_method(
         function: called as `function(trace, **options)`; returns maps [batch, rows, cols], or `Maps` with facts.
         summary: one line for `vitflow methods`.
         defaults: its options with their default values.
-        needs: any of "attention", "heads", "gradients", "predict".
+        needs: any of "attention", "heads", "gradients", "features", "predict".
         class_specific: whether the map depends on the asked class.
         paper: where it comes from.
+        presets: named sets of options.
         replace: allow an existing name to be taken over.
 
     Raises:
@@ -120,11 +141,13 @@ def register_method(
     """
     if name in _METHODS and not replace:
         raise OptionError(f"There is already a method {name!r}: choose another name, or pass replace=True.")
-    known = {"attention", "heads", "gradients", "predict"}
+    known = {"attention", "heads", "gradients", "features", "predict"}
     for need in needs:
         if need not in known:
             raise OptionError(unknown_name("need", need, known))
-    method = Method(name, summary, function, dict(defaults or {}), frozenset(needs), class_specific, paper)
+    method = Method(
+        name, summary, function, dict(defaults or {}), frozenset(needs), class_specific, paper, dict(presets or {})
+    )
     _METHODS[name] = method
     return method
 
@@ -170,4 +193,68 @@ register_method(
     },
     needs={"attention"},
     paper=f"{_PAPER}, the baseline",
+)
+register_method(
+    "gradient_rollout",
+    "vitflow.methods.maps:gradient_rollout",
+    summary="Gradient rollout: rollout over attention times its gradient for the class.",
+    defaults={
+        "discard_ratio": 0.0,
+        "residual": 0.5,
+        "start_layer": 1,
+        "value_weighted": False,
+        "patch": None,
+    },
+    needs={"heads", "gradients"},
+    class_specific=True,
+    paper="after J. Gildenblat, Exploring Explainability for Vision Transformers, 2020",
+)
+register_method(
+    "gae",
+    "vitflow.methods.maps:gae",
+    summary="Generic attention explainability: attention times its gradient, added up through the layers.",
+    defaults={"start_layer": 1, "value_weighted": True, "patch": None},
+    needs={"heads", "gradients"},
+    class_specific=True,
+    paper="Chefer, Gur & Wolf, ICCV 2021, §3",
+    presets={"paper": {"value_weighted": False}},
+)
+register_method(
+    "gradcam",
+    "vitflow.methods.maps:gradcam",
+    summary="Grad-CAM on the tokens of one block.",
+    defaults={"layer": -1},
+    needs={"features", "gradients"},
+    class_specific=True,
+    paper="Selvaraju et al., ICCV 2017",
+)
+register_method(
+    "input_gradient",
+    "vitflow.methods.maps:input_gradient",
+    summary="Absolute gradient of the class by the pixels, summed per patch.",
+    defaults={"patch_size": None},
+    needs={"gradients"},
+    class_specific=True,
+    paper="Simonyan et al., ICLR 2014 workshop",
+)
+register_method(
+    "occlusion",
+    "vitflow.methods.maps:occlusion",
+    summary="Blank-out: what the class's probability loses when a patch is hidden.",
+    defaults={"patch_size": None, "occlusion_batch": 32},
+    needs={"predict"},
+    class_specific=True,
+    paper="Zeiler & Fergus, ECCV 2014, §3",
+)
+register_method(
+    "random",
+    "vitflow.methods.maps:random",
+    summary="Baseline: random numbers.",
+    defaults={"random_seed": 0},
+)
+register_method(
+    "centre",
+    "vitflow.methods.maps:centre",
+    summary="Baseline: a bump in the middle of the picture.",
+    defaults={"sigma": 0.25},
 )

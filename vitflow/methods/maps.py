@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitflow.errors import UnsupportedModelError
+from vitflow.methods import baselines, gradients
+from vitflow.methods import occlusion as blank_out
+from vitflow.methods import rollout as rollouts
 from vitflow.methods.attention import check_layer, raw_attention
 from vitflow.methods.fusion import HeadFusion
-from vitflow.methods.rollout import attention_rollout
 from vitflow.trace import Trace
 
 Patch = Sequence[int]
@@ -49,7 +52,7 @@ def rollout(
     patch: Patch | None,
 ) -> Maps:
     """Attention rollout of the readout, on the patch grid."""
-    tokens = attention_rollout(
+    tokens = rollouts.attention_rollout(
         trace.fused(head_fusion, value_weighted=value_weighted),
         discard_ratio=discard_ratio,
         residual=residual,
@@ -83,3 +86,84 @@ def attention(
         value_norms=[trace.value_norms()[index]] if one_head and value_weighted else None,
     )
     return Maps(trace.layout.to_grid(tokens))
+
+
+def gradient_rollout(
+    trace: Trace,
+    *,
+    discard_ratio: float,
+    residual: float,
+    start_layer: int,
+    value_weighted: bool,
+    patch: Patch | None,
+) -> Maps:
+    """Gradient rollout of the readout for the target, on the patch grid."""
+    tokens = rollouts.gradient_rollout(
+        trace.heads(),
+        trace.backward().attentions,
+        discard_ratio=discard_ratio,
+        residual=residual,
+        start_layer=start_layer,
+        num_prefix_tokens=trace.layout.num_prefix_tokens,
+        readout=readout_of(trace, patch),
+        value_norms=trace.value_norms() if value_weighted else None,
+    )
+    return Maps(trace.layout.to_grid(tokens))
+
+
+def gae(trace: Trace, *, start_layer: int, value_weighted: bool, patch: Patch | None) -> Maps:
+    """Generic attention explainability of the readout for the target, on the patch grid."""
+    tokens = rollouts.gae(
+        trace.heads(),
+        trace.backward().attentions,
+        start_layer=start_layer,
+        readout=readout_of(trace, patch),
+        value_norms=trace.value_norms() if value_weighted else None,
+    )
+    return Maps(trace.layout.to_grid(tokens))
+
+
+def gradcam(trace: Trace, *, layer: int) -> Maps:
+    """Grad-CAM for the target at the first norm of a block, on the patch grid."""
+    path = trace.block_norms[check_layer("layer", layer, len(trace.block_norms))]
+    features = trace.features[path]
+    if features.ndim != 3 or features.shape[1] != trace.layout.num_tokens:
+        raise UnsupportedModelError(
+            f"Expected {trace.layout.num_tokens} tokens from {path} of {type(trace.model).__name__}, got shape "
+            f"{tuple(features.shape)}: Grad-CAM does not apply. Use input_gradient or occlusion."
+        )
+    tokens = gradients.grad_cam(
+        features, trace.backward().features[path], num_prefix_tokens=trace.layout.num_prefix_tokens
+    )
+    return Maps(trace.layout.to_grid(tokens))
+
+
+def input_gradient(trace: Trace, *, patch_size: int | None) -> Maps:
+    """Absolute gradients of the target by the pixels, summed per patch."""
+    rows, cols = trace.grid(patch_size)
+    return Maps(gradients.input_gradient(trace.backward().pixels, rows=rows, cols=cols))
+
+
+def occlusion(trace: Trace, *, patch_size: int | None, occlusion_batch: int) -> Maps:
+    """The drop in the target's probability without each patch."""
+    rows, cols = trace.grid(patch_size)
+    assert trace.predict is not None
+    assert trace.pixels is not None
+    maps = blank_out.occlusion(
+        trace.predict, trace.pixels, trace.wanted, rows=rows, cols=cols, batch_size=occlusion_batch
+    )
+    return Maps(maps)
+
+
+def random(trace: Trace, *, random_seed: int) -> Maps:
+    """Random numbers on the patch grid."""
+    rows, cols = trace.grid()
+    assert trace.pixels is not None
+    return Maps(baselines.random_map(trace.pixels, rows=rows, cols=cols, seed=random_seed))
+
+
+def centre(trace: Trace, *, sigma: float) -> Maps:
+    """The same bump in the middle for every picture."""
+    rows, cols = trace.grid()
+    assert trace.pixels is not None
+    return Maps(baselines.centre_prior(rows, cols, sigma=sigma).expand(len(trace.pixels), -1, -1))

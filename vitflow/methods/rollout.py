@@ -1,12 +1,14 @@
-"""Attention rollout: attention as proportions, multiplied through the layers."""
+"""Attention rollout, gradient rollout, generic attention explainability: attention multiplied through the layers."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from vitflow.errors import ShapeError
 from vitflow.methods.attention import check_layer, check_readout
 from vitflow.methods.fusion import HeadFusion, check_attentions, layer_matrix
+from vitflow.methods.gradients import at_least_float32
 
 
 def attention_rollout(
@@ -70,3 +72,124 @@ def attention_rollout(
     for layer in reversed(layers[first:]):
         row = torch.bmm(row, matrix(layer))
     return row.squeeze(1)
+
+
+def gradient_rollout(
+    attentions: Sequence[Tensor] | Tensor,
+    gradients: Sequence[Tensor] | Tensor,
+    *,
+    discard_ratio: float = 0.0,
+    residual: float = 0.5,
+    start_layer: int = 1,
+    num_prefix_tokens: int = 1,
+    readout: Tensor | None = None,
+    value_norms: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """Gradient rollout: rollout over W_l = mean over heads of (A_l ⊙ ∇A_l)⁺, which speaks for one class.
+
+    The entries of W_l are as small as the gradients, and its rows do not sum to 1, so that `residual` decides how much
+    longer paths count: near 1 the map is a sum of the layers' own rows.
+
+    Args:
+        attentions: layers of [batch, heads, tokens, tokens], first layer first.
+        gradients: of each picture's target logit with respect to these probabilities, of the same shapes.
+        discard_ratio, residual, start_layer, num_prefix_tokens, readout: as for `attention_rollout`.
+        value_norms: layers of ‖v_j W_O‖₂, [batch, heads, tokens], to weight attention by what it passes on.
+
+    Returns:
+        As for `attention_rollout`.
+
+    Raises:
+        OptionError: an option lies outside its range.
+        ShapeError: wrong shapes, or values that are not finite.
+
+    Source: J. Gildenblat, "Exploring Explainability for Vision Transformers", 2020; with the gradient of the
+    probabilities, per picture, and its layers in the order of the attention.
+
+    >>> layer = torch.tensor([[[[0.5, 0.5], [0.5, 0.5]]]])
+    >>> gradient_rollout([layer], [torch.tensor([[[[0.0, 2.0], [-1.0, 0.0]]]])])
+    tensor([[[0.5000, 0.5000],
+             [0.0000, 1.0000]]])
+    """
+    return attention_rollout(
+        _for_the_class(attentions, gradients, value_norms),
+        discard_ratio=discard_ratio,
+        residual=residual,
+        start_layer=start_layer,
+        num_prefix_tokens=num_prefix_tokens,
+        readout=readout,
+    )
+
+
+def gae(
+    attentions: Sequence[Tensor] | Tensor,
+    gradients: Sequence[Tensor] | Tensor,
+    *,
+    start_layer: int = 1,
+    readout: Tensor | None = None,
+    value_norms: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """Generic attention explainability: R ← R + mean over heads of (A_l ⊙ ∇A_l)⁺ R from R = I, without normalisation.
+
+    With a `readout` q only the row qᵀ (I + W_L) ⋯ (I + W_s) is computed, from the top, in O(L · N²).
+
+    Args:
+        attentions: layers of [batch, heads, tokens, tokens], first layer first.
+        gradients: of each picture's target logit with respect to these probabilities, of the same shapes.
+        start_layer: s, the first layer that counts; 1 is the paper.
+        readout: weight of each token of the top layer in the model's answer, [tokens] or [batch, tokens].
+        value_norms: layers of ‖v_j W_O‖₂, [batch, heads, tokens], to weight attention by what it passes on. The size
+            of the norms stays in the map, since nothing is normalised here.
+
+    Returns:
+        [batch, tokens, tokens], row i: relevance of each input token (column) to token i of the top layer. With a
+        readout, [batch, tokens].
+
+    Raises:
+        OptionError: there is no such layer.
+        ShapeError: wrong shapes, or values that are not finite.
+
+    Source: Chefer, Gur & Wolf, "Generic Attention-model Explainability for Interpreting Bi-Modal and Encoder-Decoder
+    Transformers", ICCV 2021, §3, self-attention.
+
+    >>> layer = torch.tensor([[[[0.5, 0.5], [0.5, 0.5]]]])
+    >>> gae([layer], [torch.tensor([[[[0.0, 2.0], [-1.0, 0.0]]]])])
+    tensor([[[1., 1.],
+             [0., 1.]]])
+    """
+    layers = check_attentions(_for_the_class(attentions, gradients, value_norms))
+    first = check_layer("start_layer", start_layer, len(layers))
+    batch, tokens = layers[0].shape[0], layers[0].shape[-1]
+    if readout is None:
+        relevance = torch.eye(tokens, dtype=layers[0].dtype, device=layers[0].device).expand(batch, -1, -1)
+        for layer in layers[first:]:
+            relevance = relevance + layer @ relevance
+        return relevance
+    row = check_readout(readout, batch, tokens).to(layers[0]).unsqueeze(1)  # [batch, 1, tokens]
+    for layer in reversed(layers[first:]):
+        row = row + torch.bmm(row, layer)
+    return row.squeeze(1)
+
+
+def _for_the_class(
+    attentions: Sequence[Tensor] | Tensor, gradients: Sequence[Tensor] | Tensor, value_norms: Sequence[Tensor] | None
+) -> list[Tensor]:
+    """W_l = mean over heads of (A_l ⊙ ∇A_l)⁺ of each layer, [batch, tokens, tokens]."""
+    norms = [None] * len(attentions) if value_norms is None else list(value_norms)
+    if not len(attentions) == len(gradients) == len(norms):
+        raise ShapeError(
+            f"Expected as many layers of gradients (and value norms) as of attention, {len(attentions)}, got "
+            f"{len(gradients)} (and {len(norms)})."
+        )
+    layers = []
+    for number, (attention, gradient, norm) in enumerate(zip(attentions, gradients, norms, strict=True), start=1):
+        if attention.ndim != 4 or gradient.shape != attention.shape:
+            raise ShapeError(
+                "Expected attention and its gradient of one shape [batch, heads, tokens, tokens], got "
+                f"{tuple(attention.shape)} and {tuple(gradient.shape)} in layer {number}."
+            )
+        weighted = at_least_float32(attention)
+        if norm is not None:
+            weighted = weighted * norm.unsqueeze(-2)
+        layers.append((weighted * gradient).clamp_min(0.0).mean(dim=1))
+    return layers

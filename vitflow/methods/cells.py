@@ -1,0 +1,56 @@
+"""Cells: the model input cut into rows × cols rectangles, for methods that look at pixels and not at tokens."""
+
+import torch
+from torch import Tensor
+
+from vitflow.errors import OptionError, ShapeError
+
+# Cells on the shorter side where neither the model nor the caller says: what a 224-pixel input has in 16-pixel patches.
+DEFAULT_CELLS = 14
+
+
+def cell_grid(height: int, width: int, patch_size: int | None) -> tuple[int, int]:
+    """Rows and columns of cells of about `patch_size` pixels; of 1/14 of the shorter side where it is None.
+
+    Raises:
+        OptionError: a cell would be smaller than a pixel or larger than the picture.
+
+    >>> cell_grid(224, 320, None), cell_grid(224, 320, 32)
+    ((14, 20), (7, 10))
+    """
+    shorter = min(height, width)
+    if patch_size is None:
+        side = shorter / min(DEFAULT_CELLS, shorter)
+        return round(height / side), round(width / side)
+    if not 1 <= patch_size <= shorter:
+        raise OptionError(f"Expected patch_size from 1 to {shorter} pixels, got {patch_size}.")
+    return round(height / patch_size), round(width / patch_size)
+
+
+def cell_edges(length: int, count: int) -> list[int]:
+    """Where `count` cells begin and end on a side of `length` pixels: equal, or different by one pixel at most.
+
+    Raises:
+        ShapeError: there are more cells than pixels.
+
+    >>> cell_edges(224, 14)[:3], cell_edges(10, 4)
+    ([0, 16, 32], [0, 2, 5, 8, 10])
+    """
+    if not 1 <= count <= length:
+        raise ShapeError(f"Expected 1 to {length} cells on a side of {length} pixels, got {count}.")
+    return [round(number * length / count) for number in range(count + 1)]
+
+
+def sum_cells(values: Tensor, rows: int, cols: int) -> Tensor:
+    """Sum of a picture [..., height, width] over the pixels of each cell, [..., rows, cols].
+
+    >>> sum_cells(torch.arange(8.0).reshape(2, 4), 1, 2)
+    tensor([[10., 18.]])
+    """
+    for axis, count in ((-2, rows), (-1, cols)):
+        edges = torch.tensor(cell_edges(values.shape[axis], count), device=values.device)
+        owner = torch.repeat_interleave(torch.arange(count, device=values.device), edges.diff())
+        shape = list(values.shape)
+        shape[axis] = count
+        values = values.new_zeros(shape).index_add_(axis, owner, values)
+    return values
