@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vitflow.comparison import Comparison, compare
     from vitflow.errors import VitflowError, VitflowWarning
     from vitflow.explainer import Explainer, explain
     from vitflow.methods import list_methods, register_method
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Comparison": "comparison",
     "Explainer": "explainer",
     "Saliency": "saliency",
     "TokenLayout": "tokens",
@@ -31,6 +33,7 @@ _HOMES = {
     "VitflowError": "errors",
     "VitflowWarning": "errors",
     "attention_rollout": "methods.rollout",
+    "compare": "comparison",
     "explain": "explainer",
     "list_methods": "methods",
     "load_model": "models",
@@ -39,6 +42,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Comparison",
     "Explainer",
     "Saliency",
     "TokenLayout",
@@ -46,6 +50,7 @@ __all__ = [
     "VitflowError",
     "VitflowWarning",
     "attention_rollout",
+    "compare",
     "explain",
     "list_methods",
     "load_model",

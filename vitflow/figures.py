@@ -419,6 +419,8 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     suffix = check_format(path)
     metadata: dict[str, Any] = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}, ".png": {}}[suffix]
     settings: Any = {"savefig.bbox": None, "svg.fonttype": "none", "svg.hashsalt": "vitflow", "pdf.fonttype": 42}
+    # Packing harder than this takes three times as long and saves a tenth of the file.
+    more: dict[str, Any] = {"pil_kwargs": {"compress_level": 3}} if suffix == ".png" else {}
     with matplotlib.rc_context(settings), write_atomically(path) as file:
-        figure.savefig(file, format=suffix[1:], dpi=figure.dpi, metadata=metadata, transparent=False)
+        figure.savefig(file, format=suffix[1:], dpi=figure.dpi, metadata=metadata, transparent=False, **more)
     return Path(path)

@@ -9,6 +9,7 @@ import sys
 import click
 
 from vitflow import __version__
+from vitflow.cli.compare import compare
 from vitflow.cli.explain import explain
 from vitflow.cli.listing import demo, methods, models
 
@@ -24,7 +25,7 @@ def cli() -> None:
     """
 
 
-for _command in (explain, demo, methods, models):
+for _command in (explain, compare, demo, methods, models):
     cli.add_command(_command)
 
 

@@ -1,0 +1,570 @@
+"""Comparisons: which map stands where, in which colours, how far methods agree, and peers as columns."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from itertools import permutations
+from pathlib import Path
+from types import ModuleType
+
+import cv2
+import numpy as np
+import pytest
+import timm
+import torch
+from captum.attr import IntegratedGradients
+from PIL import Image
+from pytorch_grad_cam import GradCAM
+from scipy.stats import rankdata, spearmanr
+from torch import nn
+
+import vitflow
+from vitflow import Comparison, Explainer, comparison, figures, overlay
+from vitflow.cli import main
+from vitflow.comparison import DEFAULT_METHODS, compare
+from vitflow.demo import sample_pictures
+from vitflow.errors import ImageError, OptionError, ShapeError
+from vitflow.evaluation import Agreement, measure_agreement, spearman, top_overlap
+from vitflow.evaluation.agreement import average_ranks
+
+OWN = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
+DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9}
+NAMES = ["cat", "狗", "$x$ and $y", "goldfish, Carassius auratus", "a name so long that it can never fit " * 2]
+
+
+def own_model(**options) -> nn.Module:
+    torch.manual_seed(0)
+    model = timm.models.vision_transformer.VisionTransformer(**{**OWN, **options}).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(scope="module")
+def explainer() -> Explainer:
+    return Explainer(own_model(), data_config=DATA, class_names=NAMES)
+
+
+def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+PICTURES = [picture(40, 60), picture(80, 35, 1), picture(9, 70, 2)]
+
+
+def words(compared: Comparison, tmp_path: Path, **options) -> list[str]:
+    compared.save(tmp_path / "words.svg", **options)
+    nodes = ET.parse(tmp_path / "words.svg").iter("{http://www.w3.org/2000/svg}text")
+    return ["".join(node.itertext()) for node in nodes]
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What a strip is drawn from."""
+    calls = []
+    original = figures.draw_strip
+
+    def keep(columns, blocks, **options):
+        calls.append((columns, blocks, options))
+        return original(columns, blocks, **options)
+
+    monkeypatch.setattr(figures, "draw_strip", keep)
+    return calls
+
+
+# --- Which maps ------------------------------------------------------------------------------------------------------
+
+
+def test_the_maps_are_those_that_the_explainer_gives_alone(explainer):
+    methods = ["rollout", ("rollout", {"head_fusion": "max"}), "gae", "random"]
+    compared = compare(PICTURES, model=explainer, methods=methods, targets=[1, 3], discard_ratio=0.5)
+    assert [len(maps) for maps in compared.pictures] == [5, 5, 5]
+    for image, maps in zip(PICTURES, compared.pictures, strict=True):
+        expected = [
+            explainer.explain(image, method="rollout", discard_ratio=0.5),
+            explainer.explain(image, method="rollout", discard_ratio=0.5, head_fusion="max"),
+            explainer.explain(image, method="gae", target=1),
+            explainer.explain(image, method="gae", target=3),
+            explainer.explain(image, method="random"),
+        ]
+        for found, alone in zip(maps, expected, strict=True):
+            assert (found.method, found.options) == (alone.method, alone.options)
+            np.testing.assert_allclose(found.grid, alone.grid, rtol=1e-4, atol=1e-6)
+    assert compared.labels == (
+        "rollout (discard ratio 0.5)",
+        "rollout (head fusion max, discard ratio 0.5)",
+        "gae",
+        "random",
+    )
+    assert [maps[0].source for maps in compared.pictures] == ["picture 1", "picture 2", "picture 3"]
+    assert len(compared.saliencies) == 15
+    assert "3 pictures" in repr(compared)
+
+
+def test_by_default_there_are_all_quick_methods_and_both_baselines(explainer):
+    compared = compare(PICTURES[0], model=explainer)
+    assert tuple(saliency.method for saliency in compared.saliencies) == DEFAULT_METHODS
+    assert DEFAULT_METHODS[-2:] == ("random", "centre")
+    without = Explainer(own_model(num_classes=0), data_config=DATA)
+    methods = [saliency.method for saliency in compare(PICTURES[0], model=without).saliencies]
+    assert methods == ["attention", "rollout", "random", "centre"]
+
+
+def test_a_class_asked_for_twice_appears_once(explainer):
+    top = explainer.explain(PICTURES[0], method="gae").target
+    compared = compare(PICTURES[0], model=explainer, methods=["gae", "rollout"], targets=["top2", top, "狗", 1])
+    targets = [saliency.target for saliency in compared.saliencies if saliency.method == "gae"]
+    assert targets[0] == top
+    assert len(targets) == len(set(targets)) == len({top, 1, targets[1]})
+    assert [saliency.method for saliency in compared.saliencies].count("rollout") == 1
+
+
+def test_each_picture_may_have_a_class_of_its_own(explainer):
+    own = np.array([3, 0, 4])
+    compared = compare(PICTURES, model=explainer, methods=["gae"], targets=own)
+    assert [saliency.target for saliency in compared.saliencies] == own.tolist()
+    with pytest.raises(OptionError, match="each of 3 pictures"):
+        compare(PICTURES, model=explainer, methods=["gae"], targets=own[:2])
+
+
+def test_a_model_of_ones_own_and_a_model_by_name_work_as_an_explainer_does():
+    found = compare(sample_pictures()[0], model="demo", methods=["rollout"]).saliencies[0]
+    assert found.source == str(sample_pictures()[0])
+    own = timm.create_model("test_vit", pretrained=False).eval()
+    assert compare(PICTURES[0], model=own, methods=["rollout"], fit="squash").saliencies[0].placement.sees_everything
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (OptionError, "Did you mean 'rollout'", {"methods": ["rolout"]}),
+        (OptionError, "rollout twice with the same options", {"methods": ["rollout", ("rollout", {"residual": 0.5})]}),
+        (OptionError, "at least one method", {"methods": []}),
+        (OptionError, "Unknown option", {"methods": ["rollout"], "layer": 3}),
+        (OptionError, "Unknown option", {"nonsense": 3}),
+        (OptionError, "Unknown class", {"methods": ["gae"], "targets": ["cta"]}),
+        (OptionError, "at least one picture", {"images": []}),
+        (ImageError, "no such file", {"images": ["no-such-file.png"]}),
+    ],
+)
+def test_faults_are_named(explainer, error, message, arguments):
+    with pytest.raises(error, match=message):
+        compare(**{"images": PICTURES[0], "model": explainer, **arguments})
+
+
+# --- How they are drawn ----------------------------------------------------------------------------------------------
+
+
+def test_rows_are_classes_and_maps_without_a_class_are_drawn_once(explainer, drawn):
+    compared = compare(
+        PICTURES[:2], model=explainer, methods=["attention", "gae", "gradcam", "random"], targets=[0, 1, 2]
+    )
+    compared.strip()
+    [(columns, blocks, _)] = drawn
+    assert [column.title for column in columns] == ["Photograph", "Raw attention", "GAE", "Grad-CAM", "Random map"]
+    assert [column.group for column in columns] == [
+        "",
+        "not class-specific",
+        "class-specific",
+        "class-specific",
+        "baselines, not class-specific",
+    ]
+    assert [[len(cells) for cells in block] for block in blocks] == [[1, 1, 3, 3, 1]] * 2
+
+
+def test_every_caption_says_what_it_must(explainer, tmp_path):
+    methods = [
+        ("rollout", {"head_fusion": "max", "discard_ratio": 0.9, "value_weighted": True, "patch": (1, 2)}),
+        "gae",
+    ]
+    two = compare(PICTURES[0], model=explainer, methods=methods, targets=[0, 2])
+    found = words(two, tmp_path)
+    joined = " ".join(found)
+    for saliency in two.saliencies[1:]:
+        chance = "<0.1%" if saliency.probability < 0.0005 else f"{saliency.probability:.1%}"
+        assert f"{saliency.label}, {chance}" in found
+    assert "not class-specific" in found and "class-specific" in found
+    for told in (
+        "head fusion max",
+        "discard ratio 0.9",
+        "patch (1, 2)",
+        "2nd to the 98th percentile",
+        " ms",
+        "low",
+        "high",
+    ):
+        assert told in joined
+    assert two.saliencies[0].model in joined
+    assert "The line bounds what the model saw" in joined
+    one = compare(PICTURES[0], model=explainer, methods=["gae"], targets=1)
+    assert f"狗, {one.saliencies[0].probability:.1%}" in words(one, tmp_path)
+    long = compare(PICTURES[0], model=explainer, methods=["gae"], targets=4)
+    assert f"{long.saliencies[0].probability:.1%}" in words(long, tmp_path), "a long name must not push it out"
+    seen = compare(PICTURES[0], model=Explainer(own_model(), data_config=DATA, fit="squash"), methods=["rollout"])
+    assert "The line" not in " ".join(words(seen, tmp_path))
+
+
+def limits_of(cell) -> tuple[str, str]:
+    low, _, high = cell.details[0].partition(" · ")[0].partition(" – ")
+    return low, high
+
+
+def test_classes_of_a_picture_share_their_colours_and_the_caption_states_them(explainer, drawn):
+    compared = compare(PICTURES[:2], model=explainer, methods=["rollout", "gae"], targets=[0, 3])
+    grids = [[s.grid for s in maps if s.method == "gae"] for maps in compared.pictures]
+    for scaling, shared in [
+        ("picture", [[np.stack(grids[0])] * 2, [np.stack(grids[1])] * 2]),
+        ("column", [[np.stack([*grids[0], *grids[1]])] * 2] * 2),
+        ("map", grids),
+    ]:
+        for robust in (True, False):
+            drawn.clear()
+            compared.strip(scaling=scaling, robust=robust)
+            [(_, blocks, _)] = drawn
+            for number, block in enumerate(blocks):
+                for row, cell in enumerate(block[2]):
+                    values = shared[number][row].astype(float)
+                    low, high = np.percentile(values, [2, 98]) if robust else (values.min(), values.max())
+                    assert limits_of(cell) == (comparison._number(low), comparison._number(high))
+                    one = [s for s in compared.pictures[number] if s.method == "gae"][row]
+                    expected = comparison._Pen(1.5, figures.DPI, "linear", {}).overlay(one, (low, high))
+                    assert np.abs(cell.image.astype(int) - expected).max() <= 1
+    drawn.clear()
+    compared.strip(vmin=0, vmax=0.5)
+    assert all(limits_of(cell) == ("0", "0.5") for block in drawn[0][1] for cells in block[1:] for cell in cells)
+    with pytest.raises(OptionError, match="Unknown scaling"):
+        compared.strip(scaling="row")
+
+
+@pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
+@pytest.mark.parametrize("size", [(600, 900), (1100, 500), (40, 60)])
+def test_a_map_lies_in_the_strip_where_it_lies_on_the_picture(fit, size):
+    explaining = Explainer(own_model(), data_config=DATA, fit=fit)
+    saliency = explaining.explain(cv2.GaussianBlur(picture(*size), (0, 0), 5), method="rollout")
+    limits = overlay.scale_range(saliency.grid)
+    pen = comparison._Pen(1.5, figures.DPI, "linear", {"mark_unseen": False})
+    small = pen.overlay(saliency, limits)
+    assert small.shape[:2] == figures.panel_size(size)
+    full = saliency.overlay(mark_unseen=False)
+    expected = cv2.resize(full, small.shape[1::-1], interpolation=cv2.INTER_AREA if size[0] > 100 else cv2.INTER_CUBIC)
+    difference = np.abs(small.astype(float) - expected).mean(axis=-1)
+    assert difference.mean() < 2.0
+    # A shift by two patches would show: the same maps upside down differ by far more.
+    assert difference.mean() < 0.35 * np.abs(small[::-1].astype(float) - expected).mean()
+
+
+def test_a_constant_map_is_drawn_and_agrees_with_nothing(explainer, monkeypatch, tmp_path):
+    monkeypatch.setattr(vitflow.methods, "_METHODS", dict(vitflow.methods._METHODS))
+    vitflow.register_method("flat", lambda trace: torch.full((len(trace.pixels), 4, 4), 0.25))
+    compared = compare(PICTURES[0], model=explainer, methods=["rollout", "flat"])
+    compared.save(tmp_path / "strip.png")
+    found = compared.agreement()
+    assert found.spearman == ((1.0, None), (None, 1.0))
+    assert found.overlap[0][1] == pytest.approx(2 / 16)
+    assert "–" in str(found)
+    text = compared.save(tmp_path / "strip.json").read_text(encoding="utf-8")
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+@pytest.mark.parametrize("suffix", ["png", "pdf", "svg"])
+def test_a_strip_is_written_in_every_format_and_names_are_no_formulas(explainer, suffix, tmp_path):
+    compared = compare(PICTURES, model=explainer, methods=["rollout", "gae"], targets=[1, 2, 3, 4])
+    path = compared.save(tmp_path / "deep" / f"strip.{suffix}", cmap="inferno", alpha=0.5, interpolation="nearest")
+    assert path.stat().st_size > 5000
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert compared.strip(tmp_path / f"b.{suffix}").get_size_inches()[0] > 3
+
+
+def test_other_formats_and_drawing_options_are_refused(explainer, tmp_path):
+    compared = compare(PICTURES[0], model=explainer, methods=["rollout"])
+    with pytest.raises(OptionError, match=r"'\.gif'.*\.json"):
+        compared.save(tmp_path / "strip.gif")
+    with pytest.raises(OptionError, match="no drawing options, got cmap"):
+        compared.save(tmp_path / "strip.json", cmap="jet")
+    with pytest.raises(OptionError, match="Unknown colormap"):
+        compared.save(tmp_path / "strip.png", cmap="jett")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_holds_every_value(explainer, tmp_path):
+    compared = compare(PICTURES[:2], model=explainer, methods=["rollout", "gae"], targets=[0, 1])
+    read = json.loads(compared.save(tmp_path / "strip.json").read_text(encoding="utf-8"))
+    assert read == json.loads(json.dumps(compared.to_dict()))
+    assert len(read["maps"]) == 6 and read["methods"] == ["rollout", "gae"]
+    for found, saliency in zip(read["maps"], compared.saliencies, strict=True):
+        np.testing.assert_array_equal(np.float32(found["grid"]), saliency.grid)
+        assert found["class_index"] == saliency.target
+    assert {pair["methods"][1] for pair in read["agreement"]["pairs"]} == {"gae"}
+    assert set(read["agreement"]["between_classes"]) == {"gae"}
+    assert all("grid" not in one for record in compared.records() for one in record["maps"])
+
+
+# --- Agreement -------------------------------------------------------------------------------------------------------
+
+
+def maps_of(seed: int, kind: str) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    return {
+        "distinct": lambda: random.normal(size=(5, 7)),
+        "ties": lambda: random.integers(0, 4, (5, 7)).astype(float),
+        "sparse": lambda: (random.random((5, 7)) > 0.9) * random.random((5, 7)),
+        "tiny": lambda: 1e-30 * random.random((5, 7)),
+        "float32": lambda: random.random((5, 7), dtype=np.float32),
+        "offset": lambda: 1e6 + random.random((5, 7)) * 100,
+    }[kind]()
+
+
+KINDS = ["distinct", "ties", "sparse", "tiny", "float32", "offset"]
+
+
+@pytest.mark.parametrize("first", KINDS)
+@pytest.mark.parametrize("second", KINDS)
+def test_rank_correlation_equals_that_of_scipy(first, second):
+    for seed in range(5):
+        a, b = maps_of(seed, first), maps_of(seed + 100, second)
+        np.testing.assert_array_equal(average_ranks(a), rankdata(a))
+        assert spearman(a, b) == pytest.approx(spearmanr(a.ravel(), b.ravel()).statistic, abs=1e-12)
+        assert spearman(a, a) == pytest.approx(1.0, abs=1e-12)
+        assert spearman(a, -a) == pytest.approx(-1.0, abs=1e-12)
+
+
+def literal_overlap(first: np.ndarray, second: np.ndarray, count: int) -> float:
+    """Break ties in every possible order, each map on its own; the mean share of common members."""
+
+    def selections(values):
+        order = permutations(range(values.size))
+        return [frozenset(sorted(range(values.size), key=lambda i: (-values[i], p[i]))[:count]) for p in order]
+
+    mine, theirs = selections(first.ravel()), selections(second.ravel())
+    return float(np.mean([len(a & b) / count for a in mine for b in theirs]))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([1, 2, 3, 4, 5], [5, 4, 3, 2, 1]),
+        ([1, 2, 3, 4, 5], [1, 2, 3, 5, 4]),
+        ([0, 0, 0, 0, 1], [1, 1, 0, 0, 1]),
+        ([2, 2, 2, 2, 2], [1, 2, 3, 4, 5]),
+        ([2, 2, 2, 2, 2], [7, 7, 7, 7, 7]),
+        ([3, 3, 3, 1, 1], [1, 3, 3, 3, 1]),
+    ],
+)
+def test_overlap_is_what_breaking_ties_at_random_gives_on_average(first, second, count):
+    a, b = np.array(first, dtype=float), np.array(second, dtype=float)
+    assert top_overlap(a, b, top=count / 5) == pytest.approx(literal_overlap(a, b, count), abs=1e-12)
+    assert top_overlap(b, a, top=count / 5) == pytest.approx(top_overlap(a, b, top=count / 5))
+
+
+def test_values_that_differ_only_by_rounding_are_constant():
+    flat = np.float32(0.3) + np.float32(3e-8) * (np.arange(16, dtype=np.float32).reshape(4, 4) % 5)
+    ramp = np.arange(16.0).reshape(4, 4)
+    assert spearman(flat, ramp) is None
+    assert top_overlap(flat, ramp, top=0.25) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("bad", [np.zeros((2, 3)), np.array([[np.nan, 1], [2, 3]]), np.array([[np.inf, 1], [2, 3]])])
+def test_maps_that_cannot_be_compared_are_refused(bad):
+    good = np.arange(4.0).reshape(2, 2)
+    for measure in (spearman, top_overlap):
+        with pytest.raises(ShapeError):
+            measure(good, bad)
+        with pytest.raises(ShapeError, match="at least 2"):
+            measure(np.ones((1, 1)), np.ones((1, 1)))
+    for top in (0.0, 1.0, -1.0, float("nan")):
+        with pytest.raises(OptionError, match="0 < top < 1"):
+            top_overlap(good, good, top)
+        with pytest.raises(OptionError, match="0 < top < 1"):
+            measure_agreement(["one"], [[good]], top=top)
+
+
+def test_agreement_is_the_mean_over_pictures_and_classes(explainer):
+    compared = compare(PICTURES, model=explainer, methods=["attention", "gae", "centre"], targets=[0, 2])
+    found = compared.agreement(top=0.2)
+    rho, share, between = [], [], []
+    for maps in compared.pictures:
+        attention, first, second, centre = (one.grid.ravel() for one in maps)
+        rho += [spearmanr(attention, first).statistic, spearmanr(attention, second).statistic]
+        share += [top_overlap(centre, first, 0.2), top_overlap(centre, second, 0.2)]
+        between.append(spearmanr(first, second).statistic)
+    assert found.maps == 6
+    assert found.spearman[0][1] == found.spearman[1][0] == pytest.approx(np.mean(rho), abs=1e-12)
+    assert found.overlap[1][2] == found.overlap[2][1] == pytest.approx(np.mean(share), abs=1e-12)
+    assert found.between_classes == {"gae": pytest.approx(np.mean(between), abs=1e-12)}
+    table = str(found).splitlines()
+    assert table[2].split()[:3] == ["2", "gae", f"{found.spearman[1][0]:.2f}".replace("-", "−")]
+    assert table[2].split()[-1] == f"{found.overlap[1][2]:.2f}"
+    assert "6 maps each" in str(found)
+
+
+def test_maps_on_different_grids_are_not_compared():
+    small, large = np.arange(4.0).reshape(2, 2), np.arange(9.0).reshape(3, 3)
+    found = measure_agreement(["a", "b"], [[small, large]])
+    assert isinstance(found, Agreement)
+    assert found.spearman[0][1] is None and found.overlap[0][1] is None
+
+
+# --- Peers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def peers(monkeypatch) -> ModuleType:
+    monkeypatch.setattr(vitflow.methods, "_METHODS", dict(vitflow.methods._METHODS))
+    path = Path(__file__).parent.parent / "examples" / "compare_with_peers.py"
+    spec = importlib.util.spec_from_file_location("compare_with_peers", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_peers_become_columns_with_their_own_numbers(explainer, peers, tmp_path):
+    names = peers.register_peers()
+    compared = compare(PICTURES[0], model=explainer, methods=["gae", *names, "centre"], targets=[1, 4])
+    assert compared.labels == ("gae", *names, "centre")
+    model, pixels = explainer.model, explainer.pixels(PICTURES[0])
+    for target in (1, 4):
+        found = {s.method: s.grid for s in compared.saliencies if s.target == target}
+        with GradCAM(
+            model, [model.blocks[-1].norm1], lambda x: x[:, 1:].reshape(1, 4, 4, -1).permute(0, 3, 1, 2)
+        ) as cam:
+            theirs = cam(pixels, [lambda logits, index=target: logits[index]])[0]
+        np.testing.assert_allclose(found[names[0]], theirs.reshape(4, 8, 4, 8).mean(axis=(1, 3)), atol=1e-6)
+        theirs = IntegratedGradients(model).attribute(pixels, target=target, n_steps=32)[0].sum(0).clamp_min(0)
+        np.testing.assert_allclose(
+            found[names[1]], theirs.reshape(4, 8, 4, 8).mean(dim=(1, 3)).detach(), rtol=1e-3, atol=1e-5
+        )
+    model.zero_grad(set_to_none=True)
+    assert all(name.split(" ")[0] in " ".join(words(compared, tmp_path)) for name in names)
+
+
+def test_peers_leave_the_gradients_of_the_parameters_alone(peers):
+    model = own_model()
+    before = {}
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        parameter.grad = torch.full_like(parameter, float(number)) if number % 2 else None
+        before[name] = parameter.grad
+    compare(PICTURES[0], model=Explainer(model, data_config=DATA), methods=peers.register_peers())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is before[name]
+        if before[name] is not None:
+            assert len(parameter.grad.unique()) == 1
+
+
+def test_the_example_runs_with_the_demo_model(peers, monkeypatch, capsys, tmp_path):
+    path = tmp_path / "peers.png"
+    monkeypatch.setattr(sys, "argv", ["compare_with_peers.py", str(sample_pictures()[0]), "-o", str(path)])
+    peers.main()
+    told = capsys.readouterr().out
+    assert told.splitlines()[-1] == str(path)
+    assert "Integrated gradients (captum)" in told
+    with Image.open(path) as file:
+        assert file.width > 8 * 1.5 * figures.DPI
+
+
+# --- The command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """The command in this process: its exit code, stdout and stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["vitflow", "compare", *map(str, arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_the_command_writes_a_strip_and_prints_its_path_and_the_agreement(run, tmp_path):
+    image = sample_pictures()[0]
+    methods = ["--method", "rollout:head-fusion=max,discard_ratio=0.9,patch=3,7", "--method", "gae"]
+    code, out, err = run(image, *methods, "--class", "top2", "--residual", "0.4")
+    assert code == 0, err
+    assert out == f"{image.stem}-compare.png\n"
+    assert (tmp_path / out.strip()).is_file()
+    assert "1  rollout (head fusion max, discard ratio 0.9, residual 0.4, patch (3, 7))" in err
+    assert "between the classes of a picture" in err
+
+
+def test_the_command_prints_an_object_per_picture(run, tmp_path):
+    images = sample_pictures()[:2]
+    methods = ["--method", "gae", "--method", "random"]
+    code, out, err = run(*images, *methods, "--class", "0", "--json", "-o", "out/a.svg", "--scaling", "map")
+    assert code == 0, err
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [record["input"] for record in records] == [str(image) for image in images]
+    for record in records:
+        assert record["output"] == str(Path("out/a.svg"))
+        assert [one["method"] for one in record["maps"]] == ["gae", "random"]
+        assert {"class_index", "class_name", "probability", "options"} <= record["maps"][0].keys()
+        assert len(record["agreement"]["pairs"]) == 1
+    assert (tmp_path / "out" / "a.svg").is_file()
+    assert "diagonal" in err
+
+
+def test_the_command_writes_numbers(run, tmp_path):
+    code, out, err = run(sample_pictures()[0], "--method", "rollout", "-o", "numbers.json", "--cmap", "jet")
+    assert (code, out) == (0, "numbers.json\n"), err
+    assert np.shape(json.loads((tmp_path / "numbers.json").read_text(encoding="utf-8"))["maps"][0]["grid"]) == (12, 12)
+
+
+def test_options_of_a_registered_method_are_read_as_their_defaults_are(peers, run):
+    peers.register_peers()
+    code, out, err = run(sample_pictures()[0], "--method", "Integrated gradients (captum):steps=3", "--json")
+    assert code == 0, err
+    assert json.loads(out)["maps"][0]["options"] == {"steps": 3}
+    assert run(sample_pictures()[0], "--method", "Integrated gradients (captum):steps=many")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "rolout"], "Did you mean 'rollout'?"),
+        (["--method", "rollout:head_fusion=mux"], "'mux' is not one of"),
+        (["--method", "rollout:layer=3"], "Unknown option of method rollout 'layer'"),
+        (["--method", "rollout:residual"], "expected OPTION=VALUE after rollout:, got 'residual'"),
+        (["--method", "rollout:residual=much"], "'much' is not a valid float"),
+        (["--method", "rollout", "--method", "rollout"], "rollout twice"),
+        (["--method", "random", "--head-fusion", "max"], "Unknown option of method random"),
+        (["-o", "strip.gif"], "ends in .png, .pdf, .svg, .json"),
+        (["-o", "cat.png"], "would overwrite the picture"),
+        (["--method", "rollout", "--class", "no such class"], "Unknown class"),
+    ],
+)
+def test_wrong_usage_says_so_and_writes_nothing(arguments, message, run, tmp_path):
+    Image.fromarray(picture(20, 20)).save(tmp_path / "cat.png")
+    code, out, err = run("cat.png", *arguments)
+    assert code == 2, err
+    assert message in err
+    assert out == ""
+    assert [file.name for file in tmp_path.iterdir()] == ["cat.png"]
+
+
+def test_a_picture_that_cannot_be_read_or_a_place_that_cannot_be_written_fails_with_one_line(run, tmp_path):
+    for arguments in (["missing.png"], [sample_pictures()[0], "-o", "file/strip.png"]):
+        (tmp_path / "file").write_text("not a folder")
+        code, out, err = run(*arguments, "--method", "rollout")
+        assert (code, out) == (1, "")
+        assert err.startswith("error: ") and len(err.splitlines()) == 1
+
+
+def test_usage_errors_load_no_torch():
+    code = (
+        "import sys\nfrom vitflow.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    for arguments in (["--help"], ["x.png", "--method", "rollout:layer=3"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, "compare", *arguments], capture_output=True, text=True, timeout=60
+        )
+        assert done.stdout.strip().endswith("False False"), done.stderr

@@ -1,0 +1,126 @@
+"""`vitflow compare`: several methods over the same pictures, as one strip."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+from vitflow.cli.options import (
+    DRAWING,
+    drawing_options,
+    given_options,
+    known_method,
+    make_explainer,
+    method_options,
+    model_options,
+    printable,
+    talking,
+)
+from vitflow.errors import OptionError, VitflowError
+from vitflow.methods import OPTIONS, Method
+
+_SUFFIXES = (".png", ".pdf", ".svg", ".json")
+
+
+class _MethodChoice(click.ParamType[tuple[str, dict[str, Any]]]):
+    """NAME or NAME:OPTION=VALUE,…, each value read as the command line reads that option."""
+
+    name = "NAME[:OPTION=VALUE,…]"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, dict[str, Any]]:
+        if isinstance(value, tuple):
+            return value
+        name, _, told = str(value).partition(":")
+        method = known_method(name)
+        options = {}
+        # A comma separates options only where a name and "=" follow: a patch is written 3,7.
+        for part in re.split(r",(?=[\w-]+=)", told) if told else []:
+            key, equals, text = part.partition("=")
+            key = key.strip().replace("-", "_")
+            if not equals:
+                self.fail(f"expected OPTION=VALUE after {name}:, got {part!r}.", param, ctx)
+            try:
+                method.complete({key: text})
+            except OptionError as error:
+                self.fail(str(error), param, ctx)
+            options[key] = _type_of(key, method, ctx).convert(text.strip(), param, ctx)
+        return name, options
+
+
+def _type_of(option: str, method: Method, ctx: click.Context | None) -> click.ParamType[Any]:
+    """How the command itself reads an option; one that only a registered method has is read as its default's type."""
+    for param in ctx.command.params if ctx is not None else ():
+        if param.name == option:
+            return param.type
+    return cast("click.ParamType[Any]", click.types.convert_type(None, method.defaults[option]))
+
+
+@click.command()
+@click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
+@model_options
+@click.option(
+    "--method",
+    "methods",
+    type=_MethodChoice(),
+    multiple=True,
+    help="A method to show, also with options of its own: rollout:head_fusion=max,discard_ratio=0.9. Repeat it for "
+    "more columns.  [default: all quick ones and two baselines]",
+)
+@click.option(
+    "--class",
+    "targets",
+    metavar="NAME|INDEX|top5",
+    multiple=True,
+    help="Class to explain; repeat it for more rows.  [default: the predicted class]",
+)
+@method_options
+@drawing_options
+@click.option(
+    "--scaling",
+    type=click.Choice(["picture", "column", "map"]),
+    help="Which maps of one method have the limits of their colours in common.  [default: those of one picture]",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File for the strip: .png, .pdf, .svg; or .json for the numbers.  [default: IMAGE-compare.png here]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per picture.")
+def compare(images: tuple[Path, ...], **given: Any) -> None:
+    """Lay several methods over each IMAGE, side by side in one strip, and say how far they agree."""
+    options = given_options(given, OPTIONS)
+    with talking():
+        output = _output_path(images, given["output"])
+        from vitflow.comparison import DEFAULT_METHODS, check_methods, compare
+
+        methods = given["methods"] or None
+        check_methods(methods or DEFAULT_METHODS, options)  # before a model is loaded
+        comparison = compare(
+            images, model=make_explainer(given), methods=methods, targets=list(given["targets"]) or None, **options
+        )
+        drawing = {} if output.suffix.lower() == ".json" else given_options(given, (*DRAWING, "scaling"))
+        try:
+            comparison.save(output, **drawing)
+        except OSError as error:
+            raise VitflowError(f"Cannot write {printable(output)}: {error.strerror or error}.") from error
+        click.echo(str(comparison.agreement()), err=True)
+        if not given["as_json"]:
+            click.echo(printable(output))
+        for record in comparison.records() if given["as_json"] else ():
+            click.echo(json.dumps(record | {"output": str(output)}, ensure_ascii=False))
+
+
+def _output_path(images: tuple[Path, ...], output: Path | None) -> Path:
+    """Where the strip goes; it overwrites none of the pictures."""
+    if output is None:
+        output = Path(f"{images[0].stem}-compare.png" if len(images) == 1 else "compare.png")
+    if output.suffix.lower() not in _SUFFIXES:
+        raise OptionError(f"Expected an output that ends in {', '.join(_SUFFIXES)}, got {str(output)!r}.")
+    if output.resolve() in {image.resolve() for image in images}:
+        raise OptionError(f"The strip would overwrite the picture {str(output)!r}: choose another output.")
+    return output

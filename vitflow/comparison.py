@@ -1,0 +1,378 @@
+"""Compare methods: the same pictures under several methods, as a strip for a paper and as numbers of agreement."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import cv2
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from torch import nn
+
+from vitflow import figures, overlay
+from vitflow.errors import OptionError, unknown_name
+from vitflow.evaluation.agreement import Agreement, mean_of_defined, measure_agreement, spearman
+from vitflow.explainer import Explainer, MethodChoice, choose_methods
+from vitflow.figures import Cell, Column
+from vitflow.files import write_atomically
+from vitflow.images import ImageSource, image_name
+from vitflow.methods import get_method
+from vitflow.saliency import Saliency
+from vitflow.targets import Targets, is_per_picture
+
+#: What is compared unless the caller chooses, as far as the model has classes; baselines last.
+DEFAULT_METHODS = ("attention", "rollout", "gradient_rollout", "gae", "gradcam", "random", "centre")
+
+#: Maps that know nothing of the model's answer: a map that looks no better than these says nothing.
+BASELINES = ("random", "centre")
+
+Scaling = Literal["picture", "column", "map"]
+SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
+
+_TITLES = {
+    "attention": "Raw attention",
+    "rollout": "Attention rollout",
+    "flow": "Attention flow",
+    "gradient_rollout": "Gradient rollout",
+    "gae": "GAE",
+    "gradcam": "Grad-CAM",
+    "input_gradient": "Input gradient",
+    "occlusion": "Blank-out",
+    "random": "Random map",
+    "centre": "Centre prior",
+}
+_SCALED = {
+    "picture": "taken for each method and picture, over all classes of the picture",
+    "column": "taken for each method, over all pictures and classes",
+    "map": "taken for each map",
+}
+
+
+def compare(
+    images: ImageSource | Sequence[ImageSource],
+    *,
+    model: str | Path | nn.Module | Explainer,
+    methods: Sequence[MethodChoice] | None = None,
+    targets: Targets = None,
+    fit: str = "crop",
+    device: str | torch.device | None = None,
+    **options: Any,
+) -> "Comparison":
+    """Explain one picture or several with many methods, side by side, with the baselines beside them.
+
+    Args:
+        images: one picture, or a list of them: paths, bytes, PIL pictures, or RGB arrays.
+        model: a model id (see `load_model`), a module of your own, or an `Explainer`, whose own fit and device hold.
+        methods: names, or (name, options) pairs; by default `DEFAULT_METHODS`, without the class-specific ones where
+            the model has no classes. Name "random" and "centre" to keep the baselines beside a choice of your own.
+        targets: one class or several, by index or name, or "top5", or an array with the class index of each picture;
+            by default the predicted class. Methods that are not class-specific give one map per picture all the same.
+        fit: "crop" (the model's own preprocessing), "squash", "pad" or "native".
+        device: where to run, by default the model's own device, or a GPU if there is one.
+        options: options for every method that has them, such as head_fusion="max".
+
+    Raises:
+        VitflowError: a picture, the model or an option is wrong; the message says which and what to do.
+
+    >>> from vitflow.demo import sample_pictures
+    >>> comparison = compare(sample_pictures()[0], model="demo", methods=["rollout", "gae", "random"], targets="top2")
+    >>> [saliency.method for saliency in comparison.saliencies]
+    ['rollout', 'gae', 'gae', 'random']
+    """
+    sources: list[Any] = list(images) if isinstance(images, list | tuple) else [images]
+    if not sources:
+        raise OptionError("Expected at least one picture, got none.")
+    own_targets = is_per_picture(targets)
+    if own_targets and len(targets) != len(sources):  # type: ignore[arg-type]
+        raise OptionError(f"Expected one class index for each of {len(sources)} pictures, got {targets!r}.")
+    check_methods(DEFAULT_METHODS if methods is None else methods, options)  # before a model is loaded
+    explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
+    if methods is None:
+        has_classes = getattr(explainer.model, "num_classes", None) != 0
+        methods = [name for name in DEFAULT_METHODS if has_classes or not get_method(name).class_specific]
+    pictures = []
+    for number, source in enumerate(sources):
+        # One by one: no picture waits for the memory of another, and the seconds are its own.
+        wanted = targets[number : number + 1] if own_targets else targets  # type: ignore[index]
+        found = explainer.explain_batch([source], methods=methods, targets=wanted, **options)
+        if not isinstance(source, str | Path):
+            found = [replace(saliency, source=f"picture {number + 1}") for saliency in found]
+        pictures.append(tuple(maps for column in _columns(found) for maps in column))
+    return Comparison(tuple(pictures))
+
+
+def check_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) -> None:
+    """Raise OptionError for an unknown method or option, or for the same method with the same options twice."""
+    chosen = choose_methods(methods, options)
+    for number, one in enumerate(chosen):
+        if one in chosen[:number]:
+            raise OptionError(f"Expected different methods or options, got {one[0].name} twice with the same options.")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison:
+    """Maps of the same pictures by several methods.
+
+    Attributes:
+        pictures: for each picture its maps, method by method, and for class-specific methods class by class.
+    """
+
+    pictures: tuple[tuple[Saliency, ...], ...]
+
+    def __repr__(self) -> str:
+        count = len(self.pictures)
+        return f"Comparison({count} picture{'s' if count > 1 else ''}: {', '.join(self.labels)})"
+
+    @property
+    def saliencies(self) -> tuple[Saliency, ...]:
+        """All maps: picture by picture, method by method, class by class."""
+        return tuple(saliency for picture in self.pictures for saliency in picture)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What each column shows: the method, with the options that differ from its defaults."""
+        return tuple(
+            f"{maps[0].method} ({told})" if (told := _own_options(maps[0])) else maps[0].method
+            for maps in _columns(self.pictures[0])
+        )
+
+    def agreement(self, top: float = 0.1) -> Agreement:
+        """How far the methods agree: rank correlation and overlap of the highest patches, for each pair of them.
+
+        Class-specific maps are compared class by class, and the others with each of these; shown are means over
+        pictures and classes. See `vitflow.evaluation.spearman` and `top_overlap` for ties and constant maps.
+
+        Args:
+            top: share of a map's patches that count as its highest, 0 < top < 1; at least one patch.
+
+        Raises:
+            OptionError: top lies outside its range.
+        """
+        rows, between = [], dict[str, list[float | None]]()
+        for picture in self.pictures:
+            columns = _columns(picture)
+            rows += [[maps[min(row, len(maps) - 1)].grid for maps in columns] for row in range(max(map(len, columns)))]
+            for label, maps in zip(self.labels, columns, strict=True):
+                if len(maps) > 1:
+                    between.setdefault(label, []).extend(spearman(a.grid, b.grid) for a, b in combinations(maps, 2))
+        classes = {label: mean_of_defined(values) for label, values in between.items()}
+        return measure_agreement(self.labels, rows, top=top, between_classes=classes)
+
+    def strip(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        scaling: Scaling = "picture",
+        robust: bool = True,
+        vmin: float | None = None,
+        vmax: float | None = None,
+        interpolation: overlay.Interpolation = "linear",
+        width: float = 1.5,
+        dpi: int = figures.DPI,
+        **blending: Any,
+    ) -> Figure:
+        """Draw the maps over their photographs: rows are pictures, or classes of a picture; columns are methods.
+
+        Args:
+            path: also write the figure here: .png, .pdf or .svg.
+            scaling: which maps of one method have the limits of their colours in common: those of one "picture" (its
+                classes), the whole "column", or none ("map"). Different methods never have: their values mean
+                different things.
+            robust: limits at the 2nd and the 98th percentile of the patches instead of at the extremes.
+            vmin, vmax: limits for all maps instead.
+            interpolation: "linear", "cubic", or "nearest" to see the patches.
+            width: of a column, in inches.
+            dpi: pixels per inch of the pictures.
+            blending: cmap, alpha, fade and mark_unseen as for `vitflow.overlay.blend`.
+
+        Raises:
+            OptionError: an unknown scaling, a drawing option out of range, or another file type.
+        """
+        if scaling not in SCALINGS:
+            raise OptionError(unknown_name("scaling", scaling, SCALINGS))
+        if path is not None:
+            figures.check_format(path)
+        limits = _limits(self.pictures, scaling, vmin=vmin, vmax=vmax, robust=robust)
+        pen = _Pen(width, dpi, interpolation, blending)
+        columns = [_columns(picture) for picture in self.pictures]
+        blocks = [
+            [[_photograph(maps, pen)], *([_cell(one, limits[id(one)], pen, len(c) > 1) for one in c] for c in maps)]
+            for maps in columns
+        ]
+        heads = [Column("Photograph"), *(_head(maps[0]) for maps in columns[0])]
+        note = _note(self, scaling, robust, (vmin, vmax))
+        figure = figures.draw_strip(heads, blocks, bar=pen.bar(), bar_labels=("low", "high"), note=note, dpi=dpi)
+        if path is not None:
+            figures.save_figure(figure, path)
+        return figure
+
+    def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
+        """Write the strip (.png, .pdf, .svg; options as for `strip`) or everything as numbers (.json)."""
+        path = Path(path)
+        if figures.check_format(path, (*figures.FORMATS, ".json")) != ".json":
+            self.strip(path, **options)
+            return path
+        if options:
+            raise OptionError(f"Numbers take no drawing options, got {', '.join(options)}.")
+        with write_atomically(path) as file:
+            file.write(json.dumps(self.to_dict(), ensure_ascii=False).encode("utf-8", "backslashreplace"))
+        return path
+
+    def records(self) -> list[dict[str, Any]]:
+        """What a log keeps of each picture, ready for JSON: its maps without their values, and their agreement."""
+        return [
+            {
+                "input": picture[0].source,
+                "model": picture[0].model,
+                "maps": [saliency.to_dict() for saliency in picture],
+                "agreement": Comparison((picture,)).agreement().to_dict(),
+            }
+            for picture in self.pictures
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON: each map with its values on the patch grid, and the agreement."""
+        return {
+            "model": self.saliencies[0].model,
+            "methods": list(self.labels),
+            "maps": [saliency.to_dict() | {"grid": saliency.grid.tolist()} for saliency in self.saliencies],
+            "agreement": self.agreement().to_dict(),
+        }
+
+
+def _columns(picture: Sequence[Saliency]) -> list[list[Saliency]]:
+    """One picture's maps by method and options; a class that was asked for twice ("cat", "top1") appears once."""
+    columns: list[list[Saliency]] = []
+    for one in picture:
+        if not columns or (columns[-1][0].method, columns[-1][0].options) != (one.method, one.options):
+            columns.append([one])
+        elif one.target not in [other.target for other in columns[-1]]:
+            columns[-1].append(one)
+    return columns
+
+
+def _limits(pictures: Sequence[Sequence[Saliency]], scaling: Scaling, **limits: Any) -> dict[int, tuple[float, float]]:
+    """The values of the first and the last colour of each map, by id()."""
+    groups: dict[tuple[int, ...], list[Saliency]] = {}
+    for number, picture in enumerate(pictures):
+        for column, maps in enumerate(_columns(picture)):
+            for row, one in enumerate(maps):
+                key = {"picture": (number, column), "column": (column,), "map": (number, column, row)}[scaling]
+                groups.setdefault(key, []).append(one)
+    return {
+        id(one): overlay.scale_range(np.concatenate([other.grid.ravel() for other in maps]), **limits)
+        for maps in groups.values()
+        for one in maps
+    }
+
+
+@dataclass(frozen=True)
+class _Pen:
+    """How maps are drawn."""
+
+    width: float
+    dpi: int
+    interpolation: overlay.Interpolation
+    blending: Mapping[str, Any]
+
+    def photograph(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The picture in the size that it has in the strip."""
+        height, width = figures.panel_size((image.shape[0], image.shape[1]), width=self.width, dpi=self.dpi)
+        smaller = height <= image.shape[0]
+        resized = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if smaller else cv2.INTER_CUBIC)
+        return np.asarray(resized, dtype=np.uint8)
+
+    def overlay(self, saliency: Saliency, limits: tuple[float, float]) -> NDArray[np.uint8]:
+        """The map over the picture, both in the size that they have in the strip."""
+        picture = self.photograph(saliency.image)
+        # The placement's coordinates are continuous, so that it fits the picture in any size.
+        placement = replace(saliency.placement, image_size=picture.shape[:2])
+        heatmap = overlay.upsample(saliency.grid, placement, interpolation=self.interpolation)
+        return overlay.blend(picture, heatmap, vmin=limits[0], vmax=limits[1], **self.blending)
+
+    def bar(self) -> NDArray[np.uint8]:
+        """The colours from low to high, as they look over white."""
+        height, width = round(0.07 * self.dpi), round(1.1 * self.dpi)
+        ramp = np.tile(np.linspace(0, 1, width), (height, 1))
+        return overlay.blend(np.full((height, width, 3), 255, np.uint8), ramp, vmin=0, vmax=1, **self.blending)
+
+
+def _photograph(columns: Sequence[Sequence[Saliency]], pen: _Pen) -> Cell:
+    """The picture itself, with the class that its row explains; where there are several, each map names its own."""
+    first = columns[0][0]
+    classes = [maps for maps in columns if len(maps) > 1]
+    caption = () if classes else tuple(_class_lines(next((m[0] for m in columns if m[0].class_specific), first)))
+    return Cell(pen.photograph(first.image), caption, (image_name(first.source),))
+
+
+def _class_lines(saliency: Saliency) -> Iterator[str]:
+    if saliency.target is not None and saliency.probability is not None:
+        chance = "<0.1%" if saliency.probability < 0.0005 else f"{saliency.probability:.1%}"
+        # The probability of a long name gets a line of its own, so that it is not cut off.
+        yield from (saliency.label, chance) if len(saliency.label) > 40 else (f"{saliency.label}, {chance}",)
+
+
+def _cell(saliency: Saliency, limits: tuple[float, float], pen: _Pen, name_class: bool) -> Cell:
+    low, high = limits
+    details = [f"{_number(low)} – {_number(high)} · {_duration(saliency.seconds)}"]
+    share = saliency.facts.get("saturated")
+    if share is not None:
+        details.append(f"{share:.0%} saturated")
+    caption = tuple(_class_lines(saliency)) if name_class else ()
+    return Cell(pen.overlay(saliency, limits), caption, tuple(details))
+
+
+def _number(value: float) -> str:
+    """A number in a few characters, such as 0.042 or 9.9e−5."""
+    return f"{value:.2g}".replace("e-0", "e-").replace("e+0", "e").replace("-", "−")
+
+
+def _duration(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
+
+
+def _head(saliency: Saliency) -> Column:
+    method = saliency.method
+    title = _TITLES.get(method, method)  # a registered method is called what its author called it
+    group = "class-specific" if saliency.class_specific else "not class-specific"
+    if method in BASELINES:
+        group = "baselines, not class-specific"
+    return Column(title, _own_options(saliency), group)
+
+
+def _own_options(saliency: Saliency) -> str:
+    """The options that differ from the method's defaults, such as "head fusion max, discard ratio 0.9"."""
+    defaults = get_method(saliency.method).defaults
+    return ", ".join(_option(name, value) for name, value in saliency.options.items() if value != defaults.get(name))
+
+
+def _option(name: str, value: Any) -> str:
+    words = name.replace("_", " ")
+    if isinstance(value, bool):
+        return words if value else f"not {words}"
+    if isinstance(value, tuple | list):
+        value = ", ".join(str(part) for part in value)
+        return f"{words} ({value})"
+    return f"{words} {value}"
+
+
+def _note(comparison: Comparison, scaling: Scaling, robust: bool, given: tuple[float | None, float | None]) -> str:
+    low, high = overlay.ROBUST_PERCENTILES
+    ends = f"{low:g}nd to the {high:g}th percentile" if robust else "smallest to the largest value"
+    if None not in given:
+        limits = f"Colours run from {given[0]:g} to {given[1]:g}."
+    else:
+        limits = f"Colours run from the {ends} of the patches, {_SCALED[scaling]}; these limits stand below each map."
+    first = comparison.saliencies[0]
+    seen = (
+        ""
+        if all(p[0].placement.sees_everything for p in comparison.pictures)
+        else (" The line bounds what the model saw.")
+    )
+    return f"{limits}{seen}\nModel: {first.model}."

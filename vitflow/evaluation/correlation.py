@@ -1,0 +1,268 @@
+"""The evidence of the paper, on images: do attention, rollout and flow rank patches as blanking them out does?
+
+Abnar & Zuidema report, layer by layer, how raw attention, attention rollout and attention flow correlate with blank-out
+scores and with input gradients (their Tables 1 to 3, on sentences). This is the same for pictures.
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from vitflow import figures
+from vitflow.errors import OptionError, unknown_name
+from vitflow.evaluation.agreement import spearman
+from vitflow.explainer import Explainer, MethodChoice
+from vitflow.figures import Series
+from vitflow.files import write_atomically
+from vitflow.images import ImageSource, find_images
+from vitflow.methods.attention import check_layer, raw_attention
+from vitflow.methods.fusion import HeadFusion
+from vitflow.methods.rollout import attention_rollout
+from vitflow.recorder import record_attention
+from vitflow.targets import Target
+
+LAYER_METHODS = ("attention", "rollout")
+REFERENCES = ("occlusion", "input_gradient")
+
+_WORDS = {
+    "attention": "raw attention",
+    "rollout": "attention rollout",
+    "flow": "attention flow",
+    "occlusion": "blank-out",
+    "input_gradient": "input gradient",
+}
+
+
+def rank_correlation(
+    images: ImageSource | Sequence[ImageSource],
+    *,
+    model: str | Path | nn.Module | Explainer,
+    layers: Sequence[int] | None = None,
+    methods: Sequence[str] = LAYER_METHODS,
+    references: Sequence[MethodChoice] = REFERENCES,
+    target: Target = None,
+    fit: str = "crop",
+    device: str | torch.device | None = None,
+    head_fusion: HeadFusion = "mean",
+    value_weighted: bool = False,
+    discard_ratio: float = 0.0,
+    residual: float = 0.5,
+    start_layer: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> "RankCorrelation":
+    """Correlate raw attention, rollout and flow of each layer with references, over pictures.
+
+    Layer l is read as if it were the last one: raw attention is qᵀ W_l, rollout qᵀ Â_l ⋯ Â_s, and flow runs from the
+    readout of layer l down to the input of layer s. With the defaults this is what the paper does, head fusion by the
+    mean and every layer down to the first.
+
+    Args:
+        images: a folder, or a list of pictures; none are skipped.
+        model: a model id, a module, or an `Explainer`, whose own fit and device hold.
+        layers: which layers, 1 for the first; by default all from start_layer on.
+        methods: any of "attention", "rollout", "flow".
+        references: methods of the table whose maps the others are held against, or (name, options) pairs.
+        target: class of the references that are class-specific, by default the predicted one of each picture.
+        fit: "crop" (the model's own preprocessing), "squash", "pad" or "native".
+        device: where to run.
+        head_fusion, value_weighted, discard_ratio, residual, start_layer: as for the methods themselves.
+        progress: called after each picture with the number done and the number of all.
+
+    Raises:
+        VitflowError: a picture, the model or an option is wrong.
+
+    Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, §4.
+
+    >>> from vitflow.demo import sample_pictures
+    >>> pictures = sample_pictures()[:2]
+    >>> found = rank_correlation(pictures, model="demo", methods=["rollout"], references=["input_gradient"])
+    >>> found.values.shape  # references, methods, layers, pictures
+    (1, 1, 6, 2)
+    """
+    for method in methods:
+        if method not in LAYER_METHODS:
+            raise OptionError(unknown_name("method by layer", method, LAYER_METHODS))
+    if not methods or not references:
+        raise OptionError("Expected at least one method and one reference, got none.")
+    sources = _sources(images)
+    explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
+    found, numbers = [], list[int]()
+    for done, source in enumerate(sources, start=1):
+        held = explainer.explain_batch([source], methods=references, targets=target)
+        fused, readout, layout = _record(explainer, source, head_fusion, value_weighted)
+        numbers = _chosen_layers(layers, start_layer, len(fused))
+        options = {"discard_ratio": discard_ratio, "num_prefix_tokens": layout.num_prefix_tokens}
+        further = {"residual": residual, "start_layer": start_layer}
+        grids = [
+            [
+                layout.to_grid(_layer_map(method, fused[:number], readout, options, further))[0].float().cpu().numpy()
+                for number in numbers
+            ]
+            for method in methods
+        ]
+        found.append([[[spearman(grid, one.grid) for grid in row] for row in grids] for one in held])
+        if progress is not None:
+            progress(done, len(sources))
+    values = np.moveaxis(np.array(found, dtype=float), 0, -1)  # None becomes NaN
+    names = tuple(name if isinstance(name, str) else name[0] for name in references)
+    return RankCorrelation(explainer.model_id, tuple(methods), names, tuple(numbers), values)
+
+
+def _sources(images: Any) -> list[ImageSource]:
+    if isinstance(images, str | os.PathLike) and Path(images).is_dir():
+        images = find_images(images)
+        if not images:
+            raise OptionError("Expected a folder with pictures, got one without any.")
+    sources = list(images) if isinstance(images, list | tuple) else [images]
+    if not sources:
+        raise OptionError("Expected at least one picture, got none.")
+    return sources
+
+
+def _record(
+    explainer: Explainer, source: ImageSource, head_fusion: HeadFusion, value_weighted: bool
+) -> tuple[list[Tensor], Tensor, Any]:
+    """Fused attention of each layer, the readout and the token layout of one picture."""
+    with (
+        torch.no_grad(),
+        record_attention(
+            explainer.model, head_fusion=head_fusion, value_weighted=value_weighted, layout=explainer.layout
+        ) as trace,
+    ):
+        explainer.model(explainer.pixels(source))
+    return trace.fused(head_fusion, value_weighted=value_weighted), trace.readout, trace.layout
+
+
+def _chosen_layers(layers: Sequence[int] | None, start_layer: int, count: int) -> list[int]:
+    first = check_layer("start_layer", start_layer, count) + 1
+    if layers is None:
+        return list(range(first, count + 1))
+    numbers = [check_layer("layers", layer, count) + 1 for layer in layers]
+    if not numbers or min(numbers) < first:
+        raise OptionError(f"Expected layers from {first} (start_layer) to {count}, got {list(layers)}.")
+    return numbers
+
+
+def _layer_map(
+    method: str, fused: Sequence[Tensor], readout: Tensor, options: dict[str, Any], further: dict[str, Any]
+) -> Tensor:
+    """The map over tokens [1, tokens] of the last of these layers by one method."""
+    if method == "attention":
+        return raw_attention([fused[-1]], readout=readout, **options)
+    return attention_rollout(fused, readout=readout, **options, **further)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankCorrelation:
+    """Spearman's rank correlation of each method and layer with each reference, over pictures.
+
+    Attributes:
+        model: the model's id.
+        methods: attention, rollout, flow.
+        references: what they are held against.
+        layers: layer numbers, 1 for the first.
+        values: float64 [references, methods, layers, pictures]; NaN where one of the two maps is constant.
+    """
+
+    model: str
+    methods: tuple[str, ...]
+    references: tuple[str, ...]
+    layers: tuple[int, ...]
+    values: NDArray[np.float64]
+
+    @property
+    def pictures(self) -> int:
+        """How many pictures were measured."""
+        return int(self.values.shape[-1])
+
+    def mean(self, reference: str, method: str, layer: int) -> float | None:
+        """The mean over pictures; None where no picture has a value."""
+        defined = self._defined(reference, method, layer)
+        return float(defined.mean()) if len(defined) else None
+
+    def spread(self, reference: str, method: str, layer: int) -> float | None:
+        """The sample standard deviation over pictures; None for fewer than two."""
+        defined = self._defined(reference, method, layer)
+        return float(defined.std(ddof=1)) if len(defined) > 1 else None
+
+    def _defined(self, reference: str, method: str, layer: int) -> NDArray[np.float64]:
+        index = self.references.index(reference), self.methods.index(method), self.layers.index(layer)
+        values: NDArray[np.float64] = self.values[index]
+        return values[~np.isnan(values)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Means, standard deviations and the value of each picture (None where undefined), ready for JSON."""
+        rows = [
+            {
+                "reference": reference,
+                "method": method,
+                "layer": layer,
+                "mean": self.mean(reference, method, layer),
+                "standard_deviation": self.spread(reference, method, layer),
+                "values": [None if np.isnan(value) else float(value) for value in self.values[r, m, n]],
+            }
+            for r, reference in enumerate(self.references)
+            for m, method in enumerate(self.methods)
+            for n, layer in enumerate(self.layers)
+        ]
+        return {"model": self.model, "pictures": self.pictures, "spearman": rows}
+
+    def to_markdown(self) -> str:
+        """One table per reference, as in the paper: a row per method, a column per layer, mean ± standard deviation."""
+        tables = []
+        for reference in self.references:
+            head = [f"Spearman with {_words(reference)}", *(f"L{layer}" for layer in self.layers)]
+            lines = [head, ["---"] + ["---:"] * len(self.layers)]
+            lines += [
+                [_words(method), *(self._shown(reference, method, layer) for layer in self.layers)]
+                for method in self.methods
+            ]
+            tables.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        told = f"Mean ± standard deviation over {self.pictures} picture{'s' * (self.pictures > 1)}, {self.model}."
+        return "\n\n".join([*tables, told]) + "\n"
+
+    def _shown(self, reference: str, method: str, layer: int) -> str:
+        mean, spread = self.mean(reference, method, layer), self.spread(reference, method, layer)
+        if mean is None:
+            return "–"
+        return (f"{round(mean, 2) + 0.0:.2f}" + ("" if spread is None else f" ± {spread:.2f}")).replace("-", "−")
+
+    def figure(self) -> Figure:
+        """A chart per reference: a line per method over the layers, with a band of ± one standard deviation."""
+        charts = {
+            f"with {_words(reference)}": [
+                Series(
+                    _words(method),
+                    self.layers,
+                    [self.mean(reference, method, layer) for layer in self.layers],
+                    [self.spread(reference, method, layer) for layer in self.layers],
+                )
+                for method in self.methods
+            ]
+            for reference in self.references
+        }
+        return figures.draw_lines(charts, x_label="layer", y_label="Spearman's rank correlation")
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the chart (.png, .pdf, .svg), the tables (.md) or all values (.json)."""
+        path = Path(path)
+        suffix = figures.check_format(path, (*figures.FORMATS, ".md", ".json"))
+        if suffix in figures.FORMATS:
+            return figures.save_figure(self.figure(), path)
+        text = self.to_markdown() if suffix == ".md" else json.dumps(self.to_dict())
+        with write_atomically(path) as file:
+            file.write(text.encode())
+        return path
+
+
+def _words(name: str) -> str:
+    return _WORDS.get(name, name.replace("_", " "))
