@@ -13,7 +13,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
-from vitflow import figures
+from vitflow import figures, typesetting
 from vitflow.errors import OptionError, ShapeError
 from vitflow.figures import Cell, Column, Series, draw_lines, draw_strip, panel_size, save_figure
 
@@ -23,7 +23,7 @@ NAMES = [
     "$5 bill and $10 bill",
     r"$\frac{$ \n & <b>&amp;</b> 100%_^",
     "broken \udcff name\x00 with\ttabs\nand lines",
-    "🐱 عربي ภาษาไทย हिन्दी",
+    "🐱 👩\u200d👧 عربي ภาษาไทย हिन्दी \ue000 \uffff \U0001fffe",
     "Pneumonoultramicroscopicsilicovolcanoconiosis",
     "a class whose name goes on and on, far beyond what any column can hold in two lines of type",
     "",
@@ -47,7 +47,7 @@ def strip(names: list[str], *, rows: int = 1, classes: int = 1, size: tuple[int,
 def boxes(figure):
     """Where each line of type stands: (text, box in pixels)."""
     renderer = FigureCanvasAgg(figure).get_renderer()
-    with figures._without_glyph_warnings():
+    with typesetting.without_glyph_warnings():
         return [(text.get_text(), text.get_window_extent(renderer)) for text in figure.axes[0].texts if text.get_text()]
 
 
@@ -118,7 +118,7 @@ def test_a_group_is_named_once_over_the_columns_that_stand_together():
 
 
 def test_wrapping_keeps_the_words_and_the_width():
-    page = figures._Page(200, 5)
+    page = typesetting.Page(200, 5)
     text = "Egyptian cat of many words that will not fit into a single line of this width"
     for lines in range(1, 12):
         found = page.wrap(text, 1.0, 7, lines=lines)

@@ -4,42 +4,29 @@ Nothing here touches pyplot, so no window opens and no global state of the calle
 """
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import RendererAgg
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties, fontManager
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, unknown_name
 from vitflow.files import write_atomically
+from vitflow.typesetting import BODY, GREY, INK, LEADING, RULE, SMALL, TITLE, Page, QuietFigure, printable
 
 FORMATS = (".pdf", ".png", ".svg")
 
 #: Pixels per inch of the pictures in a strip, in every format; text and lines are vectors in PDF and SVG.
 DPI = 200
 
-# Sizes of type in points, and lengths in inches.
-_TITLE, _BODY, _SMALL = 8.0, 6.6, 6.0
+# Lengths in inches.
 _MARGIN, _COLUMN_GAP, _ROW_GAP = 0.08, 0.07, 0.10
-_LEADING = 1.32 / 72  # from one baseline to the next, per point of type
 _NARROWEST = 1.15  # a column's least width, so that its words fit
-_INK, _GREY, _RULE = "#1a1a1a", "#666666", "#9a9a9a"
-
-_WIDE_FONTS = (
-    *("Noto Sans CJK JP", "Noto Sans CJK SC", "Source Han Sans", "WenQuanYi Zen Hei", "IPAexGothic"),
-    *("PingFang SC", "Hiragino Sans", "Apple SD Gothic Neo", "Arial Unicode MS"),
-    *("Microsoft YaHei", "Yu Gothic", "Malgun Gothic", "Noto Sans Arabic", "Noto Sans Devanagari", "Noto Sans Thai"),
-)
 
 # Okabe & Ito's colours, which people who see fewer colours can also tell apart.
 _LINE_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -90,22 +77,6 @@ class Series:
 Block = Sequence[Sequence[Cell]]
 
 
-class _Figure(Figure):
-    """A figure that draws characters which no font has as boxes, without a warning for each."""
-
-    def draw(self, renderer: Any) -> None:
-        with _without_glyph_warnings():
-            super().draw(renderer)
-
-
-@contextmanager
-def _without_glyph_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"(?s).*[Gg]lyph.*", category=UserWarning)
-        warnings.filterwarnings("ignore", message=r".*does not support.*natively", category=UserWarning)
-        yield
-
-
 def panel_size(image_size: tuple[int, int], *, width: float = 1.5, dpi: int = DPI) -> tuple[int, int]:
     """How many pixels, (height, width), a picture of a given size takes in a strip; its aspect is kept.
 
@@ -114,10 +85,9 @@ def panel_size(image_size: tuple[int, int], *, width: float = 1.5, dpi: int = DP
     >>> panel_size((480, 640)), panel_size((640, 480)), panel_size((800, 400))
     ((225, 300), (360, 270), (360, 180))
     """
-    height_in, width_in = image_size
-    box = width * dpi
-    scale = min(box / width_in, 1.2 * box / height_in)
-    return max(round(height_in * scale), 1), max(round(width_in * scale), 1)
+    high, wide = image_size
+    scale = min(width * dpi / wide, 1.2 * width * dpi / high)
+    return max(round(high * scale), 1), max(round(wide * scale), 1)
 
 
 def draw_strip(
@@ -156,7 +126,7 @@ def draw_strip(
             )
     images = [cell.image for block in blocks for cells in block for cell in cells]
     width = max(_NARROWEST, *(image.shape[1] / dpi for image in images))
-    page = _Page(dpi, 2 * _MARGIN + len(columns) * (width + _COLUMN_GAP) - _COLUMN_GAP)
+    page = Page(dpi, 2 * _MARGIN + len(columns) * (width + _COLUMN_GAP) - _COLUMN_GAP)
     lefts = [_MARGIN + index * (width + _COLUMN_GAP) for index in range(len(columns))]
     y = _draw_heads(page, columns, lefts, width)
     for number, block in enumerate(blocks):
@@ -169,114 +139,28 @@ def draw_strip(
     return page.finish(y - _ROW_GAP + _MARGIN)
 
 
-class _Page:
-    """A sheet on which pictures, lines of type and rules are placed, in inches from the top left."""
-
-    def __init__(self, dpi: int, width: float) -> None:
-        self.dpi, self.width = dpi, width
-        self.figure = _Figure(dpi=dpi, facecolor="white")
-        self.figure.suppressComposite = True  # each picture stays one in PDF and SVG
-        self.axes = self.figure.add_axes((0, 0, 1, 1))
-        self.axes.set_axis_off()
-        # Type is measured at ten times its size, where the rounding to pixels no longer shows.
-        self._renderer: Any = RendererAgg(1, 1, 720)  # type: ignore[no-untyped-call]
-        self._widths: dict[tuple[str, float, str], float] = {}
-
-    def snap(self, length: float) -> float:
-        """The nearest whole number of pixels, in inches: a picture then keeps its own pixels."""
-        return round(length * self.dpi) / self.dpi
-
-    def picture(self, image: NDArray[np.uint8], left: float, top: float) -> None:
-        left, top = self.snap(left), self.snap(top)
-        right, bottom = left + image.shape[1] / self.dpi, top + image.shape[0] / self.dpi
-        extent = (left, right, bottom, top)
-        self.axes.imshow(image, extent=extent, aspect="auto", origin="upper", interpolation="auto", zorder=1)
-
-    def line(self, text: str, x: float, baseline: float, size: float, **style: Any) -> None:
-        style = {"color": _INK, "ha": "center"} | style
-        # The text is data: a dollar sign in a name starts no formula.
-        plain: dict[str, Any] = {"parse_math": False, "usetex": False, "family": font_families(), "style": "normal"}
-        self.axes.text(x, baseline, text, fontsize=size, va="baseline", **plain, **style)
-
-    def rule(self, left: float, right: float, y: float) -> None:
-        self.axes.plot([left, right], [y, y], color=_RULE, linewidth=0.5, solid_capstyle="butt")
-
-    def measure(self, text: str, size: float, weight: str = "normal") -> float:
-        """Width of a line of type in inches."""
-        key = (text, size, weight)
-        if key not in self._widths:
-            font = FontProperties(family=font_families(), style="normal", size=size, weight=weight)
-            with _without_glyph_warnings():
-                self._widths[key] = float(self._renderer.get_text_width_height_descent(text, font, False)[0]) / 720
-        return self._widths[key]
-
-    def wrap(self, text: str, width: float, size: float, lines: int = 2, weight: str = "normal") -> list[str]:
-        """Break a text into at most so many lines of a width; what does not fit ends in an ellipsis."""
-        words = printable(text).split()
-        broken: list[str] = []
-        while words and len(broken) < lines:
-            count = next(
-                (n for n in range(len(words), 0, -1) if self.measure(" ".join(words[:n]), size, weight) <= width), 0
-            )
-            if count == len(words) or (count and len(broken) < lines - 1):
-                broken.append(" ".join(words[:count]))
-                words = words[count:]
-            else:
-                broken.append(self._cut(" ".join(words), width, size, weight))
-                words = []
-        return broken
-
-    def _cut(self, text: str, width: float, size: float, weight: str) -> str:
-        if self.measure(text, size, weight) <= width:
-            return text
-        kept = text
-        while kept and self.measure(f"{kept}…", size, weight) > width:
-            kept = kept[:-1].rstrip()
-        return f"{kept}…"
-
-    def finish(self, height: float) -> Figure:
-        width, height = self.snap(self.width), self.snap(height)
-        self.figure.set_size_inches(width, height)
-        self.axes.set_xlim(0, width)
-        self.axes.set_ylim(height, 0)
-        return self.figure
-
-
-@cache
-def font_families() -> list[str]:
-    """The font that matplotlib brings, then those of this machine that have the scripts which it lacks."""
-    installed = {font.name for font in fontManager.ttflist}
-    return ["DejaVu Sans", *(name for name in _WIDE_FONTS if name in installed)]
-
-
-def printable(text: str) -> str:
-    """A text that can be drawn: what cannot be printed (control characters, broken UTF-8) as question marks."""
-    text = text.encode("utf-8", "replace").decode()
-    return "".join(char if char.isprintable() or char.isspace() else "?" for char in text)
-
-
-def _draw_heads(page: _Page, columns: Sequence[Column], lefts: Sequence[float], width: float) -> float:
+def _draw_heads(page: Page, columns: Sequence[Column], lefts: Sequence[float], width: float) -> float:
     """Draw the heads of the columns; return where the pictures begin."""
     y = _MARGIN
     if any(column.group for column in columns):
-        y += _SMALL * _LEADING
+        y += SMALL * LEADING
         for first, last in _runs([column.group for column in columns]):
             group = columns[first].group
             if group:
                 left, right = lefts[first], lefts[last] + width
-                [text, *_] = page.wrap(group, right - left, _SMALL, lines=1)
-                page.line(text, (left + right) / 2, y - 0.02, _SMALL, color=_GREY)
+                [text, *_] = page.wrap(group, right - left, SMALL, lines=1)
+                page.line(text, (left + right) / 2, y - 0.02, SMALL, color=GREY)
                 page.rule(left, right, y + 0.025)
         y += 0.06
-    titles = [page.wrap(column.title, width, _TITLE, weight="bold") for column in columns]
-    below = [page.wrap(column.subtitle, width, _SMALL, lines=3) for column in columns]
-    y += max(len(lines) for lines in titles) * _TITLE * _LEADING
+    titles = [page.wrap(column.title, width, TITLE, weight="bold") for column in columns]
+    below = [page.wrap(column.subtitle, width, SMALL, lines=3) for column in columns]
+    y += max(len(lines) for lines in titles) * TITLE * LEADING
     for left, title, subtitle in zip(lefts, titles, below, strict=True):
         for number, text in enumerate(reversed(title)):
-            page.line(text, left + width / 2, y - 0.03 - number * _TITLE * _LEADING, _TITLE, weight="bold")
+            page.line(text, left + width / 2, y - 0.03 - number * TITLE * LEADING, TITLE, weight="bold")
         for number, text in enumerate(subtitle, start=1):
-            page.line(text, left + width / 2, y - 0.03 + number * _SMALL * _LEADING, _SMALL, color=_GREY)
-    return y + 0.02 + max(len(lines) for lines in below) * _SMALL * _LEADING
+            page.line(text, left + width / 2, y - 0.03 + number * SMALL * LEADING, SMALL, color=GREY)
+    return y + 0.02 + max(len(lines) for lines in below) * SMALL * LEADING
 
 
 def _runs(groups: Sequence[str]) -> Iterator[tuple[int, int]]:
@@ -288,7 +172,7 @@ def _runs(groups: Sequence[str]) -> Iterator[tuple[int, int]]:
             first = index
 
 
-def _draw_block(page: _Page, block: Block, lefts: Sequence[float], width: float, y: float) -> float:
+def _draw_block(page: Page, block: Block, lefts: Sequence[float], width: float, y: float) -> float:
     """Draw one block's rows from y on; return where the next block begins."""
     rows = max(len(cells) for cells in block)
     words = [[_words(page, cell, width) for cell in cells] for cells in block]
@@ -303,45 +187,45 @@ def _draw_block(page: _Page, block: Block, lefts: Sequence[float], width: float,
     return tops[-1] + heights[-1] + _ROW_GAP
 
 
-def _words(page: _Page, cell: Cell, width: float) -> list[tuple[str, float, str]]:
+def _words(page: Page, cell: Cell, width: float) -> list[tuple[str, float, str]]:
     """The lines below a picture: text, size, colour."""
-    lines = [(text, _BODY, _INK) for caption in cell.caption for text in page.wrap(caption, width, _BODY)]
-    return lines + [(text, _SMALL, _GREY) for detail in cell.details for text in page.wrap(detail, width, _SMALL)]
+    lines = [(text, BODY, INK) for caption in cell.caption for text in page.wrap(caption, width, BODY)]
+    return lines + [(text, SMALL, GREY) for detail in cell.details for text in page.wrap(detail, width, SMALL)]
 
 
-def _cell_height(page: _Page, cell: Cell, lines: Sequence[tuple[str, float, str]]) -> float:
-    return float(cell.image.shape[0] / page.dpi + 0.02 + sum(size for _, size, _ in lines) * _LEADING)
+def _cell_height(page: Page, cell: Cell, lines: Sequence[tuple[str, float, str]]) -> float:
+    return float(cell.image.shape[0] / page.dpi + 0.02 + sum(size for _, size, _ in lines) * LEADING)
 
 
 def _draw_cell(
-    page: _Page, cell: Cell, lines: Sequence[tuple[str, float, str]], left: float, width: float, top: float
+    page: Page, cell: Cell, lines: Sequence[tuple[str, float, str]], left: float, width: float, top: float
 ) -> None:
     height, own_width = cell.image.shape[0] / page.dpi, cell.image.shape[1] / page.dpi
     page.picture(cell.image, left + (width - own_width) / 2, top)
     baseline = top + height + 0.02
     for text, size, color in lines:
-        baseline += size * _LEADING
+        baseline += size * LEADING
         page.line(text, left + width / 2, baseline - 0.02, size, color=color)
 
 
-def _draw_foot(page: _Page, bar: NDArray[np.uint8] | None, labels: tuple[str, str], note: str, y: float) -> float:
+def _draw_foot(page: Page, bar: NDArray[np.uint8] | None, labels: tuple[str, str], note: str, y: float) -> float:
     """Draw the colour bar and the note from y on; return where they end."""
     left = _MARGIN
     y += 0.06
-    baseline = y + _SMALL * _LEADING
+    baseline = y + SMALL * LEADING
     if bar is not None:
-        low, high = (page.measure(label, _SMALL) for label in labels)
-        page.line(labels[0], left, baseline - 0.02, _SMALL, ha="left", color=_GREY)
+        low, high = (page.measure(label, SMALL) for label in labels)
+        page.line(labels[0], left, baseline - 0.02, SMALL, ha="left", color=GREY)
         start = page.snap(left + low + 0.05)
         page.picture(bar, start, baseline - 0.02 - bar.shape[0] / page.dpi)
         end = start + bar.shape[1] / page.dpi
-        page.line(labels[1], end + 0.05, baseline - 0.02, _SMALL, ha="left", color=_GREY)
+        page.line(labels[1], end + 0.05, baseline - 0.02, SMALL, ha="left", color=GREY)
         left = end + 0.05 + high + 0.2
     room = page.width - _MARGIN - left
-    lines = [text for paragraph in note.splitlines() for text in page.wrap(paragraph, room, _SMALL, lines=6)]
+    lines = [text for paragraph in note.splitlines() for text in page.wrap(paragraph, room, SMALL, lines=6)]
     for number, text in enumerate(lines):
-        page.line(text, left, baseline - 0.02 + number * _SMALL * _LEADING, _SMALL, ha="left", color=_GREY)
-    return y + max(len(lines), 1) * _SMALL * _LEADING + _ROW_GAP
+        page.line(text, left, baseline - 0.02 + number * SMALL * LEADING, SMALL, ha="left", color=GREY)
+    return y + max(len(lines), 1) * SMALL * LEADING + _ROW_GAP
 
 
 def draw_lines(charts: Mapping[str, Sequence[Series]], *, x_label: str, y_label: str) -> Figure:
@@ -356,21 +240,21 @@ def draw_lines(charts: Mapping[str, Sequence[Series]], *, x_label: str, y_label:
     >>> [axes.get_title(loc="left") for axes in draw_lines({"blank-out": [series]}, x_label="layer", y_label="ρ").axes]
     ['blank-out']
     """
-    figure = _Figure(figsize=(0.4 + 3.1 * len(charts), 2.6), dpi=DPI, layout="constrained", facecolor="white")
+    figure = QuietFigure(figsize=(0.4 + 3.1 * len(charts), 2.6), dpi=DPI, layout="constrained", facecolor="white")
     plots: Any = figure.subplots(1, len(charts), sharey=True, squeeze=False)[0]
     handles: dict[str, Any] = {}
     for axes, (title, series) in zip(plots, charts.items(), strict=True):
         for number, one in enumerate(series):
             handles.setdefault(one.label, _draw_series(axes, one, number))
         _style(axes, title, x_label, sorted({x for one in series for x in one.x}))
-    plots[0].set_ylabel(y_label, fontsize=_TITLE, parse_math=False)
+    plots[0].set_ylabel(y_label, fontsize=TITLE, parse_math=False)
     legend = figure.legend(
         handles.values(),
         map(printable, handles),
         loc="outside lower center",
         ncols=len(handles),
         frameon=False,
-        fontsize=_TITLE,
+        fontsize=TITLE,
     )
     for text in legend.get_texts():
         text.set_parse_math(False)
@@ -390,11 +274,11 @@ def _draw_series(axes: Axes, series: Series, number: int) -> Any:
 
 
 def _style(axes: Axes, title: str, x_label: str, ticks: Sequence[float]) -> None:
-    axes.set_title(printable(title), fontsize=_TITLE, loc="left", color=_INK, parse_math=False)
-    axes.set_xlabel(x_label, fontsize=_TITLE, parse_math=False)
+    axes.set_title(printable(title), fontsize=TITLE, loc="left", color=INK, parse_math=False)
+    axes.set_xlabel(x_label, fontsize=TITLE, parse_math=False)
     axes.set_xticks(ticks if len(ticks) <= 16 else ticks[:: len(ticks) // 12])
-    axes.tick_params(labelsize=_BODY, length=2.5, width=0.6)
-    axes.axhline(0, color=_RULE, linewidth=0.6, zorder=0)
+    axes.tick_params(labelsize=BODY, length=2.5, width=0.6)
+    axes.axhline(0, color=RULE, linewidth=0.6, zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_linewidth(0.6)
 

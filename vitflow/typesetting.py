@@ -1,0 +1,141 @@
+"""Setting type and pictures on a page: fonts, line breaks, and places in inches, drawn by matplotlib."""
+
+import unicodedata
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import RendererAgg
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, fontManager
+from numpy.typing import NDArray
+
+# Sizes of type in points.
+TITLE, BODY, SMALL = 8.0, 6.6, 6.0
+LEADING = 1.32 / 72  # from one baseline to the next, per point of type
+INK, GREY, RULE = "#1a1a1a", "#666666", "#9a9a9a"
+
+# Fonts with scripts that matplotlib's own font lacks.
+_WIDE_FONTS = (
+    *("Noto Sans CJK JP", "Noto Sans CJK SC", "Source Han Sans", "WenQuanYi Zen Hei", "IPAexGothic"),
+    *("PingFang SC", "Hiragino Sans", "Apple SD Gothic Neo", "Arial Unicode MS"),
+    *("Microsoft YaHei", "Yu Gothic", "Malgun Gothic", "Noto Sans Arabic", "Noto Sans Devanagari", "Noto Sans Thai"),
+)
+
+
+class QuietFigure(Figure):
+    """A figure that draws characters which no font has as boxes, without a warning for each."""
+
+    def draw(self, renderer: Any) -> None:
+        """Draw it, as matplotlib does for a screen or a file."""
+        with without_glyph_warnings():
+            super().draw(renderer)
+
+
+@contextmanager
+def without_glyph_warnings() -> Iterator[None]:
+    """Keep matplotlib from warning of characters that no font has: a box says as much."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"(?s).*[Gg]lyph.*", category=UserWarning)
+        warnings.filterwarnings("ignore", message=r".*does not support.*natively", category=UserWarning)
+        yield
+
+
+class Page:
+    """A sheet on which pictures, lines of type and rules are placed, in inches from the top left."""
+
+    def __init__(self, dpi: int, width: float) -> None:
+        self.dpi, self.width = dpi, width
+        self.figure = QuietFigure(dpi=dpi, facecolor="white")
+        self.figure.suppressComposite = True  # each picture stays one in PDF and SVG
+        self.axes = self.figure.add_axes((0, 0, 1, 1))
+        self.axes.set_axis_off()
+        # Type is measured at ten times its size, where the rounding to pixels no longer shows.
+        self._renderer: Any = RendererAgg(1, 1, 720)  # type: ignore[no-untyped-call]
+        self._widths: dict[tuple[str, float, str], float] = {}
+
+    def snap(self, length: float) -> float:
+        """The nearest whole number of pixels, in inches: a picture then keeps its own pixels."""
+        return round(length * self.dpi) / self.dpi
+
+    def picture(self, image: NDArray[np.uint8], left: float, top: float) -> None:
+        """Place a picture, uint8 RGB [height, width, 3], by its upper left corner."""
+        left, top = self.snap(left), self.snap(top)
+        right, bottom = left + image.shape[1] / self.dpi, top + image.shape[0] / self.dpi
+        extent = (left, right, bottom, top)
+        self.axes.imshow(image, extent=extent, aspect="auto", origin="upper", interpolation="auto", zorder=1)
+
+    def line(self, text: str, x: float, baseline: float, size: float, **style: Any) -> None:
+        """Set a line of type, by default centred on x; style as for matplotlib's text."""
+        style = {"color": INK, "ha": "center"} | style
+        # The text is data: a dollar sign in a name starts no formula.
+        plain: dict[str, Any] = {"parse_math": False, "usetex": False, "family": font_families(), "style": "normal"}
+        self.axes.text(x, baseline, text, fontsize=size, va="baseline", **plain, **style)
+
+    def rule(self, left: float, right: float, y: float) -> None:
+        """Draw a thin line across."""
+        self.axes.plot([left, right], [y, y], color=RULE, linewidth=0.5, solid_capstyle="butt")
+
+    def measure(self, text: str, size: float, weight: str = "normal") -> float:
+        """Width of a line of type in inches."""
+        key = (text, size, weight)
+        if key not in self._widths:
+            font = FontProperties(family=font_families(), style="normal", size=size, weight=weight)
+            with without_glyph_warnings():
+                self._widths[key] = float(self._renderer.get_text_width_height_descent(text, font, False)[0]) / 720
+        return self._widths[key]
+
+    def wrap(self, text: str, width: float, size: float, lines: int = 2, weight: str = "normal") -> list[str]:
+        """Break a text into at most so many lines of a width; what does not fit ends in an ellipsis."""
+        words = printable(text).split()
+        broken: list[str] = []
+        while words and len(broken) < lines:
+            count = next(
+                (n for n in range(len(words), 0, -1) if self.measure(" ".join(words[:n]), size, weight) <= width), 0
+            )
+            if count == len(words) or (count and len(broken) < lines - 1):
+                broken.append(" ".join(words[:count]))
+                words = words[count:]
+            else:
+                broken.append(self._cut(" ".join(words), width, size, weight))
+                words = []
+        return broken
+
+    def _cut(self, text: str, width: float, size: float, weight: str) -> str:
+        if self.measure(text, size, weight) <= width:
+            return text
+        kept = text
+        while kept and self.measure(f"{kept}…", size, weight) > width:
+            kept = kept[:-1].rstrip()
+        return f"{kept}…"
+
+    def finish(self, height: float) -> Figure:
+        """The figure, cut to this height."""
+        width, height = self.snap(self.width), self.snap(height)
+        self.figure.set_size_inches(width, height)
+        self.axes.set_xlim(0, width)
+        self.axes.set_ylim(height, 0)
+        return self.figure
+
+
+@cache
+def font_families() -> list[str]:
+    """The font that matplotlib brings, then those of this machine that have the scripts which it lacks."""
+    installed = {font.name for font in fontManager.ttflist}
+    return ["DejaVu Sans", *(name for name in _WIDE_FONTS if name in installed)]
+
+
+def printable(text: str) -> str:
+    """A text that can be drawn and stand in XML: control characters and broken UTF-8 become question marks.
+
+    >>> printable("cat\\x00 on\\tmat")
+    'cat? on\\tmat'
+    """
+    return "".join("?" if char in "\ufffe\uffff" or _is_control(char) else char for char in text)
+
+
+def _is_control(char: str) -> bool:
+    return unicodedata.category(char) in ("Cc", "Cs") and not char.isspace()
