@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -102,12 +102,14 @@ def test_the_order_of_heads_does_not_matter(attention, fusion, seed):
     torch.testing.assert_close(found, attention_rollout(attention, head_fusion=fusion), rtol=1e-12, atol=1e-15)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(attentions, st.integers(0, 2**31))
 def test_permuting_the_patches_permutes_the_map(attention, seed):
     tokens = attention.shape[-1]
     patches = 1 + torch.randperm(tokens - 1, generator=torch.Generator().manual_seed(seed))
     order = torch.cat([torch.zeros(1, dtype=torch.long), patches])
+    fused = attention.mean(2).flatten(2)
+    assume((fused.sort(dim=-1).values.diff(dim=-1) > 0).all())  # ties are discarded by their position
     found = attention_rollout(attention[..., order, :][..., order], discard_ratio=0.5)[:, 0]
     torch.testing.assert_close(found, attention_rollout(attention, discard_ratio=0.5)[:, 0][:, order])
 

@@ -317,7 +317,7 @@ class Explainer:
             for method, options in chosen
         )
         fusions: set[FusionKey] = {
-            (str(options.get("head_fusion", "mean")), bool(options.get("value_weighted", False)))
+            (str(options.get("head_fusion", "mean")), options.get("value_weighted", False))
             for method, options in chosen
             if "attention" in method.needs
         }

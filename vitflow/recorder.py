@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from vitflow.anatomy import block_norms, output_projection, read_layout, read_readout, unwrap
 from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, ValueNormsError
-from vitflow.methods.fusion import HeadFusion, check_head_fusion, fuse_heads
+from vitflow.methods.fusion import HeadFusion, check_head_fusion
+from vitflow.methods.values import Values, ValueWeighting, check_value_weighting, fuse_weighted, join_values
 from vitflow.tokens import TokenLayout
 from vitflow.trace import AttentionLayer, FusionKey, Trace
 
@@ -39,8 +40,9 @@ class record_attention:
         model: a Vision Transformer; compiled and data-parallel wrappers are looked through.
         head_fusion: keep only the matrix fused by "mean", "max" or "min", [batch, tokens, tokens] per layer, computed
             while the model runs; None keeps every head, [batch, heads, tokens, tokens].
-        value_weighted: weight attention by the norm of the transformed value vectors before the fusion.
-        value_norms: keep those norms, [batch, heads, tokens] per layer.
+        value_weighted: weight attention by what it passes on before the fusion: True by the norm of the transformed
+            value vectors, "output" by their part along the attention's output.
+        value_norms: keep the value vectors, from which `trace` makes the norms and the weighted heads.
         gradients: keep what `trace.backward()` needs. The forward pass must run with gradients enabled.
         fusions: several (head fusion, value weighted) pairs at once, instead of head_fusion and value_weighted.
         features: module paths whose outputs to keep, such as "blocks.11.norm1".
@@ -65,7 +67,7 @@ class record_attention:
         model: nn.Module,
         *,
         head_fusion: HeadFusion | None = None,
-        value_weighted: bool = False,
+        value_weighted: ValueWeighting = False,
         value_norms: bool = False,
         gradients: bool = False,
         fusions: Iterable[FusionKey] = (),
@@ -76,13 +78,14 @@ class record_attention:
         keys = set(fusions)
         if head_fusion is not None:
             keys.add((head_fusion, value_weighted))
-        for name, _ in keys:
+        for name, weighting in keys:
             check_head_fusion(name)
+            check_value_weighting(weighting)
         self._called, self._model = model, unwrap(model)
         self._fusions = keys
         self._keep_heads = gradients or not keys
         self._gradients = gradients
-        self._norms = value_norms or (value_weighted and head_fusion is None)
+        self._values = value_norms or bool(value_weighted) or any(weighting for _, weighting in keys)
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention = attention
         self._layout = layout
@@ -92,7 +95,7 @@ class record_attention:
     def __enter__(self) -> Trace:
         self.trace = Trace(model=self._model)
         self._path: list[tuple[str, nn.Module]] = []  # the modules that are running, outermost first
-        self._open: dict[str, list[tuple[Tensor, Tensor | None]]] = {}  # layers that are running
+        self._open: dict[str, list[tuple[Tensor, Values | None]]] = {}  # layers that are running
         self._pooling: Tensor | None = None
         self._stack = ExitStack()
         with ExitStack() as stack:  # if anything fails on the way in, everything is undone
@@ -125,7 +128,7 @@ class record_attention:
 
     def _enter_flags(self, stack: ExitStack) -> None:
         """Have un-fused modules call fused attention while recording, where the value vectors are needed."""
-        if not (self._norms or any(weighted for _, weighted in self._fusions)):
+        if not self._values:
             return
         for module in self._model.modules():
             if getattr(module, "fused_attn", True) is False:
@@ -220,7 +223,7 @@ class record_attention:
                 f"{type(module).__name__} ({name}) computes attention more than once in a pass: the difference of two "
                 "attention matrices has negative entries, and rollout and flow are not defined on it."
             )
-        self._open.setdefault(layer, []).append((probabilities, self._norms_of(value)))
+        self._open.setdefault(layer, []).append((probabilities, self._values_of(value)))
 
     def streams(self, query: Tensor, key: Tensor) -> bool:
         """Whether this call's probabilities are only needed fused, so that they never have to exist all at once."""
@@ -235,10 +238,10 @@ class record_attention:
 
     def saw_part(self, fused: dict[FusionKey, list[Tensor]], probabilities: Tensor, value: Tensor) -> None:
         """Fuse the probabilities of some pictures of the batch."""
-        norms = self._norms_of(value)
-        for fusion, weighted in self._fusions:
-            part = fuse_heads(probabilities.detach(), fusion, norms if weighted else None)  # type: ignore[arg-type]
-            fused.setdefault((fusion, weighted), []).append(part)
+        values = self._values_of(value)
+        for fusion, weighting in self._fusions:
+            part = fuse_weighted(probabilities.detach(), fusion, weighting, values)  # type: ignore[arg-type]
+            fused.setdefault((fusion, weighting), []).append(part)
 
     def saw_fused(self, fused: dict[FusionKey, list[Tensor]]) -> None:
         """Take in a layer that was fused part by part."""
@@ -250,8 +253,8 @@ class record_attention:
     def _parallel_block(self) -> str | None:
         return next((path for path, module in self._path if type(module).__name__ in _PARALLEL_BLOCKS), None)
 
-    def _norms_of(self, value: Tensor | None) -> Tensor | None:
-        if not (self._norms or any(weighted for _, weighted in self._fusions)):
+    def _values_of(self, value: Tensor | None) -> Values | None:
+        if not self._values:
             return None
         name, module = self._path[-1]
         if value is None:
@@ -259,21 +262,22 @@ class record_attention:
                 f"{type(module).__name__} ({name}) applies its attention by itself, where the values that value "
                 "weighting needs cannot be seen. Use value_weighted=False."
             )
-        return _value_norms(value, module, name)
+        return _read_values(value, module, name)
 
     def _close(self, name: str) -> None:
         """A layer has run: fuse its heads at once, so that no more than one layer's heads are alive."""
         parts = self._open.pop(name)
         if not parts:
             return  # fused part by part
-        norms = None if parts[0][1] is None else torch.cat([part_norms for _, part_norms in parts], dim=1)  # type: ignore[misc]
+        seen = [part for _, part in parts if part is not None]
+        values = seen[0] if len(seen) == 1 else join_values(seen) if seen else None
         layer = AttentionLayer(name)
         if self._keep_heads:
-            layer.parts, layer.value_norms = tuple(part for part, _ in parts), norms
+            layer.parts, layer.values = tuple(part for part, _ in parts), values
         else:
             heads = parts[0][0] if len(parts) == 1 else torch.cat([part for part, _ in parts], dim=1)
-            for fusion, weighted in self._fusions:
-                layer.fused[fusion, weighted] = fuse_heads(heads.detach(), fusion, norms if weighted else None)  # type: ignore[arg-type]
+            for fusion, weighting in self._fusions:
+                layer.fused[fusion, weighting] = fuse_weighted(heads.detach(), fusion, weighting, values)  # type: ignore[arg-type]
         self.trace.layers.append(layer)
 
 
@@ -368,24 +372,17 @@ def _is_attention(path: list[tuple[str, nn.Module]], output: Any, args: Any, kwa
     return isinstance(output, Tensor) and output.ndim == 4 and dim in (-1, 3) and bool(path[-1][0])
 
 
-def _value_norms(value: Tensor, module: nn.Module, name: str) -> Tensor:
-    """‖v_j W_O‖₂ per head and token, [batch, heads, tokens], from one small Gram matrix per head.
-
-    Source: Kobayashi et al., EMNLP 2020; ‖v W‖² = v (W Wᵀ) vᵀ.
-    """
+def _read_values(value: Tensor, module: nn.Module, name: str) -> Values:
+    """The value vectors of an attention module, with the projection that its heads go through."""
     projection = output_projection(module)
-    heads, width = value.shape[1], value.shape[-1]
-    if projection is None or projection.shape[-1] != heads * width:
+    if projection is None or projection.shape[-1] != value.shape[1] * value.shape[-1]:
         raise ValueNormsError(
             f"{type(module).__name__} ({name}) does not join its heads by one linear output projection, which value "
             "weighting needs. Use value_weighted=False."
         )
     value = value.detach()
     value = value if value.dtype == torch.float64 else value.float()
-    slices = projection.detach().to(value.dtype).reshape(-1, heads, width).permute(1, 2, 0)  # [heads, width, out]
-    gram = slices @ slices.transpose(-2, -1)  # [heads, width, width]
-    norms: Tensor = ((value @ gram) * value).sum(dim=-1).clamp_min(0).sqrt()
-    return norms
+    return Values(value, projection.detach().to(value.dtype))
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module:

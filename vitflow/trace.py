@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError
+from vitflow.methods.values import Values, ValueWeighting, check_value_weighting, fuse_weighted
 from vitflow.tokens import TokenLayout
 
-# How heads were fused: the name of the fusion, and whether value weighting came before it.
-FusionKey = tuple[str, bool]
+# How heads were fused: the name of the fusion, and the value weighting that came before it.
+FusionKey = tuple[str, ValueWeighting]
 
 
 @dataclass(slots=True)
@@ -23,13 +24,13 @@ class AttentionLayer:
         parts: probabilities [batch, heads, tokens, tokens] of each attention module of the layer (more than one where
             modules work side by side on the same tokens); empty where only fused matrices were kept.
         fused: fused matrices [batch, tokens, tokens] by (head fusion, value weighted).
-        value_norms: ‖v_j W_O‖₂ per head and token, [batch, heads, tokens], where asked for.
+        values: the value vectors that this attention passes on, where asked for.
     """
 
     name: str
     parts: tuple[Tensor, ...] = ()
     fused: dict[FusionKey, Tensor] = field(default_factory=dict)
-    value_norms: Tensor | None = None
+    values: Values | None = None
 
     @property
     def heads(self) -> Tensor | None:
@@ -128,46 +129,48 @@ class Trace:
         found = []
         for layer in self.layers:
             if layer.heads is None and len(layer.fused) != 1:
-                kept = ", ".join(f"{name}{' (value weighted)' if weighted else ''}" for name, weighted in layer.fused)
+                kept = ", ".join(f"{name}{_weighted_words(weighting)}" for name, weighting in layer.fused)
                 raise OptionError(f"Several fused matrices were recorded ({kept}): choose one with trace.fused(…).")
             found.append(layer.heads if layer.heads is not None else next(iter(layer.fused.values())))
         return tuple(found)
 
-    def heads(self) -> list[Tensor]:
-        """All heads of each layer, [batch, heads, tokens, tokens].
+    def heads(self, *, value_weighted: ValueWeighting = False) -> list[Tensor]:
+        """All heads of each layer, [batch, heads, tokens, tokens]; weighted by what they pass on, if asked for.
 
         Raises:
-            OptionError: the recorder kept only fused matrices.
+            OptionError: the recorder kept only fused matrices, or no value vectors.
         """
+        check_value_weighting(value_weighted)
         if not self.layers:
             raise VitflowError(_NOTHING_RECORDED)
         found = [layer.heads for layer in self.layers if layer.heads is not None]
         if len(found) != len(self.layers):
             raise OptionError("Only fused attention was recorded: record without head_fusion to keep every head.")
-        return found
+        if value_weighted is False:
+            return found
+        return [
+            values.weigh(_detached(heads), value_weighted) for heads, values in zip(found, self._values(), strict=True)
+        ]
 
-    def fused(self, head_fusion: str = "mean", *, value_weighted: bool = False) -> list[Tensor]:
+    def fused(self, head_fusion: str = "mean", *, value_weighted: ValueWeighting = False) -> list[Tensor]:
         """Fused attention of each layer, [batch, tokens, tokens], first layer first.
 
         Raises:
             OptionError: neither this fusion nor the separate heads were recorded.
         """
-        from vitflow.methods.fusion import fuse_heads
-
+        check_value_weighting(value_weighted)
         if not self.layers:
             raise VitflowError(_NOTHING_RECORDED)
         key = (head_fusion, value_weighted)
         matrices = []
         for layer in self.layers:
             if key not in layer.fused:
-                if layer.heads is None or (value_weighted and layer.value_norms is None):
+                if layer.heads is None or (value_weighted and layer.values is None):
                     raise OptionError(
-                        f"Attention fused by {head_fusion}{' and value weighted' if value_weighted else ''} was not "
-                        "recorded: name it when recording, or record every head."
+                        f"Attention fused by {head_fusion}{_weighted_words(value_weighted)} was not recorded: name it "
+                        "when recording, or record every head."
                     )
-                norms = layer.value_norms if value_weighted else None
-                heads = layer.heads.detach()
-                layer.fused[key] = fuse_heads(heads.to(_wider(heads.dtype)), head_fusion, norms)  # type: ignore[arg-type]
+                layer.fused[key] = fuse_weighted(_detached(layer.heads), head_fusion, value_weighted, layer.values)  # type: ignore[arg-type]
             matrices.append(layer.fused[key])
         return matrices
 
@@ -177,9 +180,12 @@ class Trace:
         Raises:
             OptionError: they were not recorded.
         """
-        found = [layer.value_norms for layer in self.layers if layer.value_norms is not None]
+        return [values.norms() for values in self._values()]
+
+    def _values(self) -> list[Values]:
+        found = [layer.values for layer in self.layers if layer.values is not None]
         if len(found) != len(self.layers) or not found:
-            raise OptionError("Value norms were not recorded: record with value_norms=True.")
+            raise OptionError("Value vectors were not recorded: record with value_norms=True.")
         return found
 
     @property
@@ -251,6 +257,16 @@ class Trace:
 
 # Gradients of half-precision models are computed that much larger: a power of two, so that nothing is rounded.
 _HALF_SCALE = 1024.0
+
+
+def _detached(heads: Tensor) -> Tensor:
+    return heads.detach().to(_wider(heads.dtype))
+
+
+def _weighted_words(value_weighted: ValueWeighting) -> str:
+    if value_weighted == "output":
+        return " and value weighted by output"
+    return " and value weighted" if value_weighted else ""
 
 
 def _wider(dtype: torch.dtype) -> torch.dtype:

@@ -95,7 +95,12 @@ OPTIONS: dict[str, Option] = {
         Option("start_layer", int, "First layer of the product; 1 is the paper, 2 leaves out layer 1.", metavar="N"),
         Option("layer", int, "Layer to look at, 1 for the first, -1 for the last.", metavar="N"),
         Option("head", int, "One head's own attention instead of the fused heads, 0 for the first.", metavar="N"),
-        Option("value_weighted", bool, "Weight attention by the norm of the value vectors that it passes on."),
+        Option(
+            "value_weighted",
+            bool,
+            "Weight attention by the norm of the value vectors that it passes on; 'output': by their part along the "
+            "attention's output.",
+        ),
         Option(
             "patch", "patch", "Explain what this patch of the top layer holds, not the whole answer.", (), "ROW,COL"
         ),
@@ -169,15 +174,16 @@ register_method(
     "vitflow.methods.maps:rollout",
     summary="Attention rollout: attention as proportions, multiplied through the layers.",
     defaults={
-        "head_fusion": "mean",
-        "discard_ratio": 0.0,
+        "head_fusion": "max",
+        "discard_ratio": 0.9,
         "residual": 0.5,
         "start_layer": 1,
-        "value_weighted": False,
+        "value_weighted": "output",
         "patch": None,
     },
     needs={"attention"},
     paper=f"{_PAPER}, §3.1",
+    presets={"paper": {"head_fusion": "mean", "discard_ratio": 0.0, "value_weighted": False}},
 )
 register_method(
     "attention",
@@ -188,36 +194,39 @@ register_method(
         "layer": -1,
         "head": None,
         "discard_ratio": 0.0,
-        "value_weighted": False,
+        "value_weighted": "output",
         "patch": None,
     },
     needs={"attention"},
     paper=f"{_PAPER}, the baseline",
+    presets={"paper": {"value_weighted": False}},
 )
 register_method(
     "gradient_rollout",
     "vitflow.methods.maps:gradient_rollout",
     summary="Gradient rollout: rollout over attention times its gradient for the class.",
     defaults={
+        "head_fusion": "max",
         "discard_ratio": 0.0,
         "residual": 0.5,
         "start_layer": 1,
-        "value_weighted": False,
+        "value_weighted": "output",
         "patch": None,
     },
     needs={"heads", "gradients"},
     class_specific=True,
     paper="after J. Gildenblat, Exploring Explainability for Vision Transformers, 2020",
+    presets={"paper": {"head_fusion": "mean", "value_weighted": False}},
 )
 register_method(
     "gae",
     "vitflow.methods.maps:gae",
     summary="Generic attention explainability: attention times its gradient, added up through the layers.",
-    defaults={"start_layer": 1, "value_weighted": True, "patch": None},
+    defaults={"head_fusion": "max", "start_layer": 1, "value_weighted": "output", "patch": None},
     needs={"heads", "gradients"},
     class_specific=True,
     paper="Chefer, Gur & Wolf, ICCV 2021, §3",
-    presets={"paper": {"value_weighted": False}},
+    presets={"paper": {"head_fusion": "mean", "value_weighted": False}},
 )
 register_method(
     "gradcam",

@@ -17,6 +17,15 @@ def check_layer(name: str, layer: int, count: int) -> int:
     raise OptionError(f"Expected {name} from 1 to {count} (or -1 for the last), got {layer}.")
 
 
+def one_head(attention: Tensor, head: int) -> Tensor:
+    """One head of [batch, heads, tokens, tokens], [batch, tokens, tokens]; OptionError if there is no such head."""
+    if attention.ndim == 3:
+        raise OptionError("A single head needs attention with all heads, got fused attention.")
+    if not 0 <= head < attention.shape[1]:
+        raise OptionError(f"Expected head from 0 to {attention.shape[1] - 1}, got {head}.")
+    return attention[:, head]
+
+
 def check_readout(readout: Tensor, batch: int, num_tokens: int) -> Tensor:
     """Check a readout over tokens and return it as [batch, tokens]; a single vector serves the whole batch."""
     if (
@@ -69,11 +78,7 @@ def raw_attention(
     [chosen] = check_attentions([layers[index]])
     norms = None if value_norms is None else value_norms[index]
     if head is not None:
-        if chosen.ndim == 3:
-            raise OptionError("A single head needs attention with all heads, got fused attention.")
-        if not 0 <= head < chosen.shape[1]:
-            raise OptionError(f"Expected head from 0 to {chosen.shape[1] - 1}, got {head}.")
-        chosen = chosen[:, head : head + 1]
+        chosen = one_head(chosen, head).unsqueeze(1)
         norms = None if norms is None else norms[:, head : head + 1]
     fused = fuse_heads(chosen, head_fusion, norms) if chosen.ndim == 4 else chosen
     fused = discard_low(fused, discard_ratio, num_prefix_tokens)

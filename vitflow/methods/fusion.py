@@ -78,9 +78,12 @@ def discard_low(fused: Tensor, discard_ratio: float, num_prefix_tokens: int = 1)
     count = int(discard_ratio * flat.shape[-1])
     if count == 0:
         return fused
-    smallest = flat.argsort(dim=-1, stable=True)[..., :count]
-    kept = flat.scatter(-1, smallest, 0.0).reshape(patches.shape)
-    return torch.cat([fused[..., :num_prefix_tokens], kept], dim=-1)
+    # Selecting the count-th smallest is several times faster than sorting; of its equals, the first ones go.
+    threshold = flat.kthvalue(count, dim=-1, keepdim=True).values
+    below, equal = flat < threshold, flat == threshold
+    room = count - below.sum(dim=-1, keepdim=True)
+    kept = flat.masked_fill(below | (equal & (equal.cumsum(dim=-1) <= room)), 0.0)
+    return torch.cat([fused[..., :num_prefix_tokens], kept.reshape(patches.shape)], dim=-1)
 
 
 def normalize_rows(matrix: Tensor) -> Tensor:

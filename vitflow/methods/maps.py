@@ -11,8 +11,9 @@ from vitflow.errors import UnsupportedModelError
 from vitflow.methods import baselines, gradients
 from vitflow.methods import occlusion as blank_out
 from vitflow.methods import rollout as rollouts
-from vitflow.methods.attention import check_layer, raw_attention
-from vitflow.methods.fusion import HeadFusion
+from vitflow.methods.attention import check_layer, one_head, raw_attention
+from vitflow.methods.fusion import HeadFusion, normalize_rows
+from vitflow.methods.values import ValueWeighting
 from vitflow.trace import Trace
 
 Patch = Sequence[int]
@@ -48,7 +49,7 @@ def rollout(
     discard_ratio: float,
     residual: float,
     start_layer: int,
-    value_weighted: bool,
+    value_weighted: ValueWeighting,
     patch: Patch | None,
 ) -> Maps:
     """Attention rollout of the readout, on the patch grid."""
@@ -70,20 +71,21 @@ def attention(
     layer: int,
     head: int | None,
     discard_ratio: float,
-    value_weighted: bool,
+    value_weighted: ValueWeighting,
     patch: Patch | None,
 ) -> Maps:
     """Raw attention of the readout in one layer, on the patch grid."""
     index = check_layer("layer", layer, len(trace.layers))
-    one_head = head is not None
-    matrices = trace.heads() if one_head else trace.fused(head_fusion, value_weighted=value_weighted)
+    if head is None:
+        matrix = trace.fused(head_fusion, value_weighted=value_weighted)[index]
+    else:
+        matrix = one_head(trace.heads(value_weighted=value_weighted)[index].detach(), head)
+        matrix = normalize_rows(matrix) if value_weighted else matrix
     tokens = raw_attention(
-        [matrices[index].detach()],
+        [matrix],
         readout=readout_of(trace, patch),
-        head=head,
         discard_ratio=discard_ratio,
         num_prefix_tokens=trace.layout.num_prefix_tokens,
-        value_norms=[trace.value_norms()[index]] if one_head and value_weighted else None,
     )
     return Maps(trace.layout.to_grid(tokens))
 
@@ -91,34 +93,42 @@ def attention(
 def gradient_rollout(
     trace: Trace,
     *,
+    head_fusion: HeadFusion,
     discard_ratio: float,
     residual: float,
     start_layer: int,
-    value_weighted: bool,
+    value_weighted: ValueWeighting,
     patch: Patch | None,
 ) -> Maps:
     """Gradient rollout of the readout for the target, on the patch grid."""
     tokens = rollouts.gradient_rollout(
-        trace.heads(),
+        trace.heads(value_weighted=value_weighted),
         trace.backward().attentions,
+        head_fusion=head_fusion,
         discard_ratio=discard_ratio,
         residual=residual,
         start_layer=start_layer,
         num_prefix_tokens=trace.layout.num_prefix_tokens,
         readout=readout_of(trace, patch),
-        value_norms=trace.value_norms() if value_weighted else None,
     )
     return Maps(trace.layout.to_grid(tokens))
 
 
-def gae(trace: Trace, *, start_layer: int, value_weighted: bool, patch: Patch | None) -> Maps:
+def gae(
+    trace: Trace,
+    *,
+    head_fusion: HeadFusion,
+    start_layer: int,
+    value_weighted: ValueWeighting,
+    patch: Patch | None,
+) -> Maps:
     """Generic attention explainability of the readout for the target, on the patch grid."""
     tokens = rollouts.gae(
-        trace.heads(),
+        trace.heads(value_weighted=value_weighted),
         trace.backward().attentions,
+        head_fusion=head_fusion,
         start_layer=start_layer,
         readout=readout_of(trace, patch),
-        value_norms=trace.value_norms() if value_weighted else None,
     )
     return Maps(trace.layout.to_grid(tokens))
 

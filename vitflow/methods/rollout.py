@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vitflow.errors import ShapeError
 from vitflow.methods.attention import check_layer, check_readout
-from vitflow.methods.fusion import HeadFusion, check_attentions, layer_matrix
+from vitflow.methods.fusion import HeadFusion, check_attentions, fuse_heads, layer_matrix
 from vitflow.methods.gradients import at_least_float32
 
 
@@ -78,12 +78,12 @@ def gradient_rollout(
     attentions: Sequence[Tensor] | Tensor,
     gradients: Sequence[Tensor] | Tensor,
     *,
+    head_fusion: HeadFusion = "mean",
     discard_ratio: float = 0.0,
     residual: float = 0.5,
     start_layer: int = 1,
     num_prefix_tokens: int = 1,
     readout: Tensor | None = None,
-    value_norms: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Gradient rollout: rollout over W_l = mean over heads of (A_l ⊙ ∇A_l)⁺, which speaks for one class.
 
@@ -91,10 +91,10 @@ def gradient_rollout(
     longer paths count: near 1 the map is a sum of the layers' own rows.
 
     Args:
-        attentions: layers of [batch, heads, tokens, tokens], first layer first.
-        gradients: of each picture's target logit with respect to these probabilities, of the same shapes.
+        attentions: layers of [batch, heads, tokens, tokens], first layer first; weighted by their values, if wished.
+        gradients: of each picture's target logit with respect to the attention probabilities, of the same shapes.
+        head_fusion: "mean" (the original), "max" or "min" over heads of (A_l ⊙ ∇A_l)⁺.
         discard_ratio, residual, start_layer, num_prefix_tokens, readout: as for `attention_rollout`.
-        value_norms: layers of ‖v_j W_O‖₂, [batch, heads, tokens], to weight attention by what it passes on.
 
     Returns:
         As for `attention_rollout`.
@@ -112,7 +112,7 @@ def gradient_rollout(
              [0.0000, 1.0000]]])
     """
     return attention_rollout(
-        _for_the_class(attentions, gradients, value_norms),
+        _for_the_class(attentions, gradients, head_fusion),
         discard_ratio=discard_ratio,
         residual=residual,
         start_layer=start_layer,
@@ -125,21 +125,20 @@ def gae(
     attentions: Sequence[Tensor] | Tensor,
     gradients: Sequence[Tensor] | Tensor,
     *,
+    head_fusion: HeadFusion = "mean",
     start_layer: int = 1,
     readout: Tensor | None = None,
-    value_norms: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Generic attention explainability: R ← R + mean over heads of (A_l ⊙ ∇A_l)⁺ R from R = I, without normalisation.
 
     With a `readout` q only the row qᵀ (I + W_L) ⋯ (I + W_s) is computed, from the top, in O(L · N²).
 
     Args:
-        attentions: layers of [batch, heads, tokens, tokens], first layer first.
-        gradients: of each picture's target logit with respect to these probabilities, of the same shapes.
+        attentions: layers of [batch, heads, tokens, tokens], first layer first; weighted by their values, if wished.
+        gradients: of each picture's target logit with respect to the attention probabilities, of the same shapes.
+        head_fusion: "mean" (the paper), "max" or "min" over heads of (A_l ⊙ ∇A_l)⁺.
         start_layer: s, the first layer that counts; 1 is the paper.
         readout: weight of each token of the top layer in the model's answer, [tokens] or [batch, tokens].
-        value_norms: layers of ‖v_j W_O‖₂, [batch, heads, tokens], to weight attention by what it passes on. The size
-            of the norms stays in the map, since nothing is normalised here.
 
     Returns:
         [batch, tokens, tokens], row i: relevance of each input token (column) to token i of the top layer. With a
@@ -157,7 +156,7 @@ def gae(
     tensor([[[1., 1.],
              [0., 1.]]])
     """
-    layers = check_attentions(_for_the_class(attentions, gradients, value_norms))
+    layers = check_attentions(_for_the_class(attentions, gradients, head_fusion))
     first = check_layer("start_layer", start_layer, len(layers))
     batch, tokens = layers[0].shape[0], layers[0].shape[-1]
     if readout is None:
@@ -172,24 +171,19 @@ def gae(
 
 
 def _for_the_class(
-    attentions: Sequence[Tensor] | Tensor, gradients: Sequence[Tensor] | Tensor, value_norms: Sequence[Tensor] | None
+    attentions: Sequence[Tensor] | Tensor, gradients: Sequence[Tensor] | Tensor, head_fusion: HeadFusion
 ) -> list[Tensor]:
-    """W_l = mean over heads of (A_l ⊙ ∇A_l)⁺ of each layer, [batch, tokens, tokens]."""
-    norms = [None] * len(attentions) if value_norms is None else list(value_norms)
-    if not len(attentions) == len(gradients) == len(norms):
+    """W_l, the fused (A_l ⊙ ∇A_l)⁺ of each layer, [batch, tokens, tokens]."""
+    if len(attentions) != len(gradients):
         raise ShapeError(
-            f"Expected as many layers of gradients (and value norms) as of attention, {len(attentions)}, got "
-            f"{len(gradients)} (and {len(norms)})."
+            f"Expected as many layers of gradients as of attention, {len(attentions)}, got {len(gradients)}."
         )
     layers = []
-    for number, (attention, gradient, norm) in enumerate(zip(attentions, gradients, norms, strict=True), start=1):
+    for number, (attention, gradient) in enumerate(zip(attentions, gradients, strict=True), start=1):
         if attention.ndim != 4 or gradient.shape != attention.shape:
             raise ShapeError(
                 "Expected attention and its gradient of one shape [batch, heads, tokens, tokens], got "
                 f"{tuple(attention.shape)} and {tuple(gradient.shape)} in layer {number}."
             )
-        weighted = at_least_float32(attention)
-        if norm is not None:
-            weighted = weighted * norm.unsqueeze(-2)
-        layers.append((weighted * gradient).clamp_min(0.0).mean(dim=1))
+        layers.append(fuse_heads((at_least_float32(attention) * gradient).clamp_min(0.0), head_fusion))
     return layers
