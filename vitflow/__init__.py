@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vitflow.comparison import Comparison, compare
     from vitflow.errors import VitflowError, VitflowWarning
     from vitflow.explainer import Explainer, explain
+    from vitflow.folder import FolderSummary, explain_folder
     from vitflow.methods import list_methods, register_method
     from vitflow.methods.rollout import attention_rollout
     from vitflow.models import load_model
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Comparison": "comparison",
     "Explainer": "explainer",
+    "FolderSummary": "folder",
     "Saliency": "saliency",
     "TokenLayout": "tokens",
     "Trace": "trace",
@@ -35,6 +37,7 @@ _HOMES = {
     "attention_rollout": "methods.rollout",
     "compare": "comparison",
     "explain": "explainer",
+    "explain_folder": "folder",
     "list_methods": "methods",
     "load_model": "models",
     "record_attention": "recorder",
@@ -44,6 +47,7 @@ _HOMES = {
 __all__ = [
     "Comparison",
     "Explainer",
+    "FolderSummary",
     "Saliency",
     "TokenLayout",
     "Trace",
@@ -52,6 +56,7 @@ __all__ = [
     "attention_rollout",
     "compare",
     "explain",
+    "explain_folder",
     "list_methods",
     "load_model",
     "record_attention",

@@ -11,7 +11,9 @@ import click
 from vitflow import __version__
 from vitflow.cli.compare import compare
 from vitflow.cli.explain import explain
+from vitflow.cli.folder import folder
 from vitflow.cli.listing import demo, methods, models
+from vitflow.cli.report import report
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -25,7 +27,7 @@ def cli() -> None:
     """
 
 
-for _command in (explain, compare, demo, methods, models):
+for _command in (explain, compare, folder, report, demo, methods, models):
     cli.add_command(_command)
 
 

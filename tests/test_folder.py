@@ -1,0 +1,582 @@
+"""Folder runs as users meet them: counts, names, faults caused one by one, kills, Ctrl-C, resume."""
+
+import errno
+import io
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from timm.models.vision_transformer import VisionTransformer
+
+import vitflow
+from vitflow import explain_folder, folder, pipeline
+from vitflow.batch import Picture, explain_pictures, make_job
+from vitflow.decoding import DecoderPool, decode_file
+from vitflow.errors import ImageError, ModelError, OptionError
+from vitflow.manifest import Journal, RunFolder
+from vitflow.planning import make_plan
+
+
+def tiny_model(kind=VisionTransformer) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = kind(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=5)
+    model.pretrained_cfg = {
+        "architecture": "tiny",
+        "input_size": (3, 32, 32),
+        "mean": (0.5,) * 3,
+        "std": (0.5,) * 3,
+        "interpolation": "bicubic",
+        "crop_pct": 1.0,
+        "crop_mode": "center",
+        "num_classes": 5,
+    }
+    return model.eval()
+
+
+def picture_bytes(seed: int, format: str = "JPEG", size=(48, 40)) -> bytes:
+    values = np.random.default_rng(seed).integers(0, 256, (5, 6, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(values).resize(size, Image.Resampling.BICUBIC).save(file, format)
+    return file.getvalue()
+
+
+def fill(place: Path, count: int) -> Path:
+    place.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        (place / f"{number}.jpg").write_bytes(picture_bytes(number))
+    return place
+
+
+def run(source, output, **options):
+    options = {"model": tiny_model(), "workers": 0, "batch_size": 4, **options}
+    return explain_folder(source, output, **options)
+
+
+def tree(place: Path) -> dict[str, object]:
+    """Every file below a folder with its content, times left out."""
+    found: dict[str, object] = {}
+    for path in sorted(place.rglob("*")):
+        name = path.relative_to(place).as_posix()
+        if path.is_dir():
+            continue
+        if name == "run.json":
+            found[name] = {key: value for key, value in json.loads(path.read_text()).items() if key != "time"}
+        elif path.suffix == ".jsonl":
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            found[name] = [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+        else:
+            found[name] = path.read_bytes()
+    return found
+
+
+def by_input(summary) -> dict[str, dict]:
+    return {row["input"]: row for row in summary}
+
+
+# -- what a run leaves
+
+
+def test_a_run_mirrors_the_tree_and_leaves_a_row_per_input(tmp_path):
+    source = fill(tmp_path / "in", 5)
+    fill(source / "below", 2)
+    seen = []
+    summary = run(source, tmp_path / "out", recursive=True, save_map=True, workers=2, progress=seen.append)
+    assert (summary.total, summary.explained, summary.failed, summary.kept) == (7, 7, 0, 0)
+    assert [row["input"] for row in summary] == [*(f"{n}.jpg" for n in range(5)), "below/0.jpg", "below/1.jpg"]
+    for row in summary:
+        with Image.open(tmp_path / "out" / row["outputs"]["rollout"]) as overlay:
+            assert overlay.size == (row["width"], row["height"]) == (48, 40)
+        with np.load(tmp_path / "out" / row["maps"]["rollout"]) as saved:
+            assert saved["grid"].shape == (4, 4)
+            assert json.loads(str(saved["metadata"]))["input"] == row["input"]
+    assert [state.done for state in seen] == list(range(8))
+    assert {state.total for state in seen} == {7}
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert record["totals"] == {"total": 7, "explained": 7, "failed": 0}
+    assert record["run"]["options"]["rollout"]["residual"] == 0.5
+
+
+def test_the_results_are_those_of_the_explainer(tmp_path):
+    source = fill(tmp_path / "in", 5)
+    summary = run(source, tmp_path / "out", methods=["rollout", ("attention", {"layer": 1})], format="png")
+    explainer = vitflow.Explainer(tiny_model())
+    for row in summary:
+        for method, options in (("rollout", {}), ("attention", {"layer": 1})):
+            expected = explainer.explain(source / row["input"], method=method, **options)
+            with Image.open(tmp_path / "out" / row["outputs"][method]) as overlay:
+                difference = np.abs(np.asarray(overlay).astype(int) - expected.overlay())
+            assert difference.max() <= 1  # a picture alone and one of four may differ in the last bit
+            assert row["class_index"] == expected.predicted
+            assert row["probability"] == pytest.approx(expected.probability, abs=1e-5)
+
+
+def test_one_plain_function_does_the_work_of_a_batch(tmp_path):
+    source = fill(tmp_path / "in", 3)
+    summary = run(source, tmp_path / "out")
+    pictures = [
+        Picture(f"{n}.jpg", str(n), decode_file(str(source / name)))
+        for n, name in enumerate(["0.jpg", "1.jpg", "2.jpg", "3.jpg"])
+    ]
+    *explained, failed = explain_pictures(vitflow.Explainer(tiny_model()), pictures, make_job(["rollout"], {}))
+    for one, row in zip(explained, summary, strict=True):
+        assert {k: v for k, v in one.row.items() if k != "seconds"} == {k: v for k, v in row.items() if k != "seconds"}
+        assert {path: (tmp_path / "out" / path).read_bytes() for path in one.files} == one.files
+    assert failed.row["error"] == "FileNotFoundError" and failed.files == {}
+
+
+# -- names
+
+
+def test_no_two_inputs_claim_one_output(tmp_path):
+    source = tmp_path / "in"
+    source.mkdir()
+    for name in ("a.jpg", "A.JPG", "a.png", "a-2.jpg", "\u00e4.jpg", "a\u0308.jpg"):
+        (source / name).write_bytes(picture_bytes(1, "PNG" if name.endswith("png") else "JPEG"))
+    summary = run(source, tmp_path / "out")
+    outputs = [row["outputs"]["rollout"].casefold() for row in summary]
+    assert len(set(outputs)) == summary.explained == 6
+    for done in range(64):  # whatever part of a run was done before, the others get the names they would have got
+        rows = [row for index, row in enumerate(summary) if done >> index & 1]
+        taken = {row["input"]: row["stem"] for row in rows}
+        plan = make_plan([source], tmp_path / "other", ["-rollout.jpg"], taken=taken)
+        assert [item.stem for item in plan.items] == [row["stem"] for row in summary]
+
+
+def test_names_that_are_no_text_go_in_and_come_out_as_names_that_are(tmp_path):
+    source = tmp_path / "in"
+    source.mkdir()
+    names = [
+        b"new\nline.jpg",
+        b"caf\xe9.jpg",
+        b"<img src=x onerror=alert(1)>.jpg",
+        b"x" * 250 + b".jpg",
+        "日本.jpg".encode(),
+    ]
+    for name in names:
+        (source / os.fsdecode(name)).write_bytes(picture_bytes(1))
+    summary = run(source, tmp_path / "out", manifest="csv", workers=1)
+    assert summary.explained == 5
+    assert sorted(os.fsencode(row["input"]) for row in summary) == sorted(names)
+    for row in summary:
+        output = row["outputs"]["rollout"]
+        assert output.isprintable() and output.encode() and (tmp_path / "out" / output).is_file()
+
+
+def test_an_output_never_lands_on_an_input(tmp_path):
+    source = tmp_path / "in"
+    source.mkdir()
+    for name in ("a.jpg", "a-rollout.jpg"):
+        (source / name).write_bytes(picture_bytes(1))
+    with pytest.raises(OptionError, match="also read from"):
+        run(source, source)
+    before = tree(source)
+    summary = run([source / "a.jpg", source / "a-rollout.jpg"], tmp_path / "in", limit=1)
+    assert summary.explained == 1
+    assert {name: value for name, value in tree(source).items() if name in before} == before
+
+
+def test_the_output_folder_is_not_read(tmp_path):
+    source = fill(tmp_path / "in", 2)
+    for _ in range(2):
+        assert run(source, source / "out", recursive=True).total == 2
+
+
+def test_several_sources_keep_their_tree(tmp_path):
+    fill(tmp_path / "one", 1), fill(tmp_path / "two", 1)
+    summary = run([tmp_path / "one", tmp_path / "two" / "0.jpg", tmp_path / "two"], tmp_path / "out")
+    assert [row["input"] for row in summary] == ["one/0.jpg", "two/0.jpg"]
+    assert [row["outputs"]["rollout"] for row in summary] == ["one/0-rollout.jpg", "two/0-rollout.jpg"]
+
+
+def test_patterns_and_limits_choose(tmp_path):
+    source = fill(tmp_path / "in", 12)
+    (source / "picture.data").write_bytes(picture_bytes(3))
+    assert run(source, tmp_path / "a", glob="1*").total == 3
+    assert run(source, tmp_path / "b", glob="*.data").explained == 1
+    assert run(str(tmp_path / "i*" / "1?.jpg"), tmp_path / "c").total == 2
+    assert [row["input"] for row in run(source, tmp_path / "d", limit=3)] == ["0.jpg", "1.jpg", "2.jpg"]
+    with pytest.raises(ImageError, match="found none"):
+        run(source, tmp_path / "e", glob="*.gif")
+    with pytest.raises(ImageError, match="there is nothing at"):
+        run(tmp_path / "nowhere", tmp_path / "e")
+    assert not (tmp_path / "e").exists()
+
+
+# -- resume
+
+
+def test_a_second_run_does_only_what_is_missing_or_changed(tmp_path):
+    source = fill(tmp_path / "in", 10)
+    out = tmp_path / "out"
+    run(source, out)
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*.jpg")}
+    same = run(source, out)
+    assert (same.explained, same.kept) == (10, 10)
+    (source / "3.jpg").write_bytes(picture_bytes(99))
+    (source / "new.jpg").write_bytes(picture_bytes(98))
+    (out / "7-rollout.jpg").unlink()
+    (source / "9.jpg").unlink()
+    again = run(source, out)
+    assert (again.total, again.explained, again.kept) == (10, 10, 7)
+    changed = {path.name for path in out.glob("*.jpg") if before.get(path) != path.stat().st_mtime_ns}
+    assert changed == {"3-rollout.jpg", "7-rollout.jpg", "new-rollout.jpg"}
+    fresh = run(source, tmp_path / "fresh")
+    assert [{**row, "seconds": 0} for row in again] == [{**row, "seconds": 0} for row in fresh]
+    for row in fresh:
+        assert (out / row["outputs"]["rollout"]).read_bytes() == (fresh.output / row["outputs"]["rollout"]).read_bytes()
+
+
+def test_other_options_need_another_folder_or_overwrite(tmp_path):
+    source = fill(tmp_path / "in", 2)
+    run(source, tmp_path / "out", format="png")
+    with pytest.raises(OptionError, match=r"options.rollout.residual was 0.5 and is 0.3.*overwrite=True"):
+        run(source, tmp_path / "out", format="png", residual=0.3)
+    other = tiny_model()
+    torch.nn.init.ones_(other.head.bias)
+    with pytest.raises(OptionError, match="weights_sha256 was"):
+        run(source, tmp_path / "out", format="png", model=other)
+    summary = run(source, tmp_path / "out", residual=0.3, overwrite=True)
+    assert (summary.explained, summary.kept) == (2, 0)
+    assert not list((tmp_path / "out").glob("*.png"))
+
+
+def test_a_first_run_replaces_no_file_that_it_did_not_make(tmp_path):
+    source = fill(tmp_path / "in", 1)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "0-rollout.jpg").write_text("mine")
+    with pytest.raises(OptionError, match="already a file '0-rollout.jpg'"):
+        run(source, tmp_path / "out")
+    assert (tmp_path / "out" / "0-rollout.jpg").read_text() == "mine"
+
+
+def forked_run(source: Path, output: Path) -> None:
+    torch.set_num_threads(1)
+    run(source, output, workers=1, save_map=True)
+
+
+def start(source: Path, output: Path):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.test_folder"])  # so that torch is imported once, not at every start
+    process = context.Process(target=forked_run, args=(source, output))
+    process.start()
+    return process
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_it_completes_to_the_same_tree(tmp_path):
+    source = fill(tmp_path / "in", 40)
+    (source / "broken.jpg").write_bytes(picture_bytes(7)[:300])
+    (source / "17.png").write_bytes(picture_bytes(8, "PNG"))  # claims the name of 17.jpg
+    start(source, tmp_path / "warm").join()
+    began = time.monotonic()
+    process = start(source, tmp_path / "reference")
+    process.join()
+    assert process.exitcode == 0
+    duration = time.monotonic() - began
+    expected = tree(tmp_path / "reference")
+    assert len(expected) == 2 * 41 + 4
+    moments, kills, torn = random.Random(0), 0, 0
+    out = tmp_path / "out"
+    while kills < 20:
+        process = start(source, out)
+        process.join(moments.uniform(0.02, duration))
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            kills += 1
+            finals = [path for path in out.rglob("*") if path.is_file() and path.suffix in (".jpg", ".npz", ".json")]
+            torn += bool(finals) and not (out / "run.json").exists()
+            for path in finals:  # nothing half-written under a final name
+                name = path.relative_to(out).as_posix()
+                assert name == "run.json" or path.read_bytes() == expected[name]
+        else:
+            assert process.exitcode == 0
+            assert tree(out) == expected
+            shutil.rmtree(out)
+    process = start(source, out)
+    process.join()
+    assert tree(out) == expected
+    assert torn >= 5, "the kills came too early or too late to mean anything"
+
+
+def test_leftovers_of_a_kill_are_removed(tmp_path):
+    source = fill(tmp_path / "in", 1)
+    run(source, tmp_path / "out")
+    (tmp_path / "out" / ".vitflow-0123456789abcdef.part").write_text("half")
+    run(source, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.part"))
+
+
+def command(*arguments: object, **options) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", "from vitflow.cli import main; main()", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+        **options,
+    )
+
+
+def test_ctrl_c_ends_soon_keeps_what_is_done_and_leaves_no_process(tmp_path):
+    source = fill(tmp_path / "in", 400)
+    process = command("folder", source, "-o", tmp_path / "out", "--batch-size", 4)
+    journal = RunFolder(tmp_path / "out").journal
+    deadline = time.monotonic() + 120
+    while not (journal.exists() and journal.read_bytes().count(b"\n") > 5):
+        assert time.monotonic() < deadline and process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to every process of the group
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors and "interrupted" in errors
+    assert time.monotonic() - began < 4  # a second or two, on a machine that is busy
+    done = list(Journal(journal).rows())
+    assert 5 <= len(done) < 400
+    assert all((tmp_path / "out" / row["outputs"]["rollout"]).is_file() for row in done)
+    assert not list((tmp_path / "out").rglob("*.part"))
+
+
+def test_the_command_tells_counts_and_exit_codes(tmp_path):
+    source = fill(tmp_path / "in", 3)
+    (source / "bad.png").write_bytes(b"no picture")
+    process = command("folder", source, "-o", tmp_path / "out", "--manifest", "csv", "--method", "centre")
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 1, errors
+    assert output == f"{tmp_path / 'out' / 'manifest.csv'}\n"
+    assert errors.splitlines()[-1] == f"3 explained, 1 failed (see {tmp_path / 'out' / 'manifest.csv'})"
+    assert "error: bad.png: UnidentifiedImageError: Expected 'bad.png'" in errors
+    (source / "bad.png").unlink()
+    process = command("folder", source, "-o", tmp_path / "out", "--method", "centre", "--resume")
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0 and errors.splitlines()[-1] == "3 explained (3 of them before)"
+    process = command("folder", source, "-o", tmp_path / "out", "--method", "random")
+    assert process.communicate(timeout=120)[1].startswith("error: The folder") and process.returncode == 2
+
+
+# -- faults
+
+
+def test_every_fault_is_a_row_and_the_others_go_on(tmp_path):
+    source = fill(tmp_path / "in", 6)
+    (source / "truncated.jpg").write_bytes(picture_bytes(1)[:400])
+    (source / "empty.jpg").write_bytes(b"")
+    (source / "mislabelled.jpg").write_bytes(picture_bytes(2, "PNG"))
+    (source / "text.png").write_text("hello")
+    (source / "x.jpg").mkdir()
+    (source / "loop.jpg").symlink_to("loop.jpg")
+    (source / "nowhere.jpg").symlink_to("missing")
+    (source / "up").symlink_to("..")
+    bomb = io.BytesIO()
+    Image.new("1", (2000, 2000)).save(bomb, "PNG")
+    (source / "bomb.png").write_bytes(bomb.getvalue())
+    os.mkfifo(source / "pipe.png")
+    summary = run(source, tmp_path / "out", recursive=True, workers=2, max_pixels=1_000_000)
+    rows = by_input(summary)
+    errors = {name: row["error"] for name, row in rows.items() if row["status"] == "failed"}
+    assert errors == {
+        "truncated.jpg": "OSError",
+        "empty.jpg": "UnidentifiedImageError",
+        "text.png": "UnidentifiedImageError",
+        "x.jpg": "IsADirectoryError",
+        "loop.jpg": "OSError",
+        "nowhere.jpg": "FileNotFoundError",
+        "bomb.png": "DecompressionBombError",
+        "pipe.png": "ImageError",
+    }
+    assert rows["mislabelled.jpg"]["status"] == "explained"
+    assert "max_pixels" in rows["bomb.png"]["message"]
+    assert (summary.explained, summary.failed) == (7, 8)
+    assert [row["input"] for row in summary.failures()] == list(errors) or set(errors)
+
+
+def test_pictures_that_vanish_or_may_not_be_read(tmp_path, monkeypatch):
+    source = fill(tmp_path / "in", 8)
+    real = decode_file
+
+    def vanish(path, max_pixels):
+        if path.endswith("5.jpg"):
+            Path(path).unlink()
+        if path.endswith("6.jpg"):
+            return real_denied(path, max_pixels)
+        return real(path, max_pixels)
+
+    def real_denied(path, max_pixels):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "builtins.open", lambda *a, **k: (_ for _ in ()).throw(PermissionError(errno.EACCES, "denied"))
+            )
+            return real(path, max_pixels)
+
+    monkeypatch.setattr("vitflow.decoding.decode_file", vanish)
+    rows = by_input(run(source, tmp_path / "out"))
+    assert rows["5.jpg"]["error"] == "FileNotFoundError" and rows["6.jpg"]["error"] == "PermissionError"
+    assert sum(row["status"] == "explained" for row in rows.values()) == 6
+    monkeypatch.undo()
+    again = run(source, tmp_path / "out")  # what failed is tried again
+    assert (again.total, again.explained, again.kept) == (7, 7, 6)
+
+
+def test_a_decoder_that_crashes_or_hangs_costs_one_row(tmp_path, monkeypatch):
+    source = fill(tmp_path / "in", 3)
+    with DecoderPool(1, patience=1.0) as pool:
+        process = pool._decoders[0]._process
+        good = pool.submit(str(source / "0.jpg")).result()
+        assert good.image.shape == (40, 48, 3)
+        os.kill(process.pid, signal.SIGSTOP)
+        hung = pool.submit(str(source / "1.jpg")).result()
+        assert hung.error == "TimeoutError" and hung.size == (source / "1.jpg").stat().st_size
+        assert pool.submit(str(source / "2.jpg")).result().sha256 is not None
+        pool._decoders[0]._patience = 60
+        process = pool._decoders[0]._process
+        os.kill(process.pid, signal.SIGSTOP)
+        crashing = pool.submit(str(source / "1.jpg"))
+        os.kill(process.pid, signal.SIGKILL)
+        assert crashing.result().error in ("DecoderCrash", None)
+        assert pool.submit(str(source / "2.jpg")).result().error is None
+
+
+def test_decoders_load_no_torch():
+    code = "import sys, vitflow.decoding; sys.exit('torch' in sys.modules or 'cv2' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_full_disk_fails_what_does_not_fit(tmp_path, monkeypatch):
+    source = fill(tmp_path / "in", 8)
+    real, left = pipeline.write_atomically, 5
+
+    def small_disk(path):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path)
+
+    monkeypatch.setattr(pipeline, "write_atomically", small_disk)
+    summary = run(source, tmp_path / "out")
+    assert (summary.explained, summary.failed) == (5, 3)
+    assert {row["error"] for row in summary.failures()} == {"OSError"}
+    assert all("No space left on device" in row["message"] for row in summary.failures())
+    monkeypatch.undo()
+    again = run(source, tmp_path / "out")
+    assert (again.explained, again.kept) == (8, 5)
+
+
+class SmallMemory(VisionTransformer):
+    """Runs out of memory with more than three pictures."""
+
+    largest = 3
+    seen: list[int] = []  # noqa: RUF012
+
+    def forward(self, x, attn_mask=None):
+        self.seen.append(len(x))
+        if len(x) > self.largest:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
+        return super().forward(x)
+
+
+def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path):
+    source = fill(tmp_path / "in", 20)
+    SmallMemory.seen.clear()
+    summary = run(source, tmp_path / "out", model=tiny_model(SmallMemory), batch_size=10)
+    assert (summary.explained, summary.failed) == (20, 0)
+    assert sum(size > 3 for size in SmallMemory.seen) == 2  # 10 and 5, and never again
+    SmallMemory.largest = 0
+    try:
+        summary = run(source, tmp_path / "none", model=tiny_model(SmallMemory), batch_size=4, limit=5)
+    finally:
+        SmallMemory.largest = 3
+    assert summary.failed == 5
+    assert {row["error"] for row in summary} == {"OutOfMemoryError"}
+
+
+class Picky(VisionTransformer):
+    """Has no finite answer for bright pictures."""
+
+    def forward(self, x, attn_mask=None):
+        return super().forward(x) / (x.mean(dim=(1, 2, 3)) < 0.9).float()[:, None]
+
+
+def test_a_picture_on_which_the_model_fails_does_not_fail_its_batch(tmp_path):
+    source = fill(tmp_path / "in", 6)
+    Image.new("RGB", (40, 40), "white").save(source / "white.png")
+    summary = run(source, tmp_path / "out", model=tiny_model(Picky), batch_size=4)
+    assert [(row["input"], row["error"]) for row in summary.failures()] == [("white.png", "ModelError")]
+    assert summary.explained == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"methods": ["rolout"]}, OptionError, "Did you mean 'rollout'"),
+        ({"methods": ["rollout", "rollout"]}, OptionError, "asked for twice"),
+        ({"cmap_": 1}, OptionError, "Unknown option of method rollout"),
+        ({"drawing": {"cmap": "rainbows"}}, OptionError, "Unknown colormap"),
+        ({"target": "top3"}, OptionError, "one class for all"),
+        ({"target": 7}, OptionError, "from 0 to 4, got 7"),
+        ({"format": "gif"}, OptionError, "jpg, png, webp"),
+        ({"manifest": "xlsx"}, OptionError, "csv, jsonl, parquet"),
+        ({"batch_size": 0}, OptionError, "batch_size of at least 1"),
+        ({"model": "no_such_model"}, ModelError, "Unknown model"),
+    ],
+)
+def test_what_is_wrong_with_all_stops_the_run_and_writes_nothing(tmp_path, options, error, message):
+    source = fill(tmp_path / "in", 1)
+    with pytest.raises(error, match=message):
+        run(source, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_mutated_pictures_never_crash_or_hang_and_each_has_its_row(tmp_path):
+    write_mutations(tmp_path / "in", 240)
+    summary = run(tmp_path / "in", tmp_path / "out", workers=2, batch_size=16)
+    assert summary.total == 240 == summary.explained + summary.failed == len(list(summary))
+    assert min(summary.explained, summary.failed) > 20  # or the mutations prove nothing
+    assert all(row["error"] and row["message"] for row in summary.failures())
+    assert not {"DecoderCrash", "TimeoutError"} & {row["error"] for row in summary.failures()}
+
+
+def write_mutations(place: Path, count: int) -> None:
+    """Damage real picture files: bits flipped, parts cut out, repeated, overwritten, or the end cut off."""
+    place.mkdir(parents=True)
+    suffixes = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "TIFF": "tif"}
+    for number in range(count):
+        chance = random.Random(number)
+        format = list(suffixes)[number % 4]
+        data = bytearray(picture_bytes(number % 7, format))
+        for _ in range(chance.choice([1, 1, 2, 8])):
+            start, length = chance.randrange(len(data)), chance.choice([1, 1, 2, 4, 60])
+            kind = chance.choice(["flip", "flip", "cut", "repeat", "random", "end"])
+            if kind == "flip":
+                data[start] ^= 1 << chance.randrange(8)
+            elif kind == "cut":
+                del data[start : start + length]
+            elif kind == "repeat":
+                data[start:start] = data[start : start + length]
+            elif kind == "random":
+                data[start : start + length] = chance.randbytes(length)
+            else:
+                del data[max(start, 20) :]
+        (place / f"{number:05}.{suffixes[format]}").write_bytes(bytes(data))
+
+
+def test_the_weights_hash_depends_on_every_weight():
+    one, other = tiny_model(), tiny_model()
+    assert folder.weights_sha256(one) == folder.weights_sha256(other)
+    with torch.no_grad():
+        other.blocks[1].mlp.fc2.bias[3] += 1e-6
+    assert folder.weights_sha256(one) != folder.weights_sha256(other)
+    assert folder.weights_sha256(one.bfloat16()) != folder.weights_sha256(tiny_model())

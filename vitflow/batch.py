@@ -1,0 +1,236 @@
+"""The work on one batch of a folder run: from decoded pictures to rows and files, without touching the disk."""
+
+import base64
+import io
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from vitflow.decoding import Decoded, printable
+from vitflow.errors import OptionError, UnsupportedModelError
+from vitflow.explainer import Explainer, choose_methods
+from vitflow.images import _WRITE_OPTIONS
+from vitflow.saliency import Saliency
+from vitflow.targets import Target
+
+FORMATS = ("jpg", "png", "webp")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is computed for every picture of a run, and how it is drawn.
+
+    Attributes:
+        methods: (label, name, options) for each map; the label is the name, numbered where a method is asked twice.
+        target: class to explain; by default each picture's predicted one.
+        drawing: options of `Saliency.overlay`.
+        format: of the overlays, "jpg", "png" or "webp".
+        save_map: write each unscaled map as .npz, too.
+    """
+
+    methods: tuple[tuple[str, str, Mapping[str, Any]], ...]
+    target: Target = None
+    drawing: Mapping[str, Any] = field(default_factory=dict)
+    format: str = "jpg"
+    save_map: bool = False
+
+    @property
+    def endings(self) -> list[str]:
+        """What is appended to a picture's stem for each of its files."""
+        suffixes = [self.format, "npz"] if self.save_map else [self.format]
+        return [f"-{label}.{suffix}" for label, _, _ in self.methods for suffix in suffixes]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """One picture of a batch: its name in the manifest, where its files go, and what reading it gave."""
+
+    key: str
+    stem: str
+    decoded: Decoded
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Explained:
+    """What became of one picture: its row of the manifest, and its files by path below the output folder."""
+
+    row: dict[str, Any]
+    files: dict[str, bytes]
+
+
+def make_job(
+    methods: Sequence[Any],
+    options: Mapping[str, Any],
+    *,
+    target: Target = None,
+    drawing: Mapping[str, Any] | None = None,
+    format: str = "jpg",
+    save_map: bool = False,
+) -> Job:
+    """Complete and check what was asked for, before anything is loaded or read.
+
+    Raises:
+        OptionError: an unknown method, option or format, or several targets.
+    """
+    if format not in FORMATS:
+        raise OptionError(f"Expected a format of {', '.join(FORMATS)}, got {format!r}.")
+    if not (target is None or isinstance(target, int | str)) or re.fullmatch(r"top([2-9]|\d{2,})", str(target)):
+        raise OptionError(f"Expected one class for all pictures, got {target!r}.")
+    labelled: list[tuple[str, str, Mapping[str, Any]]] = []
+    for method, chosen in choose_methods(methods, options):
+        if any((method.name, chosen) == (name, others) for _, name, others in labelled):
+            raise OptionError(f"Method {method.name} was asked for twice with the same options.")
+        count = 1 + sum(name == method.name for _, name, _ in labelled)
+        labelled.append((method.name if count == 1 else f"{method.name}-{count}", method.name, chosen))
+    return Job(tuple(labelled), target, dict(drawing or {}), format, save_map)
+
+
+def explain_pictures(explainer: Explainer, pictures: Sequence[Picture], job: Job) -> list[Explained]:
+    """Explain a batch: a row for every picture, and the encoded files of those that worked.
+
+    What is wrong with one picture goes into its row. The result depends on the arguments alone, so that the same work
+    can be done by any process that holds the model.
+
+    Raises:
+        OptionError, UnsupportedModelError: no picture could be explained this way.
+    """
+    maps, _ = compute_maps(explainer, pictures, job)
+    return [draw_files(picture, found, job) for picture, found in zip(pictures, maps, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Maps:
+    """A picture's maps, or why there are none."""
+
+    maps: Sequence[Saliency] = ()
+    error: str | None = None
+    message: str | None = None
+    seconds: float = 0.0
+
+
+def compute_maps(explainer: Explainer, pictures: Sequence[Picture], job: Job) -> tuple[list[Maps], int]:
+    """Run the model over a batch; also returns how many pictures at once fitted into memory."""
+    readable = [index for index, picture in enumerate(pictures) if picture.decoded.image is not None]
+    found = [Maps(error=picture.decoded.error, message=picture.decoded.message) for picture in pictures]
+    size = start = 0
+    size = len(readable)
+    while start < len(readable):
+        members = readable[start : start + size]
+        started = time.perf_counter()
+        maps, error = _try(explainer, [pictures[index] for index in members], job)
+        if error is not None and len(members) > 1:
+            # Out of memory: half as many from here on. Anything else lies with one of the pictures: find out which.
+            size = (len(members) + 1) // 2 if isinstance(error, torch.OutOfMemoryError) else 1
+            continue
+        seconds = (time.perf_counter() - started) / len(members)
+        for index, own in zip(members, maps, strict=True):
+            found[index] = Maps(own, seconds=seconds) if error is None else _failed(error)
+        start += len(members)
+    return found, max(size, 1)
+
+
+def _try(explainer: Explainer, pictures: Sequence[Picture], job: Job) -> tuple[list[list[Saliency]], Exception | None]:
+    images = [picture.decoded.image for picture in pictures if picture.decoded.image is not None]
+    methods = [(name, options) for _, name, options in job.methods]
+    try:
+        flat = explainer.explain_batch(images, methods=methods, targets=job.target)
+    except (OptionError, UnsupportedModelError):
+        raise
+    except torch.OutOfMemoryError as error:
+        # The traceback holds the tensors that did not fit.
+        problem: Exception = error.with_traceback(None)
+    except Exception as error:
+        problem = error
+    else:
+        count = len(methods)
+        return [flat[start : start + count] for start in range(0, len(flat), count)], None
+    if explainer.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return [[] for _ in pictures], problem
+
+
+def _failed(error: Exception) -> Maps:
+    message = str(error) or type(error).__name__
+    if isinstance(error, torch.OutOfMemoryError):
+        message = f"The memory of the device is too small for this picture alone: {message.splitlines()[0]}"
+    return Maps(error=type(error).__name__, message=printable(message))
+
+
+def draw_files(picture: Picture, found: Maps, job: Job) -> Explained:
+    """Draw and encode a picture's overlays, and write down what is known of it."""
+    decoded = picture.decoded
+    known = {"size": decoded.size, "mtime_ns": decoded.mtime_ns, "sha256": decoded.sha256}
+    row: dict[str, Any] = {"input": picture.key, "stem": picture.stem, "status": "failed", **known}
+    if not found.maps:
+        return Explained(row | {"error": found.error, "message": found.message}, {})
+    started = time.perf_counter()
+    files: dict[str, bytes] = {}
+    outputs: dict[str, str] = {}
+    saved: dict[str, str] = {}
+    for (label, _, _), saliency in zip(job.methods, found.maps, strict=True):
+        outputs[label] = f"{picture.stem}-{label}.{job.format}"
+        files[outputs[label]] = _encode(saliency.overlay(**job.drawing), job.format)
+        if job.save_map:
+            saved[label] = f"{picture.stem}-{label}.npz"
+            files[saved[label]] = _encode_map(saliency, picture.key)
+    first = found.maps[0]
+    facts = {label: dict(saliency.facts) for (label, _, _), saliency in zip(job.methods, found.maps, strict=True)}
+    row |= {
+        "status": "explained",
+        "width": first.image.shape[1],
+        "height": first.image.shape[0],
+        "class_index": first.target,
+        "class_name": first.class_name,
+        "probability": None if first.probability is None else round(first.probability, 6),
+        "predicted_index": first.predicted,
+        "outputs": outputs,
+        "maps": saved or None,
+        "facts": json.loads(json.dumps(facts, default=float)),
+        "saturated_share": _saturated_share(facts),
+        "grids": {label: _pack(saliency) for (label, _, _), saliency in zip(job.methods, found.maps, strict=True)},
+        "window": _window(first),
+        "seconds": round(found.seconds + time.perf_counter() - started, 4),
+    }
+    return Explained(row, files)
+
+
+def _saturated_share(facts: Mapping[str, Mapping[str, Any]]) -> float | None:
+    shares = [value for own in facts.values() for name, value in own.items() if name.startswith("saturated")]
+    return float(shares[0]) if shares and isinstance(shares[0], int | float) else None
+
+
+def _encode(overlay: Any, format: str) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(overlay).save(file, **_WRITE_OPTIONS[f".{format}"])
+    return file.getvalue()
+
+
+def _encode_map(saliency: Saliency, key: str) -> bytes:
+    """The same .npz as `Saliency.save` writes, without the time it took, so that it is the same every time."""
+    metadata = {**saliency.to_dict(), "input": printable(key)}
+    del metadata["seconds"]
+    file = io.BytesIO()
+    text = np.array(json.dumps(metadata, ensure_ascii=False))
+    np.savez_compressed(file, grid=saliency.grid, heatmap=saliency.heatmap, metadata=text)
+    return file.getvalue()
+
+
+def _pack(saliency: Saliency) -> dict[str, Any]:
+    """The unscaled grid for the journal, from which the report draws."""
+    values = base64.b64encode(saliency.grid.astype("<f4").tobytes()).decode()
+    return {"shape": list(saliency.grid.shape), "values": values}
+
+
+def _window(saliency: Saliency) -> list[float]:
+    """(left, top, right, bottom) of the model input on the picture; it reaches beyond where the input was padded."""
+    placement = saliency.placement
+    top, left = placement.to_image(0.0, 0.0)
+    bottom, right = placement.to_image(float(placement.input_size[0]), float(placement.input_size[1]))
+    return [round(float(value), 3) for value in (left, top, right, bottom)]

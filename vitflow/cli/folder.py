@@ -1,0 +1,178 @@
+"""`vitflow folder`: every picture of a folder, resumable."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vitflow.cli.options import (
+    DRAWING,
+    drawing_options,
+    given_options,
+    known_method,
+    make_explainer,
+    method_options,
+    model_options,
+    printable,
+    talking,
+)
+from vitflow.errors import OptionError
+from vitflow.methods import OPTIONS
+
+
+class _BatchSize(click.ParamType[int | None]):
+    name = "auto|N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        if value is None or value == "auto":
+            return None
+        if not str(value).isdigit() or int(value) < 1:
+            self.fail(f"expected auto or a number of at least 1, got {value!r}.", param, ctx)
+        return int(value)
+
+
+@click.command()
+@click.argument("sources", nargs=-1, required=True, metavar="IN…", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for the overlays, the manifest and run.json.",
+)
+@model_options
+@click.option(
+    "--method",
+    "method_names",
+    multiple=True,
+    default=["rollout"],
+    show_default=True,
+    metavar="NAME",
+    help="What to compute; may be given several times.",
+)
+@click.option("--class", "target", metavar="NAME|INDEX", help="Class to explain.  [default: the predicted class]")
+@click.option("--recursive", "-r", is_flag=True, help="Read the folders below, too.")
+@click.option("--glob", metavar="PATTERN", help="Read the files whose name or path matches, whatever their suffix.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Take the first N pictures only.")
+@click.option("--batch-size", type=_BatchSize(), default="auto", show_default=True, help="Pictures per forward pass.")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Processes that read pictures.  [default: half the cores]",
+)
+@click.option(
+    "--resume/--overwrite",
+    default=True,
+    show_default="resume",
+    help="Do what is missing or changed since an earlier run with the same options, or do all of it anew.",
+)
+@click.option("--save-map", is_flag=True, help="Write each unscaled map as .npz, too.")
+@click.option(
+    "--format", type=click.Choice(["jpg", "png", "webp"]), default="jpg", show_default=True, help="Of the overlays."
+)
+@click.option(
+    "--manifest",
+    type=click.Choice(["jsonl", "csv", "parquet"]),
+    default="jsonl",
+    show_default=True,
+    help="Table with one row per input.",
+)
+@click.option("--report", is_flag=True, help="Write a report in HTML at the end.")
+@click.option(
+    "--max-pixels", type=click.IntRange(min=1), metavar="N", help="Refuse larger pictures.  [default: 178956970]"
+)
+@method_options
+@drawing_options
+def folder(sources: tuple[Path, ...], **given: Any) -> None:
+    """Explain every picture in IN…: folders, pictures, or patterns.
+
+    A picture that fails gets a row with its error, and the others go on. What an earlier run with the same options has
+    done is kept; Ctrl-C keeps what is done, too.
+    """
+    methods = [known_method(name) for name in given["method_names"]]
+    options = given_options(given, OPTIONS)
+    with talking():
+        for method in methods:
+            method.complete({name: value for name, value in options.items() if method.accepts(name)})
+        for name in options:
+            if not any(method.accepts(name) for method in methods):
+                methods[0].complete({name: options[name]})  # raises
+        _check_sources(sources)
+        with _progress_bar() as progress:
+            summary = _run(sources, given, options, progress)
+        click.echo(printable(summary.manifest))
+        if summary.report:
+            click.echo(printable(summary.report))
+        line = f"{summary.explained:,} explained".replace(",", " ")
+        if summary.kept:
+            line += f" ({summary.kept} of them before)"
+        if summary.failed:
+            line += f", {summary.failed} failed (see {printable(summary.manifest)})"
+        click.echo(line, err=True)
+        if summary.failed:
+            sys.exit(1)
+
+
+def _check_sources(sources: tuple[Path, ...]) -> None:
+    """A mistyped path is told before torch is loaded."""
+    for source in sources:
+        if not source.exists() and not source.is_symlink() and not set("*?[") & set(str(source)):
+            raise OptionError(f"Expected a folder or a picture, but there is nothing at {printable(source)!r}.")
+
+
+def _run(sources: tuple[Path, ...], given: dict[str, Any], options: dict[str, Any], progress: Any) -> Any:
+    from vitflow.folder import explain_folder
+    from vitflow.images import MAX_PIXELS
+
+    same = {"target", "recursive", "glob", "limit", "batch_size", "workers", "save_map", "format", "manifest", "report"}
+    return explain_folder(
+        sources,
+        given["output"],
+        model=lambda: make_explainer(given),
+        methods=given["method_names"],
+        overwrite=not given["resume"],
+        max_pixels=given["max_pixels"] or MAX_PIXELS,
+        drawing=given_options(given, DRAWING),
+        progress=progress,
+        command=[printable(Path(word)) for word in ["vitflow", *sys.argv[1:]]],
+        **{name: given[name] for name in same},
+        **options,
+    )
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Any]:
+    """A callback that shows pictures per second, the time left and the current file, on stderr."""
+    from tqdm import tqdm
+
+    bar: Any = None
+
+    def show(state: Any) -> None:
+        nonlocal bar
+        if bar is None:
+            bar = tqdm(
+                total=state.total,
+                initial=state.done,
+                unit=" pictures",
+                dynamic_ncols=True,
+                file=sys.stderr,
+                mininterval=0.2 if sys.stderr.isatty() else 30,  # a log file wants fewer lines
+            )
+        if state.row is not None:
+            bar.set_postfix_str(printable(Path(state.row["input"]))[-40:], refresh=False)
+            bar.update(state.done - bar.n)
+            if state.row["status"] == "failed":
+                bar.write(
+                    f"error: {printable(Path(state.row['input']))}: {state.row['error']}: {state.row['message']}",
+                    file=sys.stderr,
+                )
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()

@@ -1,0 +1,17 @@
+"""`vitflow report`: a page to look through what a folder run found."""
+
+from pathlib import Path
+
+import click
+
+from vitflow.cli.options import printable, talking
+
+
+@click.command()
+@click.argument("output", metavar="OUT", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def report(output: Path) -> None:
+    """Write report.html into OUT, the output folder of `vitflow folder`: one page that needs no network."""
+    with talking():
+        from vitflow.report import write_report
+
+        click.echo(printable(write_report(output)))

@@ -1,0 +1,269 @@
+"""Decode pictures in processes of their own, so that a file on which a decoder hangs or crashes costs one row."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import queue
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitflow.errors import ImageError
+from vitflow.images import MAX_PIXELS, read_image
+
+#: A picture that takes longer than this to decode, in seconds, is given up.
+PATIENCE = 60.0
+
+# Not `-m`, and not multiprocessing: both would run the caller's own script again, or put its folder on the path.
+_SERVE = "import sys; sys.path.append(sys.argv[1]); from vitflow.decoding import serve; serve()"
+_PACKAGE_ROOT = str(Path(__file__).resolve().parent.parent)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decoded:
+    """What reading one file gave: its pixels, or why there are none.
+
+    Attributes:
+        image: uint8 RGB [height, width, 3]; None where it could not be read.
+        size: of the file in bytes; None where there is no file.
+        mtime_ns: when the file was last changed, in nanoseconds, taken before it was read.
+        sha256: of the file's bytes.
+        error: the class of the error.
+        message: what was expected, what came, and what to do.
+    """
+
+    image: NDArray[np.uint8] | None = None
+    size: int | None = None
+    mtime_ns: int | None = None
+    sha256: str | None = None
+    error: str | None = None
+    message: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the pixels."""
+        return 0 if self.image is None else self.image.nbytes
+
+
+def decode_file(path: str, max_pixels: int = MAX_PIXELS) -> Decoded:
+    """Read one file; whatever is wrong with it becomes an error in the result, never an exception.
+
+    >>> decode_file("no such file.png").error
+    'FileNotFoundError'
+    """
+    facts: dict[str, Any] = {}
+    try:
+        status = os.stat(path)  # noqa: PTH116 - a name that may not be text
+        facts = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        if stat.S_ISREG(status.st_mode):  # reading from a pipe would wait for ever; read_image refuses it
+            with open(path, "rb") as file:  # noqa: PTH123
+                facts["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+        return Decoded(read_image(path, max_pixels=max_pixels), **facts)
+    except ImageError as error:
+        cause = error.__cause__ or error
+        return Decoded(**facts, error=type(cause).__name__, message=printable(str(error)))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        return Decoded(**facts, error=type(error).__name__, message=f"Could not read {printable(path)!r}: {reason}.")
+    except Exception as error:  # nothing that a file holds may stop the others
+        return Decoded(**facts, error=type(error).__name__, message=printable(str(error)) or type(error).__name__)
+
+
+def printable(text: str) -> str:
+    """Text that can be written as UTF-8: bytes of a name that are not text become escapes.
+
+    >>> printable("caf\\udce9.jpg")
+    'caf\\\\xe9.jpg'
+    """
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+class DecoderPool:
+    """Decoders, each a process of its own that loads no torch; used as a context manager.
+
+    Args:
+        workers: how many; with 0, pictures are read in this process, one at a time, without protection.
+        max_pixels: pictures of more pixels are refused.
+        patience: seconds after which a picture is given up.
+    """
+
+    def __init__(self, workers: int, *, max_pixels: int = MAX_PIXELS, patience: float = PATIENCE) -> None:
+        self._max_pixels = max_pixels
+        self._idle: queue.SimpleQueue[_Decoder] = queue.SimpleQueue()
+        self._decoders = [_Decoder(max_pixels, patience) for _ in range(workers)]
+        for decoder in self._decoders:
+            self._idle.put(decoder)
+        self._threads = ThreadPoolExecutor(max(workers, 1), thread_name_prefix="vitflow-decode")
+
+    def submit(self, path: str) -> "Future[Decoded]":
+        """Have a file read; the future never raises for what is wrong with the file."""
+        return self._threads.submit(self._decode, path)
+
+    def _decode(self, path: str) -> Decoded:
+        if not self._decoders:
+            return decode_file(path, self._max_pixels)
+        decoder = self._idle.get()
+        try:
+            return decoder.decode(path)
+        finally:
+            self._idle.put(decoder)
+
+    def close(self) -> None:
+        """Stop at once: what was not read yet is not read any more."""
+        for decoder in self._decoders:
+            decoder.close()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> "DecoderPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Decoder:
+    """One process: it is asked for a path in a line of JSON, and answers a line of JSON and the raw pixels."""
+
+    def __init__(self, max_pixels: int, patience: float) -> None:
+        self._max_pixels, self._patience = max_pixels, patience
+        self._lock = threading.Lock()
+        self._closed = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        with self._lock:
+            if self._closed:
+                raise InterruptedError
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _SERVE, _PACKAGE_ROOT, str(self._max_pixels)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # decoders in C print what they find odd about a file
+                start_new_session=True,  # so that Ctrl-C reaches the parent alone
+            )
+            return self._process
+
+    def decode(self, path: str) -> Decoded:
+        process = self._process
+        try:
+            if process is None or process.poll() is not None:
+                process = self._start()
+        except InterruptedError:
+            return Decoded(error="InterruptedError", message="The run was stopped.")
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(self._patience, give_up)
+        timer.start()
+        try:
+            return self._ask(process, path)
+        except (OSError, ValueError, EOFError):
+            code = _end(process)
+            if late.is_set():
+                message = f"Decoding took more than {self._patience:g} seconds, and was given up."
+                return Decoded(**_facts(path), error="TimeoutError", message=message)
+            message = f"The decoder crashed on this file (exit status {code}): it is damaged, or memory ran out."
+            return Decoded(**_facts(path), error="DecoderCrash", message=message)
+        finally:
+            timer.cancel()
+
+    def _ask(self, process: "subprocess.Popen[bytes]", path: str) -> Decoded:
+        to_child, from_child = process.stdin, process.stdout
+        assert to_child is not None and from_child is not None
+        to_child.write(json.dumps(path).encode() + b"\n")
+        to_child.flush()
+        line = from_child.readline()
+        if not line.endswith(b"\n"):
+            raise EOFError
+        facts = json.loads(line)
+        shape = facts.pop("shape")
+        if shape is None:
+            return Decoded(**facts)
+        image = np.empty(shape, dtype=np.uint8)
+        view, filled = image.data.cast("B"), 0
+        while filled < len(view):
+            count = from_child.readinto(view[filled:])  # type: ignore[attr-defined]
+            if not count:
+                raise EOFError
+            filled += count
+        return Decoded(image, **facts)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            process = self._process
+        if process is not None:
+            _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> int:
+    """Kill a process, close its pipes, and give its exit status."""
+    process.kill()
+    code = process.wait()
+    for pipe in (process.stdin, process.stdout):
+        # What was still to be written to a killed process is lost.
+        with contextlib.suppress(OSError):
+            if pipe is not None:
+                pipe.close()
+    return code
+
+
+def _facts(path: str) -> dict[str, Any]:
+    try:
+        status = os.stat(path)  # noqa: PTH116
+    except OSError:
+        return {}
+    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+
+
+def serve() -> None:
+    """Answer on stdout what is asked on stdin, until it is closed: the work of a decoder process."""
+    max_pixels = int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _limit_memory(max_pixels)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a C library prints must not get between the answers
+    for line in sys.stdin.buffer:
+        decoded = decode_file(json.loads(line), max_pixels)
+        facts = {name: value for name, value in _as_dict(decoded).items() if value is not None}
+        facts["shape"] = None if decoded.image is None else decoded.image.shape
+        try:
+            answers.write(json.dumps(facts).encode() + b"\n")
+            if decoded.image is not None:
+                answers.write(np.ascontiguousarray(decoded.image).data.cast("B"))
+            answers.flush()
+        except BrokenPipeError:  # the run was killed
+            os._exit(0)
+
+
+def _as_dict(decoded: Decoded) -> dict[str, Any]:
+    return {name: getattr(decoded, name) for name in ("size", "mtime_ns", "sha256", "error", "message")}
+
+
+def _limit_memory(max_pixels: int) -> None:
+    """Bound what a malicious file can make a decoder allocate; 32 bytes per pixel hold any picture that is allowed."""
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return
+    bound = 2**31 + 32 * max_pixels
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard == resource.RLIM_INFINITY or bound < hard:
+        resource.setrlimit(resource.RLIMIT_AS, (bound, hard))

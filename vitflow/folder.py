@@ -1,0 +1,381 @@
+"""Explain folders of pictures: plan, run, and leave a manifest; what was done is not done again."""
+
+import hashlib
+import itertools
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from vitflow.batch import Job, make_job
+from vitflow.decoding import DecoderPool
+from vitflow.errors import OptionError
+from vitflow.explainer import Explainer, MethodChoice
+from vitflow.images import MAX_PIXELS
+from vitflow.manifest import (
+    FORMATS,
+    Journal,
+    RunFolder,
+    fingerprint_difference,
+    load_pyarrow,
+    write_json,
+    write_manifest,
+)
+from vitflow.overlay import blend
+from vitflow.pipeline import Pipeline
+from vitflow.planning import Item, Plan, make_plan
+from vitflow.targets import Target, resolve_targets
+
+# Pictures per forward pass: more do not make a CPU faster, and a GPU is busy with that many.
+_AUTO_BATCH = {"cpu": 16, "cuda": 64}
+
+# Distributions whose versions run.json tells.
+_VERSIONS = ("vitflow", "torch", "timm", "numpy", "opencv-python-headless", "pillow")
+
+
+@dataclass(frozen=True, slots=True)
+class FolderProgress:
+    """Where a run stands, for a progress callback: called at the start (without a row), then once per picture.
+
+    Attributes:
+        done: pictures with a row, those of earlier runs included.
+        total: pictures of the run.
+        row: the newest row, as in the manifest.
+    """
+
+    done: int
+    total: int
+    row: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class FolderSummary:
+    """What a folder run left behind; iterate over it for the rows of its manifest, in the order of the inputs.
+
+    Attributes:
+        output: the folder.
+        manifest: the manifest's file.
+        total: inputs, which are `explained + failed`.
+        explained: pictures whose files are there.
+        failed: pictures with an error in their row.
+        kept: of the explained ones, those that an earlier run had done.
+        seconds: duration of this run.
+        report: the report's first page, where one was asked for.
+    """
+
+    output: Path
+    manifest: Path
+    total: int
+    explained: int
+    failed: int
+    kept: int
+    seconds: float
+    report: Path | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Every input's row, read from the disk as it is needed; `grids` and `window` are the journal's own."""
+        return itertools.islice(Journal(RunFolder(self.output).journal).rows(), self.total)
+
+    def failures(self) -> Iterator[dict[str, Any]]:
+        """The rows of the pictures that failed."""
+        return (row for row in self if row["status"] == "failed")
+
+
+def explain_folder(
+    source: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    *,
+    model: str | Path | nn.Module | Explainer | Callable[[], Explainer],
+    methods: Sequence[MethodChoice] = ("rollout",),
+    target: Target = None,
+    recursive: bool = False,
+    glob: str | None = None,
+    limit: int | None = None,
+    batch_size: int | None = None,
+    workers: int | None = None,
+    overwrite: bool = False,
+    save_map: bool = False,
+    format: str = "jpg",
+    manifest: str = "jsonl",
+    report: bool = False,
+    max_pixels: int = MAX_PIXELS,
+    drawing: Mapping[str, Any] | None = None,
+    progress: Callable[[FolderProgress], None] | None = None,
+    command: Sequence[str] | None = None,
+    **options: Any,
+) -> FolderSummary:
+    """Explain every picture of a folder, resumable: a second run with the same options does what is missing or changed.
+
+    Overlays go to the output folder in the tree of the inputs, as `name-method.jpg`, with a manifest (one row per
+    input) and `run.json` beside them. A picture that cannot be read or explained becomes a row with an error, and the
+    others go on. Failed pictures are tried again by the next run.
+
+    Args:
+        source: a folder, a picture, a pattern with *, or several of them.
+        output: folder for the results.
+        model: a model id (see `load_model`), a module, an Explainer, or a function that makes one when it is needed.
+        methods: names, or (name, options) pairs.
+        target: class that class-specific methods explain; by default each picture's predicted one.
+        recursive: read the folders below, too.
+        glob: read the files whose name or path below the source matches this pattern, whatever their suffix.
+        limit: take the first pictures only.
+        batch_size: pictures per forward pass; by default 16 on a CPU and 64 on a GPU, halved where memory runs out.
+        workers: processes that read pictures; by default half the cores, at most 8. With 0 this process reads them,
+            and a file that crashes the decoder takes the run with it.
+        overwrite: do everything anew; the outputs of an earlier run with other options are removed.
+        save_map: write each unscaled map as .npz, too.
+        format: of the overlays: "jpg", "png" or "webp".
+        manifest: "jsonl", "csv" or "parquet".
+        report: write a report in HTML, too.
+        max_pixels: pictures of more pixels are refused.
+        drawing: options of `Saliency.overlay`, such as cmap.
+        progress: called as pictures are done.
+        command: the command line, for run.json.
+        options: options for every method that has them.
+
+    Raises:
+        OptionError: an option is wrong, or the folder holds a run with other options and overwrite is False.
+        ImageError: there is nothing at a source.
+        ModelError: the model cannot be loaded or explained this way.
+        KeyboardInterrupt: what was done is kept, for the next run to go on from.
+
+    >>> import tempfile
+    >>> from vitflow.demo import SAMPLE_FOLDER
+    >>> summary = explain_folder(SAMPLE_FOLDER, tempfile.mkdtemp(), model="demo", limit=2)
+    >>> summary.explained, summary.failed, [row["input"] for row in summary]
+    (2, 0, ['disc_star_and_crescent.png', 'ring_and_triangle.png'])
+    """
+    started, clock = datetime.now(UTC), time.perf_counter()
+    job = make_job(methods, options, target=target, drawing=drawing, format=format, save_map=save_map)
+    _check(job, manifest, batch_size, workers, limit)
+    sources = [source] if isinstance(source, str | os.PathLike) else list(source)
+    folder = RunFolder(Path(output))
+    journal = Journal(folder.journal)
+
+    def plan_with(taken: Mapping[str, str]) -> Plan:
+        endings = job.endings
+        return make_plan(sources, folder.path, endings, recursive=recursive, glob=glob, limit=limit, taken=taken)
+
+    plan_with({})  # what is wrong with the sources is told before a model is loaded, and nothing is written
+    explainer = _explainer(model)
+    _check_target(job, explainer)
+    fingerprint = _fingerprint(plan_with({}).root, job, explainer)
+    folder.journal.parent.mkdir(parents=True, exist_ok=True)
+    lock = folder.lock()
+    try:
+        journal = Journal(folder.journal)
+        _open(journal, folder, fingerprint, overwrite)
+        plan = plan_with({row["input"]: row["stem"] for row in journal.rows()})
+        if not len(journal) and not overwrite:
+            _refuse_foreign_files(folder.path, plan, job)
+        folder.remove_leftovers()
+        kept = _run(plan, journal, folder, explainer, job, batch_size, workers, max_pixels, progress)
+        keys = [item.key for item in plan.items]
+        journal.compact(keys)
+        explained = sum(row["status"] == "explained" for row in journal.rows(keys))
+        path = _write_manifest(folder, journal, keys, fingerprint, manifest)
+        page = None
+        if report:
+            from vitflow.report import write_report
+
+            page = write_report(folder.path, keys=keys)
+        totals = {"total": len(keys), "explained": explained, "failed": len(keys) - explained}
+        seconds = time.perf_counter() - clock
+        done_now = explained - kept
+        write_json(
+            folder.run_json,
+            {
+                "versions": _versions(),
+                "command": list(command) if command else None,
+                "run": fingerprint | {"recursive": recursive, "glob": glob, "limit": limit, "manifest": manifest},
+                "totals": totals,
+                "time": {
+                    "started": started.isoformat(timespec="seconds"),
+                    "seconds": round(seconds, 3),
+                    "explained_by_this_run": done_now,
+                    "pictures_per_second": round(done_now / seconds, 3),
+                },
+            },
+        )
+    finally:
+        if lock is not None:
+            lock.close()
+    return FolderSummary(folder.path, path, **totals, kept=kept, seconds=seconds, report=page)
+
+
+def _check(job: Job, manifest: str, batch_size: int | None, workers: int | None, limit: int | None) -> None:
+    """What can be known to be wrong before anything is loaded."""
+    if manifest not in FORMATS:
+        raise OptionError(f"Expected a manifest of {', '.join(FORMATS)}, got {manifest!r}.")
+    if manifest == "parquet":
+        load_pyarrow()
+    for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0), ("limit", limit, 1)):
+        if value is not None and value < least:
+            raise OptionError(f"Expected {name} of at least {least}, got {value}.")
+    drawing = {name: value for name, value in job.drawing.items() if name in ("cmap", "alpha", "vmin", "vmax")}
+    blend(np.zeros((1, 2, 3), np.uint8), np.array([[0.0, 1.0]]), **drawing)  # raises for a wrong one
+
+
+def _explainer(model: str | Path | nn.Module | Explainer | Callable[[], Explainer]) -> Explainer:
+    if isinstance(model, Explainer):
+        return model
+    if callable(model) and not isinstance(model, nn.Module):
+        return model()
+    return Explainer(model)
+
+
+def _check_target(job: Job, explainer: Explainer) -> None:
+    """A class that does not exist stops the run, not each picture of it."""
+    if job.target is not None:
+        count = getattr(explainer.model, "num_classes", 0) or 0
+        resolve_targets(job.target, torch.zeros(1, count) if count else None, explainer.class_names)
+
+
+def _fingerprint(root: Path, job: Job, explainer: Explainer) -> dict[str, Any]:
+    """Everything that the results depend on; two runs that agree in it may share a folder."""
+    record = {
+        "root": os.fspath(root),
+        "model": explainer.model_id,
+        "weights_sha256": weights_sha256(explainer.model),
+        "fit": explainer.fit,
+        "methods": {label: name for label, name, _ in job.methods},
+        "options": {label: dict(own) for label, _, own in job.methods},
+        "target": job.target,
+        "drawing": dict(job.drawing),
+        "format": job.format,
+        "save_map": job.save_map,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(record))
+    return plain
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """One hash over the names and values of all weights, whatever file they came from."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        value = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def _open(journal: Journal, folder: RunFolder, fingerprint: Mapping[str, Any], overwrite: bool) -> None:
+    """Go on with the run that the folder holds, or begin a new one."""
+    if journal.header is not None:
+        before = journal.header.get("run", {})
+        different = fingerprint_difference(before, fingerprint)
+        if not different and not overwrite:
+            return
+        if not overwrite:
+            raise OptionError(
+                f"The folder {str(folder.path)!r} holds a run with other options: {'; '.join(different)}. Choose "
+                "another folder, or replace that run with --overwrite (overwrite=True)."
+            )
+        for row in journal.rows():
+            for path in (*(row.get("outputs") or {}).values(), *(row.get("maps") or {}).values()):
+                (folder.path / path).unlink(missing_ok=True)
+    journal.start({"run": dict(fingerprint)})
+
+
+def _refuse_foreign_files(output: Path, plan: Plan, job: Job) -> None:
+    """A first run must not replace files that it did not make."""
+    for item in plan.items:
+        for ending in job.endings:
+            if os.path.lexists(output / (item.stem + ending)):
+                raise OptionError(
+                    f"There is already a file {item.stem + ending!r} in {str(output)!r}, and no record of a run that "
+                    "made it. Choose another folder, or replace it with --overwrite (overwrite=True)."
+                )
+
+
+def _run(
+    plan: Plan,
+    journal: Journal,
+    folder: RunFolder,
+    explainer: Explainer,
+    job: Job,
+    batch_size: int | None,
+    workers: int | None,
+    max_pixels: int,
+    progress: Callable[[FolderProgress], None] | None,
+) -> int:
+    """Do what is missing; how many pictures were done before."""
+    before = {item.key for item in plan.items if _is_done(item, journal, folder.path)}
+    done = len(before)
+    if progress is not None:
+        progress(FolderProgress(done, len(plan.items), None))
+
+    def on_row(row: dict[str, Any]) -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(FolderProgress(done, len(plan.items), row))
+
+    if done < len(plan.items):
+        size = batch_size or _AUTO_BATCH.get(explainer.device.type, 16)
+        count = min(8, max(1, (os.cpu_count() or 2) // 2)) if workers is None else workers
+        with DecoderPool(count, max_pixels=max_pixels) as decoders:
+            pipeline = Pipeline(explainer, job, folder.path, journal, batch_size=size, decoders=decoders, on_row=on_row)
+            pipeline.run(plan.items, lambda item: item.key in before)
+    return len(before)
+
+
+def _is_done(item: Item, journal: Journal, output: Path) -> bool:
+    """Whether an earlier run explained this very file, and its outputs are still there."""
+    if item.problem is not None or item.key not in journal:
+        return False
+    row = next(journal.rows([item.key]))
+    if row["status"] != "explained":
+        return False
+    try:
+        status = os.stat(item.path)  # noqa: PTH116
+    except OSError:
+        return False
+    files = (*row["outputs"].values(), *(row["maps"] or {}).values())
+    return (status.st_size, status.st_mtime_ns) == (row["size"], row["mtime_ns"]) and all(
+        (output / path).is_file() for path in files
+    )
+
+
+def _write_manifest(
+    folder: RunFolder, journal: Journal, keys: Sequence[str], fingerprint: Mapping[str, Any], kind: str
+) -> Path:
+    """Write the manifest, and take those of other formats away: they would be of an earlier state."""
+    options = fingerprint["options"]
+    shared: dict[str, Any] = {}
+    for name in dict.fromkeys(name for own in options.values() for name in own):
+        values = [own[name] for own in options.values() if name in own]
+        # A column per option, where all methods that have it agree; what they do not is in `options`.
+        shared[name] = values[0] if all(value == values[0] for value in values) else None
+    common = {
+        "model": fingerprint["model"],
+        "weights_sha256": fingerprint["weights_sha256"],
+        "methods": list(fingerprint["methods"]),
+        "options": options,
+    }
+    path = folder.manifest(kind)
+    write_manifest(path, journal.rows(keys), {**shared, **common})
+    for other in FORMATS:
+        if other != kind:
+            folder.manifest(other).unlink(missing_ok=True)
+    return path
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _VERSIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # built another way, such as opencv without its wheel
+            continue
+    return found

@@ -1,0 +1,176 @@
+"""Keep the model busy: decode ahead, run the model in batches, draw and write behind, in bounded memory."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from vitflow.batch import Job, Maps, Picture, compute_maps, draw_files
+from vitflow.decoding import Decoded, DecoderPool, printable
+from vitflow.explainer import Explainer
+from vitflow.files import write_atomically
+from vitflow.manifest import Journal
+from vitflow.planning import Item
+
+#: Pixels that wait for the model, or to be written, take no more memory than this each (and one picture).
+WAITING_BYTES = 192 * 2**20
+
+# Batches that wait to be written: with more the disk is the bottleneck, and waiting helps nobody.
+_BATCHES_BEHIND = 2
+
+OnRow = Callable[[dict[str, Any]], None]
+_Writing = list[Future[dict[str, Any]]]
+
+
+class Pipeline:
+    """One run over the inputs that are not done yet; rows go to the journal as soon as their files are in place.
+
+    Args:
+        explainer: the model.
+        job: what to compute.
+        output: the folder that files go to.
+        journal: where rows go.
+        batch_size: pictures in one forward pass; it is halved where memory is too small.
+        decoders: the processes that read.
+        on_row: called with each row once it is in the journal.
+    """
+
+    def __init__(
+        self,
+        explainer: Explainer,
+        job: Job,
+        output: Path,
+        journal: Journal,
+        *,
+        batch_size: int,
+        decoders: DecoderPool,
+        on_row: OnRow | None = None,
+    ) -> None:
+        self._explainer, self._job, self._output, self._journal = explainer, job, output, journal
+        self._batch_size, self._decoders, self._on_row = batch_size, decoders, on_row
+        self._fits = batch_size
+        self._writing: deque[tuple[int, _Writing]] = deque()  # (bytes of pixels, one future per picture)
+
+    def run(self, items: Sequence[Item], is_done: Callable[[Item], bool]) -> None:
+        """Explain what is not done.
+
+        Batches are the same in every run over the same inputs: a run that goes on where another one was stopped
+        computes a torn batch whole, for a picture's neighbours in a batch may change the last bits of its result.
+        """
+        writers = ThreadPoolExecutor(min(os.cpu_count() or 1, 8), thread_name_prefix="vitflow-write")
+        try:
+            for batch, missing, decoded in self._decoded_batches(items, is_done):
+                for pictures in self._in_memory(self._complete(batch, missing, decoded)):
+                    wanted = [picture for picture in pictures if picture.key in missing]
+                    if not wanted:
+                        continue
+                    found, self._fits = compute_maps(self._explainer, pictures, self._job)
+                    self._hand_over(writers, zip(pictures, found, strict=True), missing)
+            while self._writing:
+                self._commit()
+        finally:
+            # On Ctrl-C: keep what is written, and start nothing new.
+            writers.shutdown(wait=True, cancel_futures=True)
+            for _, futures in self._writing:
+                self._keep([future.result() for future in futures if not future.cancelled()])
+
+    def _decoded_batches(
+        self, items: Sequence[Item], is_done: Callable[[Item], bool]
+    ) -> Iterator[tuple[Sequence[Item], set[str], dict[str, Decoded]]]:
+        """Batches with something to do, the missing pictures of each read; the next ones are read ahead."""
+        ahead: deque[tuple[Sequence[Item], dict[str, Future[Decoded]]]] = deque()
+        batches = (items[start : start + self._batch_size] for start in range(0, len(items), self._batch_size))
+        exhausted = False
+        while True:
+            while not exhausted and (not ahead or self._room_ahead(ahead)):
+                batch = next(batches, None)
+                exhausted = batch is None
+                missing = [item for item in batch or () if not is_done(item)]
+                if batch and missing:
+                    ahead.append((batch, {item.key: self._read(item) for item in missing}))
+            if not ahead:
+                return
+            batch, futures = ahead.popleft()
+            decoded = {key: future.result() for key, future in futures.items()}
+            del futures  # they hold the pixels, too
+            yield batch, set(decoded), decoded
+
+    def _room_ahead(self, ahead: deque[tuple[Sequence[Item], dict[str, Future[Decoded]]]]) -> bool:
+        """Whether another batch may be read while the model is busy."""
+        futures = [future for _, own in ahead for future in own.values()]
+        done = [future.result().nbytes for future in futures if future.done()]
+        # A batch that is not read yet may be as large as the largest one seen.
+        expected = max(done, default=0) * (len(futures) + self._batch_size)
+        return len(ahead) < 2 and bool(done) and expected < WAITING_BYTES
+
+    def _read(self, item: Item) -> Future[Decoded]:
+        if item.problem is not None:
+            known: Future[Decoded] = Future()
+            known.set_result(Decoded(error="PermissionError", message=printable(item.problem)))
+            return known
+        return self._decoders.submit(item.path)
+
+    def _complete(self, batch: Sequence[Item], missing: set[str], decoded: dict[str, Decoded]) -> Iterator[Picture]:
+        """The pictures of a batch in order, with those that are done already read again where they are needed."""
+        needed = any(own.image is not None for own in decoded.values())
+        for item in batch:
+            if item.key in missing:
+                yield Picture(item.key, item.stem, decoded.pop(item.key))
+            elif needed:
+                yield Picture(item.key, item.stem, self._read(item).result())
+
+    def _in_memory(self, pictures: Iterator[Picture]) -> Iterator[list[Picture]]:
+        """Cut a batch into parts that the memory holds; where depends on nothing but the batch itself."""
+        part: list[Picture] = []
+        for picture in pictures:
+            part.append(picture)
+            if len(part) >= self._fits or sum(own.decoded.nbytes for own in part) > WAITING_BYTES:
+                yield part
+                part = []
+        if part:
+            yield part
+
+    def _hand_over(
+        self, writers: ThreadPoolExecutor, explained: Iterator[tuple[Picture, Maps]], missing: set[str]
+    ) -> None:
+        """Let a part be drawn and written, and wait where too much is still to be."""
+        futures, size = [], 0
+        for picture, maps in explained:
+            if picture.key in missing:
+                futures.append(writers.submit(self._write, picture, maps))
+                size += picture.decoded.nbytes
+        self._writing.append((size, futures))
+        while self._writing and (
+            len(self._writing) > _BATCHES_BEHIND
+            or sum(own for own, _ in self._writing) > WAITING_BYTES
+            or all(future.done() for future in self._writing[0][1])
+        ):
+            self._commit()
+
+    def _write(self, picture: Picture, maps: Maps) -> dict[str, Any]:
+        """Draw, encode and write one picture; its row."""
+        try:
+            explained = draw_files(picture, maps, self._job)
+            for path, content in explained.files.items():
+                with write_atomically(self._output / path) as file:
+                    file.write(content)
+            return explained.row
+        except Exception as error:  # a full disk, above all
+            reason = getattr(error, "strerror", None) or str(error)
+            message = f"The files of this picture could not be written: {reason}."
+            failed = Maps(error=type(error).__name__, message=printable(message))
+            return draw_files(picture, failed, self._job).row
+
+    def _commit(self) -> None:
+        _, futures = self._writing[0]
+        rows = [future.result() for future in futures]
+        self._writing.popleft()
+        self._keep(rows)
+
+    def _keep(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._journal.append(rows)
+        if self._on_row is not None:
+            for row in rows:
+                self._on_row(row)

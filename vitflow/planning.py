@@ -1,0 +1,183 @@
+"""Plan a folder run: which files go in, and where each one's outputs go. Loads no torch."""
+
+import fnmatch
+import glob as globbing
+import os
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vitflow.errors import ImageError, OptionError
+from vitflow.images import _READ_SUFFIXES, _natural
+
+# Longest file name that common file systems take, in bytes.
+_LONGEST_NAME = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One input of a run.
+
+    Attributes:
+        key: its path below the root, with slashes. Bytes that are not UTF-8 are kept as lone surrogates
+            (Python's surrogateescape).
+        path: where it is read.
+        stem: the outputs' path below the output folder, without "-method.suffix"; always valid UTF-8.
+        problem: why it cannot be read, where that is known before.
+    """
+
+    key: str
+    path: str
+    stem: str
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The inputs of a run in natural order, and the folder that their keys are relative to."""
+
+    root: Path
+    items: Sequence[Item]
+
+
+def make_plan(
+    sources: Iterable[str | os.PathLike[str]],
+    output: Path,
+    endings: Sequence[str],
+    *,
+    recursive: bool = False,
+    glob: str | None = None,
+    limit: int | None = None,
+    taken: Mapping[str, str] | None = None,
+) -> Plan:
+    """List the inputs and give each its outputs: no two inputs claim one output, and no output is an input.
+
+    Hidden files and folders and the output folder are left out; links to folders are followed, each folder once.
+    What has the name of a picture but is none, such as a folder `x.jpg` or a broken link, is an input too, and will
+    fail with a row of its own.
+
+    Args:
+        sources: folders, files, or patterns with * where nothing has that very name.
+        output: where outputs go, in the tree of the inputs.
+        endings: what is appended to a stem for each output, such as "-rollout.jpg".
+        recursive: look into the folders below, too.
+        glob: take the files whose name, or path below the source, matches this pattern, whatever their suffix.
+        limit: take no more than this many.
+        taken: stems by key that an earlier run gave out.
+
+    Raises:
+        OptionError: no sources, or an output folder that is a source.
+        ImageError: there is nothing at a source, or no picture in any.
+    """
+    paths = [found for source in sources for found in _expand(os.fspath(source))]
+    if not paths:
+        raise OptionError("Expected at least one folder or picture, got none.")
+    absolute = [os.path.abspath(path) for path in paths]  # noqa: PTH100 - links stay as they are written
+    for path in absolute:
+        if os.path.realpath(path) == os.path.realpath(output):
+            raise OptionError(
+                f"The output folder {str(output)!r} is also read from: choose another one, such as "
+                f"{str(output / 'vitflow')!r}."
+            )
+    root = absolute[0] if len(absolute) == 1 and Path(absolute[0]).is_dir() else _common_parent(absolute)
+    found: dict[str, tuple[str, str | None]] = {}
+    for path in absolute:
+        for file, problem in _files(path, recursive, glob, os.path.realpath(output)):
+            found.setdefault(Path(os.path.relpath(file, root)).as_posix(), (file, problem))
+    if not found:
+        below = "" if recursive else " Folders below are read with --recursive (recursive=True)."
+        what = f"file that matches {glob!r}" if glob else "picture"
+        raise ImageError(f"Expected at least one {what} in {', '.join(map(repr, paths))}, found none.{below}")
+    keys = sorted(found, key=lambda key: ([_natural(part) for part in key.split("/")], key))[:limit]
+    name_for = _namer(output, endings, {os.path.realpath(file) for file, _ in found.values()}, keys, dict(taken or {}))
+    return Plan(Path(root), [Item(key, found[key][0], name_for(key), found[key][1]) for key in keys])
+
+
+def _expand(source: str) -> list[str]:
+    if os.path.lexists(source):
+        return [source]
+    matches = sorted(globbing.glob(source, recursive=True)) if globbing.has_magic(source) else []  # noqa: PTH207
+    if not matches:
+        raise ImageError(f"Expected a folder or a picture, but there is nothing at {source!r}.")
+    return matches
+
+
+def _common_parent(paths: Sequence[str]) -> str:
+    return os.path.commonpath([os.path.dirname(path) for path in paths])  # noqa: PTH120
+
+
+def _files(source: str, recursive: bool, glob: str | None, output: str) -> Iterator[tuple[str, str | None]]:
+    """(file, problem) for each input below a source; a file that is named itself is taken whatever its name."""
+    if not Path(source).is_dir():
+        yield source, None
+        return
+    problems: list[OSError] = []
+    visited: set[tuple[int, int]] = set()
+    for folder, subfolders, names in os.walk(source, onerror=problems.append, followlinks=True):
+        status = os.stat(folder)  # noqa: PTH116
+        if (status.st_dev, status.st_ino) in visited or os.path.realpath(folder) == output:
+            subfolders.clear()
+            continue
+        visited.add((status.st_dev, status.st_ino))
+        for name in (*names, *subfolders):
+            path = os.path.join(folder, name)  # noqa: PTH118
+            inside = os.path.relpath(path, source)
+            if not name.startswith(".") and _wanted(name, inside, glob, name in subfolders):
+                yield path, None
+        subfolders[:] = [name for name in subfolders if recursive and not name.startswith(".")]
+    for problem in problems:
+        yield str(problem.filename), f"Could not read this folder: {problem.strerror}."
+
+
+def _wanted(name: str, inside: str, glob: str | None, folder: bool) -> bool:
+    if glob is None:
+        return os.path.splitext(name)[1].lower() in _READ_SUFFIXES  # noqa: PTH122
+    return not folder and (fnmatch.fnmatch(name, glob) or fnmatch.fnmatch(Path(inside).as_posix(), glob))
+
+
+def _namer(
+    output: Path, endings: Sequence[str], inputs: set[str], keys: Iterable[str], taken: dict[str, str]
+) -> Callable[[str], str]:
+    """A function that gives each key a stem of its own, the one it had before if it had one."""
+    claimed = {_folded(stem + ending) for stem in taken.values() for ending in endings}
+    base = os.path.realpath(output)
+
+    def free(stem: str) -> bool:
+        return not any(
+            _folded(stem + ending) in claimed or os.path.join(base, stem + ending) in inputs  # noqa: PTH118
+            for ending in endings
+        )
+
+    def name_for(key: str) -> str:
+        if key in taken:
+            return taken[key]
+        *folders, name = (_writable(part) for part in key.split("/"))
+        first = os.path.splitext(name)[0] or name  # noqa: PTH122
+        room = _LONGEST_NAME - max(len(ending.encode()) for ending in endings)
+        number, extra = 1, ""
+        while True:
+            stem = "/".join([*folders, _shorten(first, room - len(extra)) + extra])
+            if free(stem):
+                break
+            number += 1
+            extra = f"-{number}"
+        claimed.update(_folded(stem + ending) for ending in endings)
+        return stem
+
+    return name_for
+
+
+def _folded(name: str) -> str:
+    """One form for all names that some file system takes for the same."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+
+
+def _writable(name: str) -> str:
+    """A name that every tool can show: what is not text, and control characters, become underscores."""
+    text = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace").replace("\ufffd", "_")
+    return "".join("_" if unicodedata.category(char).startswith("C") else char for char in text)
+
+
+def _shorten(name: str, room: int) -> str:
+    return name.encode()[:room].decode("utf-8", "ignore")

@@ -1,0 +1,175 @@
+"""One page to look through what a folder run found: self-contained HTML that needs no network."""
+
+import base64
+import hashlib
+import io
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote_from_bytes
+
+import numpy as np
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitflow.decoding import decode_file, printable
+from vitflow.errors import OptionError
+from vitflow.files import write_atomically
+from vitflow.manifest import Journal, RunFolder
+from vitflow.overlay import colorize, scale_range
+
+# Failed inputs listed on a page; the manifest has them all.
+_FAILURES_SHOWN = 200
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """One page's file and what it shows."""
+
+    path: Path
+    number: int
+    rows: Sequence[Mapping[str, Any]]
+
+
+def write_report(
+    output: str | os.PathLike[str],
+    *,
+    keys: Sequence[str] | None = None,
+    per_page: int = 300,
+    thumbnail: int = 512,
+    embed_bytes: int = 24 * 2**20,
+) -> Path:
+    """Write `report.html` (and `report-2.html` …) into the output folder of a folder run; the first page's path.
+
+    Each picture can be seen with each of its maps at any opacity, and each patch with its value. The photographs are
+    read again, for the thumbnails; where one is gone, its map stands alone.
+
+    Args:
+        output: the run's output folder.
+        keys: inputs to show, in this order; by default all of the run.
+        per_page: pictures on one page.
+        thumbnail: longer side of the photographs in pixels.
+        embed_bytes: thumbnails beyond this sum on a page are written to `report-files/` and linked.
+
+    Raises:
+        OptionError: the folder holds no run.
+    """
+    folder = RunFolder(Path(output))
+    journal = Journal(folder.journal)
+    if journal.header is None:
+        raise OptionError(
+            f"There is no folder run in {str(folder.path)!r}: make one with vitflow folder IN -o OUT, and name OUT."
+        )
+    run = journal.header["run"]
+    states = {row["input"]: row["status"] for row in journal.rows(keys)}
+    shown = [key for key, status in states.items() if status == "explained"]
+    failed = [key for key, status in states.items() if status == "failed"]
+    starts = range(0, max(len(shown), 1), per_page)
+    names = [f"report-{number}.html" if number > 1 else "report.html" for number in range(1, len(starts) + 1)]
+    environment = Environment(loader=PackageLoader("vitflow"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.get_template("report.html")
+    style, script = (_source(environment, name) for name in ("report.css", "report.js"))
+    for number, (start, name) in enumerate(zip(starts, names, strict=True), start=1):
+        rows = journal.rows(shown[start : start + per_page])
+        entries = list(_entries(rows, run, folder.path, thumbnail, embed_bytes, f"{number}-"))
+        text = template.render(
+            title=printable(folder.path.resolve().name),
+            run=run,
+            version=version("vitflow"),
+            explained=len(shown),
+            failed=len(failed),
+            failures=list(islice(journal.rows(failed), _FAILURES_SHOWN)) if number == 1 else [],
+            classes=sorted({entry["label"] for entry in entries}),
+            methods=list(run["methods"]),
+            data={"pictures": entries, "colors": _colors(run), "alpha": run["drawing"].get("alpha", 0.6)},
+            pages=[{"number": index, "name": page} for index, page in enumerate(names, start=1)],
+            number=number,
+            first=start + 1,
+            printable=printable,
+            style=Markup(style),
+            script=Markup(script),
+            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        )
+        with write_atomically(folder.path / name) as file:
+            file.write(text.encode("utf-8", "replace"))
+    return folder.path / names[0]
+
+
+def _source(environment: Environment, name: str) -> str:
+    """One of the template folder's files as it is."""
+    assert environment.loader is not None
+    return environment.loader.get_source(environment, name)[0]
+
+
+def _entries(
+    rows: Iterable[Mapping[str, Any]], run: Mapping[str, Any], output: Path, side: int, budget: int, prefix: str
+) -> Iterator[dict[str, Any]]:
+    """What the page knows of each picture, ready for JSON."""
+    used = 0
+    for index, row in enumerate(rows):
+        source = os.path.join(run["root"], row["input"])  # noqa: PTH118 - a name that may not be text
+        photograph = _thumbnail(source, side)
+        used += len(photograph or b"")
+        image = None
+        if photograph is not None and used <= budget:
+            image = f"data:image/jpeg;base64,{base64.b64encode(photograph).decode()}"
+        elif photograph is not None:
+            image = f"report-files/{prefix}{index}.jpg"
+            with write_atomically(output / image) as file:
+                file.write(photograph)
+        label = row["class_name"] or ("" if row["class_index"] is None else f"class {row['class_index']}")
+        yield {
+            "name": printable(row["input"]),
+            "link": _link(os.path.relpath(source, output)),
+            "image": image,
+            "size": [row["width"], row["height"]],
+            "window": row["window"],
+            "label": label,
+            "probability": row["probability"],
+            "maps": {name: _map(grid, run, row["facts"].get(name, {})) for name, grid in row["grids"].items()},
+            "overlays": {name: _link(path) for name, path in row["outputs"].items()},
+        }
+
+
+def _thumbnail(path: str, side: int) -> bytes | None:
+    """A photograph made small, as JPEG; None where it cannot be read any more."""
+    decoded = decode_file(path)
+    if decoded.image is None:
+        return None
+    picture = Image.fromarray(decoded.image)
+    picture.thumbnail((side, side), Image.Resampling.LANCZOS)
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=82)
+    return file.getvalue()
+
+
+def _link(path: str) -> str:
+    """A relative link to a file, whatever bytes its name has; never one with a scheme."""
+    return "./" + quote_from_bytes(os.fsencode(path).replace(os.sep.encode(), b"/"))
+
+
+def _map(grid: Mapping[str, Any], run: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    values: NDArray[np.float32] = np.frombuffer(base64.b64decode(grid["values"]), dtype="<f4")
+    limits = {name: run["drawing"][name] for name in ("vmin", "vmax") if name in run["drawing"]}
+    low, high = scale_range(values, **limits)
+    # Seven digits tell float32 values apart; more would make the page larger for nothing.
+    return {
+        "shape": grid["shape"],
+        "values": [float(f"{value:.7g}") for value in values],
+        "low": low,
+        "high": high,
+        "facts": {name: value for name, value in facts.items() if isinstance(value, str | int | float)},
+    }
+
+
+def _colors(run: Mapping[str, Any]) -> list[list[int]]:
+    """The 256 colours of the run's colour map."""
+    steps = np.linspace(0, 1, 256)[None]
+    colors: list[list[int]] = colorize(steps, cmap=run["drawing"].get("cmap", "turbo"), vmin=0, vmax=1)[0].tolist()
+    return colors
