@@ -1,0 +1,230 @@
+"""Attention flow: attention as the capacity of pipes, and how much can run from the answer to each input token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitflow.errors import OptionError, ShapeError, unknown_name
+from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion
+from vitflow.methods.window import Window, check_window, layer_capacities, window_below
+
+if TYPE_CHECKING:
+    from vitflow.methods.flowsolver import Progress
+
+Solver = Literal["exact", "networkx"]
+SOLVERS: tuple[Solver, ...] = get_args(Solver)
+Floats = NDArray[np.float64]
+# A token of the top layer; a node (layer, token); or capacities of a super-source over the top layer's tokens.
+Source = int | tuple[int, int] | Tensor | Floats | Sequence[float]
+
+# A flow this close to its trivial cut, relatively, is called saturated.
+SATURATED = 1e-9
+# `all_sources` solves nodes × sinks flows; more than this belongs into a loop over chosen sources.
+MOST_PAIRS = 200_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlowResult:
+    """Maximum flows from the source to each sink, and what limits them. Tensors lie where the attention lay.
+
+    Attributes:
+        values: float64 [batch, sinks], the maximum flow into each sink, in the same unit as attention.
+        cuts: float64 [batch, sinks], the smaller of the two trivial cuts: min(Σ source capacities, Σ_i Â_s[i, j]).
+        cut_layer: int64 [batch, sinks], where the minimum cut runs: the number of the layer whose edges make up most of
+            its capacity. The window's first layer for a flow that fills its sink; one more than the window's last layer
+            for one that takes all that the source has.
+        layers: the window, (first, last), counted from 1.
+        sinks: the input tokens that the last axis stands for.
+        num_prefix_tokens: how many of all tokens stand before the patches.
+
+    With `all_sources` the tensors have the shape [batch, layers, tokens, sinks]: the source is token i after the
+    window's l-th layer, and the flow runs from there to the window's first layer.
+    """
+
+    values: Tensor
+    cuts: Tensor
+    cut_layer: Tensor
+    layers: tuple[int, int]
+    sinks: tuple[int, ...]
+    num_prefix_tokens: int = 1
+
+    @property
+    def normalized(self) -> Tensor:
+        """The values divided by their sum over the sinks, as the paper's code does; zeros where nothing flows."""
+        total = self.values.sum(dim=-1, keepdim=True)
+        return self.values / torch.where(total > 0, total, 1.0)
+
+    @property
+    def saturated(self) -> Tensor:
+        """Whether each flow equals its trivial cut, to a relative 1e-9: bool, of the shape of `values`.
+
+        Such a value says nothing of the layers between: it is the first layer's column sum, or all that the source has.
+        """
+        return self.values >= self.cuts * (1 - SATURATED)
+
+    @property
+    def saturated_share(self) -> Tensor:
+        """Share of saturated flows among the sinks that are patches (among all sinks if none is): float64 [batch]."""
+        patches = [position for position, sink in enumerate(self.sinks) if sink >= self.num_prefix_tokens]
+        chosen = self.saturated[..., patches] if patches else self.saturated
+        return chosen.double().mean(dim=-1)
+
+
+def attention_flow(
+    attentions: Sequence[Tensor] | Tensor,
+    *,
+    source: Source = 0,
+    sinks: Sequence[int] | None = None,
+    layers: Window = "all",
+    start_layer: int | None = None,
+    head_fusion: HeadFusion = "mean",
+    discard_ratio: float = 0.0,
+    residual: float = 0.5,
+    num_prefix_tokens: int = 1,
+    solver: Solver = "exact",
+    all_sources: bool = False,
+    progress: "Progress | None" = None,
+) -> FlowResult:
+    """Attention flow: for each input token the maximum flow that the layers let through from the source.
+
+    The graph has a node (l, i) for token i after layer l and an edge of capacity Â_l[i, j] from (l, i) to (l − 1, j).
+    Each sink is a maximum flow of its own. Over many layers most flows are *saturated*: they equal the first layer's
+    column sums and say nothing of the layers above; look at `saturated_share`, and take fewer layers.
+
+    Args:
+        attentions: layers of [batch, heads, tokens, tokens] or fused [batch, tokens, tokens], first layer first; or one
+            tensor with a leading layer axis.
+        source: a token of the window's top layer; a node (layer, token), layers counted from 1, which ends the window
+            there; or capacities [tokens] or [batch, tokens] of a super-source over the top layer's tokens, such as the
+            readout of a model that averages over patches.
+        sinks: the input tokens to solve for; all by default.
+        layers: "all" (the paper), N for the last N layers, or (first, last), counted from 1 and both included.
+        start_layer: the window's first layer, as another way to give `layers`.
+        head_fusion: "mean" (the paper), "max" or "min" over heads; fused attention is taken as it is.
+        discard_ratio: share of the smallest values per picture and layer to set to 0, 0 <= ratio < 1.
+        residual: α, the share of the residual connection; the paper uses 0.5.
+        num_prefix_tokens: tokens before the patches, which are never discarded as keys.
+        solver: "exact", or "networkx", the same by an independent program some ten thousand times slower.
+        all_sources: solve from every token of every layer of the window, as the paper does for a sentence.
+        progress: called with the number of further flows solved, such as the `update` of a progress bar.
+
+    Raises:
+        OptionError: an option lies outside its range, or the graph is too large for `all_sources`.
+        ShapeError: wrong shapes, or values that are not finite or negative.
+
+    Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, §3.2.
+
+    >>> layer = torch.tensor([[[0.5, 0.5], [0.0, 1.0]]])
+    >>> attention_flow([layer, layer], residual=0.0).values  # two layers: Σ_i min(Â_2[0, i], Â_1[i, j])
+    tensor([[0.5000, 1.0000]], dtype=torch.float64)
+    """
+    _check_options(head_fusion, discard_ratio, residual, solver)
+    node = _as_node(source)
+    if node is not None:  # the window ends at its layer
+        layers, start_layer = window_below(node[0], layers, len(list(attentions)), start_layer), None
+    chosen, first = check_window(attentions, layers, start_layer)
+    batch, tokens = chosen[0].shape[0], chosen[0].shape[-1]
+    targets = tuple(range(tokens)) if sinks is None else tuple(int(sink) for sink in sinks)
+    solve = partial(_solve, sinks=targets, solver=solver, progress=progress)
+    if all_sources:
+        _check_pairs(batch * len(chosen) * tokens * len(targets))
+    sources = _sources(source if node is None else node[1], batch, tokens)
+    found = []
+    for index in range(batch):
+        capacities = layer_capacities(
+            chosen,
+            index,
+            head_fusion=head_fusion,
+            discard_ratio=discard_ratio,
+            residual=residual,
+            num_prefix_tokens=num_prefix_tokens,
+        )
+        found.append(_all_sources(capacities, solve) if all_sources else solve(capacities, sources[index]))
+    device = chosen[0].device if chosen[0].device.type != "mps" else torch.device("cpu")  # MPS has no float64
+    values, cuts, where = (torch.from_numpy(np.stack(parts)).to(device) for parts in zip(*found, strict=True))
+    last = first + len(chosen) - 1
+    return FlowResult(values, cuts, where + first, (first, last), targets, num_prefix_tokens)
+
+
+def _check_options(head_fusion: str, discard_ratio: float, residual: float, solver: str) -> None:
+    check_head_fusion(head_fusion)
+    check_fraction("discard_ratio", discard_ratio)
+    check_fraction("residual", residual)
+    if solver not in SOLVERS:
+        raise OptionError(unknown_name("solver", solver, SOLVERS))
+
+
+def _as_node(source: Source) -> tuple[int, int] | None:
+    """The source as a node (layer, token), if it is one: a tuple of two whole numbers."""
+    if isinstance(source, tuple) and len(source) == 2 and all(isinstance(part, int | np.integer) for part in source):
+        return int(source[0]), int(source[1])
+    return None
+
+
+def _sources(source: Any, batch: int, tokens: int) -> list[int | Floats]:
+    """One source per picture: a token, or capacities [tokens]."""
+    if isinstance(source, int | np.integer):
+        if not 0 <= source < tokens:
+            raise OptionError(f"Expected a source token from 0 to {tokens - 1}, got {source}.")
+        return [int(source)] * batch
+    vector = torch.as_tensor(source).detach().to("cpu", torch.float64)
+    if vector.shape not in ((tokens,), (batch, tokens)):
+        raise ShapeError(
+            f"Expected a source token, a node (layer, token), or capacities of shape [{tokens}] or "
+            f"[{batch}, {tokens}], got shape {tuple(vector.shape)}."
+        )
+    return list(vector.expand(batch, tokens).numpy())
+
+
+def _solve(
+    capacities: Floats, source: int | Floats, *, sinks: Sequence[int], solver: Solver, progress: "Progress | None"
+) -> tuple[Floats, Floats, NDArray[np.intp]]:
+    """Flows, trivial cuts and the layer of each minimum cut (0 for the first) of one picture."""
+    if not isinstance(source, int):
+        source = _as_token(capacities[-1], source)
+    from vitflow.methods.maxflow import max_flow
+
+    if solver == "networkx":
+        from vitflow.methods.graph import networkx_flow
+
+        values, crossing = networkx_flow(capacities, source, sinks, progress)
+    else:
+        found = max_flow(capacities, source, sinks, progress=progress)
+        values, crossing = found.values, found.crossing
+    given = capacities[-1, source].sum() if isinstance(source, int) else source.sum()
+    cuts = np.minimum(given, capacities[0].sum(axis=0)[list(sinks)])
+    return values, cuts, crossing.argmax(axis=1)
+
+
+def _as_token(top: Floats, source: Floats) -> int | Floats:
+    """A source of one token that gives just what its edges take is that token: a layer less to search."""
+    [tokens] = np.nonzero(source)
+    if len(tokens) == 1:
+        token = int(tokens[0])
+        taken = top[token].sum()
+        if abs(source[token] - taken) <= 1e-12 * taken:
+            return token
+    return source
+
+
+def _check_pairs(pairs: int) -> None:
+    if pairs > MOST_PAIRS:
+        raise OptionError(
+            f"all_sources would solve {pairs:,} maximum flows; expected at most {MOST_PAIRS:,}. Take fewer layers or "
+            "sinks, or solve for chosen sources: source=(layer, token)."
+        )
+
+
+def _all_sources(capacities: Floats, solve: Any) -> tuple[Floats, ...]:
+    """The flows from each token after each layer: arrays [layers, tokens, sinks]."""
+    layers, tokens = capacities.shape[:2]
+    found = [
+        [solve(capacities[:count], token) for token in range(tokens)] for count in range(1, layers + 1)
+    ]  # [layers][tokens](values, cuts, where)
+    return tuple(np.array([[parts[which] for parts in row] for row in found]) for which in range(3))

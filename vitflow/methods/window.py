@@ -1,0 +1,109 @@
+"""Which layers a flow runs through, and their edges' capacities."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitflow.errors import OptionError, ShapeError
+from vitflow.methods.fusion import HeadFusion, add_residual, check_attentions, discard_low, fuse_heads
+
+# "all", the last N layers, (first, last), or what the command line writes: "4", "9:12", "9:".
+Window = str | int | Sequence[int]
+
+
+def parse_window(layers: Window, count: int, start_layer: int | None = None) -> tuple[int, int]:
+    """The first and the last layer that are meant, counted from 1, both included.
+
+    Args:
+        layers: "all"; N for the last N layers; (first, last), where -1 is the last layer of the model; or the same in
+            words, "4", "9:12", "9:" or ":4".
+        count: layers of the model.
+        start_layer: another way to say (start_layer, -1).
+
+    Raises:
+        OptionError: there are no such layers, or both ways are used at once.
+
+    >>> parse_window(2, 12), parse_window((1, -2), 12), parse_window("9:", 12), parse_window("all", 12)
+    ((11, 12), (1, 11), (9, 12), (1, 12))
+    """
+    if start_layer is not None:
+        if layers != "all":
+            raise OptionError(
+                f"Expected layers or start_layer, got both: layers={layers!r}, start_layer={start_layer}."
+            )
+        return parse_window((start_layer, -1), count)
+    expected = f'Expected layers="all", a number from 1 to {count}, or (first, last) from 1 to {count}, got {layers!r}.'
+    try:
+        if layers == "all":
+            return 1, count
+        if isinstance(layers, str):
+            if ":" not in layers:
+                return parse_window(int(layers), count)
+            first, last = (int(end) if end.strip() else None for end in layers.split(":"))
+        elif isinstance(layers, int | np.integer):
+            if not 1 <= layers <= count:
+                raise OptionError(expected)
+            return count - int(layers) + 1, count
+        else:
+            first, last = (int(end) for end in layers)
+    except (TypeError, ValueError) as error:
+        raise OptionError(expected) from error
+    numbers = [1 if first is None else first, count if last is None else last]
+    begin, end = (number + count + 1 if number < 0 else number for number in numbers)
+    if not 1 <= begin <= end <= count:
+        raise OptionError(expected)
+    return begin, end
+
+
+def window_below(layer: int, layers: Window, count: int, start_layer: int | None = None) -> tuple[int, int]:
+    """The part of a window that lies below a node of this layer; OptionError if the window does not reach up to it."""
+    first, last = parse_window(layers, count, start_layer)
+    if not first <= layer <= last:
+        raise OptionError(f"Expected a source node in layers {first} to {last}, got one in layer {layer}.")
+    return first, layer
+
+
+def check_window(
+    attentions: Sequence[Tensor] | Tensor, layers: Window, start_layer: int | None = None
+) -> tuple[list[Tensor], int]:
+    """The checked layers of the window, and the number of the first of them.
+
+    Raises:
+        OptionError: there are no such layers.
+        ShapeError: wrong shapes, or values that are not finite or negative, in a layer of the window.
+    """
+    everything = list(attentions)
+    if not everything:
+        check_attentions(everything)
+    first, last = parse_window(layers, len(everything), start_layer)
+    try:
+        return check_attentions(everything[first - 1 : last]), first
+    except ShapeError:
+        check_attentions(everything)  # the same complaint, with the layer's number in the model
+        raise
+
+
+def layer_capacities(
+    layers: Sequence[Tensor],
+    index: int,
+    *,
+    head_fusion: HeadFusion,
+    discard_ratio: float,
+    residual: float,
+    num_prefix_tokens: int,
+) -> NDArray[np.float64]:
+    """The matrices Â of one picture of the batch, in float64: [layers, queries, keys], stored by columns.
+
+    Heads are fused in their own precision where they are; the rest happens on the CPU.
+    """
+    tokens = layers[0].shape[-1]
+    by_column = torch.empty(len(layers), tokens, tokens, dtype=torch.float64)
+    for number, layer in enumerate(layers):
+        picture = layer[index].detach()
+        fused = fuse_heads(picture, head_fusion) if picture.ndim == 3 else picture
+        kept = discard_low(fused.to("cpu", torch.float64), discard_ratio, num_prefix_tokens)
+        by_column[number] = add_residual(kept, residual).mT
+    return by_column.numpy().transpose(0, 2, 1)
