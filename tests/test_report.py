@@ -1,0 +1,260 @@
+"""The report in a real browser: what a reader sees, does and is safe from."""
+
+import base64
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.test_folder import fill, picture_bytes, tiny_model
+from vitflow import explain_folder
+from vitflow.errors import OptionError
+from vitflow.geometry import Placement, place
+from vitflow.manifest import Journal, RunFolder
+from vitflow.overlay import colorize, scale_range, upsample
+from vitflow.report import write_report
+
+HOSTILE = "<img src=x onerror=alert(1)>.jpg"
+CLASSES = ["cat", "dog", "</script><script>alert(2)</script>", "'\"&amp;", "bird"]
+
+
+def make_run(place: Path, **options):
+    source = fill(place / "in", 5)
+    (source / HOSTILE).write_bytes(picture_bytes(5))
+    (source / "new\nline.jpg").write_bytes(picture_bytes(6))
+    (source / "<b>bad.jpg").write_bytes(b"nothing")
+    model = tiny_model()
+    model.pretrained_cfg["label_names"] = CLASSES
+    options = {"methods": ["rollout", "centre"], "workers": 0, "report": True, **options}
+    return explain_folder(source, place / "out & more", model=model, **options)
+
+
+@pytest.fixture(scope="module")
+def summary(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("report"))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("there is no Chromium here (on Debian: apt-get install chromium)")
+    arguments = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, summary):
+    """The open report; it fails the test where the page asks the network, logs an error or opens a dialog."""
+    context = browser.new_context(viewport={"width": 1200, "height": 900}, color_scheme="light")
+    page, trouble = context.new_page(), []
+    page.on("request", lambda request: request.url.startswith(("file:", "data:")) or trouble.append(request.url))
+    page.on("console", lambda message: trouble.append(message.text))
+    page.on("pageerror", lambda error: trouble.append(str(error)))
+    page.on("dialog", lambda dialog: (trouble.append("a dialog: " + dialog.message), dialog.dismiss()))
+    page.goto(summary.report.as_uri())
+    yield page
+    context.close()
+    assert trouble == []
+
+
+def names(page) -> list[str]:
+    return page.locator(".card .name").all_text_contents()
+
+
+def grid_of(row, method: str) -> np.ndarray:
+    packed = row["grids"][method]
+    return np.frombuffer(base64.b64decode(packed["values"]), "<f4").reshape(packed["shape"])
+
+
+def test_every_picture_has_a_card_and_every_failure_a_line(page, summary):
+    rows = [row for row in summary if row["status"] == "explained"]
+    assert names(page) == [row["input"] for row in rows]
+    assert page.locator("#failed td").all_text_contents()[:2] == ["<b>bad.jpg", "UnidentifiedImageError"]
+    assert "7 explained, 1 failed" in re.sub(r"\s+", " ", page.locator(".summary").text_content())
+    assert page.locator(".card img").count() == 7
+    assert page.evaluate("[...document.images].every((image) => image.complete && image.naturalWidth > 0)")
+
+
+def test_hostile_names_are_text(page, summary):
+    assert HOSTILE in names(page)
+    page.locator(".card", has_text="<img").click()
+    assert page.locator("#name").text_content() == HOSTILE
+    assert page.locator("#name *").count() == 0
+    assert page.locator("img[src=x]").count() == 0
+    assert page.locator("script").count() == 2
+    link = page.locator("#overlay").evaluate("(link) => link.href")
+    assert link.startswith("file:") and "%3Cimg" in link
+    text = summary.report.read_text()
+    assert "<img src=x" not in text and "</script><script>alert" not in text
+
+
+def test_the_slider_moves_the_opacity_of_this_picture_alone(page):
+    heat, slider = page.locator("#heat"), page.locator("#opacity")
+    assert heat.evaluate("(canvas) => getComputedStyle(canvas).opacity") == "0.6"
+    clear = []
+    for value in ("0", "100"):
+        slider.fill(value)
+        assert float(heat.evaluate("(canvas) => getComputedStyle(canvas).opacity")) == float(value) / 100
+        clear.append(page.locator("#frame").screenshot())
+    assert clear[0] != clear[1]
+    page.keyboard.press("ArrowLeft")  # the slider has the focus, and the key is its own
+    assert page.locator("#percent").text_content() == "99 %"
+    page.locator(".card").nth(1).click()
+    assert page.locator("#percent").text_content() == "60 %"
+    page.locator(".card").nth(0).click()
+    assert page.locator("#percent").text_content() == "99 %"
+
+
+def test_tabs_change_the_map(page):
+    draw = "() => document.getElementById('heat').toDataURL()"
+    before = page.evaluate(draw)
+    page.get_by_role("tab", name="centre").click()
+    assert page.get_by_role("tab", name="centre").get_attribute("aria-selected") == "true"
+    assert page.get_by_role("tab", name="rollout").get_attribute("aria-selected") == "false"
+    assert page.evaluate(draw) != before
+    page.get_by_role("tab", name="rollout").click()
+    assert page.evaluate(draw) == before
+
+
+def test_pointing_at_a_patch_tells_its_value(page, summary):
+    row = next(iter(summary))
+    page.locator(".card", has_text=row["input"]).first.click()
+    grid, box = grid_of(row, "rollout"), page.locator("#frame").bounding_box()
+    placement = place((40, 48), (32, 32))
+    for line, column in ((0, 0), (1, 2), (3, 3)):
+        left, top, right, bottom = placement.patch_box(line, column, 4, 4)
+        scale = box["width"] / 48
+        page.mouse.move(box["x"] + scale * (left + right) / 2, box["y"] + scale * (top + bottom) / 2)
+        reading = page.locator("#reading").text_content()
+        found = re.fullmatch(r"row (\d), column (\d): (\S+) — number (\d+) of 16 patches", reading)
+        assert (int(found[1]), int(found[2])) == (line, column)
+        assert float(found[3]) == pytest.approx(grid[line, column], rel=1e-3)
+        assert int(found[4]) == 1 + (grid > grid[line, column]).sum()
+        patch = page.locator("#patch").bounding_box()
+        assert patch["x"] - box["x"] == pytest.approx(left * scale, abs=1)
+        assert patch["width"] == pytest.approx((right - left) * scale, abs=1)
+    page.mouse.move(box["x"] + 1, box["y"] + box["height"] / 2)  # the crop left this edge out
+    assert page.locator("#reading").text_content() == "the model did not see this part"
+    assert page.locator("#patch").is_hidden()
+
+
+def test_the_heat_is_the_overlay_of_vitflow(page, summary):
+    for number, row in enumerate(row for row in summary if row["status"] == "explained"):
+        pixels = page.evaluate(
+            """(number) => {
+                const canvas = document.createElement("canvas"), picture = pictures[number];
+                drawHeat(canvas, picture, picture.size[0], picture.size[1]);
+                return [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
+            }""",
+            number,
+        )
+        drawn = np.array(pixels, dtype=np.uint8).reshape(40, 48, 4)
+        grid = grid_of(row, "rollout")
+        low, high = scale_range(grid)
+        heatmap = upsample(grid, Placement((40, 48), (32, 38), (0, 3), (32, 32)))
+        seen = ~np.isnan(heatmap)
+        assert ((drawn[..., 3] == 0) | seen).all()
+        expected = colorize(heatmap, vmin=low, vmax=high).astype(int)
+        solid = seen & (drawn[..., 3] > 200)  # browsers keep colours multiplied by their opacity, in 8 bits
+        assert solid.any()
+        difference = np.abs(drawn[..., :3].astype(int) - expected)[solid]
+        assert difference.max() <= 24 and difference.mean() < 5  # a few of 256 steps: OpenCV upsamples in two steps
+        share = np.clip((heatmap - low) / (high - low), 0, 1)
+        assert np.abs(drawn[..., 3] - share * 255)[seen].max() <= 6
+
+
+def test_arrow_keys_step_through_the_pictures(page):
+    order, shown = names(page), page.locator("#name")
+    for expected in (*order[1:], order[-1]):
+        page.keyboard.press("ArrowRight")
+        assert shown.text_content() == expected
+    page.keyboard.press("ArrowLeft")
+    assert shown.text_content() == order[-2]
+    page.locator("#file").focus()
+    page.keyboard.press("ArrowLeft")
+    assert shown.text_content() == order[-2]
+    assert page.locator(".card[aria-current] .name").text_content() == order[-2]
+
+
+def test_pictures_are_filtered_and_sorted(page, summary):
+    rows = {row["input"]: row for row in summary if row["status"] == "explained"}
+    page.locator("#file").fill("IMG SRC")
+    assert names(page) == [HOSTILE] and page.locator("#name").text_content() == HOSTILE
+    assert page.locator("#count").text_content() == "1 of 7 on this page"
+    page.locator("#file").fill("no such")
+    assert names(page) == [] and page.locator(".viewer").is_hidden()
+    page.locator("#file").fill("")
+    assert page.locator(".viewer").is_visible()
+    for sort, key in (
+        ("-probability", lambda row: -row["probability"]),
+        ("probability", lambda row: row["probability"]),
+    ):
+        page.locator("#sort").select_option(sort)
+        assert names(page) == sorted(rows, key=lambda name: key(rows[name]))
+    page.locator("#sort").select_option("order")
+    label = next(iter(rows.values()))["class_name"]
+    page.locator("#class").select_option(label)
+    assert names(page) == [name for name, row in rows.items() if row["class_name"] == label]
+    page.locator("#class").select_option("")
+    middle = sorted(round(100 * row["probability"]) for row in rows.values())[3]
+    page.locator("#least").fill(str(middle))
+    assert names(page) == [name for name, row in rows.items() if row["probability"] >= middle / 100]
+
+
+def test_light_and_dark_follow_the_reader(page):
+    paper = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(paper)
+    page.emulate_media(color_scheme="dark")
+    dark = page.evaluate(paper)
+    assert sum(map(int, re.findall(r"\d+", light))) > 700 > 120 > sum(map(int, re.findall(r"\d+", dark)))
+
+
+def test_long_runs_get_several_pages_and_large_thumbnails_are_linked(tmp_path):
+    summary = make_run(tmp_path, report=False)
+    first = write_report(summary.output, per_page=3, embed_bytes=0)
+    pages = sorted(path.name for path in summary.output.glob("report*.html"))
+    assert first.name == "report.html" and pages == ["report-2.html", "report-3.html", "report.html"]
+    shown = []
+    for path in (first, *(summary.output / name for name in pages[:2])):
+        text = path.read_text()
+        data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+        assert len(data["pictures"]) <= 3
+        assert text.count("report-2.html") == 1
+        for picture in data["pictures"]:
+            assert (summary.output / picture["image"]).read_bytes()[:2] == b"\xff\xd8"
+            shown.append(picture["name"])
+    assert shown == [row["input"] for row in summary if row["status"] == "explained"]
+
+
+def test_a_photograph_that_is_gone_leaves_its_map(browser, tmp_path):
+    summary = make_run(tmp_path)
+    for path in (tmp_path / "in").iterdir():
+        path.unlink()
+    page = browser.new_page()
+    page.goto(write_report(summary.output).as_uri())
+    assert page.locator(".card").count() == 7 and page.locator(".card img").count() == 0
+    assert page.evaluate("document.getElementById('heat').width") > 100
+    page.close()
+
+
+def test_a_run_that_was_stopped_has_a_report_too(tmp_path):
+    summary = make_run(tmp_path, report=False)
+    journal = RunFolder(summary.output).journal
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:4]) + lines[4][:50])
+    assert len(Journal(journal)) == 3
+    assert "0.jpg" in write_report(summary.output).read_text()
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(OptionError, match="There is no folder run in"):
+        write_report(tmp_path)
