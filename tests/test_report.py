@@ -169,7 +169,7 @@ def test_the_heat_is_the_overlay_of_vitflow(page, summary):
         difference = np.abs(drawn[..., :3].astype(int) - expected)[solid]
         assert difference.max() <= 24 and difference.mean() < 5  # a few of 256 steps: OpenCV upsamples in two steps
         share = np.clip((heatmap - low) / (high - low), 0, 1)
-        assert np.abs(drawn[..., 3] - share * 255)[seen].max() <= 6
+        assert np.abs(drawn[..., 3] - share * 255)[seen].max() <= 16
 
 
 def test_arrow_keys_step_through_the_pictures(page):
