@@ -57,7 +57,7 @@ def literal_map(
         for i in range(size):
             graph.add_edge("source", (len(heads), i), capacity=readout[i])
         row = np.array([nx.maximum_flow_value(graph, "source", (start - 1, j)) for j in range(size)])
-    return row[prefix:]
+    return np.round(row[prefix:] / row[prefix:].max(), 6)
 
 
 @pytest.mark.parametrize(

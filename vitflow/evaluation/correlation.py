@@ -25,12 +25,15 @@ from vitflow.figures import Series
 from vitflow.files import write_atomically
 from vitflow.images import ImageSource, find_images
 from vitflow.methods.attention import check_layer, raw_attention
+from vitflow.methods.flow import attention_flow
 from vitflow.methods.fusion import HeadFusion
 from vitflow.methods.rollout import attention_rollout
+from vitflow.methods.values import ValueWeighting
 from vitflow.recorder import record_attention
 from vitflow.targets import Target
+from vitflow.tokens import TokenLayout
 
-LAYER_METHODS = ("attention", "rollout")
+LAYER_METHODS = ("attention", "rollout", "flow")
 REFERENCES = ("occlusion", "input_gradient")
 
 _WORDS = {
@@ -53,7 +56,7 @@ def rank_correlation(
     fit: str = "crop",
     device: str | torch.device | None = None,
     head_fusion: HeadFusion = "mean",
-    value_weighted: bool = False,
+    value_weighted: ValueWeighting = False,
     discard_ratio: float = 0.0,
     residual: float = 0.5,
     start_layer: int = 1,
@@ -63,7 +66,7 @@ def rank_correlation(
 
     Layer l is read as if it were the last one: raw attention is qᵀ W_l, rollout qᵀ Â_l ⋯ Â_s, and flow runs from the
     readout of layer l down to the input of layer s. With the defaults this is what the paper does, head fusion by the
-    mean and every layer down to the first.
+    mean, no value weighting, and every layer down to the first.
 
     Args:
         images: a folder, or a list of pictures; none are skipped.
@@ -103,10 +106,7 @@ def rank_correlation(
         options = {"discard_ratio": discard_ratio, "num_prefix_tokens": layout.num_prefix_tokens}
         further = {"residual": residual, "start_layer": start_layer}
         grids = [
-            [
-                layout.to_grid(_layer_map(method, fused[:number], readout, options, further))[0].float().cpu().numpy()
-                for number in numbers
-            ]
+            [_without_rounding(_layer_map(method, fused[:n], readout, options, further), layout) for n in numbers]
             for method in methods
         ]
         found.append([[[spearman(grid, one.grid) for grid in row] for row in grids] for one in held])
@@ -129,8 +129,8 @@ def _sources(images: Any) -> list[ImageSource]:
 
 
 def _record(
-    explainer: Explainer, source: ImageSource, head_fusion: HeadFusion, value_weighted: bool
-) -> tuple[list[Tensor], Tensor, Any]:
+    explainer: Explainer, source: ImageSource, head_fusion: HeadFusion, value_weighted: ValueWeighting
+) -> tuple[list[Tensor], Tensor, TokenLayout]:
     """Fused attention of each layer, the readout and the token layout of one picture."""
     with (
         torch.no_grad(),
@@ -158,7 +158,19 @@ def _layer_map(
     """The map over tokens [1, tokens] of the last of these layers by one method."""
     if method == "attention":
         return raw_attention([fused[-1]], readout=readout, **options)
-    return attention_rollout(fused, readout=readout, **options, **further)
+    if method == "rollout":
+        return attention_rollout(fused, readout=readout, **options, **further)
+    return torch.as_tensor(attention_flow(fused, source=readout, **options, **further).values)
+
+
+def _without_rounding(tokens: Tensor, layout: TokenLayout) -> NDArray[np.float64]:
+    """The map on the patch grid, where values that differ by less than a millionth of the largest are equal.
+
+    Flows that all take what the source has are equal but for rounding, which must not rank them.
+    """
+    grid: NDArray[np.float64] = layout.to_grid(tokens)[0].double().cpu().numpy()
+    largest = float(grid.max())
+    return np.round(grid / largest, 6) if largest > 0 else grid
 
 
 @dataclass(frozen=True, slots=True, eq=False)
