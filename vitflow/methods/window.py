@@ -1,6 +1,7 @@
 """Which layers a flow runs through, and their edges' capacities."""
 
 from collections.abc import Sequence
+from operator import index
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ def parse_window(layers: Window, count: int, start_layer: int | None = None) -> 
                 raise OptionError(expected)
             return count - int(layers) + 1, count
         else:
-            first, last = (int(end) for end in layers)
+            first, last = (index(end) for end in layers)
     except (TypeError, ValueError) as error:
         raise OptionError(expected) from error
     numbers = [1 if first is None else first, count if last is None else last]
@@ -88,7 +89,7 @@ def check_window(
 
 def layer_capacities(
     layers: Sequence[Tensor],
-    index: int,
+    batch_index: int,
     *,
     head_fusion: HeadFusion,
     discard_ratio: float,
@@ -102,7 +103,7 @@ def layer_capacities(
     tokens = layers[0].shape[-1]
     by_column = torch.empty(len(layers), tokens, tokens, dtype=torch.float64)
     for number, layer in enumerate(layers):
-        picture = layer[index].detach()
+        picture = layer[batch_index].detach()
         fused = fuse_heads(picture, head_fusion) if picture.ndim == 3 else picture
         kept = discard_low(fused.to("cpu", torch.float64), discard_ratio, num_prefix_tokens)
         by_column[number] = add_residual(kept, residual).mT

@@ -1,0 +1,495 @@
+"""Attention flow: its definition, its options, what it says about saturation, and the graph."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tests import references
+from vitflow.demo import load_demo_model, sample_pictures
+from vitflow.errors import OptionError, ShapeError
+from vitflow.methods.flow import FlowResult, attention_flow
+from vitflow.methods.graph import attention_graph, token_label
+from vitflow.methods.maxflow import edge_flows, max_flow
+from vitflow.methods.rollout import attention_rollout
+from vitflow.methods.window import layer_capacities, parse_window
+from vitflow.tokens import TokenLayout
+
+Array = NDArray[np.float64]
+
+
+def random_attention(layers: int, batch: int, heads: int, tokens: int, sharpness: float = 2.0) -> list[Tensor]:
+    logits = sharpness * torch.randn(layers, batch, heads, tokens, tokens, dtype=torch.float64)
+    return list(logits.softmax(dim=-1))
+
+
+def reference_matrices(layers: Sequence[Tensor], index: int = 0, **options: Any) -> list[Array]:
+    """Â of each layer, first layer first, from the literal definitions."""
+    how, ratio = options.get("head_fusion", "mean"), options.get("discard_ratio", 0.0)
+    alpha, prefix = options.get("residual", 0.5), options.get("num_prefix_tokens", 1)
+    return [
+        references.residual(references.discard(references.fuse(layer[index].numpy(), how), ratio, prefix), alpha)
+        for layer in layers
+    ]
+
+
+def reference_flow(matrices: Sequence[Array], source: Array, sink: int) -> float:
+    """The definition, with networkx as it comes: nodes (layer, token), a super-source, one maximum flow."""
+    graph = nx.DiGraph()
+    for number, matrix in enumerate(matrices, start=1):
+        for i in range(len(matrix)):
+            for j in range(len(matrix)):
+                if matrix[i, j] > 0:
+                    graph.add_edge((number, i), (number - 1, j), capacity=matrix[i, j])
+    for token, capacity in enumerate(source):
+        graph.add_edge("source", (len(matrices), token), capacity=capacity)
+    if (0, sink) not in graph:
+        return 0.0
+    solver = nx.algorithms.flow.shortest_augmenting_path
+    return float(nx.maximum_flow_value(graph, "source", (0, sink), flow_func=solver))
+
+
+def one_hot(token: int, tokens: int) -> Array:
+    return np.where(np.arange(tokens) == token, 1.0, 0.0)
+
+
+# --- The definition ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"head_fusion": "max", "discard_ratio": 0.9},
+        {"head_fusion": "min", "residual": 0.2},
+        {"discard_ratio": 0.5, "num_prefix_tokens": 3, "residual": 0.0},
+    ],
+    ids=str,
+)
+def test_flow_follows_the_definition(count: int, options: dict[str, Any]) -> None:
+    layers = random_attention(count, 2, 3, 8)
+    result = attention_flow(layers, source=1, **options)
+    assert result.values.shape == (2, 8) and result.values.dtype == torch.float64
+    for index in range(2):
+        matrices = reference_matrices(layers, index, **options)
+        expected = [reference_flow(matrices, one_hot(1, 8), sink) for sink in range(8)]
+        np.testing.assert_allclose(result.values[index], expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_readout_is_a_super_source(count: int) -> None:
+    layers = random_attention(count, 2, 2, 7)
+    readout = torch.rand(2, 7, dtype=torch.float64)
+    readout /= readout.sum(dim=1, keepdim=True)
+    result = attention_flow(layers, source=readout)
+    for index in range(2):
+        matrices = reference_matrices(layers, index)
+        expected = [reference_flow(matrices, readout[index].numpy(), sink) for sink in range(7)]
+        np.testing.assert_allclose(result.values[index], expected, rtol=1e-9)
+    shared = attention_flow(layers, source=readout[0])
+    torch.testing.assert_close(shared.values[0], result.values[0])
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_a_one_hot_readout_is_the_token(kind: torch.dtype) -> None:
+    layers = random_attention(4, 1, 2, 9)
+    readout = torch.zeros(9, dtype=kind)
+    readout[3] = 1.0
+    torch.testing.assert_close(
+        attention_flow(layers, source=readout).values, attention_flow(layers, source=3).values, rtol=1e-11, atol=0
+    )
+    half = attention_flow(layers, source=readout / 2).values  # which is less than its edges take
+    expected = [reference_flow(reference_matrices(layers), one_hot(3, 9) / 2, sink) for sink in range(9)]
+    np.testing.assert_allclose(half[0], expected, rtol=1e-9)
+
+
+def test_one_layer_is_the_row_of_that_layer() -> None:
+    layers = random_attention(3, 1, 2, 6)
+    result = attention_flow(layers, source=2, layers=1)
+    np.testing.assert_allclose(result.values[0], reference_matrices(layers)[-1][2], rtol=1e-12)
+
+
+def test_two_layers_have_a_closed_form() -> None:
+    layers = random_attention(4, 1, 2, 12)
+    first, second = reference_matrices(layers)[-2:]
+    expected = [sum(min(second[0, i], first[i, j]) for i in range(12)) for j in range(12)]
+    np.testing.assert_allclose(attention_flow(layers, layers=2).values[0], expected, rtol=1e-12)
+
+
+def test_any_node_may_be_the_source() -> None:
+    layers = random_attention(5, 1, 2, 7)
+    matrices = reference_matrices(layers)
+    result = attention_flow(layers, source=(3, 4), start_layer=2)
+    assert result.layers == (2, 3)
+    expected = [reference_flow(matrices[1:3], one_hot(4, 7), sink) for sink in range(7)]
+    np.testing.assert_allclose(result.values[0], expected, rtol=1e-9)
+    inside = attention_flow(layers, source=(3, 4), layers=(1, 4))
+    np.testing.assert_allclose(inside.values, attention_flow(layers[:3], source=4).values, rtol=1e-12)
+
+
+def test_all_sources_is_the_papers_matrix() -> None:
+    layers = random_attention(3, 2, 2, 5)
+    result = attention_flow(layers, all_sources=True, sinks=[0, 4])
+    assert result.values.shape == result.saturated.shape == (2, 3, 5, 2)
+    for layer in range(1, 4):
+        for token in range(5):
+            one = attention_flow(layers, source=(layer, token), sinks=[0, 4])
+            torch.testing.assert_close(result.values[:, layer - 1, token], one.values, rtol=1e-12, atol=0)
+            assert (result.cut_layer[:, layer - 1, token] == one.cut_layer).all()
+    with pytest.raises(OptionError, match="465,708 maximum flows; expected at most"):
+        attention_flow(random_attention(12, 1, 1, 197), all_sources=True)
+
+
+def test_pictures_of_a_batch_do_not_mix() -> None:
+    layers = random_attention(4, 3, 2, 10)
+    together = attention_flow(layers, discard_ratio=0.4)
+    for index in range(3):
+        alone = attention_flow([layer[index : index + 1] for layer in layers], discard_ratio=0.4)
+        for name in ("values", "cuts", "cut_layer", "normalized", "saturated", "saturated_share"):
+            assert torch.equal(getattr(together, name)[index], getattr(alone, name)[0])
+
+
+def test_permuting_patches_permutes_the_flow() -> None:
+    layers = random_attention(4, 1, 2, 12)
+    order = torch.cat([torch.tensor([0]), 1 + torch.randperm(11)])
+    permuted = [layer[:, :, order][:, :, :, order] for layer in layers]
+    values = attention_flow(layers).values
+    torch.testing.assert_close(attention_flow(permuted).values, values[:, order], rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32])
+def test_lower_precision_is_taken_as_it_is(kind: torch.dtype) -> None:
+    layers = [layer.to(kind) for layer in random_attention(3, 1, 2, 9)]
+    result = attention_flow(layers)
+    assert result.values.dtype == torch.float64
+    exact = attention_flow([layer.double() for layer in layers])
+    torch.testing.assert_close(result.values, exact.values, rtol=1e-6, atol=1e-7)
+
+
+def test_fused_attention_and_one_tensor_are_taken() -> None:
+    layers = random_attention(3, 2, 4, 6)
+    expected = attention_flow(layers).values
+    torch.testing.assert_close(attention_flow([layer.mean(dim=1) for layer in layers]).values, expected)
+    torch.testing.assert_close(attention_flow(torch.stack(layers)).values, expected)
+
+
+def test_attention_that_needs_gradients_is_taken() -> None:
+    layers = [layer.requires_grad_() for layer in random_attention(3, 1, 2, 6)]
+    assert not attention_flow(layers).values.requires_grad
+    with torch.inference_mode():
+        attention_flow([layer.detach() * 1.0 for layer in layers])
+
+
+# --- What limits a flow -----------------------------------------------------------------------------------------------
+
+
+def test_trivial_cuts_bound_every_flow() -> None:
+    layers = random_attention(6, 2, 2, 15, sharpness=3.0)
+    result = attention_flow(layers, residual=0.2)
+    for index in range(2):
+        first = reference_matrices(layers, index, residual=0.2)[0]
+        np.testing.assert_allclose(result.cuts[index], np.minimum(1.0, first.sum(axis=0)), rtol=1e-12)
+    assert (result.values <= result.cuts * (1 + 1e-12)).all()
+    assert torch.equal(result.saturated, result.values >= result.cuts * (1 - 1e-9))
+
+
+def test_deep_flat_attention_is_saturated_and_shallow_is_not() -> None:
+    layers = random_attention(12, 1, 4, 30, sharpness=1.0)
+    deep, shallow = attention_flow(layers), attention_flow(layers, layers=2)
+    assert deep.saturated_share.tolist() == [1.0] and shallow.saturated_share.item() < 0.2
+    column_sums = reference_matrices(layers)[0].sum(axis=0)
+    np.testing.assert_allclose(deep.values[0], np.minimum(column_sums, 1.0), rtol=1e-12)
+    assert ((deep.cut_layer == 1) | (deep.cut_layer == 13)).all()
+    assert (deep.cut_layer[0] == 13).tolist() == (column_sums > 1).tolist()
+
+
+def test_the_share_counts_patches_unless_only_other_sinks_were_asked_for() -> None:
+    saturated = torch.tensor([[True, True, False, True]])
+    values = torch.where(saturated, 1.0, 0.5).double()
+
+    def result(sinks: tuple[int, ...], prefix: int) -> FlowResult:
+        columns = list(sinks)
+        return FlowResult(
+            values[:, columns],
+            torch.ones(1, len(sinks), dtype=torch.float64),
+            torch.ones(1, len(sinks)),
+            (1, 2),
+            sinks,
+            prefix,
+        )
+
+    assert result((0, 1, 2, 3), 1).saturated_share.tolist() == [pytest.approx(2 / 3)]
+    assert result((0, 1, 2, 3), 2).saturated_share.tolist() == [0.5]
+    assert result((0, 2), 3).saturated_share.tolist() == [0.5]
+
+
+@pytest.mark.parametrize("narrow", [1, 2, 3, 4, 5])
+def test_the_cut_layer_is_where_the_narrow_layer_is(narrow: int) -> None:
+    # Each token looks at itself alone, but in one layer token 0 also looks at token 2: the only, narrow way there.
+    layers = [torch.eye(5, dtype=torch.float64)[None].clone() for _ in range(5)]
+    layers[narrow - 1][0, 0] = torch.tensor([0.9, 0.0, 0.1, 0.0, 0.0])
+    result = attention_flow(layers, residual=0.0, sinks=[0, 2])
+    assert result.values[0].tolist() == pytest.approx([0.9, 0.1])
+    assert result.cut_layer[0, 1] == narrow and not result.saturated[0, 1]
+    within = attention_flow(layers, residual=0.0, sinks=[2], layers=(narrow, 5))  # numbers stay those of the model
+    assert within.cut_layer.item() == narrow and within.layers == (narrow, 5)
+
+
+def test_a_token_that_nothing_attends_to_gets_nothing() -> None:
+    layers = random_attention(4, 1, 1, 6)
+    layers[0][..., 3] = 0.0
+    result = attention_flow(layers, residual=0.0)
+    assert result.values[0, 3] == 0.0 and result.normalized[0, 3] == 0.0
+    assert result.saturated[0, 3] and result.cut_layer[0, 3] == 1
+
+
+def test_normalized_values_sum_to_one() -> None:
+    layers = random_attention(3, 2, 2, 8)
+    result = attention_flow(layers)
+    torch.testing.assert_close(result.normalized.sum(dim=1), torch.ones(2, dtype=torch.float64))
+    torch.testing.assert_close(result.normalized * result.values.sum(dim=1, keepdim=True), result.values)
+    nothing = attention_flow(layers, source=torch.zeros(8))
+    assert not nothing.normalized.any() and torch.isfinite(nothing.normalized).all()
+
+
+def test_more_layers_never_carry_more_than_the_rollout_proves_possible() -> None:
+    # Rollout is a feasible flow to all sinks at once: each maximum flow is at least as large.
+    layers = random_attention(6, 1, 2, 20, sharpness=3.0)
+    rollout = attention_rollout(layers)[0, 0]
+    assert (attention_flow(layers).values[0] >= rollout * (1 - 1e-9)).all()
+
+
+# --- Windows ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ("all", (1, 12)),
+        (1, (12, 12)),
+        (12, (1, 12)),
+        (np.int64(3), (10, 12)),
+        ("4", (9, 12)),
+        ("9:12", (9, 12)),
+        ("9:", (9, 12)),
+        (":4", (1, 4)),
+        ("-3:-2", (10, 11)),
+        ((2, 5), (2, 5)),
+        ([2, -1], (2, 12)),
+    ],
+)
+def test_windows(layers: Any, expected: tuple[int, int]) -> None:
+    assert parse_window(layers, 12) == expected
+
+
+@pytest.mark.parametrize(
+    "layers", [0, 13, -1, (0, 3), (5, 4), (3, 13), (1, 2, 3), "0", "a", "1:2:3", "x:3", None, 2.5, (1.5, 3), (-13, 3)]
+)
+def test_windows_that_do_not_exist(layers: Any) -> None:
+    with pytest.raises(OptionError, match="from 1 to 12"):
+        parse_window(layers, 12)
+
+
+def test_the_window_decides_which_layers_are_used() -> None:
+    layers = random_attention(6, 1, 2, 9)
+    expected = attention_flow(layers[2:5]).values
+    for window in ((3, 5), (3, -2), "3:5"):
+        result = attention_flow(layers, layers=window)
+        assert result.layers == (3, 5)
+        assert torch.equal(result.values, expected)
+    assert torch.equal(attention_flow(layers, start_layer=4).values, attention_flow(layers, layers=3).values)
+    with pytest.raises(OptionError, match="layers or start_layer, got both"):
+        attention_flow(layers, layers=3, start_layer=2)
+
+
+# --- Solvers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("source", ["token", "node", "readout"])
+def test_both_solvers_agree(count: int, source: str) -> None:
+    layers = random_attention(count, 2, 2, 9, sharpness=3.0)
+    chosen: Any = {"token": 2, "node": (count, 3), "readout": torch.full((9,), 1 / 9, dtype=torch.float64)}[source]
+    ours = attention_flow(layers, source=chosen)
+    counted: list[int] = []
+    theirs = attention_flow(layers, source=chosen, solver="networkx", progress=counted.append)
+    torch.testing.assert_close(ours.values, theirs.values, rtol=1e-9, atol=1e-12)
+    assert torch.equal(ours.saturated, theirs.saturated)
+    assert sum(counted) == 18
+
+
+def test_progress_counts_every_flow() -> None:
+    counted: list[int] = []
+    attention_flow(random_attention(5, 3, 1, 20), progress=counted.append, sinks=range(1, 20))
+    assert sum(counted) == 3 * 19
+
+
+# --- The graph --------------------------------------------------------------------------------------------------------
+
+
+def test_the_graph_holds_the_matrices() -> None:
+    layers = random_attention(3, 2, 2, 7)
+    layout = TokenLayout(1, 2, 3)
+    graph = attention_graph(layers, layers=(2, 3), batch_index=1, discard_ratio=0.5, layout=layout)
+    matrices = reference_matrices(layers, 1, discard_ratio=0.5)
+    assert set(graph.nodes) == {(layer, token) for layer in (1, 2, 3) for token in range(7)}
+    for layer in (2, 3):
+        for i in range(7):
+            for j in range(7):
+                edge = graph.get_edge_data((layer, i), (layer - 1, j))
+                if matrices[layer - 1][i, j] == 0:
+                    assert edge is None
+                else:
+                    assert edge["capacity"] == edge["weight"] == pytest.approx(matrices[layer - 1][i, j])
+    assert graph.number_of_edges() == sum(np.count_nonzero(matrices[layer - 1]) for layer in (2, 3))
+    assert graph.nodes[3, 5] == {"layer": 3, "token": 5, "label": "patch (1, 1)"}
+    flow = nx.maximum_flow_value(graph, (3, 0), (1, 4))
+    expected = attention_flow(layers, layers=(2, 3), discard_ratio=0.5).values[1, 4]
+    assert flow == pytest.approx(expected.item())
+
+
+def test_labels_name_every_kind_of_token() -> None:
+    layout = TokenLayout(5, 2, 2)
+    names = [token_label(token, 5, layout) for token in range(9)]
+    assert names == ["cls", "reg 1", "reg 2", "reg 3", "reg 4", *(f"patch ({r}, {c})" for r in (0, 1) for c in (0, 1))]
+    assert token_label(0, 0) == "patch 0"
+
+
+def test_a_graph_of_another_picture_or_layout_is_refused() -> None:
+    layers = random_attention(2, 1, 1, 7)
+    with pytest.raises(OptionError, match="batch_index from 0 to 0, got 1"):
+        attention_graph(layers, batch_index=1)
+    with pytest.raises(ShapeError, match="Expected 5 tokens as in the layout, got attention between 7"):
+        attention_graph(layers, layout=TokenLayout(1, 2, 2))
+
+
+# --- Real attention ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo_attention() -> list[Tensor]:
+    """Attention of the bundled model in a sample picture, layers of [1, heads, tokens, tokens]."""
+    from PIL import Image
+    from timm.data import create_transform, resolve_model_data_config
+
+    model = load_demo_model()
+    seen: list[Tensor] = []
+    for block in model.blocks:
+        block.attn.fused_attn = False
+        block.attn.attn_drop.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+    transform = create_transform(**resolve_model_data_config(model), is_training=False)
+    with Image.open(sample_pictures()[0]) as image, torch.no_grad():
+        model(transform(image.convert("RGB"))[None])
+    return seen
+
+
+def assert_proven(capacities: Array, sink_step: int = 1) -> None:
+    """Each value equals a cut, added up from the raw capacities, and a feasible flow reaches it."""
+    found = max_flow(capacities, 0, sink_sides=True)
+    assert found.sink_side is not None
+    for sink in range(0, capacities.shape[1], sink_step):
+        side, value = found.sink_side[sink], found.values[sink]
+        cut = sum(layer[~side[n + 1]][:, side[n]].sum() for n, layer in enumerate(capacities))
+        cut += capacities[-1, 0].sum() if side[-1, 0] else 0.0
+        flows = edge_flows(capacities, 0, sink)
+        assert cut == pytest.approx(value, rel=1e-10)
+        assert flows[0, :, sink].sum() == pytest.approx(value, rel=1e-10)
+        assert (flows <= capacities).all()
+        for lower, upper in pairwise(flows):
+            np.testing.assert_allclose(upper.sum(axis=0), lower.sum(axis=1), rtol=0, atol=1e-13)
+
+
+OPTIONS: dict[str, Any] = {"head_fusion": "mean", "discard_ratio": 0.0, "residual": 0.5, "num_prefix_tokens": 1}
+
+
+@pytest.mark.parametrize("changed", [{}, {"head_fusion": "max", "discard_ratio": 0.9}, {"residual": 0.0}], ids=str)
+def test_every_sink_of_the_demo_model_is_proven_at_full_depth(
+    demo_attention: list[Tensor], changed: dict[str, Any]
+) -> None:
+    assert_proven(layer_capacities(demo_attention, 0, **OPTIONS | changed))
+
+
+@pytest.mark.slow
+def test_the_demo_model_agrees_with_networkx_at_full_depth(demo_attention: list[Tensor]) -> None:
+    sinks = [5, 70]
+    ours = attention_flow(demo_attention, sinks=sinks)
+    theirs = attention_flow(demo_attention, sinks=sinks, solver="networkx")
+    torch.testing.assert_close(ours.values, theirs.values, rtol=0, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_the_demo_model_agrees_with_networkx_over_three_layers(demo_attention: list[Tensor]) -> None:
+    sinks = [0, 60, 120]
+    ours = attention_flow(demo_attention, layers=3, sinks=sinks)
+    theirs = attention_flow(demo_attention, layers=3, sinks=sinks, solver="networkx")
+    torch.testing.assert_close(ours.values, theirs.values, rtol=0, atol=1e-9)
+    assert not ours.saturated.all()  # not only trivial cuts
+
+
+# --- Errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_options_that_make_no_sense() -> None:
+    layers = random_attention(2, 1, 1, 5)
+    for wrong, message in [
+        ({"solver": "exakt"}, "Unknown solver 'exakt'. Did you mean 'exact'?"),
+        ({"head_fusion": "median"}, "Unknown head fusion 'median'"),
+        ({"discard_ratio": 1.0}, "0 <= discard_ratio < 1, got 1.0"),
+        ({"residual": -0.1}, "0 <= residual < 1, got -0.1"),
+        ({"source": 5}, "source token from 0 to 4, got 5"),
+        ({"source": -1}, "source token from 0 to 4, got -1"),
+        ({"source": (3, 0)}, "source node in layers 1 to 2, got one in layer 3"),
+        ({"source": (2, 7)}, "source token from 0 to 4, got 7"),
+        ({"sinks": [5]}, "sinks from 0 to 4"),
+        ({"layers": 3}, "a number from 1 to 2"),
+    ]:
+        with pytest.raises(OptionError, match=message.replace("?", r"\?").replace(".", r"\.")):
+            attention_flow(layers, **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.1])
+@pytest.mark.parametrize("tokens", [5, 40])
+def test_values_that_are_not_attention(value: float, tokens: int) -> None:
+    layers = random_attention(4, 1, 2, tokens)
+    layers[2][0, 1, 3, 2] = value
+    with pytest.raises(ShapeError, match="in layer 3"):
+        attention_flow(layers)
+    with pytest.raises(ShapeError, match="in layer 3"):
+        attention_flow(layers, layers=2)
+    with pytest.raises(ShapeError, match="in layer 3"):
+        attention_graph(layers, layers=2)
+
+
+def test_shapes_that_are_not_attention() -> None:
+    with pytest.raises(ShapeError, match="at least one layer"):
+        attention_flow([])
+    with pytest.raises(ShapeError, match=r"got \(1, 2, 5, 6\)"):
+        attention_flow([torch.rand(1, 2, 5, 6)])
+    with pytest.raises(ShapeError, match="same batch and number of tokens"):
+        attention_flow([torch.rand(1, 2, 5, 5), torch.rand(1, 2, 6, 6)])
+    layers = random_attention(2, 2, 1, 5)
+    for source in (torch.ones(4), torch.ones(3, 5), torch.ones(2, 5, 1)):
+        with pytest.raises(ShapeError, match=r"capacities of shape \[5\] or \[2, 5\]"):
+            attention_flow(layers, source=source)
+    for bad in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ShapeError, match="source capacities of at least 0"):
+            attention_flow(layers, source=torch.tensor([bad, 0, 0, 0, 0]))
+
+
+def test_two_layers_load_no_compiler() -> None:
+    # The closed form answers at once: numba, and compiling on first use, are for deeper windows.
+    code = (
+        "import sys, torch; from vitflow.methods.flow import attention_flow; "
+        "attention_flow([torch.full((1, 4, 4), 0.25)] * 6, layers=2); "
+        "assert not {'numba', 'networkx'} & set(sys.modules), 'loaded'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

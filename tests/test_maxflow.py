@@ -1,0 +1,404 @@
+"""Maximum flow: against networkx, certificates added up from the raw capacities, and graphs made to be hard."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_flow as scipy_maximum_flow
+
+from vitflow.errors import OptionError, ShapeError
+from vitflow.methods import flowsolver
+from vitflow.methods.maxflow import MaxFlow, edge_flows, max_flow
+
+Array = NDArray[np.float64]
+Source = int | Array
+
+
+# --- Independent references -------------------------------------------------------------------------------------------
+
+
+def networkx_value(capacities: Array, source: Source, sink: int) -> float:
+    layers, tokens = capacities.shape[:2]
+    graph = nx.DiGraph()
+    graph.add_node((0, sink))
+    for layer in range(layers):
+        for i in range(tokens):
+            for j in range(tokens):
+                if capacities[layer, i, j] > 0:
+                    graph.add_edge((layer + 1, i), (layer, j), capacity=capacities[layer, i, j])
+    start: Any = (layers, source) if isinstance(source, int) else "source"
+    graph.add_node(start)
+    if not isinstance(source, int):
+        for token in range(tokens):
+            graph.add_edge("source", (layers, token), capacity=source[token])
+    # preflow_push, networkx's default, cannot take capacities of 1e-300 beside 1.
+    solver = nx.algorithms.flow.shortest_augmenting_path
+    return float(nx.maximum_flow_value(graph, start, (0, sink), flow_func=solver))
+
+
+def given_by(source: Source, capacities: Array) -> Array:
+    """What the source may send through each token of the top layer."""
+    if not isinstance(source, int):
+        return source
+    return np.where(np.arange(capacities.shape[1]) == source, capacities[-1, source].sum(), 0.0)
+
+
+def assert_cut_equals_value(capacities: Array, source: Source, sink: int, found: MaxFlow, row: int) -> None:
+    """No flow can be larger than any cut: add up the edges that lead into the sink's side, one by one."""
+    assert found.sink_side is not None
+    side = found.sink_side[row]  # [layers + 1, tokens]
+    assert side[0, sink]
+    boundaries = []
+    for layer in range(len(capacities)):
+        into = capacities[layer][~side[layer + 1]][:, side[layer]]
+        boundaries.append(into.sum())
+    boundaries.append(given_by(source, capacities)[side[-1]].sum())
+    value = found.values[row]
+    assert sum(boundaries) == pytest.approx(value, rel=1e-10, abs=1e-290)
+    np.testing.assert_allclose(found.crossing[row], boundaries, rtol=1e-9, atol=1e-12 * value + 1e-290)
+
+
+def assert_flow_is_feasible(capacities: Array, source: Source, sink: int, value: float) -> None:
+    """A flow that fits into the edges, is passed on by every node and brings the value to the sink."""
+    flows = edge_flows(capacities, source, sink)
+    rounding = 1e-14 * capacities.max() * capacities.shape[1]
+    assert (flows >= 0).all() and (flows <= capacities).all()
+    for layer in range(1, len(capacities)):
+        np.testing.assert_allclose(flows[layer].sum(axis=0), flows[layer - 1].sum(axis=1), rtol=0, atol=rounding)
+    assert (flows[-1].sum(axis=1) <= given_by(source, capacities) + rounding).all()
+    assert not np.delete(flows[0], sink, axis=1).any()
+    assert flows[0].sum() == pytest.approx(value, rel=1e-11, abs=rounding)
+
+
+# --- Random graphs ----------------------------------------------------------------------------------------------------
+
+
+def softmax(logits: Array) -> Array:
+    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return exponentials / exponentials.sum(axis=-1, keepdims=True)
+
+
+def attention(rng: np.random.Generator, layers: int, tokens: int, sharpness: float, residual: float = 0.5) -> Array:
+    rows = softmax(sharpness * rng.normal(size=(layers, tokens, tokens)))
+    return (1 - residual) * rows + residual * np.eye(tokens)
+
+
+def discarded(rng: np.random.Generator, layers: int, tokens: int) -> Array:
+    rows = attention(rng, layers, tokens, 2.0, residual=0.0)
+    rows[rng.random(rows.shape) < 0.7] = 0.0
+    mixed = rows + 0.5 * np.eye(tokens)
+    return mixed / mixed.sum(axis=-1, keepdims=True)
+
+
+KINDS: dict[str, Callable[[np.random.Generator, int, int], Array]] = {
+    "flat attention": lambda rng, layers, tokens: attention(rng, layers, tokens, 0.3),
+    "sharp attention": lambda rng, layers, tokens: attention(rng, layers, tokens, 5.0),
+    "almost one-hot": lambda rng, layers, tokens: attention(rng, layers, tokens, 25.0, residual=0.0),
+    "discarded": discarded,
+    "holes": lambda rng, layers, tokens: (
+        rng.random((layers, tokens, tokens)) * (rng.random((layers, tokens, tokens)) < 0.5)
+    ),
+    "small integers": lambda rng, layers, tokens: rng.integers(0, 4, (layers, tokens, tokens)).astype(float),
+    "300 orders of magnitude": lambda rng, layers, tokens: 10.0 ** rng.uniform(-300, 0, (layers, tokens, tokens)),
+}
+
+
+def graphs(kind: str, count: int) -> Iterator[tuple[Array, Source]]:
+    rng = np.random.default_rng(sum(map(ord, kind)))
+    for number in range(count):
+        layers, tokens = 1 + number % 8, int(rng.integers(2, 16))
+        capacities = KINDS[kind](rng, layers, tokens)
+        if number % 2:
+            yield capacities, int(rng.integers(tokens))
+        else:
+            source = rng.random(tokens) * (rng.random(tokens) < 0.6)
+            yield capacities, source / max(source.sum(), 1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_graphs_agree_with_networkx_and_prove_themselves(kind: str) -> None:
+    below_bound = 0
+    for capacities, source in graphs(kind, 32):
+        found = max_flow(capacities, source, sink_sides=True)
+        bounds = np.minimum(capacities[0].sum(axis=0), given_by(source, capacities).sum())
+        below_bound += int((found.values < bounds * (1 - 1e-9)).sum())
+        for sink, value in enumerate(found.values.tolist()):
+            assert value == pytest.approx(networkx_value(capacities, source, sink), rel=1e-9, abs=1e-9)
+            assert_cut_equals_value(capacities, source, sink, found, sink)
+            assert_flow_is_feasible(capacities, source, sink, value)
+    assert below_bound > 15  # the interesting cuts, away from source and sink, are among them
+
+
+@given(
+    layers=st.integers(1, 4),
+    tokens=st.integers(1, 5),
+    data=st.data(),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_small_integer_graph_agrees_with_scipy(layers: int, tokens: int, data: st.DataObject) -> None:
+    size = layers * tokens * tokens
+    values = data.draw(st.lists(st.integers(0, 5), min_size=size, max_size=size))
+    source = data.draw(st.lists(st.integers(0, 9), min_size=tokens, max_size=tokens))
+    capacities = np.array(values).reshape(layers, tokens, tokens)
+    found = max_flow(capacities, source)
+    assert found.values.tolist() == scipy_values(capacities, np.array(source))
+
+
+def scipy_values(capacities: NDArray[np.integer], source: NDArray[np.integer]) -> list[int]:
+    layers, tokens = capacities.shape[:2]
+    nodes = (layers + 1) * tokens + 1  # layer 0 first, the super-source last
+    matrix = np.zeros((nodes, nodes), np.int32)
+    for layer in range(layers):
+        upper, lower = (layer + 1) * tokens, layer * tokens
+        matrix[upper : upper + tokens, lower : lower + tokens] = capacities[layer]
+    matrix[-1, layers * tokens : -1] = source
+    graph = csr_array(matrix)
+    return [int(scipy_maximum_flow(graph, nodes - 1, sink).flow_value) for sink in range(tokens)]
+
+
+# --- The size of real models ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharpness", [0.5, 2.0, 5.0])
+@pytest.mark.parametrize("layers", [3, 4, 6, 12])
+def test_certificates_hold_at_the_size_of_vit_base(layers: int, sharpness: float) -> None:
+    capacities = attention(np.random.default_rng(3), layers, 197, sharpness)
+    found = max_flow(capacities, 0, sink_sides=True)
+    for sink in range(197):
+        assert_cut_equals_value(capacities, 0, sink, found, sink)
+    for sink in (0, 1, 100, 196):
+        assert_flow_is_feasible(capacities, 0, sink, found.values[sink])
+
+
+@pytest.mark.parametrize("source", ["uniform", "two tokens", "little"])
+def test_super_sources_at_full_size(source: str) -> None:
+    capacities = attention(np.random.default_rng(4), 5, 197, 3.0)
+    given = np.zeros(197)
+    given[{"uniform": slice(1, None), "two tokens": slice(0, 2), "little": slice(5, 9)}[source]] = 1.0
+    given /= given.sum() * (20 if source == "little" else 1)
+    found = max_flow(capacities, given, sinks=range(0, 197, 5), sink_sides=True)
+    for row, sink in enumerate(range(0, 197, 5)):
+        assert_cut_equals_value(capacities, given, sink, found, row)
+        assert_flow_is_feasible(capacities, given, sink, found.values[row])
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 4.0, 8.0])
+def test_the_shared_upper_layers_change_no_value(sharpness: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    capacities = attention(np.random.default_rng(5), 9, 60, sharpness)
+    quick = max_flow(capacities, 0)
+    monkeypatch.setattr(flowsolver, "WINDOWS", ())
+    whole = max_flow(capacities, 0)
+    np.testing.assert_allclose(quick.values, whole.values, rtol=1e-11)
+
+
+def test_threads_change_no_value_and_progress_counts_every_sink() -> None:
+    capacities = attention(np.random.default_rng(6), 7, 90, 6.0)
+    counted: list[int] = []
+    alone = max_flow(capacities, 3, workers=1)
+    together = max_flow(capacities, 3, workers=4, progress=counted.append)
+    np.testing.assert_allclose(together.values, alone.values, rtol=1e-11)
+    assert sum(counted) == 90
+
+
+# --- Graphs made to be hard -------------------------------------------------------------------------------------------
+
+
+def test_a_thin_bridge_between_wide_roads_takes_no_unit_steps() -> None:
+    # The textbook case on which augmenting along careless paths takes as many steps as the capacity is large.
+    wide, bridge = 1e15, 1.0
+    capacities = np.zeros((4, 2, 2))
+    capacities[3, 0] = [wide, wide]
+    capacities[2] = [[wide, bridge], [0.0, wide]]
+    capacities[1] = [[wide, 0.0], [bridge, wide]]
+    capacities[0] = [[wide, 0.0], [wide, 0.0]]
+    assert max_flow(capacities, 0, [0]).values.tolist() == [2 * wide]
+
+
+def test_zwicks_capacities_end() -> None:
+    # With the golden ratio, augmenting along badly chosen paths never ends in exact arithmetic.
+    golden = (math.sqrt(5) - 1) / 2
+    capacities = np.zeros((4, 4, 4))
+    capacities[3, 0] = [4.0, 4.0, 4.0, 0.0]
+    capacities[2] = [[1.0, 1.0, 0.0, 0.0], [0.0, golden, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0], [0.0] * 4]
+    capacities[1] = np.diag([4.0, 4.0, 4.0, 0.0]) + 0.1
+    capacities[0, :, 0] = 4.0
+    value = max_flow(capacities, 0, [0]).values[0]
+    assert value == pytest.approx(networkx_value(capacities, 0, 0), abs=1e-12)
+
+
+@pytest.mark.parametrize("length", [2, 10, 60])
+def test_one_path_through_the_whole_staircase(length: int) -> None:
+    # Unit supplies and demands; supply i fits demands i and i + 1, so a wrong first choice is undone along all of them.
+    tokens = length + 1
+    stairs = np.eye(tokens) + np.eye(tokens, k=1)  # from upper token i to lower tokens i and i + 1
+    stairs[-1] = 0.0
+    for order in (np.arange(tokens), np.arange(tokens)[::-1], np.random.default_rng(0).permutation(tokens)):
+        capacities = np.zeros((3, tokens, tokens))
+        supply, demand = np.ones(tokens), np.ones(tokens)
+        demand[0] = 0.0  # so supply 0 must go to demand 1, supply 1 to demand 2, …
+        capacities[2, 0] = supply[order]
+        capacities[1] = stairs[order]
+        capacities[0, :, 0] = demand
+        assert max_flow(capacities, 0, [0]).values.tolist() == [float(length)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_matchings_on_sparse_graphs_need_long_detours(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = 80
+    capacities = np.zeros((5, tokens, tokens), np.int64)
+    capacities[0, :, 0] = 1
+    capacities[4, 0] = 1
+    for layer in (1, 2, 3):
+        capacities[layer] = rng.random((tokens, tokens)) < 1.6 / tokens
+    found = max_flow(capacities, 0, [0], sink_sides=True)
+    source = np.zeros(tokens, np.int64)
+    source[0] = tokens
+    assert found.values[0] == scipy_values(capacities, source)[0]
+    assert_cut_equals_value(capacities.astype(float), 0, 0, found, 0)
+
+
+def test_a_bottleneck_in_each_layer_is_found_there() -> None:
+    for layer in range(5):
+        capacities = np.ones((5, 6, 6))
+        capacities[layer] = 0.001
+        found = max_flow(capacities, np.full(6, 10.0), [2])
+        expected = 0.006 if layer == 0 else 0.036
+        assert found.values[0] == pytest.approx(expected)
+        assert found.crossing[0].argmax() == layer
+
+
+def test_wide_staircases_at_full_size_are_not_slow() -> None:
+    # 196 supplies that each fit only two demands per layer: almost every flow needs its way undone and found again.
+    tokens = 197
+    rng = np.random.default_rng(1)
+    capacities = np.zeros((6, tokens, tokens))
+    for layer in capacities:
+        layer += np.diag(rng.random(tokens)) + np.diag(rng.random(tokens - 1), 1) + np.diag(rng.random(tokens - 2), -2)
+    found = max_flow(capacities, np.full(tokens, 0.5), sink_sides=True)
+    for sink in range(0, tokens, 7):
+        assert_cut_equals_value(capacities, np.full(tokens, 0.5), sink, found, sink)
+
+
+# --- Numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [5e-324, 1e-320, 1e-300, 1e-30, 1e30, 1e300])
+def test_capacities_of_any_size_end_with_the_right_flow(scale: float) -> None:
+    capacities = np.array(KINDS["small integers"](np.random.default_rng(2), 4, 8))
+    for source in (0, np.arange(8.0)):
+        plain = max_flow(capacities, source).values
+        scaled = max_flow(capacities * scale, source if isinstance(source, int) else source * scale).values
+        np.testing.assert_allclose(scaled, plain * scale, rtol=1e-14, atol=0)
+
+
+def test_no_capacity_no_flow() -> None:
+    found = max_flow(np.zeros((4, 3, 3)), 0, sink_sides=True)
+    assert found.values.tolist() == [0.0] * 3 and not found.crossing.any()
+    capacities = attention(np.random.default_rng(0), 4, 6, 1.0)
+    assert max_flow(capacities, np.zeros(6)).values.tolist() == [0.0] * 6
+    capacities[2] = 0.0
+    assert max_flow(capacities, 0).values.tolist() == [0.0] * 6
+
+
+def test_scaling_capacities_scales_the_flow() -> None:
+    capacities = attention(np.random.default_rng(7), 5, 40, 4.0)
+    values = max_flow(capacities, 0).values
+    np.testing.assert_array_equal(max_flow(capacities * 0.25, 0).values, values * 0.25)
+    np.testing.assert_allclose(max_flow(capacities * 3.7, 0).values, values * 3.7, rtol=1e-11)
+
+
+def test_renumbering_the_tokens_of_each_layer_renumbers_the_flow() -> None:
+    rng = np.random.default_rng(8)
+    capacities = attention(rng, 5, 40, 4.0)
+    orders = [rng.permutation(40) for _ in range(6)]
+    renumbered = np.stack([layer[orders[n + 1]][:, orders[n]] for n, layer in enumerate(capacities)])
+    source = int(np.flatnonzero(orders[5] == 7)[0])
+    np.testing.assert_allclose(
+        max_flow(renumbered, source).values, max_flow(capacities, 7).values[orders[0]], rtol=1e-11
+    )
+
+
+def test_more_capacity_never_means_less_flow() -> None:
+    rng = np.random.default_rng(9)
+    for _ in range(25):
+        capacities = attention(rng, int(rng.integers(1, 6)), 9, 4.0)
+        before = max_flow(capacities, 0).values
+        wider = capacities.copy()
+        wider[tuple(rng.integers(size) for size in wider.shape)] += rng.random()
+        assert (max_flow(wider, 0).values >= before * (1 - 1e-11)).all()
+
+
+def test_closed_forms() -> None:
+    rng = np.random.default_rng(10)
+    two = attention(rng, 2, 30, 2.0)
+    np.testing.assert_allclose(max_flow(two[:1], 4).values, two[0, 4], rtol=1e-15)
+    literal = [sum(min(two[1, 4, i], two[0, i, j]) for i in range(30)) for j in range(30)]
+    np.testing.assert_allclose(max_flow(two, 4).values, literal, rtol=1e-14)
+    source = rng.random(30) / 30
+    one = [sum(min(source[i], two[0, i, j]) for i in range(30)) for j in range(30)]
+    np.testing.assert_allclose(max_flow(two[:1], source).values, one, rtol=1e-14)
+
+
+def test_some_sinks_are_those_of_all_sinks() -> None:
+    capacities = attention(np.random.default_rng(11), 4, 30, 4.0)
+    everything = max_flow(capacities, 0)
+    some = max_flow(capacities, 0, [29, 3, 3])
+    np.testing.assert_allclose(some.values, everything.values[[29, 3, 3]], rtol=1e-12)
+    assert max_flow(capacities, 0, []).values.shape == (0,)
+
+
+def test_the_input_is_left_as_it_was() -> None:
+    capacities = attention(np.random.default_rng(12), 4, 20, 4.0)
+    before = capacities.copy()
+    max_flow(capacities, 0)
+    max_flow(np.asfortranarray(capacities), 0)
+    edge_flows(capacities, 0, 3)
+    np.testing.assert_array_equal(capacities, before)
+
+
+# --- Errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capacities", "message"),
+    [
+        (np.ones((2, 3, 4)), r"\[layers, tokens, tokens\], got \(2, 3, 4\)"),
+        (np.ones((3, 3)), r"got \(3, 3\)"),
+        (np.ones((0, 3, 3)), r"got \(0, 3, 3\)"),
+        (np.full((1, 2, 2), np.nan), "got values from nan"),
+        (np.full((1, 2, 2), np.inf), "to inf"),
+        (np.full((1, 2, 2), -1e-300), "from -1e-300"),
+        (np.full((1, 2, 2), 1e308), "finite sum"),
+    ],
+)
+def test_capacities_that_make_no_sense(capacities: Array, message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        max_flow(capacities, 0)
+
+
+def test_sources_and_sinks_that_do_not_exist() -> None:
+    capacities = np.ones((3, 4, 4))
+    with pytest.raises(OptionError, match="source token from 0 to 3, got 4"):
+        max_flow(capacities, 4)
+    with pytest.raises(OptionError, match="sinks from 0 to 3, got 0 to 9"):
+        max_flow(capacities, 0, [0, 9])
+    with pytest.raises(ShapeError, match=r"source capacities of shape \[4\], got \(3,\)"):
+        max_flow(capacities, np.ones(3))
+    with pytest.raises(ShapeError, match="source capacities of at least 0"):
+        max_flow(capacities, [1.0, -1.0, 0.0, 0.0])
+
+
+def test_an_error_in_a_thread_reaches_the_caller() -> None:
+    def broken(count: int) -> None:
+        raise RuntimeError("the bar broke")
+
+    with pytest.raises(RuntimeError, match="the bar broke"):
+        max_flow(attention(np.random.default_rng(0), 6, 40, 1.0), 0, workers=2, progress=broken)
