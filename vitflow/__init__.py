@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from vitflow.explainer import Explainer, explain
     from vitflow.folder import FolderSummary, explain_folder
     from vitflow.methods import list_methods, register_method
+    from vitflow.methods.flow import FlowResult, attention_flow
+    from vitflow.methods.graph import attention_graph
     from vitflow.methods.rollout import attention_rollout
     from vitflow.models import load_model
     from vitflow.recorder import record_attention
@@ -28,12 +30,15 @@ __version__ = "0.1.0"
 _HOMES = {
     "Comparison": "comparison",
     "Explainer": "explainer",
+    "FlowResult": "methods.flow",
     "FolderSummary": "folder",
     "Saliency": "saliency",
     "TokenLayout": "tokens",
     "Trace": "trace",
     "VitflowError": "errors",
     "VitflowWarning": "errors",
+    "attention_flow": "methods.flow",
+    "attention_graph": "methods.graph",
     "attention_rollout": "methods.rollout",
     "compare": "comparison",
     "explain": "explainer",
@@ -47,12 +52,15 @@ _HOMES = {
 __all__ = [
     "Comparison",
     "Explainer",
+    "FlowResult",
     "FolderSummary",
     "Saliency",
     "TokenLayout",
     "Trace",
     "VitflowError",
     "VitflowWarning",
+    "attention_flow",
+    "attention_graph",
     "attention_rollout",
     "compare",
     "explain",

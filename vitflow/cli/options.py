@@ -12,6 +12,7 @@ import click
 
 from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning
 from vitflow.methods import OPTIONS, Method, get_method, list_methods
+from vitflow.progress import shown_by
 
 FITS = ("crop", "squash", "pad", "native")
 DRAWING = ("cmap", "alpha", "vmin", "vmax", "interpolation")
@@ -34,7 +35,9 @@ def method_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command every option of the table of methods."""
     for option in reversed(OPTIONS.values()):
         having = [method for method in list_methods() if option.name in method.defaults]
-        kind: Any = {"choice": click.Choice(option.choices), "patch": _Patch()}.get(str(option.kind), option.kind)
+        kind: Any = {"choice": click.Choice(option.choices), "patch": _Patch(), "text": str}.get(
+            str(option.kind), option.kind
+        )
         flag = f"--{option.name.replace('_', '-')}"
         text = f"{option.help} [{_defaults(having, option.name)}]"
         if option.kind is bool:
@@ -61,6 +64,15 @@ def _defaults(methods: list[Method], name: str) -> str:
 
 
 @contextmanager
+def _progress_bar(label: str, total: int) -> Iterator[Callable[[int], object]]:
+    """A bar on stderr for what takes longer than a moment, on terminals only."""
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=label, delay=2, leave=False, disable=None) as bar:
+        yield bar.update
+
+
+@contextmanager
 def talking() -> Iterator[None]:
     """Turn errors into one line and an exit code, and warnings into lines on stderr."""
 
@@ -72,7 +84,8 @@ def talking() -> Iterator[None]:
         warnings.simplefilter("always", VitflowWarning)
         warnings.showwarning = show
         try:
-            yield
+            with shown_by(_progress_bar):
+                yield
         except (OptionError, ModelError) as error:
             click.echo(f"error: {error}", err=True)
             sys.exit(2)

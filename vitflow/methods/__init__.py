@@ -45,6 +45,7 @@ class Method:
         class_specific: whether the map depends on the asked class.
         paper: where it comes from.
         presets: named sets of options for `preset`; "paper" is the published definition where the defaults differ.
+        implies: option values that ask for a preset by themselves, {(option, value): preset}.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Method:
     class_specific: bool = False
     paper: str = ""
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    implies: Mapping[tuple[str, Any], str] = field(default_factory=dict)
 
     def load(self) -> Callable[..., Any]:
         """The function itself."""
@@ -79,6 +81,8 @@ class Method:
                 known = self.defaults or {"(none)": None}
                 raise OptionError(unknown_name(f"option of method {self.name}", name, known))
         defaults, preset = dict(self.defaults), options.get("preset")
+        if preset is None:
+            preset = next((name for (key, value), name in self.implies.items() if options.get(key) == value), None)
         if preset is not None:
             if preset not in self.presets:
                 raise OptionError(unknown_name(f"preset of method {self.name}", preset, self.presets))
@@ -108,6 +112,16 @@ OPTIONS: dict[str, Option] = {
         Option("occlusion_batch", int, "Pictures with a hidden patch per forward pass.", metavar="N"),
         Option("random_seed", int, "Seed of the random map.", metavar="N"),
         Option("sigma", float, "Width of the centre prior, as a share of the picture's side.", metavar="S"),
+        Option(
+            "layers",
+            "text",
+            "Layers that the flow runs through: the last N, FIRST:LAST, or all; alone, all stands for the paper's "
+            "definition.",
+            (),
+            "N|A:B|all",
+        ),
+        Option("below", "choice", "What carries the flow on to the input below its layers.", ("rollout", "none")),
+        Option("solver", "choice", "What solves the maximum flows.", ("exact", "networkx")),
         Option("preset", "choice", "The published definition, where the defaults differ.", ("paper",)),
     )
 }
@@ -126,6 +140,7 @@ def register_method(
     class_specific: bool = False,
     paper: str = "",
     presets: Mapping[str, Mapping[str, Any]] | None = None,
+    implies: Mapping[tuple[str, Any], str] | None = None,
     replace: bool = False,
 ) -> Method:
     """Add a method to the table, so that every verb of the toolkit can use it by name.
@@ -139,6 +154,7 @@ def register_method(
         class_specific: whether the map depends on the asked class.
         paper: where it comes from.
         presets: named sets of options.
+        implies: option values that ask for a preset by themselves, {(option, value): preset}.
         replace: allow an existing name to be taken over.
 
     Raises:
@@ -151,7 +167,15 @@ def register_method(
         if need not in known:
             raise OptionError(unknown_name("need", need, known))
     method = Method(
-        name, summary, function, dict(defaults or {}), frozenset(needs), class_specific, paper, dict(presets or {})
+        name,
+        summary,
+        function,
+        dict(defaults or {}),
+        frozenset(needs),
+        class_specific,
+        paper,
+        dict(presets or {}),
+        dict(implies or {}),
     )
     _METHODS[name] = method
     return method
@@ -200,6 +224,25 @@ register_method(
     needs={"attention"},
     paper=f"{_PAPER}, the baseline",
     presets={"paper": {"value_weighted": False}},
+)
+register_method(
+    "flow",
+    "vitflow.methods.maps:flow",
+    summary="Attention flow: attention as capacities, and the maximum flow from the answer to each patch.",
+    defaults={
+        "layers": 4,
+        "below": "rollout",
+        "head_fusion": "mean",
+        "discard_ratio": 0.9,
+        "residual": 0.5,
+        "value_weighted": "output",
+        "solver": "exact",
+        "patch": None,
+    },
+    needs={"attention"},
+    paper=f"{_PAPER}, §3.2",
+    presets={"paper": {"layers": "all", "below": "none", "discard_ratio": 0.0, "value_weighted": False}},
+    implies={("layers", "all"): "paper"},
 )
 register_method(
     "gradient_rollout",

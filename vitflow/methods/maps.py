@@ -1,5 +1,6 @@
 """From a trace to maps: each method's own function, called with what the recorder saw."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,16 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitflow.errors import UnsupportedModelError
+from vitflow.errors import UnsupportedModelError, VitflowWarning
 from vitflow.methods import baselines, gradients
 from vitflow.methods import occlusion as blank_out
 from vitflow.methods import rollout as rollouts
 from vitflow.methods.attention import check_layer, one_head, raw_attention
+from vitflow.methods.flow import Solver, attention_flow
 from vitflow.methods.fusion import HeadFusion, normalize_rows
 from vitflow.methods.values import ValueWeighting
+from vitflow.methods.window import Window
+from vitflow.progress import tracking
 from vitflow.trace import Trace
 
 Patch = Sequence[int]
+
+# A flow map with a larger saturated share is told to say little.
+MOSTLY_SATURATED = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,44 @@ def rollout(
         readout=readout_of(trace, patch),
     )
     return Maps(trace.layout.to_grid(tokens))
+
+
+def flow(
+    trace: Trace,
+    *,
+    layers: Window,
+    below: str,
+    head_fusion: HeadFusion,
+    discard_ratio: float,
+    residual: float,
+    value_weighted: ValueWeighting,
+    solver: Solver,
+    patch: Patch | None,
+) -> Maps:
+    """Attention flow of the readout through a window of layers, carried on to the input by rollout below it.
+
+    Through many layers nearly every flow is saturated, and the map says nothing of the layers above the first. So the
+    flow runs through the upper layers, where it is not, and attention rollout takes what arrives down to the patches.
+    """
+    matrices = trace.fused(head_fusion, value_weighted=value_weighted)
+    prefix, readout = trace.layout.num_prefix_tokens, readout_of(trace, patch)
+    options: dict[str, Any] = {"discard_ratio": discard_ratio, "residual": residual, "num_prefix_tokens": prefix}
+    with tracking("attention flow", len(readout) * trace.layout.num_tokens) as progress:
+        found = attention_flow(matrices, source=readout, layers=layers, solver=solver, progress=progress, **options)
+    tokens, (first, last) = found.values, found.layers
+    if below == "rollout" and first > 1:
+        shares = found.normalized.to(matrices[0].dtype)
+        tokens = rollouts.attention_rollout(matrices[: first - 1], readout=shares, **options)
+    shares_saturated = [float(share) for share in found.saturated_share]
+    if max(shares_saturated) > MOSTLY_SATURATED:
+        warnings.warn(
+            f"{max(shares_saturated):.0%} of the flows through layers {first} to {last} are saturated: they equal the "
+            f"column sums of layer {first}, and the map says nothing of the layers above it. Take fewer layers.",
+            VitflowWarning,
+            stacklevel=2,
+        )
+    facts = [{"saturated": share, "flow_layers": [first, last]} for share in shares_saturated]
+    return Maps(trace.layout.to_grid(tokens), facts)
 
 
 def attention(

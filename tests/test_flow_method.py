@@ -1,0 +1,106 @@
+"""Attention flow on pictures: its window, what carries it on, and how saturation is told."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import vitflow
+from vitflow.errors import OptionError, VitflowWarning
+from vitflow.progress import shown_by
+
+
+@pytest.fixture(scope="module")
+def explainer():
+    return vitflow.Explainer("demo", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def picture():
+    from vitflow.demo import sample_pictures
+
+    return sample_pictures()[0]
+
+
+def recorded(explainer, picture, **options):
+    with torch.no_grad(), vitflow.record_attention(explainer.model, **options) as trace:
+        explainer.model(explainer.pixels(picture))
+    return trace
+
+
+def test_the_default_runs_through_the_upper_layers_and_is_carried_on_by_rollout(explainer, picture):
+    options = {"layers": 3, "head_fusion": "max", "discard_ratio": 0.5, "value_weighted": False}
+    found = explainer.explain(picture, method="flow", **options)
+    fused = [layer[0].double() for layer in recorded(explainer, picture, head_fusion="max").attentions]
+    flow = vitflow.attention_flow([layer[None] for layer in fused], layers=3, discard_ratio=0.5).values
+    expected = (flow / flow.sum()) @ vitflow.attention_rollout([f[None] for f in fused[:3]], discard_ratio=0.5)[0]
+    np.testing.assert_allclose(found.grid.ravel(), expected[0, 1:].numpy(), rtol=1e-4, atol=1e-7)
+    assert found.facts["flow_layers"] == [4, 6]
+
+
+def test_nothing_below_gives_the_flow_itself(explainer, picture):
+    found = explainer.explain(
+        picture, method="flow", layers="5:6", below="none", discard_ratio=0.0, value_weighted=False
+    )
+    trace = recorded(explainer, picture)
+    expected = vitflow.attention_flow(trace.attentions, layers=2).values[0, 1:]
+    np.testing.assert_allclose(found.grid.ravel(), expected.numpy(), rtol=1e-5)
+    assert found.facts["saturated"] == pytest.approx(
+        float(vitflow.attention_flow(trace.attentions, layers=2).saturated_share[0])
+    )
+
+
+def test_all_layers_are_the_papers_definition_and_their_saturation_is_told(explainer, picture, tmp_path):
+    with pytest.warns(VitflowWarning, match=r"\d+% of the flows through layers 1 to 6 are saturated"):
+        found = explainer.explain(picture, method="flow", layers="all")
+    assert found.options["discard_ratio"] == 0.0
+    assert found.options["value_weighted"] is False
+    attentions = recorded(explainer, picture).attentions
+    expected = vitflow.attention_flow(attentions)
+    np.testing.assert_allclose(found.grid.ravel(), expected.values[0, 1:].numpy(), rtol=1e-5)
+    columns = vitflow.methods.fusion.layer_matrix(attentions[0])[0].sum(0)
+    same = np.isclose(expected.values[0, 1:].numpy(), columns[1:].numpy(), rtol=1e-6)
+    assert same.mean() == pytest.approx(found.facts["saturated"])  # this is what saturation means
+    with np.load(found.save(tmp_path / "map.npz")) as saved:
+        assert json.loads(str(saved["metadata"]))["facts"]["saturated"] > 0.9
+
+
+def test_the_default_is_not_saturated(explainer, picture):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert explainer.explain(picture, method="flow").facts["saturated"] < 0.5
+
+
+def test_options_beside_all_layers_still_count(explainer, picture):
+    with pytest.warns(VitflowWarning, match="saturated"):
+        found = explainer.explain(picture, method="flow", layers="all", head_fusion="max")
+    assert found.options["head_fusion"] == "max"
+
+
+def test_saturation_stands_in_the_caption_of_a_strip(explainer, picture, tmp_path):
+    with pytest.warns(VitflowWarning, match="saturated"):
+        strip = vitflow.compare(picture, model=explainer, methods=[("flow", {"layers": "all"})])
+    assert "% saturated" in strip.save(tmp_path / "strip.svg").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("layers", [0, 7, "0", "nine", "5:9", "4:3"])
+def test_wrong_windows_are_named(explainer, picture, layers):
+    with pytest.raises(OptionError, match="layers"):
+        explainer.explain(picture, method="flow", layers=layers)
+
+
+def test_progress_is_told_flow_by_flow(explainer, picture):
+    import contextlib
+
+    seen: list[int] = []
+
+    @contextlib.contextmanager
+    def display(label, total):
+        assert (label, total) == ("attention flow", 145)
+        yield seen.append
+
+    with shown_by(display):
+        explainer.explain(picture, method="flow")
+    assert sum(seen) == 145
