@@ -61,7 +61,8 @@ def test_all_layers_are_the_papers_definition_and_their_saturation_is_told(expla
     expected = vitflow.attention_flow(attentions)
     np.testing.assert_allclose(found.grid.ravel(), expected.values[0, 1:].numpy(), rtol=1e-5)
     columns = vitflow.methods.fusion.layer_matrix(attentions[0])[0].sum(0)
-    same = np.isclose(expected.values[0, 1:].numpy(), columns[1:].numpy(), rtol=1e-6)
+    trivial = columns[1:].clamp(max=1.0).numpy()  # no more than the class token has
+    same = np.isclose(expected.values[0, 1:].numpy(), trivial, rtol=1e-6)
     assert same.mean() == pytest.approx(found.facts["saturated"])  # this is what saturation means
     with np.load(found.save(tmp_path / "map.npz")) as saved:
         assert json.loads(str(saved["metadata"]))["facts"]["saturated"] > 0.9
