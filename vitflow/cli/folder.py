@@ -1,5 +1,6 @@
 """`vitflow folder`: every picture of a folder, resumable."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -125,6 +126,9 @@ def _check_sources(sources: tuple[Path, ...]) -> None:
 
 
 def _run(sources: tuple[Path, ...], given: dict[str, Any], options: dict[str, Any], progress: Any) -> Any:
+    # Threads of the model that wait for each other shall not take the cores from those that read and write pictures;
+    # it counts only before torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vitflow.folder import explain_folder
     from vitflow.images import MAX_PIXELS
 

@@ -1,0 +1,199 @@
+"""What a folder run costs beside the bare model, in one run, and whether its memory grows with the folder.
+
+    python -m tests.benchmarks.folder [--pictures 500] [--models …] [--skip-memory] [--fuzz 3000] [--large 10000]
+
+Bare: forward passes over random input in batches, nothing else. Ours: decode, preprocess, rollout, overlay at the
+original size, encode as JPEG, write, manifest. The pictures are drawn here: JPEGs of about 500 × 375 pixels with the
+detail of photographs. The two are timed in turn, twice, so that a noisy machine meets both alike; the best counts.
+Rollout runs once with its defaults and once as published (mean over heads, nothing discarded). As in `vitflow folder`,
+waiting threads of OpenMP do not spin, in the bare forward neither. CPU seconds per picture, summed over all threads
+and decoders, tell more than the rates where other programs share the machine.
+"""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded
+
+import argparse
+import io
+import json
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import timm
+import torch
+from PIL import Image
+
+from tests.test_folder import write_mutations
+from vitflow import explain_folder
+
+MODELS = ("vit_tiny_patch16_224", "vit_base_patch16_224")
+BATCH = 16
+
+
+def draw_photographs(folder: Path, count: int) -> int:
+    """JPEGs of noise at several scales, which compress about as photographs do; their mean size in bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    total = 0
+    for number in range(count):
+        dice = np.random.default_rng(number)
+        width, height = (500, int(dice.integers(330, 420)))[:: 1 if number % 4 else -1]
+        values = np.zeros((height, width, 3), np.float32)
+        for step, weight in ((160, 50), (40, 35), (10, 20), (3, 12)):
+            shape = (-(-height // step), -(-width // step), 3)
+            small = dice.standard_normal(shape, dtype=np.float32)
+            scaled = [
+                Image.fromarray(small[..., c]).resize((width, height), Image.Resampling.BICUBIC) for c in range(3)
+            ]
+            values += weight * np.stack([np.asarray(channel) for channel in scaled], axis=2)
+        picture = Image.fromarray(np.clip(values + 128, 0, 255).astype(np.uint8))
+        file = io.BytesIO()
+        picture.save(file, "JPEG", quality=90)
+        (folder / f"{number:05}.jpg").write_bytes(file.getvalue())
+        total += len(file.getvalue())
+    return total // count
+
+
+@contextmanager
+def measured(pictures: int) -> Iterator[list[float]]:
+    """Fills in pictures per second, and CPU milliseconds per picture of this process and its ended children."""
+    found: list[float] = []
+    before = os.times()
+    yield found
+    after = os.times()
+    cpu = sum(after[:4]) - sum(before[:4])
+    found += [pictures / (after.elapsed - before.elapsed), 1000 * cpu / pictures]
+
+
+def bare(model: torch.nn.Module, batches: int) -> list[float]:
+    pixels = torch.randn(BATCH, *model.pretrained_cfg["input_size"])
+    with torch.inference_mode():
+        model(pixels)
+        with measured(batches * BATCH) as found:
+            for _ in range(batches):
+                model(pixels)
+    return found
+
+
+def ours(model: torch.nn.Module, source: Path, limit: int, options: dict[str, str]) -> list[float]:
+    methods = [("rollout", options)]
+    with tempfile.TemporaryDirectory() as output:
+        with measured(limit) as found:
+            summary = explain_folder(
+                source, Path(output) / "out", model=model, methods=methods, batch_size=BATCH, limit=limit
+            )
+    assert summary.explained == limit, summary
+    return found
+
+
+def compare_rates(source: Path, pictures: int, models: list[str], rounds: int) -> None:
+    print("| model | rollout | pictures | bare, pictures/s | folder run, pictures/s | ratio | CPU ms | CPU ratio |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in models:
+        torch.manual_seed(0)
+        model = timm.create_model(name).eval()
+        for label, options in (("default", {}), ("paper", {"preset": "paper"})):
+            plain, full = [], []
+            for _ in range(rounds):
+                plain.append(bare(model, max(1, pictures // BATCH // 4)))
+                full.append(ours(model, source, pictures, options))
+            rates = [max(rate for rate, _ in measured) for measured in (plain, full)]
+            cpu = [min(cpu for _, cpu in measured) for measured in (plain, full)]
+            print(
+                f"| {name} | {label} | {pictures} | {rates[0]:.1f} | {rates[1]:.1f} | {rates[1] / rates[0]:.2f} "
+                f"| {cpu[0]:.0f} → {cpu[1]:.0f} | {cpu[0] / cpu[1]:.2f} |",
+                flush=True,
+            )
+
+
+def peak_mib(source: Path, limit: int) -> tuple[float, str]:
+    """Peak resident memory of a fresh process that runs the demo model over a folder, and the counts."""
+    command = [sys.executable, "-m", "tests.benchmarks.folder", "--memory-of", str(source), "--pictures", str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak, counts = done.stdout.split(maxsplit=1)
+    return float(peak), counts.strip()
+
+
+def print_peak(source: Path, limit: int) -> None:
+    with tempfile.TemporaryDirectory() as output:
+        summary = explain_folder(source, Path(output) / "out", model="demo", limit=limit, batch_size=BATCH)
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        decoders = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+        print(own, f"{summary.explained} explained, {summary.failed} failed; largest decoder {decoders:.0f} MiB")
+
+
+def large_run(place: Path, count: int) -> None:
+    """Many small files, of which exactly 2 % are bad: the counts must be exactly right."""
+    source = place / "large"
+    source.mkdir()
+    small = [io.BytesIO() for _ in range(50)]
+    for number, file in enumerate(small):
+        values = np.random.default_rng(number).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        Image.fromarray(values).resize((96, 96), Image.Resampling.BICUBIC).save(file, "JPEG")
+    bad = set(random.Random(0).sample(range(count), count // 50))
+    for number in range(count):
+        data = small[number % 50].getvalue()
+        (source / f"{number:06}.jpg").write_bytes(data[: len(data) // 2] if number in bad else data)
+    started = time.perf_counter()
+    summary = explain_folder(source, place / "large-out", model="demo", batch_size=64)
+    failed = {row["input"] for row in summary.failures()}
+    assert failed == {f"{number:06}.jpg" for number in bad}, "the wrong pictures failed"
+    assert len(list((place / "large-out").glob("*-rollout.jpg"))) == summary.explained == count - len(bad)
+    totals = json.loads((place / "large-out" / "run.json").read_text())["totals"]
+    print(f"\n{count} files, {len(bad)} of them bad: {totals} in {time.perf_counter() - started:.0f} s")
+
+
+def fuzz(place: Path, count: int) -> None:
+    write_mutations(place / "fuzz", count)
+    started = time.perf_counter()
+    summary = explain_folder(place / "fuzz", place / "fuzz-out", model="demo")
+    assert summary.total == count == len(list(summary))
+    crashes = sum(row["error"] in ("DecoderCrash", "TimeoutError") for row in summary.failures())
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    print(
+        f"\n{count} mutated files: {summary.explained} explained, {summary.failed} failed, {crashes} decoders lost, "
+        f"{time.perf_counter() - started:.0f} s, largest decoder {peak:.0f} MiB"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--pictures", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--skip-memory", action="store_true")
+    parser.add_argument("--fuzz", type=int, default=0, metavar="N", help="also run N mutated files")
+    parser.add_argument("--large", type=int, default=0, metavar="N", help="also run N files, 2 %% of them bad")
+    parser.add_argument("--memory-of", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.memory_of:
+        print_peak(given.memory_of, given.pictures)
+        return
+    with tempfile.TemporaryDirectory() as place:
+        source = Path(place) / "photographs"
+        largest = 2000 if not given.skip_memory else given.pictures
+        size = draw_photographs(source, max(largest, given.pictures))
+        print(f"torch {torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores; ", end="")
+        print(f"JPEGs of 500 × 375 pixels, {size / 1000:.0f} kB each\n")
+        if given.models != ["none"]:
+            compare_rates(source, given.pictures, given.models, given.rounds)
+        if not given.skip_memory:
+            for limit in (200, 2000):
+                peak, counts = peak_mib(source, limit)
+                print(f"\ndemo model, {limit} pictures: peak {peak:.0f} MiB ({counts})")
+        if given.fuzz:
+            fuzz(Path(place), given.fuzz)
+        if given.large:
+            large_run(Path(place), given.large)
+
+
+if __name__ == "__main__":
+    main()
