@@ -78,7 +78,8 @@ function select(picture) {
   document.querySelector(".viewer").hidden = !picture;
   if (!picture) return;
   picture.card.setAttribute("aria-current", "true");
-  picture.card.scrollIntoView({ block: "nearest" });
+  // Where the viewer stands above the gallery, it would be scrolled away.
+  if (matchMedia("(min-width: 861px)").matches) picture.card.scrollIntoView({ block: "nearest" });
   show();
 }
 
@@ -144,7 +145,7 @@ function point(event) {
   const width = ((right - left) / cols) * scale, height = ((bottom - top) / rows) * scale;
   Object.assign(patch.style, { left: `${left * scale + col * width}px`, top: `${top * scale + row * height}px`, width: `${width}px`, height: `${height}px` });
   const value = map.values[row * cols + col], rank = 1 + map.values.filter((other) => other > value).length;
-  $("reading").textContent = `row ${row}, column ${col}: ${value.toPrecision(4)} — number ${rank} of ${rows * cols} patches`;
+  $("reading").textContent = `row ${row}, column ${col}: ${value === 0 ? "0" : value.toPrecision(4)} — number ${rank} of ${rows * cols} patches`;
 }
 
 const bar = $("bar").getContext("2d");
