@@ -3,9 +3,9 @@
     python -m tests.benchmarks.localisation --model ID --checkpoint FILE --boxes FOLDER [--methods NAME[:paper] …]
 
 FOLDER holds photographs and boxes.json: a list of {"file": name, "label_index": class, "boxes_xyxy": [[left, top,
-right, bottom], …]}. Class-specific methods are asked for the label. Over the pixels that the model saw: the ROC-AUC of the
-map against the boxes (ties averaged), whether the brightest pixel (the centroid of ties) lies in a box, and the share of
-the map's mass above its minimum that lies in a box. Prints means and standard errors over pictures as a Markdown table.
+right, bottom], …]}. Class-specific methods are asked for the label. Over the pixels that the model saw: the ROC-AUC of
+the map against the boxes (ties averaged), whether the brightest pixel (the centroid of ties) lies in a box, and the
+share of the map's mass above its minimum that lies in a box. Prints means and standard errors as a Markdown table.
 """
 
 import argparse
