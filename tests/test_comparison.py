@@ -79,13 +79,13 @@ def drawn(monkeypatch):
 
 
 def test_the_maps_are_those_that_the_explainer_gives_alone(explainer):
-    methods = ["rollout", ("rollout", {"head_fusion": "max"}), "gae", "random"]
-    compared = compare(PICTURES, model=explainer, methods=methods, targets=[1, 3], discard_ratio=0.5)
+    methods = ["rollout", ("rollout", {"head_fusion": "min"}), "gae", "random"]
+    compared = compare(PICTURES, model=explainer, methods=methods, targets=[1, 3], discard_ratio=0.37)
     assert [len(maps) for maps in compared.pictures] == [5, 5, 5]
     for image, maps in zip(PICTURES, compared.pictures, strict=True):
         expected = [
-            explainer.explain(image, method="rollout", discard_ratio=0.5),
-            explainer.explain(image, method="rollout", discard_ratio=0.5, head_fusion="max"),
+            explainer.explain(image, method="rollout", discard_ratio=0.37),
+            explainer.explain(image, method="rollout", discard_ratio=0.37, head_fusion="min"),
             explainer.explain(image, method="gae", target=1),
             explainer.explain(image, method="gae", target=3),
             explainer.explain(image, method="random"),
@@ -94,8 +94,8 @@ def test_the_maps_are_those_that_the_explainer_gives_alone(explainer):
             assert (found.method, found.options) == (alone.method, alone.options)
             np.testing.assert_allclose(found.grid, alone.grid, rtol=1e-4, atol=1e-6)
     assert compared.labels == (
-        "rollout (discard ratio 0.5)",
-        "rollout (head fusion max, discard ratio 0.5)",
+        "rollout (discard ratio 0.37)",
+        "rollout (head fusion min, discard ratio 0.37)",
         "gae",
         "random",
     )
@@ -104,13 +104,21 @@ def test_the_maps_are_those_that_the_explainer_gives_alone(explainer):
     assert "3 pictures" in repr(compared)
 
 
+def test_a_preset_is_told_by_its_name(explainer):
+    compared = compare(PICTURES[0], model=explainer, methods=["rollout", ("rollout", {"preset": "paper"})])
+    assert compared.labels == ("rollout", "rollout (as in the paper)")
+    paper = {"head_fusion": "mean", "discard_ratio": 0.0, "value_weighted": False}
+    spelled = compare(PICTURES[0], model=explainer, methods=[("rollout", paper)])
+    assert spelled.labels == ("rollout (as in the paper)",)
+
+
 def test_by_default_there_are_all_quick_methods_and_both_baselines(explainer):
-    compared = compare(PICTURES[0], model=explainer)
+    compared = compare(PICTURES[0], model=explainer, layers=2)
     assert tuple(saliency.method for saliency in compared.saliencies) == DEFAULT_METHODS
     assert DEFAULT_METHODS[-2:] == ("random", "centre")
     without = Explainer(own_model(num_classes=0), data_config=DATA)
-    methods = [saliency.method for saliency in compare(PICTURES[0], model=without).saliencies]
-    assert methods == ["attention", "rollout", "random", "centre"]
+    methods = [saliency.method for saliency in compare(PICTURES[0], model=without, layers=2).saliencies]
+    assert methods == ["attention", "rollout", "flow", "random", "centre"]
 
 
 def test_a_class_asked_for_twice_appears_once(explainer):
@@ -177,7 +185,7 @@ def test_rows_are_classes_and_maps_without_a_class_are_drawn_once(explainer, dra
 
 def test_every_caption_says_what_it_must(explainer, tmp_path):
     methods = [
-        ("rollout", {"head_fusion": "max", "discard_ratio": 0.9, "value_weighted": True, "patch": (1, 2)}),
+        ("rollout", {"head_fusion": "min", "discard_ratio": 0.37, "patch": (1, 2)}),
         "gae",
     ]
     two = compare(PICTURES[0], model=explainer, methods=methods, targets=[0, 2])
@@ -188,8 +196,8 @@ def test_every_caption_says_what_it_must(explainer, tmp_path):
         assert f"{saliency.label}, {chance}" in found
     assert "not class-specific" in found and "class-specific" in found
     for told in (
-        "head fusion max",
-        "discard ratio 0.9",
+        "head fusion min",
+        "discard ratio 0.37",
         "patch (1, 2)",
         "2nd to the 98th percentile",
         " ms",
@@ -205,6 +213,12 @@ def test_every_caption_says_what_it_must(explainer, tmp_path):
     assert f"{long.saliencies[0].probability:.1%}" in words(long, tmp_path), "a long name must not push it out"
     seen = compare(PICTURES[0], model=Explainer(own_model(), data_config=DATA, fit="squash"), methods=["rollout"])
     assert "The line" not in " ".join(words(seen, tmp_path))
+
+
+def test_a_saturated_flow_says_so(explainer, tmp_path):
+    [saliency] = compare(PICTURES[0], model=explainer, methods=["flow"], layers=2).saliencies
+    share = next(value for key, value in saliency.facts.items() if "saturated" in key)
+    assert f"{share:.0%} saturated" in words(Comparison(((saliency,),)), tmp_path)
 
 
 def limits_of(cell) -> tuple[str, str]:
@@ -408,6 +422,25 @@ def test_maps_on_different_grids_are_not_compared():
     assert found.spearman[0][1] is None and found.overlap[0][1] is None
 
 
+@pytest.mark.shared
+def test_photographs_with_the_trained_vit_tiny(shared_data, tmp_path):
+    name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    trained = Explainer(vitflow.load_model(name, checkpoint=shared_data / f"{name}.safetensors"))
+    photographs = (
+        sorted((shared_data / "photos").glob("*.png"))[:4] + sorted((shared_data / "boxes").glob("*.JPEG"))[:4]
+    )
+    compared = compare(photographs, model=trained, targets="top2")
+    found = compared.agreement()
+    order = {label.split(" ")[0]: number for number, label in enumerate(found.labels)}
+    rho = np.array(found.spearman, dtype=float)
+    others = [number for name, number in order.items() if name != "random"]
+    assert np.abs(rho[order["random"], others]).max() < 0.15, "a random map agrees with nothing"
+    assert rho[order["gae"], order["gradient_rollout"]] > 0.4, "kindred methods agree"
+    assert all(abs(found.overlap[order["random"]][other] - 0.1) < 0.08 for other in others)
+    assert found.between_classes.keys() == {"gradient_rollout", "gae", "gradcam"}
+    assert compared.save(tmp_path / "strip.png").stat().st_size > 1e6
+
+
 # --- Peers -----------------------------------------------------------------------------------------------------------
 
 
@@ -487,12 +520,12 @@ def run(monkeypatch, capsys, tmp_path):
 
 def test_the_command_writes_a_strip_and_prints_its_path_and_the_agreement(run, tmp_path):
     image = sample_pictures()[0]
-    methods = ["--method", "rollout:head-fusion=max,discard_ratio=0.9,patch=3,7", "--method", "gae"]
+    methods = ["--method", "rollout:head-fusion=min,discard_ratio=0.37,patch=3,7", "--method", "gae"]
     code, out, err = run(image, *methods, "--class", "top2", "--residual", "0.4")
     assert code == 0, err
     assert out == f"{image.stem}-compare.png\n"
     assert (tmp_path / out.strip()).is_file()
-    assert "1  rollout (head fusion max, discard ratio 0.9, residual 0.4, patch (3, 7))" in err
+    assert "1  rollout (head fusion min, discard ratio 0.37, residual 0.4, patch (3, 7))" in err
     assert "between the classes of a picture" in err
 
 

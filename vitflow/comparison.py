@@ -27,7 +27,7 @@ from vitflow.saliency import Saliency
 from vitflow.targets import Targets, is_per_picture
 
 #: What is compared unless the caller chooses, as far as the model has classes; baselines last.
-DEFAULT_METHODS = ("attention", "rollout", "gradient_rollout", "gae", "gradcam", "random", "centre")
+DEFAULT_METHODS = ("attention", "rollout", "flow", "gradient_rollout", "gae", "gradcam", "random", "centre")
 
 #: Maps that know nothing of the model's answer: a map that looks no better than these says nothing.
 BASELINES = ("random", "centre")
@@ -347,9 +347,13 @@ def _head(saliency: Saliency) -> Column:
 
 
 def _own_options(saliency: Saliency) -> str:
-    """The options that differ from the method's defaults, such as "head fusion max, discard ratio 0.9"."""
-    defaults = get_method(saliency.method).defaults
-    return ", ".join(_option(name, value) for name, value in saliency.options.items() if value != defaults.get(name))
+    """What differs from the method's defaults, such as "discard ratio 0.9", or the preset that this amounts to."""
+    method = get_method(saliency.method)
+    differing = {name: value for name, value in saliency.options.items() if value != method.defaults.get(name)}
+    for name, preset in method.presets.items():
+        if differing and {**method.defaults, **preset} == saliency.options:
+            return "as in the paper" if name == "paper" else f"preset {name}"
+    return ", ".join(_option(name, value) for name, value in differing.items())
 
 
 def _option(name: str, value: Any) -> str:
