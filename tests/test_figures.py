@@ -52,17 +52,16 @@ def boxes(figure):
 
 
 @pytest.mark.parametrize("suffix", figures.FORMATS)
-@pytest.mark.parametrize("name", NAMES)
-def test_every_name_can_be_drawn_in_every_format_without_a_warning(name, suffix, tmp_path):
-    figure = strip([name, "rollout"])
+def test_every_name_can_be_drawn_in_every_format_without_a_warning(suffix, tmp_path):
+    figure = strip(NAMES, size=(20, 20))
     assert save_figure(figure, tmp_path / f"strip{suffix}").stat().st_size > 1000
-    figure.savefig(tmp_path / "by-matplotlib.png")
+    figure.savefig(tmp_path / f"by-matplotlib{suffix}")
 
 
 @pytest.mark.parametrize("classes", [1, 3])
-@pytest.mark.parametrize("size", [(150, 200), (360, 90), (20, 300), (300, 300)])
+@pytest.mark.parametrize("size", [(150, 200), (360, 90), (20, 300)])
 def test_no_words_overlap_or_leave_the_page(classes, size):
-    figure = strip(NAMES, rows=3, classes=classes, size=size)
+    figure = strip(NAMES, rows=2, classes=classes, size=size)
     found = boxes(figure)
     assert len(found) > 50
     width, height = figure.get_size_inches() * figure.dpi
