@@ -14,7 +14,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow as scipy_maximum_flow
 
 from vitflow.errors import OptionError, ShapeError
-from vitflow.methods import flowsolver
+from vitflow.methods import compiled, flowsolver
 from vitflow.methods.maxflow import MaxFlow, edge_flows, max_flow
 
 Array = NDArray[np.float64]
@@ -362,6 +362,19 @@ def test_the_input_is_left_as_it_was() -> None:
     max_flow(np.asfortranarray(capacities), 0)
     edge_flows(capacities, 0, 3)
     np.testing.assert_array_equal(capacities, before)
+
+
+def test_without_a_writable_cache_the_kernel_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[bool] = []
+
+    def njit(*, nogil: bool, cache: bool = False) -> Callable[[Any], Any]:
+        if cache:
+            raise RuntimeError("cannot cache function 'solve': no locator available for file")
+        kept.append(nogil)
+        return lambda function: function
+
+    monkeypatch.setattr(compiled, "njit", njit)
+    assert compiled.compiled(len) is len and kept == [True]
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------

@@ -1,31 +1,35 @@
-"""The compiled search behind `max_flow`, part 1: the workspace, and straight paths from a source to one sink.
+"""The compiled search behind `max_flow`: straight paths, then shortest augmenting paths, from a source to one sink.
 
 The graph as the kernel sees it: node layers q = 0 … m of N nodes; the edge from (q + 1, i) down to (q, k) has the
 capacity `capacity[q, k, i]`; node (m, i) may take in `supply[i]`, node (0, k) may pass on `demand[k]`. Flow goes down,
 from supply to demand; the search goes up, from demand to supply, because the minimum cut mostly lies near the sink.
 Arrays are flat: node (q, k) has the index q · N + k, the edge from (q + 1, i) to (q, k) the index (q · N + k) · N + i.
 
-It ends in floating point too: each augmentation sets the residual of at least one edge, supply or demand to exactly 0
-(x − x), and changes no residual off its path. Straight paths create none, so there are at most as many augmentations as
-edges; part 2 says why the residual search ends.
+`_push_straight` blocks all paths that go straight up, which mostly gives the maximum. Then come Dinic's phases:
+`_label` gives each node its distance to an unmet demand in the residual graph, `_augment` blocks all shortest paths.
+When no supply can be labelled any more, the labelled nodes are the sink's side of a minimum cut.
+
+It ends in floating point too. Each augmentation sets at least one residual, supply or demand to exactly 0 (x − x),
+changes no residual off its path, and creates residuals only against the direction of its path. So a phase has at most
+as many augmentations as there are edges, and the distance from demand to supply grows strictly from phase to phase, up
+to the number of nodes. Residuals of at most `dust` count as 0: the cut is then at most `dust` per edge larger than the
+flow; where that shows, the search goes on with `dust` = 0.
+
+All compiled functions that call each other stay in this one file: numba's cache on disk notices a change in the file of
+a function, but not in another file that it calls.
+
+Source: E. A. Dinic, "Algorithm for solution of a problem of maximum flow in networks with power estimation", 1970.
 """
 
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-Function = TypeVar("Function")
+from vitflow.methods.compiled import compiled
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
-
-BUCKETS = 48  # capacities are told apart by their binary exponent, down to 2^-46 of the supply
-
-
-def compiled(function: Function) -> Function:
-    """Compile with numba, keep the machine code on disk, and let other threads run meanwhile."""
-    return cast(Function, njit(cache=True, nogil=True)(function))
 
 
 class Workspace(NamedTuple):
@@ -79,88 +83,20 @@ def workspace(layers: int, tokens: int) -> Workspace:
 
 
 @compiled
-def bucket_order(bits: Any, begin: int, size: int, scale: int, bucket: Any, place: Any, order: Any) -> None:
-    """Order numbers of at least 0 by their binary exponent, largest first: order[begin : begin + size], indices from 0.
-
-    Args:
-        bits: their bit patterns as int64; a larger exponent is a larger number.
-        begin: where the numbers begin in `bits`.
-        size: how many there are.
-        scale: the (biased) exponent of numbers that go first, together with all larger ones.
-        bucket: scratch, int64 [size].
-        place: int64 [BUCKETS + 2], filled: afterwards place[b] is how many lie in buckets 0 … b; zeros lie in the last.
-        order: filled.
-    """
-    place[:] = 0
-    for i in range(size):
-        pattern = bits[begin + i]
-        b = BUCKETS if pattern == 0 else min(max(scale - (pattern >> 52), 0), BUCKETS - 1)
-        bucket[i] = b
-        place[b + 1] += 1
-    for b in range(BUCKETS + 1):
-        place[b + 1] += place[b]
-    for i in range(size):
-        order[begin + place[bucket[i]]] = i
-        place[bucket[i]] += 1
-
-
-@compiled
-def arrange_edges(
-    tokens: int,
-    upward: Any,
-    rank: Any,
-    capacity: Any,
-    bits: Any,
-    ordered: bool,
-    scale: int,
-    steps: Any,
-    order: Any,
-    prefix: Any,
-    begin: int,
-    end: int,
-) -> None:
-    """Copy the capacities above the nodes begin … end with the tokens renumbered, and order each node's edges.
-
-    Args:
-        tokens: N.
-        upward: the capacities as given, [m · N · N].
-        rank: [m + 1, N]: the old numbers of each layer's tokens in their new order.
-        capacity: [m · N · N], filled.
-        bits: the same array seen as int64.
-        ordered: whether to order the edges too.
-        scale: as for `bucket_order`.
-        steps: numbers s: a threshold is 2^(scale − s).
-        order: int16 [m · N · N], filled if ordered: the upper nodes i.
-        prefix: int32 [len(steps), m · N], filled if ordered: how many edges reach each threshold, or are not 0.
-        begin: the first node to fill.
-        end: the node to stop before.
-    """
-    bucket = np.empty(tokens, np.int64)
-    place = np.empty(BUCKETS + 2, np.int64)
-    for node in range(begin, end):
-        q, k = node // tokens, node % tokens
-        row, old = node * tokens, (q * tokens + rank[q, k]) * tokens
-        for i in range(tokens):
-            capacity[row + i] = upward[old + rank[q + 1, i]]
-        if ordered:
-            bucket_order(bits, row, tokens, scale, bucket, place, order)
-            for s in range(len(steps)):
-                prefix[s, node] = place[min(steps[s], BUCKETS - 1)]
-
-
-@compiled
-def find(live: Any, base: int, x: int) -> int:
+def _find(live: Any, base: int, x: int) -> int:
     """The first node from x on that is still of use, or N."""
     root = x
     while live[base + root] != root:
         root = live[base + root]
     while live[base + x] != root:
-        x, live[base + x] = live[base + x], root
+        after = live[base + x]
+        live[base + x] = root
+        x = after
     return root
 
 
 @compiled
-def revive(live: Any, alive: Any, layers: int, tokens: int) -> None:
+def _revive(live: Any, alive: Any, layers: int, tokens: int) -> None:
     """Take all nodes as of use again."""
     for q in range(layers + 1):
         base = q * (tokens + 1)
@@ -170,7 +106,7 @@ def revive(live: Any, alive: Any, layers: int, tokens: int) -> None:
 
 
 @compiled
-def push(tokens: int, q: int, k: int, i: int, amount: float, work: Workspace) -> None:
+def _push(tokens: int, q: int, k: int, i: int, amount: float, work: Workspace) -> None:
     """Send an amount from (q + 1, i) down to (q, k)."""
     edge = (q * tokens + k) * tokens + i
     work.residual[edge] -= amount
@@ -190,7 +126,7 @@ def push(tokens: int, q: int, k: int, i: int, amount: float, work: Workspace) ->
 
 
 @compiled
-def push_straight(
+def _push_straight(
     layers: int,
     tokens: int,
     threshold: float,
@@ -202,13 +138,13 @@ def push_straight(
 ) -> None:
     """Block every straight path whose supply, demand and edges all exceed the threshold.
 
-    A depth-first search upwards from each demand, largest first. A node from which no supply can be reached dies and is
+    A depth-first search upwards from each demand. A node from which no supply can be reached dies and is
     skipped from then on. If `ordered`, a node tries its edges in the order of their capacity, or walks over the living
     nodes above where those are fewer; otherwise it always walks, in the order of the tokens.
     """
     residual = work.residual
     supply, demand, arc, live, alive, path = work.supply, work.demand, work.arc, work.live, work.alive, work.path
-    revive(live, alive, layers, tokens)
+    _revive(live, alive, layers, tokens)
     top = layers * (tokens + 1)
     for i in range(tokens):
         if not supply[i] > threshold:
@@ -236,9 +172,9 @@ def push_straight(
                         break
                     x += 1
                 if x < 0:
-                    i = find(live, base, -x - 1)
+                    i = _find(live, base, -x - 1)
                     while i < tokens and not residual[node * tokens + i] > threshold:
-                        i = find(live, base, i + 1)
+                        i = _find(live, base, i + 1)
                     if i < tokens:
                         found = i
                     x = -i - 1
@@ -257,10 +193,250 @@ def push_straight(
             for q in range(layers):
                 amount = min(amount, residual[(q * tokens + path[q]) * tokens + path[q + 1]])
             for q in range(layers):
-                push(tokens, q, path[q], path[q + 1], amount, work)
+                _push(tokens, q, path[q], path[q + 1], amount, work)
             work.flow[0] += amount
             demand[sink] -= amount
             supply[source] -= amount
             if not supply[source] > threshold:
                 live[top + source] = source + 1
                 alive[layers] -= 1
+
+
+@compiled
+def _label(layers: int, tokens: int, dust: float, work: Workspace) -> int:
+    """Label nodes with their distance to an unmet demand; returns the nearest supply's distance, or -1 for none."""
+    residual, carried, below, following, first = work.residual, work.carried, work.below, work.following, work.first
+    live, level, member, start = work.live, work.level, work.member, work.start
+    _revive(live, work.alive, layers, tokens)
+    width = layers + 1
+    size = np.zeros(width, np.int64)  # labelled nodes of each layer
+    level[:] = -1
+    start[:width] = 0
+    for k in range(tokens):
+        if work.demand[k] > dust:
+            level[k] = 0
+            member[size[0]] = k
+            size[0] += 1
+            live[k] = k + 1
+    distance = 0
+    grew = True
+    while grew:
+        now, after = distance * width, (distance + 1) * width
+        start[after : after + width] = size
+        for x in range(start[now + layers], size[layers]):
+            if work.supply[member[layers * tokens + x]] > dust:
+                return distance
+        grew = False
+        distance += 1
+        for q in range(width):
+            for x in range(start[now + q], start[after + q]):
+                node = q * tokens + member[q * tokens + x]
+                if q < layers:  # what may still come down to this node
+                    base = (q + 1) * (tokens + 1)
+                    i = _find(live, base, 0)
+                    while i < tokens:
+                        if residual[node * tokens + i] > dust:
+                            level[(q + 1) * tokens + i] = distance
+                            member[(q + 1) * tokens + size[q + 1]] = i
+                            size[q + 1] += 1
+                            live[base + i] = i + 1
+                            grew = True
+                        i = _find(live, base, i + 1)
+                if q > 0:  # what has come down from this node may go back
+                    base = (q - 1) * tokens
+                    edge = first[node]
+                    while edge >= 0:
+                        k = below[edge]
+                        if level[base + k] < 0 and carried[edge] > dust:
+                            level[base + k] = distance
+                            member[base + size[q - 1]] = k
+                            size[q - 1] += 1
+                            live[base + q - 1 + k] = k + 1
+                            grew = True
+                        edge = following[edge]
+    return -1
+
+
+@compiled
+def _climb(layers: int, tokens: int, dust: float, sink: int, distance: int, work: Workspace) -> bool:
+    """Find a path from this demand to a supply at this distance, along growing levels; it is left in `work.path`."""
+    arc, level, member, start = work.arc, work.level, work.member, work.start
+    path, path_layer = work.path, work.path_layer
+    width = layers + 1
+    path[0], path_layer[0] = sink, 0
+    depth = 0
+    while depth >= 0:
+        q, k = path_layer[depth], path[depth]
+        node = q * tokens + k
+        if depth == distance:
+            if q == layers and work.supply[k] > dust:
+                return True
+        else:
+            # The next level's nodes of the layer above, then those of the layer below.
+            now, after = (depth + 1) * width, (depth + 2) * width
+            above = start[after + q + 1] - start[now + q + 1] if q < layers else 0
+            beneath = start[after + q - 1] - start[now + q - 1] if q > 0 else 0
+            x = arc[node]
+            other, room = 0, 0.0
+            while x < above + beneath:
+                if x < above:
+                    side = q + 1
+                    other = member[side * tokens + start[now + side] + x]
+                    room = work.residual[node * tokens + other]
+                else:
+                    side = q - 1
+                    other = member[side * tokens + start[now + side] + x - above]
+                    slot = work.slot[(side * tokens + other) * tokens + k]
+                    room = work.carried[slot - 1] if slot > 0 else 0.0
+                if room > dust and level[side * tokens + other] == depth + 1:
+                    break
+                x += 1
+            arc[node] = x
+            if x < above + beneath:
+                depth += 1
+                path[depth] = other
+                path_layer[depth] = q + 1 if x < above else q - 1
+                continue
+        level[node] = -2
+        depth -= 1
+    return False
+
+
+@compiled
+def _augment(layers: int, tokens: int, capacity: Any, dust: float, distance: int, work: Workspace) -> None:
+    """Block all paths of this length from demand to supply."""
+    path, path_layer = work.path, work.path_layer
+    work.arc[:] = 0
+    for x in range(work.start[layers + 1]):
+        sink = work.member[x]
+        while work.demand[sink] > dust and _climb(layers, tokens, dust, sink, distance, work):
+            source = path[distance]
+            amount = min(work.demand[sink], work.supply[source])
+            for step in range(distance):
+                q, k, other = path_layer[step], path[step], path[step + 1]
+                if path_layer[step + 1] > q:
+                    amount = min(amount, work.residual[(q * tokens + k) * tokens + other])
+                else:
+                    amount = min(amount, work.carried[work.slot[((q - 1) * tokens + other) * tokens + k] - 1])
+            for step in range(distance):
+                q, k, other = path_layer[step], path[step], path[step + 1]
+                if path_layer[step + 1] > q:
+                    _push(tokens, q, k, other, amount, work)
+                else:
+                    edge = ((q - 1) * tokens + other) * tokens + k
+                    slot = work.slot[edge] - 1
+                    work.carried[slot] -= amount
+                    work.residual[edge] = capacity[edge] if work.carried[slot] == 0.0 else work.residual[edge] + amount
+            work.flow[0] += amount
+            work.demand[sink] -= amount
+            work.supply[source] -= amount
+
+
+@compiled
+def _crossing(layers: int, tokens: int, capacity: Any, supply: Any, demand: Any, level: Any, out: Any) -> float:
+    """Capacity of the cut between labelled and other nodes: by the boundary that it crosses, and in all."""
+    out[:] = 0.0
+    for k in range(tokens):
+        if level[k] < 0:
+            out[0] += demand[k]
+        if level[layers * tokens + k] >= 0:
+            out[layers + 1] += supply[k]
+    outside = np.empty(tokens, np.int64)
+    for q in range(layers):
+        size = 0
+        for i in range(tokens):
+            if level[(q + 1) * tokens + i] < 0:
+                outside[size] = i
+                size += 1
+        for k in range(tokens):
+            if level[q * tokens + k] >= 0:
+                row = (q * tokens + k) * tokens
+                for x in range(size):
+                    out[q + 1] += capacity[row + outside[x]]
+    return float(out.sum())
+
+
+@compiled
+def _search(
+    layers: int, tokens: int, capacity: Any, supply: Any, demand: Any, dust: float, out: Any, work: Any
+) -> None:
+    """Augment until the labelled nodes make a cut of the same capacity as the flow."""
+    while True:
+        distance = _label(layers, tokens, dust, work)
+        if distance >= 0:
+            _augment(layers, tokens, capacity, dust, distance, work)
+            continue
+        cut = _crossing(layers, tokens, capacity, supply, demand, work.level, out)
+        if dust == 0.0 or cut <= work.flow[0] * (1.0 + 1e-11):
+            return
+        dust = 0.0  # the flow is tiny beside its bound: every residual matters
+
+
+@compiled
+def solve(
+    layers: int,
+    tokens: int,
+    capacity: Any,
+    ordered: bool,
+    order: Any,
+    prefix: Any,
+    thresholds: Any,
+    supply: Any,
+    demands: Any,
+    demand_order: Any,
+    bounds: Any,
+    dust: float,
+    search: bool,
+    work: Workspace,
+    values: Any,
+    crossing: Any,
+    labels: Any,
+    undo: bool,
+) -> None:
+    """Find the maximum flow of each sink, and the minimum cut of each whose flow stays below its bound.
+
+    Without `search` only straight paths are filled: the value may be too small, and no cut is written.
+
+    Args:
+        layers: m.
+        tokens: N.
+        capacity: [m · N · N].
+        ordered: let straight paths take edges in the order of their capacity.
+        order: as `arrange_edges` fills it.
+        prefix: the same, a row per pass.
+        thresholds: of each pass over straight paths, descending to 0.
+        supply: [N].
+        demands: [sinks, N].
+        demand_order: [sinks, N]: the bottom nodes in the order in which to serve them.
+        bounds: [sinks]: no flow can be larger.
+        dust: residuals up to this share of the bound count as 0.
+        search: go on in the residual graph where straight paths do not reach the bound.
+        work: this thread's workspace.
+        values: [sinks], filled.
+        crossing: [sinks, m + 2], filled: the cut's capacity among demands, in each layer, lowest first, among supplies.
+        labels: bool [sinks, (m + 1) · N] or [0, 0], filled: which nodes lie on the sink's side of the cut.
+        undo: make the workspace ready for the next sink; otherwise it keeps the flow.
+    """
+    for j in range(len(demands)):
+        enough, least = bounds[j] * (1.0 - 1e-12), bounds[j] * dust
+        for k in range(tokens):
+            work.supply[k], work.demand[k] = supply[k], demands[j, k]
+        work.flow[0] = 0.0
+        work.used[0] = 0
+        work.first[:] = -1
+        for t in range(len(thresholds)):
+            threshold = max(thresholds[t], least)
+            _push_straight(layers, tokens, threshold, demand_order[j], ordered, order, prefix[t], work)
+            if work.flow[0] >= enough:
+                break
+        if search and work.flow[0] < enough:
+            _search(layers, tokens, capacity, supply, demands[j], least, crossing[j], work)
+            if len(labels) > 0:
+                labels[j] = work.level[: (layers + 1) * tokens] >= 0
+        values[j] = work.flow[0]
+        if not undo:
+            return
+        for x in range(work.used[0]):
+            edge = work.log[x]
+            work.residual[edge] = capacity[edge]
+            work.slot[edge] = 0

@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError
-from vitflow.methods import flowkernel as kernel
-from vitflow.methods import flowresidual
-from vitflow.methods.flowkernel import Floats
+from vitflow.methods.edgeorder import BUCKETS, arrange_edges
+from vitflow.methods.flowkernel import Floats, solve, workspace
 
 Progress = Callable[[int], object]
 Indices = NDArray[np.intp]
@@ -95,7 +94,7 @@ class InnerGraph:
             self._idle.put(_Worker(self))
         exponent = math.frexp(float(supply.sum()))[1] - 1
         steps = [math.ceil(math.log2(self.tokens)) + step for step in STEPS]
-        self._scale, self._steps = exponent + 1023, np.array([*steps, kernel.BUCKETS])
+        self._scale, self._steps = exponent + 1023, np.array([*steps, BUCKETS])
         self.thresholds = np.array([*(math.ldexp(1.0, exponent - step) for step in steps), 0.0])
         self.order = np.empty(upward.size, np.int16 if self.tokens < 2**15 else np.int32)
         self.prefix = np.zeros((len(self._steps), self.layers * self.tokens), np.int32)
@@ -174,7 +173,7 @@ class InnerGraph:
         rows = np.arange(self._arranged * self.tokens, layers * self.tokens)
 
         def some(part: Indices) -> None:
-            kernel.arrange_edges(
+            arrange_edges(
                 self.tokens,
                 self._upward,
                 self.rank,
@@ -227,7 +226,7 @@ class _Worker:
 
     def __init__(self, graph: InnerGraph) -> None:
         self.graph = graph
-        self.work = kernel.workspace(graph.layers, graph.tokens)
+        self.work = workspace(graph.layers, graph.tokens)
         self.filled = 0
 
     def run(self, layers: int, which: Indices, sinks: _Sinks, *, search: bool, undo: bool = True) -> None:
@@ -235,12 +234,13 @@ class _Worker:
         part = slice(self.filled * graph.tokens**2, layers * graph.tokens**2)
         self.work.residual[part] = graph.capacity[part]
         self.filled = max(self.filled, layers)
-        # Passes over large edges first find short ways to a bound; a flow below its bound must fill small edges anyway.
-        passes = slice(-1 if search else 0, None)
+        # Passes over large edges first pay in deep windows; in shallow ones small edges must be filled anyway.
+        passes = slice(-1 if search and layers < 3 else 0, None)
         values, crossing = np.zeros(len(which)), np.zeros((len(which), layers + 2))
+        demands = sinks.demands[which]
         wanted = len(which) if search and len(sinks.labels) else 0
         labels = np.zeros((wanted, (layers + 1) * graph.tokens), np.bool_)
-        flowresidual.solve(
+        solve(
             layers,
             graph.tokens,
             graph.capacity,
@@ -249,7 +249,8 @@ class _Worker:
             graph.prefix[passes],
             graph.thresholds[passes],
             graph.supplies[layers],
-            sinks.demands[which],
+            demands,
+            _largest_first(demands),
             sinks.bounds[which],
             DUST / (layers * graph.tokens**2),
             search,
@@ -275,6 +276,12 @@ def _shared_out(upward: Floats, supply: Floats) -> list[Floats]:
             share = np.divide(supplies[0], capacity, out=np.zeros_like(capacity), where=capacity > 0)
         supplies.insert(0, matrix @ np.minimum(share, 1.0))
     return supplies
+
+
+def _largest_first(numbers: Floats) -> NDArray[np.intp]:
+    """Indices that sort each row by binary exponent, largest first: exact enough, and quick."""
+    exponents = np.frexp(numbers)[1].astype(np.int16)
+    return np.argsort(-exponents, axis=-1, kind="stable")
 
 
 def _sample_first(which: Indices) -> Iterator[Indices]:

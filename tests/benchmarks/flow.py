@@ -1,0 +1,246 @@
+"""What exact attention flow costs: all sinks beside a forward pass of the same size, and beside other solvers.
+
+    python -m tests.benchmarks.flow [--rounds 5] [--networkx-tokens 197] [--scipy-tokens 577] [--memory]
+
+Flow and forward pass are timed in turn, round by round, and the fastest rounds are compared, so that a noisy machine
+meets both alike. The other solvers solve one pair of source and sink of the same graph (building the graph is not
+counted), and the table multiplies their time by the number of sinks; a dash means not run at this size. "real" is
+recorded from the trained ViT-Tiny/16 where its checkpoint is there (VITFLOW_SHARED), otherwise from the bundled model.
+Random graphs are softmax rows of normal logits times a sharpness, averaged over heads.
+"""
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from timm.data import create_transform, resolve_model_data_config
+from torch import Tensor
+
+from vitflow import record_attention
+from vitflow.demo import load_demo_model, sample_pictures
+from vitflow.methods.flow import attention_flow
+from vitflow.methods.graph import graph_of
+from vitflow.methods.window import layer_capacities, parse_window
+
+SHARED = Path(os.environ.get("VITFLOW_SHARED", Path(__file__).resolve().parents[3] / "shared")) / "data"
+TINY = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+# The model of the same size, for each number of tokens.
+FORWARDS = {
+    145: "vit_base_patch16_224",
+    197: "vit_base_patch16_224",
+    577: "vit_base_patch16_384",
+    1370: "vit_base_patch14_dinov2",
+}
+SCALE = 2**30  # scipy takes whole numbers of 32 bits
+
+
+@dataclass
+class Case:
+    """One graph: fused attention, and the layers to use."""
+
+    name: str
+    attention: list[Tensor]
+    layers: Any = "all"
+    options: dict[str, Any] = field(default_factory=dict)
+    peers: bool = True
+
+    @property
+    def tokens(self) -> int:
+        return int(self.attention[0].shape[-1])
+
+    @property
+    def depth(self) -> int:
+        first, last = parse_window(self.layers, len(self.attention))
+        return last - first + 1
+
+    def capacities(self) -> NDArray[np.float64]:
+        options = {"head_fusion": "mean", "discard_ratio": 0.0, "residual": 0.5, "num_prefix_tokens": 1} | self.options
+        return layer_capacities(self.attention[-self.depth :], 0, **options)
+
+    def run(self) -> Any:
+        return attention_flow(self.attention, layers=self.layers, **self.options)
+
+
+def recorded(fusion: str) -> tuple[str, list[Tensor]]:
+    """Fused attention of a trained model in a photograph or a drawn picture."""
+    checkpoint = SHARED / f"{TINY}.safetensors"
+    if checkpoint.is_file():
+        model = timm.create_model(TINY, checkpoint_path=str(checkpoint)).eval()
+        name, picture = "real ViT-Tiny/16", sorted((SHARED / "photos").glob("*.png"))[0]
+    else:
+        model = load_demo_model()
+        name, picture = "real demo model", sample_pictures()[0]
+    transform = create_transform(**resolve_model_data_config(model), is_training=False)
+    with Image.open(picture) as image, record_attention(model, head_fusion=fusion) as trace, torch.no_grad():  # type: ignore[arg-type]
+        model(transform(image.convert("RGB"))[None])
+    return name, list(trace.attentions)
+
+
+def drawn(tokens: int, sharpness: float, heads: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    layers = []
+    for _ in range(12):
+        fused = torch.zeros(1, tokens, tokens)
+        for _ in range(heads):
+            fused += (sharpness * torch.randn(1, tokens, tokens, generator=generator)).softmax(dim=-1) / heads
+        layers.append(fused)
+    return layers
+
+
+def cases() -> Iterator[Case]:
+    name, mean = recorded("mean")
+    yield Case(name, mean)
+    yield Case(f"{name}, max, discard 0.9", recorded("max")[1], options={"discard_ratio": 0.9}, peers=False)
+    yield Case(f"{name}, residual 0", mean, options={"residual": 0.0}, peers=False)
+    for last in (2, 3, 4, 6):
+        yield Case(f"{name}, last {last}", mean, layers=last, peers=last == 2)
+    for sharpness, heads in ((1, 12), (4, 12), (4, 1), (8, 1)):
+        yield Case(
+            f"random {sharpness}, {heads} heads", drawn(197, sharpness, heads), peers=(sharpness, heads) == (4, 12)
+        )
+    for tokens in (577, 1370):
+        for sharpness, heads in ((1, 4), (4, 4), (4, 1)):
+            peers = (sharpness, heads) == (4, 4)
+            yield Case(f"random {sharpness}, {heads} heads", drawn(tokens, sharpness, heads), peers=peers)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+# --- Other solvers: (value, seconds) of one pair ----------------------------------------------------------------------
+
+
+def by_networkx(capacities: NDArray[np.float64], sink: int) -> tuple[float, float]:
+    import networkx as nx
+
+    graph = graph_of(capacities, 1, [""] * capacities.shape[1])
+    started = time.perf_counter()
+    value = nx.maximum_flow_value(graph, (len(capacities), 0), (0, sink), flow_func=nx.algorithms.flow.preflow_push)
+    return value, time.perf_counter() - started
+
+
+def edge_list(capacities: NDArray[np.float64]) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float64]]:
+    """Tails, heads and capacities, node (layer, token) numbered layer · tokens + token."""
+    layer, query, key = np.nonzero(capacities)
+    tokens = capacities.shape[1]
+    return (layer + 1) * tokens + query, layer * tokens + key, capacities[layer, query, key]
+
+
+def by_scipy(capacities: NDArray[np.float64], sink: int) -> tuple[float, float]:
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import maximum_flow
+
+    tails, heads, values = edge_list(capacities)
+    nodes = (len(capacities) + 1) * capacities.shape[1]
+    whole = np.floor(values * SCALE).astype(np.int32)
+    graph = csr_array((whole, (tails, heads)), shape=(nodes, nodes))
+    started = time.perf_counter()
+    value = maximum_flow(graph, len(capacities) * capacities.shape[1], sink).flow_value
+    return value / SCALE, time.perf_counter() - started
+
+
+def by_igraph(capacities: NDArray[np.float64], sink: int) -> tuple[float, float]:
+    import igraph  # type: ignore[import-not-found]
+
+    tails, heads, values = edge_list(capacities)
+    nodes = (len(capacities) + 1) * capacities.shape[1]
+    graph = igraph.Graph(n=nodes, edges=np.stack([tails, heads], axis=1), directed=True)
+    started = time.perf_counter()
+    value = graph.maxflow_value(len(capacities) * capacities.shape[1], sink, capacity=values.tolist())
+    return float(value), time.perf_counter() - started
+
+
+def peer_times(case: Case, expected: Tensor, limits: dict[str, int]) -> dict[str, float]:
+    """Seconds of one pair by each solver; AssertionError where one finds another value."""
+    solvers = {"networkx": by_networkx, "scipy": by_scipy, "igraph": by_igraph}
+    found: dict[str, float] = {}
+    if not case.peers:
+        return found
+    capacities, sink = np.ascontiguousarray(case.capacities()), case.tokens // 2
+    for name, solve in solvers.items():
+        if case.tokens <= limits[name]:
+            value, found[name] = solve(capacities, sink)
+            tolerance = 1e-9 if name != "scipy" else capacities.size / SCALE  # it rounds each edge down
+            assert abs(value - expected[sink].item()) <= tolerance, (name, value, expected[sink].item())
+    return found
+
+
+# --- Memory -----------------------------------------------------------------------------------------------------------
+
+
+def peak_of_largest() -> None:
+    """Print the peak memory of a process that solves all sinks of 12 × 1370 tokens, in GiB (Linux only)."""
+    attention = drawn(1370, 4, 1)
+    Path("/proc/self/clear_refs").write_text("5")
+    attention_flow(attention)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    print(float(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 2**20)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of forward pass and flow, in turn")
+    parser.add_argument("--networkx-tokens", type=int, default=197, help="largest graph for networkx")
+    parser.add_argument("--scipy-tokens", type=int, default=577, help="largest graph for scipy and igraph")
+    parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.peak:
+        peak_of_largest()
+        return
+    has_igraph = importlib.util.find_spec("igraph") is not None
+    limits = {"networkx": given.networkx_tokens, "scipy": given.scipy_tokens}
+    limits["igraph"] = given.scipy_tokens if has_igraph else 0
+    attention_flow(drawn(24, 1, 1))  # compiles, or loads what an earlier run compiled
+    print(f"{torch.get_num_threads()} threads; {given.rounds} rounds, the fastest; times of others × number of sinks")
+    if not has_igraph:
+        print('igraph is not installed: pip install "vitflow[bench]"')
+    head = ("graph", "size", "saturated", "all sinks", "forward", "ratio", "networkx", "scipy", "igraph")
+    print("{:32}{:>11}{:>11}{:>12}{:>11}{:>8}{:>22}{:>20}{:>20}".format(*head))
+    models: dict[str, tuple[torch.nn.Module, Tensor]] = {}
+    for case in cases():
+        name = FORWARDS[case.tokens]
+        if name not in models:
+            models.clear()  # the largest take more than a gigabyte
+            model = timm.create_model(name).eval()
+            models[name] = model, torch.randn(1, *model.pretrained_cfg["input_size"])
+        print(row(case, *models[name], given.rounds, limits), flush=True)
+    peak = subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks.flow", "--peak"], capture_output=True, text=True, check=True
+    )
+    print(f"peak memory of a process that solves 12 × 1370: {float(peak.stdout):.2f} GiB, torch and input included")
+
+
+def row(case: Case, model: torch.nn.Module, pixels: Tensor, rounds: int, limits: dict[str, int]) -> str:
+    """Time one case and write its line."""
+    rounds = rounds if case.tokens < 1000 else min(rounds, 2)
+    with torch.inference_mode():
+        result = case.run()
+        model(pixels)
+        times = [(seconds(lambda: model(pixels)), seconds(case.run)) for _ in range(rounds)]
+    forward, ours = (min(column) for column in zip(*times, strict=True))
+    peers = peer_times(case, result.values[0], limits)
+    others = ""
+    for name, width in (("networkx", 22), ("scipy", 20), ("igraph", 20)):
+        whole = peers.get(name, 0.0) * case.tokens
+        others += f"{f'{whole:,.0f} s = {whole / ours:,.0f} ×' if whole else '–':>{width}}"
+    size, share = f"{case.depth} × {case.tokens}", result.saturated_share.item()
+    return f"{case.name:32}{size:>11}{share:>11.2f}{ours:>10.4f} s{forward:>9.3f} s{ours / forward:>8.3f}{others}"
+
+
+if __name__ == "__main__":
+    main()
