@@ -1,7 +1,7 @@
 """Which class to explain: by index, by name, the most probable ones, or each picture's own."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -37,7 +37,9 @@ def resolve_targets(
     """
     if is_per_picture(targets) and probabilities is not None:
         return [_own_targets(targets, probabilities)]
-    asked = [targets] if targets is None or isinstance(targets, int | str | np.integer) else list(targets)
+    several = isinstance(targets, Iterable) and not isinstance(targets, str) and getattr(targets, "ndim", 1) > 0
+    given: Any = targets if several else [targets]
+    asked: list[Target] = [target.item() if hasattr(target, "item") else target for target in given]
     if probabilities is None:
         if any(target is not None for target in asked):
             raise OptionError(f"This model has no classes, so none can be asked for (got {asked[0]!r}).")

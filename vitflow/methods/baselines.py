@@ -2,6 +2,7 @@
 
 import zlib
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,8 +35,8 @@ def random_map(pixels: Tensor, *, rows: int, cols: int, seed: int = 0) -> Tensor
         raise OptionError(f"Expected a seed of at least 0, got {seed}.")
     maps = []
     for picture in pixels.detach().float().cpu():
-        generator = torch.Generator().manual_seed(zlib.crc32(picture.numpy().tobytes()) + (seed << 32))
-        maps.append(torch.rand(rows, cols, generator=generator))
+        generator = np.random.default_rng((seed, zlib.crc32(picture.numpy().tobytes())))
+        maps.append(torch.from_numpy(generator.random((rows, cols), dtype=np.float32)))
     return torch.stack(maps)
 
 

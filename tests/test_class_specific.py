@@ -1,0 +1,352 @@
+"""Explaining one class and then another: targets, batches, what is left behind, and which object lights up."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests import literal_vit
+from tests.benchmarks.class_specific import localise
+from vitflow import Explainer
+from vitflow.demo import CLASS_NAMES, load_demo_model
+from vitflow.errors import ModelError, OptionError
+from vitflow.methods import Method, get_method, list_methods, register_method
+from vitflow.methods.baselines import centre_prior, random_map
+
+DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
+PICTURES = list(np.random.default_rng(0).integers(0, 256, (4, 32, 32, 3), dtype=np.uint8))
+SPECIFIC = ["gradient_rollout", "gae", "gradcam", "input_gradient", "occlusion"]
+AGNOSTIC = ["attention", "rollout", "random", "centre"]
+
+
+def explainer(readout: str = "class token", **options) -> Explainer:
+    return Explainer(literal_vit.timm_model(readout).float(), data_config=DATA, **options)
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+# --- Targets ---
+
+
+def test_the_table_says_which_methods_are_class_specific():
+    named = {method.name: method.class_specific for method in list_methods()}
+    assert {name: named[name] for name in SPECIFIC} == dict.fromkeys(SPECIFIC, True)
+    assert {name: named[name] for name in AGNOSTIC} == dict.fromkeys(AGNOSTIC, False)
+
+
+@pytest.mark.parametrize("method", SPECIFIC + AGNOSTIC)
+def test_two_classes_in_either_order_give_what_each_gives_alone(method):
+    alone = {target: explainer().explain(PICTURES[0], method=method, target=target).grid for target in (1, 3)}
+    for first, second in ((1, 3), (3, 1)):
+        kept = explainer()
+        for target in (first, second, first):
+            np.testing.assert_array_equal(kept.explain(PICTURES[0], method=method, target=target).grid, alone[target])
+        both = kept.explain_batch([PICTURES[0]], methods=[method], targets=[first, second])
+        if get_method(method).class_specific:
+            assert [saliency.target for saliency in both] == [first, second]
+            for saliency in both:
+                assert_close(saliency.grid, alone[saliency.target])
+        else:
+            assert len(both) == 1
+    changed = not np.allclose(alone[1], alone[3], atol=1e-3 * np.abs(alone[1]).max())
+    assert changed == get_method(method).class_specific
+
+
+def test_the_most_probable_classes_each_have_their_map():
+    kept = explainer()
+    found = kept.explain_batch(PICTURES[:2], methods=["gae", "rollout", "occlusion"], targets="top3")
+    assert [saliency.method for saliency in found] == (["gae"] * 3 + ["rollout"] + ["occlusion"] * 3) * 2
+    for number, picture in enumerate(PICTURES[:2]):
+        own = found[7 * number : 7 * number + 7]
+        assert own[0].probability > own[1].probability > own[2].probability
+        assert own[0].target == own[0].predicted
+        for saliency in own:
+            alone = kept.explain(picture, method=saliency.method, target=saliency.target)
+            assert_close(saliency.grid, alone.grid)
+            assert saliency.probability == pytest.approx(alone.probability)
+    with pytest.raises(OptionError, match="asks for 3: use explain_batch"):
+        kept.explain(PICTURES[0], method="gae", target="top3")
+    assert kept.explain(PICTURES[0], method="gae", target="top1").target == found[0].target
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_each_picture_of_a_batch_has_its_own_target(kind):
+    kept, targets = explainer(), [3, 0, 1, 3]
+    sizes = [PICTURES[0], np.repeat(PICTURES[1], 2, axis=1), PICTURES[2], PICTURES[3]]
+    found = kept.explain_batch(sizes, methods=SPECIFIC, targets=kind(targets))
+    for (picture, target), method in itertools.product(zip(sizes, targets, strict=True), SPECIFIC):
+        saliency = found.pop(0)
+        assert (saliency.method, saliency.target) == (method, target)
+        assert_close(saliency.grid, kept.explain(picture, method=method, target=target).grid)
+
+
+def test_own_targets_survive_groups_of_different_sizes():
+    model = literal_vit.timm_model(dynamic_img_size=True).float()
+    kept = Explainer(model, data_config=DATA, fit="native")
+    pictures = [PICTURES[0], np.repeat(PICTURES[1], 2, axis=1), PICTURES[2], np.repeat(PICTURES[3], 2, axis=1)]
+    found = kept.explain_batch(pictures, methods=["gae"], targets=np.array([0, 1, 2, 3]))
+    assert [saliency.target for saliency in found] == [0, 1, 2, 3]
+    assert len({saliency.grid.shape for saliency in found}) == 2
+    for picture, saliency in zip(pictures, found, strict=True):
+        assert_close(saliency.grid, kept.explain(picture, method="gae", target=saliency.target).grid)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (np.array([0, 1, 2]), "one class index for each of 2 pictures, got 3"),
+        (np.array([0, 9]), r"class indices from 0 to 4, got \[0, 9\]"),
+        (np.array([0.5, 1.0]), "an array of 2 class indices, one for each picture"),
+        ("class one", "names of this model's classes are not known"),
+        ([0, 7], "class index from 0 to 4, got 7"),
+    ],
+)
+def test_wrong_targets_are_named(targets, message):
+    with pytest.raises(OptionError, match=message):
+        explainer().explain_batch(PICTURES[:2], methods=["gae"], targets=targets)
+
+
+def test_numbers_of_any_kind_are_class_indices():
+    expected = explainer().explain(PICTURES[0], method="gae", target=2)
+    for target in (np.int64(2), "2", torch.tensor(2)):
+        found = explainer().explain(PICTURES[0], method="gae", target=target)
+        assert found.target == 2
+        np.testing.assert_array_equal(found.grid, expected.grid)
+
+
+@pytest.mark.parametrize("method", SPECIFIC)
+def test_a_model_without_classes_has_no_class_specific_maps(method):
+    model = literal_vit.timm_model(num_classes=0).float()
+    with pytest.raises(OptionError, match=r"needs a target class.*such as rollout"):
+        Explainer(model, data_config=DATA).explain(PICTURES[0], method=method)
+
+
+@pytest.mark.parametrize("readout", literal_vit.READOUTS)
+def test_every_method_works_on_every_readout(readout):
+    found = explainer(readout).explain_batch(PICTURES[:2], methods=SPECIFIC + AGNOSTIC)
+    assert len(found) == 2 * 9
+    for saliency in found:
+        assert saliency.grid.shape == (4, 4)
+        assert saliency.grid.std() > 0
+        assert ("readout" in saliency.facts) == (saliency.method in ("attention", "rollout", "gae", "gradient_rollout"))
+
+
+# --- One forward pass and one backward pass ---
+
+
+def test_one_forward_pass_and_one_backward_pass_per_class(monkeypatch):
+    kept, passes = explainer(), {"forward": 0, "backward": 0}
+    kept.model.register_forward_hook(lambda *_: passes.update(forward=passes["forward"] + 1))
+    differentiate = torch.autograd.grad
+
+    def counted(*args, **kwargs):
+        passes["backward"] += 1
+        return differentiate(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "grad", counted)
+    methods = ["attention", "rollout", "gradient_rollout", "gae", "gradcam", "input_gradient", "random", "centre"]
+    kept.explain_batch(PICTURES, methods=methods, targets=[0, 1, 2])
+    assert passes == {"forward": 1, "backward": 3}
+    kept.explain_batch(PICTURES, methods=["attention", "rollout", "centre"])
+    assert passes == {"forward": 2, "backward": 3}
+
+
+# --- What is left behind ---
+
+
+def state_of(model: nn.Module) -> list[object]:
+    return [
+        (name, p.requires_grad, None if p.grad is None else p.grad.clone(), p.detach().clone())
+        for name, p in model.named_parameters()
+    ] + [(module.training, len(module._forward_hooks), sorted(module.__dict__)) for module in model.modules()]
+
+
+@pytest.mark.parametrize("state", ["as built", "with gradients", "frozen", "partly frozen", "training"])
+def test_nothing_is_left_behind_and_the_models_state_does_not_matter(state):
+    model = literal_vit.timm_model().float()
+    expected = [
+        saliency.grid
+        for saliency in Explainer(model, data_config=DATA).explain_batch(PICTURES[:2], methods=SPECIFIC, targets=[1, 2])
+    ]
+    if state == "with gradients":
+        for parameter in itertools.islice(model.parameters(), 0, None, 2):
+            parameter.grad = torch.ones_like(parameter)
+    elif state == "frozen":
+        model.requires_grad_(False)
+    elif state == "partly frozen":
+        model.blocks[1].requires_grad_(False)
+        model.patch_embed.requires_grad_(False)
+    elif state == "training":
+        model.train()
+        model.blocks[0].eval()
+    before = state_of(model)
+    found = Explainer(model, data_config=DATA).explain_batch(PICTURES[:2], methods=SPECIFIC, targets=[1, 2])
+    after = state_of(model)
+    for ours, theirs in zip(after, before, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    for saliency, grid in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(saliency.grid, grid)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_callers_autograd_mode_does_not_matter(context):
+    kept = explainer()
+    expected = [saliency.grid for saliency in kept.explain_batch(PICTURES[:2], methods=SPECIFIC)]
+    with context():
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        found = kept.explain_batch(PICTURES[:2], methods=SPECIFIC)
+        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == modes
+    for saliency, grid in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(saliency.grid, grid)
+
+
+def test_weights_made_in_inference_mode_are_named():
+    with torch.inference_mode():
+        model = literal_vit.timm_model().float()
+    kept = Explainer(model, data_config=DATA)
+    assert kept.explain(PICTURES[0], method="rollout").grid.std() > 0
+    assert kept.explain(PICTURES[0], method="occlusion").grid.std() > 0
+    with pytest.raises(ModelError, match=r"were made under torch\.inference_mode"):
+        kept.explain(PICTURES[0], method="gae")
+
+
+def test_an_error_in_a_method_leaves_the_model_as_it_was():
+    model = literal_vit.timm_model().float().train()
+    before = state_of(model)
+    kept = Explainer(model, data_config=DATA)
+    with pytest.raises(OptionError, match="start_layer from 1 to 3"):
+        kept.explain(PICTURES[0], method="gae", start_layer=9)
+    after = state_of(model)
+    assert [ours[0] for ours in after] == [theirs[0] for theirs in before]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# --- Options and presets ---
+
+
+def test_the_papers_definition_is_one_option_away():
+    assert get_method("gae").complete({"preset": "paper"}) == {
+        "head_fusion": "mean",
+        "start_layer": 1,
+        "value_weighted": False,
+        "patch": None,
+    }
+    rollout = get_method("rollout").complete({"preset": "paper", "start_layer": 2})
+    assert (rollout["head_fusion"], rollout["discard_ratio"], rollout["value_weighted"]) == ("mean", 0.0, False)
+    assert rollout["start_layer"] == 2
+    saliency = explainer().explain(PICTURES[0], method="gae", preset="paper")
+    assert saliency.options["value_weighted"] is False
+    assert "preset" not in saliency.options
+    with pytest.raises(OptionError, match="Unknown preset of method gae 'papers'. Did you mean 'paper'"):
+        explainer().explain(PICTURES[0], method="gae", preset="papers")
+    with pytest.raises(OptionError, match="Unknown option of method gradcam 'preset'"):
+        explainer().explain(PICTURES[0], method="gradcam", preset="paper")
+
+
+def test_a_method_of_ones_own_is_given_gradients_and_features(monkeypatch):
+    monkeypatch.setattr("vitflow.methods._METHODS", {})  # undone after the test
+
+    def gradient_times_feature(trace, *, layer):
+        path = trace.block_norms[layer - 1]
+        tokens = (trace.features[path] * trace.backward().features[path]).sum(-1)
+        return trace.layout.to_grid(tokens)
+
+    method = register_method(
+        "mine", gradient_times_feature, defaults={"layer": 2}, needs=["gradients", "features"], class_specific=True
+    )
+    assert isinstance(method, Method)
+    found = explainer().explain_batch([PICTURES[0]], methods=["mine"], targets=[0, 1])
+    assert [saliency.target for saliency in found] == [0, 1]
+    assert (found[0].grid != found[1].grid).any()
+
+
+# --- Baselines ---
+
+
+def test_random_maps_are_a_pictures_own_and_the_same_every_time():
+    kept = explainer()
+    together = [saliency.grid for saliency in kept.explain_batch(PICTURES, methods=["random"])]
+    for picture, grid in zip(PICTURES, together, strict=True):
+        np.testing.assert_array_equal(kept.explain(picture, method="random").grid, grid)
+        assert ((grid >= 0) & (grid < 1)).all()
+    assert len({grid.tobytes() for grid in together}) == 4
+    other = kept.explain(PICTURES[0], method="random", random_seed=1).grid
+    assert (other != together[0]).any()
+    many = random_map(torch.arange(400.0).reshape(400, 1, 1, 1), rows=8, cols=8).numpy()
+    assert many.mean() == pytest.approx(0.5, abs=0.01)
+    assert abs(np.corrcoef(many[:200].ravel(), many[200:].ravel())[0, 1]) < 0.03
+    with pytest.raises(OptionError, match="seed of at least 0"):
+        kept.explain(PICTURES[0], method="random", random_seed=-1)
+
+
+def test_the_centre_prior_is_its_formula():
+    rows, cols, sigma = 3, 6, 0.3
+    found = centre_prior(rows, cols, sigma=sigma)
+    for row, col in itertools.product(range(rows), range(cols)):
+        x, y = (col + 0.5) / cols - 0.5, (row + 0.5) / rows - 0.5
+        assert float(found[row, col]) == pytest.approx(np.exp(-(x * x + y * y) / (2 * sigma * sigma)), rel=1e-6)
+    with pytest.raises(OptionError, match="sigma > 0, got 0"):
+        centre_prior(3, 3, sigma=0.0)
+
+
+# --- Whether the asked object lights up ---
+
+
+@pytest.fixture(scope="module")
+def localised() -> dict[str, dict[str, np.ndarray]]:
+    """60 drawn pictures with several objects, each explained for two of its classes by every method."""
+    return localise(60, methods=[name for name in (*SPECIFIC, *AGNOSTIC) if name != "occlusion"])
+
+
+@pytest.mark.parametrize(
+    ("method", "least", "right"), [("gae", 0.65, 0.95), ("gradient_rollout", 0.6, 0.95), ("gradcam", 0.5, 0.75)]
+)
+def test_the_asked_class_has_more_than_half_of_the_energy(localised, method, least, right):
+    """In the asked object's own pixels, not around it; for the first class of each picture and for the second."""
+    found = localised[method]
+    for which in (0, 1):
+        own, other = found["own"][:, which], found["other"][:, which]
+        assert own.mean() > least
+        assert other.mean() < 0.1
+        assert (own > other).mean() > right
+
+
+def test_input_gradients_lean_to_the_asked_class(localised):
+    """They are spread too widely to put half of their energy anywhere."""
+    found = localised["input_gradient"]
+    assert found["own"].mean() > 2 * found["other"].mean()
+    assert found["change"].mean() > 0.3
+
+
+def test_the_brightest_pixel_lies_in_the_asked_object(localised):
+    assert localised["gae"]["pointing"].mean() > 0.9
+    assert localised["random"]["pointing"].mean() < 0.3
+
+
+@pytest.mark.parametrize("method", AGNOSTIC)
+def test_other_methods_do_not_change_with_the_class(localised, method):
+    assert localised[method]["change"].max() == 0.0
+
+
+@pytest.mark.parametrize("method", ["gae", "gradient_rollout", "gradcam"])
+def test_class_specific_methods_change_with_the_class(localised, method):
+    """The two maps of a picture have less than a quarter of their energy in common."""
+    assert localised[method]["change"].min() > 0.0
+    assert localised[method]["change"].mean() > 0.75
+
+
+def test_blank_out_finds_the_asked_object():
+    found = localise(2, methods=["occlusion"])["occlusion"]
+    assert found["own"].mean() > 2 * found["other"].mean()
+    assert found["own"].mean() > 0.3
+
+
+def test_the_demo_is_multi_label():
+    kept = Explainer(load_demo_model())
+    assert kept.activation == "sigmoid"
+    assert kept.class_names == list(CLASS_NAMES)

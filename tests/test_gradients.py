@@ -1,0 +1,298 @@
+"""Gradient methods against a hand-written Vision Transformer, against grad-cam and captum, and their properties."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import literal_vit
+from vitflow import record_attention
+from vitflow.anatomy import block_norm
+from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
+from vitflow.methods import cells, get_method, maps
+from vitflow.methods.gradients import grad_cam, input_gradient
+from vitflow.methods.rollout import attention_rollout, gae, gradient_rollout
+from vitflow.trace import Trace
+
+BATCH, TARGETS = 3, [4, 0, 2]
+
+
+def pictures(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(BATCH, 3, 32, 32, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+def recorded(model: nn.Module, pixels: Tensor, targets: list[int] | None = None, layer: int = -1) -> Trace:
+    features = [block_norm(model, layer)]
+    with record_attention(model, gradients=True, value_norms=True, features=features) as trace:
+        model(pixels)
+    trace.targets = torch.tensor(targets or TARGETS)
+    return trace
+
+
+def grid(trace: Trace, method: str, **options) -> np.ndarray:
+    function = getattr(maps, method)
+    return function(trace, **get_method(method).complete(options)).grids.numpy()
+
+
+def assert_equal(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-6) -> None:
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+# --- Against the hand-written model ---
+
+
+@pytest.mark.parametrize("readout", literal_vit.READOUTS)
+def test_the_hand_written_model_is_the_same_model(readout):
+    model, pixels = literal_vit.timm_model(readout), pictures()
+    with torch.no_grad():
+        expected = model(pixels)
+        found = torch.stack([literal_vit.run(model, picture).logits for picture in pixels])
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("readout", literal_vit.READOUTS)
+def test_every_gradient_method_equals_the_literal_reference(readout):
+    """A batch in which each picture has its own target, in float64, to 1e-6 of the map's maximum."""
+    model, pixels = literal_vit.timm_model(readout), pictures()
+    trace = recorded(model, pixels)
+    first = recorded(model, pixels, layer=1)
+    for index, target in enumerate(TARGETS):
+        found = literal_vit.differentiate(model, pixels[index], target, readout)
+        for layer, gradient in enumerate(trace.backward().attentions):
+            assert_equal(gradient[index].numpy(), found.gradients[layer], 1e-9)
+        for how, fusion in itertools.product((False, True, "output"), ("mean", "max")):
+            options = {"value_weighted": how, "head_fusion": fusion}
+            assert_equal(grid(trace, "gae", **options)[index].ravel(), literal_vit.gae(found, how, fusion))
+            expected = literal_vit.gradient_rollout(found, how, fusion, ratio=0.5, alpha=0.3, start=2)
+            rolled = grid(trace, "gradient_rollout", **options, discard_ratio=0.5, residual=0.3, start_layer=2)
+            assert_equal(rolled[index].ravel(), expected)
+        assert_equal(grid(trace, "gae", preset="paper", start_layer=3)[index].ravel(), literal_vit.gae(found, start=3))
+        assert_equal(
+            grid(trace, "gradient_rollout", preset="paper")[index].ravel(), literal_vit.gradient_rollout(found)
+        )
+        assert_equal(grid(trace, "gradcam")[index].ravel(), literal_vit.grad_cam(found))
+        assert_equal(grid(first, "gradcam", layer=1)[index].ravel(), literal_vit.grad_cam(found, 0))
+        pixels_of_patches = np.abs(found.pixel_gradients).reshape(3, 4, 8, 4, 8).sum((0, 2, 4))
+        assert_equal(grid(trace, "input_gradient")[index], pixels_of_patches)
+
+
+def test_gradients_are_of_the_probabilities_and_not_of_the_scores_before_the_softmax():
+    """The gradient of the scores sums to 0 over each row, weighted by nothing; that of the probabilities does not."""
+    trace = recorded(literal_vit.timm_model(), pictures())
+    for attention, gradient in zip(trace.heads(), trace.backward().attentions, strict=True):
+        of_scores = attention * (gradient - (attention * gradient).sum(-1, keepdim=True))
+        assert of_scores.sum(-1).abs().max() < 1e-12
+        assert gradient.sum(-1).abs().max() > 1e-3
+
+
+def test_from_a_patch_instead_of_the_answer():
+    model, pixels = literal_vit.timm_model(), pictures()
+    trace = recorded(model, pixels)
+    found = literal_vit.differentiate(model, pixels[0], TARGETS[0], "class token")
+    found.readout = np.eye(17)[1 + 2 * 4 + 3]
+    assert_equal(grid(trace, "gae", preset="paper", patch=(2, 3))[0].ravel(), literal_vit.gae(found))
+    rolled = grid(trace, "gradient_rollout", preset="paper", patch=(2, 3))[0].ravel()
+    assert_equal(rolled, literal_vit.gradient_rollout(found))
+
+
+def test_unfused_attention_gives_the_same_gradients():
+    model, pixels = literal_vit.timm_model(), pictures()
+    expected = [grid(recorded(model, pixels), name) for name in ("gae", "gradient_rollout", "gradcam")]
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    with record_attention(model, gradients=True, features=["blocks.2.norm1"]) as trace:
+        model(pixels)  # no values are asked for: the un-fused softmax itself is recorded
+    trace.targets = torch.tensor(TARGETS)
+    paper = [grid(trace, name, preset="paper") for name in ("gae", "gradient_rollout")]
+    fused = recorded(literal_vit.timm_model(), pixels)
+    for name, ours in zip(("gae", "gradient_rollout"), paper, strict=True):
+        assert_equal(ours, grid(fused, name, preset="paper"), 1e-9)
+    unfused = recorded(model, pixels)
+    for name, ours in zip(("gae", "gradient_rollout", "gradcam"), expected, strict=True):
+        assert_equal(grid(unfused, name), ours, 1e-9)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gradients_are_near_those_of_float64(dtype, fused):
+    model, pixels = literal_vit.timm_model(), pictures()
+    expected = {name: grid(recorded(model, pixels), name, preset="paper") for name in ("gae", "gradient_rollout")}
+    half = model.to(dtype)
+    for block in half.blocks:
+        block.attn.fused_attn = fused
+    with record_attention(half, gradients=True) as trace:
+        half(pixels.to(dtype))
+    trace.targets = torch.tensor(TARGETS)
+    for name, exact in expected.items():
+        found = grid(trace, name, preset="paper")
+        for ours, theirs in zip(found, exact, strict=True):
+            assert np.corrcoef(ours.ravel(), theirs.ravel())[0, 1] > (0.99 if dtype == torch.float16 else 0.95)
+
+
+def test_small_gradients_survive_float16():
+    """Gradients of about 1e-7 lie below what float16 tells from 0, unless they are scaled on the way."""
+    model, pixels = literal_vit.timm_model(), pictures()
+    with torch.no_grad():
+        model.head.weight.mul_(2e-6)
+    expected = recorded(model, pixels).backward().attentions[0]
+    half = model.to(torch.float16)
+    with record_attention(half, gradients=True) as trace:
+        half(pixels.half())
+    found = trace.backward(torch.tensor(TARGETS)).attentions[0].double()
+    assert expected.abs().median() < 6e-8
+    assert torch.corrcoef(torch.stack([found.flatten(), expected.flatten()]))[0, 1] > 0.9
+
+
+# --- Against maintained packages ---
+
+
+@pytest.mark.parametrize("readout", ["class token", "class token and registers", "average"])
+def test_gradcam_equals_pytorch_grad_cam_before_its_scaling(readout):
+    from pytorch_grad_cam import GradCAM
+    from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
+
+    model, pixels = literal_vit.timm_model(readout).float(), pictures(torch.float32)
+    prefix = literal_vit.READOUTS[readout][1]
+
+    def to_picture(tokens: Tensor) -> Tensor:
+        return tokens[:, prefix:].reshape(len(tokens), 4, 4, -1).permute(0, 3, 1, 2)
+
+    targets = [ClassifierOutputTarget(target) for target in TARGETS]
+    with GradCAM(model, [model.blocks[-1].norm1], reshape_transform=to_picture) as cam:
+        logits = cam.activations_and_grads(pixels.clone().requires_grad_())
+        sum(target(output) for target, output in zip(targets, logits, strict=True)).backward()
+        [features], [gradients] = cam.activations_and_grads.activations, cam.activations_and_grads.gradients
+        theirs = cam.get_cam_image(
+            pixels, model.blocks[-1].norm1, targets, features.numpy(), gradients.numpy(), eigen_smooth=False
+        )
+    expected = np.maximum(theirs, 0.0)
+    found = grid(recorded(model, pixels), "gradcam")
+    assert expected.max() > 0
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * expected.max())
+
+
+def test_input_gradient_equals_captums_saliency():
+    from captum.attr import Saliency
+
+    model, pixels = literal_vit.timm_model().float(), pictures(torch.float32)
+    theirs = Saliency(model).attribute(pixels.clone().requires_grad_(), target=torch.tensor(TARGETS), abs=True)
+    expected = theirs.detach().numpy().reshape(BATCH, 3, 4, 8, 4, 8).sum((1, 3, 5))
+    assert_equal(grid(recorded(model, pixels), "input_gradient"), expected, 1e-5)
+
+
+# --- Tensor functions ---
+
+
+def random_pair(layers: int = 4, heads: int = 2, tokens: int = 7) -> tuple[Tensor, Tensor]:
+    shape = (layers, 2, heads, tokens, tokens)
+    return torch.randn(shape, dtype=torch.float64).softmax(-1), torch.randn(shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("function", [gae, gradient_rollout])
+def test_the_row_from_the_top_is_the_row_of_the_whole_matrix(function):
+    attention, gradients = random_pair()
+    readout = torch.rand(2, 7, dtype=torch.float64)
+    whole = function(attention, gradients, start_layer=2)
+    row = function(attention, gradients, start_layer=2, readout=readout)
+    assert whole.shape == (2, 7, 7)
+    torch.testing.assert_close(row, torch.einsum("bi,bij->bj", readout, whole), rtol=0, atol=1e-12)
+
+
+def test_gradient_rollout_of_constant_gradients_is_rollout():
+    attention, _ = random_pair()
+    found = gradient_rollout(attention, torch.ones_like(attention), discard_ratio=0.5)
+    torch.testing.assert_close(found, attention_rollout(attention, discard_ratio=0.5))
+
+
+def test_without_positive_gradients_the_map_is_the_readout():
+    attention, gradients = random_pair()
+    for function in (gae, gradient_rollout):
+        found = function(attention, -gradients.abs())
+        torch.testing.assert_close(found, torch.eye(7, dtype=torch.float64).expand(2, -1, -1))
+
+
+def test_gradients_that_are_hardly_there_leave_gae_finite_and_ordered():
+    attention, gradients = random_pair()
+    tiny = gae(attention, gradients * 1e-30, readout=torch.eye(7, dtype=torch.float64)[0])[:, 1:]
+    first_order = sum((a * g * 1e-30).clamp_min(0).mean(1)[:, 0, 1:] for a, g in zip(attention, gradients, strict=True))
+    torch.testing.assert_close(tiny, first_order, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("function", [gae, gradient_rollout])
+def test_wrong_layers_are_named(function):
+    attention, gradients = random_pair()
+    with pytest.raises(ShapeError, match="as many layers of gradients as of attention, 4, got 3"):
+        function(attention, gradients[:3])
+    with pytest.raises(ShapeError, match=r"of one shape.*\(2, 2, 7, 7\) and \(2, 1, 7, 7\) in layer 1"):
+        function(attention, gradients[:, :, :1])
+    with pytest.raises(ShapeError, match="finite"):
+        function(attention, gradients * float("nan"))
+    with pytest.raises(OptionError, match="start_layer from 1 to 4"):
+        function(attention, gradients, start_layer=5)
+    with pytest.raises(OptionError, match="head fusion"):
+        function(attention, gradients, head_fusion="median")
+
+
+def test_wrong_features_are_named():
+    with pytest.raises(ShapeError, match="one shape"):
+        grad_cam(torch.zeros(1, 3, 4), torch.zeros(1, 3, 5))
+    with pytest.raises(ShapeError, match=r"\[batch, channels, height, width\]"):
+        input_gradient(torch.zeros(3, 4, 4), rows=2, cols=2)
+    with pytest.raises(ShapeError, match="1 to 4 cells on a side of 4 pixels, got 5"):
+        input_gradient(torch.zeros(1, 3, 4, 4), rows=5, cols=2)
+
+
+@pytest.mark.parametrize(("length", "count"), [(12, 4), (10, 4), (7, 7), (225, 14), (5, 1)])
+def test_cells_share_the_pixels_out_evenly(length, count):
+    edges = cells.cell_edges(length, count)
+    sizes = np.diff(edges)
+    assert (edges[0], edges[-1], len(sizes)) == (0, length, count)
+    assert sizes.max() - sizes.min() <= 1
+
+
+def test_sums_over_cells_equal_a_loop():
+    values = torch.rand(2, 11, 9, dtype=torch.float64)
+    found = cells.sum_cells(values, 4, 3)
+    down, across = cells.cell_edges(11, 4), cells.cell_edges(9, 3)
+    for row, col in itertools.product(range(4), range(3)):
+        part = values[:, down[row] : down[row + 1], across[col] : across[col + 1]].sum((1, 2))
+        torch.testing.assert_close(found[:, row, col], part)
+
+
+def test_cells_without_a_patch_size_are_a_fourteenth():
+    assert cells.cell_grid(224, 224, None) == (14, 14)
+    assert cells.cell_grid(300, 200, None) == (21, 14)
+    assert cells.cell_grid(9, 30, None) == (9, 30)
+    assert cells.cell_grid(256, 192, 32) == (8, 6)
+    for wrong in (0, 193):
+        with pytest.raises(OptionError, match=f"patch_size from 1 to 192 pixels, got {wrong}"):
+            cells.cell_grid(256, 192, wrong)
+
+
+# --- What cannot be differentiated ---
+
+
+def test_attention_without_a_part_in_the_logits_is_an_error_and_no_zero_map():
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vit = literal_vit.timm_model()
+
+        def forward(self, pixels: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.vit.blocks[0](torch.randn(len(pixels), 17, 24, dtype=pixels.dtype))
+            return self.vit(pixels)
+
+    model = Detached()
+    with pytest.raises(UnsupportedModelError, match="has no part in the logits of Detached"):
+        recorded(model, pictures()).backward()
+
+
+def test_gradcam_needs_a_block_with_a_norm():
+    assert block_norm(literal_vit.timm_model(), -1) == "blocks.2.norm1"
+    with pytest.raises(OptionError, match="layer from 1 to 3"):
+        block_norm(literal_vit.timm_model(), 4)
+    with pytest.raises(UnsupportedModelError, match="Use input_gradient or occlusion"):
+        block_norm(nn.Sequential(nn.Conv2d(3, 4, 3)), -1)

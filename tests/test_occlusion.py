@@ -1,0 +1,127 @@
+"""Blank-out against a literal loop, and on models without attention."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from tests import literal_vit
+from vitflow import Explainer
+from vitflow.errors import NoAttentionError, OptionError, ShapeError, UnsupportedModelError
+from vitflow.methods.occlusion import occlusion
+
+DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
+PICTURES = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
+
+
+def literal(model: nn.Module, picture: Tensor, target: int, size: int, activation=torch.softmax) -> np.ndarray:
+    """One picture [3, height, width], one patch after the other, one forward pass each."""
+
+    def probability(pixels: Tensor) -> float:
+        with torch.no_grad():
+            logits = model(pixels[None])[0].double()
+        return float((logits.softmax(-1) if activation is torch.softmax else logits.sigmoid())[target])
+
+    whole = probability(picture)
+    rows, cols = picture.shape[1] // size, picture.shape[2] // size
+    drops = np.zeros((rows, cols))
+    for row in range(rows):
+        for col in range(cols):
+            blanked = picture.clone()
+            for channel in range(3):
+                mean = picture[channel].mean()
+                blanked[channel, row * size : (row + 1) * size, col * size : (col + 1) * size] = mean
+            drops[row, col] = whole - probability(blanked)
+    return drops
+
+
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
+def test_blank_out_equals_a_loop_for_each_pictures_own_target(activation):
+    model = literal_vit.timm_model("average")
+    explainer = Explainer(model, data_config=DATA, activation=activation)
+    targets = np.array([3, 0, 4])
+    found = explainer.explain_batch(list(PICTURES), methods=["occlusion"], targets=targets, occlusion_batch=7)
+    for picture, target, saliency in zip(PICTURES, targets, found, strict=True):
+        expected = literal(
+            model, explainer.pixels(picture)[0], int(target), 8, torch.softmax if activation == "softmax" else None
+        )
+        assert np.abs(expected).max() > 1e-3
+        np.testing.assert_allclose(saliency.grid, expected, rtol=0, atol=1e-6 * np.abs(expected).max() + 1e-9)
+        assert saliency.target == target
+
+
+def test_the_batch_size_changes_no_map():
+    model, pixels = literal_vit.timm_model(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    sizes = []
+
+    def predict(batch: Tensor) -> Tensor:
+        sizes.append(len(batch))
+        with torch.no_grad():
+            return model(batch).softmax(-1)
+
+    whole = occlusion(predict, pixels, torch.tensor([1, 2]), rows=4, cols=4, batch_size=100)
+    assert sizes == [32, 2]
+    for size in (1, 5, 32):
+        sizes.clear()
+        found = occlusion(predict, pixels, torch.tensor([1, 2]), rows=4, cols=4, batch_size=size)
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
+        assert max(sizes[:-1]) == size
+
+
+def test_small_drops_of_a_certain_answer_are_not_lost():
+    """A probability of 1 − 1e-12 is 1 in float32: the map must not be all zero."""
+    model = literal_vit.timm_model().float()
+    with torch.no_grad():
+        model.head.bias[2] += 30.0
+    explainer = Explainer(model, data_config=DATA)
+    saliency = explainer.explain(PICTURES[0], method="occlusion", target=2)
+    assert 0 < np.abs(saliency.grid).max() < 1e-7
+    assert len(np.unique(saliency.grid)) > 10
+
+
+def test_cells_of_another_size():
+    model = literal_vit.timm_model()
+    explainer = Explainer(model, data_config=DATA)
+    saliency = explainer.explain(PICTURES[0], method="occlusion", target=1, patch_size=16)
+    expected = literal(model, explainer.pixels(PICTURES[0])[0], 1, 16)
+    np.testing.assert_allclose(saliency.grid, expected, rtol=0, atol=1e-6)
+    assert explainer.explain(PICTURES[0], method="input_gradient", patch_size=4).grid.shape == (8, 8)
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_convnext"])
+def test_models_without_attention_are_explained_too(name):
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=5).eval()
+    explainer = Explainer(model, data_config={"input_size": (3, 64, 96)})
+    methods = ["input_gradient", "occlusion", "random", "centre"]
+    found = explainer.explain_batch([PICTURES[0]], methods=methods, targets=3)
+    assert [saliency.method for saliency in found] == methods
+    for saliency in found:
+        assert saliency.grid.shape == (14, 21)
+        assert saliency.grid.std() > 0
+        assert saliency.heatmap.shape == (32, 32)
+    expected = literal(model, explainer.pixels(PICTURES[0])[0], 3, 32)
+    coarse = explainer.explain(PICTURES[0], method="occlusion", target=3, patch_size=32)
+    np.testing.assert_allclose(coarse.grid, expected, rtol=0, atol=1e-6)
+    with pytest.raises(UnsupportedModelError, match="Use input_gradient or occlusion"):
+        explainer.explain(PICTURES[0], method="gradcam")
+    for method in ("rollout", "gae"):
+        with pytest.raises(NoAttentionError):
+            explainer.explain(PICTURES[0], method=method)
+
+
+def test_wrong_input_is_named():
+    pixels, targets = torch.zeros(2, 3, 8, 8), torch.tensor([0, 1])
+
+    def predict(batch: Tensor) -> Tensor:
+        return torch.zeros(len(batch), 2)
+
+    with pytest.raises(OptionError, match="batch_size of at least 1, got 0"):
+        occlusion(predict, pixels, targets, rows=2, cols=2, batch_size=0)
+    with pytest.raises(ShapeError, match=r"one target per picture, got \(2, 3, 8, 8\) and targets \(1,\)"):
+        occlusion(predict, pixels, targets[:1], rows=2, cols=2)
+    with pytest.raises(ShapeError, match="1 to 8 cells on a side of 8 pixels, got 9"):
+        occlusion(predict, pixels, targets, rows=9, cols=2)
+    with pytest.raises(OptionError, match="patch_size from 1 to 32 pixels, got 40"):
+        Explainer(literal_vit.timm_model(), data_config=DATA).explain(PICTURES[0], method="occlusion", patch_size=40)

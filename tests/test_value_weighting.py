@@ -1,0 +1,251 @@
+"""Value weighting: attention by what it passes on, against loops over heads and tokens."""
+
+import importlib.util
+import itertools
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import vitflow
+from tests import literal_vit, references
+from vitflow import Explainer, record_attention
+from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, ValueNormsError, VitflowWarning
+from vitflow.methods import get_method, maps
+from vitflow.methods.values import Values, check_value_weighting, join_values
+from vitflow.overlay import upsample
+
+DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
+PICTURE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+BLOCKS = timm.models.vision_transformer
+
+
+def pictures() -> Tensor:
+    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def record(model: nn.Module, **options):
+    with torch.no_grad(), record_attention(model, **options) as trace:
+        model(pictures())
+    return trace
+
+
+@pytest.mark.parametrize("readout", literal_vit.READOUTS)
+def test_value_norms_equal_a_loop_over_heads(readout):
+    model = literal_vit.timm_model(readout)
+    norms = record(model, value_norms=True).value_norms()
+    for index, picture in enumerate(pictures()):
+        found = literal_vit.differentiate(model, picture, 0, readout)
+        for layer in range(3):
+            expected = literal_vit.value_norms(found.values[layer], found.projections[layer])
+            np.testing.assert_allclose(norms[layer][index].numpy(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("fusion", ["mean", "max", "min"])
+@pytest.mark.parametrize("how", [True, "output"])
+def test_weighted_attention_equals_the_literal_definition(how, fusion):
+    """Fused while the model runs, fused from kept heads, and in float32."""
+    model = literal_vit.timm_model("class token and registers")
+    streamed = record(model, head_fusion=fusion, value_weighted=how).attentions
+    kept = record(model, value_norms=True).fused(fusion, value_weighted=how)
+    for index, picture in enumerate(pictures()):
+        found = literal_vit.differentiate(model, picture, 0, "class token and registers")
+        for layer, expected in enumerate(literal_vit.fused_values(found, how, fusion)):
+            np.testing.assert_allclose(streamed[layer][index].numpy(), expected, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(kept[layer][index].numpy(), expected, rtol=0, atol=1e-12)
+    single = literal_vit.timm_model("class token and registers").float()
+    with torch.no_grad(), record_attention(single, head_fusion=fusion, value_weighted=how) as trace:
+        single(pictures().float())
+    for ours, exact in zip(trace.attentions, streamed, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", [False, True, "output"])
+def test_rollout_and_attention_use_the_weighted_heads(how):
+    model = literal_vit.timm_model()
+    trace = record(model, value_norms=True)
+    found = literal_vit.differentiate(model, pictures()[1], 0, "class token")
+    options = {"value_weighted": how, "head_fusion": "max"}
+    fused = literal_vit.fused_values(found, how, "max")
+    if how is False:
+        fused = [references.fuse(heads, "max") for heads in found.attention]
+    grids = maps.rollout(trace, **get_method("rollout").complete({**options, "discard_ratio": 0.5})).grids
+    layers = [layer[None] for layer in fused]
+    expected = references.rollout(layers, ratio=0.5)[0, 1:]
+    np.testing.assert_allclose(grids[1].flatten().numpy(), expected, rtol=0, atol=1e-12)
+    grids = maps.attention(trace, **get_method("attention").complete({**options, "layer": 2})).grids
+    np.testing.assert_allclose(grids[1].flatten().numpy(), fused[1][0, 1:], rtol=0, atol=1e-12)
+    one = maps.attention(trace, **get_method("attention").complete({"value_weighted": how, "head": 1})).grids
+    expected = found.weighted(how)[-1][1]
+    expected = expected / expected.sum(1, keepdims=True)
+    np.testing.assert_allclose(one[1].flatten().numpy(), expected[0, 1:], rtol=0, atol=1e-12)
+
+
+def test_weighted_by_output_the_parts_add_up_to_the_output():
+    """Before the cut at 0: what all heads and tokens add along the output is as long as the output."""
+    values = Values(torch.randn(2, 3, 5, 4, dtype=torch.float64), torch.randn(7, 12, dtype=torch.float64))
+    attention = torch.randn(2, 3, 5, 5, dtype=torch.float64).softmax(-1)
+    heads = [attention[:, h] @ values.vectors[:, h] @ values.projection[:, 4 * h : 4 * h + 4].T for h in range(3)]
+    output = sum(heads)  # [batch, tokens, out]
+    positive = values.weigh(attention, "output").sum((1, 3))
+    opposite = Values(-values.vectors, values.projection)
+    assert (positive >= output.norm(dim=-1) - 1e-12).all()  # only negative parts were cut
+    torch.testing.assert_close(opposite.weigh(attention, "output"), values.weigh(attention, "output"))
+    one_way = Values(values.vectors.abs(), values.projection.abs())  # nothing cancels out
+    lengths = sum(
+        attention[:, h] @ one_way.vectors[:, h] @ one_way.projection[:, 4 * h : 4 * h + 4].T for h in range(3)
+    )
+    torch.testing.assert_close(one_way.weigh(attention, "output").sum((1, 3)), lengths.norm(dim=-1))
+
+
+@pytest.mark.parametrize("how", [True, "output"])
+def test_a_token_that_passes_nothing_on_stops_counting(how):
+    vectors = torch.rand(1, 2, 5, 4) + 0.1
+    vectors[:, :, 3] = 0.0
+    values = Values(vectors, torch.rand(8, 8))
+    attention = torch.full((1, 2, 5, 5), 0.05)
+    attention[..., 3] = 0.8  # everyone looks at the token that says nothing
+    weighted = values.weigh(attention, how)
+    assert (weighted[..., 3] == 0).all()
+    assert (weighted[..., :3] > 0).all()
+
+
+def test_no_output_at_all_is_no_nan():
+    values = Values(torch.zeros(1, 2, 3, 4), torch.rand(8, 8))
+    for how in (True, "output"):
+        assert (values.weigh(torch.full((1, 2, 3, 3), 1 / 3), how) == 0).all()
+
+
+@pytest.mark.parametrize("how", [True, "output"])
+def test_modules_side_by_side_are_one_layer_with_all_their_heads(how):
+    torch.manual_seed(0)
+    model = BLOCKS.VisionTransformer(**literal_vit.TINY, block_fn=BLOCKS.ParallelThingsBlock).double().eval()
+    trace = record(model, value_norms=True)
+    parts = [block.attn for block in model.blocks[0].attns]
+    values, own = trace.layers[0].values, []
+    with torch.no_grad():
+        tokens = model._pos_embed(model.patch_embed(pictures()))
+        for part, block in zip(parts, model.blocks[0].attns, strict=True):
+            vectors = part.qkv(block.norm(tokens)).reshape(2, 17, 3, 3, 8)[:, :, 2].transpose(1, 2)
+            own.append(Values(vectors, part.proj.weight.detach()))
+    torch.testing.assert_close(values.norms(), torch.cat([part.norms() for part in own], dim=1))
+    joined = join_values(own)
+    heads = trace.heads()[0]
+    torch.testing.assert_close(trace.heads(value_weighted=how)[0], joined.weigh(heads, how))
+    fused = record(model, fusions=[("max", how)]).attentions[0]
+    torch.testing.assert_close(fused, trace.fused("max", value_weighted=how)[0])
+
+
+def test_unfused_attention_shows_its_values_too():
+    model = literal_vit.timm_model()
+    expected = record(model, value_norms=True)
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    found = record(model, value_norms=True)
+    for ours, theirs in zip(found.value_norms(), expected.value_norms(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_autocast_does_not_blur_the_weights():
+    model = literal_vit.timm_model().float()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), record_attention(model, value_norms=True) as trace:
+        model(pictures().float())
+        inside = trace.fused("max", value_weighted="output"), trace.value_norms()
+    for ours, theirs in zip(inside[0], trace.fused("max", value_weighted="output"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    layer = trace.layers[0].values
+    exact = Values(layer.vectors.double(), layer.projection.double()).norms()
+    torch.testing.assert_close(inside[1][0].double(), exact, rtol=1e-5, atol=1e-6)
+
+
+# --- Where it does not apply ---
+
+
+def odd_models() -> dict[str, nn.Module]:
+    options = dict(literal_vit.TINY)
+
+    class OwnAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(24, 72)
+
+        def forward(self, x: Tensor, **_: object) -> Tensor:
+            query, key, value = self.qkv(x).reshape(*x.shape[:2], 3, 3, 8).permute(2, 0, 3, 1, 4)
+            heads = (query @ key.transpose(-2, -1) / 8**0.5).softmax(-1) @ value
+            return heads.transpose(1, 2).reshape(x.shape)
+
+    own = BLOCKS.VisionTransformer(**options)
+    for block in own.blocks:
+        block.attn = OwnAttention()
+    return {
+        "a norm between heads and projection": BLOCKS.VisionTransformer(**options, scale_attn_norm=True),
+        "attention of one's own": own,
+    }
+
+
+@pytest.mark.parametrize("which", odd_models())
+def test_the_default_weighting_is_left_out_where_it_does_not_apply_and_that_is_said_once(which, recwarn):
+    explainer = Explainer(odd_models()[which].eval(), data_config=DATA)
+    methods = ["rollout", "attention", "gae", "gradient_rollout"]
+    with pytest.warns(VitflowWarning, match="Maps are made without value weighting"):
+        found = explainer.explain_batch([PICTURE], methods=methods)
+    assert [saliency.options["value_weighted"] for saliency in found] == [False] * 4
+    again = explainer.explain_batch([PICTURE], methods=methods)  # warnings are errors here: no second one
+    for ours, theirs in zip(again, found, strict=True):
+        np.testing.assert_array_equal(ours.grid, theirs.grid)
+    for method, how in itertools.product(methods, (True, "output")):
+        with pytest.raises(ValueNormsError, match=r"Use value_weighted=False\."):
+            explainer.explain(PICTURE, method=method, value_weighted=how)
+    assert issubclass(ValueNormsError, UnsupportedModelError)
+
+
+def test_wrong_weightings_are_named():
+    for wrong in ("norm", 2, None, "outputs"):
+        with pytest.raises(OptionError, match="False, True or 'output', got"):
+            check_value_weighting(wrong)
+    with pytest.raises(OptionError, match="False, True or 'output', got 'norms'"):
+        Explainer(literal_vit.timm_model().float(), data_config=DATA).explain(PICTURE, value_weighted="norms")
+    with pytest.raises(ShapeError, match=r"projection \[out, heads · width\]"):
+        Values(torch.zeros(1, 2, 3, 4), torch.zeros(8, 7))
+    with pytest.raises(OptionError, match="record with value_norms=True"):
+        record(literal_vit.timm_model()).value_norms()
+    with pytest.raises(OptionError, match="Attention fused by max and value weighted by output was not recorded"):
+        record(literal_vit.timm_model()).fused("max", value_weighted="output")
+
+
+# --- What it is good for ---
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_the_boxed_photographs_are_found(shared_data):
+    """ROC-AUC, pointing game and energy in the box, 60 photographs: the defaults, and how far they lead the papers'."""
+    specification = importlib.util.spec_from_file_location("score_boxes", shared_data.parent / "score_boxes.py")
+    score_boxes = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(score_boxes)
+    name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    explainer = Explainer(vitflow.load_model(name, checkpoint=shared_data / f"{name}.safetensors"))
+    methods = ["rollout", ("rollout", {"preset": "paper"}), "attention", "gae"]
+    maps_of: dict = {}
+
+    def scores(number: int) -> tuple[float, float, float]:
+        def explain(path, label):
+            if path not in maps_of:
+                found = explainer.explain_batch([path], methods=methods, targets=label)
+                maps_of[path] = [(saliency.grid, saliency.placement) for saliency in found]
+            return upsample(*maps_of[path][number])
+
+        found = score_boxes.score(explain)
+        return tuple(found[key][0] for key in ("roc_auc", "pointing", "energy"))
+
+    rollout, paper, attention, gae = (scores(number) for number in range(4))
+    assert rollout[0] >= 0.875
+    assert rollout[1] >= 0.75
+    assert rollout[2] >= 0.64
+    assert gae[0] >= 0.89
+    assert gae[1] >= 0.85
+    assert gae[2] >= 0.70
+    assert rollout[0] > paper[0] + 0.07
+    assert attention[1] >= 0.70  # plain attention points into the box on 28 % of them
