@@ -1,6 +1,6 @@
 """What recording costs: the plain fused forward pass beside the forward pass with rollout, in one run.
 
-    python -m tests.benchmarks.overhead [--models …] [--batch-sizes 1 8] [--repeats 15]
+    python -m tests.benchmarks.overhead [--models …] [--batch-sizes 1 8] [--repeats 15] [--preset paper|default]
 
 The two are timed in turn, round by round, so that a noisy machine meets both alike; the table shows the ratio of the
 fastest rounds and the median of the rounds' own ratios. Peak memory is what a fresh process needs beyond what it
@@ -18,6 +18,7 @@ import timm
 import torch
 
 from vitflow import attention_rollout, record_attention
+from vitflow.methods import get_method
 
 MODELS = ("vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224")
 
@@ -27,9 +28,22 @@ def plain(model: torch.nn.Module, pixels: torch.Tensor) -> None:
 
 
 def with_rollout(model: torch.nn.Module, pixels: torch.Tensor) -> None:
+    """The paper's rollout: heads averaged, nothing discarded."""
     with record_attention(model, head_fusion="mean") as trace:
         model(pixels)
     attention_rollout(trace.attentions, readout=trace.readout, num_prefix_tokens=trace.layout.num_prefix_tokens)
+
+
+def with_default_rollout(model: torch.nn.Module, pixels: torch.Tensor) -> None:
+    """Rollout with the defaults of the table of methods."""
+    rollout = get_method("rollout")
+    options = rollout.complete({})
+    with record_attention(model, fusions=[(options["head_fusion"], options["value_weighted"])]) as trace:
+        model(pixels)
+    rollout.load()(trace, **options)
+
+
+WORK = {"plain": plain, "paper": with_rollout, "default": with_default_rollout}
 
 
 def prepare(name: str, batch: int) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -38,14 +52,14 @@ def prepare(name: str, batch: int) -> tuple[torch.nn.Module, torch.Tensor]:
     return model, torch.randn(batch, *model.pretrained_cfg["input_size"])
 
 
-def time_both(name: str, batch: int, repeats: int) -> tuple[list[float], list[float]]:
+def time_both(name: str, batch: int, repeats: int, preset: str) -> tuple[list[float], list[float]]:
     model, pixels = prepare(name, batch)
     seconds: tuple[list[float], list[float]] = ([], [])
     with torch.inference_mode():
-        for work in (plain, with_rollout):
+        for work in (plain, WORK[preset]):
             work(model, pixels)
         for _ in range(repeats):
-            for index, work in enumerate((plain, with_rollout)):
+            for index, work in enumerate((plain, WORK[preset])):
                 started = time.perf_counter()
                 work(model, pixels)
                 seconds[index].append(time.perf_counter() - started)
@@ -70,7 +84,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--memory-of", choices=["plain", "rollout"], help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", choices=list(WORK), help=argparse.SUPPRESS)
+    parser.add_argument("--preset", choices=["paper", "default"], default="paper", help="which rollout")
     given = parser.parse_args()
     if given.memory_of:
         model, pixels = prepare(given.models[0], given.batch_sizes[0])
@@ -78,7 +93,7 @@ def main() -> None:
         before = memory("VmRSS")
         with torch.inference_mode():
             for _ in range(5):
-                (plain if given.memory_of == "plain" else with_rollout)(model, pixels)
+                WORK[given.memory_of](model, pixels)
         print(memory("VmHWM") - before)
         return
     print(f"torch {torch.__version__}, timm {timm.__version__}, {torch.get_num_threads()} threads, float32\n")
@@ -86,9 +101,9 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     for name in given.models:
         for batch in given.batch_sizes:
-            ours, theirs = time_both(name, batch, given.repeats)
+            ours, theirs = time_both(name, batch, given.repeats, given.preset)
             median = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
-            peaks = [peak_mib(name, batch, what) for what in ("plain", "rollout")]
+            peaks = [peak_mib(name, batch, what) for what in ("plain", given.preset)]
             print(
                 f"| {name} | {batch} | {batch / min(ours):.1f} | {batch / min(theirs):.1f} "
                 f"| {min(theirs) / min(ours):.2f} | {median:.2f} | {peaks[0]:.0f} → {peaks[1]:.0f} "
