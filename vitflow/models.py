@@ -107,7 +107,8 @@ def _demo(checkpoint: str | Path | None, options: dict[str, Any]) -> nn.Module:
 
     if checkpoint is not None:
         raise OptionError("The demo model brings its own weights: leave out the checkpoint, or name another model.")
-    return load_demo_model(**options)
+    model: nn.Module = load_demo_model(**options)
+    return model
 
 
 def _locate(name: str, checkpoint: str | Path | None) -> tuple[str, str | Path | None]:
@@ -206,7 +207,7 @@ def _from_checkpoint(
         _tell(
             f"{path.name} was trained on {side} × {side} pixels, {name} by default on others: taking the file's size."
         )
-    model = _create(name, pretrained=False, **options)
+    model: nn.Module = _create(name, pretrained=False, **options)
     _load_weights(model, checkpoint, path, name)
     if checkpoint.class_names is not None:
         _name_classes(model, checkpoint.class_names)
