@@ -34,7 +34,7 @@ class _Patch(click.ParamType[tuple[int, int]]):
 def method_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command every option of the table of methods."""
     for option in reversed(OPTIONS.values()):
-        having = [method for method in list_methods() if option.name in method.defaults]
+        having = [method for method in list_methods() if method.accepts(option.name)]
         kind: Any = {"choice": click.Choice(option.choices), "patch": _Patch(), "text": str}.get(
             str(option.kind), option.kind
         )
@@ -58,7 +58,7 @@ def _defaults(methods: list[Method], name: str) -> str:
     """Which methods have an option, and its default, such as "rollout, attention: mean"."""
     by_default: dict[str, list[str]] = {}
     for method in methods:
-        text = shown(method.defaults[name])
+        text = shown(method.defaults.get(name))
         by_default.setdefault(text, []).append(method.name)
     return "; ".join(f"{', '.join(names)}: {default}" for default, names in by_default.items())
 

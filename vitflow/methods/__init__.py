@@ -102,8 +102,8 @@ OPTIONS: dict[str, Option] = {
         Option(
             "value_weighted",
             bool,
-            "Weight attention by the norm of the value vectors that it passes on; 'output': by their part along the "
-            "attention's output.",
+            "Weight attention by the norm of the value vectors that it passes on; off: attention as it is; output: by "
+            "what these vectors add to the attention's output, along that output.",
         ),
         Option(
             "patch", "patch", "Explain what this patch of the top layer holds, not the whole answer.", (), "ROW,COL"
