@@ -14,6 +14,9 @@ from vitflow.methods.fusion import HeadFusion, add_residual, check_attentions, d
 # "all", the last N layers, (first, last), or what the command line writes: "4", "9:12", "9:".
 Window = str | int | Sequence[int]
 
+# Layers are taken together up to so many entries: few large steps where matrices are small, little memory where not.
+TOGETHER = 2**20
+
 
 def parse_window(layers: Window, count: int, start_layer: int | None = None) -> tuple[int, int]:
     """The first and the last layer that are meant, counted from 1, both included.
@@ -102,9 +105,12 @@ def layer_capacities(
     """
     tokens = layers[0].shape[-1]
     by_column = torch.empty(len(layers), tokens, tokens, dtype=torch.float64)
-    for number, layer in enumerate(layers):
-        picture = layer[batch_index].detach()
-        fused = fuse_heads(picture, head_fusion) if picture.ndim == 3 else picture
-        kept = discard_low(fused.to("cpu", torch.float64), discard_ratio, num_prefix_tokens)
-        by_column[number] = add_residual(kept, residual).mT
+    together = max(1, TOGETHER // tokens**2)
+    for start in range(0, len(layers), together):
+        fused = []
+        for layer in layers[start : start + together]:
+            picture = layer[batch_index].detach()
+            fused.append(fuse_heads(picture, head_fusion) if picture.ndim == 3 else picture)
+        kept = discard_low(torch.stack(fused).to("cpu", torch.float64), discard_ratio, num_prefix_tokens)
+        by_column[start : start + together] = add_residual(kept, residual).mT
     return by_column.numpy().transpose(0, 2, 1)
