@@ -326,6 +326,8 @@ def command(*arguments: object, **options) -> subprocess.Popen:
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         start_new_session=True,
+        # A test run in the background of a shell ignores interrupts, and so would what it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **options,
     )
 
