@@ -105,3 +105,15 @@ def test_progress_is_told_flow_by_flow(explainer, picture):
     with shown_by(display):
         explainer.explain(picture, method="flow")
     assert sum(seen) == 145
+
+
+def test_a_model_of_fewer_layers_than_the_default_window_flows_through_all_of_them():
+    import timm
+
+    model = timm.models.vision_transformer.VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5
+    )
+    data = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    image = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    found = vitflow.Explainer(model, data_config=data).explain(image, method="flow")
+    assert found.facts["flow_layers"] == [1, 2]

@@ -24,6 +24,8 @@ Patch = Sequence[int]
 
 # A flow map with a larger saturated share is told to say little.
 MOSTLY_SATURATED = 0.5
+# Layers that a flow runs through where nothing else is asked; the default in the table of methods.
+DEFAULT_WINDOW = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,8 @@ def flow(
     flow runs through the upper layers, where it is not, and attention rollout takes what arrives down to the patches.
     """
     matrices = trace.fused(head_fusion, value_weighted=value_weighted)
+    if layers == DEFAULT_WINDOW:
+        layers = min(DEFAULT_WINDOW, len(matrices))  # a shallower model has no more
     prefix, readout = trace.layout.num_prefix_tokens, readout_of(trace, patch)
     options: dict[str, Any] = {"discard_ratio": discard_ratio, "residual": residual, "num_prefix_tokens": prefix}
     with tracking("attention flow", len(readout) * trace.layout.num_tokens) as progress:
