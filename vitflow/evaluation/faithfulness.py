@@ -1,0 +1,189 @@
+"""Faithfulness: take away what a map calls relevant, and see whether the answer goes with it; no labels are needed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitflow.errors import OptionError
+from vitflow.evaluation.perturbation import Choice, Numbers, patch_order, perturb
+from vitflow.explainer import Explainer, _evaluating
+from vitflow.saliency import Saliency
+
+# Shares of removed patches over which Chefer et al. sum up accuracy.
+_PERTURBED = np.arange(10) / 10
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Curves:
+    """What became of one answer while patches were taken away by one map, in either order.
+
+    The picture at share f of `insertion` is the picture at share 1 − f of `least_first`: the most relevant patches
+    inserted are the least relevant ones removed. So one curve is the other read backwards, and their areas are equal.
+
+    Attributes:
+        fractions: share of the patches removed (or inserted), 0 … 1, [points].
+        deletion: the target's probability with the most relevant patches removed first, [points].
+        insertion: the target's probability with the most relevant patches inserted first into the emptied picture.
+        least_first: the target's probability with the least relevant patches removed first.
+        correct_most: whether the target is still the most probable class in `deletion`.
+        correct_least: whether it is in `least_first`.
+    """
+
+    fractions: NDArray[np.float64]
+    deletion: NDArray[np.float64]
+    insertion: NDArray[np.float64]
+    least_first: NDArray[np.float64]
+    correct_most: NDArray[np.bool_]
+    correct_least: NDArray[np.bool_]
+
+    @property
+    def deletion_auc(self) -> float:
+        """Area under `deletion`; lower is better: the answer goes with the patches that the map calls relevant."""
+        return _area(self.fractions, self.deletion)
+
+    @property
+    def insertion_auc(self) -> float:
+        """Area under `insertion`; higher is better: few of these patches bring the answer back."""
+        return _area(self.fractions, self.insertion)
+
+    @property
+    def least_auc(self) -> float:
+        """Area under `least_first`; higher is better: the answer can do without the others."""
+        return _area(self.fractions, self.least_first)
+
+    @property
+    def gap(self) -> float:
+        """`least_auc` − `deletion_auc`; higher is better, and a map without information has 0 on average."""
+        return self.least_auc - self.deletion_auc
+
+    @property
+    def positive_perturbation(self) -> float:
+        """Area under accuracy while the most relevant 0 … 90 % are removed, from 0 to 0.9; lower is better."""
+        return _area(_PERTURBED, np.interp(_PERTURBED, self.fractions, self.correct_most))
+
+    @property
+    def negative_perturbation(self) -> float:
+        """Area under accuracy while the least relevant 0 … 90 % are removed, from 0 to 0.9; higher is better."""
+        return _area(_PERTURBED, np.interp(_PERTURBED, self.fractions, self.correct_least))
+
+
+def faithfulness_curves(
+    explainer: Explainer,
+    maps: Sequence[Saliency],
+    *,
+    replace: str = "drop",
+    points: int = 11,
+    batch_size: int = 32,
+) -> list[Curves]:
+    """Deletion, insertion and perturbation curves of several maps of one picture.
+
+    The patches of a map are ranked by value, the highest first, equal ones in raster order; the least relevant first is
+    the same order read backwards. At share f of n patches f · n are removed, rounded to a whole number (half to even;
+    at 1 − f the rest of them). The answer is that of the map's own target. Both ends, the whole picture and the empty
+    one, are asked once for all maps; in between the model runs over all maps and points in batches.
+
+    What is left of a removed patch is chosen by `replace`:
+
+    - "drop": nothing. Its token leaves the sequence behind the patch and position embedding. With everything removed
+      the prefix tokens answer alone; a model that pools patches is shown the blank picture there, for of no patches
+      there is no average.
+    - "blank": the picture's mean colour over its model input, as in blank-out.
+    - "blur": the picture blurred by a Gaussian whose σ is the side of a patch.
+
+    Args:
+        explainer: holds the model.
+        maps: of one and the same picture, each with a target; their grids may differ, but not for "drop".
+        replace: "drop", "blank" or "blur".
+        points: of each curve, both ends included.
+        batch_size: pictures, or shortened sequences, per forward pass; it changes the time, not the curves.
+
+    Returns:
+        The curves of each map, in order.
+
+    Raises:
+        OptionError: an option is out of range, the maps are not of one picture, or one has no target.
+        ShapeError: a map has NaN in it, or a grid that tokens cannot be dropped by.
+        UnsupportedModelError: the model cannot drop tokens (see `can_drop_tokens`).
+
+    Source: Samek et al., "Evaluating the Visualization of What a Deep Neural Network Has Learned", TNNLS 2017 (most
+    and least relevant first); Petsiuk, Das & Saenko, "RISE", BMVC 2018 (deletion and insertion); Chefer, Gur & Wolf,
+    "Transformer Interpretability Beyond Attention Visualization", CVPR 2021 (positive and negative perturbation).
+
+    >>> from vitflow.demo import sample_pictures
+    >>> explainer = Explainer("demo")
+    >>> maps = explainer.explain_batch(sample_pictures()[:1], methods=["gae", "random"])
+    >>> gae, random = faithfulness_curves(explainer, maps)
+    >>> gae.fractions.shape, gae.gap > random.gap
+    ((11,), True)
+    """
+    _check(maps, points, batch_size)
+    orders = [patch_order(saliency.grid) for saliency in maps]
+    pixels = explainer.pixels(maps[0].image)
+    if tuple(pixels.shape[-2:]) != maps[0].placement.input_size:
+        raise OptionError(
+            f"Expected maps of a model input of {tuple(pixels.shape[-2:])} pixels, as this explainer makes it, got "
+            f"{maps[0].placement.input_size}. Use the explainer that made the maps."
+        )
+    with torch.no_grad(), _evaluating(explainer.model):
+        perturbation = perturb(explainer, pixels, replace)
+        whole = Choice(np.arange(orders[0].size), maps[0].grid.shape)
+        choices = [whole, Choice(whole.kept[:0], whole.grid)]
+        for saliency, order in zip(maps, orders, strict=True):
+            choices += [Choice(kept, saliency.grid.shape) for kept in _on_the_way(order, points)]
+        logits = perturbation.logits(choices, batch_size)  # [choices, classes]
+    ends = logits[:2]
+    on_the_way = logits[2:].reshape(
+        len(maps), 2, points - 2, logits.shape[1]
+    )  # [maps, most or least first, points, classes]
+    return [
+        _curves(explainer, torch.stack([torch.cat([ends[:1], way, ends[1:]]) for way in ways]), saliency)
+        for saliency, ways in zip(maps, on_the_way, strict=True)
+    ]
+
+
+def removed_counts(patches: int, points: int) -> list[int]:
+    """How many patches are removed at each point: from none to all, the second half the mirror of the first.
+
+    >>> removed_counts(196, 11)
+    [0, 20, 39, 59, 78, 98, 118, 137, 157, 176, 196]
+    """
+    counts = [round(Fraction(point * patches, points - 1)) for point in range((points + 1) // 2)]
+    return counts + [patches - count for count in reversed(counts[: points // 2])]
+
+
+def _on_the_way(order: Numbers, points: int) -> list[Numbers]:
+    """What is kept at each point but the ends: the most relevant removed first, then the least relevant first."""
+    removed = removed_counts(order.size, points)[1:-1]
+    return [order[count:] for count in removed] + [order[: order.size - count] for count in removed]
+
+
+def _curves(explainer: Explainer, logits: Tensor, saliency: Saliency) -> Curves:
+    """From logits [most or least first, points, classes] to the curves of one map."""
+    most, least = explainer._activate(logits)[..., saliency.target].numpy()
+    correct_most, correct_least = logits.argmax(dim=-1).numpy() == saliency.target
+    return Curves(np.linspace(0, 1, len(most)), most, least[::-1].copy(), least, correct_most, correct_least)
+
+
+def _check(maps: Sequence[Saliency], points: int, batch_size: int) -> None:
+    if points < 2 or batch_size < 1:
+        raise OptionError(f"Expected at least 2 points and a batch_size of at least 1, got {points} and {batch_size}.")
+    if not maps:
+        raise OptionError("Expected at least one map, got none.")
+    for saliency in maps:
+        if saliency.target is None:
+            raise OptionError(
+                f"The map by {saliency.method} has no target class whose probability could be followed: this model "
+                "has no classes."
+            )
+        if saliency.image is not maps[0].image and not np.array_equal(saliency.image, maps[0].image):
+            raise OptionError("Expected maps of one and the same picture, got maps of several. Call once per picture.")
+
+
+def _area(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+    """Area under a curve by the trapezoid rule."""
+    return float(np.trapezoid(y, x))

@@ -1,0 +1,172 @@
+"""Take patches away from a picture, by dropping their tokens or by hiding them, and ask the model again."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import cv2
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitflow.errors import ModelError, OptionError, ShapeError, unknown_name
+from vitflow.evaluation.token_dropping import check_can_drop, needs_patches, run_on_patches
+from vitflow.explainer import Explainer
+from vitflow.methods.cells import cell_edges, cell_grid
+
+REPLACEMENTS = ("drop", "blank", "blur")
+
+Numbers = NDArray[np.intp]
+Item = TypeVar("Item")
+
+
+class Choice(NamedTuple):
+    """Some of a picture's patches.
+
+    Attributes:
+        kept: their numbers on the grid, 0 for the top left, in raster order.
+        grid: rows and columns of the patches.
+    """
+
+    kept: Numbers
+    grid: tuple[int, ...]
+
+
+class Perturbation(Protocol):
+    """Answers for one picture with some of its patches."""
+
+    def logits(self, choices: Sequence[Choice], batch_size: int) -> Tensor:
+        """Logits [choices, classes] with only the chosen patches; ShapeError for a grid that cannot be taken apart."""
+
+
+def perturb(explainer: Explainer, pixels: Tensor, replace: str) -> Perturbation:
+    """Get a picture ready to lose patches.
+
+    Args:
+        explainer: holds the model.
+        pixels: the picture as the model's input, [1, channels, height, width].
+        replace: "drop" takes the patches' tokens out of the sequence; "blank" paints patches in the picture's mean
+            colour; "blur" takes them from the blurred picture.
+
+    Raises:
+        OptionError: replace is unknown.
+        UnsupportedModelError: "drop", and the model's tokens cannot be dropped.
+    """
+    if replace not in REPLACEMENTS:
+        raise OptionError(unknown_name("replacement", replace, REPLACEMENTS))
+    if replace == "drop":
+        return _Dropped(explainer, pixels)
+    return _Hidden(explainer, pixels, blank(pixels) if replace == "blank" else blur(explainer, pixels))
+
+
+def patch_order(grid: NDArray[np.floating[Any]]) -> Numbers:
+    """Numbers of a map's patches, the highest first; of equal ones the first in raster order.
+
+    Raises:
+        ShapeError: the map is not [rows, cols] of finite values.
+
+    >>> patch_order(np.array([[0.1, 0.5], [0.5, 0.9]])).tolist()
+    [3, 1, 2, 0]
+    """
+    if grid.ndim != 2 or not np.isfinite(grid).all():
+        raise ShapeError(f"Expected a map [rows, cols] of finite values, got shape {grid.shape} or NaN in it.")
+    return np.argsort(-grid.ravel().astype(np.float64), kind="stable")
+
+
+def blank(pixels: Tensor) -> Tensor:
+    """The picture's mean colour over its whole model input, as in blank-out, [1, channels, height, width]."""
+    return pixels.mean(dim=(2, 3), keepdim=True).expand_as(pixels)
+
+
+def blur(explainer: Explainer, pixels: Tensor) -> Tensor:
+    """The model input blurred by a Gaussian whose σ is the side of a patch, so that nothing smaller is left."""
+    height, width = pixels.shape[-2:]
+    patch = explainer.spec.patch_size
+    rows, cols = (height / patch[0], width / patch[1]) if patch else cell_grid(height, width, None)
+    picture = np.ascontiguousarray(pixels[0].float().cpu().numpy().transpose(1, 2, 0))
+    blurred = cv2.GaussianBlur(
+        picture, (0, 0), sigmaX=width / cols, sigmaY=height / rows, borderType=cv2.BORDER_REFLECT_101
+    )
+    planes = np.ascontiguousarray(blurred.reshape(height, width, -1).transpose(2, 0, 1))
+    return torch.from_numpy(planes).to(pixels.device, pixels.dtype)[None]
+
+
+class _Dropped:
+    """Patches leave the sequence; choices that keep equally many run together."""
+
+    def __init__(self, explainer: Explainer, pixels: Tensor) -> None:
+        self.explainer, self.pixels = explainer, pixels
+        self.layout = check_can_drop(explainer, (pixels.shape[-2], pixels.shape[-1]))
+
+    def logits(self, choices: Sequence[Choice], batch_size: int) -> Tensor:
+        by_length: dict[int, list[int]] = {}
+        for number, choice in enumerate(choices):
+            self._check(choice.grid)
+            by_length.setdefault(len(choice.kept), []).append(number)
+        order, found = list[int](), list[Tensor]()
+        for members in by_length.values():
+            for chunk in _chunks(members, batch_size):
+                found.append(self._run(np.stack([choices[number].kept for number in chunk])))
+                order += chunk
+        return torch.cat(found)[np.argsort(order)]
+
+    def _check(self, grid: tuple[int, ...]) -> None:
+        own = (self.layout.rows, self.layout.cols)
+        if grid != own:
+            raise ShapeError(
+                f"Expected a map of the model's own {own[0]} × {own[1]} patches to drop tokens by, got one of "
+                f'{" × ".join(map(str, grid))}. Use replace="blank" or replace="blur", which take any grid.'
+            )
+
+    def _run(self, kept: Numbers) -> Tensor:
+        """[choices, patches] → [choices, classes]."""
+        model, length = self.explainer.model, kept.shape[1]
+        if length == self.layout.num_patches:
+            return _finite(self.explainer, model(self.pixels)).expand(len(kept), -1)
+        if length == 0 and needs_patches(model, self.layout.num_prefix_tokens):
+            return _finite(self.explainer, model(blank(self.pixels))).expand(len(kept), -1)
+        chosen = torch.from_numpy(kept)
+        return _finite(self.explainer, run_on_patches(model, self.pixels, chosen, layout=self.layout))
+
+
+class _Hidden:
+    """Patches are painted over in the picture."""
+
+    def __init__(self, explainer: Explainer, pixels: Tensor, filler: Tensor) -> None:
+        self.explainer, self.pixels, self.filler = explainer, pixels, filler
+
+    def logits(self, choices: Sequence[Choice], batch_size: int) -> Tensor:
+        owners = {grid: self._owners(*grid) for grid in {choice.grid for choice in choices}}
+        found = []
+        for chunk in _chunks(choices, batch_size):
+            visible = torch.stack([self._visible(choice, owners[choice.grid]) for choice in chunk])
+            pictures = torch.where(visible.to(self.pixels.device), self.pixels, self.filler)
+            found.append(_finite(self.explainer, self.explainer.model(pictures)))
+        return torch.cat(found)
+
+    def _visible(self, choice: Choice, owners: Tensor) -> Tensor:
+        """Which pixels stay, [1, height, width]."""
+        stays = torch.zeros(choice.grid[0] * choice.grid[1], dtype=torch.bool)
+        stays[torch.from_numpy(choice.kept)] = True
+        return stays[owners][None]
+
+    def _owners(self, rows: int, cols: int) -> Tensor:
+        """The number of the patch that each pixel belongs to, [height, width]."""
+        of_row, of_col = (
+            torch.repeat_interleave(torch.arange(count), torch.tensor(cell_edges(length, count)).diff())
+            for length, count in zip(self.pixels.shape[-2:], (rows, cols), strict=True)
+        )
+        return of_row[:, None] * cols + of_col
+
+
+def _chunks(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def _finite(explainer: Explainer, logits: Tensor) -> Tensor:
+    """The logits on the CPU; ModelError where they are not [choices, classes] of finite values."""
+    if not isinstance(logits, Tensor) or logits.ndim != 2:
+        raise ModelError(f"Expected {explainer.model_id} to return logits [pictures, classes], got something else.")
+    if not torch.isfinite(logits).all():
+        raise ModelError(f"{explainer.model_id} returned NaN or infinite logits for a picture without some patches.")
+    return logits.detach().cpu()

@@ -1,0 +1,242 @@
+"""Sanity checks: what a map must do before it can mean anything, and what it must not do."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vitflow.errors import OptionError, unknown_name
+from vitflow.evaluation.agreement import mean_of_defined, spearman
+from vitflow.evaluation.originals import original_maps
+from vitflow.evaluation.randomisation import cascading_randomisation, stage_names
+from vitflow.explainer import Explainer, MethodChoice, _evaluating
+from vitflow.geometry import place, prepare
+from vitflow.images import ImageSource, read_image
+from vitflow.methods import get_method
+from vitflow.methods.cells import cell_grid
+from vitflow.saliency import Saliency
+from vitflow.targets import Target
+
+__all__ = ["cascading_randomisation", "class_sensitivity", "flip_stability", "shift_stability", "stage_names"]
+
+OTHERS = ("second", "least")
+
+Grid = NDArray[np.float32]
+
+
+def shift_stability(
+    explainer: Explainer,
+    image: ImageSource,
+    methods: Sequence[MethodChoice],
+    *,
+    pixels: int | None = None,
+    target: Target = None,
+    maps: Sequence[Saliency] | None = None,
+    **options: Any,
+) -> list[float | None]:
+    """Whether the map moves with the picture: Spearman's ρ between the moved picture's map, moved back, and the map.
+
+    The model input is moved by whole patches, once to the right and once down; ρ is the mean of both. Every patch that
+    is compared holds the very same pixels before and after: those that leave on one side, and those that come in on
+    the other, are left out. What comes in is the picture itself where it goes on beyond the crop, and its mirror image
+    where it ends. Only the position embedding and the border change, so a map that shows content is stable, and so is
+    one that shows nothing but the position's neighbourhood: a centre prior loses little.
+
+    Args:
+        explainer: holds the model.
+        image: the picture.
+        methods: names, or (name, options) pairs.
+        pixels: how far, in pixels of the model input; whole patches. By default one patch.
+        target: class to explain in all pictures; by default the one predicted for the original.
+        maps: the original maps, one per method, where they are already made; target is theirs then.
+        options: options for every method that has them.
+
+    Returns:
+        For each method, in order; None where a map is constant, or where its grid does not move by whole cells.
+
+    Raises:
+        VitflowError: the picture, a method or an option is wrong.
+
+    >>> from vitflow.demo import sample_pictures
+    >>> rollout, random = shift_stability(Explainer("demo"), sample_pictures()[0], ["rollout", "random"])
+    >>> rollout > 0.5 > random
+    True
+    """
+    (down, right), (height, width) = _steps(explainer, image, pixels)
+    window = _wide_window(explainer, image, (down, right))  # the model input with a margin of one step
+    moved = [window[down : down + height, :width], window[:height, right : right + width]]
+    original, targets = original_maps(explainer, image, methods, target, maps, options)
+    several = None if targets is None else np.repeat(targets, 2)
+    found = _as_it_is(explainer, (height, width)).explain_batch(moved, methods=methods, targets=several, **options)
+    values = []
+    for number, before in enumerate(original):
+        to_right, to_down = found[number].grid, found[number + len(methods)].grid
+        across = _moved_back(before.grid, to_right, right, width)
+        along = _moved_back(before.grid.T, to_down.T, down, height)
+        values.append(mean_of_defined([across, along]) if None not in (across, along) else None)
+    return values
+
+
+def flip_stability(
+    explainer: Explainer,
+    image: ImageSource,
+    methods: Sequence[MethodChoice],
+    *,
+    target: Target = None,
+    maps: Sequence[Saliency] | None = None,
+    **options: Any,
+) -> list[float | None]:
+    """Whether the map turns with the picture: Spearman's ρ between the mirrored picture's map, mirrored, and the map.
+
+    The model input itself is mirrored left to right, so that every patch holds the mirror image of its counterpart.
+    A centre prior has ρ = 1 but for rounding: stability alone says nothing for a map.
+
+    Args:
+        explainer: holds the model.
+        image: the picture.
+        methods: names, or (name, options) pairs.
+        target: class to explain in both pictures; by default the one predicted for the original.
+        maps: the original maps, one per method, where they are already made; target is theirs then.
+        options: options for every method that has them.
+
+    Returns:
+        For each method, in order; None where a map is constant.
+
+    Raises:
+        VitflowError: the picture, a method or an option is wrong.
+
+    >>> from vitflow.demo import sample_pictures
+    >>> [round(rho, 2) for rho in flip_stability(Explainer("demo"), sample_pictures()[0], ["centre"])]
+    [1.0]
+    """
+    window = _wide_window(explainer, image, (0, 0))
+    original, targets = original_maps(explainer, image, methods, target, maps, options)
+    mirrored = _as_it_is(explainer, window.shape[:2]).explain_batch(
+        [np.ascontiguousarray(window[:, ::-1])], methods=methods, targets=targets, **options
+    )
+    return [
+        spearman(before.grid, np.ascontiguousarray(after.grid[:, ::-1]))
+        for before, after in zip(original, mirrored, strict=True)
+    ]
+
+
+def class_sensitivity(
+    explainer: Explainer,
+    image: ImageSource,
+    methods: Sequence[MethodChoice],
+    *,
+    other: str = "second",
+    **options: Any,
+) -> list[float | None]:
+    """How much of the map's ranking changes with the class: 1 − ρ between the maps for two classes of the picture.
+
+    Compared are the most probable class and another one, patch by patch, by Spearman's ρ. A method that is not
+    class-specific has 0 and is not run. 1 means that the maps have nothing to do with each other, 2 that one is the
+    other upside down.
+
+    Args:
+        explainer: holds the model.
+        image: the picture.
+        methods: names, or (name, options) pairs.
+        other: "second" for the second most probable class, "least" for the least probable one.
+        options: options for every method that has them.
+
+    Returns:
+        For each method, in order; None where one of its maps is constant.
+
+    Raises:
+        OptionError: other is unknown, or the model has fewer than two classes.
+        VitflowError: the picture, a method or an option is wrong.
+
+    >>> from vitflow.demo import sample_pictures
+    >>> gae, rollout = class_sensitivity(Explainer("demo"), sample_pictures()[0], ["gae", "rollout"])
+    >>> gae > rollout == 0.0
+    True
+    """
+    if other not in OTHERS:
+        raise OptionError(unknown_name("other class", other, OTHERS))
+    specific = [get_method(name if isinstance(name, str) else name[0]).class_specific for name in methods]
+    asked = [choice for choice, is_specific in zip(methods, specific, strict=True) if is_specific]
+    if not asked:
+        return [0.0] * len(specific)
+    found = explainer.explain_batch([image], methods=asked, targets=_two_classes(explainer, image, other), **options)
+    changes = []
+    for first, second in zip(found[::2], found[1::2], strict=True):
+        rho = spearman(first.grid, second.grid)
+        changes.append(None if rho is None else 1.0 - rho)
+    remaining = iter(changes)
+    return [next(remaining) if is_specific else 0.0 for is_specific in specific]
+
+
+def _two_classes(explainer: Explainer, image: ImageSource, other: str) -> list[int]:
+    """The most probable class of the picture, and another one."""
+    with torch.no_grad(), _evaluating(explainer.model):
+        logits = explainer.model(explainer.pixels(image))
+    if logits.ndim != 2 or logits.shape[1] < 2:
+        raise OptionError(f"Expected a model with at least two classes, got {tuple(logits.shape)} from it.")
+    ranked = logits[0].argsort(descending=True).tolist()
+    return [ranked[0], ranked[1 if other == "second" else -1]]
+
+
+def _steps(explainer: Explainer, image: ImageSource, pixels: int | None) -> tuple[tuple[int, int], tuple[int, int]]:
+    """How far the model input moves (down, right), and its (height, width), in pixels."""
+    height, width = explainer.pixels(image).shape[-2:]
+    rows, cols = cell_grid(height, width, None)
+    patch = explainer.spec.patch_size or (height // rows, width // cols)
+    steps = patch if pixels is None else (pixels, pixels)
+    if min(steps) < 1 or steps[0] % patch[0] or steps[1] % patch[1] or steps[0] >= height or steps[1] >= width:
+        raise OptionError(
+            f"Expected a shift by whole patches of {patch[0]} × {patch[1]} pixels that leaves some of the "
+            f"{height} × {width} pixels of the model input, got {pixels}."
+        )
+    return steps, (height, width)
+
+
+def _wide_window(explainer: Explainer, image: ImageSource, margin: tuple[int, int]) -> NDArray[np.uint8]:
+    """The model input before its normalisation, with margins (top and bottom, left and right) around it, uint8 RGB.
+
+    Margins show the picture where it goes on, and are mirrored where it ends.
+    """
+    spec, picture = explainer.spec, read_image(image)
+    placement = place(
+        (picture.shape[0], picture.shape[1]),
+        spec.size,
+        fit=explainer.fit,
+        crop_pct=spec.crop_pct,
+        crop_mode=spec.crop_mode,
+        patch_size=spec.patch_size,
+    )
+    sides = list(zip(placement.offset, placement.input_size, placement.resized_size, margin, strict=True))
+    # How much of each margin lies within the picture; where the model input is padded, none.
+    before = [min(max(start, 0), wide) for start, _, _, wide in sides]
+    behind = [min(max(resized - start - size, 0), wide) for start, size, resized, wide in sides]
+    (top, left), (height, width) = placement.offset, placement.input_size
+    seen = replace(
+        placement,
+        offset=(top - before[0], left - before[1]),
+        input_size=(height + before[0] + behind[0], width + before[1] + behind[1]),
+    )
+    values = prepare(picture, seen, mean=spec.mean, std=spec.std, interpolation=spec.interpolation)
+    mean, std = (np.array(of)[:, None, None] for of in (spec.mean, spec.std))
+    window = np.round((values * std + mean) * 255).astype(np.uint8).transpose(1, 2, 0)
+    missing = [(wide - a, wide - b) for wide, a, b in zip(margin, before, behind, strict=True)]
+    return np.pad(window, [*missing, (0, 0)], mode="symmetric")
+
+
+def _as_it_is(explainer: Explainer, size: tuple[int, ...]) -> Explainer:
+    """The same explainer for pictures that are already the model input."""
+    own = copy.copy(explainer)
+    own.fit, own.spec = "squash", replace(explainer.spec, size=(size[0], size[1]))
+    return own
+
+
+def _moved_back(before: Grid, after: Grid, step: int, length: int) -> float | None:
+    """ρ over the columns that a step to the right leaves in the picture; None where it is not by whole columns."""
+    cells, rest = divmod(step * before.shape[1], length)
+    if rest or before.shape != after.shape:
+        return None
+    return spearman(np.ascontiguousarray(before[:, :-cells]), np.ascontiguousarray(after[:, cells:]))
