@@ -93,7 +93,7 @@ def faithfulness_curves(
       the prefix tokens answer alone; a model that pools patches is shown the blank picture there, for of no patches
       there is no average.
     - "blank": the picture's mean colour over its model input, as in blank-out.
-    - "blur": the picture blurred by a Gaussian whose σ is the side of a patch.
+    - "blur": the picture blurred by a Gaussian with a σ of a quarter of its shorter side.
 
     Args:
         explainer: holds the model.

@@ -12,9 +12,11 @@ from torch import Tensor
 from vitflow.errors import ModelError, OptionError, ShapeError, unknown_name
 from vitflow.evaluation.token_dropping import check_can_drop, needs_patches, run_on_patches
 from vitflow.explainer import Explainer
-from vitflow.methods.cells import cell_edges, cell_grid
+from vitflow.methods.cells import cell_edges
 
 REPLACEMENTS = ("drop", "blank", "blur")
+# σ of the blur, as a share of the shorter side of the model input.
+BLUR = 0.25
 
 Numbers = NDArray[np.intp]
 Item = TypeVar("Item")
@@ -56,7 +58,7 @@ def perturb(explainer: Explainer, pixels: Tensor, replace: str) -> Perturbation:
         raise OptionError(unknown_name("replacement", replace, REPLACEMENTS))
     if replace == "drop":
         return _Dropped(explainer, pixels)
-    return _Hidden(explainer, pixels, blank(pixels) if replace == "blank" else blur(explainer, pixels))
+    return _Hidden(explainer, pixels, blank(pixels) if replace == "blank" else blur(pixels))
 
 
 def patch_order(grid: NDArray[np.floating[Any]]) -> Numbers:
@@ -78,15 +80,16 @@ def blank(pixels: Tensor) -> Tensor:
     return pixels.mean(dim=(2, 3), keepdim=True).expand_as(pixels)
 
 
-def blur(explainer: Explainer, pixels: Tensor) -> Tensor:
-    """The model input blurred by a Gaussian whose σ is the side of a patch, so that nothing smaller is left."""
+def blur(pixels: Tensor) -> Tensor:
+    """The model input blurred by a Gaussian with a σ of a quarter of its shorter side.
+
+    A narrower one leaves too much: of the demo model's coloured objects, σ = 1/12 keeps 98 % of the probability, 1/8
+    still 77 %, 1/4 less than 1 %. Photographs lose theirs from 1/14 on.
+    """
     height, width = pixels.shape[-2:]
-    patch = explainer.spec.patch_size
-    rows, cols = (height / patch[0], width / patch[1]) if patch else cell_grid(height, width, None)
     picture = np.ascontiguousarray(pixels[0].float().cpu().numpy().transpose(1, 2, 0))
-    blurred = cv2.GaussianBlur(
-        picture, (0, 0), sigmaX=width / cols, sigmaY=height / rows, borderType=cv2.BORDER_REFLECT_101
-    )
+    sigma = BLUR * min(height, width)
+    blurred = cv2.GaussianBlur(picture, (0, 0), sigmaX=sigma, borderType=cv2.BORDER_REFLECT_101)
     planes = np.ascontiguousarray(blurred.reshape(height, width, -1).transpose(2, 0, 1))
     return torch.from_numpy(planes).to(pixels.device, pixels.dtype)[None]
 

@@ -1,0 +1,379 @@
+"""Faithfulness curves against loops in float64, grad-cam's removal metrics, and maps that are known to be right."""
+
+from dataclasses import replace as changed
+
+import numpy as np
+import pytest
+import timm
+import torch
+from pytorch_grad_cam.metrics.perturbation_confidence import (
+    PerturbationConfidenceMetric,
+    RemoveLeastRelevantFirst,
+    RemoveMostRelevantFirst,
+)
+from pytorch_grad_cam.utils.model_targets import ClassifierOutputSoftmaxTarget
+from scipy.ndimage import gaussian_filter
+from torch import Tensor, nn
+
+from tests import literal_vit
+from vitflow import Explainer, load_model
+from vitflow.demo import draw_pictures
+from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
+from vitflow.evaluation.faithfulness import Curves, faithfulness_curves, removed_counts
+from vitflow.evaluation.perturbation import patch_order
+from vitflow.saliency import Saliency
+
+DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
+PICTURE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+SIDE = 8
+
+
+def maps_of(explainer: Explainer, *grids: np.ndarray, target: int | None = None) -> list[Saliency]:
+    saliency = explainer.explain(PICTURE, method="centre", target=target)
+    return [changed(saliency, grid=np.asarray(grid, dtype=np.float32)) for grid in grids]
+
+
+def random_grids(count: int, rows: int = 4, cols: int = 4) -> list[np.ndarray]:
+    return list(np.random.default_rng(1).normal(size=(count, rows, cols)))
+
+
+# --- The definitions, slowly ----------------------------------------------------------------------------------------
+
+
+def literal_removed(grid: np.ndarray, points: int, point: int, most: bool) -> list[tuple[int, int]]:
+    """The (row, col) of the patches that are gone at one point."""
+    rows, cols = grid.shape
+    patches = sorted((-grid[r, c], r, c) for r in range(rows) for c in range(cols))
+    patches = patches if most else patches[::-1]
+    return [(r, c) for _, r, c in patches[: removed_counts(rows * cols, points)[point]]]
+
+
+def literal_logits(model: nn.Module, pixels: Tensor, gone: list[tuple[int, int]], shape, how: str, prefix: int):
+    rows, cols = shape
+    if how == "drop" and 0 < len(gone) < rows * cols:
+        kept = [r * cols + c for r in range(rows) for c in range(cols) if (r, c) not in gone]
+        x = model._pos_embed(model.patch_embed(pixels))
+        x = model.blocks(torch.cat([x[:, :prefix], x[:, [prefix + patch for patch in kept]]], dim=1))
+        return model.forward_head(model.norm(x))[0]
+    picture = pixels[0].clone()
+    height, width = picture.shape[1] // rows, picture.shape[2] // cols
+    if how == "blur":
+        filler = np.stack([gaussian_filter(plane, 32 / 4, mode="mirror", truncate=4.0) for plane in pixels[0].numpy()])
+        filler = torch.from_numpy(filler)
+    else:
+        filler = torch.stack([torch.full_like(plane, float(plane.mean())) for plane in picture])
+    for r, c in gone:
+        where = (slice(None), slice(r * height, (r + 1) * height), slice(c * width, (c + 1) * width))
+        picture[where] = filler[where]
+    return model(picture[None])[0]
+
+
+def literal_curves(model, pixels, grid, target, how, points, prefix, activation):
+    found = {"deletion": [], "least_first": [], "insertion": [], "correct_most": [], "correct_least": []}
+    every = [(r, c) for r in range(grid.shape[0]) for c in range(grid.shape[1])]
+
+    def ask(gone, curve, correct=None):
+        with torch.no_grad():
+            logits = literal_logits(model, pixels, gone, grid.shape, how, prefix)
+        found[curve].append(float(activation(logits)[target]))
+        if correct:
+            found[correct].append(int(logits.argmax()) == target)
+
+    for point in range(points):
+        ask(literal_removed(grid, points, point, most=True), "deletion", "correct_most")
+        ask(literal_removed(grid, points, point, most=False), "least_first", "correct_least")
+        # Inserted are as many as are not removed at the mirrored point: the most relevant ones, into an empty picture.
+        count = len(every) - removed_counts(len(every), points)[points - 1 - point]
+        inserted = literal_removed(grid, len(every) + 1, count, most=True)
+        ask([patch for patch in every if patch not in inserted], "insertion")
+    return {name: np.array(values) for name, values in found.items()}
+
+
+@pytest.mark.parametrize("readout", ["class token and registers", "average", "attention pooling"])
+@pytest.mark.parametrize("how", ["drop", "blank", "blur"])
+def test_curves_equal_a_loop(readout, how):
+    model, prefix = literal_vit.timm_model(readout), literal_vit.READOUTS[readout][1]
+    explainer = Explainer(model, data_config=DATA)
+    grids, points = random_grids(2), 6
+    maps = maps_of(explainer, *grids)
+    maps[1] = changed(maps[1], target=(maps[0].target + 1) % 5)
+    pixels = explainer.pixels(PICTURE)
+    if how == "drop" and prefix:
+        with torch.no_grad():  # everything removed: the prefix tokens alone
+            alone = model._pos_embed(model.patch_embed(pixels))[:, :prefix]
+            empty = model.forward_head(model.norm(model.blocks(alone)))[0].softmax(-1)
+    for saliency, found in zip(maps, faithfulness_curves(explainer, maps, replace=how, points=points), strict=True):
+        expected = literal_curves(
+            model, pixels, saliency.grid, saliency.target, how, points, prefix, lambda logits: logits.softmax(-1)
+        )
+        if how == "drop" and prefix:
+            for name, end in (("deletion", -1), ("least_first", -1), ("insertion", 0)):
+                expected[name][end] = float(empty[saliency.target])
+            correct = int(empty.argmax()) == saliency.target
+            expected["correct_most"][-1] = expected["correct_least"][-1] = correct
+        assert expected["deletion"].std() > 1e-3
+        np.testing.assert_allclose(found.fractions, [0, 0.2, 0.4, 0.6, 0.8, 1.0], atol=1e-12)
+        # The blurred picture is made in float32.
+        atol = 1e-6 if how == "blur" else 1e-12
+        for name, values in expected.items():
+            np.testing.assert_allclose(getattr(found, name), values, rtol=0, atol=atol, err_msg=name)
+
+
+def test_sigmoid_models_are_followed_by_their_own_probability():
+    model = literal_vit.timm_model()
+    explainer = Explainer(model, data_config=DATA, activation="sigmoid")
+    maps = maps_of(explainer, random_grids(1)[0], target=3)
+    (found,) = faithfulness_curves(explainer, maps, replace="blank", points=4)
+    expected = literal_curves(
+        model, explainer.pixels(PICTURE), maps[0].grid, 3, "blank", 4, 1, lambda logits: logits.sigmoid()
+    )
+    np.testing.assert_allclose(found.deletion, expected["deletion"], rtol=0, atol=1e-12)
+
+
+def test_numbers_of_removed_patches():
+    assert removed_counts(196, 11) == [0, 20, 39, 59, 78, 98, 118, 137, 157, 176, 196]
+    for patches in (1, 2, 5, 7, 49, 144, 197):
+        for points in (2, 3, 6, 11, 21):
+            counts = removed_counts(patches, points)
+            assert len(counts) == points and counts[0] == 0 and counts[-1] == patches
+            assert counts == sorted(counts)
+            for point, count in enumerate(counts):
+                assert abs(count - patches * point / (points - 1)) <= 0.5
+                if 2 * point != points - 1:
+                    assert counts[points - 1 - point] == patches - count
+
+
+def test_equal_values_are_ranked_by_position():
+    assert patch_order(np.array([[1.0, 2.0, 1.0], [2.0, 0.0, 2.0]])).tolist() == [1, 3, 5, 0, 2, 4]
+    assert patch_order(np.zeros((2, 3), np.float32)).tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(ShapeError, match="finite"):
+        patch_order(np.array([[1.0, np.nan]]))
+
+
+# --- Areas ----------------------------------------------------------------------------------------------------------
+
+
+def curves(deletion, least, most_right=None, least_right=None) -> Curves:
+    points = len(deletion)
+    right = np.ones(points, bool)
+    return Curves(
+        np.linspace(0, 1, points),
+        np.array(deletion, float),
+        np.array(least, float)[::-1],
+        np.array(least, float),
+        right if most_right is None else np.array(most_right, bool),
+        right if least_right is None else np.array(least_right, bool),
+    )
+
+
+def test_areas_are_those_of_trapezoids():
+    found = curves([1.0, 0.4, 0.0], [1.0, 0.8, 0.2])
+    assert found.deletion_auc == pytest.approx(0.5 * (1.4 / 2 + 0.4 / 2))
+    assert found.least_auc == found.insertion_auc == pytest.approx(0.5 * (1.8 / 2 + 1.0 / 2))
+    assert found.gap == pytest.approx(0.7 - 0.45)
+
+
+def test_accuracy_is_summed_up_to_nine_tenths():
+    always = curves(np.ones(11), np.ones(11))
+    assert always.positive_perturbation == always.negative_perturbation == pytest.approx(0.9)
+    # Right while 0, 0.1 and 0.2 are removed, wrong from 0.3 on: two trapezoids of 0.1, and half a one.
+    fails = curves(np.ones(11), np.ones(11), [1, 1, 1] + 8 * [0], 10 * [1] + [0])
+    assert fails.positive_perturbation == pytest.approx(0.25)
+    assert fails.negative_perturbation == pytest.approx(0.9)  # what happens at 1.0 has no part
+    # Twice as many points hold the same shares; a coarse curve is joined by straight lines.
+    fine = curves(np.ones(21), np.ones(21), [1, 0, 1, 0, 1] + 16 * [0])
+    assert fine.positive_perturbation == pytest.approx(0.25)
+    assert curves([1, 1], [1, 1], [1, 0]).positive_perturbation == pytest.approx(0.9 * (1 + 0.1) / 2)
+
+
+# --- Against grad-cam -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("remove", "curve"), [(RemoveMostRelevantFirst, "deletion"), (RemoveLeastRelevantFirst, "least_first")]
+)
+def test_removal_equals_that_of_grad_cam(remove, curve):
+    """Its thresholds over pixels fall between cells where the share is one of whole cells."""
+    model = literal_vit.timm_model().float()
+    explainer = Explainer(model, data_config=DATA)
+    grid = np.random.default_rng(2).permutation(16).reshape(4, 4) / 16 + 1 / 32
+    maps = maps_of(explainer, grid, target=1)
+    (found,) = faithfulness_curves(explainer, maps, replace="blank", points=17)
+    pixels, pixel_map = explainer.pixels(PICTURE), np.kron(grid, np.ones((SIDE, SIDE)))[None]
+
+    def imputer(picture: Tensor, visible: Tensor) -> Tensor:
+        return torch.where(visible.bool(), picture, picture.mean(dim=(1, 2), keepdim=True))
+
+    for point in (1, 3, 8, 15):
+        # The middle between two cells' values, so that rounding decides nothing.
+        percentile = 100 * (16 - point) / 16
+        metric = PerturbationConfidenceMetric(remove(percentile, imputer))
+        score = metric(pixels, pixel_map, [ClassifierOutputSoftmaxTarget(1)], model, return_diff=False)
+        assert getattr(found, curve)[point] == pytest.approx(float(score[0]), abs=1e-6)
+
+
+# --- Maps that are known to be right, and to be wrong ---------------------------------------------------------------
+
+
+class Additive(nn.Module):
+    """A model whose first logit is the weighted brightness of each patch, so that the true map is known."""
+
+    def __init__(self, weights: np.ndarray) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.from_numpy(weights).float())
+        self.num_classes = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = nn.functional.avg_pool2d(x.mean(1, keepdim=True), SIDE)[:, 0]
+        first = (patches * self.weights).sum(dim=(1, 2))
+        return torch.stack([first, torch.zeros_like(first)], dim=1)
+
+
+def test_the_true_map_has_the_least_deletion_and_the_greatest_insertion():
+    weights = np.random.default_rng(3).uniform(0.1, 1.0, (4, 4))
+    model = Additive(weights)
+    explainer = Explainer(model, data_config=DATA)
+    pixels = explainer.pixels(PICTURE)[0]
+    brightness = nn.functional.avg_pool2d(pixels.mean(0)[None, None], SIDE)[0, 0].numpy()
+    truth = weights * (brightness - float(pixels.mean()))  # what the logit loses with each patch
+    others = [-truth, *random_grids(20)]
+    found = faithfulness_curves(explainer, maps_of(explainer, truth, *others, target=0), replace="blank", points=17)
+    true, inverted, *rest = found
+    assert all(true.deletion_auc < one.deletion_auc and true.insertion_auc > one.insertion_auc for one in found[1:])
+    assert all(inverted.gap < one.gap for one in [true, *rest])
+    assert inverted.gap == pytest.approx(-true.gap, abs=1e-6)
+    gaps = np.array([one.gap for one in rest])
+    assert abs(gaps.mean()) < 3 * gaps.std(ddof=1) / len(gaps) ** 0.5
+
+
+@pytest.mark.parametrize("how", ["drop", "blank", "blur"])
+def test_the_mask_of_the_object_is_more_faithful_than_chance(how):
+    explainer = Explainer(load_model("demo"))
+    gaps = []
+    for picture in (p for p in draw_pictures(30, 700_000) if len(p.labels) == 1):
+        saliency = explainer.explain(picture.image, method="random", target=picture.labels[0])
+        rows, cols = saliency.grid.shape
+        mask = picture.mask_of(picture.labels[0]).reshape(rows, -1, cols, picture.image.shape[1] // cols)
+        covered = mask.mean(axis=(1, 3)).astype(np.float32)
+        maps = [changed(saliency, grid=grid) for grid in (covered, saliency.grid, -covered)]
+        gaps.append([found.gap for found in faithfulness_curves(explainer, maps, replace=how, points=6)])
+    mask, random, inverted = np.mean(gaps, axis=0)
+    assert len(gaps) >= 5 and mask > 0.5 and abs(random) < 0.3 and inverted < -0.5
+
+
+# --- How the model is asked -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["drop", "blank"])
+def test_maps_and_batch_sizes_do_not_influence_each_other(how):
+    explainer = Explainer(literal_vit.timm_model("distilled"), data_config=DATA)
+    maps = maps_of(explainer, *random_grids(3))
+    together = faithfulness_curves(explainer, maps, replace=how)
+    for size in (1, 7):
+        for saliency, expected in zip(maps, together, strict=True):
+            (found,) = faithfulness_curves(explainer, [saliency], replace=how, batch_size=size)
+            np.testing.assert_allclose(found.deletion, expected.deletion, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(found.least_first, expected.least_first, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["drop", "blank"])
+def test_the_ends_are_asked_once_for_all_maps(how):
+    model, asked = literal_vit.timm_model(), []
+    explainer = Explainer(model, data_config=DATA)
+    maps = maps_of(explainer, *random_grids(4))
+    faithfulness_curves(explainer, maps, replace=how)  # whether the model can drop tokens is now known
+    model.norm.register_forward_pre_hook(lambda module, args: asked.append(tuple(args[0].shape[:2])))
+    faithfulness_curves(explainer, maps, replace=how, points=5, batch_size=100)
+    assert sum(count for count, _ in asked) == 2 + 4 * 2 * 3
+    if how == "drop":  # 4, 8 and 12 patches removed; choices of one length run together
+        assert sorted(asked) == [(1, 1), (1, 17), (8, 5), (8, 9), (8, 13)]
+    else:
+        assert asked == [(26, 17)]
+
+
+def test_two_points_are_the_ends():
+    explainer = Explainer(literal_vit.timm_model(), data_config=DATA)
+    (found,) = faithfulness_curves(explainer, maps_of(explainer, random_grids(1)[0]), points=2)
+    np.testing.assert_array_equal(found.deletion, found.least_first)
+    np.testing.assert_array_equal(found.insertion, found.deletion[::-1])
+
+
+def test_maps_of_other_grids_hide_their_own_cells():
+    explainer = Explainer(literal_vit.timm_model(), data_config=DATA)
+    coarse, fine = random_grids(1, 2, 4)[0], random_grids(1)[0]
+    maps = maps_of(explainer, coarse, fine)
+    found = faithfulness_curves(explainer, maps, replace="blank", points=5)
+    for saliency, one in zip(maps, found, strict=True):
+        expected = literal_curves(
+            explainer.model,
+            explainer.pixels(PICTURE),
+            saliency.grid,
+            saliency.target,
+            "blank",
+            5,
+            1,
+            lambda x: x.softmax(-1),
+        )
+        np.testing.assert_allclose(one.deletion, expected["deletion"], rtol=0, atol=1e-12)
+    with pytest.raises(ShapeError, match="model's own 4 × 4 patches to drop tokens by, got one of 2 × 4"):
+        faithfulness_curves(explainer, maps)
+
+
+def test_models_without_tokens_are_asked_in_pictures():
+    torch.manual_seed(0)
+    explainer = Explainer(timm.create_model("test_convnext", num_classes=5).eval(), data_config=DATA)
+    maps = [explainer.explain(PICTURE, method="occlusion")]
+    for how in ("blank", "blur"):
+        (found,) = faithfulness_curves(explainer, maps, replace=how)
+        assert found.deletion.std() > 0
+    with pytest.raises(UnsupportedModelError, match='cannot drop patches.*replace="blank"'):
+        faithfulness_curves(explainer, maps)
+
+
+def test_training_mode_comes_back_also_after_an_exception():
+    model = literal_vit.timm_model("class token", proj_drop_rate=0.5).train()
+    model.blocks[1].eval()
+    modes = [module.training for module in model.modules()]
+    explainer = Explainer(model, data_config=DATA)
+    maps = maps_of(explainer, random_grids(1)[0])
+    for how in ("drop", "blank"):
+        first, second = (faithfulness_curves(explainer, maps, replace=how)[0] for _ in range(2))
+        np.testing.assert_array_equal(first.deletion, second.deletion)  # no dropout
+        with pytest.raises(RuntimeError, match="in the middle"), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model.norm, "forward", lambda x: (_ for _ in ()).throw(RuntimeError("in the middle")))
+            faithfulness_curves(explainer, maps, replace=how)
+        assert [module.training for module in model.modules()] == modes
+        assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_infinite_logits_are_an_error():
+    model = literal_vit.timm_model()
+    explainer = Explainer(model, data_config=DATA)
+    maps = maps_of(explainer, random_grids(1)[0])
+    with torch.no_grad():
+        model.head.bias[0] = float("nan")
+    for how in ("blank", "blur"):
+        with pytest.raises(ModelError, match="NaN or infinite logits"):
+            faithfulness_curves(explainer, maps, replace=how)
+
+
+def test_faults_are_named():
+    explainer = Explainer(literal_vit.timm_model(), data_config=DATA)
+    maps = maps_of(explainer, random_grids(1)[0])
+    other = changed(maps[0], image=PICTURE[::-1])
+    faults = [
+        ("Unknown replacement 'dropp'. Did you mean 'drop'", maps, {"replace": "dropp"}),
+        ("at least 2 points", maps, {"points": 1}),
+        ("batch_size of at least 1", maps, {"batch_size": 0}),
+        ("at least one map, got none", [], {}),
+        ("one and the same picture", [*maps, other], {}),
+        ("no target class", [changed(maps[0], target=None)], {}),
+    ]
+    for message, given, options in faults:
+        with pytest.raises(OptionError, match=message):
+            faithfulness_curves(explainer, given, **options)
+    with pytest.raises(ShapeError, match="finite"):
+        faithfulness_curves(explainer, [changed(maps[0], grid=maps[0].grid + np.inf)])
+    larger = Explainer(literal_vit.timm_model(img_size=40), data_config={**DATA, "input_size": (3, 40, 40)})
+    with pytest.raises(OptionError, match=r"\(40, 40\) pixels.*got \(32, 32\)"):
+        faithfulness_curves(larger, maps)

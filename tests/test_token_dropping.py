@@ -1,0 +1,243 @@
+"""Dropping tokens against the model run by hand on the kept ones, and against masks; what cannot drop is refused."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+from timm.models.eva import Eva
+from torch import Tensor, nn
+
+from tests import literal_vit
+from vitflow import Explainer, load_model
+from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
+from vitflow.evaluation import token_dropping
+from vitflow.evaluation.token_dropping import can_drop_tokens, check_can_drop, needs_patches, run_on_patches
+from vitflow.tokens import TokenLayout
+
+DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
+KEPT = torch.tensor([[3, 0, 7, 15, 9], [1, 2, 4, 8, 14]])
+
+
+def disturb(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def rotating(rope_type: str) -> nn.Module:
+    options = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 2, "num_classes": 5}
+    if rope_type == "mixed":
+        options["attn_type"] = "rope"
+    return disturb(Eva(**options, use_rot_pos_emb=True, rope_type=rope_type, global_pool="token")).double()
+
+
+def by_hand(model: nn.Module, pixels: Tensor, kept: list[int], prefix: int) -> Tensor:
+    """One choice of patches through timm's own modules, one after the other."""
+    x = model._pos_embed(model.patch_embed(pixels))
+    x = torch.cat([x[:, :prefix], *(x[:, prefix + patch : prefix + patch + 1] for patch in kept)], dim=1)
+    x = model.norm_pre(x)
+    for block in model.blocks:
+        x = block(x)
+    x = model.norm(x)
+    if hasattr(model, "head_dist"):
+        return (model.head(x[:, 0]) + model.head_dist(x[:, 1])) / 2
+    return model.forward_head(x)
+
+
+@pytest.mark.parametrize("readout", literal_vit.READOUTS)
+def test_every_readout_equals_the_model_run_by_hand_on_the_kept_tokens(readout):
+    model, prefix = literal_vit.timm_model(readout), literal_vit.READOUTS[readout][1]
+    pixels = torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    with torch.no_grad():
+        found = run_on_patches(model, pixels, KEPT)
+        for row, kept in zip(found, KEPT.tolist(), strict=True):
+            torch.testing.assert_close(row, by_hand(model, pixels, kept, prefix)[0], rtol=0, atol=1e-12)
+        assert (found[0] - found[1]).abs().max() > 1e-3
+        everything = run_on_patches(model, pixels, torch.arange(16)[None])
+        torch.testing.assert_close(everything, model(pixels), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [("demo", 1), ("test_vit", 1), ("test_vit2", 1), ("test_vit3", 1), ("deit_tiny_distilled_patch16_224", 2)],
+)
+def test_named_models_equal_themselves_run_by_hand(name, prefix):
+    model = load_model("demo") if name == "demo" else disturb(timm.create_model(name))
+    explainer = Explainer(model)
+    layout = check_can_drop(explainer, explainer.spec.size)
+    assert can_drop_tokens(explainer) and layout.num_prefix_tokens == prefix
+    pixels = torch.randn(1, 3, *explainer.spec.size)
+    kept = torch.randperm(layout.num_patches)[:30].reshape(2, 15)
+    with torch.no_grad():
+        found = run_on_patches(model, pixels, kept)
+        expected = torch.cat([by_hand(model, pixels, row, layout.num_prefix_tokens) for row in kept.tolist()])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rope_type", ["cat", "mixed", "dinov3"])
+def test_rotated_tokens_keep_their_positions(rope_type):
+    """A class token sees no difference between a token that is gone and one that no query may look at."""
+    model = rotating(rope_type)
+    pixels = torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    with torch.no_grad():
+        found = run_on_patches(model, pixels, KEPT)
+        for row, kept in zip(found, KEPT.tolist(), strict=True):
+            visible = torch.zeros(17, 17, dtype=torch.bool)
+            visible[:, [0, *(1 + patch for patch in kept)]] = True
+            torch.testing.assert_close(row, model(pixels, attn_mask=visible)[0], rtol=0, atol=1e-10)
+    assert can_drop_tokens(Explainer(model, data_config=DATA))
+
+
+def test_the_picture_is_embedded_once_and_blocks_see_the_kept_tokens_alone():
+    model, shapes = literal_vit.timm_model("class token and registers"), []
+    model.patch_embed.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    for block in model.blocks:
+        block.norm1.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    run_on_patches(model, torch.randn(1, 3, 32, 32, dtype=torch.float64), KEPT)
+    assert shapes == [(1, 3, 32, 32), *[(2, 4 + 5, 24)] * 3]
+
+
+def test_pictures_of_other_sizes():
+    model = disturb(timm.create_model("test_vit", dynamic_img_size=True))
+    explainer = Explainer(model, fit="native")
+    assert check_can_drop(explainer, (128, 192)) == TokenLayout(1, 8, 12)
+    pixels, kept = torch.randn(1, 3, 128, 192), [0, 13, 95]
+    with torch.no_grad():
+        found = run_on_patches(model, pixels, torch.tensor([kept]))
+        torch.testing.assert_close(found, by_hand(model, pixels, kept, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_only_what_pools_prefix_tokens_can_do_without_patches():
+    answers = {name: needs_patches(literal_vit.timm_model(name), p) for name, (_, p) in literal_vit.READOUTS.items()}
+    assert answers == {
+        "class token": False,
+        "class token and registers": False,
+        "distilled": False,
+        "average": True,
+        "average beside a class token": True,
+        "attention pooling": True,
+    }
+    model = literal_vit.timm_model("average beside a class token")
+    with torch.no_grad():
+        nothing = run_on_patches(model, torch.zeros(1, 3, 32, 32).double(), torch.zeros(1, 0, dtype=torch.long))
+    assert torch.isnan(nothing).all()  # which is why
+
+
+# --- What is left behind --------------------------------------------------------------------------------------------
+
+
+def state(model: nn.Module) -> list[object]:
+    hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
+    return [hooks, [module.training for module in model.modules()], [p.requires_grad for p in model.parameters()]]
+
+
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("half way")
+
+
+def test_the_model_is_left_as_it_was_also_after_an_exception():
+    model = literal_vit.timm_model().train()
+    model.blocks[1].eval()
+    before, weights = state(model), {k: v.clone() for k, v in model.state_dict().items()}
+    pixels = torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    run_on_patches(model, pixels, KEPT)
+    with pytest.raises(OptionError, match="patches from 0 to 15, got"):
+        run_on_patches(model, pixels, KEPT + 1)
+    assert can_drop_tokens(Explainer(model, data_config=DATA))
+    assert state(model) == before
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_that_fails_half_way_is_left_as_it_was():
+    model, pixels = literal_vit.timm_model(), torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    model.blocks[2].mlp = Failing()
+    before = state(model)
+    with pytest.raises(RuntimeError, match="half way"):
+        run_on_patches(model, pixels, KEPT)
+    with pytest.raises(UnsupportedModelError, match=r"fails on half of its patches \(half way\)"):
+        check_can_drop(Explainer(model, data_config=DATA), (32, 32))
+    assert state(model) == before
+
+
+def test_a_model_is_tried_once():
+    model, passes = literal_vit.timm_model(), []
+    model.register_forward_pre_hook(lambda module, args: passes.append(1))
+    explainer = Explainer(model, data_config=DATA)
+    assert can_drop_tokens(explainer)
+    count = len(passes)
+    assert can_drop_tokens(explainer) and can_drop_tokens(Explainer(model, data_config=DATA))
+    assert len(passes) == count == 2
+
+
+# --- What cannot drop tokens ----------------------------------------------------------------------------------------
+
+
+class Ordered(nn.Module):
+    """A block in which every token is mixed with its neighbour in the sequence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.roll(1, dims=1)
+
+
+def refused(model: nn.Module, size: int) -> str:
+    explainer = Explainer(model, data_config={**DATA, "input_size": (3, size, size)})
+    assert not can_drop_tokens(explainer)
+    with pytest.raises(UnsupportedModelError, match='replace="blank" or replace="blur"') as caught:
+        check_can_drop(explainer, explainer.spec.size)
+    return str(caught.value)
+
+
+def test_what_depends_on_the_order_of_the_tokens_is_refused():
+    model = literal_vit.timm_model()
+    model.blocks[1] = Ordered()
+    assert "depends on the order" in refused(model, 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "reason"),
+    [
+        ("test_vit_relpos", 160, "fails on half of its patches"),
+        ("test_convnext", 64, "has no sequence of blocks"),
+        ("cait_xxs24_224", 224, "its attention ran over 196 tokens"),
+        ("swin_tiny_patch4_window7_224", 224, "has no sequence of blocks"),
+    ],
+)
+def test_windows_relative_biases_and_late_class_tokens_are_refused(name, size, reason):
+    model = timm.create_model(name, **({"depths": (1, 1, 1, 1)} if name.startswith("swin") else {}))
+    assert reason in refused(disturb(model), size)
+
+
+def test_a_given_layout_is_taken():
+    model = literal_vit.timm_model()
+    explainer = Explainer(model, data_config=DATA, layout=TokenLayout(1, 2, 8))
+    assert check_can_drop(explainer, (32, 32)) == TokenLayout(1, 2, 8)
+    explainer = Explainer(model, data_config=DATA, layout=TokenLayout(2, 4, 4))
+    with pytest.raises(UnsupportedModelError, match="given 17 tokens, expected 18"):
+        check_can_drop(explainer, (32, 32))
+
+
+def test_wrong_input_is_named():
+    model, pixels = literal_vit.timm_model(), torch.zeros(1, 3, 32, 32, dtype=torch.float64)
+    with pytest.raises(ShapeError, match=r"pixels \[1, channels, height, width\]"):
+        run_on_patches(model, pixels.expand(2, -1, -1, -1), KEPT)
+    with pytest.raises(ShapeError, match=r"kept \[choices, patches\]"):
+        run_on_patches(model, pixels, KEPT[0])
+    with pytest.raises(ShapeError, match="float32"):
+        run_on_patches(model, pixels, KEPT.float())
+
+
+def test_out_of_memory_is_no_verdict(monkeypatch):
+    def exhausted(*args, **options):
+        raise torch.OutOfMemoryError("too small")
+
+    monkeypatch.setattr(token_dropping, "run_on_patches", exhausted)
+    with pytest.raises(torch.OutOfMemoryError):
+        can_drop_tokens(Explainer(literal_vit.timm_model(), data_config=DATA))
+
+
+def test_numpy_indices_of_any_integer_type():
+    model, pixels = literal_vit.timm_model(), torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    small = torch.from_numpy(KEPT.numpy().astype(np.int32))
+    torch.testing.assert_close(run_on_patches(model, pixels, small), run_on_patches(model, pixels, KEPT))
