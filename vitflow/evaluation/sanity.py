@@ -43,8 +43,8 @@ def shift_stability(
     The model input is moved by whole patches, once to the right and once down; ρ is the mean of both. Every patch that
     is compared holds the very same pixels before and after: those that leave on one side, and those that come in on
     the other, are left out. What comes in is the picture itself where it goes on beyond the crop, and its mirror image
-    where it ends. Only the position embedding and the border change, so a map that shows content is stable, and so is
-    one that shows nothing but the position's neighbourhood: a centre prior loses little.
+    where it ends. So only the position embedding and the border change, and a map that shows content is stable. A map
+    of nothing but the place can be stable, too: a centre prior loses little.
 
     Args:
         explainer: holds the model.

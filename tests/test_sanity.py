@@ -1,0 +1,374 @@
+"""Sanity checks: which weights are drawn anew and how, maps that move and mirror exactly, classes; nothing touched."""
+
+from dataclasses import replace as changed
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+
+import vitflow
+from tests import literal_vit
+from vitflow import Explainer
+from vitflow.errors import OptionError
+from vitflow.evaluation.randomisation import randomised_copies
+from vitflow.evaluation.sanity import (
+    _wide_window,
+    cascading_randomisation,
+    class_sensitivity,
+    flip_stability,
+    shift_stability,
+    stage_names,
+)
+from vitflow.methods.cells import sum_cells
+
+DATA = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "std": (0.25,) * 3, "crop_pct": 0.8}
+PICTURE = np.random.default_rng(0).integers(0, 256, (45, 61, 3), dtype=np.uint8)
+STAGES = ["head", "block 3", "block 2", "block 1", "embedding"]
+
+
+@pytest.fixture
+def explainer() -> Explainer:
+    return Explainer(literal_vit.timm_model("class token and registers").float(), data_config=DATA)
+
+
+def brightness(trace) -> Tensor:
+    """Moves and mirrors with the picture, whatever the weights."""
+    rows, cols = trace.grid()
+    return sum_cells(trace.pixels.double().sum(1).round(decimals=3), rows, cols)
+
+
+def place(trace) -> Tensor:
+    """Says only where a patch lies."""
+    rows, cols = trace.grid()
+    grid = torch.arange(rows)[:, None] ** 2 + 10.0 * torch.arange(cols)
+    return grid.expand(len(trace.pixels), -1, -1)
+
+
+def flat(trace) -> Tensor:
+    return torch.ones(len(trace.pixels), *trace.grid())
+
+
+@pytest.fixture(autouse=True)
+def methods_of_our_own(monkeypatch) -> None:
+    monkeypatch.setattr(vitflow.methods, "_METHODS", dict(vitflow.methods._METHODS))
+    for function in (brightness, place, flat):
+        vitflow.register_method(function.__name__, function)
+
+
+# --- Which weights are re-drawn -------------------------------------------------------------------------------------
+
+
+def stage_of(name: str) -> str:
+    if name.startswith("blocks."):
+        return f"block {int(name.split('.')[1]) + 1}"
+    return "head" if name.split(".")[0] in ("norm", "fc_norm", "head", "head_dist", "attn_pool") else "embedding"
+
+
+@pytest.mark.parametrize("readout", literal_vit.READOUTS)
+def test_weights_are_drawn_anew_from_the_top_down_and_stay_so(readout):
+    model = literal_vit.timm_model(readout)
+    trained = {name: value.clone() for name, value in model.state_dict().items()}
+    assert stage_names(model) == STAGES
+    states = {}
+    for stage, randomised in randomised_copies(Explainer(model, data_config=DATA), STAGES):
+        assert randomised.model is not model
+        states[stage] = {name: value.clone() for name, value in randomised.model.state_dict().items()}
+    assert list(states) == STAGES
+    for number, stage in enumerate(STAGES):
+        for name, value in states[stage].items():
+            own = STAGES.index(stage_of(name))
+            if own > number:
+                assert torch.equal(value, trained[name]), (stage, name)
+            else:
+                assert not torch.equal(value, trained[name]), (stage, name)
+                assert torch.equal(value, states[STAGES[own]][name])  # drawn once
+    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+
+
+def test_each_module_is_drawn_by_its_own_initialiser_and_the_rest_from_a_normal():
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=50, init_values=0.3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(2.0 + 3.0 * torch.randn_like(parameter))
+    ((_, randomised),) = randomised_copies(Explainer(model), ["embedding"])
+    new = randomised.model.requires_grad_(False)
+    bound = new.head.in_features**-0.5  # torch's own: uniform within ± 1 / √fan in
+    assert 0.99 * bound < new.head.weight.max() <= bound and abs(new.head.weight.mean()) < 0.1 * bound
+    assert torch.equal(new.norm.weight, torch.ones(192)) and torch.equal(new.norm.bias, torch.zeros(192))
+    assert torch.equal(new.blocks[0].ls1.gamma, torch.full((192,), 0.3))
+    assert new.pos_embed.mean() == pytest.approx(model.pos_embed.mean().item(), abs=0.1)
+    assert new.pos_embed.std() == pytest.approx(model.pos_embed.std().item(), rel=0.05)
+    assert np.corrcoef(new.pos_embed.detach().ravel(), model.pos_embed.detach().ravel())[0, 1] < 0.05
+
+
+class Stubborn(nn.Module):
+    """Has an initialiser that leaves out one of its parameters, and a parameter of one entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn, self.left_out = nn.Parameter(torch.randn(500)), nn.Parameter(5.0 + torch.randn(500))
+        self.single = nn.Parameter(torch.tensor(0.7))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.drawn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_what_an_initialiser_leaves_is_drawn_too():
+    model = literal_vit.timm_model().float()
+    model.fc_norm = Stubborn()
+    before = model.fc_norm.left_out.clone()
+    ((_, randomised),) = randomised_copies(Explainer(model, data_config=DATA), ["head"])
+    new = randomised.model.requires_grad_(False).fc_norm
+    assert not new.drawn.any() and not torch.equal(new.left_out, before)
+    assert new.left_out.mean() == pytest.approx(5.0, abs=0.3) and new.left_out.std() == pytest.approx(1.0, rel=0.2)
+    assert new.single == pytest.approx(0.7)  # one entry says nothing of a spread
+
+
+def test_a_model_without_blocks_is_cut_at_its_top_level_modules():
+    model = timm.create_model("test_resnet", num_classes=5).eval()
+    names = stage_names(model)
+    assert names == ["fc", "layer4", "layer3", "layer2", "layer1", "bn1", "conv1"]
+    explainer = Explainer(model, data_config={**DATA, "input_size": (3, 64, 64)})
+    found = cascading_randomisation(explainer, PICTURE, ["input_gradient"], stages=["conv1"])
+    assert found[0][0] == "conv1" and abs(found[0][1][0]) < 0.6
+
+
+def test_a_wrapped_model_keeps_its_own_layers_in_the_right_order():
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.vit, self.after = nn.Conv2d(3, 3, 1), literal_vit.timm_model(), nn.Linear(5, 2)
+
+    model = Wrapped()
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    assert stage_names(model) == STAGES
+    explainer = Explainer(model, data_config=DATA)
+    _, at_head = next(randomised_copies(explainer, ["head"]))
+    changed_names = {name for name, v in at_head.model.state_dict().items() if not torch.equal(v, kept[name])}
+    assert {name.split(".")[0] for name in changed_names} == {"vit", "after"}
+    assert {name.split(".")[1] for name in changed_names if name.startswith("vit")} == {"norm", "head"}
+
+
+# --- What the cascade says ------------------------------------------------------------------------------------------
+
+
+def test_each_value_is_spearman_of_the_map_of_the_randomised_model_for_the_trained_class(explainer):
+    methods = ["rollout", ("gae", {"head_fusion": "mean"}), "random", "centre", "flat"]
+    found = cascading_randomisation(explainer, PICTURE, methods, stages=STAGES, discard_ratio=0.5, seed=3)
+    original = explainer.explain_batch([PICTURE], methods=methods, discard_ratio=0.5)
+    assert [stage for stage, _ in found] == STAGES
+    for (stage, values), (same, randomised) in zip(found, randomised_copies(explainer, STAGES, seed=3), strict=True):
+        assert stage == same
+        target = np.array([original[0].target])
+        others = randomised.explain_batch([PICTURE], methods=methods, targets=target, discard_ratio=0.5)
+        for value, before, after in zip(values[:2], original, others, strict=False):
+            rho = spearmanr(before.grid.ravel(), after.grid.ravel()).statistic
+            assert value == pytest.approx(rho, abs=1e-12)
+        assert values[2:] == [1.0, 1.0, None]  # what does not look at the model stays as it is
+    assert min(abs(found[-1][1][0]), abs(found[-1][1][1])) < 0.9
+    assert found[0][1][0] > 0.999  # rollout of a token does not know the head
+
+
+def test_stages_can_be_counted_named_and_left_out(explainer):
+    def stages(wanted):
+        return [stage for stage, _ in cascading_randomisation(explainer, PICTURE, ["rollout"], stages=wanted)]
+
+    assert stages(None) == STAGES
+    assert stages(2) == ["head", "embedding"] and stages(1) == ["embedding"]
+    assert stages(3) == ["head", "block 2", "embedding"]
+    assert stages(["embedding", "block 2"]) == ["block 2", "embedding"]
+    everything = dict(cascading_randomisation(explainer, PICTURE, ["gae"], stages=5))
+    some = dict(cascading_randomisation(explainer, PICTURE, ["gae"], stages=["block 1"]))
+    assert some["block 1"] == everything["block 1"]  # the same weights, whichever stages are chosen
+    deep = vitflow.load_model("demo")
+    names = [stage for stage, _ in cascading_randomisation(Explainer(deep), PICTURE, ["centre"])]
+    assert names == ["head", "block 5", "block 3", "block 2", "embedding"]
+
+
+def test_seeds_decide_and_global_random_numbers_stay(explainer):
+    def run(seed):
+        return cascading_randomisation(explainer, PICTURE, ["gae"], stages=2, seed=seed)
+
+    torch.manual_seed(5)
+    expected = torch.randn(3)
+    torch.manual_seed(5)
+    first = run(0)
+    assert torch.equal(torch.randn(3), expected)
+    assert run(0) == first and run(1) != first
+
+
+def test_the_class_can_be_chosen_and_maps_that_are_there_are_used(explainer, monkeypatch):
+    methods = ["gae", "rollout"]
+    maps = explainer.explain_batch([PICTURE], methods=methods, targets=2)
+    by_target = cascading_randomisation(explainer, PICTURE, methods, stages=2, target=2)
+    asked = []
+    run = Explainer.explain_batch
+
+    def watched(self, *args, **options):
+        asked.append((self is explainer, options.get("targets")))
+        return run(self, *args, **options)
+
+    monkeypatch.setattr(Explainer, "explain_batch", watched)
+    assert cascading_randomisation(explainer, PICTURE, methods, stages=2, maps=maps) == by_target
+    assert [own for own, _ in asked] == [False, False] and all(list(t) == [2] for _, t in asked)
+    with pytest.raises(OptionError, match="one map by each of gae, rollout"):
+        cascading_randomisation(explainer, PICTURE, methods, maps=maps[::-1])
+    with pytest.raises(OptionError, match="all of one class"):
+        flip_stability(explainer, PICTURE, methods, maps=[maps[0], changed(maps[1], target=1)])
+    with pytest.raises(OptionError, match="stands for several"):
+        shift_stability(explainer, PICTURE, methods, target="top2")
+
+
+def test_a_model_without_classes_has_a_cascade_too():
+    model = literal_vit.timm_model(num_classes=0).float()
+    found = cascading_randomisation(Explainer(model, data_config=DATA), PICTURE, ["rollout"], stages=2)
+    assert len(found) == 2 and found[1][1][0] < 0.999
+
+
+@pytest.mark.parametrize("check", [cascading_randomisation, flip_stability, shift_stability, class_sensitivity])
+def test_the_model_is_left_as_it_was(explainer, check):
+    model = explainer.model.train()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    explain, spec, fit = explainer.model, explainer.spec, explainer.fit
+    check(explainer, PICTURE, ["gae", "rollout"])
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert all(module.training for module in model.modules())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    assert (explainer.model, explainer.spec, explainer.fit) == (explain, spec, fit)
+    with torch.inference_mode():
+        check(explainer, PICTURE, ["gae"])
+
+
+def test_wrong_stages_are_named(explainer):
+    for message, stages in [
+        ("Unknown stage 'block 4'. Did you mean 'block ", ["block 4"]),
+        ("1 to 5 stages for this model, got 6", 6),
+        ("got 0", 0),
+        ("list of stages, got 'head'", "head"),
+        ("list of stages", []),
+    ]:
+        with pytest.raises(OptionError, match=message):
+            cascading_randomisation(explainer, PICTURE, ["rollout"], stages=stages)
+
+
+# --- Shifts and flips -----------------------------------------------------------------------------------------------
+
+FITS = ["crop", "squash", "pad"]
+
+
+@pytest.mark.parametrize("size", [(45, 61), (61, 45), (33, 40), (20, 90), (64, 64)])
+@pytest.mark.parametrize("fit", FITS)
+def test_the_window_is_the_model_input_to_the_bit(fit, size):
+    image = np.random.default_rng(1).integers(0, 256, (*size, 3), dtype=np.uint8)
+    explainer = Explainer(literal_vit.timm_model().float(), data_config=DATA, fit=fit)
+    window = _wide_window(explainer, image, (8, 8))
+    assert window.shape == (48, 48, 3)
+    own = Explainer(explainer.model, data_config=DATA, fit="squash")
+    assert torch.equal(own.pixels(window[8:-8, 8:-8].copy()), explainer.pixels(image))
+
+
+def test_margins_show_the_picture_where_it_goes_on_and_its_mirror_image_where_it_ends():
+    explainer = Explainer(literal_vit.timm_model().float(), data_config=DATA)
+    window = _wide_window(explainer, PICTURE, (8, 8))
+    width = int(40 * 61 / 45)  # 32 pixels are 0.8 of 40
+    whole = np.asarray(Image.fromarray(PICTURE).resize((width, 40), Image.Resampling.BICUBIC))
+    left = round((width - 32) / 2)
+    assert 40 - 36 == 4 and left >= 8
+    np.testing.assert_array_equal(window[4:-4], whole[:, left - 8 : left + 40])
+    np.testing.assert_array_equal(window[:4], window[4:8][::-1])
+    np.testing.assert_array_equal(window[-4:], window[-8:-4][::-1])
+
+
+@pytest.mark.parametrize("fit", [*FITS, "native"])
+def test_a_map_of_the_content_moves_and_mirrors_exactly_and_one_of_the_place_does_not(fit):
+    model = literal_vit.timm_model(dynamic_img_size=fit == "native").float()
+    explainer = Explainer(model, data_config=DATA, fit=fit)
+    rows, cols = explainer.explain(PICTURE, method="place").grid.shape
+    moved = shift_stability(explainer, PICTURE, ["brightness", "flat", "place"])
+    assert moved == [pytest.approx(1.0), None, pytest.approx(1.0)]  # ranks of the place are the same in every part
+    mirrored = flip_stability(explainer, PICTURE, ["brightness", "flat", "place"])
+    grid = np.arange(rows)[:, None] ** 2 + 10.0 * np.arange(cols)
+    rho = spearmanr(grid.ravel(), grid[:, ::-1].ravel()).statistic
+    assert mirrored == [pytest.approx(1.0), None, pytest.approx(rho)]
+    assert rho < 0
+    both = flip_stability(explainer, PICTURE, ["brightness"]), shift_stability(explainer, PICTURE, ["brightness"])
+    assert both == ([pytest.approx(1.0)], [pytest.approx(1.0)])
+
+
+def test_stability_is_spearman_of_the_common_patches():
+    explainer = Explainer(literal_vit.timm_model(), data_config=DATA)
+    methods = ["gae", "input_gradient"]
+    original = explainer.explain_batch([PICTURE], methods=methods)
+    target, window = original[0].target, _wide_window(explainer, PICTURE, (16, 16))
+    own = Explainer(explainer.model, data_config=DATA, fit="squash")
+    for number, method in enumerate(methods):
+        grid = original[number].grid
+        right = own.explain(window[16:48, :32].copy(), method=method, target=target).grid
+        down = own.explain(window[:32, 16:48].copy(), method=method, target=target).grid
+        flipped = own.explain(window[16:48, 16:48][:, ::-1].copy(), method=method, target=target).grid
+        across = [(grid[r, c], right[r, c + 2]) for r in range(4) for c in range(2)]
+        along = [(grid[r, c], down[r + 2, c]) for r in range(2) for c in range(4)]
+        turned = [(grid[r, c], flipped[r, 3 - c]) for r in range(4) for c in range(4)]
+        rho = [spearmanr(*np.transpose(pairs)).statistic for pairs in (across, along, turned)]
+        found = shift_stability(explainer, PICTURE, methods, pixels=16)[number]
+        assert found == pytest.approx((rho[0] + rho[1]) / 2, abs=1e-6)
+        assert flip_stability(explainer, PICTURE, methods)[number] == pytest.approx(rho[2], abs=1e-6)
+
+
+def test_cells_that_the_shift_cuts_are_not_compared(explainer):
+    methods = [("input_gradient", {"patch_size": size}) for size in (4, 8, 16)]
+    found = shift_stability(explainer, PICTURE, methods)
+    assert found[0] is not None and found[1] is not None and found[2] is None
+
+
+@pytest.mark.parametrize("pixels", [0, -8, 4, 12, 32, 40])
+def test_a_shift_is_by_whole_patches(explainer, pixels):
+    with pytest.raises(OptionError, match=r"whole patches of 8 × 8 pixels.*got -?\d+"):
+        shift_stability(explainer, PICTURE, ["rollout"], pixels=pixels)
+
+
+def test_models_without_patches_and_grey_ones_are_shifted_by_cells():
+    model = timm.create_model("test_convnext", num_classes=5, in_chans=1).eval()
+    explainer = Explainer(model, data_config={**DATA, "input_size": (1, 56, 56), "mean": (0.5,), "std": (0.5,)} | {})
+    assert shift_stability(explainer, PICTURE, ["input_gradient"])[0] is not None
+    assert flip_stability(explainer, PICTURE, ["input_gradient"])[0] is not None
+
+
+# --- Classes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", ["second", "least"])
+def test_class_sensitivity_is_one_minus_spearman_between_two_classes(explainer, other):
+    with torch.no_grad():
+        ranked = explainer.model(explainer.pixels(PICTURE))[0].argsort(descending=True).tolist()
+    classes = ranked[0], ranked[1] if other == "second" else ranked[-1]
+    found = class_sensitivity(explainer, PICTURE, ["rollout", "gae", "random", "gradcam"], other=other)
+    for method, value in zip(["gae", "gradcam"], [found[1], found[3]], strict=True):
+        first, second = (explainer.explain(PICTURE, method=method, target=target).grid for target in classes)
+        assert value == pytest.approx(1 - spearmanr(first.ravel(), second.ravel()).statistic, abs=1e-6)
+    assert found[0] == found[2] == 0.0 and found[1] > 0.01
+
+
+def test_what_is_not_class_specific_is_not_run(explainer, monkeypatch):
+    monkeypatch.setattr(Explainer, "explain_batch", lambda *args, **options: pytest.fail("was run"))
+    assert class_sensitivity(explainer, PICTURE, ["rollout", "centre"]) == [0.0, 0.0]
+
+
+def test_a_constant_map_has_no_class_sensitivity(explainer):
+    vitflow.register_method("flat_by_class", flat, class_specific=True)
+    assert class_sensitivity(explainer, PICTURE, ["flat_by_class", "rollout"]) == [None, 0.0]
+
+
+def test_faults_of_class_sensitivity_are_named(explainer):
+    with pytest.raises(OptionError, match="Unknown other class 'third'"):
+        class_sensitivity(explainer, PICTURE, ["gae"], other="third")
+    single = Explainer(literal_vit.timm_model(num_classes=1), data_config=DATA)
+    with pytest.raises(OptionError, match="at least two classes"):
+        class_sensitivity(single, PICTURE, ["gae"])
