@@ -1,0 +1,185 @@
+"""`vitflow evaluate`: what the maps of each method are worth, on a model and data of the user's own."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vitflow.cli.compare import _MethodChoice
+from vitflow.cli.options import (
+    given_options,
+    make_explainer,
+    method_options,
+    model_options,
+    printable,
+    talking,
+)
+from vitflow.errors import OptionError
+from vitflow.methods import OPTIONS
+
+
+class _MethodOrAll(_MethodChoice):
+    """A method, or all of them."""
+
+    name = "NAME[:OPTION=VALUE,…]|all"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return "all" if value == "all" else super().convert(value, param, ctx)
+
+
+@click.command()
+@click.argument("data", required=False, metavar="[DATA]")
+@click.option("--data", "data_option", metavar="DATA", help="The same as the argument.")
+@model_options
+@click.option(
+    "--method",
+    "methods",
+    type=_MethodOrAll(),
+    multiple=True,
+    help="A method to measure, also with options of its own: rollout:preset=paper. Repeat it for more; all: every "
+    "method that applies to the model. The baselines are always there.  [default: all but blank-out]",
+)
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    metavar="NAME|GROUP|all",
+    help="A metric, or one of the groups localisation, faithfulness, sanity, correlation; repeat it for more.  "
+    "[default: the first three groups]",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for the rows, tables, figures and report.html; a run that was ended goes on from there.",
+)
+@click.option(
+    "--images",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Where the pictures of an annotation file are.  [default: beside it]",
+)
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Take the first N pictures only.")
+@click.option(
+    "--replace",
+    "replace_by",
+    type=click.Choice(["drop", "blank", "blur"]),
+    help="What is left of removed patches: nothing (their tokens are dropped), the picture's mean colour, or a blur.  "
+    "[default: drop where the model can, else blank]",
+)
+@click.option(
+    "--points", type=click.IntRange(min=2), default=11, show_default=True, help="Of deletion and insertion curves."
+)
+@click.option(
+    "--sanity-pictures",
+    type=click.IntRange(min=0),
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="Measure sanity and rank correlation, which take many forward passes, on N pictures drawn at random.",
+)
+@click.option("--batch-size", type=click.IntRange(min=1), metavar="N", help="Pictures per forward pass.")
+@click.option(
+    "--resamples", type=click.IntRange(min=1), default=2000, show_default=True, help="Behind each bootstrap interval."
+)
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of all that is drawn at random."
+)
+@click.option(
+    "--resume/--overwrite",
+    default=True,
+    show_default="resume",
+    help="Go on with an earlier run of the same options in the output folder, or do all of it anew.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object instead of tables.")
+@method_options
+def evaluate(data: str | None, **given: Any) -> None:
+    """Measure what the maps of each method are worth on DATA, beside two baselines.
+
+    DATA is demo:500 for so many drawn pictures with exact masks; a folder of pictures with masks (cat_mask.png or
+    masks/cat.png), with boxes.json, with labels.csv, or with nothing; a COCO or plain JSON file; Pascal VOC or ImageNet
+    XML or CSV. A picture that fails is told, and the others go on.
+    """
+    with talking():
+        if (data is None) == (given["data_option"] is None):
+            raise click.UsageError("Give DATA once, as an argument or with --data: a folder, annotations, or demo:500.")
+        _check_metrics(given["metrics"])
+        found = _run(data or given["data_option"], given)
+        if given["as_json"]:
+            click.echo(json.dumps(found.to_dict()))
+        else:
+            click.echo(found.to_markdown(), nl=False)
+        if given["output"] is not None:
+            click.echo(f"report: {printable(given['output'] / 'report.html')}", err=True)
+        if found.failures:
+            where = f" (see {printable(given['output'] / 'report.html')})" if given["output"] is not None else ""
+            click.echo(f"{len(found.failures)} of the pictures failed{where}", err=True)
+            sys.exit(1)
+
+
+def _check_metrics(names: tuple[str, ...]) -> None:
+    """A mistyped metric is told before torch is loaded."""
+    from vitflow.evaluation.metrics import choose_metrics
+
+    if names:
+        choose_metrics(names)
+
+
+def _run(data: str, given: dict[str, Any]) -> Any:
+    # Threads that wait for each other shall not take the cores from others; it counts only before torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from vitflow.evaluation.run import evaluate
+
+    methods: Any = list(given["methods"]) or None
+    if methods and "all" in methods:
+        if len(methods) > 1:
+            raise OptionError("Expected --method all alone, or methods by name, got both.")
+        methods = "all"
+    same = ("output", "images", "limit", "replace_by", "points", "sanity_pictures", "batch_size", "resamples", "seed")
+    with _progress_bar() as progress:
+        return evaluate(
+            data,
+            model=lambda: make_explainer(given),
+            methods=methods,
+            metrics=given["metrics"] or None,
+            overwrite=not given["resume"],
+            progress=progress,
+            **{name: given[name] for name in same},
+            **given_options(given, OPTIONS),
+        )
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Any]:
+    """A callback that shows pictures, the time left and what failed, on stderr."""
+    from tqdm import tqdm
+
+    bar: Any = None
+
+    def show(state: Any) -> None:
+        nonlocal bar
+        if bar is None:
+            bar = tqdm(
+                total=state.total,
+                initial=state.done,
+                unit=" pictures",
+                dynamic_ncols=True,
+                file=sys.stderr,
+                mininterval=0.2 if sys.stderr.isatty() else 30,  # a log file wants fewer lines
+            )
+        if state.row is not None:
+            name = printable(Path(state.row["input"]))
+            bar.set_postfix_str(name[-40:], refresh=False)
+            bar.update(state.done - bar.n)
+            if state.row["status"] == "failed":
+                bar.write(f"error: {name}: {state.row['error']}: {state.row['message']}", file=sys.stderr)
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()

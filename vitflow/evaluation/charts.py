@@ -1,0 +1,220 @@
+"""Charts of an evaluation: bars with intervals for each group of metrics, curves, stages of randomisation."""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from vitflow.evaluation.metrics import Metric
+from vitflow.evaluation.results import Evaluation
+from vitflow.figures import DPI, save_figure
+from vitflow.typesetting import BODY, TITLE, QuietFigure, printable
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """Colours of a chart.
+
+    Attributes:
+        paper, ink, soft, rule: background, words, lesser words, lines.
+        bar, baseline: of methods and of baselines.
+        lines: of the methods in turn.
+    """
+
+    paper: str
+    ink: str
+    soft: str
+    rule: str
+    bar: str
+    baseline: str
+    lines: tuple[str, ...]
+
+
+# Okabe & Ito's colours, which people who see fewer colours can also tell apart; on dark, black gives way to white.
+_OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+LIGHT = Theme("#ffffff", "#1a1a1a", "#666666", "#c9c9c9", "#3d78b8", "#b4b4b4", (*_OKABE_ITO, "#000000"))
+DARK = Theme("#1b1d21", "#e8e7e3", "#9a9ba3", "#45484f", "#6ea6e6", "#6b6d75", ("#3ba0e0", *_OKABE_ITO[1:], "#ffffff"))
+
+_STYLES = ("-", "--", ":", "-.")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+# Lengths in inches.
+_ROW, _PANEL, _PER_CHARACTER, _CURVE = 0.19, 1.65, 0.062, 3.0
+
+
+def draw_bars(evaluation: Evaluation, group: str, *, theme: Theme = LIGHT) -> Figure:
+    """A panel per metric of a group: each method's mean with its bootstrap interval; baselines are grey.
+
+    A thin line marks the random map's mean in every panel.
+
+    Args:
+        evaluation: what to draw.
+        group: of metrics, one that was measured.
+        theme: colours.
+    """
+    metrics = [metric for metric in evaluation.metrics if metric.group == group]
+    names = [printable(name) for name in evaluation.methods]
+    words = min(max(map(len, names)), 44) * _PER_CHARACTER + 0.2
+    size = (words + _PANEL * len(metrics), 0.55 + _ROW * len(names))
+    figure = QuietFigure(figsize=size, dpi=DPI, layout="constrained", facecolor=theme.paper)
+    plots: Any = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
+    for axes, metric in zip(plots, metrics, strict=True):
+        _draw_panel(axes, evaluation, metric, theme)
+    first: Axes = plots[0]
+    first.set_yticks(range(len(names)), [name if len(name) <= 44 else f"{name[:43]}…" for name in names])
+    for label in first.get_yticklabels():
+        label.set_parse_math(False)
+    first.invert_yaxis()
+    return _fixed(figure)
+
+
+def _draw_panel(axes: Axes, evaluation: Evaluation, metric: Metric, theme: Theme) -> None:
+    rows = evaluation.table(metric.name)
+    means = np.array([np.nan if row.estimate.mean is None else row.estimate.mean for row in rows])
+    colors = [theme.baseline if row.baseline else theme.bar for row in rows]
+    places = np.arange(len(rows))
+    axes.barh(places, np.nan_to_num(means), height=0.68, color=colors, zorder=2)
+    for place, row in zip(places, rows, strict=True):
+        if row.estimate.low is not None and row.estimate.high is not None:
+            axes.plot([row.estimate.low, row.estimate.high], [place, place], color=theme.ink, linewidth=0.9, zorder=3)
+    chance = next((row.estimate.mean for row in rows if row.method == "random"), None)
+    if chance is not None:
+        axes.axvline(chance, color=theme.soft, linewidth=0.7, linestyle=(0, (3, 2)), zorder=4)
+    axes.axvline(0, color=theme.rule, linewidth=0.6, zorder=1)
+    _style(axes, f"{metric.title} {metric.arrow}", theme)
+    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4))
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def draw_curves(evaluation: Evaluation, *, theme: Theme = LIGHT) -> Figure:
+    """Mean deletion and insertion curves, a line per method; baselines are grey."""
+    assert evaluation.fractions is not None
+    charts = {
+        "deletion: highest patches removed first ↓": evaluation.curves["deletion"],
+        "insertion: highest patches put back first ↑": evaluation.curves["insertion"],
+    }
+    figure, plots = _side_by_side(charts, evaluation, theme)
+    for axes, values in zip(plots, charts.values(), strict=True):
+        _draw_lines(axes, evaluation, evaluation.fractions, _means(values), theme)
+        axes.set_xlim(0, 1)
+        axes.set_ylim(0, None)
+    plots[0].set_xlabel("share of patches removed", fontsize=TITLE, color=theme.soft)
+    plots[1].set_xlabel("share of patches put back", fontsize=TITLE, color=theme.soft)
+    plots[0].set_ylabel("probability of the class", fontsize=TITLE, color=theme.soft)
+    return _fixed(figure)
+
+
+def draw_stages(evaluation: Evaluation, *, theme: Theme = LIGHT) -> Figure:
+    """How alike the maps stay while the weights are made random from the top down, a line per method."""
+    assert evaluation.randomisation is not None
+    charts = {"cascading randomisation: nearer to 0 is better": evaluation.randomisation}
+    figure, [axes] = _side_by_side(charts, evaluation, theme)
+    places = np.arange(1, len(evaluation.stages) + 1)
+    values = _means(evaluation.randomisation.transpose(0, 2, 1))  # [methods, stages]
+    trained = np.ones((len(values), 1))
+    _draw_lines(axes, evaluation, np.append(0, places), np.concatenate([trained, values], axis=1), theme)
+    axes.axhline(0, color=theme.rule, linewidth=0.6, zorder=1)
+    axes.set_xticks([0, *places], ["trained", *map(printable, evaluation.stages)])
+    axes.set_xlabel("weights made random from the top down to …", fontsize=TITLE, color=theme.soft)
+    axes.set_ylabel("Spearman with the trained model's map", fontsize=TITLE, color=theme.soft)
+    return _fixed(figure)
+
+
+def charts_of(evaluation: Evaluation) -> dict[str, Callable[[Theme], Figure]]:
+    """The charts that this evaluation has, by name, to be drawn in a theme."""
+    found: dict[str, Callable[[Theme], Figure]] = {}
+    for group in evaluation.groups:
+        found[group] = lambda theme, group=group: draw_bars(evaluation, group, theme=theme)  # type: ignore[misc]
+        if group == "faithfulness" and evaluation.fractions is not None:
+            found["curves"] = lambda theme: draw_curves(evaluation, theme=theme)
+        if group == "sanity" and evaluation.randomisation is not None:
+            found["randomisation"] = lambda theme: draw_stages(evaluation, theme=theme)
+    if evaluation.correlation is not None:
+        correlation = evaluation.correlation
+        found["correlation"] = lambda _theme: correlation.figure()
+    return found
+
+
+def save_charts(evaluation: Evaluation, folder: Path) -> list[Path]:
+    """Write every chart as PNG and SVG; the paths of all files."""
+    paths = []
+    for name, draw in charts_of(evaluation).items():
+        figure = draw(LIGHT)
+        paths += [save_figure(figure, folder / f"{name}{suffix}") for suffix in (".png", ".svg")]
+    return paths
+
+
+def svg_of(figure: Figure) -> bytes:
+    """The figure as SVG; the same figure gives the same bytes."""
+    settings: Any = {"savefig.bbox": None, "svg.fonttype": "none", "svg.hashsalt": "vitflow"}
+    file = io.BytesIO()
+    with matplotlib.rc_context(settings):
+        figure.savefig(file, format="svg", metadata={"Date": None}, facecolor=figure.get_facecolor())
+    return file.getvalue()
+
+
+def _side_by_side(charts: Mapping[str, Any], evaluation: Evaluation, theme: Theme) -> tuple[Figure, Sequence[Axes]]:
+    """Empty panels with their titles."""
+    height = max(2.6, 0.16 * len(evaluation.methods) + 0.5)
+    width = _CURVE * len(charts) + min(max(map(len, evaluation.methods)), 44) * _PER_CHARACTER + 0.9
+    size = (width + (0.8 if len(charts) == 1 else 0.0), height)
+    figure = QuietFigure(figsize=size, dpi=DPI, layout="constrained", facecolor=theme.paper)
+    plots: Any = figure.subplots(1, len(charts), sharey=True, squeeze=False)[0]
+    for axes, title in zip(plots, charts, strict=True):
+        _style(axes, title, theme)
+    return figure, plots
+
+
+def _draw_lines(axes: Axes, evaluation: Evaluation, x: NDArray[Any], lines: NDArray[np.float64], theme: Theme) -> None:
+    """A line per method, and the legend to the right of the last panel."""
+    number = 0
+    for method, values in zip(evaluation.methods, lines, strict=True):
+        if evaluation.is_baseline(method):
+            look: dict[str, Any] = {"color": theme.soft, "linestyle": "--" if method == "random" else ":"}
+        else:
+            count = len(theme.lines)
+            look = {"color": theme.lines[number % count], "linestyle": _STYLES[number // count % len(_STYLES)]}
+            look |= {"marker": _MARKERS[number % len(_MARKERS)], "markersize": 2.6}
+            number += 1
+        axes.plot(x, values, linewidth=1.1, label=printable(method), **look)
+    if axes.get_subplotspec() is not None and axes.get_subplotspec().is_last_col():  # type: ignore[union-attr]
+        legend = axes.legend(
+            loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=BODY, labelcolor=theme.ink
+        )
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+
+
+def _style(axes: Axes, title: str, theme: Theme) -> None:
+    axes.set_facecolor(theme.paper)
+    axes.set_title(printable(title), fontsize=TITLE, loc="left", color=theme.ink, parse_math=False)
+    axes.tick_params(labelsize=BODY, length=2.5, width=0.6, colors=theme.soft, labelcolor=theme.ink)
+    axes.spines[["top", "right"]].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_linewidth(0.6)
+        axes.spines[side].set_color(theme.rule)
+
+
+def _means(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The mean over pictures of [pictures, methods, points], NaN left out."""
+    defined = ~np.isnan(values)
+    counts = defined.sum(axis=0)
+    sums = np.where(defined, values, 0.0).sum(axis=0)
+    means = np.full(sums.shape, np.nan)
+    np.divide(sums, counts, out=means, where=counts > 0)
+    return means
+
+
+def _fixed(figure: Figure) -> Figure:
+    """Lay the figure out once: a layout that is made anew for each file differs in its last digits."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    return figure

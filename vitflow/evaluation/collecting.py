@@ -1,0 +1,169 @@
+"""From the rows of a run to an Evaluation: arrays over pictures, and the notes that belong beside the tables."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitflow.evaluation.correlation import RankCorrelation
+from vitflow.evaluation.datasets import Dataset
+from vitflow.evaluation.metrics import METRICS, Metric
+from vitflow.evaluation.results import Evaluation
+from vitflow.evaluation.scoring import Protocol
+
+Array = NDArray[np.float64]
+
+_KEPT = (
+    *("input", "groups", "asked", "class_index", "class_name", "probability", "predicted_index", "width", "height"),
+    *("region_share", "constant"),
+)
+_CURVES = ("deletion", "insertion", "least_first")
+_REPLACED = {
+    "drop": "Removed patches leave the model's sequence of tokens.",
+    "blank": "Removed patches are painted in the picture's mean colour.",
+    "blur": "Removed patches are blurred.",
+}
+
+
+def collect(
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    dataset: Dataset,
+    model: str,
+    protocol: Protocol,
+    metrics: Sequence[Metric],
+    settings: Mapping[str, Any],
+    notes: Sequence[str] = (),
+) -> Evaluation:
+    """Put the rows of all pictures together.
+
+    Args:
+        rows: as `measure` gives them, in the order of the data.
+        dataset: what was measured on.
+        model: the model's id.
+        protocol: what was measured.
+        metrics: those to show.
+        settings: kept with the result.
+        notes: further sentences to tell.
+    """
+    labels = protocol.labels
+    pictures: list[dict[str, Any]] = []
+    failures: list[Mapping[str, Any]] = []
+    table: list[Array] = []
+    overlaps: list[Array] = []
+    curves: list[Array] = []
+    stages: list[Array] = []
+    correlations: list[Mapping[str, Any]] = []
+    names: tuple[str, ...] = ()
+    for row in rows:
+        if row["status"] != "measured":
+            failures.append(row)
+            continue
+        pictures.append({name: row.get(name) for name in _KEPT})
+        table.append(_array([[row["values"][label].get(name) for label in labels] for name in METRICS]))
+        if "overlap" in row:
+            overlaps.append(_array([row["overlap"][label] or [None] * 4 for label in labels]))
+        if "curves" in row:
+            empty = {name: [None] * protocol.points for name in _CURVES}
+            own = [row["curves"].get(label, empty) for label in labels]
+            curves.append(_array([[one[name] for one in own] for name in _CURVES]))
+        if "stages" in row:
+            names = tuple(name for name, _ in row["stages"])
+            stages.append(_array([values for _, values in row["stages"]]))
+        if "correlation" in row:
+            correlations.append(row["correlation"])
+    values = np.array(table, dtype=np.float64).reshape(len(table), len(METRICS), len(labels))
+    by_metric = {name: values[:, number] for number, name in enumerate(METRICS)}
+    shown = [metric for metric in metrics if metric.group in {g for picture in pictures for g in picture["groups"]}]
+    return Evaluation(
+        data=dataset.name,
+        model=model,
+        methods=tuple(labels),
+        metrics=tuple(shown),
+        pictures=tuple(pictures),
+        failures=tuple(failures),
+        values={metric.name: by_metric[metric.name] for metric in shown},
+        overlaps=np.array(overlaps) if overlaps else None,
+        fractions=np.linspace(0.0, 1.0, protocol.points) if curves else None,
+        curves={name: np.array([one[number] for one in curves]) for number, name in enumerate(_CURVES)}
+        if curves
+        else {},
+        stages=names,
+        randomisation=np.array(stages) if stages else None,
+        correlation=_correlation(model, correlations),
+        settings=dict(settings),
+        notes=(*_notes(dataset, pictures, failures, protocol, values), *notes),
+    )
+
+
+def _array(values: Any) -> Array:
+    """Numbers, and NaN for None."""
+    return np.array(values, dtype=np.float64)
+
+
+def _correlation(model: str, found: Sequence[Mapping[str, Any]]) -> RankCorrelation | None:
+    if not found:
+        return None
+    first = found[0]
+    values = np.stack([_array(one["values"]) for one in found], axis=-1)
+    return RankCorrelation(model, tuple(first["methods"]), tuple(first["references"]), tuple(first["layers"]), values)
+
+
+def _notes(
+    dataset: Dataset,
+    pictures: Sequence[Mapping[str, Any]],
+    failures: Sequence[Mapping[str, Any]],
+    protocol: Protocol,
+    values: Array,
+) -> list[str]:
+    """What a reader of the tables must know."""
+    count = len(pictures)
+    told = [f"Means over pictures ± standard error: {_count(count, 'picture')} of {dataset.kind} measured."]
+    if failures:
+        told[0] = told[0][:-1] + f", {len(failures)} failed."
+    labelled = sum(picture["asked"] == "label" for picture in pictures)
+    if labelled == count and count:
+        told.append("Class-specific methods are asked for the labelled class.")
+    elif labelled:
+        told.append(
+            f"Class-specific methods are asked for the labelled class on {_count(labelled, 'picture')}, and for the "
+            f"predicted one on the other {count - labelled}, whose labels the model does not know."
+        )
+    elif count:
+        told.append("Class-specific methods are asked for the class that the model predicts.")
+    if "localisation" in protocol.groups:
+        told += _of_regions(pictures)
+    if "faithfulness" in protocol.groups:
+        told.append(f"{_REPLACED[protocol.replace]} Curves have {protocol.points} points.")
+    checked = sum("sanity" in picture["groups"] for picture in pictures)
+    if checked:
+        told.append(f"The sanity checks were made on {_count(checked, 'picture')}.")
+    told += _of_constant_maps(pictures, protocol)
+    return told
+
+
+def _of_regions(pictures: Sequence[Mapping[str, Any]]) -> list[str]:
+    without = sum(picture["region_share"] in (None, 0.0) for picture in pictures)
+    full = sum(picture["region_share"] == 1.0 for picture in pictures)
+    told = []
+    if without + full:
+        told.append(
+            f"Localisation is not defined on {_count(without + full, 'picture')} without an object or without ground."
+        )
+    return told
+
+
+def _of_constant_maps(pictures: Sequence[Mapping[str, Any]], protocol: Protocol) -> list[str]:
+    counts = {label: sum(label in picture["constant"] for picture in pictures) for label in protocol.labels}
+    constant = [f"{label} {count}" for label, count in counts.items() if count]
+    if not constant:
+        return []
+    return [
+        f"Constant maps, which rank no patches, by method: {', '.join(constant)}. They count as chance in "
+        "localisation, and are left out of faithfulness and sanity."
+    ]
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number:,} {word}{'' if number == 1 else 's'}".replace(",", " ")

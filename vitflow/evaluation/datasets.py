@@ -1,0 +1,301 @@
+"""Data to evaluate on: drawn pictures, or folders with masks, boxes, classes, or nothing but pictures."""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_picture
+from vitflow.errors import ImageError, OptionError, ShapeError
+from vitflow.evaluation.annotations import Annotated, PictureFinder, read_annotations
+from vitflow.evaluation.regions import Label, Region, mask_region
+from vitflow.images import find_images, read_image
+
+_ANNOTATIONS = (".csv", ".json", ".xml")
+_MASK_ENDINGS = ("_mask", "-mask", ".mask")
+_DEMO = re.compile(r"demo(?::(\d+))?(?::(\d+))?")
+_UNKNOWN_VALUE = 255  # of a mask with classes, as in Pascal VOC
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Labelled:
+    """A picture and the truth about it.
+
+    Attributes:
+        image: RGB uint8 [height, width, 3].
+        regions: its objects; None where the data says nothing about where they are.
+        label: the class of the whole picture, where the data tells one.
+    """
+
+    image: NDArray[np.uint8]
+    regions: tuple[Region, ...] | None = None
+    label: Label = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """A picture of a data set, read when it is needed.
+
+    Attributes:
+        name: what it is called in tables; no two samples of a data set share one.
+        read: gives the picture and the truth; raises ImageError or ShapeError where something is wrong with it.
+        files: what it is read from, so that a changed file is noticed.
+    """
+
+    name: str
+    read: Callable[[], Labelled]
+    files: tuple[Path, ...] = ()
+
+    def stamp(self) -> list[list[int]]:
+        """Size and time of change of its files: another stamp is another picture."""
+        found = []
+        for file in self.files:
+            try:
+                status = file.stat()
+                found.append([status.st_size, status.st_mtime_ns])
+            except OSError:
+                found.append([])
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Pictures with what is known about them.
+
+    Attributes:
+        name: how it was named.
+        kind: what it is, in words.
+        samples: its pictures.
+        has_regions: whether it says where objects are; without, nothing can be localised.
+        identity: what tells it from other data, ready for JSON.
+    """
+
+    name: str
+    kind: str
+    samples: Sequence[Sample] = field(repr=False)
+    has_regions: bool
+    identity: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+def open_dataset(
+    data: "str | os.PathLike[str] | Dataset | Iterable[str | os.PathLike[str]]",
+    *,
+    images: str | os.PathLike[str] | None = None,
+    limit: int | None = None,
+) -> Dataset:
+    """Open data to evaluate on; pictures are read later, one by one.
+
+    - `demo:500`: that many drawn pictures with the exact mask of every object (`demo:500:1000`: from seed 1000 on).
+    - A file with annotations (see `read_annotations`), or a folder with one beside the pictures. With XML, a folder
+      `Annotations` or the XML files beside the pictures.
+    - A folder with masks: the mask of `NAME.jpg` is `NAME_mask.png`, `NAME-mask.png` or `NAME.mask.png` beside it, or
+      `masks/NAME.png`. Pixels other than 0 are the region. Where a file `classes.txt` lies beside the masks or the
+      pictures, pixels of value k have the class on its line k, and 255 is unknown.
+    - A folder with `labels.csv` (`file,label_index` or `file,label`), which may stand beside masks: a class each.
+    - Any other folder, or a list of pictures: pictures alone.
+
+    Args:
+        data: any of these.
+        images: where the pictures of an annotation file are; by default beside it, or in a folder beside it or above.
+        limit: take no more than this many pictures.
+
+    Raises:
+        OptionError: there is nothing like this.
+        ImageError: the folder holds no pictures.
+
+    >>> open_dataset("demo:20").kind
+    '20 drawn pictures with exact masks'
+    """
+    if isinstance(data, Dataset):
+        return data if limit is None else _cut(data, limit)
+    if limit is not None and limit < 1:
+        raise OptionError(f"Expected a limit of at least 1 picture, got {limit}.")
+    if isinstance(data, str) and (match := _DEMO.fullmatch(data)) and not Path(data).exists():
+        count, seed = int(match[1] or 100), int(match[2] or 0)
+        return _cut(_drawn(data, count, seed), limit)
+    if not isinstance(data, str | os.PathLike):
+        paths = [Path(path) for path in data]
+        return _cut(_pictures(f"{len(paths)} pictures", paths, None), limit)
+    path = Path(data)
+    extra = Path(images) if images is not None else None
+    if path.is_file() and path.suffix.lower() in _ANNOTATIONS:
+        return _cut(_annotated([path], path.name, extra), limit)
+    if path.is_file():
+        return _pictures(path.name, [path], None)
+    if path.is_dir():
+        return _cut(_folder(path, extra), limit)
+    raise OptionError(
+        f"Expected data to evaluate on, but there is nothing at {str(path)!r}. Give a folder with pictures, a file "
+        "with annotations, or demo:500 for pictures that vitflow draws itself."
+    )
+
+
+def _cut(dataset: Dataset, limit: int | None) -> Dataset:
+    if limit is None or limit >= len(dataset):
+        return dataset
+    kind = re.sub(r"^\d+", str(limit), dataset.kind)
+    return Dataset(dataset.name, kind, dataset.samples[:limit], dataset.has_regions, dataset.identity)
+
+
+# --- Drawn pictures --------------------------------------------------------------------------------------------------
+
+
+def _drawn(name: str, count: int, seed: int) -> Dataset:
+    if count < 1 or seed + count > FIRST_TRAINING_SEED:
+        raise OptionError(
+            f"Expected demo:COUNT with 1 to {FIRST_TRAINING_SEED} pictures that the demo model was not trained on, got "
+            f"{name!r}."
+        )
+    samples = [Sample(f"demo-{number}", partial(_draw, number)) for number in range(seed, seed + count)]
+    return Dataset(name, f"{count} drawn pictures with exact masks", samples, True, {"demo": seed})
+
+
+def _draw(seed: int) -> Labelled:
+    picture = draw_picture(seed)
+    regions = tuple(
+        mask_region(CLASS_NAMES[label], mask) for label, mask in zip(picture.labels, picture.masks, strict=True)
+    )
+    return Labelled(picture.image, regions)
+
+
+# --- Folders ---------------------------------------------------------------------------------------------------------
+
+
+def _folder(path: Path, images: Path | None) -> Dataset:
+    xml_folder = path / "Annotations" if (path / "Annotations").is_dir() else path
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() in (".json", ".csv") and file.is_file())
+    xml = sorted(xml_folder.rglob("*.xml") if xml_folder != path else path.glob("*.xml"))
+    labels = next((file for file in files if file.name == "labels.csv"), None)
+    files = [file for file in files if file != labels]
+    named = [file for file in files if file.name in ("boxes.json", "annotations.json", "boxes.csv", "annotations.csv")]
+    chosen = named or (files if not xml else [])
+    if len(chosen) > 1:
+        raise OptionError(
+            f"Expected one file with annotations in {str(path)!r}, got {', '.join(file.name for file in chosen)}. Name "
+            "the one to use instead of the folder."
+        )
+    if chosen or xml:
+        return _annotated(chosen or xml, path.name, images or path)
+    return _pictures(path.name, find_images(images or path), labels)
+
+
+def _annotated(files: Sequence[Path], name: str, images: Path | None) -> Dataset:
+    """Pictures by their annotations; files of several pictures stand alone, XML files are one picture each."""
+    entries = [entry for file in files for entry in read_annotations(file)]
+    if not entries:
+        raise OptionError(f"The annotations {files[0].name!r} list no pictures.")
+    here = files[0].resolve().parent
+    beside = [here, here / "images", here.parent / "images", here.parent / "JPEGImages", here.parent]
+    finder = PictureFinder([images] if images is not None else beside)
+    names = _distinct([entry.file for entry in entries])
+    samples = []
+    for entry, own in zip(entries, names, strict=True):
+        picture = finder.find(entry.file)
+        samples.append(Sample(own, partial(_read_annotated, picture, entry), (picture,)))
+    if not any(sample.files[0].is_file() for sample in samples):
+        raise OptionError(
+            f"None of the {len(samples)} pictures of {files[0].name!r} was found, such as {entries[0].file!r}. Say "
+            "where they are with --images (images=…)."
+        )
+    located = any(entry.regions is not None for entry in entries)
+    kind = f"{len(samples)} pictures with " + ("annotated regions" if located else "classes")
+    return Dataset(name, kind, samples, located, {"annotations": _digest(files)})
+
+
+def _read_annotated(path: Path, entry: Annotated) -> Labelled:
+    image = read_image(path)
+    if entry.size is not None and entry.size != image.shape[:2]:
+        raise ShapeError(
+            f"The annotations of {path.name!r} are for a picture of {entry.size[0]} × {entry.size[1]} pixels (height × "
+            f"width), and it has {image.shape[0]} × {image.shape[1]}. Give the picture that they were made for."
+        )
+    return Labelled(image, entry.regions, entry.label)
+
+
+def _pictures(name: str, paths: Sequence[Path], labels: Path | None) -> Dataset:
+    """Pictures with their masks and their classes, where there are any."""
+    masks = {path: mask for path in paths if (mask := _mask_of(path)) is not None}
+    paths = [path for path in paths if path not in set(masks.values())]
+    if not paths:
+        raise ImageError(f"Expected at least one picture in {name!r}, found none.")
+    classes = _class_file([*masks.values(), paths[0]])
+    names = classes.read_text(encoding="utf-8").splitlines() if classes is not None else []
+    own = {entry.file: entry.label for entry in read_annotations(labels)} if labels is not None else {}
+    root = os.path.commonpath([path.parent for path in paths])
+    samples = [
+        Sample(
+            path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path),
+            partial(_read_masked, path, masks.get(path), names, own.get(path.name)),
+            (path, masks[path]) if path in masks else (path,),
+        )
+        for path in paths
+    ]
+    kind = f"{len(paths)} pictures" + (" with masks" if masks else "") + (" with classes" if own else "")
+    facts = [file for file in (labels, classes) if file is not None]
+    return Dataset(name, kind, samples, bool(masks), {"root": root, "annotations": _digest(facts)})
+
+
+def _mask_of(path: Path) -> Path | None:
+    candidates = [path.with_name(f"{path.stem}{ending}.png") for ending in _MASK_ENDINGS]
+    candidates.append(path.parent / "masks" / f"{path.stem}.png")
+    return next((mask for mask in candidates if mask.is_file()), None)
+
+
+def _class_file(files: Sequence[Path]) -> Path | None:
+    folders = dict.fromkeys([files[0].parent, files[-1].parent])
+    return next((folder / "classes.txt" for folder in folders if (folder / "classes.txt").is_file()), None)
+
+
+def _read_masked(path: Path, mask: Path | None, names: Sequence[str], label: Label) -> Labelled:
+    image = read_image(path)
+    if mask is None:
+        return Labelled(image, None, label)
+    try:
+        with Image.open(mask) as opened:
+            values = np.asarray(opened)  # of a palette picture its indices, not its colours
+    except (OSError, ValueError) as error:
+        raise ImageError(f"Could not read the mask {mask.name!r}: {error}.") from error
+    values = values.max(axis=2) if values.ndim == 3 else values
+    if not names:
+        return Labelled(image, (mask_region(label, values > 0),), label)
+    found = []
+    for value in np.unique(values[values > 0]).tolist():
+        unknown = value > len(names) and value == _UNKNOWN_VALUE
+        if value > len(names) and not unknown:
+            raise ShapeError(f"Pixels of {mask.name!r} have the value {value}, and classes.txt has {len(names)} lines.")
+        own = None if unknown else names[value - 1].strip()
+        found.append(mask_region(own, values == value, unknown=unknown))
+    return Labelled(image, tuple(found), label)
+
+
+# --- What they share -------------------------------------------------------------------------------------------------
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """The names, with a number behind those that were there before."""
+    seen: dict[str, int] = {}
+    found = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return found
+
+
+def _digest(files: Sequence[Path]) -> str:
+    """One hash over the annotations, so that a changed file is another data set."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode("utf-8", "surrogateescape"))
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

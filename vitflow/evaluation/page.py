@@ -1,0 +1,183 @@
+"""The page of an evaluation: tables, differences and charts in one self-contained HTML file that needs no network."""
+
+import base64
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+
+from vitflow.evaluation.charts import DARK, LIGHT, charts_of, svg_of
+from vitflow.evaluation.metrics import CORRELATION_SILENT, Metric
+from vitflow.evaluation.results import Evaluation
+from vitflow.evaluation.statistics import CONFIDENCE, Difference, Estimate
+from vitflow.files import write_atomically
+from vitflow.typesetting import printable
+
+# Failed pictures listed on the page; the journal and the CSV have them all.
+_FAILURES_SHOWN = 200
+
+_TITLES = {
+    "localisation": "Localisation",
+    "faithfulness": "Faithfulness",
+    "sanity": "Sanity",
+    "correlation": "Rank correlation by layer",
+}
+_QUESTIONS = {
+    "localisation": "Does the map lie where the object is?",
+    "faithfulness": "Does the answer go with the patches that the map calls relevant?",
+    "sanity": "Does the map depend on the model, follow the picture, and tell classes apart?",
+    "correlation": "Do attention, rollout and flow of each layer rank patches as the references do?",
+}
+# Charts that stand with a group besides its bars.
+_FURTHER = {"faithfulness": "curves", "sanity": "randomisation"}
+
+
+def write_page(evaluation: Evaluation, path: Path) -> Path:
+    """Write the page; everything that comes from data or file names is escaped."""
+    environment = Environment(loader=PackageLoader("vitflow"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    assert environment.loader is not None
+    style = environment.loader.get_source(environment, "evaluation.css")[0]
+    text = environment.get_template("evaluation.html").render(
+        evaluation=evaluation,
+        data=printable(evaluation.data),
+        groups=_groups(evaluation),
+        failures=evaluation.failures[:_FAILURES_SHOWN],
+        confidence=round(100 * CONFIDENCE),
+        printable=printable,
+        version=version("vitflow"),
+        style=Markup(style),
+    )
+    with write_atomically(path) as file:
+        file.write(text.encode("utf-8", "replace"))
+    return path
+
+
+def _groups(evaluation: Evaluation) -> list[dict[str, Any]]:
+    """What the page shows of each group of metrics."""
+    charts = {name: _images(draw) for name, draw in charts_of(evaluation).items()}
+    found = []
+    for group in evaluation.groups:
+        metrics = [metric for metric in evaluation.metrics if metric.group == group]
+        names = [group, _FURTHER.get(group, "")]
+        found.append(
+            {
+                "title": _TITLES[group],
+                "question": _QUESTIONS[group],
+                "metrics": metrics,
+                "rows": _rows(evaluation, metrics),
+                "charts": [charts[name] | {"name": name} for name in names if name in charts],
+                "matrices": [_matrix(evaluation, metric) for metric in metrics],
+                "accumulated": evaluation.accumulated_mean_iou() if group == "localisation" else {},
+            }
+        )
+    if evaluation.correlation is not None:
+        found.append(
+            {
+                "title": _TITLES["correlation"],
+                "question": _QUESTIONS["correlation"],
+                "charts": [charts["correlation"] | {"name": "correlation"}],
+                "text": evaluation.correlation.to_markdown(),
+                "silent": CORRELATION_SILENT,
+            }
+        )
+    return found
+
+
+def _images(draw: Any) -> dict[str, str]:
+    """A chart for light and for dark screens, as data URIs."""
+    return {name: _data_uri(svg_of(draw(theme))) for name, theme in (("light", LIGHT), ("dark", DARK))}
+
+
+def _data_uri(svg: bytes) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
+
+
+def _rows(evaluation: Evaluation, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
+    """A line per method: its estimates, which of them are the best, and which do no better than the random map."""
+    tables = {metric.name: evaluation.table(metric.name) for metric in metrics}
+    best = {metric.name: _best(evaluation, metric) for metric in metrics}
+    level = {metric.name: _level_with_random(evaluation, metric) for metric in metrics}
+    return [
+        {
+            "method": printable(method),
+            "baseline": evaluation.is_baseline(method),
+            "cells": [
+                _cell(tables[metric.name][number].estimate)
+                | {"best": best[metric.name] == method, "level": method in level[metric.name]}
+                for metric in metrics
+            ],
+        }
+        for number, method in enumerate(evaluation.methods)
+    ]
+
+
+def _cell(estimate: Estimate) -> dict[str, Any]:
+    interval = (
+        "" if estimate.low is None or estimate.high is None else f"{_number(estimate.low)} … {_number(estimate.high)}"
+    )
+    return {
+        "mean": _number(estimate.mean),
+        "error": "" if estimate.standard_error is None else f"± {estimate.standard_error:.3f}",
+        "interval": interval,
+        "undefined": estimate.undefined,
+    }
+
+
+def _best(evaluation: Evaluation, metric: Metric) -> str | None:
+    """The method with the best mean; baselines compete, too."""
+    known = [(row.estimate.mean, row.method) for row in evaluation.table(metric.name) if row.estimate.mean is not None]
+    if not known:
+        return None
+    return (max if metric.better == "higher" else min)(known, key=lambda one: one[0])[1]
+
+
+def _level_with_random(evaluation: Evaluation, metric: Metric) -> set[str]:
+    """Methods that are not clearly better than the random map on the same pictures."""
+    sign = 1.0 if metric.better == "higher" else -1.0
+    level = set()
+    for one in evaluation.differences(metric.name):
+        if "random" not in (one.first, one.second):
+            continue
+        way = sign if one.second == "random" else -sign
+        ahead = one.is_clear and one.estimate.mean is not None and way * one.estimate.mean > 0
+        if not ahead:
+            level.add(one.first if one.second == "random" else one.second)
+    return level
+
+
+def _matrix(evaluation: Evaluation, metric: Metric) -> dict[str, Any]:
+    """Row minus column for all pairs; a cell is better, worse or unclear."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for one in evaluation.differences(metric.name):
+        found[one.first, one.second] = _difference(one, metric, 1.0)
+        found[one.second, one.first] = _difference(one, metric, -1.0)
+    empty = {"text": "", "state": "self", "title": ""}
+    return {
+        "metric": metric,
+        "rows": [
+            {"method": printable(row), "cells": [found.get((row, column), empty) for column in evaluation.methods]}
+            for row in evaluation.methods
+        ],
+    }
+
+
+def _difference(one: Difference, metric: Metric, sign: float) -> dict[str, str]:
+    mean, low, high = one.estimate.mean, one.estimate.low, one.estimate.high
+    if mean is None or low is None or high is None or one.above is None:
+        return {"text": "–", "state": "unclear", "title": "not defined"}
+    better = (mean * sign > 0) == (metric.better == "higher")
+    state = ("better" if better else "worse") if one.is_clear else "unclear"
+    ends = sorted((low * sign, high * sign))
+    above = one.above if sign > 0 else 1.0 - one.above
+    title = f"{_number(ends[0])} … {_number(ends[1])}; higher on {above:.0%} of {one.estimate.count} pictures"
+    return {"text": _number(mean * sign, signed=True), "state": state, "title": title}
+
+
+def _number(value: float | None, *, signed: bool = False) -> str:
+    if value is None:
+        return "–"
+    # Adding 0.0 makes −0.0 a plain zero.
+    return f"{round(value, 3) + 0.0:{'+' if signed else ''}.3f}".replace("-", "−")

@@ -1,0 +1,144 @@
+"""Measure the pictures of a data set, one batch after the other, and keep the rows, so that a run can go on."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vitflow.errors import OptionError, VitflowError
+from vitflow.evaluation.datasets import Dataset, Sample
+from vitflow.evaluation.questions import ask
+from vitflow.evaluation.scoring import Item, Protocol, failed_row, measure
+from vitflow.explainer import Explainer
+from vitflow.manifest import Journal, RunFolder, fingerprint_difference
+
+# Groups of metrics that take many forward passes per picture.
+COSTLY = ("sanity", "correlation")
+
+_AUTO_BATCH = {"cpu": 16, "cuda": 64}
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationProgress:
+    """Where a run stands, for a progress callback: called at the start (without a row), then once per picture.
+
+    Attributes:
+        done: pictures with a row, those of earlier runs included.
+        total: pictures of the run.
+        row: the newest row.
+    """
+
+    done: int
+    total: int
+    row: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Measures the pictures of a data set, and keeps what it has measured."""
+
+    dataset: Dataset
+    explainer: Explainer
+    protocol: Protocol
+    sanity_pictures: int
+    batch_size: int | None
+    progress: Callable[[EvaluationProgress], None] | None
+
+    def keep(self, folder: RunFolder, settings: Mapping[str, Any], overwrite: bool) -> Iterator[dict[str, Any]]:
+        """Measure what the folder has no row of, and give all rows in the order of the data."""
+        folder.journal.parent.mkdir(parents=True, exist_ok=True)
+        lock = folder.lock()
+        try:
+            journal = Journal(folder.journal)
+            _open(journal, folder, settings, overwrite)
+            groups = self._groups()
+            known = {
+                sample.name
+                for sample in self.dataset.samples
+                if sample.name in journal and _is_done(next(journal.rows([sample.name])), sample, groups[sample.name])
+            }
+            for row in self.rows(known):
+                journal.append([row])
+            names = [sample.name for sample in self.dataset.samples]
+            journal.compact(names)
+        finally:
+            if lock is not None:
+                lock.close()
+        # What an earlier, longer run measured beyond this one's share does not count.
+        return (_only(row, groups[row["input"]]) for row in journal.rows(names))
+
+    def rows(self, known: Iterable[str] = ()) -> Iterator[dict[str, Any]]:
+        """Measure all pictures but the known ones, in batches, a row for each."""
+        done = set(known)
+        groups = self._groups()
+        missing = [sample for sample in self.dataset.samples if sample.name not in done]
+        count, total = len(done), len(self.dataset)
+        self._tell(count, total, None)
+        size = self.batch_size or _AUTO_BATCH.get(self.explainer.device.type, 16)
+        for start in range(0, len(missing), size):
+            for row in self._measure(missing[start : start + size], groups):
+                count += 1
+                self._tell(count, total, row)
+                yield row
+
+    def _measure(self, batch: Sequence[Sample], groups: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, Any]]:
+        items: list[Item] = []
+        stamps = {}
+        for sample in batch:
+            stamps[sample.name] = {"stamp": sample.stamp()}
+            try:
+                picture = sample.read()
+                question = ask(picture, self._num_classes, self.explainer.class_names)
+            except (VitflowError, OSError) as error:
+                yield failed_row(sample.name, error) | stamps[sample.name]
+            else:
+                items.append(Item(sample.name, picture, question, groups[sample.name]))
+        if items:
+            for row in measure(self.explainer, items, self.protocol):
+                yield row | stamps[row["input"]]
+
+    @property
+    def _num_classes(self) -> int:
+        return int(getattr(self.explainer.model, "num_classes", 0) or 0)
+
+    def _tell(self, done: int, total: int, row: Mapping[str, Any] | None) -> None:
+        if self.progress is not None:
+            self.progress(EvaluationProgress(done, total, row))
+
+    def _groups(self) -> dict[str, tuple[str, ...]]:
+        """What is measured on each picture: the costly groups on some of them."""
+        quick = tuple(group for group in self.protocol.groups if group not in COSTLY)
+        names = [sample.name for sample in self.dataset.samples]
+        drawn = set(sorted(names, key=lambda name: _draw(name, self.protocol.seed))[: self.sanity_pictures])
+        return {name: self.protocol.groups if name in drawn else quick for name in names}
+
+
+def _draw(name: str, seed: int) -> bytes:
+    """A picture's lot: those with the smallest are drawn, and more pictures in the data change little of it."""
+    return hashlib.sha256(f"{seed} {name}".encode("utf-8", "surrogateescape")).digest()
+
+
+def _open(journal: Journal, folder: RunFolder, settings: Mapping[str, Any], overwrite: bool) -> None:
+    """Go on with the run that the folder holds, or begin a new one."""
+    if journal.header is not None and not overwrite:
+        different = fingerprint_difference(journal.header.get("run", {}), settings)
+        if not different:
+            return
+        raise OptionError(
+            f"The folder {str(folder.path)!r} holds a run with other options: {'; '.join(different)}. Choose another "
+            "folder, or replace that run with --overwrite (overwrite=True)."
+        )
+    journal.start({"run": dict(settings)})
+
+
+def _is_done(row: Mapping[str, Any], sample: Sample, groups: Sequence[str]) -> bool:
+    """Whether an earlier run measured this very picture, and all that is asked for."""
+    return row["status"] == "measured" and row["stamp"] == sample.stamp() and set(groups) <= set(row["groups"])
+
+
+def _only(row: dict[str, Any], groups: Sequence[str]) -> dict[str, Any]:
+    """A row without the groups of metrics that this run does not measure on the picture."""
+    if row["status"] != "measured" or set(row["groups"]) <= set(groups):
+        return row
+    kept = {name: value for name, value in row.items() if name not in ("stages", "correlation")}
+    return kept | {"groups": list(groups)}

@@ -1,0 +1,239 @@
+"""From pictures and the truth about them to numbers: everything that is measured on one picture, as a row."""
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vitflow.errors import OptionError, UnsupportedModelError
+from vitflow.evaluation import sanity
+from vitflow.evaluation.agreement import _constant
+from vitflow.evaluation.correlation import rank_correlation
+from vitflow.evaluation.datasets import Labelled
+from vitflow.evaluation.faithfulness import faithfulness_curves
+from vitflow.evaluation.localisation import localise
+from vitflow.evaluation.questions import Question
+from vitflow.explainer import Explainer, MethodChoice
+from vitflow.saliency import Saliency
+from vitflow.typesetting import printable
+
+_LOCALISATION = ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou")
+_FAITHFULNESS = ("deletion_auc", "insertion_auc", "gap", "positive_perturbation", "negative_perturbation")
+_CURVES = ("deletion", "insertion", "least_first", "correct_most", "correct_least")
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """What is measured, the same for every picture of a run.
+
+    Attributes:
+        methods: (label, name, options) of each; no two labels are equal.
+        groups: of metrics.
+        replace: what is left of removed patches: "drop", "blank" or "blur".
+        points: of the deletion and insertion curves.
+        batch_size: shortened sequences or changed pictures per forward pass.
+        seed: of the random weights.
+    """
+
+    methods: tuple[tuple[str, str, Mapping[str, Any]], ...]
+    groups: tuple[str, ...]
+    replace: str = "drop"
+    points: int = 11
+    batch_size: int = 32
+    seed: int = 0
+
+    @property
+    def labels(self) -> list[str]:
+        """What the methods are called in tables."""
+        return [label for label, _, _ in self.methods]
+
+    @property
+    def choices(self) -> list[MethodChoice]:
+        """The methods as the explainer takes them."""
+        return [(name, options) for _, name, options in self.methods]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Item:
+    """One picture of a batch.
+
+    Attributes:
+        name: of its sample.
+        picture: what the data says of it.
+        question: what is asked of it.
+        groups: of metrics that are measured on this picture, some of the protocol's.
+    """
+
+    name: str
+    picture: Labelled
+    question: Question
+    groups: tuple[str, ...]
+
+
+def measure(explainer: Explainer, items: Sequence[Item], protocol: Protocol) -> Iterator[dict[str, Any]]:
+    """Measure a batch of pictures, a row for each; what is wrong with one picture stands in its own row.
+
+    Raises:
+        OptionError, UnsupportedModelError: no picture can be measured this way.
+    """
+    try:
+        maps = _explain(explainer, items, protocol)
+    except (OptionError, UnsupportedModelError):
+        raise
+    except Exception as error:
+        if len(items) == 1:
+            yield failed_row(items[0].name, error)
+            return
+        # Out of memory: in halves. Anything else lies with one of the pictures: one by one, to find out which.
+        size = (len(items) + 1) // 2 if isinstance(error, torch.OutOfMemoryError) else 1
+        del error
+        for start in range(0, len(items), size):
+            yield from measure(explainer, items[start : start + size], protocol)
+        return
+    for item, own in zip(items, maps, strict=True):
+        try:
+            row = _row(explainer, item, own, protocol)
+        except (OptionError, UnsupportedModelError):
+            raise
+        except Exception as error:
+            row = failed_row(item.name, error)
+        yield row
+
+
+def failed_row(name: str, error: Exception) -> dict[str, Any]:
+    """The row of a picture that could not be measured."""
+    message = printable(str(error)) or type(error).__name__
+    return {"input": name, "status": "failed", "error": type(error).__name__, "message": message}
+
+
+def _explain(explainer: Explainer, items: Sequence[Item], protocol: Protocol) -> list[list[Saliency]]:
+    """The maps of each picture in the order of the methods, for the class that its question asks for."""
+    found: list[list[Saliency]] = [[] for _ in items]
+    asked = [number for number, item in enumerate(items) if item.question.target is not None]
+    others = [number for number, item in enumerate(items) if item.question.target is None]
+    for numbers, targets in (
+        (asked, np.array([items[number].question.target for number in asked], dtype=np.int64)),
+        (others, None),
+    ):
+        if numbers:
+            images = [items[number].picture.image for number in numbers]
+            flat = explainer.explain_batch(images, methods=protocol.choices, targets=targets)
+            count = len(protocol.methods)
+            for place, number in enumerate(numbers):
+                found[number] = flat[place * count : (place + 1) * count]
+    return found
+
+
+def _row(explainer: Explainer, item: Item, maps: Sequence[Saliency], protocol: Protocol) -> dict[str, Any]:
+    first = maps[0]
+    region = item.question.region
+    row: dict[str, Any] = {
+        "input": item.name,
+        "status": "measured",
+        "groups": list(item.groups),
+        "asked": "prediction" if item.question.target is None else "label",
+        "class_index": first.target,
+        "class_name": first.class_name,
+        "probability": _rounded(first.probability),
+        "predicted_index": first.predicted,
+        "width": first.image.shape[1],
+        "height": first.image.shape[0],
+        "region_share": None if region is None else _rounded(float(region.mean())),
+        "constant": [label for label, one in zip(protocol.labels, maps, strict=True) if _constant(one.grid)],
+        "seconds": {label: _rounded(one.seconds) for label, one in zip(protocol.labels, maps, strict=True)},
+        "values": {label: {} for label in protocol.labels},
+    }
+    if "localisation" in item.groups:
+        _add_localisation(row, item.question, maps, protocol)
+    if "faithfulness" in item.groups and first.target is not None:
+        _add_faithfulness(row, explainer, maps, protocol)
+    if "sanity" in item.groups:
+        _add_sanity(row, explainer, item, maps, protocol)
+    if "correlation" in item.groups:
+        _add_correlation(row, explainer, item)
+    return row
+
+
+def _add_localisation(row: dict[str, Any], question: Question, maps: Sequence[Saliency], protocol: Protocol) -> None:
+    row["overlap"] = {}
+    for label, one in zip(protocol.labels, maps, strict=True):
+        found = None
+        if question.region is not None:
+            heatmap = _heatmap(one)
+            if question.unknown is not None:
+                heatmap[question.unknown] = np.nan
+            found = localise(heatmap, question.region)
+        row["values"][label] |= {
+            name: None if found is None else _rounded(getattr(found, name)) for name in _LOCALISATION
+        }
+        row["overlap"][label] = None if found is None else list(found.overlap)
+
+
+def _heatmap(saliency: Saliency) -> NDArray[np.float32]:
+    """The map over the picture; that of a constant grid without the rounding of its interpolation."""
+    heatmap = saliency.heatmap
+    if _constant(saliency.grid):
+        heatmap[np.isfinite(heatmap)] = saliency.grid.flat[0]
+    return heatmap
+
+
+def _add_faithfulness(row: dict[str, Any], explainer: Explainer, maps: Sequence[Saliency], protocol: Protocol) -> None:
+    """Curves of the maps that rank patches; a constant one ranks none."""
+    ranking = [(label, one) for label, one in zip(protocol.labels, maps, strict=True) if not _constant(one.grid)]
+    curves = (
+        faithfulness_curves(
+            explainer,
+            [one for _, one in ranking],
+            replace=protocol.replace,
+            points=protocol.points,
+            batch_size=protocol.batch_size,
+        )
+        if ranking
+        else []
+    )
+    row["curves"] = {}
+    for (label, _), own in zip(ranking, curves, strict=True):
+        row["values"][label] |= {name: _rounded(getattr(own, name)) for name in _FAITHFULNESS}
+        row["curves"][label] = {name: [_rounded(float(value)) for value in getattr(own, name)] for name in _CURVES}
+    row["fractions"] = [_rounded(float(value)) for value in curves[0].fractions] if curves else None
+
+
+def _add_sanity(
+    row: dict[str, Any], explainer: Explainer, item: Item, maps: Sequence[Saliency], protocol: Protocol
+) -> None:
+    image, methods = item.picture.image, protocol.choices
+    # Other random weights for every picture, the same in every run.
+    seed = (protocol.seed + zlib.crc32(item.name.encode("utf-8", "surrogateescape"))) % 2**31
+    stages = sanity.cascading_randomisation(explainer, image, methods, seed=seed, maps=maps)
+    row["stages"] = [[name, [_rounded(value) for value in values]] for name, values in stages]
+    found = {
+        "randomisation": [None if value is None else abs(value) for value in stages[-1][1]],
+        "shift_stability": sanity.shift_stability(explainer, image, methods, maps=maps),
+        "flip_stability": sanity.flip_stability(explainer, image, methods, maps=maps),
+    }
+    if maps[0].target is not None:
+        found["class_sensitivity"] = sanity.class_sensitivity(explainer, image, methods)
+    for name, values in found.items():
+        for label, value in zip(protocol.labels, values, strict=True):
+            row["values"][label][name] = _rounded(value)
+
+
+def _add_correlation(row: dict[str, Any], explainer: Explainer, item: Item) -> None:
+    """Spearman of each layer's attention, rollout and flow with the references: [references][methods][layers]."""
+    found = rank_correlation([item.picture.image], model=explainer, target=item.question.target)
+    values = found.values[..., 0]
+    row["correlation"] = {
+        "methods": list(found.methods),
+        "references": list(found.references),
+        "layers": list(found.layers),
+        "values": [[[_rounded(v) for v in layers] for layers in methods] for methods in values.tolist()],
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    """Seven digits, which tell float32 values apart; None for what is not defined."""
+    return None if value is None or not np.isfinite(value) else float(f"{value:.7g}")
