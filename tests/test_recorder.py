@@ -415,23 +415,32 @@ def test_differential_attention_is_refused():
         model(torch.randn(1, 3, 32, 32))
 
 
-def test_a_model_that_does_not_tell_its_layout_is_asked_for_it():
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Conv2d(3, 24, 8, 8)
-            self.attend = timm.layers.Attention(24, num_heads=2)
+class Own(nn.Module):
+    """A model of somebody's own, which says nothing of itself."""
 
-        def forward(self, pixels: Tensor) -> Tensor:
-            return self.attend(self.embed(pixels).flatten(2).transpose(1, 2)).mean(1)
+    def __init__(self, skipped: int) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, 24, 8, 8)
+        self.attend = timm.layers.Attention(24, num_heads=2)
+        self.skipped = skipped
 
-    model, pixels = Own().eval(), torch.randn(1, 3, 32, 40)
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.attend(self.embed(pixels).flatten(2).transpose(1, 2)[:, self.skipped :]).mean(1)
+
+
+def test_a_grid_of_the_pictures_own_shape_needs_no_telling():
+    with torch.no_grad(), record_attention(Own(0).eval()) as trace:
+        trace.model(torch.randn(1, 3, 32, 40))
+    assert trace.layout == TokenLayout(0, 4, 5)
+
+
+def test_a_model_whose_tokens_make_no_grid_is_asked_for_its_layout():
+    model, pixels = Own(7).eval(), torch.randn(1, 3, 32, 40)
     with pytest.raises(UnsupportedModelError, match="layout=TokenLayout"), torch.no_grad(), record_attention(model):
         model(pixels)
-    with torch.no_grad(), record_attention(model, layout=TokenLayout(0, 4, 5)) as trace:
+    with torch.no_grad(), record_attention(model, layout=TokenLayout(1, 3, 4)) as trace:
         model(pixels)
-    assert trace.layout.to_grid(trace.attentions[0]).shape == (1, 2, 20, 4, 5)
-    torch.testing.assert_close(trace.readout, torch.full((1, 20), 1 / 20))
+    assert trace.layout.to_grid(trace.attentions[0]).shape == (1, 2, 13, 3, 4)
 
 
 def test_an_unknown_module_for_features_is_named():

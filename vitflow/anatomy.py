@@ -14,6 +14,8 @@ from vitflow.tokens import TokenLayout
 
 # What timm's attention modules call the projection that takes the joined heads back to the token width.
 _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj")
+# Where models that answer with fields keep their logits.
+_OUTPUTS = ("logits", "pooler_output", "image_embeds", "last_hidden_state")
 # What they call the norm that a block begins with.
 _FIRST_NORMS = ("norm1", "in_norm")
 
@@ -76,6 +78,41 @@ def block_norm(model: nn.Module, layer: int) -> str:
     return paths[check_layer("layer", layer, len(paths))]
 
 
+def logits_of(output: Any) -> Tensor | None:
+    """What a model answers: its output, or the `logits` (or else the pooled features) of an output with fields."""
+    if isinstance(output, Tensor):
+        return output
+    found = next((getattr(output, name, None) for name in _OUTPUTS if getattr(output, name, None) is not None), None)
+    return found if isinstance(found, Tensor) else None
+
+
+def layout_of_count(model: nn.Module, input_size: tuple[int, int], num_tokens: int) -> TokenLayout | None:
+    """The layout of num_tokens tokens over a picture of input_size = (height, width), or None if none fits.
+
+    The patches make a grid of the picture's own shape; before them stand as many tokens as the model says, or none, or
+    as many as remain.
+    """
+    height, width = input_size
+    transformer: Any = transformer_of(model)
+    class_token = getattr(transformer, "cls_token", None)
+    said = (
+        getattr(transformer, "num_prefix_tokens", None),
+        class_token.shape[1] if isinstance(class_token, Tensor) and class_token.ndim == 3 else None,
+    )
+    prefixes = dict.fromkeys([count for count in said if isinstance(count, int)] + [0, 1, 2])
+    for prefix in prefixes:
+        patches = num_tokens - prefix
+        if patches < 1:
+            continue
+        side = (height * width / patches) ** 0.5  # of a square patch, in pixels
+        for rows in {max(1, int(height / side)), int(height / side) + 1}:
+            cols = patches // rows
+            # Rounding at the edges may add or take away a part of a patch in each direction.
+            if rows * cols == patches and abs(rows - height / side) < 1 and abs(cols - width / side) < 1:
+                return TokenLayout(prefix, rows, cols)
+    return None
+
+
 def read_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: int | None) -> TokenLayout:
     """Token layout of a forward pass over a picture of input_size = (height, width) that had num_tokens tokens.
 
@@ -86,20 +123,26 @@ def read_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: int |
     """
     transformer: Any = transformer_of(model)
     name = type(transformer).__name__
-    embed = getattr(transformer, "patch_embed", None)
+    embed: Any = getattr(transformer, "patch_embed", None)
     prefix = getattr(transformer, "num_prefix_tokens", None)
-    if embed is None or (prefix is None and num_tokens is None):
-        raise UnsupportedModelError(
-            f"{name} does not say how its {num_tokens or ''} tokens are arranged (no patch_embed): "
-            "pass layout=TokenLayout(num_prefix_tokens, rows, cols)."
-        )
     if getattr(embed, "strict_img_size", True) is False and hasattr(embed, "dynamic_feat_size"):
         rows, cols = embed.dynamic_feat_size(input_size)  # grid_size is stale under dynamic sizes
-    else:
+    elif getattr(embed, "grid_size", None) is not None and (prefix is not None or num_tokens is not None):
         rows, cols = embed.grid_size
+    else:
+        fitting = None if num_tokens is None else layout_of_count(model, input_size, num_tokens)
+        if fitting is None:
+            raise UnsupportedModelError(
+                f"{name} does not say how its {num_tokens or ''} tokens are arranged (no patch_embed): "
+                "pass layout=TokenLayout(num_prefix_tokens, rows, cols)."
+            )
+        return fitting
     if prefix is None:
         prefix = num_tokens - rows * cols
     if num_tokens is not None and prefix + rows * cols != num_tokens:
+        fitting = layout_of_count(model, input_size, num_tokens)
+        if fitting is not None:
+            return fitting
         raise UnsupportedModelError(
             f"{name} has {prefix} prefix tokens and a grid of {rows} × {cols} patches, but its attention ran over "
             f"{num_tokens} tokens: pass layout=TokenLayout(num_prefix_tokens, rows, cols)."
@@ -121,10 +164,10 @@ def read_readout(model: nn.Module, layout: TokenLayout, pooling_attention: Tenso
         return _attention_pooling(transformer, layout, pooling_attention), "attention pooling"
     weights = torch.zeros(1, layout.num_tokens)
     pool = getattr(transformer, "global_pool", None)
-    if hasattr(transformer, "head_dist"):
+    if getattr(transformer, "head_dist", None) is not None and layout.num_prefix_tokens == 2:
         weights[0, :2] = 0.5
         return weights, "class and distillation token"
-    has_class_token = bool(getattr(transformer, "has_class_token", layout.num_prefix_tokens > 0))
+    has_class_token = layout.num_prefix_tokens > 0 and getattr(transformer, "has_class_token", True)
     if has_class_token and pool not in ("avg", "avgmax", "max"):
         weights[0, 0] = 1.0
         return weights, "class token"
@@ -158,4 +201,6 @@ def output_projection(attention_module: nn.Module) -> Tensor | None:
         projection = getattr(attention_module, name, None)
         if isinstance(projection, nn.Linear):
             return projection.weight
+        if isinstance(projection, nn.Conv2d) and projection.kernel_size == (1, 1) and projection.groups == 1:
+            return projection.weight.flatten(1)
     return None

@@ -5,29 +5,26 @@ Attention is seen where it is computed. While a model runs inside `record_attent
 of modules or on `attn_drop`, which fused attention never calls. Afterwards the model is exactly as it was.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from vitflow.anatomy import block_norms, output_projection, read_layout, read_readout, unwrap
+from vitflow.anatomy import block_norms, logits_of, output_projection, read_layout, read_readout, unwrap
 from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, ValueNormsError
+from vitflow.families import arrangement, is_difference, is_pooling, other_attention, refusal_of
+from vitflow.interception import Interception
 from vitflow.methods.fusion import HeadFusion, check_head_fusion
 from vitflow.methods.values import Values, ValueWeighting, check_value_weighting, fuse_weighted, join_values
+from vitflow.placing import place_layers
 from vitflow.tokens import TokenLayout
-from vitflow.trace import AttentionLayer, FusionKey, Trace
+from vitflow.trace import Arrange, AttentionLayer, FusionKey, Part, Trace
 
-_SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
 # Blocks whose attention modules work side by side on the same tokens: together they are one layer with more heads.
 _PARALLEL_BLOCKS = ("ParallelThingsBlock",)
-# Where only fused matrices are kept, a processor works on about so many probabilities at a time, to stay in its cache.
-_CACHED_PROBABILITIES = 2**18
 
 
 class record_attention:
@@ -84,7 +81,7 @@ class record_attention:
         self._called, self._model = model, unwrap(model)
         self._fusions = keys
         self._keep_heads = gradients or not keys
-        self._gradients = gradients
+        self.gradients = gradients
         self._values = value_norms or bool(value_weighted) or any(weighting for _, weighting in keys)
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention = attention
@@ -95,7 +92,12 @@ class record_attention:
     def __enter__(self) -> Trace:
         self.trace = Trace(model=self._model)
         self._path: list[tuple[str, nn.Module]] = []  # the modules that are running, outermost first
-        self._open: dict[str, list[tuple[Tensor, Values | None]]] = {}  # layers that are running
+        self._open: dict[str, list[Part]] = {}  # layers that are running
+        self._streamed: dict[FusionKey, list[Tensor]] = {}  # the layer that is fused part by part
+        self._other: set[str] = set()  # what runs that is no attention between tokens, in words
+        self._batch = 1
+        self._placing = False  # while the model runs once more to find its windows, nothing is recorded
+        self._interception = Interception(self)
         self._pooling: Tensor | None = None
         self._stack = ExitStack()
         with ExitStack() as stack:  # if anything fails on the way in, everything is undone
@@ -104,7 +106,7 @@ class record_attention:
             if self._called is not self._model and not isinstance(self._called, nn.DataParallel):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code shows no calls
             if self._attention:
-                stack.enter_context(_Intercept(self))
+                stack.enter_context(self._interception)
             self._stack = stack.pop_all()
         return self.trace
 
@@ -113,7 +115,7 @@ class record_attention:
     ) -> None:
         self._stack.close()
         if kind is None and self._attention and self.trace.pixels is not None and not self.trace.layers:
-            raise _nothing_seen(self._model)
+            raise _nothing_seen(self._model, self._other)
 
     # -- the model's modules ------------------------------------------------------------------------------------------
 
@@ -127,16 +129,15 @@ class record_attention:
             stack.callback(module.register_forward_hook(self._keeping(path)).remove)
 
     def _enter_flags(self, stack: ExitStack) -> None:
-        """Have un-fused modules call fused attention while recording, where the value vectors are needed."""
-        if not self._values:
-            return
-        for module in self._model.modules():
-            if getattr(module, "fused_attn", True) is False:
-                stack.callback(setattr, module, "fused_attn", False)
-                module.fused_attn = True  # type: ignore[assignment]
+        """Have torch's own transformer modules take the path on which their attention is seen."""
+        enabled = torch.backends.mha.get_fastpath_enabled()
+        stack.callback(torch.backends.mha.set_fastpath_enabled, enabled)
+        torch.backends.mha.set_fastpath_enabled(False)
 
     def _entering(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._placing:
+                return None
             if not name:
                 args, kwargs = self._begin(args, kwargs)
             self._path.append((name, module))
@@ -146,18 +147,26 @@ class record_attention:
 
     def _leaving(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._placing:
+                return
+            if output is not None:  # no exception passes through
+                self._interception.ended(name)
             if self._path and self._path[-1][0] == name:
                 self._path.pop()
-            if name in self._open and output is not None:
+            if output is None:
+                return
+            if name in self._open:
                 self._close(name)
-            if not name and isinstance(output, Tensor):
-                self._finish(output)
+            logits = logits_of(output)
+            if not name and logits is not None:
+                self._finish(logits)
 
         return hook
 
     def _keeping(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            self.trace.features[path] = output
+            if not self._placing:
+                self.trace.features[path] = output
 
         return hook
 
@@ -169,8 +178,10 @@ class record_attention:
         trace.block_norms = block_norms(self._model) if self._features else ()
         trace.logits = trace._layout = trace._readout = None
         self._path, self._pooling, self._open = [], None, {}
+        self._other = set()
         pixels = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
-        if pixels is None or not self._gradients:
+        self._batch = 1 if pixels is None else len(pixels)
+        if pixels is None or not self.gradients:
             trace.pixels = pixels
             return args, kwargs
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
@@ -192,68 +203,95 @@ class record_attention:
         trace.logits = logits
         if trace.pixels is None:
             return
+        size = (trace.pixels.shape[-2], trace.pixels.shape[-1])
         if not trace.layers:
-            trace._layout = self._layout_without_attention(trace.pixels)
+            trace._layout = self._layout_without_attention(size)
             return
-        first = trace.layers[0]
-        example = first.heads if first.heads is not None else next(iter(first.fused.values()))
-        batch, tokens = example.shape[0], example.shape[-1]
-        height, width = trace.pixels.shape[-2:]
-        trace._layout = self._layout or read_layout(self._model, (height, width), tokens)
-        weights, trace.pooling = read_readout(self._model, trace._layout, self._pooling)
-        trace._readout = weights.to(example.device, example.dtype).expand(batch, -1)
+        trace.refusal = refusal_of(self._model, trace.layers)
+        if trace.refusal is None:
+            self._placing = True
+            try:
+                trace.layers, trace.refusal = place_layers(self._model, trace.layers, trace.pixels, self._layout)
+            finally:
+                self._placing = False
+        if trace.refusal is not None:
+            trace._layout = self._layout_without_attention(size)
+            return
+        bottom, top = trace.layers[0].place, trace.layers[-1].place
+        trace._layout, trace._top = bottom.keys, top.queries
+        weights, trace.pooling = read_readout(self._model, top.queries, self._pooling)
+        trace._readout = weights.to(trace.layers[-1].example).expand(len(trace.pixels), -1)
 
-    def _layout_without_attention(self, pixels: Tensor) -> TokenLayout | None:
+    def _layout_without_attention(self, size: tuple[int, int]) -> TokenLayout | None:
         """The layout by the model's own word, or None: what looks at pixels alone needs none."""
         tokens = next((found.shape[1] for found in self.trace.features.values() if found.ndim == 3), None)
         try:
-            return self._layout or read_layout(self._model, (pixels.shape[-2], pixels.shape[-1]), tokens)
+            return self._layout or read_layout(self._model, size, tokens)
         except UnsupportedModelError:
             return None
 
-    def saw(self, probabilities: Tensor, value: Tensor | None) -> None:
-        """Take in one module's attention probabilities [batch, heads, queries, keys] and its value vectors."""
+    # -- what the interception tells ----------------------------------------------------------------------------------
+
+    def running(self) -> str | None:
+        """Name of the module that runs now; None if what it computes is no attention between tokens."""
+        if not self._path or self._placing:
+            return None
         name, module = self._path[-1]
-        if _is_pooling(name, *probabilities.shape[-2:]):
+        other = other_attention(module)
+        if other is not None:
+            self._other.add(other)
+            return None
+        return name
+
+    def saw(self, probabilities: Tensor, value: Tensor | None, mixed: bool = False) -> None:
+        """Take in the attention of one module and the values that it is applied to."""
+        name, module = self._path[-1]
+        if is_pooling(name, module):
             self._pooling = probabilities.detach()
             return
         layer = self._parallel_block() or name
-        if layer == name and layer in self._open:
+        if layer == name and layer in self._open and is_difference(module):
             raise UnsupportedModelError(
                 f"{type(module).__name__} ({name}) computes attention more than once in a pass: the difference of two "
                 "attention matrices has negative entries, and rollout and flow are not defined on it."
             )
-        self._open.setdefault(layer, []).append((probabilities, self._values_of(value)))
+        arrange = arrangement(module, probabilities, self._batch)
+        part = Part(probabilities, arrange, self._values_of(value, arrange), mixed)
+        self._open.setdefault(layer, []).append(part)
 
     def streams(self, query: Tensor, key: Tensor) -> bool:
         """Whether this call's probabilities are only needed fused, so that they never have to exist all at once."""
-        name = self._path[-1][0]
+        name, module = self._path[-1]
         return not (
             self._keep_heads
             or query.device.type != "cpu"
+            or query.ndim != 4
             or name in self._open
             or self._parallel_block()
-            or _is_pooling(name, query.shape[-2], key.shape[-2])
+            or is_pooling(name, module)
+            or is_difference(module)
+            or arrangement(module, query, self._batch) is not None
         )
 
-    def saw_part(self, fused: dict[FusionKey, list[Tensor]], probabilities: Tensor, value: Tensor) -> None:
+    def saw_part(self, probabilities: Tensor, value: Tensor) -> None:
         """Fuse the probabilities of some pictures of the batch."""
-        values = self._values_of(value)
+        values = self._values_of(value, None)
         for fusion, weighting in self._fusions:
             part = fuse_weighted(probabilities.detach(), fusion, weighting, values)  # type: ignore[arg-type]
-            fused.setdefault((fusion, weighting), []).append(part)
+            self._streamed.setdefault((fusion, weighting), []).append(part)
 
-    def saw_fused(self, fused: dict[FusionKey, list[Tensor]]) -> None:
+    def saw_parts(self) -> None:
         """Take in a layer that was fused part by part."""
         name = self._path[-1][0]
         self._open[name] = []
-        joined = {key: parts[0] if len(parts) == 1 else torch.cat(parts) for key, parts in fused.items()}
+        joined = {key: parts[0] if len(parts) == 1 else torch.cat(parts) for key, parts in self._streamed.items()}
+        self._streamed = {}
         self.trace.layers.append(AttentionLayer(name, fused=joined))
 
     def _parallel_block(self) -> str | None:
         return next((path for path, module in self._path if type(module).__name__ in _PARALLEL_BLOCKS), None)
 
-    def _values_of(self, value: Tensor | None) -> Values | None:
+    def _values_of(self, value: Tensor | None, arrange: Arrange | None) -> Values | None:
         if not self._values:
             return None
         name, module = self._path[-1]
@@ -262,114 +300,24 @@ class record_attention:
                 f"{type(module).__name__} ({name}) applies its attention by itself, where the values that value "
                 "weighting needs cannot be seen. Use value_weighted=False."
             )
-        return _read_values(value, module, name)
+        return _read_values(value if arrange is None else arrange(value), module, name)
 
     def _close(self, name: str) -> None:
         """A layer has run: fuse its heads at once, so that no more than one layer's heads are alive."""
         parts = self._open.pop(name)
         if not parts:
             return  # fused part by part
-        seen = [part for _, part in parts if part is not None]
+        seen = [part.values for part in parts if part.values is not None]
         values = seen[0] if len(seen) == 1 else join_values(seen) if seen else None
         layer = AttentionLayer(name)
         if self._keep_heads:
-            layer.parts, layer.values = tuple(part for part, _ in parts), values
+            layer.parts, layer.values = tuple(parts), values
         else:
-            heads = parts[0][0] if len(parts) == 1 else torch.cat([part for part, _ in parts], dim=1)
+            heads = parts[0].heads if len(parts) == 1 else torch.cat([part.heads for part in parts], dim=1)
             for fusion, weighting in self._fusions:
-                layer.fused[fusion, weighting] = fuse_weighted(heads.detach(), fusion, weighting, values)  # type: ignore[arg-type]
+                fused = fuse_weighted(heads.detach(), fusion, weighting, values)  # type: ignore[arg-type]
+                layer.fused[fusion, weighting] = fused.clamp_min(0.0) if any(part.mixed for part in parts) else fused
         self.trace.layers.append(layer)
-
-
-class _Intercept(TorchFunctionMode):
-    """Sees every torch function of this thread, and takes attention probabilities where they are made."""
-
-    def __init__(self, recorder: record_attention) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and self.recorder._path:
-            return _attend(self.recorder, *args, **kwargs)
-        output = func(*args, **kwargs)
-        if func in _SOFTMAX and self.recorder._path and _is_attention(self.recorder._path, output, args, kwargs):
-            # A copy in another precision would lie beside the path of the gradients.
-            exact = output.dtype == torch.float64 or self.recorder._gradients
-            self.recorder.saw(output if exact else output.float(), None)
-        return output
-
-
-def _attend(
-    recorder: record_attention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """`scaled_dot_product_attention`, with the probabilities computed once: recorded, and used for the output."""
-    exact = query.dtype in (torch.float32, torch.float64) and not enable_gqa
-    if exact and dropout_p == 0.0 and attn_mask is None and recorder.streams(query, key):
-        return _attend_in_parts(recorder, query, key, value, is_causal, scale)
-    probabilities = _probabilities(query, key, attn_mask, is_causal, scale, enable_gqa)
-    if recorder._gradients and not probabilities.requires_grad:
-        probabilities = probabilities.detach().requires_grad_()  # a frozen model: the graph begins here
-    recorder.saw(probabilities, value)
-    if dropout_p == 0.0 and (exact or recorder._gradients):
-        if enable_gqa:
-            value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
-        return probabilities.to(value.dtype) @ value
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-
-
-def _attend_in_parts(
-    recorder: record_attention, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
-) -> Tensor:
-    """`_attend` for fused matrices alone, some pictures at a time: faster on a processor, and with less memory."""
-    batch, heads, queries, _ = query.shape
-    step = max(1, _CACHED_PROBABILITIES // (heads * queries * key.shape[-2]))
-    fused: dict[FusionKey, list[Tensor]] = {}
-    outputs = []
-    for part in (slice(start, start + step) for start in range(0, batch, step)):
-        probabilities = _probabilities(query[part], key[part], None, is_causal, scale, False)
-        recorder.saw_part(fused, probabilities, value[part])
-        outputs.append(probabilities @ value[part])
-    recorder.saw_fused(fused)
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def _probabilities(
-    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool
-) -> Tensor:
-    """Attention probabilities [batch, heads, queries, keys], in float32 at least."""
-    if query.dtype not in (torch.float32, torch.float64):
-        query, key = query.float(), key.float()
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
-    with torch.autocast(query.device.type, enabled=False):
-        scores = (query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)) @ key.transpose(-2, -1)
-        if is_causal:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-        return scores.softmax(dim=-1)
-
-
-def _is_pooling(name: str, queries: int, keys: int) -> bool:
-    """Whether attention pools the tokens for the head, instead of mixing them in a layer."""
-    return queries != keys or name.split(".")[-1] == "attn_pool"
-
-
-def _is_attention(path: list[tuple[str, nn.Module]], output: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a softmax was attention between tokens: over the last of four axes, below the model's own level."""
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    return isinstance(output, Tensor) and output.ndim == 4 and dim in (-1, 3) and bool(path[-1][0])
 
 
 def _read_values(value: Tensor, module: nn.Module, name: str) -> Values:
@@ -401,9 +349,10 @@ def _refuse_checkpointing(model: nn.Module) -> None:
             )
 
 
-def _nothing_seen(model: nn.Module) -> NoAttentionError:
+def _nothing_seen(model: nn.Module, other: set[str]) -> NoAttentionError:
+    instead = " and ".join(sorted(other)) or "convolution, or mixing of another kind"
     return NoAttentionError(
-        f"No attention between tokens was seen in a forward pass of {type(model).__name__}: it called neither "
-        "scaled_dot_product_attention nor a softmax over tokens. Attention rollout and flow need a model with "
-        "self-attention, such as a timm vit_*, deit_* or dinov2 model."
+        f"No attention between tokens was seen in a forward pass of {type(model).__name__}: it computes {instead}. "
+        "Attention rollout and flow need a model with self-attention, such as a timm vit_*, deit_* or dinov2 model; "
+        "gradcam, input_gradient and occlusion work on this one."
     )

@@ -8,11 +8,43 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError
+from vitflow.methods.staged import Place
 from vitflow.methods.values import Values, ValueWeighting, check_value_weighting, fuse_weighted
 from vitflow.tokens import TokenLayout
 
 # How heads were fused: the name of the fusion, and the value weighting that came before it.
 FusionKey = tuple[str, ValueWeighting]
+
+
+# Brings probabilities, or values, into the form [batch · windows, heads, tokens, …].
+Arrange = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """The attention of one module as it computed it.
+
+    Attributes:
+        tensor: the probabilities that it applied, on the path of the gradients where those were asked for.
+        arrange: brings them into the form [batch · windows, heads, queries, keys]; None where they have it.
+        values: the value vectors that they were applied to, where asked for.
+        mixed: whether the heads were mixed or re-weighed after the softmax (CaiT, ConViT, EfficientFormerV2). Rows need
+            not sum to 1 then, and entries may be negative; in fused matrices those count as 0.
+    """
+
+    tensor: Tensor
+    arrange: Arrange | None = None
+    values: Values | None = None
+    mixed: bool = False
+
+    @property
+    def heads(self) -> Tensor:
+        """The probabilities, [batch · windows, heads, queries, keys]."""
+        return self.arranged(self.tensor)
+
+    def arranged(self, like: Tensor) -> Tensor:
+        """A tensor of the same form, such as the gradient, [batch · windows, heads, queries, keys]."""
+        return like if self.arrange is None else self.arrange(like)
 
 
 @dataclass(slots=True)
@@ -21,23 +53,40 @@ class AttentionLayer:
 
     Attributes:
         name: the layer's module path in the model, such as "blocks.3.attn".
-        parts: probabilities [batch, heads, tokens, tokens] of each attention module of the layer (more than one where
-            modules work side by side on the same tokens); empty where only fused matrices were kept.
-        fused: fused matrices [batch, tokens, tokens] by (head fusion, value weighted).
+        parts: what each attention module of the layer computed (more than one where modules work side by side on the
+            same tokens); empty where only fused matrices were kept.
+        fused: fused matrices [batch · windows, queries, keys] by (head fusion, value weighted).
         values: the value vectors that this attention passes on, where asked for.
+        place: where its tokens lie; None where that is not known.
     """
 
     name: str
-    parts: tuple[Tensor, ...] = ()
+    parts: tuple[Part, ...] = ()
     fused: dict[FusionKey, Tensor] = field(default_factory=dict)
     values: Values | None = None
+    _place: Place | None = None
 
     @property
     def heads(self) -> Tensor | None:
-        """All heads of the layer, [batch, heads, tokens, tokens], or None where only fused matrices were kept."""
+        """All heads of the layer, [batch · windows, heads, queries, keys], or None where only fused matrices were kept.
+
+        A layer without windows has one window, which holds all tokens.
+        """
         if len(self.parts) > 1:
-            return torch.cat(self.parts, dim=1)
-        return self.parts[0] if self.parts else None
+            return torch.cat([part.heads for part in self.parts], dim=1)
+        return self.parts[0].heads if self.parts else None
+
+    @property
+    def example(self) -> Tensor:
+        """Any of the layer's matrices, [batch · windows, …, queries, keys]."""
+        return self.parts[0].heads if self.parts else next(iter(self.fused.values()))
+
+    @property
+    def place(self) -> Place:
+        """Where the tokens of this layer lie; VitflowError before that is known."""
+        if self._place is None:
+            raise VitflowError(f"It is not known where the tokens of {self.name} lie.")
+        return self._place
 
 
 @dataclass(slots=True)
@@ -71,6 +120,7 @@ class Trace:
         model: the model itself, for methods that run it again.
         targets: the class that each picture is explained for, [batch]; None where there are no classes.
         predict: maps model inputs to probabilities [batch, classes]; for methods that run the model again.
+        refusal: why rollout and flow do not apply to this model, or None.
     """
 
     layers: list[AttentionLayer] = field(default_factory=list)
@@ -82,13 +132,17 @@ class Trace:
     model: Any = None
     targets: Tensor | None = None
     predict: Callable[[Tensor], Tensor] | None = None
+    refusal: str | None = None
     _layout: TokenLayout | None = None
+    _top: TokenLayout | None = None
     _readout: Tensor | None = None
     _backward: dict[tuple[int, ...], Backward] = field(default_factory=dict)
 
     @property
     def layout(self) -> TokenLayout:
-        """Prefix tokens and patch grid of the recorded pass."""
+        """Prefix tokens and patch grid of the recorded pass; where stages differ, those of the first layer's keys."""
+        if self.refusal is not None:
+            raise UnsupportedModelError(self.refusal)
         if self._layout is None and self.logits is not None:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} does not say how its tokens are arranged: pass "
@@ -97,6 +151,23 @@ class Trace:
         if self._layout is None:
             raise VitflowError(_NOTHING_RECORDED)
         return self._layout
+
+    @property
+    def top(self) -> TokenLayout:
+        """Prefix tokens and patch grid of the top layer, over which the readout goes."""
+        return self.layout if self._top is None else self._top
+
+    @property
+    def staged(self) -> bool:
+        """Whether layers have windows of their own, or stages with different tokens between them."""
+        layout = self.layout
+        return any(not layer.place.dense or layer.place.queries != layout for layer in self.layers)
+
+    def windows(self, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """Fused matrices [batch · windows, queries, keys] of each layer as [batch, windows, queries, keys]."""
+        return [
+            matrix.unflatten(0, (-1, layer.place.windows)) for layer, matrix in zip(self.layers, matrices, strict=True)
+        ]
 
     def grid(self, patch_size: int | None = None) -> tuple[int, int]:
         """Rows and columns of a map of the model input: the model's own patches, or cells of about so many pixels.
@@ -114,6 +185,8 @@ class Trace:
     @property
     def readout(self) -> Tensor:
         """Weight of each token of the top layer in the model's answer, [batch, tokens]."""
+        if self.refusal is not None:
+            raise UnsupportedModelError(self.refusal)
         if self._readout is None:
             raise VitflowError(_NOTHING_RECORDED)
         return self._readout
@@ -170,7 +243,8 @@ class Trace:
                         f"Attention fused by {head_fusion}{_weighted_words(value_weighted)} was not recorded: name it "
                         "when recording, or record every head."
                     )
-                layer.fused[key] = fuse_weighted(_detached(layer.heads), head_fusion, value_weighted, layer.values)  # type: ignore[arg-type]
+                fused = fuse_weighted(_detached(layer.heads), head_fusion, value_weighted, layer.values)  # type: ignore[arg-type]
+                layer.fused[key] = fused.clamp_min(0.0) if any(part.mixed for part in layer.parts) else fused
             matrices.append(layer.fused[key])
         return matrices
 
@@ -233,7 +307,7 @@ class Trace:
         if not self.logits.requires_grad:
             raise OptionError("This pass was recorded without gradients: record with gradients=True.")
         parts = [(layer.name, part) for layer in self.layers for part in layer.parts]
-        inputs: list[Tensor] = [*(part for _, part in parts), *self.features.values(), self.pixels]
+        inputs: list[Tensor] = [*(part.tensor for _, part in parts), *self.features.values(), self.pixels]
         # Half precision cannot hold the smallest gradients, unless they are made larger on the way.
         scale = _HALF_SCALE if self.logits.dtype == torch.float16 else 1.0
         # Pictures of a batch do not influence each other, so the sum's gradient holds each picture's own.
@@ -250,7 +324,9 @@ class Trace:
             torch.zeros_like(source) if gradient is None else gradient.to(_wider(gradient.dtype)) / scale
             for source, gradient in zip(inputs, found, strict=True)
         )
-        attentions = [torch.cat([next(gradients) for _ in layer.parts], dim=1) for layer in self.layers]
+        attentions = [
+            torch.cat([part.arranged(next(gradients)) for part in layer.parts], dim=1) for layer in self.layers
+        ]
         features = {name: next(gradients) for name in self.features}
         return Backward(attentions, features, next(gradients))
 

@@ -15,6 +15,7 @@ from vitflow.methods import rollout as rollouts
 from vitflow.methods.attention import check_layer, one_head, raw_attention
 from vitflow.methods.flow import Solver, attention_flow
 from vitflow.methods.fusion import HeadFusion, normalize_rows
+from vitflow.methods.staged import carry, staged_rollout
 from vitflow.methods.values import ValueWeighting
 from vitflow.methods.window import Window
 from vitflow.progress import tracking
@@ -47,8 +48,38 @@ def readout_of(trace: Trace, patch: Patch | None) -> Tensor:
         return trace.readout
     row, col = patch
     one_hot = torch.zeros_like(trace.readout)
-    one_hot[:, trace.layout.token_of_patch(row, col)] = 1.0
+    one_hot[:, trace.top.token_of_patch(row, col)] = 1.0
     return one_hot
+
+
+def _product(
+    trace: Trace,
+    matrices: Sequence[Tensor],
+    readout: Tensor,
+    *,
+    discard_ratio: float = 0.0,
+    residual: float = 0.5,
+    start_layer: int = 1,
+    additive: bool = False,
+) -> Tensor:
+    """The readout's row of a product of layers that have windows, or stages between them, on the patch grid."""
+    tokens, layout = staged_rollout(
+        trace.windows(matrices),
+        [layer.place for layer in trace.layers],
+        readout=readout,
+        discard_ratio=discard_ratio,
+        residual=residual,
+        start_layer=start_layer,
+        additive=additive,
+    )
+    grids: Tensor = layout.to_grid(tokens)
+    return grids
+
+
+def _for_the_class(trace: Trace, head_fusion: HeadFusion, value_weighted: ValueWeighting) -> list[Tensor]:
+    """The fused (A ⊙ ∇A)⁺ of each layer, [batch · windows, queries, keys]."""
+    heads = trace.heads(value_weighted=value_weighted)
+    return rollouts.for_the_class(heads, trace.backward().attentions, head_fusion)
 
 
 def rollout(
@@ -61,9 +92,13 @@ def rollout(
     value_weighted: ValueWeighting,
     patch: Patch | None,
 ) -> Maps:
-    """Attention rollout of the readout, on the patch grid."""
+    """Attention rollout of the readout, on the patch grid; on the finest one where stages differ."""
+    matrices = trace.fused(head_fusion, value_weighted=value_weighted)
+    if trace.staged:
+        own: dict[str, Any] = {"discard_ratio": discard_ratio, "residual": residual, "start_layer": start_layer}
+        return Maps(_product(trace, matrices, readout_of(trace, patch), **own))
     tokens = rollouts.attention_rollout(
-        trace.fused(head_fusion, value_weighted=value_weighted),
+        matrices,
         discard_ratio=discard_ratio,
         residual=residual,
         start_layer=start_layer,
@@ -90,6 +125,12 @@ def flow(
     Through many layers nearly every flow is saturated, and the map says nothing of the layers above the first. So the
     flow runs through the upper layers, where it is not, and attention rollout takes what arrives down to the patches.
     """
+    if trace.staged:
+        raise UnsupportedModelError(
+            f"Attention flow is computed over one set of tokens, and {type(trace.model).__name__} has windows, or "
+            "stages with different tokens. Use rollout, which goes through them, or attention, gradient_rollout, "
+            "gradcam."
+        )
     matrices = trace.fused(head_fusion, value_weighted=value_weighted)
     if layers == DEFAULT_WINDOW:
         layers = min(DEFAULT_WINDOW, len(matrices))  # a shallower model has no more
@@ -130,6 +171,8 @@ def attention(
     else:
         matrix = one_head(trace.heads(value_weighted=value_weighted)[index].detach(), head)
         matrix = normalize_rows(matrix) if value_weighted else matrix
+    if trace.staged:
+        return Maps(_attention_of_stage(trace, index, matrix, readout_of(trace, patch), discard_ratio))
     tokens = raw_attention(
         [matrix],
         readout=readout_of(trace, patch),
@@ -137,6 +180,20 @@ def attention(
         num_prefix_tokens=trace.layout.num_prefix_tokens,
     )
     return Maps(trace.layout.to_grid(tokens))
+
+
+def _attention_of_stage(trace: Trace, index: int, matrix: Tensor, readout: Tensor, discard_ratio: float) -> Tensor:
+    """What the readout attends to in one layer of several stages: its row without any residual, on the keys' grid."""
+    place = trace.layers[index].place
+    tokens, layout = staged_rollout(
+        [matrix.unflatten(0, (-1, place.windows))],
+        [place],
+        readout=carry(readout, trace.top, place.queries),
+        discard_ratio=discard_ratio,
+        residual=0.0,
+    )
+    grids: Tensor = layout.to_grid(tokens)
+    return grids
 
 
 def gradient_rollout(
@@ -149,7 +206,11 @@ def gradient_rollout(
     value_weighted: ValueWeighting,
     patch: Patch | None,
 ) -> Maps:
-    """Gradient rollout of the readout for the target, on the patch grid."""
+    """Gradient rollout of the readout for the target, on the patch grid; on the finest one where stages differ."""
+    if trace.staged:
+        own: dict[str, Any] = {"discard_ratio": discard_ratio, "residual": residual, "start_layer": start_layer}
+        matrices = _for_the_class(trace, head_fusion, value_weighted)
+        return Maps(_product(trace, matrices, readout_of(trace, patch), **own))
     tokens = rollouts.gradient_rollout(
         trace.heads(value_weighted=value_weighted),
         trace.backward().attentions,
@@ -171,7 +232,10 @@ def gae(
     value_weighted: ValueWeighting,
     patch: Patch | None,
 ) -> Maps:
-    """Generic attention explainability of the readout for the target, on the patch grid."""
+    """Generic attention explainability of the readout for the target, on the patch grid; on the finest one likewise."""
+    if trace.staged:
+        matrices = _for_the_class(trace, head_fusion, value_weighted)
+        return Maps(_product(trace, matrices, readout_of(trace, patch), start_layer=start_layer, additive=True))
     tokens = rollouts.gae(
         trace.heads(value_weighted=value_weighted),
         trace.backward().attentions,

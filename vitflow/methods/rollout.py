@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import ShapeError
+from vitflow.methods import onepass
 from vitflow.methods.attention import check_layer, check_readout
-from vitflow.methods.fusion import HeadFusion, check_attentions, fuse_heads, layer_matrix
+from vitflow.methods.fusion import HeadFusion, check_attentions, check_fraction, fuse_heads, layer_matrix
 from vitflow.methods.gradients import at_least_float32
 
 
@@ -50,6 +51,8 @@ def attention_rollout(
     tensor([[[0.2500, 0.7500],
              [0.0000, 1.0000]]])
     """
+    check_fraction("discard_ratio", discard_ratio)
+    check_fraction("residual", residual)
     layers = check_attentions(attentions)
     first = check_layer("start_layer", start_layer, len(layers))
     batch, tokens = layers[0].shape[0], layers[0].shape[-1]
@@ -68,7 +71,13 @@ def attention_rollout(
         for layer in reversed(layers[first:-1]):
             product = product @ matrix(layer)
         return product
-    row = check_readout(readout, batch, tokens).to(layers[0]).unsqueeze(1)  # [batch, 1, tokens]
+    row = check_readout(readout, batch, tokens).to(layers[0])
+    if onepass.in_memory(row, *layers[first:]):
+        fused = [fuse_heads(layer, head_fusion) if layer.ndim == 4 else layer for layer in layers[first:]]
+        return onepass.carry_rows(
+            row, fused, discard_ratio=discard_ratio, residual=residual, num_prefix_tokens=num_prefix_tokens
+        )
+    row = row.unsqueeze(1)  # [batch, 1, tokens]
     for layer in reversed(layers[first:]):
         row = torch.bmm(row, matrix(layer))
     return row.squeeze(1)
@@ -112,7 +121,7 @@ def gradient_rollout(
              [0.0000, 1.0000]]])
     """
     return attention_rollout(
-        _for_the_class(attentions, gradients, head_fusion),
+        for_the_class(attentions, gradients, head_fusion),
         discard_ratio=discard_ratio,
         residual=residual,
         start_layer=start_layer,
@@ -156,7 +165,7 @@ def gae(
     tensor([[[1., 1.],
              [0., 1.]]])
     """
-    layers = check_attentions(_for_the_class(attentions, gradients, head_fusion))
+    layers = check_attentions(for_the_class(attentions, gradients, head_fusion))
     first = check_layer("start_layer", start_layer, len(layers))
     batch, tokens = layers[0].shape[0], layers[0].shape[-1]
     if readout is None:
@@ -170,10 +179,10 @@ def gae(
     return row.squeeze(1)
 
 
-def _for_the_class(
+def for_the_class(
     attentions: Sequence[Tensor] | Tensor, gradients: Sequence[Tensor] | Tensor, head_fusion: HeadFusion
 ) -> list[Tensor]:
-    """W_l, the fused (A_l ⊙ ∇A_l)⁺ of each layer, [batch, tokens, tokens]."""
+    """W_l, the fused (A_l ⊙ ∇A_l)⁺ of each layer, [batch, tokens, tokens]; ShapeError unless the shapes agree."""
     if len(attentions) != len(gradients):
         raise ShapeError(
             f"Expected as many layers of gradients as of attention, {len(attentions)}, got {len(gradients)}."

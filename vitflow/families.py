@@ -1,0 +1,119 @@
+"""The kinds of attention that models compute, where the tensors alone do not tell them apart.
+
+Everything is recognised by the class names that timm gives its modules; a module that is not listed here is taken to be
+plain self-attention between tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from vitflow.trace import Arrange, AttentionLayer
+
+# Softmaxes that are no attention between tokens.
+_OTHER = {
+    "XCA": "attention over channels (cross-covariance)",
+    "CrossCovarianceAttn": "attention over channels (cross-covariance)",
+    "ChannelAttention": "attention over channels",
+    "ChannelAttentionV2": "attention over channels",
+    "FactorAttnConvRelPosEnc": "factorised attention, which never makes a matrix between tokens",
+    "LinearSelfAttention": "separable linear attention, which never makes a matrix between tokens",
+    "LambdaLayer": "lambda layers, which never make a matrix between tokens",
+    "HSMSSD": "a state space model",
+    "EfficientViMBlock": "a state space model",
+    "GlobalContext": "a gate over channels",
+    "NonLocalAttn": "a non-local gate",
+    "BilinearAttnTransform": "a bilinear gate",
+    "SpatialTransformerBlock": "a spatial transformer",
+    "LiteMLA": "linear attention, which never makes a matrix between tokens",
+    "EfficientAdditiveAttention": "additive attention, which never makes a matrix between tokens",
+}
+# Modules that pool the tokens by attention for the head, instead of mixing them in a layer.
+_POOLING = ("AttentionPoolLatent", "AttentionPoolPrr", "AttentionPool2d", "RotAttentionPool2d")
+# Modules whose one query is the class token, which stands before the keys and goes on through the layers.
+_CLASS_ATTENTION = ("ClassAttn", "ClassAttention")
+# The difference of two attention matrices.
+_DIFFERENCE = ("DiffAttention", "DiffParallelScalingBlock")
+# Modules that fold their heads into the batch, before their windows; and those that put windows before heads.
+_FOLDED_WINDOWS = ("HaloAttn",)
+_WINDOWS_FIRST = ("LocallyGroupedAttn",)
+# Modules that compute each of their heads by itself, without a head axis.
+_HEAD_BY_HEAD = ("CascadedGroupAttention",)
+# Models as a whole, to which a product of layers does not apply.
+_REFUSED = {
+    "CrossVit": "two branches of tokens at two scales, which exchange only their class tokens",
+    "NextViT": "attention to runs of neighbours in the order of the tokens, which are no regions of the picture",
+}
+
+
+def _kind(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def other_attention(module: nn.Module) -> str | None:
+    """What a module computes, if its softmax is no attention between tokens; else None."""
+    return _OTHER.get(_kind(module))
+
+
+def other_attention_in(model: nn.Module) -> str:
+    """What a model computes beside or instead of attention between tokens, in words; empty if nothing is known."""
+    found = {words for module in model.modules() if (words := other_attention(module)) is not None}
+    return " and ".join(sorted(found))
+
+
+def is_pooling(name: str, module: nn.Module) -> bool:
+    """Whether a module pools the tokens for the head by attention, instead of mixing them in a layer."""
+    return name.split(".")[-1] == "attn_pool" or _kind(module) in _POOLING
+
+
+def is_class_attention(module: nn.Module) -> bool:
+    """Whether a module's only query is the class token, the first of its keys."""
+    return _kind(module) in _CLASS_ATTENTION
+
+
+def is_difference(module: nn.Module) -> bool:
+    """Whether a module applies the difference of two attention matrices."""
+    return _kind(module) in _DIFFERENCE
+
+
+def arrangement(module: nn.Module, tensor: Tensor, batch: int) -> Arrange | None:
+    """How to bring what a module computed into the form [batch · windows, heads, tokens, …]; None if it has it.
+
+    Args:
+        module: the module that computed it.
+        tensor: attention probabilities or values as the module made them.
+        batch: how many pictures it ran on.
+    """
+    heads: Any = getattr(module, "num_heads", None)
+    kind, shape = _kind(module), tensor.shape
+    if kind in _FOLDED_WINDOWS and tensor.ndim == 4:  # [batch · heads, windows, …]
+        return lambda found: found.unflatten(0, (batch, -1)).transpose(1, 2).flatten(0, 1)
+    if tensor.ndim == 4:
+        return None
+    if tensor.ndim == 3:
+        folded = kind not in _HEAD_BY_HEAD and isinstance(heads, int) and heads > 1
+        if folded and shape[0] % (batch * heads) == 0:
+            return lambda found: found.unflatten(0, (-1, heads))
+        return lambda found: found.unsqueeze(1)
+    if tensor.ndim == 5 and kind in _WINDOWS_FIRST:  # [batch, windows, heads, …]
+        return lambda found: found.flatten(0, 1)
+    if tensor.ndim == 5:  # [batch, heads, windows, …]
+        return lambda found: found.transpose(1, 2).flatten(0, 1)
+    return lambda found: found.reshape(-1, 1, *found.shape[-2:])
+
+
+def refusal_of(model: nn.Module, layers: Sequence[AttentionLayer]) -> str | None:
+    """Why rollout and flow do not apply to a model whose attention was seen, or None if they may."""
+    transformer = next((module for module in model.modules() if _kind(module) in _REFUSED), None)
+    if transformer is not None:
+        words = _REFUSED[_kind(transformer)]
+    else:
+        mixing = [layer for layer in layers if not is_class_attention(model.get_submodule(layer.name))]
+        words = "" if mixing else other_attention_in(model) or "no attention between patches"
+    if not words:
+        return None
+    return (
+        f"{type(transformer or model).__name__} computes {words}: a product of its layers is no rollout. Use gradcam, "
+        "input_gradient or occlusion, which work on it; the attention itself is in trace.attentions."
+    )

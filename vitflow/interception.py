@@ -1,0 +1,203 @@
+"""Where attention is computed: what a running model does to its tokens, seen as it calls torch's functions.
+
+Attention is made by `scaled_dot_product_attention`, or by a softmax whose result a product applies to the values. What
+is recorded is the matrix that is applied: some models mix or re-weigh the softmax before they use it.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
+_PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
+# Where only fused matrices are kept, a processor works on about so many probabilities at a time, to stay in its cache.
+_CACHED_PROBABILITIES = 2**18
+
+
+class Listener(Protocol):
+    """Who is told of the attention of a running model."""
+
+    gradients: bool
+
+    def running(self) -> str | None:
+        """Name of the module that runs now; None if what it computes is no attention between tokens."""
+
+    def streams(self, query: Tensor, key: Tensor) -> bool:
+        """Whether this call's probabilities are only needed fused, some pictures at a time."""
+
+    def saw(self, probabilities: Tensor, value: Tensor | None, mixed: bool = False) -> None:
+        """Take in attention [..., queries, keys] and the values [..., keys, width] that it is applied to.
+
+        It is mixed where it was made of a softmax, instead of being one.
+        """
+
+    def saw_part(self, probabilities: Tensor, value: Tensor) -> None:
+        """Take in the probabilities of some pictures of the batch."""
+
+    def saw_parts(self) -> None:
+        """All pictures of the batch have been taken in."""
+
+
+class Interception(TorchFunctionMode):
+    """Sees every torch function of this thread, and tells a listener of attention where it is made."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()
+        self.listener = listener
+        # Softmaxes and their scores by module, which no product has applied yet.
+        self._pending: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _INTERCEPTED or not (name := self.listener.running()):
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return _attend(self.listener, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return _attend_with_many_heads(self.listener, func, *args, **kwargs)
+        if func in _PRODUCTS:
+            if self._pending.get(name) and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
+                self._multiplied(name, args[0], args[1])
+            return func(*args, **kwargs)
+        output = func(*args, **kwargs)
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        if output.ndim >= 3 and dim in (-1, output.ndim - 1):
+            self._pending.setdefault(name, []).append((output, args[0]))
+        return output
+
+    def _multiplied(self, name: str, first: Tensor, second: Tensor) -> None:
+        """Recognise the product that applies a softmax, or what was made of it, to values."""
+        probabilities, scores = self._pending[name][-1]
+        turned = second.ndim >= 2 and second.mT.shape == probabilities.shape
+        if turned and (first.shape != probabilities.shape or second.data_ptr() == probabilities.data_ptr()):
+            first, second = second.mT, first.mT  # values · attentionᵀ
+        if first.shape != probabilities.shape:
+            return
+        del self._pending[name]
+        itself = first.data_ptr() == probabilities.data_ptr()
+        self.listener.saw(self._precise(first, scores if itself else None), second, not itself)
+
+    def ended(self, name: str) -> None:
+        """A module has run: of a softmax that met no product there, the softmax itself is all that can be told."""
+        for probabilities, scores in self._pending.pop(name, ()):
+            if probabilities.ndim == 4:
+                self.listener.saw(self._precise(probabilities, scores), None)
+
+    def _precise(self, probabilities: Tensor, scores: Tensor | None) -> Tensor:
+        """Probabilities in float32 at least, from their scores, if they are plainly the softmax of those.
+
+        A copy in another precision would lie beside the path of the gradients.
+        """
+        if self.listener.gradients or probabilities.dtype in (torch.float32, torch.float64):
+            return probabilities
+        return probabilities.float() if scores is None else scores.float().softmax(dim=-1)
+
+
+_INTERCEPTED = {F.scaled_dot_product_attention, F.multi_head_attention_forward, *_SOFTMAX, *_PRODUCTS}
+
+
+def _attend(
+    listener: Listener,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention`, with the probabilities computed once: recorded, and used for the output."""
+    exact = query.dtype in (torch.float32, torch.float64) and not enable_gqa
+    if exact and dropout_p == 0.0 and attn_mask is None and listener.streams(query, key):
+        return _attend_in_parts(listener, query, key, value, is_causal, scale)
+    probabilities = _probabilities(query, key, attn_mask, is_causal, scale, enable_gqa)
+    if listener.gradients and not probabilities.requires_grad:
+        probabilities = probabilities.detach().requires_grad_()  # a frozen model: the graph begins here
+    listener.saw(probabilities, value)
+    if dropout_p == 0.0 and (exact or listener.gradients):
+        if enable_gqa:
+            value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
+        return probabilities.to(value.dtype) @ value
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _attend_in_parts(
+    listener: Listener, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
+) -> Tensor:
+    """`_attend` for fused matrices alone, some pictures at a time: faster on a processor, and with less memory."""
+    batch, heads, queries, _ = query.shape
+    step = max(1, _CACHED_PROBABILITIES // (heads * queries * key.shape[-2]))
+    outputs = []
+    for part in (slice(start, start + step) for start in range(0, batch, step)):
+        probabilities = _probabilities(query[part], key[part], None, is_causal, scale, False)
+        listener.saw_part(probabilities, value[part])
+        outputs.append(probabilities @ value[part])
+    listener.saw_parts()
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _probabilities(
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    """Attention probabilities [batch, heads, queries, keys], in float32 at least."""
+    if query.dtype not in (torch.float32, torch.float64):
+        query, key = query.float(), key.float()
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
+    with torch.autocast(query.device.type, enabled=False):
+        scores = (query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)) @ key.transpose(-2, -1)
+        if is_causal:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        return scores.softmax(dim=-1)
+
+
+def _attend_with_many_heads(
+    listener: Listener,
+    func: Callable[..., tuple[Tensor, Tensor | None]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`multi_head_attention_forward` of torch.nn.MultiheadAttention, whose inner calls no function mode sees.
+
+    As a vision model calls it, on [tokens, batch, width] with one joined projection and no masks, it is written out;
+    any other call runs as it is, unseen.
+    """
+    masked = options.get("key_padding_mask") is not None or options.get("attn_mask") is not None
+    training = options.get("training", True) and dropout_p > 0.0
+    if query.ndim != 3 or in_proj_weight is None or bias_k is not None or add_zero_attn or masked or training:
+        joined = (embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, bias_k, bias_v, add_zero_attn)
+        return func(query, key, value, *joined, dropout_p, out_proj_weight, out_proj_bias, **options)
+    width = query.shape[-1]
+    biases = in_proj_bias.split(width) if in_proj_bias is not None else (None,) * 3
+    heads = [
+        F.linear(source, weight, bias).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3)
+        for source, weight, bias in zip((query, key, value), in_proj_weight.split(width), biases, strict=True)
+    ]  # [batch, heads, tokens, width of a head] each
+    output = _attend(listener, *heads).permute(2, 0, 1, 3).flatten(-2)
+    weights = None
+    if options.get("need_weights", True):
+        weights = _probabilities(heads[0], heads[1], None, False, None, False)
+        weights = weights.mean(dim=1) if options.get("average_attn_weights", True) else weights
+    return F.linear(output, out_proj_weight, out_proj_bias), weights

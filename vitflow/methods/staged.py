@@ -1,0 +1,229 @@
+"""Rollout through windows and stages: one row of the product, without any matrix over all tokens.
+
+A windowed layer is a block-sparse matrix over the tokens, and a stage that merges tokens is a pooling of them. The row
+of the answer is carried down from the top: into each window and out of it again by the indices of its tokens, and from
+one patch grid to the next by area.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vitflow.errors import ShapeError
+from vitflow.methods.attention import check_layer, check_readout
+from vitflow.methods.fusion import check_fraction, discard_smallest
+from vitflow.tokens import TokenLayout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where the tokens of one layer's attention lie.
+
+    Attributes:
+        queries: layout of the tokens that attend.
+        keys: layout of the tokens that are attended to; coarser than `queries` where keys are pooled, finer where
+            queries are.
+        query_index: index in `queries` of each window's queries, [windows, queries], −1 for padding; None where one
+            window holds all tokens in their order. A token that is no query of any window passes the layer unchanged.
+        key_index: index in `keys` of each window's keys, [windows, keys], likewise.
+    """
+
+    queries: TokenLayout
+    keys: TokenLayout
+    query_index: Tensor | None = None
+    key_index: Tensor | None = None
+
+    @property
+    def windows(self) -> int:
+        """How many windows a picture has."""
+        return 1 if self.key_index is None else len(self.key_index)
+
+    @property
+    def dense(self) -> bool:
+        """Whether all tokens attend to all tokens, in one window and in their order."""
+        return self.queries == self.keys and self.query_index is None and self.key_index is None
+
+
+def staged_rollout(
+    matrices: Sequence[Tensor],
+    places: Sequence[Place],
+    *,
+    readout: Tensor,
+    discard_ratio: float = 0.0,
+    residual: float = 0.5,
+    start_layer: int = 1,
+    additive: bool = False,
+) -> tuple[Tensor, TokenLayout]:
+    """The row qᵀ Â_L ⋯ Â_s of attention rollout, for layers with windows of their own and stages between them.
+
+    Each layer is what its dense matrix would be: Â = rownorm(α I + (1 − α) W), where W holds each window's
+    probabilities at the places of its tokens, added up where windows overlap, and nothing at padding. Assumed, where
+    layers differ in their tokens: what lies between two attention layers (a merge, a convolution, a pooling) keeps
+    things in their place, and each token of a coarser grid holds an equal share of the area that it covers, whatever
+    weights the merge gives to its children. A class token that joins late takes its share with it.
+
+    Args:
+        matrices: fused attention of each layer, [batch, windows, queries, keys], first layer first.
+        places: where the tokens of each layer lie.
+        readout: weight in the model's answer of each token among the queries of the top layer, [batch, tokens].
+        discard_ratio: share of each layer's own entries between tokens, whose key is a patch, to set to 0; smallest
+            first, ties by their position in the windows.
+        residual: α, the share of the residual connection.
+        start_layer: s, the first layer of the product.
+        additive: multiply by I + W instead, without normalisation, as generic attention explainability does.
+
+    Returns:
+        The row, [batch, tokens], and the layout of its tokens: the finest that the layers down to s have.
+
+    Raises:
+        OptionError: an option lies outside its range.
+        ShapeError: a matrix does not have the shape of its place.
+
+    Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, §3.1, for the product; windows,
+    shifts and merges as Liu et al., "Swin Transformer", ICCV 2021, §3 define them.
+
+    >>> two = TokenLayout(0, 1, 2)
+    >>> windows = Place(two, two, torch.tensor([[0], [1]]), torch.tensor([[0], [1]]))  # each token a window of its own
+    >>> staged_rollout([torch.ones(1, 2, 1, 1)], [windows], readout=torch.tensor([[0.25, 0.75]]))[0]
+    tensor([[0.2500, 0.7500]])
+    """
+    check_fraction("discard_ratio", discard_ratio)
+    check_fraction("residual", residual)
+    if not matrices or len(matrices) != len(places):
+        raise ShapeError(f"Expected one place for each of {len(matrices)} layers, got {len(places)}.")
+    first = check_layer("start_layer", start_layer, len(matrices))
+    layout = places[-1].queries
+    row = check_readout(readout, len(matrices[0]), layout.num_tokens).to(matrices[-1])
+    for matrix, place in reversed(list(zip(matrices[first:], places[first:], strict=True))):
+        row, layout = _through(row, layout, _checked(matrix, place), place, discard_ratio, residual, additive)
+    return row, layout
+
+
+def _checked(matrix: Tensor, place: Place) -> Tensor:
+    queries = place.queries.num_tokens if place.query_index is None else place.query_index.shape[1]
+    keys = place.keys.num_tokens if place.key_index is None else place.key_index.shape[1]
+    if matrix.ndim != 4 or tuple(matrix.shape[1:]) != (place.windows, queries, keys):
+        raise ShapeError(
+            f"Expected attention [batch, {place.windows} windows, {queries} queries, {keys} keys], got "
+            f"{tuple(matrix.shape)}."
+        )
+    return matrix
+
+
+def _through(
+    row: Tensor,
+    layout: TokenLayout,
+    matrix: Tensor,
+    place: Place,
+    discard_ratio: float,
+    residual: float,
+    additive: bool,
+) -> tuple[Tensor, TokenLayout]:
+    """Carry a row over the tokens of `layout` down through one layer."""
+    if place.queries.num_patches > layout.num_patches or place.queries.num_prefix_tokens != layout.num_prefix_tokens:
+        finer = place.queries if place.queries.num_patches > layout.num_patches else _with_prefix(layout, place.queries)
+        row, layout = carry(row, layout, finer), finer
+    asking = carry(row, layout, place.queries)
+    query_index, key_index = _indices(place, matrix.device)
+    valid = (query_index >= 0).unsqueeze(-1) & (key_index >= 0).unsqueeze(-2)  # [windows, queries, keys]
+    weights = _discard(matrix.masked_fill(~valid, 0.0), valid, key_index, place, discard_ratio)
+    gathered = _pad(asking)[:, query_index]  # [batch, windows, queries]
+    if additive:
+        passed, kept = gathered, torch.ones_like(asking)
+    else:
+        sums = _scatter(weights.sum(dim=-1), query_index, place.queries.num_tokens)  # of each row of W
+        whole = torch.where(sums > 0, residual + (1.0 - residual) * sums, 1.0)
+        kept = torch.where(sums > 0, residual / whole, 1.0)
+        passed = gathered * (_pad((1.0 - residual) / whole)[:, query_index])
+    arrived = _scatter((passed.unsqueeze(-2) @ weights).squeeze(-2), key_index, place.keys.num_tokens)
+    stayed = row * _spread(kept, place.queries, layout)
+    if place.keys.num_patches > layout.num_patches:
+        return carry(stayed, layout, place.keys) + arrived, place.keys
+    return stayed + carry(arrived, place.keys, layout), layout
+
+
+def _discard(weights: Tensor, valid: Tensor, key_index: Tensor, place: Place, discard_ratio: float) -> Tensor:
+    if discard_ratio == 0.0:
+        return weights
+    among = valid & (key_index >= place.keys.num_prefix_tokens).unsqueeze(-2)
+    entries = weights[:, among]  # [batch, entries]
+    weights = weights.clone()
+    weights[:, among] = discard_smallest(entries, int(discard_ratio * entries.shape[-1]))
+    return weights
+
+
+def _indices(place: Place, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Query and key index, [windows, queries] and [windows, keys], also where they hold all tokens in order."""
+    found = []
+    for index, layout in ((place.query_index, place.queries), (place.key_index, place.keys)):
+        everything = torch.arange(layout.num_tokens, device=device).unsqueeze(0)
+        found.append(everything.expand(place.windows, -1) if index is None else index.to(device))
+    return found[0], found[1]
+
+
+def _pad(row: Tensor) -> Tensor:
+    """A row with a 0 at its end, for index −1."""
+    return torch.nn.functional.pad(row, (0, 1))
+
+
+def _scatter(values: Tensor, index: Tensor, tokens: int) -> Tensor:
+    """Add up values [batch, windows, n] at the tokens of `index` [windows, n]; padding is left out."""
+    out = values.new_zeros(len(values), tokens + 1)
+    places = torch.where(index >= 0, index, tokens).flatten()
+    return out.index_add_(1, places, values.flatten(1))[:, :tokens]
+
+
+def carry(row: Tensor, source: TokenLayout, target: TokenLayout) -> Tensor:
+    """Carry a row over the tokens of one layout to another, by area: the sum over patches stays the same.
+
+    What lies on prefix tokens goes along where the target has as many, and is left behind where it has none.
+
+    Args:
+        row: [batch, tokens of source].
+        source, target: layouts over the same picture.
+
+    Returns:
+        [batch, tokens of target].
+
+    >>> carry(torch.tensor([[4.0, 8.0]]), TokenLayout(0, 1, 2), TokenLayout(0, 2, 4))
+    tensor([[1., 1., 2., 2., 1., 1., 2., 2.]])
+    """
+    if source == target:
+        return row
+    prefix = row.new_zeros(len(row), target.num_prefix_tokens)
+    if source.num_prefix_tokens == target.num_prefix_tokens:
+        prefix = row[:, : source.num_prefix_tokens]
+    down = _shares(source.rows, target.rows).to(row)
+    across = _shares(source.cols, target.cols).to(row)
+    patches = down @ source.to_grid(row) @ across.T
+    return torch.cat([prefix, patches.flatten(1)], dim=1)
+
+
+def _shares(source: int, target: int) -> Tensor:
+    """Which share of each of `source` equal lengths lies in each of `target` equal lengths, [target, source]."""
+    return _overlaps(source, target) * source
+
+
+def _overlaps(source: int, target: int) -> Tensor:
+    """Common length of cell i of `target` cells and cell j of `source` cells of a unit length, [target, source]."""
+    from_edges = torch.arange(source + 1, dtype=torch.float64) / source
+    to_edges = torch.arange(target + 1, dtype=torch.float64) / target
+    low = torch.maximum(to_edges[:-1, None], from_edges[None, :-1])
+    high = torch.minimum(to_edges[1:, None], from_edges[None, 1:])
+    return (high - low).clamp_min(0.0)
+
+
+def _spread(factors: Tensor, source: TokenLayout, target: TokenLayout) -> Tensor:
+    """Factors of tokens, for the finer tokens that lie within them: means by area, [batch, tokens of target]."""
+    if source == target:
+        return factors
+    down = _overlaps(source.rows, target.rows).to(factors) * target.rows
+    across = _overlaps(source.cols, target.cols).to(factors) * target.cols
+    patches = down @ source.to_grid(factors) @ across.T
+    return torch.cat([factors[:, : target.num_prefix_tokens], patches.flatten(1)], dim=1)
+
+
+def _with_prefix(layout: TokenLayout, like: TokenLayout) -> TokenLayout:
+    return TokenLayout(like.num_prefix_tokens, layout.rows, layout.cols)

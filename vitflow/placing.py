@@ -1,0 +1,104 @@
+"""Where the tokens of each attention layer lie on the picture: the windows and stages of a forward pass that ran."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from vitflow.anatomy import layout_of_count, read_layout
+from vitflow.families import is_class_attention
+from vitflow.methods.staged import Place
+from vitflow.probing import Size, Windows, find_windows, token_orders
+from vitflow.tokens import TokenLayout
+from vitflow.trace import AttentionLayer
+
+
+def place_layers(
+    model: nn.Module, layers: Sequence[AttentionLayer], pixels: Tensor, layout: TokenLayout | None
+) -> tuple[list[AttentionLayer], str | None]:
+    """Find where the tokens of each layer lie.
+
+    Args:
+        model: the model.
+        layers: its attention, as it ran.
+        pixels: the model input, [batch, channels, height, width].
+        layout: the layout of the tokens, if the caller knows it.
+
+    Returns:
+        The layers that mix tokens of the picture, placed, and why rollout does not apply, or None if it does.
+
+    Raises:
+        UnsupportedModelError: all tokens attend to all, and the model does not say how they are arranged.
+    """
+    batch, size = len(pixels), (pixels.shape[-2], pixels.shape[-1])
+    counts = {(len(layer.example) // batch, *layer.example.shape[-2:]) for layer in layers}
+    windows, queries, keys = next(iter(counts))
+    if len(counts) == 1 and windows == 1 and queries == keys and not hasattr(model, "unroll"):
+        own = layout or read_layout(model, size, keys)
+        return [replace(layer, _place=Place(own, own)) for layer in layers], None
+    found = find_windows(model, pixels) if any(windows > 1 for windows, _, _ in counts) else {}
+    placed = [replace(layer, _place=_place(model, layer, batch, size, layout, found)) for layer in layers]
+    grids = {layer.place.keys.num_patches for layer in placed if layer._place is not None}
+    # As many windows as patches: attention among the pixels of each patch, which leaves the patches in their place.
+    mixing = [layer for layer in placed if layer._place is not None or len(layer.example) // batch not in grids]
+    unknown = next((layer for layer in mixing if layer._place is None), None)
+    if unknown is None:
+        return mixing, None
+    kind = type(model.get_submodule(unknown.name)).__name__
+    return list(layers), (
+        f"It cannot be told which parts of the picture the tokens of {unknown.name} ({kind}) in "
+        f"{type(model).__name__} stand for: its attention has shape {tuple(unknown.example.shape)} and is in "
+        "trace.attentions, but rollout does not apply. Use gradcam, input_gradient or occlusion."
+    )
+
+
+def _place(
+    model: nn.Module,
+    layer: AttentionLayer,
+    batch: int,
+    size: Size,
+    given: TokenLayout | None,
+    found: Windows,
+) -> Place | None:
+    windows, (queries, keys) = len(layer.example) // batch, layer.example.shape[-2:]
+    if windows > 1:
+        if layer.name not in found or found[layer.name][0].shape != (windows, keys):
+            return None
+        return _windowed(*found[layer.name], queries)
+    layouts = [
+        given if given is not None and given.num_tokens == count else layout_of_count(model, size, count)
+        for count in (queries, keys)
+    ]
+    of_queries, of_keys = layouts
+    if of_keys is None:
+        return None
+    if is_class_attention(model.get_submodule(layer.name)):
+        first = torch.zeros(1, queries, dtype=torch.long)
+        return Place(of_keys, of_keys, first, torch.arange(keys).unsqueeze(0))
+    order = token_orders(model, size).get(keys)
+    if order is not None:
+        return _windowed(order.unsqueeze(0), of_keys, queries)
+    return None if of_queries is None else Place(of_queries, of_keys)
+
+
+def _windowed(key_index: Tensor, keys: TokenLayout, queries: int) -> Place | None:
+    """The place of windows whose queries are their keys, or pooled from them."""
+    if queries == key_index.shape[1]:
+        return Place(keys, keys, key_index, key_index)
+    count = key_index.shape[1]
+    side, width = round((count / queries) ** 0.5), round(count**0.5)
+    if side * side * queries != count or keys.rows % side or keys.cols % side:
+        return None
+    coarse = TokenLayout(0, keys.rows // side, keys.cols // side)
+    parents = key_index // keys.cols // side * coarse.cols + key_index % keys.cols // side
+    parents = torch.where(key_index < 0, -1, parents)  # [windows, keys]
+    groupings = [parents.unflatten(1, (side * side, queries)).transpose(1, 2)]  # Hiera's, or else as on the picture
+    if width * width == count and width % side == 0:
+        blocks = parents.unflatten(1, (width // side, side, width // side, side))
+        groupings.append(blocks.transpose(2, 3).flatten(3).flatten(1, 2))
+    for groups in groupings:  # [windows, queries, keys of a query]
+        common = groups.amax(dim=-1)
+        if ((groups == common.unsqueeze(-1)) | (groups < 0)).all():
+            return Place(coarse, keys, common, key_index)
+    return None

@@ -1,0 +1,278 @@
+"""How a model cuts its tokens into windows: found by following the tokens of one forward pass.
+
+No family is asked by name. The model runs once on random numbers, and each window's values are found again, bit by bit,
+among the tokens that they were made from.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitflow.anatomy import layout_of_count
+from vitflow.families import arrangement, other_attention
+from vitflow.interception import Interception
+from vitflow.tokens import TokenLayout
+
+Size = tuple[int, int]
+# By module: the place of each window's keys on a patch grid, [windows, keys], −1 for padding; and that grid.
+Windows = dict[str, tuple[Tensor, TokenLayout]]
+
+_found: WeakKeyDictionary[nn.Module, dict[Size, Windows]] = WeakKeyDictionary()
+
+
+def find_windows(model: nn.Module, pixels: Tensor) -> Windows:
+    """The windows of each windowed layer for pictures of this size; the model runs once for each size."""
+    size = (pixels.shape[-2], pixels.shape[-1])
+    by_size = _found.setdefault(model, {})
+    if size not in by_size:
+        noise = torch.randn(1, *pixels.shape[1:], generator=torch.Generator().manual_seed(0))
+        probe = _Probe(model, size)
+        with torch.no_grad(), probe, torch.autocast(pixels.device.type, enabled=False):
+            model(noise.to(pixels.device, pixels.dtype))
+        by_size[size] = probe.found
+    return by_size[size]
+
+
+def token_orders(model: nn.Module, size: Size) -> dict[int, Tensor]:
+    """Where a model does not keep its tokens in raster order: the raster place of each token, by their number.
+
+    Hiera unrolls its tokens once, so that those that later stages pool stand apart by the number of pooled ones.
+    """
+    unroll: Any = getattr(model, "unroll", None)
+    if unroll is None:
+        return {}
+    rows, cols = (int(side) // int(stride) for side, stride in zip(size, _strides(model), strict=True))
+    order = unroll(torch.arange(rows * cols, dtype=torch.float32).reshape(1, -1, 1)).long().flatten()
+    orders = {len(order): order}
+    while rows % 2 == 0 and cols % 2 == 0 and rows * cols > 4:
+        children = order[: len(order) // 4]
+        order = children // cols // 2 * (cols // 2) + children % cols // 2
+        rows, cols = rows // 2, cols // 2
+        orders[len(order)] = order
+    return orders
+
+
+def _strides(model: Any) -> Sequence[int]:
+    return tuple(model.patch_embed.proj.stride)[-2:]
+
+
+class _Probe:
+    """Follows the tokens of one picture of random numbers through a model."""
+
+    gradients = False
+
+    def __init__(self, model: nn.Module, size: Size) -> None:
+        self._model, self._size = model, size
+        self.found: Windows = {}
+        self._path: list[tuple[str, nn.Module, Tensor | None]] = []  # running modules and their inputs
+        self._pictures: list[Tensor] = []  # the latest tensors that hold tokens in the order of the picture
+        self._made: list[tuple[Tensor, Tensor]] = []  # inputs and outputs of the latest linear maps
+        self._rows: list[tuple[Tensor, Tensor]] = []  # inputs and outputs of the latest norms and sums
+        self._last: tuple[torch.Size, Tensor, TokenLayout] | None = None
+        self._orders = token_orders(model, size)
+
+    def __enter__(self) -> "_Probe":
+        self._stack = ExitStack()
+        for name, module in self._model.named_modules():
+            self._stack.callback(module.register_forward_pre_hook(self._entering(name)).remove)
+            self._stack.callback(module.register_forward_hook(self._leaving(name), always_call=True).remove)
+        self._interception = self._stack.enter_context(_ProbeInterception(self))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            given = args[0] if args and isinstance(args[0], Tensor) else None
+            if any(True for _ in module.children()):
+                self._path.append((name, module, given))
+            if given is not None:
+                self.note(given)
+
+        return hook
+
+    def _leaving(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._path and self._path[-1][0] == name:
+                self._interception.ended(name)
+                self._path.pop()
+            if isinstance(output, Tensor):
+                self.note(output)
+
+        return hook
+
+    def note(self, tensor: Tensor) -> None:
+        """Keep a tensor that holds the tokens of the whole picture in order."""
+        known = any(tensor is picture for picture in self._pictures)
+        if not known and _tokens_in_order(tensor, self._model, self._size) is not None:
+            self._pictures = [tensor, *self._pictures[:23]]
+
+    def kept(self, given: Tensor, output: Tensor) -> None:
+        """Keep the input and output of a map that leaves each token in its row."""
+        self._rows = [(given, output), *self._rows[:7]]
+
+    def mapped(self, given: Tensor, output: Tensor) -> None:
+        """Keep the input and output of a linear map."""
+        self._made = [(given, output), *self._made[:7]]
+        self.note(output)
+
+    # -- what the interception tells ----------------------------------------------------------------------------------
+
+    def running(self) -> str | None:
+        """Name of the module that runs now; None if what it computes is no attention between tokens."""
+        if not self._path or other_attention(self._path[-1][1]) is not None:
+            return None
+        return self._path[-1][0]
+
+    def streams(self, query: Tensor, key: Tensor) -> bool:
+        """Never: one picture is small."""
+        return False
+
+    def saw_part(self, probabilities: Tensor, value: Tensor) -> None:
+        """Is not called."""
+
+    def saw_parts(self) -> None:
+        """Is not called."""
+
+    def saw(self, probabilities: Tensor, value: Tensor | None, mixed: bool = False) -> None:
+        """Find the tokens that a module's values were made from."""
+        name, module, given = self._path[-1]
+        if value is None or name in self.found:
+            return
+        arrange = arrangement(module, probabilities, 1)
+        value = value if arrange is None else arrange(value)
+        if len(value) < 2:
+            return  # one window holds all tokens
+        for source, output in self._made:
+            rows = _find(value[:, 0], output)  # [windows, keys]
+            if rows is None:
+                continue
+            traced = self._trace(source, rows, given)
+            if traced is not None:
+                self.found[name] = traced
+            return
+
+    def _trace(self, source: Tensor, rows: Tensor, given: Tensor | None) -> tuple[Tensor, TokenLayout] | None:
+        """From rows of a linear map's input to places on a patch grid."""
+        direct = _tokens_in_order(source, self._model, self._size)
+        if direct is not None and source.ndim <= 4:
+            return self._ordered(rows, direct[1])
+        for tensor in (*self._origins(source), *(() if given is None else self._origins(given))):
+            if tensor.shape[:-1].numel() != source.shape[:-1].numel():
+                continue
+            for picture in self._pictures:
+                known = _tokens_in_order(picture, self._model, self._size)
+                assert known is not None
+                tokens, layout = known
+                found = _match(tensor.flatten(0, -2), tokens)
+                if found is not None:
+                    index, layout = self._ordered(found, layout)
+                    self._last = (source.shape[:-1], index, layout)
+                    return torch.where(rows < 0, -1, index[rows.clamp_min(0)]), layout
+        if self._last is not None and self._last[0] == source.shape[:-1]:
+            _, index, layout = self._last  # the same windows as in the layer before
+            return torch.where(rows < 0, -1, index[rows.clamp_min(0)]), layout
+        return None
+
+    def _origins(self, tensor: Tensor) -> Iterator[Tensor]:
+        """A tensor, and those that it was made from row by row, latest first."""
+        yield tensor
+        for given, output in self._rows:
+            if output is tensor:
+                tensor = given
+                yield tensor
+
+    def _ordered(self, rows: Tensor, layout: TokenLayout) -> tuple[Tensor, TokenLayout]:
+        order = self._orders.get(layout.num_patches)
+        if order is not None:
+            rows = torch.where(rows < 0, -1, order[rows.clamp_min(0)])
+        return rows, layout
+
+
+_ROW_BY_ROW = (F.layer_norm, torch.add, Tensor.add, Tensor.__add__)
+
+
+class _ProbeInterception(Interception):
+    """Sees linear maps, norms and sums as well."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = super().__torch_function__(func, types, args, kwargs)
+        if func in (F.linear, F.conv2d, torch.conv2d) and isinstance(self.listener, _Probe):
+            self.listener.mapped(args[0], output)
+        elif func in _ROW_BY_ROW and isinstance(self.listener, _Probe) and output.shape == args[0].shape:
+            self.listener.kept(args[0], output)
+        return output
+
+
+def _tokens_in_order(tensor: Tensor, model: nn.Module, size: Size) -> tuple[Tensor, TokenLayout] | None:
+    """The tokens [tokens, channels] of a tensor that holds one whole picture in raster order, and their layout."""
+    if tensor.ndim not in (3, 4) or len(tensor) != 1 or not tensor.is_floating_point():
+        return None
+    if tensor.ndim == 3:
+        layout = layout_of_count(model, size, tensor.shape[1])
+        return None if layout is None or layout.num_prefix_tokens else (tensor[0], layout)
+    for rows, cols, tokens in (
+        (tensor.shape[1], tensor.shape[2], tensor[0].flatten(0, 1)),
+        (tensor.shape[2], tensor.shape[3], tensor[0].flatten(1).T),
+    ):
+        tall, wide = size[0] / rows, size[1] / cols  # of a patch, in pixels
+        if max(tall, wide) < 1.2 * min(tall, wide) and min(tall, wide) >= 1.5:
+            return tokens, TokenLayout(0, rows, cols)
+    return None
+
+
+def _bytes(rows: Tensor) -> list[bytes]:
+    array = rows.detach().cpu().contiguous()
+    raw = array.view(torch.uint8).reshape(len(array), -1).numpy()
+    return [row.tobytes() for row in raw]
+
+
+def _match(rows: Tensor, tokens: Tensor) -> Tensor | None:
+    """Which of the tokens each row equals bit by bit, −1 for rows of padding; None if some row equals none."""
+    if rows.shape[-1] != tokens.shape[-1] or rows.dtype != tokens.dtype:
+        return None
+    known = {row: number for number, row in enumerate(_bytes(tokens))}
+    found = torch.tensor([known.get(row, -1) for row in _bytes(rows)])
+    missing = found < 0
+    padding = (rows == 0).all(dim=-1).cpu()
+    if len(known) < len(tokens) or missing.all() or (missing & ~padding).any():
+        return None
+    return found
+
+
+def _find(value: Tensor, output: Tensor) -> Tensor | None:
+    """In which row of a linear map's output each value [windows, keys, width] lies, as one slice of its channels."""
+    width = value.shape[-1]
+    for rows in _as_rows(output):
+        if rows.shape[-1] % width or rows.dtype != value.dtype:
+            continue
+        for start in reversed(range(0, rows.shape[-1], width)):
+            found = _match_values(value, rows[:, start : start + width])
+            if found is not None:
+                return found
+    return None
+
+
+def _match_values(value: Tensor, rows: Tensor) -> Tensor | None:
+    flat = value.flatten(0, -2)
+    known: dict[bytes, int] = {}
+    for number, row in enumerate(_bytes(rows)):
+        known.setdefault(row, number)
+    found = torch.tensor([known.get(row, -1) for row in _bytes(flat)])
+    if ((found < 0) & (flat != 0).any(dim=-1).cpu()).any() or (found < 0).all():
+        return None
+    return found.reshape(value.shape[:-1])
+
+
+def _as_rows(output: Tensor) -> list[Tensor]:
+    """A linear map's output as rows over its channels: channels last, and channels first for pictures."""
+    found = [output.flatten(0, -2)]
+    if output.ndim == 4:
+        found.append(output.flatten(2).transpose(1, 2).flatten(0, 1))
+    return found
