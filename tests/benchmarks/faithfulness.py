@@ -1,0 +1,114 @@
+"""Deletion by dropping tokens beside hiding patches: how much faster, and whether they rank methods alike.
+
+    python -m tests.benchmarks.faithfulness [--model ID --checkpoint FILE --pictures FOLDER] [--count N] [--methods …]
+
+First the time of the curves of every method's map of one picture, at equal points, for each way to take patches away,
+in turn, so that a busy machine slows all of them. Then means over pictures of the area between the curves (least − most
+relevant removed first, higher is better), how the ways agree about the order of the methods, and about the order of
+methods picture by picture (Spearman's ρ). Without --pictures these are drawn by the demo, for its model.
+"""
+
+import argparse
+import time
+import warnings
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import timm
+
+import vitflow
+from vitflow import Explainer
+from vitflow.demo import draw_pictures
+from vitflow.evaluation.agreement import mean_of_defined, spearman
+from vitflow.evaluation.faithfulness import faithfulness_curves
+from vitflow.evaluation.perturbation import REPLACEMENTS
+from vitflow.images import find_images
+from vitflow.saliency import Saliency
+
+METHODS = ("rollout", "attention", "flow", "gradient_rollout", "gae", "gradcam", "input_gradient", "random", "centre")
+FIRST_SEED = 800_000  # far from the pictures of other tests, and below those that the demo model was trained on
+
+
+def time_curves(explainer: Explainer, maps: Sequence[Saliency], points: int, rounds: int) -> dict[str, np.ndarray]:
+    """Seconds of the curves of all maps by each way, round by round: the ways in turn."""
+    seconds: dict[str, list[float]] = {how: [] for how in REPLACEMENTS}
+    for how in REPLACEMENTS:
+        faithfulness_curves(explainer, maps, replace=how, points=points)  # warms up
+    for _ in range(rounds):
+        for how in REPLACEMENTS:
+            started = time.perf_counter()
+            faithfulness_curves(explainer, maps, replace=how, points=points)
+            seconds[how].append(time.perf_counter() - started)
+    return {how: np.array(values) for how, values in seconds.items()}
+
+
+def print_times(name: str, seconds: dict[str, np.ndarray], count: int, points: int) -> None:
+    """A row per way, with its time and what dropping saves; the ratio is the median over the rounds."""
+    print(f"{name}: curves of {count} map{'s' * (count > 1)} of one picture, {points} points each\n")
+    print("| removed by | seconds | times as long as dropping |\n|---|---:|---:|")
+    for how, values in seconds.items():
+        print(f"| {how} | {np.median(values):.3f} | {np.median(values / seconds['drop']):.2f} |")
+    print()
+
+
+def measure(explainer: Explainer, pictures: Sequence[object], methods: Sequence[str], points: int) -> np.ndarray:
+    """The area between the curves, [pictures, ways, methods]."""
+    rows = []
+    for picture in pictures:
+        maps = explainer.explain_batch([picture], methods=methods)
+        rows.append(
+            [[c.gap for c in faithfulness_curves(explainer, maps, replace=how, points=points)] for how in REPLACEMENTS]
+        )
+    return np.array(rows)
+
+
+def print_gaps(gaps: np.ndarray, methods: Sequence[str]) -> None:
+    """Means and standard errors of each method by each way, and how the ways agree."""
+    means, errors = gaps.mean(0), gaps.std(0, ddof=1) / np.sqrt(len(gaps))
+    print(f"| method | {' | '.join(REPLACEMENTS)} |\n|---|{'---|' * len(REPLACEMENTS)}")
+    for column, method in enumerate(methods):
+        cells = (f"{m:.3f} ± {e:.3f}" for m, e in zip(means[:, column], errors[:, column], strict=True))
+        print(f"| {method} | {' | '.join(cells)} |".replace("-0.", "−0."))
+    print("\n| ways | ρ of the methods' means | ρ within a picture, mean | same best method |\n|---|---:|---:|---:|")
+    for a, b in combinations(range(len(REPLACEMENTS)), 2):
+        within = mean_of_defined(spearman(one[a], one[b]) for one in gaps)
+        best = float((gaps[:, a].argmax(1) == gaps[:, b].argmax(1)).mean())
+        names = f"{REPLACEMENTS[a]}, {REPLACEMENTS[b]}"
+        print(f"| {names} | {spearman(means[a], means[b]):.2f} | {within:.2f} | {best:.0%} |")
+    print()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="vit_tiny_patch16_224.augreg_in21k_ft_in1k")
+    parser.add_argument("--checkpoint", type=Path, help="its weights; without, it is timed with random ones")
+    parser.add_argument("--pictures", type=Path, help="folder of photographs to rank the methods on, with --checkpoint")
+    parser.add_argument("--count", type=int, default=40, help="pictures")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--points", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    warnings.simplefilter("ignore", vitflow.VitflowWarning)
+    demo = Explainer("demo")
+    drawn = [picture.image for picture in draw_pictures(2 * given.count, FIRST_SEED) if picture.labels][: given.count]
+    if given.checkpoint:
+        other = Explainer(vitflow.load_model(given.model, checkpoint=given.checkpoint))
+    else:
+        other = Explainer(timm.create_model(given.model, pretrained=False).eval())
+    photographs = find_images(given.pictures)[: given.count] if given.pictures else drawn[:1]
+    for name, explainer, picture in (("demo", demo, drawn[0]), (other.model_id, other, photographs[0])):
+        for methods in (given.methods, given.methods[:1]):
+            maps = explainer.explain_batch([picture], methods=methods)
+            print_times(name, time_curves(explainer, maps, given.points, given.rounds), len(maps), given.points)
+    ranked = [("demo", demo, drawn)]
+    if given.checkpoint and given.pictures:
+        ranked.append((other.model_id, other, photographs))
+    for name, explainer, pictures in ranked:
+        print(f"{name}, {len(pictures)} pictures: area between the curves, mean ± standard error\n")
+        print_gaps(measure(explainer, pictures, given.methods, given.points), given.methods)
+
+
+if __name__ == "__main__":
+    main()
