@@ -77,7 +77,7 @@ class _MethodOrAll(_MethodChoice):
 @click.option(
     "--sanity-pictures",
     type=click.IntRange(min=0),
-    default=8,
+    default=24,
     show_default=True,
     metavar="N",
     help="Measure sanity and rank correlation, which take many forward passes, on N pictures drawn at random.",

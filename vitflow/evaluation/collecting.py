@@ -70,7 +70,7 @@ def collect(
             curves.append(_array([[one[name] for one in own] for name in _CURVES]))
         if "stages" in row:
             names = tuple(name for name, _ in row["stages"])
-            stages.append(_array([values for _, values in row["stages"]]))
+            stages.append(_array([[values.get(label) for label in labels] for _, values in row["stages"]]))
         if "correlation" in row:
             correlations.append(row["correlation"])
     values = np.array(table, dtype=np.float64).reshape(len(table), len(METRICS), len(labels))
@@ -139,6 +139,11 @@ def _notes(
     checked = sum("sanity" in picture["groups"] for picture in pictures)
     if checked:
         told.append(f"The sanity checks were made on {_count(checked, 'picture')}.")
+        if protocol.unchecked:
+            told[-1] += (
+                f" {', '.join(protocol.unchecked)} was left out of them, for it runs the model once per patch; name it "
+                "with --method to have it checked."
+            )
     told += _of_constant_maps(pictures, protocol)
     return told
 

@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from vitflow.evaluation.charts import DARK, LIGHT, charts_of, svg_of
+from vitflow.evaluation.correlation import RankCorrelation
 from vitflow.evaluation.metrics import CORRELATION_SILENT, Metric
 from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.statistics import CONFIDENCE, Difference, Estimate
@@ -74,16 +75,26 @@ def _groups(evaluation: Evaluation) -> list[dict[str, Any]]:
             }
         )
     if evaluation.correlation is not None:
-        found.append(
-            {
-                "title": _TITLES["correlation"],
-                "question": _QUESTIONS["correlation"],
-                "charts": [charts["correlation"] | {"name": "correlation"}],
-                "text": evaluation.correlation.to_markdown(),
-                "silent": CORRELATION_SILENT,
-            }
-        )
+        further: dict[str, Any] = {
+            "title": _TITLES["correlation"],
+            "question": _QUESTIONS["correlation"],
+            "charts": [charts["correlation"] | {"name": "correlation"}],
+            "tables": _correlation_tables(evaluation.correlation),
+            "pictures": evaluation.correlation.pictures,
+            "silent": CORRELATION_SILENT,
+        }
+        found.append(further)
     return found
+
+
+def _correlation_tables(correlation: RankCorrelation) -> list[dict[str, Any]]:
+    """A table per reference: a line per method, a column per layer."""
+    lines = [line.strip("| ").split(" | ") for line in correlation.to_markdown().splitlines() if line.startswith("|")]
+    each = len(correlation.methods) + 2
+    return [
+        {"head": lines[start], "rows": lines[start + 2 : start + each]}
+        for start in range(0, each * len(correlation.references), each)
+    ]
 
 
 def _images(draw: Any) -> dict[str, str]:

@@ -31,9 +31,10 @@ from vitflow.evaluation.statistics import RESAMPLES
 from vitflow.evaluation.token_dropping import can_drop_tokens
 from vitflow.explainer import Explainer, MethodChoice
 from vitflow.manifest import RunFolder
+from vitflow.methods import get_method
 
 #: On how many pictures the costly groups are measured where nothing else is asked for.
-SANITY_PICTURES = 8
+SANITY_PICTURES = 24
 
 _VERSIONS = ("vitflow", "torch", "timm", "numpy")
 
@@ -67,7 +68,8 @@ def evaluate(
         data: drawn pictures ("demo:500"), annotations, or a folder of pictures; see `open_dataset`.
         model: a model id (see `load_model`), a module, an Explainer, or a function that makes one when it is needed.
         methods: names, or (name, options) pairs; "all" for every method that applies to the model; by default all of
-            these but blank-out, which runs the model once per patch. The baselines `random` and `centre` are added.
+            these but blank-out, which runs the model once per patch (of "all" it is left out of the sanity checks). The
+            baselines `random` and `centre` are added.
         metrics: names or groups ("localisation", "faithfulness", "sanity", "correlation"), or "all" among them; by
             default the first three groups.
         output: a folder for the rows, tables, figures and the page.
@@ -104,7 +106,9 @@ def evaluate(
         chosen, left_out = applicable_methods(explainer, dataset, chosen)
         notes += left_out
     how = replace_by or ("drop" if "faithfulness" in groups and can_drop_tokens(explainer) else "blank")
-    protocol = Protocol(tuple(chosen), tuple(groups), how, points, seed=seed)
+    # Of "all" methods those that run the model once per patch would take longer than all others together.
+    slow = [label for label, name, _ in chosen if methods == "all" and "predict" in get_method(name).needs]
+    protocol = Protocol(tuple(chosen), tuple(groups), how, points, seed=seed, unchecked=tuple(slow))
     settings = _settings(dataset, explainer, protocol, sanity_pictures)
     run = Run(dataset, explainer, protocol, sanity_pictures, batch_size, progress)
     if output is None:

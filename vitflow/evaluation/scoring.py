@@ -37,6 +37,7 @@ class Protocol:
         points: of the deletion and insertion curves.
         batch_size: shortened sequences or changed pictures per forward pass.
         seed: of the random weights.
+        unchecked: labels of the methods that are left out of the sanity checks.
     """
 
     methods: tuple[tuple[str, str, Mapping[str, Any]], ...]
@@ -45,6 +46,7 @@ class Protocol:
     points: int = 11
     batch_size: int = 32
     seed: int = 0
+    unchecked: tuple[str, ...] = ()
 
     @property
     def labels(self) -> list[str]:
@@ -205,11 +207,12 @@ def _add_faithfulness(row: dict[str, Any], explainer: Explainer, maps: Sequence[
 def _add_sanity(
     row: dict[str, Any], explainer: Explainer, item: Item, maps: Sequence[Saliency], protocol: Protocol
 ) -> None:
-    image, methods = item.picture.image, protocol.choices
+    checked = [number for number, label in enumerate(protocol.labels) if label not in protocol.unchecked]
+    image, methods = item.picture.image, [protocol.choices[number] for number in checked]
+    maps = [maps[number] for number in checked]
     # Other random weights for every picture, the same in every run.
     seed = (protocol.seed + zlib.crc32(item.name.encode("utf-8", "surrogateescape"))) % 2**31
     stages = sanity.cascading_randomisation(explainer, image, methods, seed=seed, maps=maps)
-    row["stages"] = [[name, [_rounded(value) for value in values]] for name, values in stages]
     found = {
         "randomisation": [None if value is None else abs(value) for value in stages[-1][1]],
         "shift_stability": sanity.shift_stability(explainer, image, methods, maps=maps),
@@ -217,8 +220,12 @@ def _add_sanity(
     }
     if maps[0].target is not None:
         found["class_sensitivity"] = sanity.class_sensitivity(explainer, image, methods)
+    labels = [protocol.labels[number] for number in checked]
+    row["stages"] = [
+        [name, {label: _rounded(value) for label, value in zip(labels, values, strict=True)}] for name, values in stages
+    ]
     for name, values in found.items():
-        for label, value in zip(protocol.labels, values, strict=True):
+        for label, value in zip(labels, values, strict=True):
             row["values"][label][name] = _rounded(value)
 
 

@@ -1,0 +1,222 @@
+"""Localisation against scikit-learn, literal loops in float64, and maps whose scores are known beforehand."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import rankdata
+from sklearn.metrics import average_precision_score, roc_auc_score
+
+from vitflow.demo import draw_picture
+from vitflow.errors import ShapeError
+from vitflow.evaluation import (
+    accumulated_iou,
+    average_precision,
+    energy_in_region,
+    localise,
+    mean_iou,
+    pointing_game,
+    roc_auc,
+)
+from vitflow.evaluation.statistics import estimate_means
+
+MEASURES = ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou")
+
+
+def disc(height=40, width=50, centre=(18, 22), radius=9) -> np.ndarray:
+    y, x = np.mgrid[:height, :width]
+    return (y - centre[0]) ** 2 + (x - centre[1]) ** 2 <= radius**2
+
+
+def literal(heatmap: np.ndarray, region: np.ndarray) -> dict[str, float]:
+    """Every measure by the words of its definition, pixel by pixel."""
+    pixels = [
+        (float(heatmap[y, x]), bool(region[y, x]))
+        for y in range(heatmap.shape[0])
+        for x in range(heatmap.shape[1])
+        if np.isfinite(heatmap[y, x])
+    ]
+    inside = [value for value, own in pixels if own]
+    outside = [value for value, own in pixels if not own]
+    wins = sum((a > b) + 0.5 * (a == b) for a in inside for b in outside)
+    low, mean = min(v for v, _ in pixels), sum(v for v, _ in pixels) / len(pixels)
+    mass = sum(v - low for v, _ in pixels)
+    precision, before = 0.0, 0.0
+    for threshold in sorted({v for v, _ in pixels}, reverse=True):
+        called = [own for v, own in pixels if v >= threshold]
+        recall = sum(called) / len(inside)
+        precision += (recall - before) * sum(called) / len(called)
+        before = recall
+    shares = []
+    for side in (False, True):
+        both = sum((v > mean) == side and own == side for v, own in pixels)
+        any_ = sum((v > mean) == side or own == side for v, own in pixels)
+        shares.append(both / any_)
+    return {
+        "roc_auc": wins / (len(inside) * len(outside)),
+        "energy": sum(v - low for v in inside) / mass,
+        "average_precision": precision,
+        "mean_iou": sum(shares) / 2,
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), levels=st.sampled_from([2, 5, 1000]), holes=st.booleans())
+def test_measures_equal_their_definitions_and_scikit_learn(seed, levels, holes):
+    random = np.random.default_rng(seed)
+    heatmap = random.integers(0, levels, (7, 9)).astype(np.float32) / levels  # with 2 or 5 levels nearly all tie
+    region = random.random((7, 9)) < random.uniform(0.1, 0.9)
+    region[0, :2] = True, False
+    heatmap[1, 1], heatmap[1, 2] = 0.0, 1.0
+    if holes:
+        heatmap[4:, random.random(9) < 0.5] = np.nan
+    found = localise(heatmap, region)
+    for name, value in literal(heatmap.astype(np.float64), region).items():
+        assert getattr(found, name) == pytest.approx(value, abs=1e-9), name
+    seen = np.isfinite(heatmap)
+    assert found.roc_auc == pytest.approx(roc_auc_score(region[seen], heatmap[seen]), abs=1e-6)
+    assert found.average_precision == pytest.approx(average_precision_score(region[seen], heatmap[seen]), abs=1e-6)
+
+
+def test_the_functions_alone_give_what_all_together_give():
+    heatmap = np.random.default_rng(1).random((30, 40), dtype=np.float32)
+    region = disc(30, 40, (12, 20), 7)
+    found = localise(heatmap, region)
+    alone = (pointing_game, energy_in_region, roc_auc, average_precision, mean_iou)
+    assert [measure(heatmap, region) for measure in alone] == [getattr(found, name) for name in MEASURES]
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        disc(),
+        disc() ^ disc(radius=5),  # a ring: the middle of its pixels lies in its hole
+        disc(centre=(8, 8), radius=4) | disc(centre=(30, 40), radius=4),  # two objects: the middle lies between them
+        draw_picture(3).masks.any(axis=0),
+    ],
+    ids=["disc", "ring", "two", "drawn"],
+)
+def test_the_mask_itself_is_perfect_and_its_inverse_the_opposite(region):
+    perfect = localise(region.astype(np.float32), region)
+    assert [getattr(perfect, name) for name in MEASURES] == [1.0] * 5
+    inverted = localise(1.0 - region.astype(np.float32), region)
+    share = region.mean()
+    assert (inverted.pointing_game, inverted.energy, inverted.roc_auc, inverted.mean_iou) == (0.0, 0.0, 0.0, 0.0)
+    assert inverted.average_precision == pytest.approx(share)  # every pixel of the ground stands before the object
+    # The lowest average precision there is comes with the object's pixels each below all of the ground.
+    ranked = np.where(region, -np.arange(region.size).reshape(region.shape), 1.0)
+    assert localise(ranked, region).average_precision < share
+
+
+def test_random_maps_land_at_their_expectation():
+    random, region = np.random.default_rng(0), disc()
+    share = float(region.mean())
+    rows = [localise(random.random(region.shape), region) for _ in range(400)]
+    half = share / 2
+    expected = {
+        "pointing_game": share,
+        "energy": share,
+        "roc_auc": 0.5,
+        # Cut at its mean a random map calls one half of either kind region.
+        "mean_iou": (half / (share + (1 - share) / 2) + ((1 - share) / 2) / ((1 - share) + half)) / 2,
+    }
+    values = np.array([[getattr(row, name) for name in expected] for row in rows])
+    for (name, value), estimate in zip(expected.items(), estimate_means(values), strict=True):
+        assert estimate.low <= value <= estimate.high or abs(estimate.mean - value) < 0.002, name
+    assert np.mean([row.average_precision for row in rows]) == pytest.approx(share, abs=0.02)
+
+
+def test_a_constant_map_scores_as_chance():
+    region = disc()
+    found = localise(np.full(region.shape, 0.3, np.float32), region)
+    assert found.roc_auc == 0.5
+    assert found.energy == pytest.approx(region.mean())
+    assert found.average_precision == pytest.approx(region.mean())
+    assert found.mean_iou == pytest.approx((1 - region.mean()) / 2)  # nothing lies above the mean
+
+
+def test_pixels_that_the_model_did_not_see_are_left_out():
+    region = disc()
+    heatmap = np.random.default_rng(2).random(region.shape)
+    cropped = heatmap.copy()
+    cropped[:, :15] = np.nan
+    found, alone = localise(cropped, region), localise(heatmap[:, 15:], region[:, 15:])
+    assert found == alone
+
+
+@pytest.mark.parametrize("region", [np.zeros((4, 5), bool), np.ones((4, 5), bool)])
+def test_nothing_is_measured_where_there_is_nothing_to_tell_apart(region):
+    assert localise(np.random.default_rng(0).random((4, 5)), region) is None
+    assert roc_auc(np.random.default_rng(0).random((4, 5)), region) is None
+
+
+def test_a_region_that_the_model_did_not_see_measures_nothing():
+    region = np.zeros((4, 6), bool)
+    region[:, :2] = True
+    heatmap = np.random.default_rng(0).random((4, 6))
+    heatmap[:, :2] = np.nan
+    assert localise(heatmap, region) is None
+
+
+def test_a_plateau_is_asked_for_its_middle():
+    heatmap = np.zeros((9, 9))
+    heatmap[2:7, 2:7] = 1.0
+    region = np.zeros((9, 9), bool)
+    region[4, 4] = True
+    assert pointing_game(heatmap, region) == 1.0
+    region = np.zeros((9, 9), bool)
+    region[2, 2] = True
+    assert pointing_game(heatmap, region) == 0.0
+
+
+def test_accumulated_iou_adds_up_before_it_divides():
+    random = np.random.default_rng(4)
+    pictures = [(random.random((20, 20)), random.random((20, 20)) < share) for share in (0.1, 0.7)]
+    found = [localise(*picture) for picture in pictures]
+    heat = np.concatenate([heatmap - heatmap.mean() for heatmap, _ in pictures]) > 0
+    truth = np.concatenate([region for _, region in pictures])
+    literal_value = np.mean(
+        [(heat & truth).sum() / (heat | truth).sum(), (~heat & ~truth).sum() / (~heat | ~truth).sum()]
+    )
+    assert accumulated_iou([one.overlap for one in found]) == pytest.approx(literal_value)
+    assert accumulated_iou([found[0].overlap]) == found[0].mean_iou
+
+
+def test_wrong_shapes_are_refused():
+    with pytest.raises(ShapeError, match=r"Expected a heatmap .* got \(3, 4\)"):
+        localise(np.zeros((3, 4)), np.zeros((4, 3), bool))
+    with pytest.raises(ShapeError, match="uint8"):
+        localise(np.zeros((3, 4)), np.zeros((3, 4), np.uint8))
+
+
+def scored_as_before(heatmap: np.ndarray, inside: np.ndarray) -> tuple[float, float, float] | None:
+    """What this project's first tables were made with; the middle of all highest pixels decides the pointing game."""
+    seen = np.isfinite(heatmap)
+    target, values = inside[seen], heatmap[seen].astype(np.float64)
+    if target.all() or not target.any():
+        return None
+    positives, negatives = target.sum(), (~target).sum()
+    auc = (rankdata(values)[target].sum() - positives * (positives + 1) / 2) / (positives * negatives)
+    peak = np.argwhere(np.where(seen, heatmap, -np.inf) == values.max()).mean(0).round().astype(int)
+    mass = values - values.min()
+    return float(auc), float(inside[tuple(peak)]), float(mass[target].sum() / mass.sum())
+
+
+@pytest.mark.shared
+def test_photographs_score_as_before(shared_data):
+    from vitflow import Explainer, load_model
+
+    name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    explainer = Explainer(load_model(name, checkpoint=shared_data / f"{name}.safetensors"))
+    for entry in json.loads((shared_data / "boxes" / "boxes.json").read_text())[:4]:
+        for one in explainer.explain_batch(
+            [shared_data / "boxes" / entry["file"]], methods=["rollout", "gae", "random"], targets=entry["label_index"]
+        ):
+            inside = np.zeros(one.image.shape[:2], bool)
+            for left, top, right, bottom in entry["boxes_xyxy"]:
+                inside[top:bottom, left:right] = True
+            found = localise(one.heatmap, inside)
+            expected = scored_as_before(one.heatmap, inside)
+            assert (found.roc_auc, found.pointing_game, found.energy) == pytest.approx(expected, abs=1e-6)

@@ -1,0 +1,112 @@
+"""Means, standard errors, bootstrap intervals and paired differences against literal loops, SciPy and known cases."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from vitflow.errors import OptionError, ShapeError
+from vitflow.evaluation.statistics import (
+    Estimate,
+    estimate_means,
+    paired_differences,
+    resampled_counts,
+)
+
+
+def test_mean_and_standard_error_leave_undefined_values_out():
+    random = np.random.default_rng(0)
+    values = random.normal(size=(50, 3))
+    values[random.random((50, 3)) < 0.2] = np.nan
+    for column, estimate in zip(values.T, estimate_means(values), strict=True):
+        defined = column[~np.isnan(column)]
+        assert estimate.mean == pytest.approx(defined.mean())
+        assert estimate.standard_error == pytest.approx(stats.sem(defined))
+        assert (estimate.count, estimate.undefined) == (len(defined), 50 - len(defined))
+
+
+def test_the_interval_is_that_of_a_literal_bootstrap():
+    values = np.random.default_rng(1).normal(size=(30, 2))
+    counts = np.concatenate(list(resampled_counts(30, resamples=500, seed=3)))
+    literal = [[np.repeat(column, row.astype(int)).mean() for row in counts] for column in values.T]
+    for means, estimate in zip(literal, estimate_means(values, resamples=500, seed=3), strict=True):
+        assert (estimate.low, estimate.high) == pytest.approx(tuple(np.percentile(means, (2.5, 97.5))))
+
+
+def test_the_interval_is_scipys_within_the_resampling():
+    values = np.random.default_rng(2).exponential(size=(80, 1))
+    [estimate] = estimate_means(values, resamples=20_000)
+    other = stats.bootstrap((values[:, 0],), np.mean, method="percentile", n_resamples=20_000, rng=5)
+    assert estimate.low == pytest.approx(other.confidence_interval.low, abs=0.01)
+    assert estimate.high == pytest.approx(other.confidence_interval.high, abs=0.01)
+
+
+def test_intervals_hold_the_truth_about_as_often_as_they_say():
+    random = np.random.default_rng(3)
+    data = random.normal(0.5, 1.0, size=(60, 400))  # 400 studies of 60 pictures
+    held = np.mean([estimate.low <= 0.5 <= estimate.high for estimate in estimate_means(data, resamples=1000)])
+    assert 0.89 < held < 0.98
+
+
+def test_the_same_seed_gives_the_same_interval_and_blocks_change_nothing(monkeypatch):
+    values = np.random.default_rng(4).random((40, 2))
+    first = estimate_means(values, seed=1)
+    assert first == estimate_means(values, seed=1)
+    assert first != estimate_means(values, seed=2)
+    monkeypatch.setattr("vitflow.evaluation.statistics._BLOCK", 40 * 7)
+    assert [one.low for one in estimate_means(values, seed=1)] == pytest.approx([one.low for one in first])
+
+
+def test_every_resample_draws_as_many_pictures():
+    blocks = list(resampled_counts(9, resamples=100))
+    assert sum(len(block) for block in blocks) == 100
+    assert all((block.sum(axis=1) == 9).all() and (block >= 0).all() for block in blocks)
+
+
+def test_few_pictures_give_no_interval():
+    nothing, one = estimate_means(np.array([[np.nan, 0.3], [np.nan, np.nan]]))
+    assert nothing == Estimate(None, None, None, None, 0, 2)
+    assert one == Estimate(0.3, None, None, None, 1, 1)
+    assert (str(nothing), str(one)) == ("–", "0.300")
+
+
+def test_estimates_are_told_with_their_error():
+    assert str(Estimate(-0.0001, 0.01234, -1.0, 1.0, 5, 0)) == "0.000 ± 0.012"
+    assert str(Estimate(-0.25, 0.5, -1.0, 1.0, 5, 0)) == "−0.250 ± 0.500"
+
+
+def test_pairing_finds_what_two_means_hide():
+    random = np.random.default_rng(5)
+    hardness = random.normal(size=200)  # pictures differ far more than methods do
+    values = np.stack([hardness + 0.05, hardness + 0.02 * random.normal(size=200)], axis=1)
+    first, second = estimate_means(values)
+    assert first.low < second.high  # the intervals of the two means overlap …
+    [difference] = paired_differences(["better", "worse"], values)
+    assert difference.is_clear  # … and the difference is clear all the same
+    assert difference.estimate.mean == pytest.approx((values[:, 0] - values[:, 1]).mean())
+    assert difference.above == pytest.approx((values[:, 0] > values[:, 1]).mean())
+
+
+def test_pairs_use_the_pictures_where_both_are_defined():
+    values = np.array([[1.0, 0.0, np.nan], [np.nan, 5.0, 2.0], [3.0, 3.0, np.nan], [4.0, 1.0, np.nan]])
+    ab, ac, bc = paired_differences(["a", "b", "c"], values)
+    assert (ab.first, ab.second, ab.estimate.mean, ab.estimate.count) == ("a", "b", pytest.approx(4 / 3), 3)
+    assert ab.above == pytest.approx(2.5 / 3)  # a tie counts half
+    assert (ac.estimate.mean, ac.above, ac.is_clear) == (None, None, False)
+    assert (bc.estimate.mean, bc.estimate.count, bc.is_clear) == (3.0, 1, False)
+
+
+def test_equal_methods_differ_clearly_about_as_often_as_chance():
+    random = np.random.default_rng(6)
+    clear = [paired_differences(["a", "b"], random.random((40, 2)), resamples=400)[0].is_clear for _ in range(200)]
+    assert np.mean(clear) < 0.13
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ShapeError, match=r"\[pictures, columns\]"):
+        estimate_means(np.zeros(3))
+    with pytest.raises(ShapeError, match=r"\[pictures, 2 methods\]"):
+        paired_differences(["a", "b"], np.zeros((3, 3)))
+    with pytest.raises(OptionError, match="0 < confidence < 1"):
+        estimate_means(np.zeros((3, 1)), confidence=95)
+    with pytest.raises(OptionError, match="at least 1 picture"):
+        next(resampled_counts(0))
