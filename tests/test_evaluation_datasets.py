@@ -1,0 +1,458 @@
+"""Data as people have it: each format written down by hand, each fault caused, and the question that is asked of it."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+from vitflow.demo import CLASS_NAMES, draw_picture
+from vitflow.errors import ImageError, OptionError, ShapeError
+from vitflow.evaluation import box_region, mask_region, open_dataset, polygon_region, run_length_region
+from vitflow.evaluation.annotations import read_annotations
+from vitflow.evaluation.datasets import Labelled
+from vitflow.evaluation.questions import ask
+from vitflow.evaluation.regions import Region, union
+
+SIZE = (30, 40)  # height, width
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three pictures, of 30 × 40 pixels each."""
+    for name in ("cat.jpg", "dog.jpg", "two birds.png"):
+        values = np.random.default_rng(len(name)).integers(0, 256, (*SIZE, 3), dtype=np.uint8)
+        Image.fromarray(values).save(tmp_path / name)
+    return tmp_path
+
+
+def by_name(dataset):
+    return {sample.name: sample.read() for sample in dataset.samples}
+
+
+def painted(*boxes) -> np.ndarray:
+    mask = np.zeros(SIZE, bool)
+    for left, top, right, bottom in boxes:
+        mask[top:bottom, left:right] = True
+    return mask
+
+
+def union_of(picture: Labelled) -> np.ndarray:
+    return union(picture.regions, picture.image.shape[:2])
+
+
+# --- Drawn pictures --------------------------------------------------------------------------------------------------
+
+
+def test_drawn_pictures_have_their_exact_masks():
+    dataset = open_dataset("demo:3:7")
+    assert (len(dataset), dataset.has_regions) == (3, True)
+    for sample, seed in zip(dataset.samples, (7, 8, 9), strict=True):
+        found, truth = sample.read(), draw_picture(seed)
+        assert (found.image == truth.image).all()
+        assert [region.label for region in found.regions] == [CLASS_NAMES[label] for label in truth.labels]
+        assert all((r.mask(truth.image.shape[:2]) == m).all() for r, m in zip(found.regions, truth.masks, strict=True))
+
+
+def test_a_folder_called_demo_is_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    Image.new("RGB", (20, 20)).save(tmp_path / "demo" / "a.png")
+    assert not open_dataset("demo").has_regions
+
+
+@pytest.mark.parametrize("data", ["demo:0", "demo:2000000", "demo:10:999995"])
+def test_the_demo_models_training_pictures_are_refused(data):
+    with pytest.raises(OptionError, match="was not trained on"):
+        open_dataset(data)
+
+
+# --- Masks and classes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["cat_mask.png", "cat-mask.png", "cat.mask.png", "masks/cat.png"])
+def test_masks_stand_beside_their_pictures(folder, place):
+    mask = painted((5, 4, 20, 12))
+    (folder / "masks").mkdir()
+    Image.fromarray(mask.astype(np.uint8) * 255).save(folder / place)
+    dataset = open_dataset(folder)
+    assert [sample.name for sample in dataset.samples] == ["cat.jpg", "dog.jpg", "two birds.png"]
+    assert dataset.has_regions
+    pictures = by_name(dataset)
+    assert (union_of(pictures["cat.jpg"]) == mask).all()
+    assert pictures["dog.jpg"].regions is None
+
+
+def test_masks_with_classes(folder):
+    values = np.zeros(SIZE, np.uint8)
+    values[2:10, 3:9], values[12:20, 20:30], values[25:, :] = 1, 2, 255
+    (folder / "masks").mkdir()
+    palette = Image.new("P", SIZE[::-1])
+    palette.putdata(values.ravel().tolist())
+    palette.putpalette([0, 0, 0, 200, 30, 30, 200, 30, 30] + [9] * 759)  # two indices of one colour
+    palette.save(folder / "masks" / "cat.png")
+    (folder / "masks" / "classes.txt").write_text("tabby\ntiger cat\n")
+    regions = by_name(open_dataset(folder))["cat.jpg"].regions
+    assert [(region.label, region.unknown) for region in regions] == [
+        ("tabby", False),
+        ("tiger cat", False),
+        (None, True),
+    ]
+    assert (regions[1].mask(SIZE) == (values == 2)).all()
+    question = ask(by_name(open_dataset(folder))["cat.jpg"], 3, ["tabby", "tiger cat", "lion"])
+    assert question.target == 1  # it covers more pixels
+    assert (question.region == (values == 2)).all()
+    assert (question.unknown == (values == 255)).all()
+
+
+def test_a_mask_value_without_a_class_is_told(folder):
+    Image.fromarray(np.full(SIZE, 7, np.uint8)).save(folder / "cat_mask.png")
+    (folder / "classes.txt").write_text("tabby\n")
+    with pytest.raises(ShapeError, match=r"value 7, and classes.txt has 1 lines"):
+        by_name(open_dataset(folder))
+
+
+def test_a_mask_of_another_size_is_told(folder):
+    Image.fromarray(np.ones((10, 10), np.uint8)).save(folder / "cat_mask.png")
+    picture = by_name(open_dataset(folder))["cat.jpg"]
+    with pytest.raises(ShapeError, match=r"30 × 40 pixels .* got 10 × 10"):
+        ask(picture, 0, None)
+
+
+def test_a_broken_mask_is_told(folder):
+    (folder / "cat_mask.png").write_bytes(b"no picture")
+    with pytest.raises(ImageError, match="the mask 'cat_mask.png'"):
+        by_name(open_dataset(folder))
+
+
+def test_classes_alone(folder):
+    (folder / "labels.csv").write_text("file,label_index,label\ncat.jpg,281,tabby\ntwo birds.png,,hen\n")
+    dataset = open_dataset(folder)
+    assert not dataset.has_regions
+    assert {name: picture.label for name, picture in by_name(dataset).items()} == {
+        "cat.jpg": 281,
+        "dog.jpg": None,
+        "two birds.png": "hen",
+    }
+
+
+def test_pictures_alone(folder):
+    dataset = open_dataset(folder)
+    assert not dataset.has_regions
+    assert (len(dataset), len(open_dataset(folder, limit=2))) == (3, 2)
+    assert by_name(open_dataset([folder / "dog.jpg"]))["dog.jpg"].regions is None
+    assert len(open_dataset(folder / "dog.jpg")) == 1
+
+
+# --- Boxes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["boxes", "boxes_xyxy"])
+def test_json_of_boxes(folder, key):
+    entry = {"file": "cat.jpg", "label_index": 281, "size": [40, 30], key: [[5, 4, 20, 12], [0, 0, 2, 3]]}
+    (folder / "boxes.json").write_text(json.dumps([entry]))
+    for data in (folder, folder / "boxes.json", str(folder)):
+        pictures = by_name(open_dataset(data))
+        assert list(pictures) == ["cat.jpg"]
+        assert (union_of(pictures["cat.jpg"]) == painted((5, 4, 20, 12), (0, 0, 2, 3))).all()
+        assert pictures["cat.jpg"].label == 281
+
+
+def test_json_by_file_name_with_labelled_boxes(folder):
+    content = {
+        "cat.jpg": [[1, 2, 3, 4]],
+        "dog.jpg": {"boxes": [{"box": [0, 0, 5, 5], "label": "pug"}, {"box": [9, 9, 12, 12]}]},
+    }
+    (folder / "regions.json").write_text(json.dumps(content))
+    pictures = by_name(open_dataset(folder))
+    assert [region.label for region in pictures["dog.jpg"].regions] == ["pug", None]
+    assert (union_of(pictures["cat.jpg"]) == painted((1, 2, 3, 4))).all()
+
+
+def test_annotations_for_a_picture_of_another_size_are_told(folder):
+    (folder / "boxes.json").write_text(json.dumps([{"file": "cat.jpg", "size": [30, 40], "boxes": []}]))
+    with pytest.raises(ShapeError, match=r"for a picture of 40 × 30 .* has 30 × 40"):
+        by_name(open_dataset(folder))
+
+
+def voc(objects: str, filename="cat.jpg", size="<size><width>40</width><height>30</height></size>") -> str:
+    return f"<annotation><filename>{filename}</filename>{size}{objects}</annotation>"
+
+
+def voc_object(name: str, *edges: int) -> str:
+    box = "".join(f"<{k}>{v}</{k}>" for k, v in zip(("xmin", "ymin", "xmax", "ymax"), edges, strict=True))
+    return f"<object><name>{name}</name><bndbox>{box}</bndbox></object>"
+
+
+def test_voc_counts_from_one_and_includes_the_last_pixel(folder):
+    (folder / "Annotations").mkdir()
+    (folder / "Annotations" / "cat.xml").write_text(voc(voc_object("cat", 1, 1, 40, 30)))
+    (folder / "Annotations" / "dog.xml").write_text(voc(voc_object("dog", 6, 5, 20, 12), "dog.jpg"))
+    pictures = by_name(open_dataset(folder))
+    assert union_of(pictures["cat.jpg"]).all()
+    assert (union_of(pictures["dog.jpg"]) == painted((5, 4, 20, 12))).all()
+
+
+def test_imagenet_xml_names_no_suffix_and_counts_from_zero(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("annotations")
+    (elsewhere / "cat.xml").write_text(voc(voc_object("n02123045", 0, 4, 20, 12), "cat"))
+    (elsewhere / "dog.xml").write_text(voc(voc_object("n02110958", 5, 4, 20, 12), "%s"))
+    pictures = by_name(open_dataset(elsewhere, images=folder))
+    assert (union_of(pictures["cat"]) == painted((0, 4, 20, 12))).all()
+    assert ask(pictures["cat"], 1000, None).target == 281
+    assert ask(pictures["cat"], 12, None).target is None
+    assert (union_of(pictures["dog"]) == painted((5, 4, 20, 12))).all()
+
+
+def test_imagenet_csv(folder, tmp_path):
+    text = "ImageId,PredictionString\ncat,n02123045 5 4 20 12 n02123045 0 0 2 3 \ndog,n02110958 1 1 9 9\n"
+    (folder / "LOC_val_solution.csv").write_text(text)
+    pictures = by_name(open_dataset(folder))
+    assert (union_of(pictures["cat"]) == painted((5, 4, 20, 12), (0, 0, 2, 3))).all()
+    assert [region.label for region in pictures["cat"].regions] == ["n02123045"] * 2
+
+
+def test_csv_of_boxes(folder):
+    text = "file,label,left,top,right,bottom\ncat.jpg,tabby,5,4,20,12\ncat.jpg,tabby,0,0,2,3\ndog.jpg,pug,1,1,2,2\n"
+    (folder / "boxes.csv").write_text(text)
+    pictures = by_name(open_dataset(folder))
+    assert (union_of(pictures["cat.jpg"]) == painted((5, 4, 20, 12), (0, 0, 2, 3))).all()
+    assert pictures["dog.jpg"].regions[0].label == "pug"
+
+
+def test_a_box_owns_the_pixels_whose_centres_it_holds():
+    assert box_region(None, (0.4, 0.0, 2.6, 1.0)).mask((1, 4)).tolist() == [[True, True, True, False]]
+    assert box_region(None, (0.6, 0.0, 2.4, 1.0)).mask((1, 4)).tolist() == [[False, True, False, False]]
+    assert box_region(None, (-9, -9, 99, 99)).mask((2, 3)).all()
+    assert not box_region(None, (-9, -9, -2, -2)).mask((2, 3)).any()
+
+
+# --- COCO ------------------------------------------------------------------------------------------------------------
+
+
+def coco(annotations, names=((1, "tabby"), (18, "dog"))):
+    return {
+        "images": [{"id": 7, "file_name": "cat.jpg", "width": 40, "height": 30}],
+        "annotations": [{"image_id": 7, "category_id": 1, "bbox": [0, 0, 1, 1]} | one for one in annotations],
+        "categories": [{"id": number, "name": name} for number, name in names],
+    }
+
+
+def test_coco_boxes_polygons_and_runs(folder):
+    runs = [30 * 10 + 5, 4, 26, 4, 30 * 40 - 30 * 10 - 39]  # columns 10 and 11, rows 5 to 8
+    annotations = [
+        {"bbox": [5, 4, 15, 8]},
+        {"segmentation": [[20, 10, 30, 10, 30, 20, 20, 20]], "category_id": 18},
+        {"segmentation": {"size": [30, 40], "counts": runs}},
+        {"segmentation": {"size": [30, 40], "counts": runs}, "iscrowd": 1},
+    ]
+    (folder / "annotations.json").write_text(json.dumps(coco(annotations)))
+    box, polygon, run, crowd = by_name(open_dataset(folder))["cat.jpg"].regions
+    assert (box.mask(SIZE) == painted((5, 4, 20, 12))).all()
+    assert (run.mask(SIZE) == painted((10, 5, 12, 9))).all()
+    assert [region.label for region in (box, polygon, run)] == ["tabby", "dog", "tabby"]
+    assert crowd.unknown
+    square = polygon.mask(SIZE)
+    assert square[10:20, 20:30].all()
+    # The outline is drawn, so a pixel that the edge only touches may be in; none further out is.
+    assert not (square & ~painted((19, 9, 31, 21))).any()
+
+
+def pack(runs) -> str:
+    """COCO's packed run lengths, written from their description."""
+    text = ""
+    for number, run in enumerate(runs):
+        value = run - runs[number - 2] if number > 2 else run
+        while True:
+            bits, value = value & 31, value >> 5
+            last = (value == 0 and not bits & 16) or (value == -1 and bits & 16)
+            text += chr(48 + (bits if last else bits | 32))
+            if last:
+                break
+    return text
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_packed_runs_are_unpacked(seed):
+    random = np.random.default_rng(seed)
+    mask = random.random((23, 31)) < random.uniform(0.02, 0.98)
+    if seed % 2:
+        mask[:, 5:20] = seed % 4 == 1
+    flat = mask.flatten(order="F")
+    edges = np.flatnonzero(np.diff(flat)) + 1
+    runs = np.diff(np.concatenate([[0], edges, [flat.size]])).tolist()
+    runs = [0, *runs] if flat[0] else runs
+    assert (run_length_region("x", mask.shape, pack(runs)).mask(mask.shape) == mask).all()
+    assert (run_length_region("x", mask.shape, runs).mask(mask.shape) == mask).all()
+
+
+def test_polygons_agree_with_pillow_but_for_their_edges():
+    corners = [(3, 2), (35, 8), (28, 27), (10, 22)]
+    canvas = Image.new("1", SIZE[::-1])
+    ImageDraw.Draw(canvas).polygon(corners, fill=1)
+    found = polygon_region(None, [[c for corner in corners for c in corner]]).mask(SIZE)
+    assert (found ^ np.asarray(canvas)).mean() < 0.06
+    assert found[15, 20]
+
+
+def test_broken_runs_are_told():
+    with pytest.raises(ShapeError, match="sum to 2 × 2"):
+        run_length_region("x", (2, 2), [1, 2])
+    with pytest.raises(ShapeError, match="ends inside a number"):
+        run_length_region("x", (2, 2), "a")
+
+
+# --- Faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_definitions_in_xml_are_refused(tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("cat")
+    bomb = '<!DOCTYPE a [<!ENTITY a "ha"><!ENTITY b "&a;&a;&a;&a;">]>'
+    outside = f'<!DOCTYPE a [<!ENTITY x SYSTEM "{secret.as_uri()}">]>'
+    for number, text in enumerate(
+        (bomb + voc(voc_object("&b;", 1, 1, 2, 2)), outside + voc(voc_object("&x;", 1, 1, 2, 2)))
+    ):
+        path = tmp_path / f"{number}.xml"
+        path.write_text(text)
+        with pytest.raises(OptionError, match="document type definition"):
+            read_annotations(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", "{"),
+        ("a.json", "[]"),
+        ("a.json", "3"),
+        ("a.json", '[{"boxes": [[1, 2, 3, 4]]}]'),
+        ("a.json", '[{"file": "cat.jpg", "boxes": [[1, 2, 3]]}]'),
+        ("a.json", '{"images": [{"id": 1}], "annotations": []}'),
+        ("a.xml", "<annotation>"),
+        ("a.xml", "<html></html>"),
+        ("a.xml", "<annotation><object><name>cat</name></object></annotation>"),
+        ("a.csv", ""),
+        ("a.csv", "a,b\n1,2\n"),
+        ("a.csv", "file,size\ncat.jpg,3\n"),
+        ("a.csv", "ImageId,PredictionString\ncat,n02123045 5 4 20\n"),
+    ],
+)
+def test_annotations_that_cannot_be_read_are_told(folder, name, text):
+    (folder / name).write_text(text)
+    with pytest.raises(OptionError, match=r"Could not read the annotations 'a\.") as caught:
+        open_dataset(folder / name)
+    assert "Expected" in str(caught.value) or "list no pictures" in str(caught.value)
+
+
+def test_pictures_that_are_nowhere_are_told(folder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("elsewhere") / "boxes.json"
+    path.write_text(json.dumps([{"file": "cow.jpg", "boxes": []}]))
+    with pytest.raises(OptionError, match=r"None of the 1 pictures .* --images"):
+        open_dataset(path)
+    path.write_text(json.dumps([{"file": "cat.jpg", "boxes": []}, {"file": "cow.jpg", "boxes": []}]))
+    found, missing = open_dataset(path, images=folder).samples
+    assert found.read().regions == ()
+    with pytest.raises(ImageError, match="no such file"):
+        missing.read()
+
+
+def test_two_annotation_files_are_one_too_many(folder):
+    for name in ("a.json", "b.json"):
+        (folder / name).write_text("[]")
+    with pytest.raises(OptionError, match=r"got a.json, b.json. Name the one"):
+        open_dataset(folder)
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(OptionError, match="there is nothing at"):
+        open_dataset(tmp_path / "photos")
+    with pytest.raises(ImageError, match="at least one picture"):
+        open_dataset(tmp_path)
+    with pytest.raises(OptionError, match="limit of at least 1"):
+        open_dataset("demo:3", limit=0)
+
+
+def test_the_same_picture_twice_has_two_names(folder):
+    (folder / "boxes.json").write_text(json.dumps([{"file": "cat.jpg", "boxes": []}] * 2))
+    assert [sample.name for sample in open_dataset(folder).samples] == ["cat.jpg", "cat.jpg (2)"]
+
+
+def test_a_changed_file_has_another_stamp(folder):
+    [sample, *_] = open_dataset(folder).samples
+    before = sample.stamp()
+    assert before == sample.stamp()
+    Image.new("RGB", (5, 5)).save(folder / "cat.jpg")
+    assert sample.stamp() != before
+    (folder / "cat.jpg").unlink()
+    assert sample.stamp() == [[]]
+
+
+# --- The question ----------------------------------------------------------------------------------------------------
+
+
+def picture(*regions: Region, label=None) -> Labelled:
+    return Labelled(np.zeros((*SIZE, 3), np.uint8), regions, label)
+
+
+NAMES = ["tabby", "pug", "hen"]
+
+
+def test_the_class_that_covers_most_is_asked_for_with_all_its_objects():
+    regions = [
+        box_region("pug", (0, 0, 9, 9)),
+        box_region("tabby", (20, 0, 28, 8)),
+        box_region("tabby", (20, 10, 28, 18)),
+    ]
+    question = ask(picture(*regions), 3, NAMES)
+    assert question.target == 0  # 128 pixels in two objects against 81 in one
+    assert (question.region == painted((20, 0, 28, 8), (20, 10, 28, 18))).all()
+
+
+def test_the_pictures_own_class_goes_first():
+    regions = [box_region("pug", (0, 0, 9, 9)), box_region("tabby", (20, 0, 23, 3))]
+    question = ask(picture(*regions, label="tabby"), 3, NAMES)
+    assert question.target == 0
+    assert (question.region == painted((20, 0, 23, 3))).all()
+    question = ask(picture(box_region(None, (1, 1, 4, 4)), label=2), 3, None)
+    assert (question.target, int(question.region.sum())) == (2, 9)
+
+
+def test_classes_that_the_model_does_not_have_leave_the_question_to_its_answer():
+    regions = [box_region("zebra", (0, 0, 9, 9)), box_region("tram", (20, 0, 23, 3))]
+    question = ask(picture(*regions), 3, NAMES)
+    assert question.target is None
+    assert (question.region == painted((0, 0, 9, 9), (20, 0, 23, 3))).all()
+    assert ask(picture(*regions, label=99), 3, NAMES).target is None
+    assert ask(picture(*regions), 0, None).target is None
+
+
+def test_of_some_known_classes_one_is_asked_for():
+    regions = [box_region("zebra", (0, 0, 20, 20)), box_region("HEN", (30, 0, 33, 3))]
+    question = ask(picture(*regions), 3, NAMES)
+    assert (question.target, int(question.region.sum())) == (2, 9)
+
+
+def test_unknown_pixels_are_those_that_no_object_claims():
+    own, crowd = np.zeros(SIZE, bool), np.zeros(SIZE, bool)
+    own[:10], crowd[5:20] = True, True
+    question = ask(picture(mask_region("hen", own), mask_region(None, crowd, unknown=True)), 3, NAMES)
+    assert (question.unknown == (crowd & ~own)).all()
+
+
+def test_a_picture_without_objects_asks_for_the_answer_and_nothing_is_right():
+    question = ask(picture(), 3, NAMES)
+    assert question.target is None
+    assert not question.region.any()
+    assert ask(Labelled(np.zeros((*SIZE, 3), np.uint8), None, "pug"), 3, NAMES).region is None
+
+
+@pytest.mark.shared
+def test_the_boxed_photographs(shared_data):
+    dataset = open_dataset(shared_data / "boxes")
+    assert (len(dataset), dataset.has_regions) == (60, True)
+    question = ask(dataset.samples[0].read(), 1000, None)
+    assert question.target == 993
+    assert question.region.sum() == (282 - 28) * (294 - 82)
+    labels = open_dataset(shared_data / "photos")
+    assert (len(labels), labels.has_regions) == (40, False)
+    assert all(isinstance(sample.read().label, int) for sample in labels.samples[:3])
