@@ -31,25 +31,27 @@ METHODS = ("rollout", "attention", "flow", "gradient_rollout", "gae", "gradcam",
 FIRST_SEED = 800_000  # far from the pictures of other tests, and below those that the demo model was trained on
 
 
-def time_curves(explainer: Explainer, maps: Sequence[Saliency], points: int, rounds: int) -> dict[str, np.ndarray]:
-    """Seconds of the curves of all maps by each way, round by round: the ways in turn."""
-    seconds: dict[str, list[float]] = {how: [] for how in REPLACEMENTS}
+def time_curves(explainer: Explainer, maps: Sequence[Saliency], points: int, rounds: int) -> np.ndarray:
+    """Seconds on the clock and of the processor for the curves of all maps, [2, rounds, ways]: the ways in turn."""
+    seconds = np.empty((2, rounds, len(REPLACEMENTS)))
     for how in REPLACEMENTS:
         faithfulness_curves(explainer, maps, replace=how, points=points)  # warms up
-    for _ in range(rounds):
-        for how in REPLACEMENTS:
-            started = time.perf_counter()
+    for number in range(rounds):
+        for column, how in enumerate(REPLACEMENTS):
+            started = time.perf_counter(), time.process_time()
             faithfulness_curves(explainer, maps, replace=how, points=points)
-            seconds[how].append(time.perf_counter() - started)
-    return {how: np.array(values) for how, values in seconds.items()}
+            seconds[:, number, column] = time.perf_counter() - started[0], time.process_time() - started[1]
+    return seconds
 
 
-def print_times(name: str, seconds: dict[str, np.ndarray], count: int, points: int) -> None:
-    """A row per way, with its time and what dropping saves; the ratio is the median over the rounds."""
+def print_times(name: str, seconds: np.ndarray, count: int, points: int) -> None:
+    """A row per way, with medians over the rounds, and how many times as long as dropping it takes."""
     print(f"{name}: curves of {count} map{'s' * (count > 1)} of one picture, {points} points each\n")
-    print("| removed by | seconds | times as long as dropping |\n|---|---:|---:|")
-    for how, values in seconds.items():
-        print(f"| {how} | {np.median(values):.3f} | {np.median(values / seconds['drop']):.2f} |")
+    print("| removed by | seconds | × dropping | processor seconds | × dropping |\n|---|---:|---:|---:|---:|")
+    times, ratios = np.median(seconds, axis=1), np.median(seconds / seconds[:, :, :1], axis=1)  # [2, ways]
+    for column, how in enumerate(REPLACEMENTS):
+        cells = (f"{times[clock, column]:.3f} | {ratios[clock, column]:.2f}" for clock in (0, 1))
+        print(f"| {how} | {' | '.join(cells)} |")
     print()
 
 
