@@ -78,16 +78,29 @@ def discard_low(fused: Tensor, discard_ratio: float, num_prefix_tokens: int = 1)
     count = int(discard_ratio * flat.shape[-1])
     if count == 0:
         return fused
-    # Selecting the count-th smallest is several times faster than sorting; of its equals, the first ones go.
-    threshold = flat.kthvalue(count, dim=-1, keepdim=True).values
-    below, equal = flat < threshold, flat == threshold
-    room = count - below.sum(dim=-1, keepdim=True)
-    kept = flat.masked_fill(below | (equal & (equal.cumsum(dim=-1) <= room)), 0.0)
+    kept = discard_smallest(flat, count)
     return torch.cat([fused[..., :num_prefix_tokens], kept.reshape(patches.shape)], dim=-1)
+
+
+def discard_smallest(values: Tensor, count: int) -> Tensor:
+    """Set the `count` smallest of the last axis to 0, ties by position.
+
+    >>> discard_smallest(torch.tensor([3.0, 1.0, 1.0, 2.0]), 1)
+    tensor([3., 0., 1., 2.])
+    """
+    if count == 0:
+        return values
+    # Selecting the count-th smallest is several times faster than sorting; of its equals, the first ones go.
+    threshold = values.kthvalue(count, dim=-1, keepdim=True).values
+    below, equal = values < threshold, values == threshold
+    room = count - below.sum(dim=-1, keepdim=True)
+    return values.masked_fill(below | (equal & (equal.cumsum(dim=-1) <= room)), 0.0)
 
 
 def normalize_rows(matrix: Tensor) -> Tensor:
     """Divide each row by its own sum; a row that is all zero becomes the row of the identity.
+
+    Between different numbers of queries and keys there is no identity, and such a row stays zero.
 
     >>> normalize_rows(torch.tensor([[1.0, 3.0], [0.0, 0.0]]))
     tensor([[0.2500, 0.7500],
@@ -98,6 +111,8 @@ def normalize_rows(matrix: Tensor) -> Tensor:
     empty = largest <= 0
     scaled = matrix / torch.where(empty, 1.0, largest)
     normal = scaled / torch.where(empty, 1.0, scaled.sum(dim=-1, keepdim=True))
+    if matrix.shape[-2] != matrix.shape[-1]:
+        return normal
     return torch.where(empty, torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device), normal)
 
 

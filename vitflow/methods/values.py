@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError
-from vitflow.methods.fusion import HeadFusion, fuse_heads, normalize_rows
+from vitflow.methods import onepass
+from vitflow.methods.fusion import HeadFusion, check_head_fusion, fuse_heads, normalize_rows
+from vitflow.methods.gram import gram_matrix
 
 # False: attention as it is. True: times the norm of the transformed value vector. "output": times the length of that
 # vector along the output that it becomes part of.
@@ -88,12 +90,12 @@ class Values:
             return attention
         if value_weighted is True:
             return attention * self.norms().unsqueeze(-2)
-        batch, heads, tokens, width = self.vectors.shape
+        (batch, heads, _, width), queries = self.vectors.shape, attention.shape[-2]
         with torch.autocast(self.vectors.device.type, enabled=False):
-            joined = (attention @ self.vectors).transpose(1, 2).reshape(batch, tokens, heads * width)
-            output = joined @ self.projection.T  # [batch, tokens, out]
+            joined = (attention @ self.vectors).transpose(1, 2).reshape(batch, queries, heads * width)
+            output = joined @ self.projection.T  # [batch, queries, out]
             along = torch.nn.functional.normalize(output, dim=-1) @ self.projection
-            along = along.reshape(batch, tokens, heads, width).transpose(1, 2)  # of query i and head h, as a value
+            along = along.reshape(batch, queries, heads, width).transpose(1, 2)  # of query i and head h, as a value
             return (along @ self.vectors.transpose(-2, -1)).clamp_min_(0.0).mul_(attention)
 
 
@@ -105,7 +107,12 @@ def join_values(parts: Sequence[Values]) -> Values:
 
 
 def fuse_weighted(
-    attention: Tensor, head_fusion: HeadFusion, value_weighted: ValueWeighting, values: Values | None
+    attention: Tensor,
+    head_fusion: HeadFusion,
+    value_weighted: ValueWeighting,
+    values: Values | None,
+    *,
+    mixed: Tensor | None = None,
 ) -> Tensor:
     """Weigh the heads of one layer and fuse them: [batch, heads, tokens, tokens] → [batch, tokens, tokens].
 
@@ -113,9 +120,35 @@ def fuse_weighted(
 
     Args:
         values: of the same layer; needed where value_weighted is not False.
+        mixed: attention @ values.vectors, [batch, heads, tokens, width], where it is known already; it saves making it.
     """
     if value_weighted is False:
         return fuse_heads(attention, head_fusion)
     if values is None:
         raise OptionError("Value weighting needs the value vectors of the layer, got none.")
+    check_head_fusion(head_fusion)
+    if value_weighted == "output" and onepass.in_memory(attention, values.vectors, values.projection):
+        fused = _fuse_along_output(attention, head_fusion, values, mixed)
+        if fused is not None:
+            return fused
     return normalize_rows(fuse_heads(values.weigh(attention, value_weighted), head_fusion))
+
+
+def _fuse_along_output(
+    attention: Tensor, head_fusion: HeadFusion, values: Values, mixed: Tensor | None
+) -> Tensor | None:
+    """`fuse_weighted` along the output, in fewer steps; None where a number is not finite.
+
+    With x_i the heads' mixed values side by side, o_i = W_O x_i, and all products with it need W_Oᵀ W_O x_i alone, by a
+    matrix that is the same for all pictures. Dividing by ‖o_i‖ is left to the normalisation of the rows.
+    """
+    (batch, heads, _, width), queries = values.vectors.shape, attention.shape[-2]
+    with torch.autocast("cpu", enabled=False):
+        mixed = attention @ values.vectors if mixed is None else mixed
+        joined = mixed.transpose(1, 2).reshape(batch, queries, heads * width)
+        gram = gram_matrix(values.projection)
+        along = joined @ values.projection.T @ values.projection if gram is None else joined @ gram
+        if not torch.isfinite(along.sum()):
+            return None
+        along = along.reshape(batch, queries, heads, width).transpose(1, 2)
+        return onepass.fuse_products(along @ values.vectors.transpose(-2, -1), attention, head_fusion)

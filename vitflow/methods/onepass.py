@@ -1,0 +1,196 @@
+"""The steps of rollout on a processor, compiled: each layer's matrix is read once, and nothing of its size is written.
+
+The formulas are those of `values` and `fusion`, which stay the reference and serve every other device and precision.
+What is compiled is for float32 in a processor's memory, where the time goes into reading and writing, not into sums.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitflow.methods.compiled import compiled_loosely
+
+Floats = NDArray[np.float32]
+
+_FUSIONS = {"mean": 0, "max": 1, "min": 2}
+# Factors up to here times attention stay finite in float32.
+_LARGE = 1e30
+
+
+def in_memory(*tensors: Tensor) -> bool:
+    """Whether all tensors are float32 in a processor's memory, and no gradient shall pass."""
+    return all(
+        tensor.device.type == "cpu"
+        and tensor.dtype == torch.float32
+        and not (tensor.requires_grad and torch.is_grad_enabled())
+        for tensor in tensors
+    )
+
+
+def fuse_products(lengths: Tensor, attention: Tensor, head_fusion: str) -> Tensor:
+    """Fuse (lengths)⁺ ⊙ attention over the heads, and divide each row by its own sum.
+
+    A row that is all zero becomes the row of the identity, or stays zero where queries are not keys.
+
+    Args:
+        lengths: what each entry of attention counts, up to a factor per query, [batch, heads, queries, keys]; finite.
+        attention: [batch, heads, queries, keys].
+        head_fusion: "mean", "max" or "min".
+
+    Returns:
+        [batch, queries, keys], the same as `normalize_rows(fuse_heads(lengths.clamp_min(0) * attention, head_fusion))`.
+
+    >>> fuse_products(torch.tensor([[[[1.0, 2.0]], [[-1.0, 9.0]]]]), torch.full((1, 2, 1, 2), 0.5), "max")
+    tensor([[[0.1000, 0.9000]]])
+    """
+    batch, _, queries, keys = attention.shape
+    fused = torch.empty(batch, queries, keys)
+    _fuse(_array(lengths), _array(attention), _FUSIONS[head_fusion], fused.numpy())
+    return fused
+
+
+def carry_rows(
+    rows: Tensor, layers: Sequence[Tensor], *, discard_ratio: float, residual: float, num_prefix_tokens: int
+) -> Tensor:
+    """Carry each picture's row down through the layers: qᵀ Â_L ⋯ Â_s, where Â = rownorm(α I + (1 − α) discard(W)).
+
+    Args:
+        rows: q of each picture, [batch, tokens].
+        layers: fused attention W of each layer, [batch, tokens, tokens], first layer first; finite and not negative.
+        discard_ratio, residual, num_prefix_tokens: as for `attention_rollout`.
+
+    Returns:
+        [batch, tokens].
+
+    >>> layer = torch.tensor([[[0.5, 0.5], [0.0, 1.0]]])
+    >>> carry_rows(torch.tensor([[1.0, 0.0]]), [layer], discard_ratio=0.0, residual=0.5, num_prefix_tokens=1)
+    tensor([[0.7500, 0.2500]])
+    """
+    matrices, starts = [_array(layer) for layer in layers], _array(rows)
+    carried = np.empty_like(starts)
+
+    def carry(picture: int) -> None:
+        row = starts[picture]
+        for matrix in reversed(matrices):
+            row = _carry(row, matrix[picture], discard_ratio, residual, num_prefix_tokens)
+        carried[picture] = row
+
+    workers = min(len(starts), torch.get_num_threads())
+    if workers <= 1:
+        for picture in range(len(starts)):
+            carry(picture)
+    else:
+        with ThreadPoolExecutor(workers, thread_name_prefix="vitflow-rollout") as threads:
+            list(threads.map(carry, range(len(starts))))
+    return torch.from_numpy(carried)
+
+
+def _carry(row: Floats, matrix: Floats, discard_ratio: float, residual: float, prefix: int) -> Floats:
+    """One picture's row through one layer."""
+    limit = np.float32(-1.0)
+    patches = matrix[:, prefix:]
+    count = int(discard_ratio * patches.size)
+    if count:
+        ordered = np.partition(patches, count - 1, axis=None)
+        limit = ordered[count - 1]  # what is larger stays
+        equals_stay = int(np.count_nonzero(ordered[count:] == limit))
+        if equals_stay and limit > 0:
+            matrix = matrix.copy()
+            equals = np.flatnonzero(patches == limit)
+            rows, columns = np.divmod(equals[: len(equals) - equals_stay], patches.shape[1])
+            matrix[rows, columns + prefix] = 0.0
+            limit = np.nextafter(limit, np.float32(0.0))
+    arrived = np.zeros_like(row)
+    _multiply(row, matrix, prefix, limit, residual, arrived)
+    return arrived
+
+
+def _array(tensor: Tensor) -> Floats:
+    array: Floats = tensor.detach().contiguous().numpy()
+    return array
+
+
+@compiled_loosely
+def _fuse(lengths: Any, attention: Any, fusion: int, fused: Any) -> None:
+    """`fuse_products` into `fused`."""
+    batch, heads, queries, keys = attention.shape
+    zero = np.float32(0.0)
+    # From one row to the other and back: compilers do not vectorise a maximum that is written where it is read.
+    other = np.empty(keys, np.float32)
+    for picture in range(batch):
+        for query in range(queries):
+            row = fused[picture, query]
+            old, new = other, row
+            if heads % 2 == 0:
+                old, new = row, other  # the last head writes into `row`
+            for head in range(heads):
+                length, share = lengths[picture, head, query], attention[picture, head, query]
+                if head == 0:
+                    for key in range(keys):
+                        product = length[key] * share[key]
+                        new[key] = product if product > zero else zero
+                elif fusion == 0:
+                    for key in range(keys):
+                        product = length[key] * share[key]
+                        new[key] = old[key] + (product if product > zero else zero)
+                elif fusion == 1:
+                    for key in range(keys):
+                        product = length[key] * share[key]
+                        before = old[key]
+                        new[key] = product if product > before else before
+                else:
+                    for key in range(keys):
+                        product = length[key] * share[key]
+                        product = product if product > zero else zero
+                        before = old[key]
+                        new[key] = product if product < before else before
+                old, new = new, old
+            total = 0.0
+            for key in range(keys):
+                total += row[key]
+            if total > 0.0:
+                factor = 1.0 / total
+                for key in range(keys):
+                    row[key] = np.float32(row[key] * factor)
+            elif queries == keys:
+                row[query] = np.float32(1.0)
+
+
+@compiled_loosely
+def _multiply(row: Any, matrix: Any, prefix: int, limit: Any, residual: float, arrived: Any) -> None:
+    """Add row · Â to `arrived`, for the matrix without what is at most `limit` in the columns of patches."""
+    zero, share = np.float32(0.0), 1.0 - residual
+    prefix_arrived, patches_arrived = arrived[:prefix], arrived[prefix:]
+    for token in range(row.size):
+        weight = row[token]
+        if weight == zero:
+            continue
+        to_prefix, to_patches = matrix[token, :prefix], matrix[token, prefix:]
+        total = zero
+        for key in range(to_prefix.size):
+            total += to_prefix[key]
+        for key in range(to_patches.size):
+            value = to_patches[key]
+            total += value if value > limit else zero
+        if not total > zero:
+            arrived[token] += weight  # nothing is left of this row: the identity's
+            continue
+        whole = residual + share * total
+        exact = weight * share / whole
+        if exact < _LARGE:
+            factor = np.float32(exact)
+            for key in range(to_prefix.size):
+                prefix_arrived[key] += factor * to_prefix[key]
+            for key in range(to_patches.size):
+                value = to_patches[key]
+                patches_arrived[key] += factor * (value if value > limit else zero)
+        else:  # a row of the smallest numbers
+            for key in range(matrix.shape[1]):
+                if key < prefix or matrix[token, key] > limit:
+                    arrived[key] += np.float32(exact * matrix[token, key])
+        arrived[token] += np.float32(weight * residual / whole)
