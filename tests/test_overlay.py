@@ -337,3 +337,28 @@ def test_blend_refuses_what_does_not_fit():
         blend(image, heatmap, alpha=1.5)
     with pytest.raises(OptionError, match="0 <= alpha <= 1, got nan"):
         blend(image, heatmap, alpha=float("nan"))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_arrays_of_any_order_are_drawn_alike(dtype):
+    """Turned, reversed, cut out of others, or not to be written to."""
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (9, 14, 3), dtype=np.uint8)
+    heatmap = rng.random((9, 14)).astype(dtype)
+    heatmap[:2] = np.nan
+    expected = blend(image, heatmap)
+    reversed_order = blend(image[::-1, ::-1].copy()[::-1, ::-1], np.asfortranarray(heatmap))
+    locked = image.copy()
+    locked.flags.writeable = False
+    wide = np.repeat(heatmap, 2, axis=1)[:, ::2]
+    np.testing.assert_array_equal(reversed_order, expected)
+    np.testing.assert_array_equal(blend(locked, wide), expected)
+
+
+def test_limits_that_are_both_given_are_taken_as_they_are():
+    heatmap = np.array([[0.0, 2.0, np.nan]])
+    assert scale_range(heatmap, vmin=-1, vmax=5) == (-1.0, 5.0)
+    assert scale_range(heatmap, vmin=1, vmax=1) == (1.0, 1.0)
+    image = np.zeros((1, 3, 3), dtype=np.uint8)
+    drawn = blend(image, heatmap, cmap="gray", alpha=1.0, fade=False, vmin=0, vmax=4, mark_unseen=False)
+    assert drawn[0, :, 0].tolist() == [0, 128, 0]

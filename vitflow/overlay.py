@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, unknown_name
 from vitflow.geometry import Placement
+from vitflow.methods.compiled import compiled
 
 Interpolation = Literal["linear", "cubic", "nearest"]
 INTERPOLATIONS: tuple[Interpolation, ...] = get_args(Interpolation)
@@ -18,9 +19,6 @@ ROBUST_PERCENTILES = (2.0, 98.0)
 
 #: Colour of NaN where a map is drawn on its own.
 NAN_COLOR = (128, 128, 128)
-
-# Blending goes over the picture in bands of rows that fit the processor's cache.
-_BAND_PIXELS = 2**18
 
 _OPENCV_FLAGS = {"linear": cv2.INTER_LINEAR, "cubic": cv2.INTER_CUBIC}
 
@@ -104,6 +102,10 @@ def scale_range(
     for name, limit in (("vmin", vmin), ("vmax", vmax)):
         if limit is not None and not np.isfinite(limit):
             raise OptionError(f"Expected a finite {name}, got {limit}.")
+    if vmin is not None and vmax is not None:
+        if vmin > vmax:
+            raise OptionError(f"Expected vmin of at most vmax, got vmin {vmin} and vmax {vmax}.")
+        return float(vmin), float(vmax)
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
     if high - low <= 1e-6 * max(abs(low), abs(high)):
@@ -112,8 +114,6 @@ def scale_range(
         lower, upper = (float(limit) for limit in np.percentile(finite, ROBUST_PERCENTILES))
         if upper > lower:
             low, high = lower, upper
-    if vmin is not None and vmax is not None and vmin > vmax:
-        raise OptionError(f"Expected vmin of at most vmax, got vmin {vmin} and vmax {vmax}.")
     if vmin is not None:
         low, high = float(vmin), max(high, float(vmin))
     if vmax is not None:
@@ -188,21 +188,10 @@ def blend(
     opacity = np.full(steps, alpha, dtype=np.float32)
     if fade:
         opacity *= np.arange(steps, dtype=np.float32) / max(steps - 1, 1)
-    # One entry more, for NaN, where the photograph stays as it is.
-    clear = np.append(1 - opacity, np.float32(1))
-    tint = np.append(opacity[:, None] * colors, np.zeros((1, 3), dtype=np.float32), axis=0)
     overlay = np.empty_like(image, order="C")
-    band = max(1, _BAND_PIXELS // image.shape[1])
-    for first in range(0, image.shape[0], band):
-        rows = slice(first, first + band)
-        index = _color_index(heatmap[rows], low, high, steps)
-        kept = clear.take(index)
-        for channel in range(3):
-            mixed = image[rows, :, channel] * kept
-            mixed += tint[:, channel].take(index)
-            mixed += 0.5  # to round, not cut, to whole values
-            overlay[rows, :, channel] = mixed
-    unseen = np.isnan(heatmap)
+    values = _floats(heatmap)
+    _paint(np.ascontiguousarray(image), values, low, high, 1 - opacity, opacity[:, None] * colors, overlay)
+    unseen = np.isnan(values)
     if mark_unseen and unseen.any():
         _mark_border(overlay, ~unseen)
     return overlay
@@ -216,8 +205,9 @@ def _mark_border(picture: NDArray[np.uint8], seen: NDArray[np.bool_]) -> None:
     # Eroding leaves the edges of the picture alone: OpenCV takes what lies beyond them as seen.
     inner = cv2.erode(region, kernel)
     innermost = cv2.erode(inner, kernel)
-    picture[region > inner] = 255
-    picture[inner > innermost] = 0
+    pixels = picture.reshape(-1, 3)
+    pixels[np.flatnonzero(region > inner)] = 255
+    pixels[np.flatnonzero(inner > innermost)] = 0
 
 
 def _lookup_table(cmap: str) -> NDArray[np.uint8]:
@@ -232,19 +222,48 @@ def _lookup_table(cmap: str) -> NDArray[np.uint8]:
 
 def _color_index(values: NDArray[np.floating[Any]], vmin: float, vmax: float, steps: int) -> NDArray[np.intp]:
     """Which of `steps` colours each value takes: 0 at vmin, steps − 1 at vmax, steps for NaN."""
-    if vmax > vmin:
-        # In float64, and clipped first: the range of a map may be too small for float32 to divide by.
-        position = np.clip(values, vmin, vmax, dtype=np.float64)
-        position -= vmin
-        position /= vmax - vmin
-        position *= steps
-        np.minimum(position, steps - 1, out=position)
-    else:
-        # Rounding must not lift a constant map above its own value.
-        position = np.where(values > vmax + 1e-5 * abs(vmax), steps - 1.0, 0.0)
-    position[np.isnan(values)] = steps
-    index: NDArray[np.intp] = position.astype(np.intp)
+    index = np.empty(values.shape, dtype=np.intp)
+    _find_steps(_floats(values).reshape(-1), float(vmin), float(vmax), steps, index.reshape(-1))
     return index
+
+
+def _floats(values: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
+    """The values as the compiled functions take them: in order, and as float32 or float64."""
+    return np.ascontiguousarray(values, dtype=values.dtype if values.dtype == np.float32 else np.float64)
+
+
+@compiled
+def _step(value: float, vmin: float, vmax: float, steps: int) -> int:
+    """Which of `steps` colours a value takes; `steps` for NaN."""
+    if np.isnan(value):
+        return steps
+    if not vmax > vmin:
+        # Rounding must not lift a constant map above its own value.
+        return steps - 1 if value > vmax + 1e-5 * abs(vmax) else 0
+    # In float64, and clipped first: the range of a map may be too small for float32 to divide by.
+    position = min(max(np.float64(value), vmin), vmax)
+    return int(min((position - vmin) / (vmax - vmin) * steps, steps - 1.0))
+
+
+@compiled
+def _find_steps(values: Any, vmin: float, vmax: float, steps: int, index: Any) -> None:
+    for place in range(values.size):
+        index[place] = _step(values[place], vmin, vmax, steps)
+
+
+@compiled
+def _paint(image: Any, heatmap: Any, vmin: float, vmax: float, clear: Any, tint: Any, overlay: Any) -> None:
+    """Each pixel times what its step leaves clear, plus the step's tint; where the map is NaN, the pixel itself."""
+    height, width = heatmap.shape
+    steps = clear.size
+    for row in range(height):
+        for column in range(width):
+            step = _step(heatmap[row, column], vmin, vmax, steps)
+            for channel in range(3):
+                value = image[row, column, channel]
+                if step < steps:  # rounded, not cut, to whole values
+                    value = np.uint8(value * clear[step] + tint[step, channel] + np.float32(0.5))
+                overlay[row, column, channel] = value
 
 
 def _pixel_to_input(placement: Placement, left: int, top: int) -> NDArray[np.float64]:
