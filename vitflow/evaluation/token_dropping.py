@@ -170,20 +170,23 @@ def _verdict(explainer: Explainer, input_size: tuple[int, int]) -> TokenLayout |
 
 
 def _try(explainer: Explainer, input_size: tuple[int, int]) -> TokenLayout | str:
-    """Run half the patches of noise in two orders: where tokens carry their position themselves, both agree.
+    """Run noise whole and with all patches kept, and half the patches in two orders: each pair must agree.
 
     Windows, relative position biases and convolutions between tokens either refuse a shorter sequence or, with the
-    patches in another order, see other neighbours.
+    patches in another order, see other neighbours. Where tokens carry their position themselves, the order is nothing.
     """
-    spec, parameter = explainer.spec, next(explainer.model.parameters(), torch.zeros(()))
+    model, spec = explainer.model, explainer.spec
+    dtype = next(model.parameters(), torch.zeros(())).dtype
     random = torch.Generator().manual_seed(0)
-    noise = torch.randn(1, spec.channels, *input_size, generator=random).to(explainer.device, parameter.dtype)
+    noise = torch.randn(1, spec.channels, *input_size, generator=random).to(explainer.device, dtype)
     try:
-        with torch.no_grad(), _evaluating(explainer.model):
-            layout = explainer.layout or _seen_layout(explainer.model, noise)
-            half = torch.randperm(layout.num_patches, generator=random)[: max(layout.num_patches // 2, 1)]
-            orders = torch.stack([half, half.flip(0)])
-            logits = run_on_patches(explainer.model, noise, orders, layout=layout).double()
+        with torch.no_grad(), _evaluating(model):
+            whole, seen = _seen_layout(model, noise)
+            layout = explainer.layout or seen
+            every = torch.randperm(layout.num_patches, generator=random)
+            half = every[: max(layout.num_patches // 2, 1)]
+            kept = run_on_patches(model, noise, every.sort().values[None], layout=layout)
+            halves = run_on_patches(model, noise, torch.stack([half, half.flip(0)]), layout=layout)
     except torch.OutOfMemoryError:
         raise
     except UnsupportedModelError as error:
@@ -191,16 +194,23 @@ def _try(explainer: Explainer, input_size: tuple[int, int]) -> TokenLayout | str
     except Exception as error:  # a model may fail in any way over a sequence that it was not made for
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return f"It fails on half of its patches ({reason})."
-    if logits.ndim != 2 or len(logits) != 2 or not torch.isfinite(logits).all():
-        return "It does not return one row of finite logits for each shorter sequence."
-    tolerance = 1e-3 if parameter.dtype.itemsize >= 4 else 5e-2
-    if (logits[0] - logits[1]).abs().max() > tolerance * logits.abs().max():
+    if not isinstance(whole, Tensor) or whole.ndim != 2 or halves.shape != (2, whole.shape[1]):
+        return "It does not return one row of logits for each choice of patches."
+    if not _agree(whole, kept):
+        return "With all of its patches chosen one by one it answers otherwise than by itself."
+    if not _agree(halves[:1], halves[1:]):
         return "Its answer depends on the order of the tokens, and not only on the positions that they carry."
     return layout
 
 
-def _seen_layout(model: nn.Module, pixels: Tensor) -> TokenLayout:
-    """The layout of a forward pass over all patches."""
+def _agree(first: Tensor, second: Tensor) -> bool:
+    tolerance = 1e-3 if first.dtype.itemsize >= 4 else 5e-2
+    difference = (first.double() - second.double()).abs().max()
+    return bool(difference <= tolerance * first.double().abs().max())  # False where there is NaN
+
+
+def _seen_layout(model: nn.Module, pixels: Tensor) -> tuple[Any, TokenLayout]:
+    """What a forward pass over all patches returns, and the layout that its first block was given."""
     seen: list[int] = []
 
     def count(block: nn.Module, args: tuple[Any, ...]) -> None:
@@ -210,7 +220,7 @@ def _seen_layout(model: nn.Module, pixels: Tensor) -> TokenLayout:
 
     handle = _blocks(model)[0].register_forward_pre_hook(count)
     try:
-        model(pixels)
+        output = model(pixels)
     finally:
         handle.remove()
-    return read_layout(model, (pixels.shape[-2], pixels.shape[-1]), seen[0])
+    return output, read_layout(model, (pixels.shape[-2], pixels.shape[-1]), seen[0])
