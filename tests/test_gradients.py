@@ -290,9 +290,9 @@ def test_attention_without_a_part_in_the_logits_is_an_error_and_no_zero_map():
         recorded(model, pictures()).backward()
 
 
-def test_gradcam_needs_a_block_with_a_norm():
+def test_gradcam_needs_features_on_the_picture():
     assert block_norm(literal_vit.timm_model(), -1) == "blocks.2.norm1"
     with pytest.raises(OptionError, match="layer from 1 to 3"):
         block_norm(literal_vit.timm_model(), 4)
     with pytest.raises(UnsupportedModelError, match="Use input_gradient or occlusion"):
-        block_norm(nn.Sequential(nn.Conv2d(3, 4, 3)), -1)
+        block_norm(nn.Sequential(nn.Flatten(), nn.Linear(12, 4)), -1)

@@ -435,12 +435,12 @@ def test_a_grid_of_the_pictures_own_shape_needs_no_telling():
 
 
 def test_a_model_whose_tokens_make_no_grid_is_asked_for_its_layout():
-    model, pixels = Own(7).eval(), torch.randn(1, 3, 32, 40)
+    model, pixels = Own(3).eval(), torch.randn(1, 3, 32, 40)
     with pytest.raises(UnsupportedModelError, match="layout=TokenLayout"), torch.no_grad(), record_attention(model):
         model(pixels)
-    with torch.no_grad(), record_attention(model, layout=TokenLayout(1, 3, 4)) as trace:
+    with torch.no_grad(), record_attention(model, layout=TokenLayout(1, 4, 4)) as trace:
         model(pixels)
-    assert trace.layout.to_grid(trace.attentions[0]).shape == (1, 2, 13, 3, 4)
+    assert trace.layout.to_grid(trace.attentions[0]).shape == (1, 2, 17, 4, 4)
 
 
 def test_an_unknown_module_for_features_is_named():

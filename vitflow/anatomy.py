@@ -9,15 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError
+from vitflow.libraries import library_layout, library_norms, library_readout
 from vitflow.methods.attention import check_layer
 from vitflow.tokens import TokenLayout
 
-# What timm's attention modules call the projection that takes the joined heads back to the token width.
-_OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj")
+# What attention modules call the projection that takes the joined heads back to the token width.
+_OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj")
+# What models call their class token, [1, tokens, width].
+_CLASS_TOKENS = ("cls_token", "class_token", "cls_token_0")
 # Where models that answer with fields keep their logits.
 _OUTPUTS = ("logits", "pooler_output", "image_embeds", "last_hidden_state")
 # What they call the norm that a block begins with.
-_FIRST_NORMS = ("norm1", "in_norm")
+_FIRST_NORMS = ("norm1", "in_norm", "norm_out")
+# What they call further blocks, in which a class token joins the patches.
+_LATE_BLOCKS = ("blocks_token_only", "cls_attn_blocks")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -46,36 +51,104 @@ def transformer_of(model: nn.Module) -> nn.Module:
 
 
 def block_norms(model: nn.Module) -> list[str]:
-    """Module path of each block's first norm, first block first; empty where the model has no blocks with norms."""
-    transformer = transformer_of(model)
+    """Paths of the modules whose outputs Grad-CAM can read, first layer first; empty where there are none.
+
+    Each block's first norm in a transformer whose tokens stay the same, or that ends in a class token. Otherwise each
+    stage's output, as timm's `feature_info` names it; in a network that names none, its convolutions.
+    """
+    own = library_norms(model)
+    if own:
+        return own
+    transformer: Any = transformer_of(model)
     root = next(path for path, module in model.named_modules() if module is transformer)
     blocks = getattr(transformer, "blocks", None)
-    if not isinstance(blocks, nn.Sequential | nn.ModuleList):
-        return []
-    paths = []
-    for number, block in enumerate(blocks):
+    stages = _stages(transformer)
+    found: list[str] = []
+    if len({reduction for _, reduction in stages}) <= 1 and isinstance(blocks, nn.Sequential | nn.ModuleList):
+        found = _first_norms(blocks)
+        found = [f"blocks.{path}" for path in found] if len(found) == len(blocks) else []
+        found += _late_norms(transformer)
+    if not found and (class_tokens(transformer) or not stages):
+        found = [path for path, _ in transformer.named_modules() if path.split(".")[-1] == _FIRST_NORMS[0]]
+    found = found or [path for path, _ in stages]
+    found = found or [path for path, module in transformer.named_modules() if isinstance(module, nn.Conv2d)]
+    return [".".join(filter(None, (root, path))) for path in found]
+
+
+def _first_norms(blocks: nn.Module) -> list[str]:
+    """The first norm of each block that has one."""
+    found = []
+    for number, block in enumerate(blocks.children()):
         norms = [path for path, module in block.named_modules() if "norm" in type(module).__name__.lower()]
         first = next((name for name in _FIRST_NORMS if hasattr(block, name)), norms[0] if norms else None)
-        if first is None:
-            return []
-        paths.append(".".join(filter(None, (root, "blocks", str(number), first))))
-    return paths
+        if first is not None:
+            found.append(f"{number}.{first}")
+    return found
+
+
+def _late_norms(transformer: nn.Module) -> list[str]:
+    """The first norms of further blocks, in which a class token joins the patches."""
+    return [
+        f"{name}.{path}"
+        for name in _LATE_BLOCKS
+        if (blocks := getattr(transformer, name, None)) is not None
+        for path in _first_norms(blocks)
+    ]
+
+
+def _stages(transformer: Any) -> list[tuple[str, int]]:
+    """Module path and reduction of each stage that timm names and that runs as a module of its own."""
+    try:
+        named = {str(one["module"]): int(one["reduction"]) for one in transformer.feature_info}
+        modules = {path: transformer.get_submodule(path) for path in named}
+    except (AttributeError, KeyError, TypeError):
+        return []
+    return [(path, named[path]) for path, module in modules.items() if not isinstance(module, nn.ModuleList)]
+
+
+def class_tokens(transformer: Any) -> int:
+    """How many class (and distillation) tokens a model has of its own."""
+    found = (getattr(transformer, name, None) for name in _CLASS_TOKENS)
+    return next((int(token.shape[1]) for token in found if isinstance(token, Tensor) and token.ndim == 3), 0)
 
 
 def block_norm(model: nn.Module, layer: int) -> str:
-    """Module path of the first norm of one block, 1 for the first, −1 for the last.
+    """Path of one of the modules that Grad-CAM can read, 1 for the first, −1 for the last.
 
     Raises:
-        UnsupportedModelError: the model has no blocks with norms.
-        OptionError: it has no such block.
+        UnsupportedModelError: the model has none.
+        OptionError: it has no such layer.
     """
     paths = block_norms(model)
     if not paths:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no transformer blocks with norms, whose tokens Grad-CAM needs. "
-            "Use input_gradient or occlusion, which need none."
+            f"{type(model).__name__} has neither transformer blocks with norms, nor stages, nor convolutions, whose "
+            "features Grad-CAM needs. Use input_gradient or occlusion, which need none."
         )
     return paths[check_layer("layer", layer, len(paths))]
+
+
+def feature_layout(
+    model: nn.Module, input_size: tuple[int, int], features: Tensor, layout: TokenLayout | None
+) -> tuple[TokenLayout, bool] | None:
+    """How recorded features lie on the picture, and whether their channels come last; None where they do not.
+
+    Args:
+        features: [batch, tokens, channels], [batch, channels, rows, cols] or [batch, rows, cols, channels].
+        layout: the layout of the model's tokens, where known.
+    """
+    if features.ndim == 3:
+        count = features.shape[1]
+        own = layout if layout is not None and layout.num_tokens == count else None
+        own = own or layout_of_count(model, input_size, count)
+        return None if own is None else (own, True)
+    if features.ndim != 4:
+        return None
+    for last, (rows, cols) in ((False, features.shape[2:]), (True, features.shape[1:3])):
+        tall, wide = input_size[0] / rows, input_size[1] / cols  # of a cell, in pixels
+        if min(rows, cols) == 1 or max(tall, wide) < 1.5 * min(tall, wide):
+            return TokenLayout(0, rows, cols), last
+    return None
 
 
 def logits_of(output: Any) -> Tensor | None:
@@ -89,17 +162,13 @@ def logits_of(output: Any) -> Tensor | None:
 def layout_of_count(model: nn.Module, input_size: tuple[int, int], num_tokens: int) -> TokenLayout | None:
     """The layout of num_tokens tokens over a picture of input_size = (height, width), or None if none fits.
 
-    The patches make a grid of the picture's own shape; before them stand as many tokens as the model says, or none, or
-    as many as remain.
+    The patches make a grid of the picture's own shape, in raster order; before them stand as many prefix tokens as the
+    model says, or none.
     """
     height, width = input_size
     transformer: Any = transformer_of(model)
-    class_token = getattr(transformer, "cls_token", None)
-    said = (
-        getattr(transformer, "num_prefix_tokens", None),
-        class_token.shape[1] if isinstance(class_token, Tensor) and class_token.ndim == 3 else None,
-    )
-    prefixes = dict.fromkeys([count for count in said if isinstance(count, int)] + [0, 1, 2])
+    said = (getattr(transformer, "num_prefix_tokens", None), class_tokens(transformer))
+    prefixes = dict.fromkeys([count for count in said if isinstance(count, int)] + [0])
     for prefix in prefixes:
         patches = num_tokens - prefix
         if patches < 1:
@@ -125,7 +194,10 @@ def read_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: int |
     name = type(transformer).__name__
     embed: Any = getattr(transformer, "patch_embed", None)
     prefix = getattr(transformer, "num_prefix_tokens", None)
-    if getattr(embed, "strict_img_size", True) is False and hasattr(embed, "dynamic_feat_size"):
+    own = library_layout(model, input_size)
+    if own is not None:
+        prefix, rows, cols = own.num_prefix_tokens, own.rows, own.cols
+    elif getattr(embed, "strict_img_size", True) is False and hasattr(embed, "dynamic_feat_size"):
         rows, cols = embed.dynamic_feat_size(input_size)  # grid_size is stale under dynamic sizes
     elif getattr(embed, "grid_size", None) is not None and (prefix is not None or num_tokens is not None):
         rows, cols = embed.grid_size
@@ -138,7 +210,8 @@ def read_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: int |
             )
         return fitting
     if prefix is None:
-        prefix = num_tokens - rows * cols
+        rest = -1 if num_tokens is None else num_tokens - rows * cols
+        prefix = rest if rest >= 0 else class_tokens(transformer)
     if num_tokens is not None and prefix + rows * cols != num_tokens:
         fitting = layout_of_count(model, input_size, num_tokens)
         if fitting is not None:
@@ -160,6 +233,9 @@ def read_readout(model: nn.Module, layout: TokenLayout, pooling_attention: Tenso
         Weights [1 or batch, tokens] and the kind of pooling.
     """
     transformer: Any = transformer_of(model)
+    own = library_readout(model, layout)
+    if own is not None:
+        return own
     if pooling_attention is not None:
         return _attention_pooling(transformer, layout, pooling_attention), "attention pooling"
     weights = torch.zeros(1, layout.num_tokens)
@@ -192,8 +268,13 @@ def _attention_pooling(transformer: Any, layout: TokenLayout, attention: Tensor)
     return torch.nn.functional.pad(weights, (missing, 0))
 
 
-def output_projection(attention_module: nn.Module) -> Tensor | None:
-    """W_O of an attention module, [width out, heads · head width]; None where heads are not joined by one Linear."""
+def output_projection(attention_module: nn.Module, around: nn.Module | None = None) -> Tensor | None:
+    """W_O of an attention module, [width out, heads · head width]; None where heads are not joined by one Linear.
+
+    Args:
+        attention_module: the module that computes the attention.
+        around: the module that it is a part of, which may hold the projection beside it, as `output.dense`.
+    """
     norm = getattr(attention_module, "norm", None)
     if norm is not None and not isinstance(norm, nn.Identity):
         return None  # a norm between the heads and the projection makes it depend on all tokens' values
@@ -203,4 +284,5 @@ def output_projection(attention_module: nn.Module) -> Tensor | None:
             return projection.weight
         if isinstance(projection, nn.Conv2d) and projection.kernel_size == (1, 1) and projection.groups == 1:
             return projection.weight.flatten(1)
-    return None
+    beside = getattr(getattr(around, "output", None), "dense", None)
+    return beside.weight if isinstance(beside, nn.Linear) else None

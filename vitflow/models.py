@@ -25,6 +25,14 @@ from vitflow.anatomy import transformer_of, unwrap
 from vitflow.checkpoints import Checkpoint, read_checkpoint, read_class_names
 from vitflow.errors import ModelError, OptionError, VitflowWarning
 from vitflow.geometry import CropMode
+from vitflow.libraries import (
+    class_count,
+    embedding_of,
+    from_processor,
+    library_class_names,
+    library_data_config,
+    library_id,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,19 +269,25 @@ def _tell(message: str) -> None:
 
 
 def model_id(model: nn.Module) -> str:
-    """The name a model goes by: its timm id with tag, or its class."""
-    config: Any = getattr(unwrap(model), "pretrained_cfg", None) or {}
+    """The name a model goes by: its timm id with tag, the name transformers loaded it by, or its class."""
+    model = unwrap(model)
+    config: Any = getattr(model, "pretrained_cfg", None) or {}
     architecture, tag = config.get("architecture"), config.get("tag")
-    return (f"{architecture}.{tag}" if tag else architecture) if architecture else type(unwrap(model)).__name__
+    if architecture:
+        return f"{architecture}.{tag}" if tag else str(architecture)
+    return library_id(model) or type(model).__name__
 
 
 def class_names_of(model: nn.Module) -> list[str] | None:
     """The names of a model's classes: its own, or ImageNet's where the class count is ImageNet's; else None."""
     model = unwrap(model)
     config: Any = getattr(model, "pretrained_cfg", None) or {}
-    count = getattr(model, "num_classes", None)
+    count = class_count(model)
     if not count:
         return None
+    own = library_class_names(model)
+    if own is not None:
+        return own
     names, described = config.get("label_names"), config.get("label_descriptions")
     if names and len(names) == count:
         return [
@@ -300,15 +314,23 @@ def _shortest_unique(descriptions: Sequence[str]) -> list[str]:
 def read_input_spec(model: nn.Module, data_config: Mapping[str, Any] | None = None) -> InputSpec:
     """What a model wants to see, from its `pretrained_cfg` and `patch_embed`; `data_config` overrides entries.
 
+    Models of transformers and torchvision say their size themselves. Their normalisation is in the image processor's
+    settings, which are found where they were saved beside the weights, or else given as `data_config`.
+
     Raises:
         ModelError: the model does not say how its pictures were normalised, and `data_config` does not either.
     """
     model = unwrap(model)
+    embedding = embedding_of(model)
     given = dict(data_config or {})
+    if "image_mean" in given:
+        given = from_processor(given, 3 if embedding is None else embedding.channels)
+    given = library_data_config(model) | given
     if not getattr(model, "pretrained_cfg", None) and not {"input_size", "mean", "std"} <= given.keys():
         raise ModelError(
             f"{type(model).__name__} does not say which pictures it was trained on. Pass data_config with at least "
-            "input_size=(3, height, width), mean and std; a wrong normalisation gives wrong maps without an error."
+            "input_size=(3, height, width), mean and std, or processor.to_dict() of its transformers image processor; "
+            "a wrong normalisation gives wrong maps without an error."
         )
     config: dict[str, Any] = {**resolve_model_data_config(model), **given}
     transformer: Any = transformer_of(model)
@@ -317,10 +339,11 @@ def read_input_spec(model: nn.Module, data_config: Mapping[str, Any] | None = No
     built_for = getattr(embed, "img_size", None)
     if built_for is not None and "input_size" not in given:
         height, width = built_for
-    channels = int(getattr(getattr(embed, "proj", None), "in_channels", channels))
+    stem = (module for module in embed.modules() if isinstance(module, nn.Conv2d)) if embed is not None else iter(())
+    channels = int(getattr(next(stem, None), "in_channels", channels))
     if channels not in (1, 3):
         raise ModelError(f"{model_id(model)} takes pictures of {channels} channels; vitflow reads RGB or grey ones.")
-    patch = getattr(embed, "patch_size", None)
+    patch = getattr(embed, "patch_size", None) if embedding is None else embedding.patch_size
     spec = InputSpec(
         (int(height), int(width)),
         channels,
@@ -329,8 +352,8 @@ def read_input_spec(model: nn.Module, data_config: Mapping[str, Any] | None = No
         str(config["interpolation"]),
         float(config["crop_pct"]),
         config["crop_mode"],
-        None if patch is None else (int(patch[0]), int(patch[1])),
-        bool(getattr(transformer, "dynamic_img_size", False)),
+        None if patch is None else (patch, patch) if isinstance(patch, int) else (int(patch[0]), int(patch[1])),
+        bool(getattr(transformer, "dynamic_img_size", False)) or (embedding is not None and embedding.dynamic),
     )
     if channels == 1:
         spec = replace(spec, mean=spec.mean[:1] * 3, std=spec.std[:1] * 3)

@@ -13,10 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitflow.anatomy import block_norms, logits_of, output_projection, read_layout, read_readout, unwrap
+from vitflow.anatomy import (
+    block_norms,
+    feature_layout,
+    logits_of,
+    output_projection,
+    read_layout,
+    read_readout,
+    unwrap,
+)
 from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, ValueNormsError
 from vitflow.families import arrangement, is_difference, is_pooling, other_attention, refusal_of
 from vitflow.interception import Interception
+from vitflow.libraries import refuse_unseen
 from vitflow.methods.fusion import HeadFusion, check_head_fusion
 from vitflow.methods.values import Values, ValueWeighting, check_value_weighting, fuse_weighted, join_values
 from vitflow.placing import place_layers
@@ -86,6 +95,8 @@ class record_attention:
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention = attention
         self._layout = layout
+        if attention:
+            refuse_unseen(self._model)
         if gradients:
             _refuse_checkpointing(self._model)
 
@@ -164,9 +175,9 @@ class record_attention:
         return hook
 
     def _keeping(self, path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
             if not self._placing:
-                self.trace.features[path] = output
+                self.trace.features[path] = output if isinstance(output, Tensor) else output[0]
 
         return hook
 
@@ -174,12 +185,13 @@ class record_attention:
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         trace = self.trace
-        trace.layers, trace.features, trace._backward = [], {}, {}
+        trace.layers, trace.features, trace.feature_layouts, trace._backward = [], {}, {}, {}
+        trace.refusal = trace._top = None
         trace.block_norms = block_norms(self._model) if self._features else ()
         trace.logits = trace._layout = trace._readout = None
         self._path, self._pooling, self._open = [], None, {}
         self._other = set()
-        pixels = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+        pixels = _pixels_among(args, kwargs)
         self._batch = 1 if pixels is None else len(pixels)
         if pixels is None or not self.gradients:
             trace.pixels = pixels
@@ -204,6 +216,13 @@ class record_attention:
         if trace.pixels is None:
             return
         size = (trace.pixels.shape[-2], trace.pixels.shape[-1])
+        self._place_tokens(size)
+        for path, features in trace.features.items():
+            trace.feature_layouts[path] = feature_layout(self._model, size, features, trace._layout)
+
+    def _place_tokens(self, size: tuple[int, int]) -> None:
+        trace = self.trace
+        assert trace.pixels is not None
         if not trace.layers:
             trace._layout = self._layout_without_attention(size)
             return
@@ -246,7 +265,7 @@ class record_attention:
     def saw(self, probabilities: Tensor, value: Tensor | None, mixed: bool = False) -> None:
         """Take in the attention of one module and the values that it is applied to."""
         name, module = self._path[-1]
-        if is_pooling(name, module):
+        if self._pools():
             self._pooling = probabilities.detach()
             return
         layer = self._parallel_block() or name
@@ -268,7 +287,7 @@ class record_attention:
             or query.ndim != 4
             or name in self._open
             or self._parallel_block()
-            or is_pooling(name, module)
+            or self._pools()
             or is_difference(module)
             or arrangement(module, query, self._batch) is not None
         )
@@ -288,6 +307,10 @@ class record_attention:
         self._streamed = {}
         self.trace.layers.append(AttentionLayer(name, fused=joined))
 
+    def _pools(self) -> bool:
+        """Whether what runs is the attention of a pooling head, or a part of one."""
+        return any(is_pooling(name, module) for name, module in self._path[-2:])
+
     def _parallel_block(self) -> str | None:
         return next((path for path, module in self._path if type(module).__name__ in _PARALLEL_BLOCKS), None)
 
@@ -300,7 +323,8 @@ class record_attention:
                 f"{type(module).__name__} ({name}) applies its attention by itself, where the values that value "
                 "weighting needs cannot be seen. Use value_weighted=False."
             )
-        return _read_values(value if arrange is None else arrange(value), module, name)
+        around = self._path[-2][1] if len(self._path) > 1 else None
+        return _read_values(value if arrange is None else arrange(value), module, name, around)
 
     def _close(self, name: str) -> None:
         """A layer has run: fuse its heads at once, so that no more than one layer's heads are alive."""
@@ -320,9 +344,9 @@ class record_attention:
         self.trace.layers.append(layer)
 
 
-def _read_values(value: Tensor, module: nn.Module, name: str) -> Values:
+def _read_values(value: Tensor, module: nn.Module, name: str, around: nn.Module | None) -> Values:
     """The value vectors of an attention module, with the projection that its heads go through."""
-    projection = output_projection(module)
+    projection = output_projection(module, around)
     if projection is None or projection.shape[-1] != value.shape[1] * value.shape[-1]:
         raise ValueNormsError(
             f"{type(module).__name__} ({name}) does not join its heads by one linear output projection, which value "
@@ -331,6 +355,13 @@ def _read_values(value: Tensor, module: nn.Module, name: str) -> Values:
     value = value.detach()
     value = value if value.dtype == torch.float64 else value.float()
     return Values(value, projection.detach().to(value.dtype))
+
+
+def _pixels_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The model input among the arguments of a forward pass."""
+    named = kwargs.get("pixel_values")
+    tensors = [given for given in (named, *args, *kwargs.values()) if isinstance(given, Tensor)]
+    return tensors[0] if tensors else None
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module:
@@ -342,10 +373,15 @@ def _submodule(model: nn.Module, path: str) -> nn.Module:
 
 def _refuse_checkpointing(model: nn.Module) -> None:
     for module in model.modules():
-        if getattr(module, "grad_checkpointing", False) is True:
+        of_timm = getattr(module, "grad_checkpointing", False) is True
+        of_transformers = getattr(module, "gradient_checkpointing", False) is True and module.training
+        if of_timm or of_transformers:
+            newer = hasattr(model, "activation_checkpointing_disable")
+            theirs = "activation_checkpointing_disable()" if newer else "gradient_checkpointing_disable()"
+            off = "set_grad_checkpointing(False)" if of_timm else theirs
             raise UnsupportedModelError(
                 f"{type(module).__name__} uses gradient checkpointing, which computes the attention a second time "
-                "during the backward pass. Call model.set_grad_checkpointing(False) first."
+                f"during the backward pass. Call model.{off} first."
             )
 
 

@@ -113,8 +113,10 @@ class Trace:
         layout: prefix tokens and patch grid of this very pass.
         readout: weight of each token of the top layer in the model's answer, [batch, tokens]; rows sum to 1.
         pooling: what the readout was taken from, in words: "class token", "average over patches", …
-        features: outputs of the modules that were asked for, by module path, [batch, tokens, channels].
-        block_norms: where features were asked for, the module path of each block's first norm, first block first.
+        features: outputs of the modules that were asked for, by module path, [batch, tokens, channels], or
+            [batch, channels, rows, cols] or [batch, rows, cols, channels].
+        feature_layouts: how each of them lies on the picture, and whether its channels come last; None if it does not.
+        block_norms: where features were asked for, the paths of the modules that Grad-CAM can read, first layer first.
         pixels: the model input, [batch, channels, height, width].
         logits: what the model returned.
         model: the model itself, for methods that run it again.
@@ -125,6 +127,7 @@ class Trace:
 
     layers: list[AttentionLayer] = field(default_factory=list)
     features: dict[str, Tensor] = field(default_factory=dict)
+    feature_layouts: dict[str, tuple[TokenLayout, bool] | None] = field(default_factory=dict)
     block_norms: Sequence[str] = ()
     pixels: Tensor | None = None
     logits: Tensor | None = None
@@ -172,14 +175,16 @@ class Trace:
     def grid(self, patch_size: int | None = None) -> tuple[int, int]:
         """Rows and columns of a map of the model input: the model's own patches, or cells of about so many pixels.
 
-        Without patches of its own (a convolutional network), 14 cells on the shorter side.
+        Without patches of its own (a convolutional network), or where they are smaller than 7 pixels (the first stage
+        of a hierarchical model), 14 cells on the shorter side.
         """
         from vitflow.methods.cells import cell_grid
 
         if self.pixels is None:
             raise VitflowError(_NOTHING_RECORDED)
-        if patch_size is None and self._layout is not None:
-            return self._layout.rows, self._layout.cols
+        own = self._layout
+        if patch_size is None and own is not None and self.pixels.shape[-2] >= 7 * own.rows:
+            return own.rows, own.cols
         return cell_grid(self.pixels.shape[-2], self.pixels.shape[-1], patch_size)
 
     @property

@@ -247,18 +247,25 @@ def gae(
 
 
 def gradcam(trace: Trace, *, layer: int) -> Maps:
-    """Grad-CAM for the target at the first norm of a block, on the patch grid."""
+    """Grad-CAM for the target at the first norm of a block, or at the output of a stage, on its own grid."""
     path = trace.block_norms[check_layer("layer", layer, len(trace.block_norms))]
-    features = trace.features[path]
-    if features.ndim != 3 or features.shape[1] != trace.layout.num_tokens:
+    features, found = trace.features[path], trace.feature_layouts[path]
+    if found is None:
         raise UnsupportedModelError(
-            f"Expected {trace.layout.num_tokens} tokens from {path} of {type(trace.model).__name__}, got shape "
-            f"{tuple(features.shape)}: Grad-CAM does not apply. Use input_gradient or occlusion."
+            f"The output of {path} in {type(trace.model).__name__}, of shape {tuple(features.shape)}, does not lie on "
+            "the picture: Grad-CAM does not apply there. Use another layer, input_gradient or occlusion."
         )
-    tokens = gradients.grad_cam(
-        features, trace.backward().features[path], num_prefix_tokens=trace.layout.num_prefix_tokens
-    )
-    return Maps(trace.layout.to_grid(tokens))
+    layout, channels_last = found
+    pair = (features, trace.backward().features[path])
+    if features.ndim == 4:
+        pair = (pair[0].flatten(1, 2), pair[1].flatten(1, 2)) if channels_last else (_rows(pair[0]), _rows(pair[1]))
+    tokens = gradients.grad_cam(*pair, num_prefix_tokens=layout.num_prefix_tokens)
+    return Maps(layout.to_grid(tokens))
+
+
+def _rows(features: Tensor) -> Tensor:
+    """[batch, channels, rows, cols] → [batch, tokens, channels]."""
+    return features.flatten(2).transpose(1, 2)
 
 
 def input_gradient(trace: Trace, *, patch_size: int | None) -> Maps:
