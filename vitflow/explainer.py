@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.anatomy import block_norm, unwrap
+from vitflow.anatomy import block_norm, logits_of, unwrap
 from vitflow.errors import (
     ModelError,
     OptionError,
@@ -25,6 +25,7 @@ from vitflow.errors import (
 )
 from vitflow.geometry import FITS, Fit, Placement, place, prepare
 from vitflow.images import ImageSource, image_name, read_image
+from vitflow.libraries import class_count, forward_options, is_multi_label
 from vitflow.methods import Method, get_method
 from vitflow.methods.maps import Maps
 from vitflow.models import class_names_of, load_model, model_id, read_input_spec
@@ -55,6 +56,7 @@ def explain(
     target: Target = None,
     fit: str = "crop",
     device: str | torch.device | None = None,
+    data_config: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Saliency:
     """Explain one picture with one method. To explain several with the same model, keep an `Explainer`.
@@ -66,6 +68,7 @@ def explain(
         target: class index or name; by default the predicted class.
         fit: "crop" (the model's own preprocessing), "squash", "pad" or "native".
         device: where to run, by default the model's own device, or a GPU if there is one.
+        data_config: what a model that does not say so itself wants to see, as for `Explainer`.
         options: the method's own, such as head_fusion="max".
 
     Raises:
@@ -75,7 +78,8 @@ def explain(
     >>> explain(sample_pictures()[0], model="demo", method="rollout", head_fusion="max").grid.shape
     (12, 12)
     """
-    return Explainer(model, device=device, fit=fit).explain(image, method=method, target=target, **options)
+    explainer = Explainer(model, device=device, fit=fit, data_config=data_config)
+    return explainer.explain(image, method=method, target=target, **options)
 
 
 class Explainer:
@@ -87,7 +91,8 @@ class Explainer:
         fit: "crop" (the model's own preprocessing), "squash", "pad" or "native" (whole picture, aspect ratio kept,
             through timm's dynamic image size).
         class_names: names of the classes, where the model does not know them.
-        data_config: input_size, mean, std, crop_pct, interpolation, for a model without `pretrained_cfg`.
+        data_config: input_size, mean, std, crop_pct, interpolation, for a model without `pretrained_cfg`; or the
+            settings of its transformers image processor, `processor.to_dict()`.
         layout: prefix tokens and patch grid, for a model that does not tell its own.
         activation: "softmax" or "sigmoid" (multi-label); by default what the model's configuration says, else softmax.
 
@@ -120,7 +125,8 @@ class Explainer:
         self.layout = layout
         self._weighable = True
         config: Any = getattr(self.model, "pretrained_cfg", None) or {}
-        self.activation = activation or config.get("activation") or "softmax"
+        own = config.get("activation") or ("sigmoid" if is_multi_label(self.model) else "softmax")
+        self.activation = activation or own
         if self.activation not in ("softmax", "sigmoid"):
             raise OptionError(f"Expected activation 'softmax' or 'sigmoid', got {self.activation!r}.")
         if fit == "native" and (self.spec.patch_size is None or not self.spec.dynamic):
@@ -332,13 +338,18 @@ class Explainer:
             attention=attention,
             layout=self.layout,
         ) as trace:
-            self.model(pixels)
+            self._forward(pixels)
         trace.predict = self._predict
         return trace
 
+    def _forward(self, pixels: Tensor) -> Any:
+        return self.model(pixels, **forward_options(self.model, (pixels.shape[-2], pixels.shape[-1])))
+
     def _predict(self, pixels: Tensor) -> Tensor:
         with torch.no_grad():
-            return self._activate(self.model(pixels))
+            logits = logits_of(self._forward(pixels))
+        assert logits is not None  # or recording would have failed
+        return self._activate(logits)
 
     def _activate(self, logits: Tensor) -> Tensor:
         # In float64, or what a hidden patch costs would be lost in the rounding of a probability near 1.
@@ -350,7 +361,7 @@ class Explainer:
         logits = trace.logits
         if not isinstance(logits, Tensor):
             raise ModelError(f"Expected {self.model_id} to return one tensor of logits, got none.")
-        if getattr(self.model, "num_classes", None) == 0 or logits.ndim != 2:
+        if class_count(self.model) == 0 or logits.ndim != 2:
             return None
         if not torch.isfinite(logits).all():
             raise ModelError(

@@ -29,8 +29,10 @@ _OTHER = {
     "LiteMLA": "linear attention, which never makes a matrix between tokens",
     "EfficientAdditiveAttention": "additive attention, which never makes a matrix between tokens",
 }
+# The heads of transformers' SigLIP models, around torch's own MultiheadAttention.
+_SIGLIP_POOLING = ("SiglipMultiheadAttentionPoolingHead", "Siglip2MultiheadAttentionPoolingHead")
 # Modules that pool the tokens by attention for the head, instead of mixing them in a layer.
-_POOLING = ("AttentionPoolLatent", "AttentionPoolPrr", "AttentionPool2d", "RotAttentionPool2d")
+_POOLING = ("AttentionPoolLatent", "AttentionPoolPrr", "AttentionPool2d", "RotAttentionPool2d", *_SIGLIP_POOLING)
 # Modules whose one query is the class token, which stands before the keys and goes on through the layers.
 _CLASS_ATTENTION = ("ClassAttn", "ClassAttention")
 # The difference of two attention matrices.

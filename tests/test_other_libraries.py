@@ -1,0 +1,374 @@
+"""Vision Transformers of transformers and torchvision: small ones with random weights, nothing is downloaded."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import vitflow
+from vitflow import Explainer, record_attention
+from vitflow.anatomy import block_norms, logits_of
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError
+from vitflow.libraries import class_count, from_processor
+from vitflow.models import class_names_of, model_id, read_input_spec
+from vitflow.tokens import TokenLayout
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
+WIDE = {**SIZES, "intermediate_size": 64}
+DINO = {**SIZES, "num_labels": 5}
+CLASSES = {**WIDE, "num_labels": 5}
+NORMALISATION = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
+HALVES = "half class token, half average over patches"
+
+
+def _text_free(kind: str) -> dict[str, object]:
+    """CLIP and SigLIP: a configuration for texts stands beside the vision model's."""
+    text = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} if kind == "CLIP" else {}
+    return {"vision_config": WIDE, "text_config": text, "num_labels": 5}
+
+
+# Model class, its configuration, prefix tokens and readout.
+FAMILIES = {
+    "ViTForImageClassification": ("ViTConfig", CLASSES, 1, "class token"),
+    "ViTModel": ("ViTConfig", WIDE, 1, "class token"),
+    "DeiTForImageClassification": ("DeiTConfig", CLASSES, 2, "class token"),
+    "DeiTForImageClassificationWithTeacher": ("DeiTConfig", CLASSES, 2, "class and distillation token"),
+    "Dinov2ForImageClassification": ("Dinov2Config", DINO, 1, HALVES),
+    "Dinov2WithRegistersForImageClassification": ("Dinov2WithRegistersConfig", DINO, 5, HALVES),
+    "Dinov2WithRegistersModel": ("Dinov2WithRegistersConfig", SIZES, 5, "class token"),
+    "CLIPForImageClassification": ("CLIPConfig", _text_free("CLIP"), 1, "average over patches"),
+    "CLIPVisionModel": ("CLIPVisionConfig", WIDE, 1, "class token"),
+    "CLIPVisionModelWithProjection": ("CLIPVisionConfig", {**WIDE, "projection_dim": 7}, 1, "class token"),
+    "SiglipForImageClassification": ("SiglipConfig", _text_free("Siglip"), 0, "average over patches"),
+    "SiglipVisionModel": ("SiglipVisionConfig", WIDE, 0, "attention pooling"),
+    "BeitForImageClassification": (
+        "BeitConfig",
+        {**CLASSES, "use_relative_position_bias": True},
+        1,
+        "average over patches",
+    ),
+    "Data2VecVisionForImageClassification": ("Data2VecVisionConfig", CLASSES, 1, "average over patches"),
+    "IJepaForImageClassification": ("IJepaConfig", CLASSES, 0, "average over patches"),
+    "DINOv3ViTModel": ("DINOv3ViTConfig", {**WIDE, "num_register_tokens": 4}, 5, "class token"),
+}
+WITH_CLASSES = [name for name in FAMILIES if "Classification" in name]
+
+
+def built(name: str, attention: str = "sdpa", **changes: object) -> nn.Module:
+    """A small model with weights that are large enough for its attention to be far from uniform."""
+    config, options, *_ = FAMILIES[name]
+    torch.manual_seed(1)
+    given = getattr(transformers, config)(**{**options, **changes})
+    model = getattr(transformers, name)._from_config(given, attn_implementation=attention).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def torchvision_vit() -> nn.Module:
+    model = torchvision.models.VisionTransformer(
+        image_size=32, patch_size=8, num_layers=3, num_heads=4, hidden_dim=32, mlp_dim=64, num_classes=6
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def pixels(batch: int = 2) -> Tensor:
+    return torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+
+
+def picture(height: int = 40, width: int = 52) -> np.ndarray:
+    """A smooth picture, so that different resize filters agree."""
+    rows, cols = np.mgrid[0:height, 0:width]
+    waves = np.stack([np.sin(rows / 9), np.cos(cols / 11), np.sin((rows + cols) / 13)], axis=-1)
+    return ((waves + 1) * 127).astype(np.uint8)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_recorded_attention_is_what_the_library_itself_returns(name):
+    eager, fused = built(name, "eager"), built(name)
+    with torch.no_grad():
+        expected = eager(pixels(), output_attentions=True).attentions
+        plain = logits_of(fused(pixels()))
+    for model in (eager, fused):
+        with record_attention(model) as trace, torch.no_grad():
+            model(pixel_values=pixels())
+        assert len(trace.attentions) == len(expected) == 3
+        for recorded, literal in zip(trace.attentions, expected, strict=True):
+            torch.testing.assert_close(recorded, literal, atol=1e-6, rtol=1e-5)
+    assert not torch.allclose(expected[0][:, :, 0], expected[0][:, :, 1], atol=1e-3)  # or any row would have done
+    assert trace.logits is not None and plain is not None
+    assert (trace.logits - plain).abs().max() <= 1e-5 * plain.abs().max()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layout_and_readout_are_those_that_the_answer_depends_on(name):
+    *_, prefix, words = FAMILIES[name]
+    model = built(name)
+    last = model.get_submodule(block_norms(model)[-1].rpartition(".")[0])
+    tokens: list[Tensor] = []
+    handle = last.register_forward_hook(
+        lambda module, args, output: tokens.append(output[0] if isinstance(output, tuple) else output)
+    )
+    with record_attention(model) as trace:
+        answer = logits_of(model(pixels()))
+    handle.remove()
+    assert trace.layout == TokenLayout(prefix, 4, 4)
+    assert trace.pooling == words
+    torch.testing.assert_close(trace.readout.sum(dim=1), torch.ones(2))
+    assert answer is not None
+    reached = torch.autograd.grad(answer.square().sum(), tokens[0])[0].abs().amax(dim=-1) > 0
+    assert torch.equal(reached, trace.readout > 0)
+
+
+def test_half_of_the_readout_lies_on_the_class_token_where_the_head_reads_both():
+    with record_attention(built("Dinov2WithRegistersForImageClassification")) as trace, torch.no_grad():
+        trace.model(pixels())
+    assert trace.readout[0, :5].tolist() == [0.5, 0, 0, 0, 0]
+    assert trace.readout[0, 5:].tolist() == [0.5 / 16] * 16
+
+
+def test_siglips_pooling_query_speaks_for_the_picture():
+    model = built("SiglipVisionModel", "eager")
+    with record_attention(model) as trace, torch.no_grad():
+        tokens = model(pixels()).last_hidden_state
+    head = model.head
+    _, weights = head.attention(head.probe.expand(2, -1, -1), tokens, tokens)
+    torch.testing.assert_close(trace.readout, weights[:, 0])
+    assert trace.readout.std() > 1e-3
+
+
+@pytest.mark.parametrize("name", [*WITH_CLASSES, "torchvision"])
+def test_gradients_are_those_of_the_probabilities_and_the_model_stays_as_it_was(name):
+    model = torchvision_vit() if name == "torchvision" else built(name)
+    model.train()
+    model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    before = copy.deepcopy(model.state_dict())
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    with record_attention(model, gradients=True, value_norms=True) as trace:
+        model(pixels())
+    found = trace.backward(torch.tensor([1, 3]))
+    assert len(found.attentions) == 3
+    assert all(torch.isfinite(one).all() and one.abs().max() > 0 for one in found.attentions)
+    assert all(norms.shape == (2, 4, trace.layout.num_tokens) for norms in trace.value_norms())
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    assert before.keys() == model.state_dict().keys()
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", [*WITH_CLASSES, "torchvision"])
+def test_value_weighting_uses_the_models_own_output_projection(name):
+    """‖v W_O‖ from the difference that one token's value makes to the attention module's output."""
+    model = torchvision_vit() if name == "torchvision" else built(name)
+    with record_attention(model, value_norms=True) as trace, torch.no_grad():
+        model(pixels(1))
+    values, last = trace.layers[-1].values, trace.layers[-1].name
+    assert values is not None
+    name_of_projection, projection = next(
+        (path, module)
+        for path, module in model.get_submodule(last.removesuffix(".attention.attention")).named_modules()
+        if path.split(".")[-1] in ("o_proj", "out_proj", "dense") and isinstance(module, nn.Linear)
+    )
+    assert name_of_projection
+    weight = projection.weight.detach().unflatten(1, (4, -1))  # [width, heads, width of a head]
+    expected = torch.einsum("bhnd,whd->bhnw", values.vectors, weight).norm(dim=-1)
+    torch.testing.assert_close(trace.value_norms()[-1], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*WITH_CLASSES, "torchvision"])
+def test_every_method_explains_them(name):
+    model = torchvision_vit() if name == "torchvision" else built(name)
+    explainer = Explainer(model, data_config=NORMALISATION)
+    methods = ["rollout", "gae", "gradcam", "flow", "attention", "gradient_rollout", "input_gradient", "occlusion"]
+    found = explainer.explain_batch([picture(), picture(52, 40)], methods=methods, targets=1)
+    assert len(found) == 2 * len(methods)
+    assert all(one.grid.shape == (4, 4) and np.isfinite(one.grid).all() for one in found)
+    assert all(one.target == 1 and one.probability is not None and 0 < one.probability < 1 for one in found)
+    varied = [one.method for one in found if one.method != "gradcam" and np.ptp(one.grid) == 0]
+    assert not varied
+
+
+def test_explain_takes_such_a_model_in_one_line():
+    found = vitflow.explain(
+        picture(), model=built("DeiTForImageClassification"), method="rollout", device="cpu", data_config=NORMALISATION
+    )
+    assert found.model == "DeiTForImageClassification"
+
+
+def test_a_plain_vision_model_has_maps_but_no_classes():
+    explainer = Explainer(built("CLIPVisionModel"), data_config=NORMALISATION)
+    found = explainer.explain(picture(), method="rollout")
+    assert found.grid.shape == (4, 4) and found.target is None
+    with pytest.raises(OptionError, match="no classes"):
+        explainer.explain(picture(), method="gae")
+    assert class_count(explainer.model) == 0
+
+
+def test_other_picture_sizes_are_asked_for_by_the_models_own_option():
+    for name in ("ViTForImageClassification", "Dinov2ForImageClassification", "CLIPForImageClassification"):
+        explainer = Explainer(built(name), data_config=NORMALISATION, fit="native")
+        for method in ("rollout", "occlusion"):
+            assert explainer.explain(picture(30, 120), method=method).grid.shape == (2, 8)
+    with pytest.raises(UnsupportedModelError, match="any size"):
+        Explainer(torchvision_vit(), data_config=NORMALISATION, fit="native")
+
+
+def test_a_module_around_the_model_is_looked_into():
+    class Answering(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, pictures: Tensor) -> Tensor:
+            return self.inner(pixel_values=pictures).logits
+
+    inner = built("Dinov2ForImageClassification", id2label={0: "ant", 1: "bee", 2: "cow", 3: "dog", 4: "eel"})
+    explainer = Explainer(Answering(inner), data_config=NORMALISATION)
+    found = explainer.explain(picture(), method="rollout", target="cow")
+    assert (found.class_name, found.facts["readout"]) == ("cow", HALVES)
+    direct = Explainer(inner, data_config=NORMALISATION).explain(picture(), method="rollout", target="cow")
+    np.testing.assert_allclose(found.grid, direct.grid, rtol=1e-6)
+
+
+# -- torchvision -------------------------------------------------------------------------------------------------------
+
+
+def test_torchvisions_attention_equals_its_weights_written_out():
+    model = torchvision_vit()
+    inputs: list[Tensor] = []
+    for block in model.encoder.layers:
+        block.ln_1.register_forward_hook(lambda module, args, output: inputs.append(output))
+    with torch.no_grad():
+        plain = model(pixels())
+        inputs.clear()
+        with record_attention(model) as trace:
+            logits = model(pixels())
+    assert (logits - plain).abs().max() <= 1e-5 * plain.abs().max()
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert (trace.layout, trace.pooling) == (TokenLayout(1, 4, 4), "class token")
+    assert block_norms(model) == [f"encoder.layers.encoder_layer_{number}.ln_1" for number in range(3)]
+    for block, given, recorded in zip(model.encoder.layers, inputs, trace.attentions, strict=True):
+        attention = block.self_attention
+        joined = given.double() @ attention.in_proj_weight.double().T + attention.in_proj_bias.double()
+        query, key, _ = joined.unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)  # [batch, heads, tokens, 8] each
+        expected = (query @ key.transpose(-1, -2) / 8**0.5).softmax(dim=-1)
+        torch.testing.assert_close(recorded.double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_torchvisions_models_are_named_by_count_of_classes():
+    model = torchvision.models.vit_b_32(num_classes=1000)
+    names = class_names_of(model)
+    assert names is not None and names[281] == "tabby"
+    assert read_input_spec(model, NORMALISATION).size == (224, 224)
+    with pytest.raises(ModelError, match="normalisation"):
+        Explainer(model)
+
+
+# -- what they say of themselves ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ViT", "DeiT", "CLIP", "Siglip", "Bit"])
+def test_pictures_are_prepared_as_by_the_image_processor(name):
+    processor = getattr(transformers, f"{name}ImageProcessor")()
+    model = built("ViTForImageClassification", image_size=224, patch_size=32)
+    explainer = Explainer(model, data_config=processor.to_dict())
+    source = picture(300, 400)
+    expected = processor(source, return_tensors="pt")["pixel_values"]
+    prepared = explainer.pixels(source)
+    assert prepared.shape == expected.shape == (1, 3, 224, 224)
+    assert (prepared - expected).abs().max() < 3 / 255 / 0.25  # filters round to 8 bits, each in its own way
+
+
+def test_processor_settings_that_are_left_out_stay_open():
+    assert from_processor({"do_normalize": False}) == {"mean": (0.0,) * 3, "std": (1.0,) * 3}
+    assert from_processor({"size": 256, "crop_size": 224, "do_center_crop": True, "resample": 2}, 1) == {
+        "input_size": (1, 224, 224),
+        "crop_pct": 0.875,
+        "crop_mode": "squash",
+        "interpolation": "bilinear",
+    }
+
+
+def test_what_was_saved_beside_the_weights_is_found(tmp_path):
+    names = {0: "ant", 1: "bee", 2: "cow, cattle", 3: "dog", 4: "eel"}
+    built("ViTForImageClassification", id2label=names, problem_type="multi_label_classification").save_pretrained(
+        tmp_path
+    )
+    saved = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "size": {"height": 32, "width": 32}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**saved, "resample": 2}))
+    explainer = Explainer(transformers.ViTForImageClassification.from_pretrained(tmp_path))
+    spec = explainer.spec
+    assert (spec.size, spec.patch_size, spec.crop_mode, spec.interpolation) == ((32, 32), (8, 8), "squash", "bilinear")
+    assert (spec.mean, spec.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert explainer.class_names == list(names.values())
+    assert explainer.activation == "sigmoid"
+    assert explainer.model_id == str(tmp_path)
+    assert explainer.explain(picture(), method="rollout", target="cattle").target == 2
+
+
+def test_without_a_processor_the_normalisation_is_asked_for():
+    model = built("ViTForImageClassification")
+    assert class_names_of(model) is None  # LABEL_0 … say nothing
+    assert model_id(model) == "ViTForImageClassification"
+    with pytest.raises(ModelError, match=r"processor\.to_dict\(\)"):
+        Explainer(model)
+
+
+# -- what cannot be seen -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
+def test_attention_that_shows_no_probabilities_is_refused_by_name(implementation):
+    model = built("CLIPForImageClassification")
+    model.vision_model.config._attn_implementation = implementation
+    with pytest.raises(UnsupportedModelError, match=rf"{implementation}.*set_attn_implementation\('sdpa'\)"):
+        record_attention(model)
+    record_attention(model, attention=False)  # Grad-CAM and occlusion need none
+
+
+def test_gradient_checkpointing_is_refused_where_it_takes_effect():
+    model = built("ViTForImageClassification")
+    for layer in model.vit.layers:
+        layer.gradient_checkpointing = True
+    record_attention(model, gradients=True)  # in eval mode, transformers does not apply it
+    model.train()
+    with pytest.raises(UnsupportedModelError, match=r"Call model\.\w+_checkpointing_disable\(\) first"):
+        record_attention(model, gradients=True)
+    record_attention(model)
+
+
+def test_models_whose_tokens_have_no_place_are_refused_by_name():
+    config = transformers.ViTMAEConfig(**WIDE)
+    model = transformers.ViTMAEModel(config).eval()
+    with pytest.raises(UnsupportedModelError, match="ViTMAEModel shuffles"):
+        with record_attention(model), torch.no_grad():
+            model(pixels())
+
+
+def test_a_model_of_texts_and_pictures_is_refused_with_its_part_that_sees():
+    model = transformers.CLIPModel(transformers.CLIPConfig(**_text_free("CLIP")))
+    with pytest.raises(UnsupportedModelError, match=r"model\.vision_model"):
+        record_attention(model)
+    record_attention(model.vision_model)
+
+
+def test_models_of_timm_are_none_of_theirs():
+    model = timm.create_model("test_vit")
+    assert class_count(model) == 1000
+    assert not vitflow.libraries.library_norms(model)
+    assert vitflow.libraries.library_layout(model, (160, 160)) is None

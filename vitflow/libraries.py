@@ -1,0 +1,296 @@
+"""Vision Transformers of transformers and torchvision: what they say of themselves, where timm's say it otherwise.
+
+Neither library is imported. Models are recognised by the parts that they are made of, and by the class names of
+transformers; a module of your own around one of them is looked into.
+"""
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitflow.errors import UnsupportedModelError
+from vitflow.tokens import TokenLayout
+
+# What transformers calls the layer that makes tokens of patches, and the tokens that stand before them.
+_PATCHES = ("patch_embeddings", "patch_embedding")
+_PREFIX = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
+# What both libraries call the norm that a block begins with, where it is not norm1.
+_FIRST_NORMS = ("layernorm_before", "layer_norm1", "ln_1", "norm1")
+# What the classifiers of transformers read, where it is not the class token: words that `_weights` knows.
+_PATCH_MEAN = "average over patches"
+_HALVES = "half class token, half average over patches"
+_READOUTS = {
+    "DeiTForImageClassificationWithTeacher": "class and distillation token",
+    "Dinov2ForImageClassification": _HALVES,
+    "Dinov2WithRegistersForImageClassification": _HALVES,
+    "CLIPForImageClassification": _PATCH_MEAN,
+    "MetaClip2ForImageClassification": _PATCH_MEAN,
+    "SiglipForImageClassification": _PATCH_MEAN,
+    "IJepaForImageClassification": _PATCH_MEAN,
+    "SwinForImageClassification": _PATCH_MEAN,
+    "Swinv2ForImageClassification": _PATCH_MEAN,
+}
+# What it calls the last layer of a model with classes.
+_CLASSIFIERS = ("classifier", "cls_classifier")
+# Ways to compute attention that call torch's functions, where it can be seen.
+_SEEN = ("sdpa", "eager")
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """How a model of another library makes tokens of a picture.
+
+    Attributes:
+        module: what makes them.
+        num_prefix_tokens: class, distillation and register tokens that precede the patches.
+        patch_size: (height, width) in pixels.
+        image_size: (height, width) that the model was built for.
+        channels: of the picture.
+        dynamic: whether other sizes are taken.
+    """
+
+    module: nn.Module
+    num_prefix_tokens: int
+    patch_size: tuple[int, int]
+    image_size: tuple[int, int]
+    channels: int
+    dynamic: bool
+
+
+def embedding_of(model: nn.Module) -> Embedding | None:
+    """How a Vision Transformer of transformers or torchvision makes tokens; None for any other model."""
+    for module in model.modules():
+        patches = next((found for name in _PATCHES if (found := getattr(module, name, None)) is not None), None)
+        if isinstance(patches, nn.Module):
+            return _of_transformers(module, patches)
+        if isinstance(getattr(module, "conv_proj", None), nn.Module) and hasattr(module, "class_token"):
+            owner: Any = module
+            side = _pair(owner.image_size)
+            return Embedding(module, 1, _pair(owner.patch_size), side, 3, dynamic=False)
+    return None
+
+
+def _of_transformers(module: nn.Module, patches: nn.Module) -> Embedding | None:
+    convolution = next((part for part in patches.modules() if isinstance(part, nn.Conv2d)), None)
+    size = next((found for part in (module, patches) if (found := getattr(part, "image_size", None))), None)
+    size = size or getattr(getattr(module, "config", None), "image_size", None)
+    if convolution is None or size is None:
+        return None  # tokens of another kind: of video, or of patches that were cut beforehand
+    tokens = [found for name in _PREFIX if isinstance(found := getattr(module, name, None), Tensor)]
+    prefix = sum(1 if token.ndim == 1 else token.shape[-2] for token in tokens)
+    patch = (int(convolution.stride[0]), int(convolution.stride[1]))
+    dynamic = hasattr(module, "interpolate_pos_encoding")
+    return Embedding(module, prefix, patch, _pair(size), convolution.in_channels, dynamic)
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    """(height, width) of a size that is one number for both, or two."""
+    return (int(size[0]), int(size[1])) if isinstance(size, Sequence) else (int(size), int(size))
+
+
+def library_layout(model: nn.Module, input_size: tuple[int, int]) -> TokenLayout | None:
+    """Prefix tokens and patch grid for a picture of input_size = (height, width); None for models of timm.
+
+    Raises:
+        UnsupportedModelError: the model shuffles its patches.
+    """
+    embedding = embedding_of(model)
+    if embedding is None:
+        return None
+    if type(embedding.module).__name__ == "ViTMAEEmbeddings":
+        raise UnsupportedModelError(
+            f"{type(model).__name__} shuffles its patches at random and hides some of them, so that its tokens have no "
+            "place on the picture. Load the same weights as a ViTModel or ViTForImageClassification."
+        )
+    rows, cols = (side // patch for side, patch in zip(input_size, embedding.patch_size, strict=True))
+    return TokenLayout(embedding.num_prefix_tokens, max(rows, 1), max(cols, 1))
+
+
+def library_readout(model: nn.Module, layout: TokenLayout) -> tuple[Tensor, str] | None:
+    """Which tokens the head of a model of transformers reads, [1, tokens], and in words; None where it does not say."""
+    pretrained = _pretrained(model)
+    if pretrained is None:
+        return None
+    names = [kind.__name__ for kind in type(pretrained).__mro__]
+    words = next((_READOUTS[name] for name in names if name in _READOUTS), None)
+    if words is None and getattr(_config(pretrained), "use_mean_pooling", False):
+        words = _PATCH_MEAN  # BEiT and Data2Vec
+    weights = torch.zeros(1, layout.num_tokens)
+    prefix, patches = layout.num_prefix_tokens, layout.num_patches
+    if words is None:
+        return None
+    if words == "class and distillation token":
+        weights[0, :2] = 0.5
+    else:
+        weights[0, prefix:] = (0.5 if words == _HALVES else 1.0) / patches
+        weights[0, 0] += 0.5 if words == _HALVES else 0.0
+    return weights, words
+
+
+def library_norms(model: nn.Module) -> list[str]:
+    """Module path of each block's first norm, first block first; empty for models of timm."""
+    if embedding_of(model) is None:
+        return []
+    found = []
+    for path, module in model.named_modules():
+        blocks = dict(module.named_children()) if isinstance(module, nn.ModuleList | nn.Sequential) else {}
+        norms = [next((norm for norm in _FIRST_NORMS if hasattr(block, norm)), None) for block in blocks.values()]
+        if None not in norms:
+            found += [f"{path}.{name}.{norm}" for name, norm in zip(blocks, norms, strict=True)]
+    return found
+
+
+def refuse_unseen(model: nn.Module) -> None:
+    """Refuse a model of transformers whose attention runs where no function of torch is called.
+
+    Raises:
+        UnsupportedModelError: another attention implementation than "sdpa" or "eager"; or a text model beside the
+            picture's.
+    """
+    for module in model.modules():
+        implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if isinstance(implementation, str) and implementation not in _SEEN:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} computes its attention by {implementation!r}, which never shows its "
+                "probabilities. Call model.set_attn_implementation('sdpa') first; 'eager' is seen as well."
+            )
+    if isinstance(getattr(model, "text_model", None), nn.Module) and hasattr(model, "vision_model"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} reads texts as well as pictures. Pass the part that sees, model.vision_model."
+        )
+
+
+def forward_options(model: nn.Module, input_size: tuple[int, int]) -> dict[str, Any]:
+    """What a model of transformers must be told with a picture of input_size = (height, width), if it has another."""
+    embedding = embedding_of(model) if _pretrained(model) is model else None
+    if embedding is None or not embedding.dynamic or input_size == embedding.image_size:
+        return {}
+    asked = "interpolate_pos_encoding" in inspect.signature(embedding.module.forward).parameters
+    return {"interpolate_pos_encoding": True} if asked else {}
+
+
+def class_count(model: nn.Module) -> int | None:
+    """How many classes a model has: 0 for one that ends in features, None where it does not say."""
+    pretrained = _pretrained(model)
+    if pretrained is not None:
+        if any(hasattr(pretrained, name) for name in _CLASSIFIERS):
+            return int(_config(pretrained).num_labels)
+        return 0 if pretrained is model else None  # a module around it may have a head of its own
+    count = getattr(model, "num_classes", None)
+    return count if isinstance(count, int) else None
+
+
+def library_class_names(model: nn.Module) -> list[str] | None:
+    """The names in a transformers model's configuration, unless it only numbers its classes."""
+    pretrained = _pretrained(model)
+    names: Any = getattr(_config(pretrained), "id2label", None) or {}
+    count = class_count(model)
+    if not count or len(names) != count:
+        return None
+    ordered = [str(names[number]) for number in sorted(names, key=int)]
+    numbered = all(name == f"LABEL_{number}" for number, name in enumerate(ordered))
+    return None if numbered else ordered
+
+
+def library_id(model: nn.Module) -> str | None:
+    """The name that a model of transformers was loaded by, if it was."""
+    name = getattr(_pretrained(model), "name_or_path", None)
+    return name if isinstance(name, str) and name else None
+
+
+def is_multi_label(model: nn.Module) -> bool:
+    """Whether a model of transformers was trained to answer for each class by itself."""
+    return getattr(_config(_pretrained(model)), "problem_type", None) == "multi_label_classification"
+
+
+def library_data_config(model: nn.Module) -> dict[str, Any]:
+    """What a model of another library wants to see, as far as it says so, in timm's words.
+
+    The size is the model's own. Normalisation and crop come from the image processor's configuration that was saved
+    beside the weights, where those were loaded from a folder or lie in the hub's cache.
+    """
+    embedding = embedding_of(model)
+    if embedding is None:
+        return {}
+    found: dict[str, Any] = {"input_size": (embedding.channels, *embedding.image_size)}
+    name = library_id(model)
+    file = None if name is None else _processor_file(name)
+    if file is not None:
+        found |= from_processor(json.loads(file.read_text(encoding="utf-8")), embedding.channels)
+    return found
+
+
+def _processor_file(name: str) -> Path | None:
+    """The image processor's configuration of a model by name or folder, if it is at hand."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    local = Path(name) / "preprocessor_config.json"
+    if local.is_file():
+        return local
+    try:
+        cached = try_to_load_from_cache(name, local.name)
+    except HFValidationError:  # no such name can be on the hub
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+_FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
+
+
+def from_processor(settings: Mapping[str, Any], channels: int = 3) -> dict[str, Any]:
+    """The settings of a transformers image processor, in timm's words; what it does not say is left out.
+
+    Args:
+        settings: `processor.to_dict()`, or what preprocessor_config.json holds.
+        channels: of the picture.
+
+    >>> from_processor({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"height": 32, "width": 32}})
+    {'mean': (0.5, 0.5, 0.5), 'std': (0.5, 0.5, 0.5), 'input_size': (3, 32, 32), 'crop_pct': 1.0, 'crop_mode': 'squash'}
+    """
+    found: dict[str, Any] = {}
+    if settings.get("do_normalize", True) and "image_mean" in settings:
+        found = {"mean": tuple(settings["image_mean"]), "std": tuple(settings["image_std"])}
+    elif "do_normalize" in settings and not settings["do_normalize"]:
+        found = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
+    resized, shortest = _sides(settings.get("size"))
+    cropped, _ = _sides(settings.get("crop_size"))
+    crops = settings.get("do_center_crop", False) and cropped is not None
+    seen = cropped if crops else resized
+    if seen is not None and resized is not None:
+        found["input_size"] = (channels, *seen)
+        found["crop_pct"] = seen[0] / resized[0]
+        found["crop_mode"] = "center" if shortest else "squash"
+    if settings.get("resample") is not None:
+        found["interpolation"] = _FILTERS.get(int(settings["resample"]), "bicubic")
+    return found
+
+
+def _sides(size: Any) -> tuple[tuple[int, int] | None, bool]:
+    """(height, width) of a processor's size, and whether it is that of the shorter side alone."""
+    if isinstance(size, int):
+        return (size, size), False
+    if isinstance(size, Mapping):
+        if size.get("shortest_edge"):
+            return (int(size["shortest_edge"]),) * 2, True
+        if size.get("height") and size.get("width"):
+            return (int(size["height"]), int(size["width"])), False
+    return None, False
+
+
+def _pretrained(model: nn.Module) -> nn.Module | None:
+    """The outermost model of transformers in a model, or None."""
+    for module in model.modules():
+        if any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__):
+            return module
+    return None
+
+
+def _config(pretrained: nn.Module | None) -> Any:
+    return getattr(pretrained, "config", None)
