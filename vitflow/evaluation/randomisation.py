@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -103,14 +104,26 @@ def randomised_copies(explainer: Explainer, stages: Sequence[str], *, seed: int 
     with torch.inference_mode(False):
         randomised = copy.copy(explainer)
         randomised.model = copy.deepcopy(explainer.model)
-    devices = [explainer.device] if explainer.device.type == "cuda" else []
     for number, (name, modules) in enumerate(_parts(randomised.model)):
-        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.no_grad():
-            torch.manual_seed(seed + 1_000_003 * number)
+        with _seeded(seed + 1_000_003 * number, explainer.device), torch.inference_mode(False), torch.no_grad():
             for module in modules:
                 _redraw(module)
         if name in stages:
             yield name, randomised
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers from a seed, on the CPU and this device; afterwards theirs go on as if nothing had been drawn."""
+    if device.type == "cpu":
+        with torch.random.fork_rng([]):
+            torch.default_generator.manual_seed(seed)
+            yield
+        return
+    with torch.random.fork_rng([device], device_type=device.type):
+        torch.default_generator.manual_seed(seed)
+        getattr(torch, device.type).manual_seed(seed)
+        yield
 
 
 def _parts(model: nn.Module) -> list[Part]:
