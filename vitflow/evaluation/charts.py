@@ -1,8 +1,10 @@
 """Charts of an evaluation: bars with intervals for each group of metrics, curves, stages of randomisation."""
 
 import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 from vitflow.evaluation.metrics import Metric
 from vitflow.evaluation.results import Evaluation
 from vitflow.figures import DPI, save_figure
+from vitflow.files import write_atomically
 from vitflow.typesetting import BODY, TITLE, QuietFigure, printable
 
 
@@ -47,6 +50,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 # Lengths in inches.
 _ROW, _PANEL, _PER_CHARACTER, _CURVE = 0.19, 1.65, 0.062, 3.0
+_HEAD, _FOOT, _MARGIN = 0.26, 0.26, 0.12
 
 
 def draw_bars(evaluation: Evaluation, group: str, *, theme: Theme = LIGHT) -> Figure:
@@ -62,17 +66,18 @@ def draw_bars(evaluation: Evaluation, group: str, *, theme: Theme = LIGHT) -> Fi
     metrics = [metric for metric in evaluation.metrics if metric.group == group]
     names = [printable(name) for name in evaluation.methods]
     words = min(max(map(len, names)), 44) * _PER_CHARACTER + 0.2
-    size = (words + _PANEL * len(metrics), 0.55 + _ROW * len(names))
-    figure = QuietFigure(figsize=size, dpi=DPI, layout="constrained", facecolor=theme.paper)
+    size = (words + _PANEL * len(metrics), _HEAD + _FOOT + _ROW * len(names))
+    figure = QuietFigure(figsize=size, dpi=DPI, facecolor=theme.paper)
     plots: Any = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
+    _place(figure, left=words, right=_MARGIN, bottom=_FOOT, gap=_MARGIN, panels=len(metrics))
     for axes, metric in zip(plots, metrics, strict=True):
         _draw_panel(axes, evaluation, metric, theme)
     first: Axes = plots[0]
     first.set_yticks(range(len(names)), [name if len(name) <= 44 else f"{name[:43]}…" for name in names])
     for label in first.get_yticklabels():
         label.set_parse_math(False)
-    first.invert_yaxis()
-    return _fixed(figure)
+    first.set_ylim(len(names) - 0.4, -0.6)
+    return figure
 
 
 def _draw_panel(axes: Axes, evaluation: Evaluation, metric: Metric, theme: Theme) -> None:
@@ -109,7 +114,7 @@ def draw_curves(evaluation: Evaluation, *, theme: Theme = LIGHT) -> Figure:
     plots[0].set_xlabel("share of patches removed", fontsize=TITLE, color=theme.soft)
     plots[1].set_xlabel("share of patches put back", fontsize=TITLE, color=theme.soft)
     plots[0].set_ylabel("probability of the class", fontsize=TITLE, color=theme.soft)
-    return _fixed(figure)
+    return figure
 
 
 def draw_stages(evaluation: Evaluation, *, theme: Theme = LIGHT) -> Figure:
@@ -125,31 +130,33 @@ def draw_stages(evaluation: Evaluation, *, theme: Theme = LIGHT) -> Figure:
     axes.set_xticks([0, *places], ["trained", *map(printable, evaluation.stages)])
     axes.set_xlabel("weights made random from the top down to …", fontsize=TITLE, color=theme.soft)
     axes.set_ylabel("Spearman with the trained model's map", fontsize=TITLE, color=theme.soft)
-    return _fixed(figure)
+    return figure
 
 
-def charts_of(evaluation: Evaluation) -> dict[str, Callable[[Theme], Figure]]:
-    """The charts that this evaluation has, by name, to be drawn in a theme."""
-    found: dict[str, Callable[[Theme], Figure]] = {}
+def charts_of(evaluation: Evaluation) -> dict[str, Callable[[], Figure]]:
+    """The charts that this evaluation has, by name."""
+    found: dict[str, Callable[[], Figure]] = {}
     for group in evaluation.groups:
-        found[group] = lambda theme, group=group: draw_bars(evaluation, group, theme=theme)  # type: ignore[misc]
+        found[group] = partial(draw_bars, evaluation, group)
         if group == "faithfulness" and evaluation.fractions is not None:
-            found["curves"] = lambda theme: draw_curves(evaluation, theme=theme)
+            found["curves"] = partial(draw_curves, evaluation)
         if group == "sanity" and evaluation.randomisation is not None:
-            found["randomisation"] = lambda theme: draw_stages(evaluation, theme=theme)
+            found["randomisation"] = partial(draw_stages, evaluation)
     if evaluation.correlation is not None:
-        correlation = evaluation.correlation
-        found["correlation"] = lambda _theme: correlation.figure()
+        found["correlation"] = evaluation.correlation.figure
     return found
 
 
-def save_charts(evaluation: Evaluation, folder: Path) -> list[Path]:
-    """Write every chart as PNG and SVG; the paths of all files."""
-    paths = []
+def save_charts(evaluation: Evaluation, folder: Path) -> dict[str, bytes]:
+    """Write every chart as PNG and SVG; the SVG of each by its name."""
+    drawn = {}
     for name, draw in charts_of(evaluation).items():
-        figure = draw(LIGHT)
-        paths += [save_figure(figure, folder / f"{name}{suffix}") for suffix in (".png", ".svg")]
-    return paths
+        figure = draw()
+        save_figure(figure, folder / f"{name}.png")
+        drawn[name] = svg_of(figure)
+        with write_atomically(folder / f"{name}.svg") as file:
+            file.write(drawn[name])
+    return drawn
 
 
 def svg_of(figure: Figure) -> bytes:
@@ -161,13 +168,26 @@ def svg_of(figure: Figure) -> bytes:
     return file.getvalue()
 
 
+def darkened(svg: bytes) -> bytes:
+    """A chart that was drawn in the light theme, in the dark one."""
+    pairs = {
+        light.lower().encode(): dark.lower().encode() for light, dark in zip(_colors(LIGHT), _colors(DARK), strict=True)
+    }
+    return re.sub(b"#[0-9a-f]{6}", lambda match: pairs.get(match[0], match[0]), svg)
+
+
+def _colors(theme: Theme) -> list[str]:
+    return [theme.paper, theme.ink, theme.soft, theme.rule, theme.bar, theme.baseline, *theme.lines]
+
+
 def _side_by_side(charts: Mapping[str, Any], evaluation: Evaluation, theme: Theme) -> tuple[Figure, Sequence[Axes]]:
     """Empty panels with their titles."""
-    height = max(2.6, 0.16 * len(evaluation.methods) + 0.5)
-    width = _CURVE * len(charts) + min(max(map(len, evaluation.methods)), 44) * _PER_CHARACTER + 0.9
-    size = (width + (0.8 if len(charts) == 1 else 0.0), height)
-    figure = QuietFigure(figsize=size, dpi=DPI, layout="constrained", facecolor=theme.paper)
+    height = max(2.8, 0.145 * len(evaluation.methods) + 0.9)
+    legend = min(max(map(len, evaluation.methods)), 44) * _PER_CHARACTER + 0.6
+    panel = _CURVE if len(charts) > 1 else 1.4 * _CURVE
+    figure = QuietFigure(figsize=(0.6 + panel * len(charts) + legend, height), dpi=DPI, facecolor=theme.paper)
     plots: Any = figure.subplots(1, len(charts), sharey=True, squeeze=False)[0]
+    _place(figure, left=0.6, right=legend, bottom=0.45, gap=0.2, panels=len(charts))
     for axes, title in zip(plots, charts, strict=True):
         _style(axes, title, theme)
     return figure, plots
@@ -193,6 +213,19 @@ def _draw_lines(axes: Axes, evaluation: Evaluation, x: NDArray[Any], lines: NDAr
             text.set_parse_math(False)
 
 
+def _place(figure: Figure, *, left: float, right: float, bottom: float, gap: float, panels: int) -> None:
+    """Margins and gaps between panels in inches: quicker than a layout that measures words, and always the same."""
+    width, height = figure.get_size_inches()
+    panel = (width - left - right - gap * (panels - 1)) / panels
+    figure.subplots_adjust(
+        left=left / width,
+        right=1 - right / width,
+        bottom=bottom / height,
+        top=1 - _HEAD / height,
+        wspace=gap / panel,
+    )
+
+
 def _style(axes: Axes, title: str, theme: Theme) -> None:
     axes.set_facecolor(theme.paper)
     axes.set_title(printable(title), fontsize=TITLE, loc="left", color=theme.ink, parse_math=False)
@@ -211,10 +244,3 @@ def _means(values: NDArray[np.float64]) -> NDArray[np.float64]:
     means = np.full(sums.shape, np.nan)
     np.divide(sums, counts, out=means, where=counts > 0)
     return means
-
-
-def _fixed(figure: Figure) -> Figure:
-    """Lay the figure out once: a layout that is made anew for each file differs in its last digits."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-    return figure

@@ -36,8 +36,7 @@ def save(evaluation: Evaluation, path: Path) -> Path:
     _write(path / "summary.csv", summary_csv(evaluation))
     _write(path / "differences.csv", differences_csv(evaluation))
     _write(path / "summary.json", summary_json(evaluation))
-    save_charts(evaluation, path / "figures")
-    return write_page(evaluation, path / "report.html")
+    return write_page(evaluation, path / "report.html", save_charts(evaluation, path / "figures"))
 
 
 def summary_json(evaluation: Evaluation) -> str:

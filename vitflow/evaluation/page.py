@@ -1,7 +1,7 @@
 """The page of an evaluation: tables, differences and charts in one self-contained HTML file that needs no network."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
-from vitflow.evaluation.charts import DARK, LIGHT, charts_of, svg_of
+from vitflow.evaluation.charts import darkened
 from vitflow.evaluation.correlation import RankCorrelation
 from vitflow.evaluation.metrics import CORRELATION_SILENT, Metric
 from vitflow.evaluation.results import Evaluation
@@ -36,15 +36,21 @@ _QUESTIONS = {
 _FURTHER = {"faithfulness": "curves", "sanity": "randomisation"}
 
 
-def write_page(evaluation: Evaluation, path: Path) -> Path:
-    """Write the page; everything that comes from data or file names is escaped."""
+def write_page(evaluation: Evaluation, path: Path, charts: Mapping[str, bytes]) -> Path:
+    """Write the page; everything that comes from data or file names is escaped.
+
+    Args:
+        evaluation: what it tells.
+        path: where to.
+        charts: SVG by name, as `save_charts` gives them.
+    """
     environment = Environment(loader=PackageLoader("vitflow"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     assert environment.loader is not None
     style = environment.loader.get_source(environment, "evaluation.css")[0]
     text = environment.get_template("evaluation.html").render(
         evaluation=evaluation,
         data=printable(evaluation.data),
-        groups=_groups(evaluation),
+        groups=_groups(evaluation, charts),
         failures=evaluation.failures[:_FAILURES_SHOWN],
         confidence=round(100 * CONFIDENCE),
         printable=printable,
@@ -56,9 +62,9 @@ def write_page(evaluation: Evaluation, path: Path) -> Path:
     return path
 
 
-def _groups(evaluation: Evaluation) -> list[dict[str, Any]]:
+def _groups(evaluation: Evaluation, drawn: Mapping[str, bytes]) -> list[dict[str, Any]]:
     """What the page shows of each group of metrics."""
-    charts = {name: _images(draw) for name, draw in charts_of(evaluation).items()}
+    charts = {name: _chart(name, svg) for name, svg in drawn.items()}
     found = []
     for group in evaluation.groups:
         metrics = [metric for metric in evaluation.metrics if metric.group == group]
@@ -69,7 +75,7 @@ def _groups(evaluation: Evaluation) -> list[dict[str, Any]]:
                 "question": _QUESTIONS[group],
                 "metrics": metrics,
                 "rows": _rows(evaluation, metrics),
-                "charts": [charts[name] | {"name": name} for name in names if name in charts],
+                "charts": [charts[name] for name in names if name in charts],
                 "matrices": [_matrix(evaluation, metric) for metric in metrics],
                 "accumulated": evaluation.accumulated_mean_iou() if group == "localisation" else {},
             }
@@ -78,7 +84,7 @@ def _groups(evaluation: Evaluation) -> list[dict[str, Any]]:
         further: dict[str, Any] = {
             "title": _TITLES["correlation"],
             "question": _QUESTIONS["correlation"],
-            "charts": [charts["correlation"] | {"name": "correlation"}],
+            "charts": [charts["correlation"]] if "correlation" in charts else [],
             "tables": _correlation_tables(evaluation.correlation),
             "pictures": evaluation.correlation.pictures,
             "silent": CORRELATION_SILENT,
@@ -97,9 +103,10 @@ def _correlation_tables(correlation: RankCorrelation) -> list[dict[str, Any]]:
     ]
 
 
-def _images(draw: Any) -> dict[str, str]:
-    """A chart for light and for dark screens, as data URIs."""
-    return {name: _data_uri(svg_of(draw(theme))) for name, theme in (("light", LIGHT), ("dark", DARK))}
+def _chart(name: str, svg: bytes) -> dict[str, str]:
+    """A chart for light and for dark screens, as data URIs; the one by layer has colours of its own."""
+    dark = svg if name == "correlation" else darkened(svg)
+    return {"name": name, "light": _data_uri(svg), "dark": _data_uri(dark)}
 
 
 def _data_uri(svg: bytes) -> str:

@@ -1,0 +1,160 @@
+"""`vitflow evaluate` as people type it: both spellings of DATA, tables and JSON, exit codes, Ctrl-C, faults."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from vitflow.cli import cli
+from vitflow.demo import draw_picture
+
+SHORT = ["--method", "gae", "--metric", "localisation"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli, ["evaluate", *map(str, arguments)], standalone_mode=False)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    place = tmp_path / "in"
+    place.mkdir()
+    for seed in range(3):
+        Image.fromarray(draw_picture(seed).image).save(place / f"{seed}.png")
+        mask = draw_picture(seed).masks.any(axis=0)
+        Image.fromarray(mask.astype(np.uint8)).save(place / f"{seed}-mask.png")
+    return place
+
+
+def test_data_may_be_an_argument_or_an_option():
+    first, second = invoke("demo:3", *SHORT), invoke("--data", "demo:3", *SHORT)
+    assert (first.return_value, second.return_value) == (None, None)
+    assert first.stdout == second.stdout
+    assert "| method | pointing game ↑ | energy in object ↑ | ROC-AUC ↑ |" in first.stdout
+    assert "| gae | 1.000 ± 0.000 |" in first.stdout
+    assert "| random |" in first.stdout
+    assert "Class-specific methods are asked for the labelled class." in first.stdout
+
+
+@pytest.mark.parametrize("arguments", [[], ["demo:3", "--data", "demo:3"]])
+def test_data_is_given_once(arguments):
+    result = invoke(*arguments, *SHORT)
+    assert result.exception is not None
+    assert "Give DATA once" in str(result.exception)
+
+
+def test_json_is_one_object():
+    result = invoke("demo:2", *SHORT, "--metric", "gap", "--json")
+    record = json.loads(result.stdout)
+    assert (record["pictures"], record["methods"]) == (2, ["gae", "random", "centre"])
+    assert set(record["metrics"]) == {
+        *("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou", "gap"),
+    }
+
+
+def test_methods_have_options_of_their_own_and_in_common():
+    result = invoke(
+        *("demo:2", "--metric", "energy", "--method", "rollout", "--method", "rollout:preset=paper,start_layer=2"),
+        *("--residual", "0.3", "--json"),
+    )
+    record = json.loads(result.stdout)
+    assert record["methods"][:2] == ["rollout", "rollout:preset=paper,start_layer=2"]
+    options = record["settings"]["options"]
+    assert [options[method]["start_layer"] for method in record["methods"][:2]] == [1, 2]
+    assert [options[method]["residual"] for method in record["methods"][:2]] == [0.3, 0.3]
+
+
+def test_a_folder_with_an_output(folder, tmp_path):
+    out = tmp_path / "out"
+    result = invoke(folder, *SHORT, "-o", out)
+    assert "(failed)" not in result.stdout
+    assert (out / "report.html").is_file()
+    assert "report: " in result.stderr
+    again = invoke(folder, *SHORT, "-o", out)
+    assert again.stdout == result.stdout
+    other = invoke(folder, *SHORT, "--method", "gradcam", "-o", out)
+    assert other.exit_code == 2
+    assert "holds a run with other options" in other.stderr
+    assert "--overwrite" in other.stderr
+    assert "| gradcam |" in invoke(folder, *SHORT, "--method", "gradcam", "-o", out, "--overwrite").stdout
+
+
+def test_a_failed_picture_makes_the_exit_code_1(folder, tmp_path):
+    (folder / "1.png").write_bytes(b"nothing")
+    result = invoke(folder, *SHORT, "-o", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "| gae |" in result.stdout
+    assert "error: 1.png: ImageError: " in result.stderr
+    assert "1 of the pictures failed" in result.stderr
+
+
+def test_no_masks_are_told(folder):
+    for mask in folder.glob("*-mask.png"):
+        mask.unlink()
+    result = invoke(folder, *SHORT)
+    assert result.exit_code == 2
+    assert (
+        "error: None of the metrics can be measured. Left out: localisation, for the data says nothing" in result.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["nowhere", *SHORT], 2, "there is nothing at 'nowhere'"),
+        (["demo:2", "--metric", "roc"], 2, "Unknown metric 'roc'. Did you mean 'roc_auc'?"),
+        (["demo:2", "--method", "all", "--method", "gae"], 2, "--method all alone"),
+        (["demo:2", *SHORT, "--sigma", "0"], 2, "sigma > 0"),
+    ],
+)
+def test_faults_are_one_line(arguments, code, message):
+    result = invoke(*arguments)
+    assert result.exit_code == code
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_help_and_a_mistyped_metric_load_no_torch():
+    script = (
+        "import sys\nfrom vitflow.cli import cli\n"
+        "try:\n    cli(sys.argv[1:], standalone_mode=False)\nexcept BaseException as error:\n    print(repr(error))\n"
+        "print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    for arguments in (["evaluate", "--help"], ["evaluate", "demo:2", "--metric", "roc"]):
+        done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+        assert done.stdout.endswith("False False\n"), done.stdout + done.stderr
+
+
+def test_ctrl_c_keeps_what_is_done(tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", "from vitflow.cli import main; main()", "evaluate", "demo:400", *SHORT]
+    # A run in a shell's background has SIGINT ignored, and so would its children.
+    process = subprocess.Popen(
+        [*command, "--batch-size", "2", "-o", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    journal = out / ".vitflow" / "journal.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (journal.exists() and journal.read_bytes().count(b"\n") > 2):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
+    kept = journal.read_bytes().count(b"\n") - 1
+    assert 2 <= kept < 400
+    result = invoke("demo:5", *SHORT, "-o", out)
+    assert "5 pictures" in result.stdout

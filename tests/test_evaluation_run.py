@@ -1,0 +1,495 @@
+"""Whole evaluations: numbers against the parts they are made of, faults caused one by one, interruptions, resume."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.test_folder import tiny_model
+from vitflow import Explainer, register_method
+from vitflow.demo import draw_picture
+from vitflow.errors import OptionError, VitflowError
+from vitflow.evaluation import (
+    METRICS,
+    Evaluation,
+    Labelled,
+    Sample,
+    evaluate,
+    export,
+    faithfulness_curves,
+    flip_stability,
+    localise,
+    open_dataset,
+    run,
+    scoring,
+)
+from vitflow.evaluation.datasets import Dataset
+from vitflow.manifest import Journal, RunFolder
+from vitflow.methods import _METHODS
+
+QUICK = ["rollout", "gae"]
+
+
+@pytest.fixture(scope="module")
+def explainer() -> Explainer:
+    return Explainer("demo")
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Four drawn pictures with masks of all their objects."""
+    place = tmp_path / "in"
+    place.mkdir()
+    for seed in range(4):
+        picture = draw_picture(seed)
+        Image.fromarray(picture.image).save(place / f"{seed}.png")
+        Image.fromarray(picture.masks.any(axis=0).astype(np.uint8) * 255).save(place / f"{seed}_mask.png")
+    return place
+
+
+@pytest.fixture
+def constant_method():
+    register_method("nothing", lambda trace: torch.zeros(len(trace.pixels), *trace.grid()))
+    yield "nothing"
+    del _METHODS["nothing"]
+
+
+# --- The numbers -----------------------------------------------------------------------------------------------------
+
+
+def test_the_values_are_those_of_the_parts(explainer):
+    found = evaluate("demo:2", model=explainer, methods=QUICK, sanity_pictures=2)
+    assert found.methods == ("rollout", "gae", "random", "centre")
+    assert [metric.name for metric in found.metrics] == list(METRICS)
+    for number in range(2):
+        picture = draw_picture(number)
+        largest = picture.labels[int(picture.masks.sum(axis=(1, 2)).argmax())]
+        maps = explainer.explain_batch([picture.image], methods=list(found.methods), targets=largest)
+        curves = faithfulness_curves(explainer, maps)
+        flips = flip_stability(explainer, picture.image, list(found.methods), maps=maps)
+        for place, (one, curve, flip) in enumerate(zip(maps, curves, flips, strict=True)):
+            truth = localise(one.heatmap, picture.mask_of(largest))
+            for name in ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou"):
+                assert found.values[name][number, place] == pytest.approx(getattr(truth, name), abs=1e-5)
+            for name in ("deletion_auc", "insertion_auc", "gap", "positive_perturbation", "negative_perturbation"):
+                assert found.values[name][number, place] == pytest.approx(getattr(curve, name), abs=1e-4)
+            assert found.curves["deletion"][number, place] == pytest.approx(curve.deletion, abs=1e-4)
+            assert found.values["flip_stability"][number, place] == pytest.approx(flip, abs=1e-3)
+    assert found.randomisation.shape == (2, len(found.stages), 4)
+    assert np.abs(found.randomisation[:, -1]) == pytest.approx(found.values["randomisation"])
+
+
+def test_tables_and_differences_follow_from_the_values(explainer):
+    found = evaluate("demo:5", model=explainer, methods=QUICK, metrics=["roc_auc", "energy"])
+    assert [metric.name for metric in found.metrics] == ["energy", "roc_auc"]
+    values = found.values["roc_auc"]
+    for row, column in zip(found.table("roc_auc"), values.T, strict=True):
+        assert row.estimate.mean == pytest.approx(column.mean())
+        assert row.estimate.low < row.estimate.mean < row.estimate.high
+    [pair, *_] = found.differences("roc_auc")
+    assert (pair.first, pair.second) == ("rollout", "gae")
+    assert pair.estimate.mean == pytest.approx((values[:, 0] - values[:, 1]).mean())
+    assert [row.baseline for row in found.table("energy")] == [False, False, True, True]
+    with pytest.raises(OptionError, match="Unknown metric of this evaluation 'gap'"):
+        found.table("gap")
+
+
+def test_class_specific_methods_find_the_asked_object_and_baselines_do_not(explainer):
+    found = evaluate("demo:12", model=explainer, methods=["gae"], metrics=["localisation"])
+    means = {row.method: row.estimate.mean for row in found.table("roc_auc")}
+    assert means["gae"] > 0.9 > 0.65 > means["random"] > 0.35
+    assert all(picture["asked"] == "label" for picture in found.pictures)
+    assert found.accumulated_mean_iou()["gae"] > found.accumulated_mean_iou()["random"]
+
+
+def test_the_seed_and_the_batch_change_nothing_that_they_should_not(explainer):
+    first = evaluate("demo:3", model=explainer, methods=QUICK, sanity_pictures=1)
+    again = evaluate("demo:3", model=explainer, methods=QUICK, sanity_pictures=1, batch_size=1)
+    for name in METRICS:
+        assert first.values[name] == pytest.approx(again.values[name], abs=2e-3, nan_ok=True), name
+    first, other = (evaluate("demo:16", model=explainer, methods=["gae"], metrics=["energy"], seed=k) for k in (0, 5))
+    assert (other.values["energy"] == first.values["energy"]).all()
+    assert other.table("energy")[0].estimate.low != first.table("energy")[0].estimate.low
+
+
+def test_options_reach_the_methods_and_name_them(explainer):
+    choices = ["rollout", ("rollout", {"preset": "paper"}), ("random", {"random_seed": 3})]
+    found = evaluate("demo:2", model=explainer, methods=choices, metrics=["roc_auc"], start_layer=2)
+    assert found.methods == ("rollout", "rollout:preset=paper", "random:random_seed=3", "centre")
+    assert [found.is_baseline(method) for method in found.methods] == [False, False, True, True]
+    assert found.settings["options"]["rollout"]["start_layer"] == 2
+    assert found.settings["options"]["rollout:preset=paper"]["head_fusion"] == "mean"
+    values = found.values["roc_auc"]
+    assert (values[:, 0] != values[:, 1]).all()
+    with pytest.raises(OptionError, match="got rollout twice"):
+        evaluate("demo:2", model=explainer, methods=["rollout", "rollout"])
+
+
+def test_sanity_is_measured_on_some_pictures_the_same_in_every_run(explainer):
+    found = evaluate("demo:6", model=explainer, methods=["gae"], metrics=["sanity"], sanity_pictures=2)
+    checked = ["sanity" in picture["groups"] for picture in found.pictures]
+    assert sum(checked) == 2
+    assert (~np.isnan(found.values["flip_stability"][:, 0]) == checked).all()
+    row = found.table("flip_stability")[0]
+    assert (row.estimate.count, row.estimate.undefined) == (2, 0)
+    assert any("2 pictures" in note for note in found.notes)
+    again = evaluate("demo:6", model=explainer, methods=["gae"], metrics=["flip_stability"], sanity_pictures=2)
+    assert ["sanity" in picture["groups"] for picture in again.pictures] == checked
+
+
+def test_all_methods_are_all_and_slow_ones_are_not_checked_for_sanity(explainer):
+    found = evaluate("demo:1", model=explainer, methods="all", metrics=["roc_auc", "sanity"], sanity_pictures=1)
+    assert found.methods[-2:] == ("random", "centre")
+    assert {"rollout", "occlusion", "gradcam"} < set(found.methods)
+    place = found.methods.index("occlusion")
+    assert np.isnan(found.values["shift_stability"][0, place])
+    assert not np.isnan(found.values["roc_auc"][0, place])
+    assert any("occlusion was left out" in note for note in found.notes)
+    assert "occlusion" not in evaluate("demo:1", model=explainer, metrics=["roc_auc"]).methods
+
+
+def test_rank_correlation_by_layer_is_a_group_of_its_own(explainer):
+    found = evaluate("demo:2", model=explainer, methods=["gae"], metrics=["correlation"], sanity_pictures=2)
+    assert found.correlation.values.shape == (2, 3, 6, 2)
+    assert found.metrics == ()
+    assert "Spearman with blank-out" in found.to_markdown()
+
+
+# --- What cannot be measured -----------------------------------------------------------------------------------------
+
+
+def test_pictures_without_regions_leave_localisation_out_and_say_so(folder, explainer):
+    for mask in folder.glob("*_mask.png"):
+        mask.unlink()
+    found = evaluate(folder, model=explainer, methods=["gae"], metrics=["localisation", "faithfulness"])
+    assert found.groups == ["faithfulness"]
+    assert any("Left out: localisation" in note for note in found.notes)
+    assert any("the class that the model predicts" in note for note in found.notes)
+    with pytest.raises(OptionError, match=r"None of the metrics can be measured. Left out: localisation"):
+        evaluate(folder, model=explainer, metrics=["roc_auc"])
+
+
+def test_a_model_without_classes_has_no_answer_to_follow(folder):
+    model = tiny_model()
+    model.reset_classifier(0)
+    found = evaluate(folder, model=model, methods=["rollout"], sanity_pictures=1)
+    assert found.groups == ["localisation", "sanity"]
+    assert np.isnan(found.values["class_sensitivity"]).all()
+    assert any("Left out: faithfulness, for the model has no classes" in note for note in found.notes)
+
+
+def test_constant_maps_are_counted_and_told(explainer, constant_method):
+    found = evaluate("demo:3", model=explainer, methods=[constant_method, "gae"], sanity_pictures=1)
+    for name in ("deletion_auc", "gap", "negative_perturbation"):
+        estimate = found.table(name)[0].estimate
+        assert (estimate.mean, estimate.undefined) == (None, 3)
+    assert found.table("roc_auc")[0].estimate.mean == 0.5
+    assert any("nothing 3" in note for note in found.notes)
+    assert "| nothing | – |" in found.to_markdown("faithfulness")
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_a_picture_that_cannot_be_read_is_a_row_and_the_others_go_on(folder, explainer, tmp_path, no_drawing):
+    (folder / "1.png").write_bytes(b"nothing")
+    (folder / "2_mask.png").write_bytes(b"nothing")
+    found = evaluate(folder, model=explainer, methods=["gae"], metrics=["roc_auc"], output=tmp_path / "out")
+    assert [picture["input"] for picture in found.pictures] == ["0.png", "3.png"]
+    assert [row["input"] for row in found.failures] == ["1.png", "2.png"]
+    assert "picture" in found.failures[0]["message"]
+    assert "the mask '2_mask.png'" in found.failures[1]["message"]
+    assert "2 failed" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_picture_that_the_model_fails_on_does_not_take_its_batch_along(explainer, monkeypatch):
+    whole = explainer.explain_batch
+    poison = draw_picture(2).image
+
+    def fragile(images, **options):
+        if any(np.array_equal(image, poison) for image in images):
+            raise RuntimeError("cannot add")
+        return whole(images, **options)
+
+    monkeypatch.setattr(explainer, "explain_batch", fragile)
+    found = evaluate("demo:5", model=explainer, methods=["rollout"], metrics=["roc_auc"])
+    assert len(found.pictures) == 4
+    assert [(row["input"], row["error"], row["message"]) for row in found.failures] == [
+        ("demo-2", "RuntimeError", "cannot add")
+    ]
+
+
+def test_a_metric_that_fails_on_one_picture_fails_that_picture(explainer, monkeypatch):
+    honest = scoring.localise
+    calls = iter(range(100))
+
+    def fragile(heatmap, region):
+        if next(calls) == 4:  # the second picture's second map: three methods each
+            raise ZeroDivisionError("by hand")
+        return honest(heatmap, region)
+
+    monkeypatch.setattr(scoring, "localise", fragile)
+    found = evaluate("demo:3", model=explainer, methods=["rollout"], metrics=["roc_auc"])
+    assert [row["input"] for row in found.failures] == ["demo-1"]
+
+
+def test_a_batch_that_does_not_fit_is_halved(explainer, monkeypatch):
+    whole, sizes = explainer.explain_batch, []
+
+    def small(images, **options):
+        sizes.append(len(images))
+        if len(images) > 2:
+            raise torch.OutOfMemoryError("too much")
+        return whole(images, **options)
+
+    monkeypatch.setattr(explainer, "explain_batch", small)
+    found = evaluate("demo:6", model=explainer, methods=["rollout"], metrics=["roc_auc"])
+    assert (len(found.pictures), len(found.failures)) == (6, 0)
+    assert sizes[0] == 6
+    assert max(sizes[2:]) <= 3
+
+
+def test_nothing_to_measure_is_an_error(folder, explainer):
+    for path in folder.glob("?.png"):
+        path.write_bytes(b"nothing")
+    with pytest.raises(VitflowError, match=r"None of the 4 pictures .* '0.png': UnidentifiedImageError|None of the 4"):
+        evaluate(folder, model=explainer, methods=["gae"], metrics=["roc_auc"])
+
+
+def test_methods_that_do_not_apply_are_left_out_of_all_and_refused_by_name(explainer):
+    def picky(trace):
+        from vitflow.errors import UnsupportedModelError
+
+        raise UnsupportedModelError("This method wants another model.")
+
+    register_method("picky", picky)
+    try:
+        found = evaluate("demo:1", model=explainer, metrics=["roc_auc"])
+        assert "picky" not in found.methods
+        assert "Left out: picky. This method wants another model." in found.notes
+        with pytest.raises(VitflowError, match="wants another model"):
+            evaluate("demo:1", model=explainer, methods=["picky"], metrics=["roc_auc"])
+    finally:
+        del _METHODS["picky"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"points": 1}, "points of at least 2"),
+        ({"batch_size": 0}, "batch_size of at least 1"),
+        ({"sanity_pictures": -1}, "sanity_pictures of at least 0"),
+        ({"replace_by": "grey"}, "replace_by of drop, blank, blur, got 'grey'"),
+        ({"metrics": ["auc"]}, "Unknown metric 'auc'"),
+        ({"metrics": []}, "at least one metric"),
+        ({"methods": ["rolout"]}, "Did you mean 'rollout'"),
+        ({"sigma_": 1}, "sigma_"),
+    ],
+)
+def test_wrong_options_are_told_before_a_model_is_loaded(options, message):
+    def never():
+        raise AssertionError("loaded")
+
+    with pytest.raises(OptionError, match=message):
+        evaluate("demo:2", model=never, **options)
+
+
+def test_own_data_in_python(explainer):
+    picture = draw_picture(5)
+    dataset = Dataset(
+        "mine", "1 picture", [Sample("five", lambda: Labelled(picture.image, None, "orange disc"))], False
+    )
+    found = evaluate(dataset, model=explainer, methods=["gae"], metrics=["faithfulness"], replace_by="blur", points=4)
+    assert found.pictures[0]["class_name"] == "orange disc"
+    assert found.fractions.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    assert any("blurred" in note for note in found.notes)
+
+
+# --- Going on where a run was ended ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_drawing(monkeypatch):
+    """Tables are all that matters: no figures, and a page without them."""
+    monkeypatch.setattr(export, "save_charts", lambda *_: {})
+
+
+def counting(monkeypatch) -> list[str]:
+    """The names of the pictures that are measured from now on."""
+    measured: list[str] = []
+    honest = scoring._row
+
+    def count(explainer, item, *others):
+        measured.append(item.name)
+        return honest(explainer, item, *others)
+
+    monkeypatch.setattr(scoring, "_row", count)
+    return measured
+
+
+def tables(place: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(place.glob("*.csv"))}
+
+
+def test_an_interrupted_run_goes_on_and_ends_with_the_same_tables(explainer, tmp_path, monkeypatch, no_drawing):
+    options = {"model": explainer, "methods": QUICK, "metrics": ["localisation", "sanity"], "sanity_pictures": 1}
+    options |= {"batch_size": 2}
+    evaluate("demo:7", output=tmp_path / "whole", **options)
+
+    def stop(state):
+        if state.done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate("demo:7", output=tmp_path / "parts", progress=stop, **options)
+    journal = RunFolder(tmp_path / "parts").journal
+    kept = len(Journal(journal))
+    assert 2 <= kept <= 3
+    journal.write_bytes(journal.read_bytes() + b'{"input": "demo-6", "stat')  # torn by a kill
+    measured = counting(monkeypatch)
+    states = []
+    evaluate("demo:7", output=tmp_path / "parts", progress=states.append, **options)
+    assert measured == [f"demo-{number}" for number in range(kept, 7)]
+    assert (states[0].done, states[0].total, states[-1].done) == (kept, 7, 7)
+    assert tables(tmp_path / "parts") == tables(tmp_path / "whole")
+    measured.clear()
+    evaluate("demo:7", output=tmp_path / "parts", **options)
+    assert measured == []
+
+
+def test_more_pictures_are_added_to_a_run(explainer, tmp_path, monkeypatch, no_drawing):
+    options = {"model": explainer, "methods": ["gae"], "sanity_pictures": 1}
+    options |= {"metrics": ["roc_auc", "sanity"]}
+    evaluate("demo:4", output=tmp_path / "whole", **options)
+    evaluate("demo:2", output=tmp_path / "grown", **options)
+    measured = counting(monkeypatch)
+    evaluate("demo:4", output=tmp_path / "grown", **options)
+    assert {"demo-2", "demo-3"} <= set(measured) <= {f"demo-{number}" for number in range(4)}
+    assert tables(tmp_path / "grown") == tables(tmp_path / "whole")
+    found = evaluate("demo:2", output=tmp_path / "grown", **options)  # and fewer are fewer
+    assert (len(found.pictures), found.table("flip_stability")[0].estimate.count) == (2, 1)
+
+
+def test_other_options_are_another_run(explainer, tmp_path, no_drawing):
+    options = {"model": explainer, "output": tmp_path / "out", "metrics": ["roc_auc"]}
+    evaluate("demo:2", methods=["gae"], **options)
+    with pytest.raises(OptionError, match=r"options.gae.head_fusion was 'max' and is 'mean'.*--overwrite"):
+        evaluate("demo:2", methods=["gae"], head_fusion="mean", **options)
+    with pytest.raises(OptionError, match=r"data.demo was 0 and is 9"):
+        evaluate("demo:2:9", methods=["gae"], **options)
+    before = tables(tmp_path / "out")
+    evaluate("demo:2", methods=["gae"], head_fusion="mean", overwrite=True, **options)
+    assert tables(tmp_path / "out") != before
+    other = Explainer(tiny_model())
+    with pytest.raises(OptionError, match="model was"):
+        evaluate("demo:2", methods=["gae"], head_fusion="mean", **(options | {"model": other}))
+
+
+def test_changed_and_failed_pictures_are_measured_again(folder, explainer, tmp_path, monkeypatch, no_drawing):
+    options = {"model": explainer, "methods": ["gae"], "metrics": ["roc_auc"], "output": tmp_path / "out"}
+    good = (folder / "2.png").read_bytes()
+    (folder / "2.png").write_bytes(good[:100])
+    assert len(evaluate(folder, **options).failures) == 1
+    (folder / "2.png").write_bytes(good)
+    Image.fromarray(draw_picture(1).masks[0].astype(np.uint8)).save(folder / "1_mask.png")
+    measured = counting(monkeypatch)
+    found = evaluate(folder, **options)
+    assert (measured, found.failures) == (["1.png", "2.png"], ())
+
+
+def test_a_folder_run_is_not_written_over(folder, explainer, tmp_path):
+    from vitflow import explain_folder
+
+    explain_folder(folder, tmp_path / "out", model=explainer, methods=["rollout"], workers=0)
+    with pytest.raises(OptionError, match="holds a run with other options"):
+        evaluate(folder, model=explainer, methods=["gae"], metrics=["roc_auc"], output=tmp_path / "out")
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# --- Files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, explainer) -> tuple[Evaluation, Path]:
+    place = tmp_path_factory.mktemp("saved") / "out"
+    return evaluate("demo:4", model=explainer, methods=QUICK, sanity_pictures=2, output=place), place
+
+
+def test_a_saved_evaluation_holds_every_number(saved):
+    found, place = saved
+    assert {path.name for path in place.iterdir()} == {
+        *(".vitflow", "results.csv", "summary.csv", "differences.csv", "summary.json", "report.html", "figures")
+    }
+    rows = read_csv(place / "results.csv")
+    localised, faithful, checked = 5, 5, 4
+    assert len(rows) == 4 * (4 * (localised + faithful) + 2 * checked)
+    for row in rows:
+        number, method = int(row["input"].removeprefix("demo-")), found.methods.index(row["method"])
+        value = found.values[row["metric"]][number, method]
+        assert (row["value"] == "") == np.isnan(value)
+        assert not row["value"] or float(row["value"]) == value
+    summary = {(row["metric"], row["method"]): row for row in read_csv(place / "summary.csv")}
+    for metric in found.metrics:
+        for row in found.table(metric.name):
+            assert float(summary[metric.name, row.method]["mean"]) == row.estimate.mean
+    record = json.loads((place / "summary.json").read_text())
+    assert record == json.loads(json.dumps(found.to_dict()))
+    assert record["metrics"]["roc_auc"]["does_not_show"]
+    assert len(record["metrics"]["gap"]["differences"]) == 6
+    assert len(read_csv(place / "differences.csv")) == 6 * len(found.metrics)
+    names = {path.name for path in (place / "figures").iterdir()}
+    assert names == {
+        f"{name}.{kind}"
+        for name in ("localisation", "faithfulness", "curves", "sanity", "randomisation")
+        for kind in ("png", "svg")
+    }
+
+
+def test_tables_alone(saved, tmp_path):
+    found, place = saved
+    assert found.save(tmp_path / "a.json").read_text() == (place / "summary.json").read_text()
+    assert found.save(tmp_path / "a.csv").read_text() == (place / "summary.csv").read_text()
+    text = found.save(tmp_path / "a.md").read_text()
+    assert text == str(found)
+    assert "| method | pointing game ↑ |" in text
+    assert text.count("| random |") == 3
+    with pytest.raises(OptionError, match=r"Unknown file type '.pdf'"):
+        found.save(tmp_path / "a.pdf")
+
+
+def test_charts_are_the_same_bytes_every_time(saved, tmp_path):
+    found, place = saved
+    found.save(tmp_path / "again")
+    for path in (place / "figures").iterdir():
+        assert (tmp_path / "again" / "figures" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_the_order_of_the_table_is_that_of_the_metrics():
+    assert [metric.group for metric in METRICS.values()] == sorted(
+        (metric.group for metric in METRICS.values()), key=("localisation", "faithfulness", "sanity").index
+    )
+    assert all(metric.says.endswith(".") and metric.silent.endswith(".") for metric in METRICS.values())
+    assert all(metric.better in ("higher", "lower") and metric.name == name for name, metric in METRICS.items())
+
+
+def test_default_baselines_are_added_once():
+    assert run.choose_all(["random", "gae"]) == ["gae", "random", "centre"]
+    assert len(open_dataset("demo:5")) == 5
+
+
+@pytest.mark.shared
+def test_the_boxed_photographs_by_one_call(shared_data):
+    from vitflow import load_model
+
+    name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    model = load_model(name, checkpoint=shared_data / f"{name}.safetensors")
+    found = evaluate(shared_data / "boxes", model=model, methods=["gae"], metrics=["localisation"], limit=8)
+    means = {row.method: row.estimate.mean for row in found.table("roc_auc")}
+    assert means["gae"] > 0.8 > means["random"]
+    assert all(picture["asked"] == "label" for picture in found.pictures)
