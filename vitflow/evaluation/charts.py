@@ -50,7 +50,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 # Lengths in inches.
 _ROW, _PANEL, _PER_CHARACTER, _CURVE = 0.19, 1.65, 0.062, 3.0
-_HEAD, _FOOT, _MARGIN = 0.26, 0.26, 0.12
+_HEAD, _FOOT, _MARGIN = 0.26, 0.26, 0.22
 
 
 def draw_bars(evaluation: Evaluation, group: str, *, theme: Theme = LIGHT) -> Figure:
@@ -187,7 +187,7 @@ def _side_by_side(charts: Mapping[str, Any], evaluation: Evaluation, theme: Them
     panel = _CURVE if len(charts) > 1 else 1.4 * _CURVE
     figure = QuietFigure(figsize=(0.6 + panel * len(charts) + legend, height), dpi=DPI, facecolor=theme.paper)
     plots: Any = figure.subplots(1, len(charts), sharey=True, squeeze=False)[0]
-    _place(figure, left=0.6, right=legend, bottom=0.45, gap=0.2, panels=len(charts))
+    _place(figure, left=0.6, right=legend, bottom=0.45, gap=0.3, panels=len(charts))
     for axes, title in zip(plots, charts, strict=True):
         _style(axes, title, theme)
     return figure, plots

@@ -119,9 +119,8 @@ def _notes(
 ) -> list[str]:
     """What a reader of the tables must know."""
     count = len(pictures)
-    told = [f"Means over pictures ± standard error: {_count(count, 'picture')} of {dataset.kind} measured."]
-    if failures:
-        told[0] = told[0][:-1] + f", {len(failures)} failed."
+    measured = "all measured" if not failures else f"{count} measured, {len(failures)} failed"
+    told = [f"{dataset.kind}, {measured}. Tables show means over pictures ± standard error."]
     labelled = sum(picture["asked"] == "label" for picture in pictures)
     if labelled == count and count:
         told.append("Class-specific methods are asked for the labelled class.")

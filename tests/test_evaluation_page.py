@@ -1,0 +1,143 @@
+"""The page of an evaluation in a real browser: what it shows, in light and dark, and what it is safe from."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vitflow import Explainer, register_method
+from vitflow.demo import draw_picture
+from vitflow.evaluation import Evaluation, evaluate
+from vitflow.evaluation.charts import DARK, LIGHT, darkened
+from vitflow.methods import _METHODS
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+METHOD = "</style><script>alert(2)</script>"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[Evaluation, Path]:
+    place = tmp_path_factory.mktemp("page") / HOSTILE
+    place.mkdir()
+    for seed in range(3):
+        name = f"{HOSTILE}{seed}.png"
+        Image.fromarray(draw_picture(seed).image).save(place / name)
+        Image.fromarray(draw_picture(seed).masks.any(axis=0).astype(np.uint8)).save(place / f"{HOSTILE}{seed}_mask.png")
+    (place / f"{HOSTILE}bad.png").write_bytes(b"nothing")
+    register_method(METHOD, lambda trace: torch.zeros(len(trace.pixels), *trace.grid()))
+    try:
+        found = evaluate(
+            place,
+            model=Explainer("demo"),
+            methods=["gae", METHOD],
+            metrics=["localisation", "faithfulness", "sanity", "correlation"],
+            sanity_pictures=1,
+            output=place.parent / "out",
+        )
+    finally:
+        del _METHODS[METHOD]
+    return found, place.parent / "out" / "report.html"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("there is no Chromium here (on Debian: apt-get install chromium)")
+    arguments = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser, saved):
+    """Open the page; it fails the test where the page asks the network, logs an error or opens a dialog."""
+    contexts, trouble = [], []
+
+    def open_in(scheme: str):
+        contexts.append(browser.new_context(viewport={"width": 1100, "height": 900}, color_scheme=scheme))
+        page = contexts[-1].new_page()
+        page.on("request", lambda request: request.url.startswith(("file:", "data:")) or trouble.append(request.url))
+        page.on("console", lambda message: trouble.append(message.text))
+        page.on("dialog", lambda dialog: (trouble.append("a dialog: " + dialog.message), dialog.dismiss()))
+        page.goto(saved[1].as_uri())
+        return page
+
+    yield open_in
+    for context in contexts:
+        context.close()
+    assert trouble == []
+
+
+def test_names_do_no_harm_and_are_shown_as_they_are(open_page, saved):
+    page = open_page("light")
+    assert page.locator("script").count() == 0
+    assert page.locator("img[src=x]").count() == 0
+    failed = page.locator("#failed td").all_text_contents()
+    assert failed[0] == f"{HOSTILE}bad.png"
+    assert METHOD in page.locator("table.numbers tbody th").first.locator("xpath=../..").inner_text()
+    assert saved[0].failures[0]["input"] == f"{HOSTILE}bad.png"
+
+
+def test_every_number_of_the_tables_is_there(open_page, saved):
+    found, page = saved[0], open_page("light")
+    sections = page.locator("main section")
+    for number, group in enumerate(found.groups):
+        table = sections.nth(number).locator("table.numbers").first
+        head = table.locator("thead th").all_inner_texts()
+        metrics = [metric for metric in found.metrics if metric.group == group]
+        assert head == ["method", *(f"{metric.title} {metric.arrow}" for metric in metrics)]
+        for line, method in enumerate(found.methods):
+            cells = table.locator("tbody tr").nth(line).locator("td .mean").all_inner_texts()
+            means = [found.table(metric.name)[line].estimate.mean for metric in metrics]
+            assert cells == ["–" if m is None else f"{round(m, 3) + 0.0:.3f}".replace("-", "−") for m in means], method
+
+
+def test_charts_are_loaded_in_light_and_in_dark(open_page):
+    sizes = {}
+    for scheme in ("light", "dark"):
+        page = open_page(scheme)
+        charts = page.locator("figure img")
+        assert charts.count() == 6
+        assert all(charts.nth(k).evaluate("image => image.naturalWidth > 200 && image.complete") for k in range(6))
+        sizes[scheme] = charts.first.evaluate("image => image.currentSrc.length")
+        paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert paper == {"light": "rgb(250, 249, 246)", "dark": "rgb(19, 20, 23)"}[scheme]
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def test_differences_open_and_tell_their_interval(open_page, saved):
+    page = open_page("light")
+    details = page.locator("main details").first
+    details.locator("summary").click()
+    matrix = details.locator("table.matrix").nth(2)  # ROC-AUC
+    cells = matrix.locator("tbody tr").first.locator("td")
+    difference = next(d for d in saved[0].differences("roc_auc") if (d.first, d.second) == ("gae", "random"))
+    text = f"+{difference.estimate.mean:.3f}"
+    assert text in cells.all_inner_texts()
+    place = cells.all_inner_texts().index(text)
+    assert "of 3 pictures" in cells.nth(place).get_attribute("title")
+    assert cells.nth(place).get_attribute("class") == ("better" if difference.is_clear else "unclear")
+
+
+def test_the_other_theme_changes_every_colour_and_nothing_else(saved):
+    folder = saved[1].parent / "figures"
+    svg = (folder / "faithfulness.svg").read_bytes()
+    dark = darkened(svg)
+    assert LIGHT.bar.encode() in svg and LIGHT.bar.encode() not in dark
+    assert DARK.bar.encode() in dark and DARK.paper.encode() in dark
+    assert len(dark) == len(svg)
+
+
+def test_the_json_is_sound_and_names_what_was_left_undefined(saved):
+    record = json.loads((saved[1].parent / "summary.json").read_text(), parse_constant=pytest.fail)
+    [row] = [row for row in record["metrics"]["gap"]["table"] if row["method"] == METHOD]
+    assert (row["mean"], row["undefined"]) == (None, 3)
