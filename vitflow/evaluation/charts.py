@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from vitflow.errors import OptionError, unknown_name
 from vitflow.evaluation.metrics import Metric
 from vitflow.evaluation.results import Evaluation
 from vitflow.figures import DPI, save_figure
@@ -53,30 +54,36 @@ _ROW, _PANEL, _PER_CHARACTER, _CURVE = 0.19, 1.65, 0.062, 3.0
 _HEAD, _FOOT, _MARGIN = 0.26, 0.26, 0.22
 
 
-def draw_bars(evaluation: Evaluation, group: str, *, theme: Theme = LIGHT) -> Figure:
-    """A panel per metric of a group: each method's mean with its bootstrap interval; baselines are grey.
+def draw_bars(evaluation: Evaluation, names: Sequence[str], *, theme: Theme = LIGHT) -> Figure:
+    """A panel per metric: each method's mean with its bootstrap interval; baselines are grey.
 
     A thin line marks the random map's mean in every panel.
 
     Args:
         evaluation: what to draw.
-        group: of metrics, one that was measured.
+        names: metrics that were measured, or groups of them.
         theme: colours.
+
+    Raises:
+        OptionError: none of these was measured.
     """
-    metrics = [metric for metric in evaluation.metrics if metric.group == group]
-    names = [printable(name) for name in evaluation.methods]
-    words = min(max(map(len, names)), 44) * _PER_CHARACTER + 0.2
-    size = (words + _PANEL * len(metrics), _HEAD + _FOOT + _ROW * len(names))
+    metrics = [metric for metric in evaluation.metrics if metric.name in names or metric.group in names]
+    if not metrics:
+        known = [name for metric in evaluation.metrics for name in (metric.group, metric.name)]
+        raise OptionError(unknown_name("metric of this evaluation", ", ".join(names), set(known)))
+    labels = [printable(name) for name in evaluation.methods]
+    words = min(max(map(len, labels)), 44) * _PER_CHARACTER + 0.2
+    size = (words + _PANEL * len(metrics), _HEAD + _FOOT + _ROW * len(labels))
     figure = QuietFigure(figsize=size, dpi=DPI, facecolor=theme.paper)
     plots: Any = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
     _place(figure, left=words, right=_MARGIN, bottom=_FOOT, gap=_MARGIN, panels=len(metrics))
     for axes, metric in zip(plots, metrics, strict=True):
         _draw_panel(axes, evaluation, metric, theme)
     first: Axes = plots[0]
-    first.set_yticks(range(len(names)), [name if len(name) <= 44 else f"{name[:43]}…" for name in names])
-    for label in first.get_yticklabels():
-        label.set_parse_math(False)
-    first.set_ylim(len(names) - 0.4, -0.6)
+    first.set_yticks(range(len(labels)), [name if len(name) <= 44 else f"{name[:43]}…" for name in labels])
+    for text in first.get_yticklabels():
+        text.set_parse_math(False)
+    first.set_ylim(len(labels) - 0.4, -0.6)
     return figure
 
 
@@ -137,7 +144,7 @@ def charts_of(evaluation: Evaluation) -> dict[str, Callable[[], Figure]]:
     """The charts that this evaluation has, by name."""
     found: dict[str, Callable[[], Figure]] = {}
     for group in evaluation.groups:
-        found[group] = partial(draw_bars, evaluation, group)
+        found[group] = partial(draw_bars, evaluation, [group])
         if group == "faithfulness" and evaluation.fractions is not None:
             found["curves"] = partial(draw_curves, evaluation)
         if group == "sanity" and evaluation.randomisation is not None:

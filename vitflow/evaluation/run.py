@@ -80,7 +80,7 @@ def evaluate(
         points: of the deletion and insertion curves, both ends included.
         sanity_pictures: on how many pictures sanity and rank correlation are measured, which take many forward passes;
             they are drawn at random.
-        batch_size: pictures per forward pass; by default 16 on a CPU and 64 on a GPU, halved where memory runs out.
+        batch_size: pictures per forward pass; by default 8 on a CPU and 64 on a GPU, halved where memory runs out.
         resamples: bootstrap resamples behind each interval.
         seed: of the resamples, of the random weights, and of the draw of the pictures for sanity.
         overwrite: forget the rows of an earlier run in the output folder.

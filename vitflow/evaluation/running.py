@@ -15,7 +15,7 @@ from vitflow.manifest import Journal, RunFolder, fingerprint_difference
 # Groups of metrics that take many forward passes per picture.
 COSTLY = ("sanity", "correlation")
 
-_AUTO_BATCH = {"cpu": 16, "cuda": 64}
+_AUTO_BATCH = {"cpu": 8, "cuda": 64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Run:
         missing = [sample for sample in self.dataset.samples if sample.name not in done]
         count, total = len(done), len(self.dataset)
         self._tell(count, total, None)
-        size = self.batch_size or _AUTO_BATCH.get(self.explainer.device.type, 16)
+        size = self.batch_size or _AUTO_BATCH.get(self.explainer.device.type, 8)
         for start in range(0, len(missing), size):
             for row in self._measure(missing[start : start + size], groups):
                 count += 1
