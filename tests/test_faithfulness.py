@@ -261,6 +261,18 @@ def test_the_mask_of_the_object_is_more_faithful_than_chance(how):
     assert len(gaps) >= 5 and mask > 0.5 and abs(random) < 0.3 and inverted < -0.5
 
 
+@pytest.mark.shared
+def test_on_photographs_class_specific_maps_are_more_faithful_than_chance(shared_data):
+    name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    explainer = Explainer(load_model(name, checkpoint=shared_data / f"{name}.safetensors"))
+    gaps = []
+    for path in sorted((shared_data / "photos").glob("*.png"))[:6]:
+        maps = explainer.explain_batch([path], methods=["gae", "random"])
+        gaps.append([found.gap for found in faithfulness_curves(explainer, maps, points=6)])
+    gae, random = np.mean(gaps, axis=0)
+    assert gae > 0.15 > abs(random)
+
+
 # --- How the model is asked -----------------------------------------------------------------------------------------
 
 

@@ -177,6 +177,19 @@ def test_each_value_is_spearman_of_the_map_of_the_randomised_model_for_the_train
     assert found[0][1][0] > 0.999  # rollout of a token does not know the head
 
 
+@pytest.mark.shared
+def test_trained_maps_do_not_survive_the_weights(shared_data):
+    name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    trained = Explainer(vitflow.load_model(name, checkpoint=shared_data / f"{name}.safetensors"))
+    methods, values = ["rollout", "gae", "centre"], []
+    for path in sorted((shared_data / "photos").glob("*.png"))[:3]:
+        stages = cascading_randomisation(trained, path, methods, stages=["head", "block 7", "embedding"])
+        values.append([rho for _, rho in stages])
+    head, middle, everything = np.mean(values, axis=0)
+    assert head[0] > 0.999 > head[1] > middle[1]
+    assert np.abs(everything[:2]).max() < 0.5 and everything[2] == pytest.approx(1.0)
+
+
 def test_stages_can_be_counted_named_and_left_out(explainer):
     def stages(wanted):
         return [stage for stage, _ in cascading_randomisation(explainer, PICTURE, ["rollout"], stages=wanted)]
