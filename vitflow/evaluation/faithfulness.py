@@ -137,9 +137,8 @@ def faithfulness_curves(
             choices += [Choice(kept, saliency.grid.shape) for kept in _on_the_way(order, points)]
         logits = perturbation.logits(choices, batch_size)  # [choices, classes]
     ends = logits[:2]
-    on_the_way = logits[2:].reshape(
-        len(maps), 2, points - 2, logits.shape[1]
-    )  # [maps, most or least first, points, classes]
+    # [maps, most or least relevant first, points, classes]
+    on_the_way = logits[2:].reshape(len(maps), 2, points - 2, logits.shape[1])
     return [
         _curves(explainer, torch.stack([torch.cat([ends[:1], way, ends[1:]]) for way in ways]), saliency)
         for saliency, ways in zip(maps, on_the_way, strict=True)
