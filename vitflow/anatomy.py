@@ -16,7 +16,7 @@ from vitflow.tokens import TokenLayout
 # What attention modules call the projection that takes the joined heads back to the token width.
 _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj")
 # What models call their class token, [1, tokens, width].
-_CLASS_TOKENS = ("cls_token", "class_token", "cls_token_0")
+_CLASS_TOKENS = ("cls_token", "class_token", "cls_token_0", "cls_token1")
 # Where models that answer with fields keep their logits.
 _OUTPUTS = ("logits", "pooler_output", "image_embeds", "last_hidden_state")
 # What they call the norm that a block begins with.

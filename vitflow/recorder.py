@@ -236,8 +236,9 @@ class record_attention:
         if trace.refusal is not None:
             trace._layout = self._layout_without_attention(size)
             return
-        bottom, top = trace.layers[0].place, trace.layers[-1].place
-        trace._layout, trace._top = bottom.keys, top.queries
+        top = trace.layers[-1].place
+        layouts = [layout for layer in trace.layers for layout in (layer.place.keys, layer.place.queries)]
+        trace._layout, trace._top = max(layouts, key=lambda layout: layout.num_patches), top.queries
         weights, trace.pooling = read_readout(self._model, top.queries, self._pooling)
         trace._readout = weights.to(trace.layers[-1].example).expand(len(trace.pixels), -1)
 

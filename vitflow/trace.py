@@ -143,7 +143,7 @@ class Trace:
 
     @property
     def layout(self) -> TokenLayout:
-        """Prefix tokens and patch grid of the recorded pass; where stages differ, those of the first layer's keys."""
+        """Prefix tokens and patch grid of the recorded pass; where stages differ, of the finest."""
         if self.refusal is not None:
             raise UnsupportedModelError(self.refusal)
         if self._layout is None and self.logits is not None:

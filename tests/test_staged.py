@@ -1,0 +1,291 @@
+"""Rollout through windows and stages, held against dense matrices between all tokens, built window by window."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from tests import references
+from vitflow import Explainer, TokenLayout, record_attention
+from vitflow.errors import OptionError, ShapeError
+from vitflow.methods import get_method, maps
+from vitflow.methods.staged import Place, carry, staged_rollout
+
+SIDE = 64  # of the picture; patches of 4 pixels make 16 × 16 tokens, merged to 8 × 8 for the second stage
+
+
+def swin(version: int) -> nn.Module:
+    """A small Swin with two stages of two blocks, the second of each shifted, with random weights in float64."""
+    torch.manual_seed(version)
+    model = {
+        1: timm.models.swin_transformer.SwinTransformer,
+        2: timm.models.swin_transformer_v2.SwinTransformerV2,
+    }[version](img_size=SIDE, window_size=4, embed_dim=12, depths=(2, 2), num_heads=(2, 3), num_classes=5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    return model.double().eval()
+
+
+def literal_layers(model: nn.Module, pixels: Tensor) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Per layer: probabilities [windows, heads, n, n] of one picture, each window's tokens, and the grid's side."""
+    found, hooks, seen = [], [], {}
+    for name, module in model.named_modules():
+        if type(module).__name__ == "WindowAttention":
+            module.fused_attn = False
+            hooks.append(
+                module.attn_drop.register_forward_hook(lambda _m, args, _o, name=name: seen.update({name: args[0]}))
+            )
+    with torch.no_grad():
+        model(pixels)
+    for hook in hooks:
+        hook.remove()
+    for stage_number, stage in enumerate(model.layers):
+        side = SIDE // 4 // 2**stage_number
+        for number, block in enumerate(stage.blocks):
+            size, shift = block.window_size[0], block.shift_size[0]
+            corners = [(top, left) for top in range(0, side, size) for left in range(0, side, size)]
+            # The picture is rolled up and to the left by the shift, so that a window begins `shift` further.
+            tokens = [
+                [(top + i + shift) % side * side + (left + j + shift) % side for i in range(size) for j in range(size)]
+                for top, left in corners
+            ]
+            probabilities = seen[f"layers.{stage_number}.blocks.{number}.attn"].numpy()
+            found.append((probabilities, np.array(tokens), side))
+    return found
+
+
+def dense_rollout(
+    layers: list[tuple[np.ndarray, np.ndarray, int]],
+    readout: np.ndarray,
+    how: str,
+    ratio: float,
+    alpha: float,
+    start: int,
+) -> np.ndarray:
+    """qᵀ Â_L ⋯ Â_s with explicit N × N matrices, and explicit matrices for the merges between stages."""
+    row = readout
+    for number in range(len(layers), start - 1, -1):
+        probabilities, tokens, side = layers[number - 1]
+        if len(row) < side * side:  # a merge: each of the four children has an equal share of its parent
+            small = side // 2
+            merge = np.zeros((small * small, side * side))
+            for i in range(side):
+                for j in range(side):
+                    merge[i // 2 * small + j // 2, i * side + j] = 0.25
+            row = row @ merge
+        matrix = np.zeros((side * side, side * side))
+        fused = np.stack([references.fuse(window, how) for window in probabilities])
+        kept = fused.ravel().copy()
+        kept[np.argsort(kept, kind="stable")[: int(np.floor(ratio * kept.size))]] = 0.0
+        for window, places in zip(kept.reshape(fused.shape), tokens, strict=True):
+            for i, query in enumerate(places):
+                for j, key in enumerate(places):
+                    matrix[query, key] += window[i, j]
+        row = row @ references.residual(matrix, alpha)
+    return row
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("how", "ratio", "alpha", "start"),
+    [("mean", 0.0, 0.5, 1), ("max", 0.9, 0.5, 1), ("min", 0.3, 0.2, 2), ("mean", 0.0, 0.5, 3)],
+)
+def test_rollout_through_swin_is_the_dense_product(version, how, ratio, alpha, start):
+    model, pixels = swin(version), torch.randn(3, 3, SIDE, SIDE, dtype=torch.float64)
+    with torch.no_grad(), record_attention(model) as trace:
+        model(pixels)
+    found = maps.rollout(
+        trace, head_fusion=how, discard_ratio=ratio, residual=alpha, start_layer=start, value_weighted=False, patch=None
+    ).grids
+    side = 16 if start < 3 else 8
+    assert found.shape == (3, side, side)
+    for picture in range(3):
+        layers = literal_layers(model, pixels[picture : picture + 1])
+        expected = dense_rollout(layers, np.full(64, 1 / 64), how, ratio, alpha, start)
+        np.testing.assert_allclose(found[picture].numpy().ravel(), expected, rtol=0, atol=1e-6 * expected.max())
+        assert expected.max() > 1.05 * expected.min()  # the maps say something
+
+
+def test_windows_fused_while_the_model_runs_are_those_fused_afterwards():
+    model, pixels = swin(1), torch.randn(2, 3, SIDE, SIDE, dtype=torch.float64)
+    with torch.no_grad(), record_attention(model) as whole:
+        model(pixels)
+    with torch.no_grad(), record_attention(model, head_fusion="max", value_weighted=True) as streamed:
+        model(pixels)
+    with torch.no_grad(), record_attention(model, value_norms=True) as valued:
+        model(pixels)
+    assert [layer.place.windows for layer in whole.layers] == [16, 16, 4, 4]
+    for kept, expected in zip(
+        streamed.fused("max", value_weighted=True), valued.fused("max", value_weighted=True), strict=True
+    ):
+        torch.testing.assert_close(kept, expected)
+
+
+@pytest.mark.parametrize(("layer", "shift"), [(1, 0), (2, 2)])
+def test_the_windows_of_a_patch_light_up_at_its_pixels(layer, shift):
+    """One layer, read from one patch: exactly the pixels of that patch's window have attention."""
+    model, pixels = swin(1), torch.randn(1, 3, SIDE, SIDE, dtype=torch.float64)
+    with torch.no_grad(), record_attention(model) as trace:
+        model(pixels)
+    matrix = trace.windows(trace.fused("mean"))[layer - 1]
+    place = trace.layers[layer - 1].place
+    for row, col in ((5, 9), (0, 0), (15, 3)):
+        readout = torch.zeros(1, 256, dtype=torch.float64)
+        readout[0, row * 16 + col] = 1.0
+        tokens, layout = staged_rollout([matrix], [place], readout=readout)
+        lit = np.argwhere(layout.to_grid(tokens)[0].numpy() > 1e-9)
+        if shift == 0:
+            rows, cols = range(row // 4 * 4, row // 4 * 4 + 4), range(col // 4 * 4, col // 4 * 4 + 4)
+        else:  # windows begin at 2, 6, 10, 14; the last one is cut by the edge, where Swin masks what lies beyond it
+            rows, cols = _shifted(row), _shifted(col)
+        assert {tuple(cell) for cell in lit} == {(i, j) for i in rows for j in cols}
+
+
+def _shifted(index: int) -> range:
+    if index < 2:
+        return range(2)
+    start = (index - 2) // 4 * 4 + 2
+    return range(start, min(start + 4, 16))
+
+
+def test_a_marked_window_lies_on_the_right_pixels_of_the_photograph():
+    model = swin(1).float()
+    explainer = Explainer(
+        model, data_config={"input_size": (3, SIDE, SIDE), "mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0}
+    )
+    picture = torch.randint(0, 256, (128, 128, 3), generator=torch.Generator().manual_seed(0)).byte().numpy()
+    saliency = explainer.explain(
+        picture, method="rollout", start_layer=3, patch=(1, 6), preset="paper", residual=0.0
+    )  # the second stage alone: 8 × 8 tokens in windows of 4 × 4, both blocks unshifted or shifted by 2
+    assert saliency.grid.shape == (8, 8)
+    heatmap = saliency.heatmap
+    assert heatmap.shape == (128, 128)
+    brightest = np.unravel_index(np.argmax(saliency.grid), (8, 8))
+    row, col = (int(np.argmax(heatmap) // 128), int(np.argmax(heatmap) % 128))
+    assert (row // 16, col // 16) == brightest
+
+
+@pytest.mark.parametrize("method", ["gradient_rollout", "gae", "attention"])
+def test_class_specific_methods_go_through_windows(method):
+    model, pixels = swin(1), torch.randn(2, 3, SIDE, SIDE, dtype=torch.float64)
+    with record_attention(model, gradients=True, value_norms=True) as trace:
+        model(pixels)
+    trace.targets = torch.tensor([1, 3])
+    options = get_method(method).complete({"preset": "paper"})
+    found = getattr(maps, method)(trace, **options).grids
+    attentions = [heads.detach() for heads in trace.heads()]
+    gradients = trace.backward(torch.tensor([1, 3])).attentions if method != "attention" else attentions
+    for picture in range(2):
+        layers = literal_layers(model, pixels[picture : picture + 1])
+        row = np.full(64, 1 / 64)
+        for number in (4, 3, 2, 1):
+            probabilities, tokens, side = layers[number - 1]
+            windows = len(tokens)
+            own = gradients[number - 1].reshape(2, windows, *gradients[number - 1].shape[1:])[picture].numpy()
+            product = (
+                np.maximum(probabilities * own, 0.0).mean(axis=1)
+                if method != "attention"
+                else probabilities.mean(axis=1)
+            )
+            matrix = np.zeros((side * side, side * side))
+            for window, places in zip(product, tokens, strict=True):
+                matrix[np.ix_(places, places)] += window
+            if len(row) < side * side:
+                row = np.kron(row.reshape(side // 2, -1), np.full((2, 2), 0.25)).ravel()
+            if method == "attention":
+                row = row @ matrix
+                break
+            row = row @ (np.eye(side * side) + matrix) if method == "gae" else row @ references.residual(matrix, 0.5)
+        np.testing.assert_allclose(found[picture].numpy().ravel(), row, rtol=0, atol=1e-6 * row.max())
+
+
+def test_overlapping_windows_add_up():
+    """Three tokens in a row, windows {0, 1} and {1, 2}: token 1 attends through both, and its row is their sum."""
+    layout = TokenLayout(0, 1, 3)
+    index = torch.tensor([[0, 1], [1, 2]])
+    weights = torch.tensor([[[[0.9, 0.1], [0.4, 0.6]], [[0.3, 0.7], [0.2, 0.8]]]], dtype=torch.float64)
+    matrix = np.array([[0.9, 0.1, 0.0], [0.4, 0.6 + 0.3, 0.7], [0.0, 0.2, 0.8]])
+    readout = torch.tensor([[0.2, 0.5, 0.3]], dtype=torch.float64)
+    found, _ = staged_rollout([weights], [Place(layout, layout, index, index)], readout=readout)
+    np.testing.assert_allclose(found[0], readout[0].numpy() @ references.residual(matrix, 0.5), atol=1e-12)
+
+
+def test_padding_passes_nothing_on():
+    layout = TokenLayout(0, 1, 2)
+    index = torch.tensor([[0, 1, -1]])
+    weights = torch.tensor([[[[0.5, 0.1, 0.4], [0.2, 0.2, 0.6], [0.0, 0.0, 1.0]]]], dtype=torch.float64)
+    matrix = np.array([[0.5, 0.1], [0.2, 0.2]])
+    found, _ = staged_rollout(
+        [weights], [Place(layout, layout, index, index)], readout=torch.tensor([[1.0, 0.0]]).double()
+    )
+    np.testing.assert_allclose(found[0], references.residual(matrix, 0.5)[0], atol=1e-12)
+
+
+def test_a_token_that_asks_nothing_keeps_its_share():
+    """Class attention: the class token alone attends, and the patches pass unchanged."""
+    layout = TokenLayout(1, 1, 2)
+    place = Place(layout, layout, torch.tensor([[0]]), torch.tensor([[0, 1, 2]]))
+    weights = torch.tensor([[[[0.2, 0.3, 0.5]]]], dtype=torch.float64)
+    found, _ = staged_rollout([weights], [place], readout=torch.tensor([[0.5, 0.25, 0.25]]).double())
+    np.testing.assert_allclose(found[0], [0.5 * 0.6, 0.25 + 0.5 * 0.15, 0.25 + 0.5 * 0.25], atol=1e-12)
+
+
+def test_pooled_keys_spread_over_what_they_stand_for():
+    """Four tokens attend to one key that stands for all of them."""
+    fine, coarse = TokenLayout(0, 2, 2), TokenLayout(0, 1, 1)
+    weights = torch.ones(1, 1, 4, 1, dtype=torch.float64)
+    found, layout = staged_rollout(
+        [weights], [Place(fine, coarse)], readout=torch.tensor([[1.0, 0.0, 0.0, 0.0]]).double()
+    )
+    assert layout == fine
+    np.testing.assert_allclose(found[0], [0.5 + 0.125, 0.125, 0.125, 0.125], atol=1e-12)
+
+
+def test_pooled_queries_hand_their_row_to_the_finer_keys():
+    fine, coarse = TokenLayout(0, 2, 2), TokenLayout(0, 1, 1)
+    weights = torch.tensor([[[[0.1, 0.2, 0.3, 0.4]]]], dtype=torch.float64)
+    found, layout = staged_rollout([weights], [Place(coarse, fine)], readout=torch.tensor([[1.0]]).double())
+    assert layout == fine
+    np.testing.assert_allclose(found[0], [0.125 + 0.05, 0.125 + 0.1, 0.125 + 0.15, 0.125 + 0.2], atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [((1, 3, 5), (1, 6, 10)), ((0, 4, 4), (0, 3, 3)), ((2, 27, 27), (2, 14, 14))]
+)
+def test_carrying_keeps_the_sum_and_the_places(source, target):
+    source, target = TokenLayout(*source), TokenLayout(*target)
+    row = torch.rand(2, source.num_tokens, dtype=torch.float64)
+    found = carry(row, source, target)
+    torch.testing.assert_close(found.sum(dim=1), row.sum(dim=1))
+    fine = 4 * source.rows * target.rows // 2, 4 * source.cols * target.cols // 2
+
+    def drawn(values: Tensor, layout: TokenLayout) -> np.ndarray:
+        grid = layout.to_grid(values)[0].numpy() / (fine[0] // layout.rows * (fine[1] // layout.cols))
+        return np.repeat(np.repeat(grid, fine[0] // layout.rows, axis=0), fine[1] // layout.cols, axis=1)
+
+    picture = drawn(row, source)
+    expected = picture.reshape(target.rows, fine[0] // target.rows, target.cols, fine[1] // target.cols).sum(
+        axis=(1, 3)
+    )
+    np.testing.assert_allclose(target.to_grid(found)[0], expected, atol=1e-12)
+
+
+def test_a_class_token_that_joins_late_takes_its_share_with_it():
+    found = carry(torch.tensor([[0.4, 0.6]]), TokenLayout(1, 1, 1), TokenLayout(0, 1, 1))
+    torch.testing.assert_close(found, torch.tensor([[0.6]]))
+
+
+def test_wrong_shapes_and_options_are_refused():
+    layout = TokenLayout(0, 1, 2)
+    place = Place(layout, layout)
+    readout = torch.tensor([[0.5, 0.5]])
+    with pytest.raises(ShapeError, match="2 queries, 2 keys"):
+        staged_rollout([torch.ones(1, 1, 3, 3)], [place], readout=readout)
+    with pytest.raises(ShapeError, match="one place for each"):
+        staged_rollout([torch.ones(1, 1, 2, 2)], [], readout=readout)
+    with pytest.raises(OptionError, match="discard_ratio"):
+        staged_rollout([torch.ones(1, 1, 2, 2)], [place], readout=readout, discard_ratio=1.0)
+    with pytest.raises(OptionError, match="start_layer from 1 to 1"):
+        staged_rollout([torch.ones(1, 1, 2, 2)], [place], readout=readout, start_layer=2)
