@@ -93,7 +93,11 @@ def collect(
         randomisation=np.array(stages) if stages else None,
         correlation=_correlation(model, correlations),
         settings=dict(settings),
-        notes=(*_notes(dataset, pictures, failures, protocol, values), *notes),
+        notes=(
+            *_notes(dataset, pictures, failures, protocol),
+            *_undefined(pictures, protocol, by_metric, shown),
+            *notes,
+        ),
     )
 
 
@@ -115,7 +119,6 @@ def _notes(
     pictures: Sequence[Mapping[str, Any]],
     failures: Sequence[Mapping[str, Any]],
     protocol: Protocol,
-    values: Array,
 ) -> list[str]:
     """What a reader of the tables must know."""
     count = len(pictures)
@@ -131,8 +134,6 @@ def _notes(
         )
     elif count:
         told.append("Class-specific methods are asked for the class that the model predicts.")
-    if "localisation" in protocol.groups:
-        told += _of_regions(pictures)
     if "faithfulness" in protocol.groups:
         told.append(f"{_REPLACED[protocol.replace]} Curves have {protocol.points} points.")
     checked = sum("sanity" in picture["groups"] for picture in pictures)
@@ -143,30 +144,44 @@ def _notes(
                 f" {', '.join(protocol.unchecked)} was left out of them, for it runs the model once per patch; name it "
                 "with --method to have it checked."
             )
-    told += _of_constant_maps(pictures, protocol)
     return told
 
 
-def _of_regions(pictures: Sequence[Mapping[str, Any]]) -> list[str]:
-    without = sum(picture["region_share"] in (None, 0.0) for picture in pictures)
-    full = sum(picture["region_share"] == 1.0 for picture in pictures)
+def _undefined(
+    pictures: Sequence[Mapping[str, Any]],
+    protocol: Protocol,
+    values: Mapping[str, Array],
+    metrics: Sequence[Metric],
+) -> list[str]:
+    """What was left out of the means because it is not defined, and why."""
     told = []
-    if without + full:
+    missing = {
+        metric.name: np.isnan(values[metric.name]) & np.array([[metric.group in one["groups"]] for one in pictures])
+        for metric in metrics
+    }
+    nowhere = next((missing[metric.name].all(axis=1) for metric in metrics if metric.needs_regions), None)
+    if nowhere is not None and nowhere.any():
         told.append(
-            f"Localisation is not defined on {_count(without + full, 'picture')} without an object or without ground."
+            f"Localisation is not defined on {_count(int(nowhere.sum()), 'picture')}: the model saw no object, or no "
+            "ground, or the data does not say where they are."
         )
+    constant = {label: sum(label in one["constant"] for one in pictures) for label in protocol.labels}
+    if any(constant.values()):
+        told.append(
+            f"Constant maps rank no patches: {_listed(constant)}. They count as chance in localisation, and are left "
+            "out of faithfulness and sanity."
+        )
+    for metric in metrics:
+        if metric.group == "sanity":
+            counts = dict(zip(protocol.labels, missing[metric.name].sum(axis=0).tolist(), strict=True))
+            counts = {label: count for label, count in counts.items() if label not in protocol.unchecked}
+            if any(counts.values()):
+                told.append(f"Without a value for {metric.title}, because a map is constant: {_listed(counts)}.")
     return told
 
 
-def _of_constant_maps(pictures: Sequence[Mapping[str, Any]], protocol: Protocol) -> list[str]:
-    counts = {label: sum(label in picture["constant"] for picture in pictures) for label in protocol.labels}
-    constant = [f"{label} {count}" for label, count in counts.items() if count]
-    if not constant:
-        return []
-    return [
-        f"Constant maps, which rank no patches, by method: {', '.join(constant)}. They count as chance in "
-        "localisation, and are left out of faithfulness and sanity."
-    ]
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{label} on {_count(count, 'picture')}" for label, count in counts.items() if count)
 
 
 def _count(number: int, word: str) -> str:
