@@ -25,7 +25,7 @@ from vitflow import Comparison, Explainer, comparison, figures, overlay
 from vitflow.cli import main
 from vitflow.comparison import DEFAULT_METHODS, compare
 from vitflow.demo import sample_pictures
-from vitflow.errors import ImageError, OptionError, ShapeError
+from vitflow.errors import ImageError, NoAttentionError, OptionError, ShapeError, VitflowWarning
 from vitflow.evaluation import Agreement, measure_agreement, spearman, top_overlap
 from vitflow.evaluation.agreement import average_ranks
 
@@ -601,3 +601,14 @@ def test_usage_errors_load_no_torch():
             [sys.executable, "-c", code, "compare", *arguments], capture_output=True, text=True, timeout=60
         )
         assert done.stdout.strip().endswith("False False"), done.stderr
+
+
+def test_default_methods_that_do_not_apply_to_the_model_are_left_out_and_told():
+    torch.manual_seed(0)
+    model = timm.create_model("convnext_atto", num_classes=4).eval()
+    picture = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
+    with pytest.warns(VitflowWarning, match="Left out: attention, rollout, flow, gradient_rollout, gae. No attention"):
+        comparison = compare(picture, model=model)
+    assert [saliency.method for saliency in comparison.saliencies] == ["gradcam", "random", "centre"]
+    with pytest.raises(NoAttentionError):
+        compare(picture, model=model, methods=["rollout"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from vitflow import figures, overlay
-from vitflow.errors import OptionError, unknown_name
+from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, unknown_name
 from vitflow.evaluation.agreement import Agreement, mean_of_defined, measure_agreement, spearman
 from vitflow.explainer import Explainer, MethodChoice, choose_methods
 from vitflow.figures import Cell, Column
@@ -70,7 +71,8 @@ def compare(
         images: one picture, or a list of them: paths, bytes, PIL pictures, or RGB arrays.
         model: a model id (see `load_model`), a module of your own, or an `Explainer`, whose own fit and device hold.
         methods: names, or (name, options) pairs; by default `DEFAULT_METHODS`, without the class-specific ones where
-            the model has no classes. Name "random" and "centre" to keep the baselines beside a choice of your own.
+            the model has no classes, and with a warning without those that do not apply to the model. Name "random" and
+            "centre" to keep the baselines beside a choice of your own.
         targets: one class or several, by index or name, or "top5", or an array with the class index of each picture;
             by default the predicted class. Methods that are not class-specific give one map per picture all the same.
         fit: "crop" (the model's own preprocessing), "squash", "pad" or "native".
@@ -93,18 +95,32 @@ def compare(
         raise OptionError(f"Expected one class index for each of {len(sources)} pictures, got {targets!r}.")
     check_methods(DEFAULT_METHODS if methods is None else methods, options)  # before a model is loaded
     explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
-    if methods is None:
-        has_classes = getattr(explainer.model, "num_classes", None) != 0
-        methods = [name for name in DEFAULT_METHODS if has_classes or not get_method(name).class_specific]
+    has_classes = getattr(explainer.model, "num_classes", None) != 0
+    chosen = methods or [name for name in DEFAULT_METHODS if has_classes or not get_method(name).class_specific]
     pictures = []
     for number, source in enumerate(sources):
         # One by one: no picture waits for the memory of another, and the seconds are its own.
         wanted = targets[number : number + 1] if own_targets else targets  # type: ignore[index]
-        found = explainer.explain_batch([source], methods=methods, targets=wanted, **options)
+        try:
+            found = explainer.explain_batch([source], methods=chosen, targets=wanted, **options)
+        except UnsupportedModelError:
+            if methods is not None:
+                raise
+            chosen = _applicable(explainer, chosen)
+            found = explainer.explain_batch([source], methods=chosen, targets=wanted, **options)
         if not isinstance(source, str | Path):
             found = [replace(saliency, source=f"picture {number + 1}") for saliency in found]
         pictures.append(tuple(maps for column in _columns(found) for maps in column))
     return Comparison(tuple(pictures))
+
+
+def _applicable(explainer: Explainer, names: Sequence[MethodChoice]) -> list[MethodChoice]:
+    """Those of the methods that apply to the model; a warning tells of the others."""
+    refused = explainer.refusals(names)
+    for reason in dict.fromkeys(refused.values()):
+        left_out = ", ".join(name for name, why in refused.items() if why == reason)
+        warnings.warn(f"Left out: {left_out}. {reason}", VitflowWarning, stacklevel=3)
+    return [name for name in names if name not in refused]
 
 
 def check_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) -> None:

@@ -188,6 +188,20 @@ class Explainer:
                 results[index] = found
         return [saliency for found in results for saliency in found]
 
+    def refusals(self, methods: Sequence[MethodChoice]) -> dict[str, str]:
+        """Which of these methods do not apply to this model, and why: tried one by one on a grey picture."""
+        height, width = self.spec.size
+        grey = np.full((height, width, 3), 128, np.uint8)
+        found = {}
+        for method, options in choose_methods(methods, {}):
+            if "predict" in method.needs:
+                continue  # it only runs the model, which every model allows
+            try:
+                self.explain_batch([grey], methods=[(method.name, options)])
+            except UnsupportedModelError as error:
+                found[method.name] = str(error)
+        return found
+
     def pixels(self, image: ImageSource) -> Tensor:
         """The model input that a picture becomes, [1, channels, height, width], on the explainer's device."""
         return self._tensor([self._read(image, 0)])

@@ -1,8 +1,8 @@
 """Record the attention of a forward pass: the one place that touches a model.
 
 Attention is seen where it is computed. While a model runs inside `record_attention`, a torch function mode intercepts
-`F.scaled_dot_product_attention` and `softmax`, and module hooks tell which module called. Nothing depends on the names
-of modules or on `attn_drop`, which fused attention never calls. Afterwards the model is exactly as it was.
+`F.scaled_dot_product_attention`, `softmax` and the products that apply one, and module hooks tell which module called.
+Nothing depends on `attn_drop`, which fused attention never calls. Afterwards the model is exactly as it was.
 """
 
 from collections.abc import Callable, Iterable
@@ -45,7 +45,8 @@ class record_attention:
     Args:
         model: a Vision Transformer; compiled and data-parallel wrappers are looked through.
         head_fusion: keep only the matrix fused by "mean", "max" or "min", [batch, tokens, tokens] per layer, computed
-            while the model runs; None keeps every head, [batch, heads, tokens, tokens].
+            while the model runs; None keeps every head, [batch, heads, tokens, tokens]. A layer that attends within
+            windows gives [batch · windows, …, queries, keys], and `trace.layers[…].place` says where they lie.
         value_weighted: weight attention by what it passes on before the fusion: True by the norm of the transformed
             value vectors, "output" by their part along the attention's output.
         value_norms: keep the value vectors, from which `trace` makes the norms and the weighted heads.
