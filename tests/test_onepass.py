@@ -152,6 +152,18 @@ def test_fused_products_equal_the_plain_formula(heads):
     assert (onepass.fuse_products(-lengths[:1, :, 3:4].abs(), attention[:1, :, 3:4], "max") == 0).all()
 
 
+def test_attention_that_was_mixed_may_be_negative():
+    lengths, attention = torch.randn(2, 3, 7, 7), torch.rand(2, 3, 7, 7) - 0.2
+    attention[1, :, 2] = -1.0
+    for fusion in HEAD_FUSIONS:
+        expected = normalize_rows(fuse_heads(lengths.clamp_min(0) * attention, fusion))
+        found = onepass.fuse_products(lengths, attention, fusion)
+        if fusion != "min":  # whose sums nearly cancel out
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(found[1, 2], torch.eye(7)[2])  # nothing above zero
+    assert torch.isnan(onepass.fuse_products(torch.ones(1, 1, 1, 2), torch.tensor([[[[1.0, -1.0]]]]), "max")).all()
+
+
 def test_rows_of_the_smallest_numbers_are_normalised():
     tiny = torch.full((1, 2, 2, 2), 1e-42)
     torch.testing.assert_close(onepass.fuse_products(torch.ones_like(tiny), tiny, "max"), torch.full((1, 2, 2), 0.5))

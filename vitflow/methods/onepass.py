@@ -35,7 +35,7 @@ def in_memory(*tensors: Tensor) -> bool:
 def fuse_products(lengths: Tensor, attention: Tensor, head_fusion: str) -> Tensor:
     """Fuse (lengths)⁺ ⊙ attention over the heads, and divide each row by its own sum.
 
-    A row that is all zero becomes the row of the identity, or stays zero where queries are not keys.
+    A row with nothing above zero becomes the row of the identity, or zero where queries are not keys.
 
     Args:
         lengths: what each entry of attention counts, up to a factor per query, [batch, heads, queries, keys]; finite.
@@ -132,33 +132,35 @@ def _fuse(lengths: Any, attention: Any, fusion: int, fused: Any) -> None:
                 length, share = lengths[picture, head, query], attention[picture, head, query]
                 if head == 0:
                     for key in range(keys):
-                        product = length[key] * share[key]
-                        new[key] = product if product > zero else zero
+                        towards = length[key]
+                        new[key] = (towards if towards > zero else zero) * share[key]
                 elif fusion == 0:
                     for key in range(keys):
-                        product = length[key] * share[key]
-                        new[key] = old[key] + (product if product > zero else zero)
+                        towards = length[key]
+                        new[key] = old[key] + (towards if towards > zero else zero) * share[key]
                 elif fusion == 1:
                     for key in range(keys):
-                        product = length[key] * share[key]
-                        before = old[key]
+                        towards, before = length[key], old[key]
+                        product = (towards if towards > zero else zero) * share[key]
                         new[key] = product if product > before else before
                 else:
                     for key in range(keys):
-                        product = length[key] * share[key]
-                        product = product if product > zero else zero
-                        before = old[key]
+                        towards, before = length[key], old[key]
+                        product = (towards if towards > zero else zero) * share[key]
                         new[key] = product if product < before else before
                 old, new = new, old
             total = 0.0
             for key in range(keys):
                 total += row[key]
-            if total > 0.0:
-                factor = 1.0 / total
-                for key in range(keys):
-                    row[key] = np.float32(row[key] * factor)
-            elif queries == keys:
-                row[query] = np.float32(1.0)
+            if not total > 0.0 and row.max() <= zero:
+                row[:] = zero
+                if queries == keys:
+                    row[query] = np.float32(1.0)
+                continue
+            # Attention that was mixed after its softmax may be negative, and so may the sum.
+            factor = 1.0 / total if total != 0.0 else np.nan
+            for key in range(keys):
+                row[key] = np.float32(row[key] * factor)
 
 
 @compiled_loosely
