@@ -142,6 +142,10 @@ def test_pictures_alone(folder):
     assert (len(dataset), len(open_dataset(folder, limit=2))) == (3, 2)
     assert by_name(open_dataset([folder / "dog.jpg"]))["dog.jpg"].regions is None
     assert len(open_dataset(folder / "dog.jpg")) == 1
+    in_memory = open_dataset([np.zeros((20, 30, 3), np.uint8), folder / "dog.jpg"])
+    assert [sample.read().image.shape for sample in in_memory.samples] == [(20, 30, 3), (30, 40, 3)]
+    with pytest.raises(OptionError, match="at least one picture"):
+        open_dataset([])
 
 
 # --- Boxes -----------------------------------------------------------------------------------------------------------

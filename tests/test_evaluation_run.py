@@ -202,7 +202,7 @@ def test_constant_maps_are_counted_and_told(explainer, constant_method):
         assert (estimate.mean, estimate.undefined) == (None, 3)
     assert found.table("roc_auc")[0].estimate.mean == 0.5
     assert any("Constant maps rank no patches: nothing on 3 pictures." in note for note in found.notes)
-    assert any("Without a value for flip stability" in note and "nothing on 1 picture." in note for note in found.notes)
+    assert any("No value for flip stability" in note and "nothing on 1 picture." in note for note in found.notes)
     assert "| nothing | – |" in found.to_markdown("faithfulness")
     json.dumps(found.to_dict(), allow_nan=False)
 
@@ -279,14 +279,15 @@ def test_methods_that_do_not_apply_are_left_out_of_all_and_refused_by_name(expla
         raise UnsupportedModelError("This method wants another model.")
 
     register_method("picky", picky)
+    register_method("choosy", picky)
     try:
         found = evaluate("demo:1", model=explainer, metrics=["roc_auc"])
         assert "picky" not in found.methods
-        assert "Left out: picky. This method wants another model." in found.notes
+        assert "Left out: picky, choosy. This method wants another model." in found.notes
         with pytest.raises(VitflowError, match="wants another model"):
             evaluate("demo:1", model=explainer, methods=["picky"], metrics=["roc_auc"])
     finally:
-        del _METHODS["picky"]
+        del _METHODS["picky"], _METHODS["choosy"]
 
 
 @pytest.mark.parametrize(

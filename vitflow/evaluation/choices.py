@@ -87,7 +87,8 @@ def applicable_methods(
     picture = next((image for sample in dataset.samples[:20] if (image := _image(sample)) is not None), None)
     if picture is None:
         return list(chosen), []  # the run will tell what is wrong with the pictures
-    kept, told = [], []
+    kept: list[Labelled] = []
+    refused: dict[str, list[str]] = {}
     for label, name, options in chosen:
         try:
             if "predict" not in get_method(name).needs:  # those only run the model, which any model allows
@@ -95,10 +96,10 @@ def applicable_methods(
                     warnings.simplefilter("ignore", VitflowWarning)
                     explainer.explain_batch([picture], methods=[(name, options)])
         except (UnsupportedModelError, OptionError) as error:
-            told.append(f"Left out: {label}. {error}")
+            refused.setdefault(str(error), []).append(label)
         else:
             kept.append((label, name, options))
-    return kept, told
+    return kept, [f"Left out: {', '.join(labels)}. {reason}" for reason, labels in refused.items()]
 
 
 def _image(sample: Sample) -> Any:

@@ -176,7 +176,8 @@ def _undefined(
             counts = dict(zip(protocol.labels, missing[metric.name].sum(axis=0).tolist(), strict=True))
             counts = {label: count for label, count in counts.items() if label not in protocol.unchecked}
             if any(counts.values()):
-                told.append(f"Without a value for {metric.title}, because a map is constant: {_listed(counts)}.")
+                why = ", or does not move by whole patches" if metric.name == "shift_stability" else ""
+                told.append(f"No value for {metric.title}, because a map is constant{why}: {_listed(counts)}.")
     return told
 
 

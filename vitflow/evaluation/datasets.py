@@ -17,7 +17,7 @@ from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_picture
 from vitflow.errors import ImageError, OptionError, ShapeError
 from vitflow.evaluation.annotations import Annotated, PictureFinder, read_annotations
 from vitflow.evaluation.regions import Label, Region, mask_region
-from vitflow.images import find_images, read_image
+from vitflow.images import ImageSource, find_images, read_image
 
 _ANNOTATIONS = (".csv", ".json", ".xml")
 _MASK_ENDINGS = ("_mask", "-mask", ".mask")
@@ -89,7 +89,7 @@ class Dataset:
 
 
 def open_dataset(
-    data: "str | os.PathLike[str] | Dataset | Iterable[str | os.PathLike[str]]",
+    data: "str | os.PathLike[str] | Dataset | Iterable[ImageSource]",
     *,
     images: str | os.PathLike[str] | None = None,
     limit: int | None = None,
@@ -103,7 +103,7 @@ def open_dataset(
       `masks/NAME.png`. Pixels other than 0 are the region. Where a file `classes.txt` lies beside the masks or the
       pictures, pixels of value k have the class on its line k, and 255 is unknown.
     - A folder with `labels.csv` (`file,label_index` or `file,label`), which may stand beside masks: a class each.
-    - Any other folder, or a list of pictures: pictures alone.
+    - Any other folder, or a list of pictures: pictures alone, of a list of files with their masks.
 
     Args:
         data: any of these.
@@ -125,8 +125,7 @@ def open_dataset(
         count, seed = int(match[1] or 100), int(match[2] or 0)
         return _cut(_drawn(data, count, seed), limit)
     if not isinstance(data, str | os.PathLike):
-        paths = [Path(path) for path in data]
-        return _cut(_pictures(f"{len(paths)} pictures", paths, None), limit)
+        return _cut(_listed(list(data)), limit)
     path = Path(data)
     extra = Path(images) if images is not None else None
     if path.is_file() and path.suffix.lower() in _ANNOTATIONS:
@@ -146,6 +145,23 @@ def _cut(dataset: Dataset, limit: int | None) -> Dataset:
         return dataset
     kind = re.sub(r"^\d+", str(limit), dataset.kind)
     return Dataset(dataset.name, kind, dataset.samples[:limit], dataset.has_regions, dataset.identity)
+
+
+def _listed(sources: Sequence[ImageSource]) -> Dataset:
+    """Pictures from a list: files, with their masks where they have any, or pictures that are already in memory."""
+    if not sources:
+        raise OptionError("Expected at least one picture, got none.")
+    name = f"{len(sources)} pictures"
+    if all(isinstance(source, str | os.PathLike) for source in sources):
+        return _pictures(name, [Path(source) for source in sources if isinstance(source, str | os.PathLike)], None)
+    samples = [
+        Sample(f"picture {number}", partial(_read_plain, source)) for number, source in enumerate(sources, start=1)
+    ]
+    return Dataset(name, name, samples, False)
+
+
+def _read_plain(source: ImageSource) -> Labelled:
+    return Labelled(read_image(source))
 
 
 # --- Drawn pictures --------------------------------------------------------------------------------------------------

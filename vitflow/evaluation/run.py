@@ -30,6 +30,7 @@ from vitflow.evaluation.scoring import Protocol
 from vitflow.evaluation.statistics import RESAMPLES
 from vitflow.evaluation.token_dropping import can_drop_tokens
 from vitflow.explainer import Explainer, MethodChoice
+from vitflow.images import ImageSource
 from vitflow.manifest import RunFolder
 from vitflow.methods import get_method
 
@@ -40,7 +41,7 @@ _VERSIONS = ("vitflow", "torch", "timm", "numpy")
 
 
 def evaluate(
-    data: str | os.PathLike[str] | Dataset | Iterable[str | os.PathLike[str]],
+    data: str | os.PathLike[str] | Dataset | Iterable[ImageSource],
     *,
     model: str | Path | nn.Module | Explainer | Callable[[], Explainer],
     methods: str | Sequence[MethodChoice] | None = None,
@@ -65,7 +66,7 @@ def evaluate(
     pictures again.
 
     Args:
-        data: drawn pictures ("demo:500"), annotations, or a folder of pictures; see `open_dataset`.
+        data: drawn pictures ("demo:500"), annotations, a folder or list of pictures; see `open_dataset`.
         model: a model id (see `load_model`), a module, an Explainer, or a function that makes one when it is needed.
         methods: names, or (name, options) pairs; "all" for every method that applies to the model; by default all of
             these but blank-out, which runs the model once per patch (of "all" it is left out of the sanity checks). The
@@ -137,7 +138,7 @@ def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol, sanity
     removing = {"replace_by": protocol.replace, "points": protocol.points} if "faithfulness" in protocol.groups else {}
     record = {
         "kind": "evaluation",
-        "data": dict(dataset.identity),
+        "data": dict(dataset.identity) or {"own": dataset.name},
         "model": explainer.model_id,
         "weights_sha256": _weights_sha256(explainer.model),
         "fit": explainer.fit,
