@@ -42,6 +42,8 @@ _FOLDED_WINDOWS = ("HaloAttn",)
 _WINDOWS_FIRST = ("LocallyGroupedAttn",)
 # Modules that compute each of their heads by itself, without a head axis.
 _HEAD_BY_HEAD = ("CascadedGroupAttention",)
+# Modules whose windows cannot be followed to the picture.
+_UNTRACED = ("HaloAttn", "CascadedGroupAttention")
 # Models as a whole, to which a product of layers does not apply.
 _REFUSED = {
     "CrossVit": "two branches of tokens at two scales, which exchange only their class tokens",
@@ -79,6 +81,11 @@ def is_difference(module: nn.Module) -> bool:
     return _kind(module) in _DIFFERENCE
 
 
+def is_traced(module: nn.Module) -> bool:
+    """Whether the windows of a module, if it has any, can be followed to the picture."""
+    return _kind(module) not in _UNTRACED
+
+
 def arrangement(module: nn.Module, tensor: Tensor, batch: int) -> Arrange | None:
     """How to bring what a module computed into the form [batch · windows, heads, tokens, …]; None if it has it.
 
@@ -107,15 +114,24 @@ def arrangement(module: nn.Module, tensor: Tensor, batch: int) -> Arrange | None
 
 def refusal_of(model: nn.Module, layers: Sequence[AttentionLayer]) -> str | None:
     """Why rollout and flow do not apply to a model whose attention was seen, or None if they may."""
-    transformer = next((module for module in model.modules() if _kind(module) in _REFUSED), None)
-    if transformer is not None:
-        words = _REFUSED[_kind(transformer)]
-    else:
-        mixing = [layer for layer in layers if not is_class_attention(model.get_submodule(layer.name))]
-        words = "" if mixing else other_attention_in(model) or "no attention between patches"
+    words = refusal_in_words(model, layers)
     if not words:
         return None
+    transformer = _refused(model) or model
     return (
-        f"{type(transformer or model).__name__} computes {words}: a product of its layers is no rollout. Use gradcam, "
+        f"{type(transformer).__name__} computes {words}: a product of its layers is no rollout. Use gradcam, "
         "input_gradient or occlusion, which work on it; the attention itself is in trace.attentions."
     )
+
+
+def refusal_in_words(model: nn.Module, layers: Sequence[AttentionLayer]) -> str:
+    """What a model computes to which rollout and flow do not apply; empty if they may."""
+    transformer = _refused(model)
+    if transformer is not None:
+        return _REFUSED[_kind(transformer)]
+    mixing = [layer for layer in layers if not is_class_attention(model.get_submodule(layer.name))]
+    return "" if mixing else other_attention_in(model) or "no attention between patches"
+
+
+def _refused(model: nn.Module) -> nn.Module | None:
+    return next((module for module in model.modules() if _kind(module) in _REFUSED), None)

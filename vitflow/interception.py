@@ -6,6 +6,7 @@ is recorded is the matrix that is applied: some models mix or re-weigh the softm
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -152,7 +153,8 @@ def _probabilities(
         query, key = query.float(), key.float()
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
-    with torch.autocast(query.device.type, enabled=False):
+    kind = query.device.type
+    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
         scores = (query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)) @ key.transpose(-2, -1)
         if is_causal:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

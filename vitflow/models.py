@@ -358,25 +358,3 @@ def read_input_spec(model: nn.Module, data_config: Mapping[str, Any] | None = No
     if channels == 1:
         spec = replace(spec, mean=spec.mean[:1] * 3, std=spec.std[:1] * 3)
     return spec
-
-
-def list_models(pattern: str = "*") -> list[dict[str, Any]]:
-    """Pretrained timm models whose id matches a pattern with wildcards: id, input size, classes, kind of attention."""
-    rows = []
-    for name in timm.list_pretrained(pattern):
-        config: Any = timm.get_pretrained_cfg(name)
-        family = timm.models.model_entrypoint(name.split(".")[0]).__module__.rpartition(".")[2]
-        rows.append(
-            {
-                "model": name,
-                "input_size": list(config.input_size),
-                "num_classes": config.num_classes,
-                "family": family,
-                "attention": "global" if family in _GLOBAL_ATTENTION else "not known here: try it",
-            }
-        )
-    return rows
-
-
-# timm's model files whose every block attends from all tokens to all tokens.
-_GLOBAL_ATTENTION = ("vision_transformer", "deit")

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vitflow.anatomy import layout_of_count, read_layout
-from vitflow.families import is_class_attention
+from vitflow.families import is_class_attention, is_traced
 from vitflow.methods.staged import Place
 from vitflow.probing import Size, Windows, find_windows, token_orders
 from vitflow.tokens import TokenLayout
@@ -37,7 +38,9 @@ def place_layers(
     if len(counts) == 1 and windows == 1 and queries == keys and not hasattr(model, "unroll"):
         own = layout or read_layout(model, size, keys)
         return [replace(layer, _place=Place(own, own)) for layer in layers], None
-    found = find_windows(model, pixels) if any(windows > 1 for windows, _, _ in counts) else {}
+    found: Windows = {}
+    if any(windows > 1 for windows, _, _ in counts):
+        found = _assumed_windows(model, layers, batch, size) if pixels.is_meta else find_windows(model, pixels)
     placed = [replace(layer, _place=_place(model, layer, batch, size, layout, found)) for layer in layers]
     grids = {layer.place.keys.num_patches for layer in placed if layer._place is not None}
     # As many windows as patches: attention among the pixels of each patch, which leaves the patches in their place.
@@ -51,6 +54,27 @@ def place_layers(
         f"{type(model).__name__} stand for: its attention has shape {tuple(unknown.example.shape)} and is in "
         "trace.attentions, but rollout does not apply. Use gradcam, input_gradient or occlusion."
     )
+
+
+def _assumed_windows(model: nn.Module, layers: Sequence[AttentionLayer], batch: int, size: Size) -> Windows:
+    """Stand-ins for the windows of a model that ran on shapes alone, where values would let them be followed."""
+    found: Windows = {}
+    for layer, following in zip(layers, [*layers[1:], None], strict=True):
+        windows, keys = len(layer.example) // batch, layer.example.shape[-1]
+        module: Any = model.get_submodule(layer.name)
+        if windows == 1 or not is_traced(module):
+            continue
+        if following is not None and len(following.example) == batch:
+            grid = layout_of_count(model, size, following.example.shape[-1])
+            if grid is not None and grid.num_patches == windows:
+                continue  # among the pixels of each patch, before attention between the patches
+        stride = getattr(module, "stride", None)  # of windows that overlap
+        tokens = windows * keys if stride is None else windows * stride**2
+        side = (size[0] * size[1] / tokens) ** 0.5
+        filled = TokenLayout(0, round(size[0] / side), round(size[1] / side))  # windows that padding fills up
+        place = layout_of_count(model, size, tokens) or filled
+        found[layer.name] = torch.zeros(windows, keys, dtype=torch.long), place
+    return found
 
 
 def _place(

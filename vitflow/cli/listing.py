@@ -2,11 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
 from vitflow.cli.options import printable, shown, talking
-from vitflow.errors import ModelError
 from vitflow.methods import list_methods
 
 
@@ -40,23 +40,57 @@ def methods(as_json: bool) -> None:
 @click.command()
 @click.argument("pattern", default="*vit*")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per model.")
-def models(pattern: str, as_json: bool) -> None:
-    """List pretrained timm models whose id matches PATTERN (with * as a wildcard)."""
-    with talking():
-        from vitflow.models import list_models
+@click.option("--all", "untrained", is_flag=True, help="List architectures without pretrained weights too.")
+def models(pattern: str, as_json: bool, untrained: bool) -> None:
+    """List timm's pretrained models whose id matches PATTERN (with * as a wildcard), and which methods apply to each.
 
-        rows = list_models(pattern)
-        if not rows:
-            raise ModelError(f"No pretrained timm model matches {pattern!r}. Use * as a wildcard, such as 'vit_base*'.")
-        if as_json:
-            for row in rows:
-                click.echo(json.dumps(row))
-            return
-        width = max(len(row["model"]) for row in rows)
-        click.echo(f"{'model':{width}}  {'input':>9}  {'classes':>7}  attention", err=True)
-        for row in rows:
-            size = "×".join(str(side) for side in row["input_size"][1:])
-            click.echo(f"{row['model']:{width}}  {size:>9}  {row['num_classes']:>7}  {row['attention']}")
+    \b
+    rollout    attention and rollout
+    flow       attention flow
+    gradients  gradient_rollout and gae
+    yes        over all tokens of the model
+    windows    through its windows and stages, down to the finest patch grid
+    gradcam, input_gradient and occlusion apply to every model.
+
+    Each architecture is built without weights and run once on shapes alone: nothing is downloaded.
+    """
+    with talking():
+        from tqdm import tqdm
+
+        from vitflow.support import list_models, matching
+
+        names = matching(pattern, untrained=untrained)
+        if not as_json:
+            width = max(len(name) for name in names)
+            columns = ("input", "grid", "prefix", "rollout", "flow", "gradients", "pooling, or why not")
+            click.echo(_line("model", *columns, width), err=True)
+        for row in list_models(names):
+            with tqdm.external_write_mode():  # a line of the table, not the rest of a progress bar
+                click.echo(json.dumps(row, ensure_ascii=False) if as_json else _row(row, width))
+
+
+def _row(row: dict[str, Any], width: int) -> str:
+    """One model as a line of the table."""
+    size, grid = row["input_size"], row["grid"]
+    prefix = row["num_prefix_tokens"]
+    return _line(
+        row["model"],
+        "×".join(str(side) for side in size[1:]) if size else "",
+        "×".join(str(side) for side in grid) if grid else "",
+        "" if prefix is None else str(prefix),
+        row["rollout"],
+        row["flow"],
+        row["gradients"],
+        row["pooling"] or row["reason"] or "",
+        width,
+    )
+
+
+def _line(
+    model: str, size: str, grid: str, prefix: str, rollout: str, flow: str, gradients: str, rest: str, width: int
+) -> str:
+    columns = f"{model:{width}}  {size:>9}  {grid:>7}  {prefix:>6}  {rollout:7}  {flow:7}  {gradients:9}  {rest}"
+    return columns.rstrip()
 
 
 @click.command()

@@ -1,0 +1,168 @@
+"""What applies to which timm model: told without values, and held against runs with values."""
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from vitflow import record_attention, support
+from vitflow.errors import ModelError, UnsupportedModelError
+from vitflow.families import is_traced
+from vitflow.support import Support, list_models, matching, support_of
+
+CLASS_TOKEN, MEAN, UNPOOLED = (
+    "class token",
+    "average over patches",
+    "average over patches (the model itself pools nothing)",
+)
+
+# One model of each kind: rollout, flow, prefix tokens, grid, pooling.
+KINDS = {
+    "test_vit": ("yes", "yes", 1, (10, 10), CLASS_TOKEN),
+    "test_vit3": ("yes", "yes", 1, (10, 10), "attention pooling"),
+    "deit_tiny_distilled_patch16_224": ("yes", "yes", 2, (14, 14), "class and distillation token"),
+    "vit_small_patch14_reg4_dinov2": ("yes", "yes", 5, (37, 37), CLASS_TOKEN),
+    "eva02_tiny_patch14_224": ("yes", "yes", 1, (16, 16), MEAN),
+    "tnt_s_legacy_patch16_224": ("yes", "yes", 1, (14, 14), CLASS_TOKEN),
+    "cait_xxs24_224": ("windows", "no", 0, (14, 14), CLASS_TOKEN),
+    "pit_ti_distilled_224": ("windows", "no", 2, (27, 27), "class and distillation token"),
+    "test_maxvit": ("windows", "no", 0, (40, 40), MEAN),
+    "maxvit_nano_rw_256": ("windows", "no", 0, (64, 64), MEAN),
+    "swin_tiny_patch4_window7_224": ("windows", "no", 0, (56, 56), MEAN),
+    "swinv2_tiny_window8_256": ("windows", "no", 0, (64, 64), MEAN),
+    "hiera_tiny_224": ("windows", "no", 0, (56, 56), UNPOOLED),
+    "volo_d1_224": ("windows", "no", 0, (28, 28), CLASS_TOKEN),
+    "pvt_v2_b0": ("windows", "no", 0, (56, 56), MEAN),
+    "levit_128s": ("windows", "no", 0, (14, 14), MEAN),
+}
+# Models to which rollout does not apply, and why.
+NONE = {
+    "resnet18": "no attention between tokens",
+    "xcit_nano_12_p16_224": "attention over channels (cross-covariance)",
+    "efficientvit_b0": "linear attention, which never makes a matrix between tokens",
+    "crossvit_tiny_240": "two branches of tokens at two scales, which exchange only their class tokens",
+    "vit_dwee_patch16_reg1_gap_256": "the difference of two attention matrices, which has negative entries",
+    "efficientvit_m0": "its windows cannot be followed to the picture",
+    "halonet26t": "its windows cannot be followed to the picture",
+}
+
+
+def run_with_values(name: str) -> Support:
+    torch.manual_seed(0)
+    model = timm.create_model(name).eval()
+    return support._support_in(model, torch.randn(1, *model.pretrained_cfg["input_size"]))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_shapes_alone_tell_what_applies(name):
+    found = support_of(name)
+    assert (found.rollout, found.flow, found.num_prefix_tokens, found.grid, found.pooling) == KINDS[name]
+    assert found.gradients == found.rollout
+    assert (found.reason is None) == (found.flow == "yes")
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_where_rollout_does_not_apply_the_reason_is_told(name):
+    assert support_of(name) == Support("no", "no", "no", NONE[name])
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_vit3", "test_maxvit", "resnet18", "crossvit_tiny_240"])
+def test_a_run_with_values_says_the_same(name):
+    assert run_with_values(name) == support_of(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*KINDS, *NONE])
+def test_runs_with_values_say_the_same_for_every_kind(name):
+    if name == "vit_dwee_patch16_reg1_gap_256":
+        pytest.skip("the recorder refuses it while it runs, on shapes as well as on values")
+    assert run_with_values(name) == support_of(name)
+
+
+@pytest.mark.parametrize("name", ["halonet26t", "efficientvit_m0"])
+def test_windows_that_are_said_to_be_untraced_are_refused_by_the_recorder(name):
+    model = timm.create_model(name).eval()
+    assert any(not is_traced(module) for module in model.modules())
+    with record_attention(model) as trace, torch.no_grad():
+        model(torch.randn(1, *model.pretrained_cfg["input_size"]))
+    with pytest.raises(UnsupportedModelError, match="cannot be told which parts of the picture"):
+        trace.layout  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["vit_small_patch16_dinov3", "vit_relpos_small_patch16_224", "beit_base_patch16_224", "vit_tiny_r_s16_p8_224"],
+)
+def test_two_blocks_tell_as_much_as_all(name, monkeypatch):
+    short = support_of(name)
+    monkeypatch.setattr(support, "_UNIFORM", ())
+    monkeypatch.setattr(support, "_found", {})
+    assert len(support._draft(name).blocks) == 12
+    assert support_of(name) == short
+
+
+def test_drafts_hold_no_values_and_only_they_stay_uninitialised():
+    model = support._draft("vit_giant_patch14_clip_224")
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    with support._Uninitialised():
+        own = nn.Linear(64, 64)
+        started = own.weight.detach().clone()
+        own.weight.data.add_(1.0)
+    assert not torch.equal(own.weight, started)  # tensors with values are initialised and changed as ever
+    assert started.std() > 0.01
+
+
+def test_what_cannot_run_on_shapes_runs_on_values_where_it_is_small(monkeypatch):
+    monkeypatch.setattr(support, "_found", {})
+    genuine = support._support_in
+
+    def only_on_values(model: nn.Module, pixels: Tensor) -> Support:
+        if pixels.is_meta:
+            raise RuntimeError("Tensor.item() cannot be called on meta tensors")
+        return genuine(model, pixels)
+
+    monkeypatch.setattr(support, "_support_in", only_on_values)
+    assert support_of("test_vit").rollout == "yes"
+    monkeypatch.setattr(support, "_SMALL", 0)
+    monkeypatch.setattr(support, "_found", {})
+    found = support_of("test_vit")
+    assert found.rollout == found.flow == found.gradients == "unknown"
+    assert found.reason == "cannot be told without running it (RuntimeError): try it"
+
+
+def test_an_architecture_is_looked_at_once_for_all_its_tags(monkeypatch):
+    looked_at: list[str] = []
+    monkeypatch.setattr(support, "_found", {})
+    genuine = support._find
+    monkeypatch.setattr(support, "_find", lambda name: looked_at.append(name) or genuine(name))
+    rows = list(list_models(matching("vit_tiny_patch16_*")))
+    assert len(rows) == 4
+    assert len(looked_at) == 3
+    assert [row["model"] for row in rows] == timm.list_pretrained("vit_tiny_patch16_*")
+    first = rows[0]
+    assert first["architecture"] == "vit_tiny_patch16_224"
+    assert (first["tag"], first["family"]) == ("augreg_in21k", "vision_transformer")
+    assert (first["input_size"], first["num_classes"], first["grid"]) == ([3, 224, 224], 21843, [14, 14])
+
+
+def test_tags_with_pictures_of_another_size_have_another_grid():
+    rows = {row["model"]: row for row in list_models(matching("mobilenetv4_hybrid_medium"))}
+    by_size = {tuple(row["input_size"][1:]): tuple(row["grid"]) for row in rows.values()}
+    assert by_size[224, 224] == (14, 14)
+    assert by_size[256, 256] == (16, 16)
+
+
+def test_names_without_a_wildcard_stand_for_one_model():
+    assert matching("test_vit.r160_in1k") == ["test_vit.r160_in1k"]
+    assert matching("test_vit") == ["test_vit.r160_in1k"]
+    untrained = next(name for name in timm.list_models("vit_*") if not timm.list_pretrained(name))
+    assert matching(untrained) == [untrained]
+    assert untrained not in matching("vit_*")
+    assert untrained in matching("vit_*", untrained=True)
+    (row,) = list_models([untrained])
+    assert (row["model"], row["tag"], row["rollout"]) == (untrained, None, "yes")
+
+
+def test_an_unknown_name_is_told_with_what_was_meant():
+    with pytest.raises(ModelError, match="Did you mean vit_base_patch16_224"):
+        matching("vit_base_patch16_242")

@@ -1,0 +1,221 @@
+"""Which methods apply to which timm model: found by building each architecture without memory and running it once.
+
+On torch's `meta` device tensors have shapes and no values, so that neither weights nor a download are needed.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal
+
+import timm
+import torch
+from timm.models import get_arch_name, model_entrypoint
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from vitflow.errors import ModelError, NoAttentionError, UnsupportedModelError
+from vitflow.families import is_difference, other_attention_in, refusal_in_words
+from vitflow.progress import tracking
+from vitflow.recorder import record_attention
+from vitflow.trace import Trace
+
+# "windows" means: through windows and stages, from the top layer down to the finest patch grid.
+Extent = Literal["yes", "windows", "no", "unknown"]
+
+# timm's model files whose blocks are all of one kind, so that two of them tell as much as all.
+_UNIFORM = ("beit", "deit", "eva", "vision_transformer", "vision_transformer_hybrid", "vision_transformer_relpos")
+_ENOUGH_BLOCKS = 2
+# A model that does not run without values is run with them, if it is no larger than so many parameters.
+_SMALL = 50_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """What applies to an architecture. Grad-CAM, input gradient and occlusion apply to every model.
+
+    Attributes:
+        rollout: whether attention rollout and raw attention do.
+        flow: whether attention flow does.
+        gradients: whether gradient rollout and generic attention explainability do.
+        reason: why something does not, in words; None where everything does.
+        num_prefix_tokens: class, distillation and register tokens; None where tokens are not known.
+        grid: (rows, cols) of the patches at the architecture's own picture size, the finest where stages differ.
+        pooling: which tokens of the top layer the answer is read from, in words.
+    """
+
+    rollout: Extent
+    flow: Extent
+    gradients: Extent
+    reason: str | None = None
+    num_prefix_tokens: int | None = None
+    grid: tuple[int, int] | None = None
+    pooling: str | None = None
+
+
+def support_of(name: str) -> Support:
+    """What applies to a timm model by its id, with its tag or without; no weights are loaded.
+
+    >>> support_of("vit_tiny_patch16_224").grid
+    (14, 14)
+    >>> support_of("resnet18").reason
+    'no attention between tokens'
+    """
+    config: Any = timm.get_pretrained_cfg(name, allow_unregistered=True)
+    key = get_arch_name(name), None if config is None else tuple(config.input_size)
+    if key not in _found:
+        _found[key] = _find(name)
+    return _found[key]
+
+
+# By architecture and the size of its pictures, which may differ between its tags.
+_found: dict[tuple[str, tuple[int, ...] | None], Support] = {}
+
+
+def _find(name: str) -> Support:
+    model = None
+    try:
+        model = _draft(name)
+        return _support_in(model, torch.empty(1, *_input_size(model), device="meta"))
+    except Exception as error:  # any model may do what only works on values
+        reason = f"cannot be told without running it ({type(error).__name__}): try it"
+    if model is not None and sum(parameter.numel() for parameter in model.parameters()) <= _SMALL:
+        with suppress(Exception):
+            model = timm.create_model(name).eval()
+            return _support_in(model, torch.zeros(1, *_input_size(model)))
+    return Support("unknown", "unknown", "unknown", reason)
+
+
+def _draft(name: str) -> nn.Module:
+    """The model without values, and with no more blocks than are needed to know it."""
+    short = {"depth": _ENOUGH_BLOCKS} if _family(get_arch_name(name)) in _UNIFORM else {}
+    with torch.device("meta"), _Uninitialised():
+        try:
+            model: nn.Module = timm.create_model(name, **short)
+        except (TypeError, IndexError, KeyError, AssertionError):  # it cannot be built with fewer blocks
+            model = timm.create_model(name)
+    return model.eval()
+
+
+def _input_size(model: Any) -> tuple[int, int, int]:
+    channels, height, width = model.pretrained_cfg["input_size"]
+    return channels, height, width
+
+
+def _support_in(model: nn.Module, pixels: Tensor) -> Support:
+    try:
+        with torch.no_grad(), record_attention(model, head_fusion="mean") as trace:
+            model(pixels)
+    except NoAttentionError:
+        return _none(other_attention_in(model) or "no attention between tokens")
+    except UnsupportedModelError:
+        if any(is_difference(module) for module in model.modules()):
+            return _none("the difference of two attention matrices, which has negative entries")
+        raise
+    if trace.refusal is not None:
+        words = refusal_in_words(model, trace.layers) or "its windows cannot be followed to the picture"
+        return _none(words)
+    return _whole(trace) if not trace.staged else _staged(trace)
+
+
+def _none(reason: str) -> Support:
+    return Support("no", "no", "no", reason)
+
+
+def _whole(trace: Trace) -> Support:
+    layout = trace.layout
+    return Support("yes", "yes", "yes", None, layout.num_prefix_tokens, (layout.rows, layout.cols), trace.pooling)
+
+
+def _staged(trace: Trace) -> Support:
+    layout = trace.layout
+    reason = "flow needs the same tokens in every layer"
+    grid = (layout.rows, layout.cols)
+    return Support("windows", "no", "windows", reason, layout.num_prefix_tokens, grid, trace.pooling)
+
+
+# What initialises weights in place: on the meta device it changes nothing and takes most of the time.
+_IN_PLACE = ("add", "clamp", "copy", "div", "erfinv", "fill", "mul", "normal", "sub", "uniform", "zero")
+_SCHEMES = ("constant", "normal", "ones", "trunc_normal", "uniform", "zeros")
+_SCALED = ("kaiming_normal", "kaiming_uniform", "xavier_normal", "xavier_uniform")
+_INITIALISING = {
+    *(getattr(Tensor, f"{name}_") for name in _IN_PLACE),
+    *(getattr(nn.init, f"{name}_") for name in (*_SCHEMES, *_SCALED)),
+}
+
+
+class _Uninitialised(TorchFunctionMode):
+    """Leaves tensors without values as they are, where a model would initialise them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _INITIALISING:
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
+
+
+def list_models(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """What applies to each of timm's models; found one after another, once for each architecture.
+
+    Args:
+        names: model ids, such as `matching` gives.
+
+    Yields:
+        model (the id), architecture, tag, family (timm's file), input_size, num_classes, and the fields of `Support`.
+    """
+    with tracking("models", len(names)) as done:
+        for name in names:
+            architecture, tag = get_arch_name(name), name.partition(".")[2]
+            config: Any = timm.get_pretrained_cfg(name, allow_unregistered=True)
+            found = support_of(name)
+            yield {
+                "model": name,
+                "architecture": architecture,
+                "tag": tag or None,
+                "family": _family(architecture),
+                "input_size": None if config is None else list(config.input_size),
+                "num_classes": None if config is None else config.num_classes,
+                "rollout": found.rollout,
+                "flow": found.flow,
+                "gradients": found.gradients,
+                "reason": found.reason,
+                "num_prefix_tokens": found.num_prefix_tokens,
+                "grid": found.grid and list(found.grid),
+                "pooling": found.pooling,
+            }
+            done(1)
+
+
+def matching(pattern: str, *, untrained: bool = False) -> list[str]:
+    """The ids of timm's pretrained models that match a pattern.
+
+    Args:
+        pattern: a model id with * as a wildcard; without one, an id, or an architecture, which stands for all its tags.
+        untrained: architectures without pretrained weights too.
+
+    Raises:
+        ModelError: nothing matches.
+
+    >>> matching("vit_tiny_patch16_384")
+    ['vit_tiny_patch16_384.augreg_in21k_ft_in1k']
+    """
+    names: list[str] = timm.list_pretrained(pattern)
+    if untrained or not (names or any(sign in pattern for sign in "*?[")):
+        trained = {get_arch_name(name) for name in timm.list_pretrained()}
+        names = names + [name for name in timm.list_models(pattern) if name not in trained]
+    if not names:
+        raise ModelError(_no_match(pattern, timm.list_models()))
+    return names
+
+
+def _no_match(pattern: str, known: Iterable[str]) -> str:
+    close = get_close_matches(pattern.strip("*").split(".")[0], list(known), n=3)
+    hint = f" Did you mean {' or '.join(close)}?" if close else ""
+    return f"No pretrained timm model matches {pattern!r}.{hint} Use * as a wildcard, such as 'vit_base*'."
+
+
+def _family(architecture: str) -> str:
+    return str(model_entrypoint(architecture).__module__).rpartition(".")[2]
