@@ -111,6 +111,19 @@ def test_the_recorded_attention_is_what_the_library_itself_returns(name):
     assert (trace.logits - plain).abs().max() <= 1e-5 * plain.abs().max()
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_half_precision_is_recorded_in_single(attention):
+    model = built("ViTForImageClassification", attention).to(torch.bfloat16)
+    with record_attention(model) as trace, torch.no_grad():
+        model(pixels().to(torch.bfloat16))
+    for recorded in trace.attentions:
+        assert recorded.dtype == torch.float32
+        assert (recorded.sum(dim=-1) - 1).abs().max() < 1e-6
+    with record_attention(model, gradients=True) as trace:
+        model(pixels().to(torch.bfloat16))
+    assert all(torch.isfinite(one).all() for one in trace.backward(torch.tensor([0, 1])).attentions)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_layout_and_readout_are_those_that_the_answer_depends_on(name):
     *_, prefix, words = FAMILIES[name]
@@ -318,7 +331,11 @@ def test_what_was_saved_beside_the_weights_is_found(tmp_path):
     assert explainer.class_names == list(names.values())
     assert explainer.activation == "sigmoid"
     assert explainer.model_id == str(tmp_path)
-    assert explainer.explain(picture(), method="rollout", target="cattle").target == 2
+    found = explainer.explain(picture(), method="rollout", target="cattle")
+    assert found.target == 2
+    with torch.no_grad():
+        expected = explainer.logits(explainer.pixels(picture()))[0, 2].double().sigmoid()
+    assert found.probability == pytest.approx(float(expected))
 
 
 def test_without_a_processor_the_normalisation_is_asked_for():

@@ -359,11 +359,20 @@ class Explainer:
     def _forward(self, pixels: Tensor) -> Any:
         return self.model(pixels, **forward_options(self.model, (pixels.shape[-2], pixels.shape[-1])))
 
+    def logits(self, pixels: Tensor) -> Tensor:
+        """What the model answers to model inputs [pictures, channels, height, width]: [pictures, classes].
+
+        Raises:
+            ModelError: it answers with something else than a tensor, or an output that has one.
+        """
+        logits = logits_of(self._forward(pixels))
+        if logits is None:
+            raise ModelError(f"Expected {self.model_id} to return one tensor of logits, got none.")
+        return logits
+
     def _predict(self, pixels: Tensor) -> Tensor:
         with torch.no_grad():
-            logits = logits_of(self._forward(pixels))
-        assert logits is not None  # or recording would have failed
-        return self._activate(logits)
+            return self._activate(self.logits(pixels))
 
     def _activate(self, logits: Tensor) -> Tensor:
         # In float64, or what a hidden patch costs would be lost in the rounding of a probability near 1.

@@ -80,7 +80,7 @@ class Interception(TorchFunctionMode):
         if first.shape != probabilities.shape:
             return
         del self._pending[name]
-        itself = first.data_ptr() == probabilities.data_ptr()
+        itself = first.data_ptr() == probabilities.data_ptr() or _is_copy(first, probabilities)
         self.listener.saw(self._precise(first, scores if itself else None), second, not itself)
 
     def ended(self, name: str) -> None:
@@ -97,6 +97,11 @@ class Interception(TorchFunctionMode):
         if self.listener.gradients or probabilities.dtype in (torch.float32, torch.float64):
             return probabilities
         return probabilities.float() if scores is None else scores.float().softmax(dim=-1)
+
+
+def _is_copy(tensor: Tensor, original: Tensor) -> bool:
+    """Whether a tensor is another, in another precision: a softmax in float32 that half-precision values follow."""
+    return tensor.dtype != original.dtype and torch.equal(tensor, original.to(tensor.dtype))
 
 
 _INTERCEPTED = {F.scaled_dot_product_attention, F.multi_head_attention_forward, *_SOFTMAX, *_PRODUCTS}
