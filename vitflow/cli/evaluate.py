@@ -41,6 +41,7 @@ class _MethodOrAll(_MethodChoice):
     "methods",
     type=_MethodOrAll(),
     multiple=True,
+    metavar="NAME[:OPTION=VALUE,…]|all",
     help="A method to measure, also with options of its own: rollout:preset=paper. Repeat it for more; all: every "
     "method that applies to the model. The baselines are always there.  [default: all but blank-out]",
 )

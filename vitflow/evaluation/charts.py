@@ -117,7 +117,7 @@ def draw_curves(evaluation: Evaluation, *, theme: Theme = LIGHT) -> Figure:
     for axes, values in zip(plots, charts.values(), strict=True):
         _draw_lines(axes, evaluation, evaluation.fractions, _means(values), theme)
         axes.set_xlim(0, 1)
-        axes.set_ylim(0, None)
+    plots[0].set_ylim(0, 1.05 * max(float(np.nanmax(_means(values))) for values in charts.values()))
     plots[0].set_xlabel("share of patches removed", fontsize=TITLE, color=theme.soft)
     plots[1].set_xlabel("share of patches put back", fontsize=TITLE, color=theme.soft)
     plots[0].set_ylabel("probability of the class", fontsize=TITLE, color=theme.soft)
@@ -211,6 +211,8 @@ def _draw_lines(axes: Axes, evaluation: Evaluation, x: NDArray[Any], lines: NDAr
             look = {"color": theme.lines[number % count], "linestyle": _STYLES[number // count % len(_STYLES)]}
             look |= {"marker": _MARKERS[number % len(_MARKERS)], "markersize": 2.6}
             number += 1
+        if np.isnan(values[1:]).all():  # such as a method that was left out of the sanity checks
+            continue
         axes.plot(x, values, linewidth=1.1, label=printable(method), **look)
     if axes.get_subplotspec() is not None and axes.get_subplotspec().is_last_col():  # type: ignore[union-attr]
         legend = axes.legend(
