@@ -37,8 +37,8 @@ class Listener(Protocol):
         It is mixed where it was made of a softmax, instead of being one.
         """
 
-    def saw_part(self, probabilities: Tensor, value: Tensor) -> None:
-        """Take in the probabilities of some pictures of the batch."""
+    def saw_part(self, probabilities: Tensor, value: Tensor, output: Tensor) -> None:
+        """Take in the probabilities of some pictures of the batch, their values and the product of the two."""
 
     def saw_parts(self) -> None:
         """All pictures of the batch have been taken in."""
@@ -144,8 +144,8 @@ def _attend_in_parts(
     outputs = []
     for part in (slice(start, start + step) for start in range(0, batch, step)):
         probabilities = _probabilities(query[part], key[part], None, is_causal, scale, False)
-        listener.saw_part(probabilities, value[part])
         outputs.append(probabilities @ value[part])
+        listener.saw_part(probabilities, value[part], outputs[-1])
     listener.saw_parts()
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

@@ -134,7 +134,7 @@ class _Probe:
         """Never: one picture is small."""
         return False
 
-    def saw_part(self, probabilities: Tensor, value: Tensor) -> None:
+    def saw_part(self, probabilities: Tensor, value: Tensor, output: Tensor) -> None:
         """Is not called."""
 
     def saw_parts(self) -> None:

@@ -294,11 +294,11 @@ class record_attention:
             or arrangement(module, query, self._batch) is not None
         )
 
-    def saw_part(self, probabilities: Tensor, value: Tensor) -> None:
+    def saw_part(self, probabilities: Tensor, value: Tensor, output: Tensor) -> None:
         """Fuse the probabilities of some pictures of the batch."""
         values = self._values_of(value, None)
         for fusion, weighting in self._fusions:
-            part = fuse_weighted(probabilities.detach(), fusion, weighting, values)  # type: ignore[arg-type]
+            part = fuse_weighted(probabilities.detach(), fusion, weighting, values, mixed=output.detach())  # type: ignore[arg-type]
             self._streamed.setdefault((fusion, weighting), []).append(part)
 
     def saw_parts(self) -> None:
