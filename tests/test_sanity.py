@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torchvision
 from PIL import Image
 from scipy.stats import spearmanr
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ import vitflow
 from tests import literal_vit
 from vitflow import Explainer
 from vitflow.errors import OptionError
+from vitflow.evaluation.faithfulness import faithfulness_curves
 from vitflow.evaluation.randomisation import randomised_copies
 from vitflow.evaluation.sanity import (
     _wide_window,
@@ -23,6 +25,7 @@ from vitflow.evaluation.sanity import (
     shift_stability,
     stage_names,
 )
+from vitflow.evaluation.token_dropping import can_drop_tokens
 from vitflow.methods.cells import sum_cells
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "std": (0.25,) * 3, "crop_pct": 0.8}
@@ -139,6 +142,23 @@ def test_a_model_without_blocks_is_cut_at_its_top_level_modules():
     explainer = Explainer(model, data_config={**DATA, "input_size": (3, 64, 64)})
     found = cascading_randomisation(explainer, PICTURE, ["input_gradient"], stages=["conv1"])
     assert found[0][0] == "conv1" and abs(found[0][1][0]) < 0.6
+
+
+def test_models_of_torchvision_are_checked_too():
+    model = torchvision.models.VisionTransformer(32, 8, 3, 3, 24, 48, num_classes=5).eval()
+    nn.init.normal_(model.heads.head.weight)
+    assert stage_names(model) == STAGES
+    explainer = Explainer(model, data_config=DATA)
+    ((_, at_top),) = randomised_copies(explainer, ["block 3"])
+    trained, new = model.state_dict(), at_top.model.state_dict()
+    drawn = {name for name, value in new.items() if not torch.equal(value, trained[name])}
+    assert {name.split(".")[0] for name in drawn} == {"encoder", "heads"}
+    assert all("encoder_layer_2" in name or "encoder.ln" in name for name in drawn if name.startswith("encoder"))
+    assert len(cascading_randomisation(explainer, PICTURE, ["rollout"])) == 5
+    assert class_sensitivity(explainer, PICTURE, ["input_gradient"])[0] > 0
+    assert not can_drop_tokens(explainer)
+    (found,) = faithfulness_curves(explainer, [explainer.explain(PICTURE)], replace="blank")
+    assert found.deletion.std() > 0
 
 
 def test_a_wrapped_model_keeps_its_own_layers_in_the_right_order():

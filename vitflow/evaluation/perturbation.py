@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitflow.anatomy import logits_of
 from vitflow.errors import ModelError, OptionError, ShapeError, unknown_name
 from vitflow.evaluation.token_dropping import check_can_drop, needs_patches, run_on_patches
 from vitflow.explainer import Explainer
@@ -144,7 +145,7 @@ class _Hidden:
         for chunk in _chunks(choices, batch_size):
             visible = torch.stack([self._visible(choice, owners[choice.grid]) for choice in chunk])
             pictures = torch.where(visible.to(self.pixels.device), self.pixels, self.filler)
-            found.append(_finite(self.explainer, self.explainer.model(pictures)))
+            found.append(_finite(self.explainer, logits_of(self.explainer._forward(pictures))))
         return torch.cat(found)
 
     def _visible(self, choice: Choice, owners: Tensor) -> Tensor:
@@ -166,9 +167,9 @@ def _chunks(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _finite(explainer: Explainer, logits: Tensor) -> Tensor:
+def _finite(explainer: Explainer, logits: Tensor | None) -> Tensor:
     """The logits on the CPU; ModelError where they are not [choices, classes] of finite values."""
-    if not isinstance(logits, Tensor) or logits.ndim != 2:
+    if logits is None or logits.ndim != 2:
         raise ModelError(f"Expected {explainer.model_id} to return logits [pictures, classes], got something else.")
     if not torch.isfinite(logits).all():
         raise ModelError(f"{explainer.model_id} returned NaN or infinite logits for a picture without some patches.")

@@ -16,6 +16,7 @@ from vitflow.evaluation.agreement import spearman
 from vitflow.evaluation.originals import original_maps
 from vitflow.explainer import Explainer, MethodChoice
 from vitflow.images import ImageSource
+from vitflow.libraries import library_norms
 from vitflow.saliency import Saliency
 from vitflow.targets import Target
 
@@ -104,7 +105,9 @@ def randomised_copies(explainer: Explainer, stages: Sequence[str], *, seed: int 
     with torch.inference_mode(False):
         randomised = copy.copy(explainer)
         randomised.model = copy.deepcopy(explainer.model)
-    for number, (name, modules) in enumerate(_parts(randomised.model)):
+    parts = _parts(randomised.model)
+    last = max((number for number, (name, _) in enumerate(parts) if name in stages), default=-1)
+    for number, (name, modules) in enumerate(parts[: last + 1]):
         with _seeded(seed + 1_000_003 * number, explainer.device), torch.inference_mode(False), torch.no_grad():
             for module in modules:
                 _redraw(module)
@@ -128,15 +131,16 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 def _parts(model: nn.Module) -> list[Part]:
     """The modules that own parameters, by stage, the top of the network first."""
-    blocks = getattr(transformer_of(model), "blocks", None)
-    if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not len(blocks):
+    holder = _holder_of_blocks(model)
+    if holder is None:
         own: Part = ("embedding", [model])
         parts = [own, *((name, list(child.modules())) for name, child in model.named_children())]
     else:
+        blocks = list(holder.children())
         inside = {module for block in blocks for module in block.modules()}
         every = [module for module in model.modules() if module not in inside]
         # What is registered before the blocks feeds them; so do parameters of the modules that hold them.
-        split = every.index(blocks)
+        split = every.index(holder)
         parts = [
             ("embedding", every[:split]),
             *((f"block {number}", list(block.modules())) for number, block in enumerate(blocks, start=1)),
@@ -144,6 +148,15 @@ def _parts(model: nn.Module) -> list[Part]:
         ]
     owning = [(name, [module for module in modules if module._parameters]) for name, modules in parts]
     return [part for part in reversed(owning) if part[1]]
+
+
+def _holder_of_blocks(model: nn.Module) -> nn.Module | None:
+    """The module whose children are the transformer's blocks, first block first."""
+    blocks = getattr(transformer_of(model), "blocks", None)
+    if isinstance(blocks, nn.Sequential | nn.ModuleList) and len(blocks):
+        return blocks
+    norms = library_norms(model)  # "encoder.layers.encoder_layer_0.ln_1": norm, block, holder from right to left
+    return model.get_submodule(norms[0].rsplit(".", 2)[0]) if norms else None
 
 
 def _redraw(module: nn.Module) -> None:

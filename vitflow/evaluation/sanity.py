@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vitflow.anatomy import logits_of
 from vitflow.errors import OptionError, unknown_name
 from vitflow.evaluation.agreement import mean_of_defined, spearman
 from vitflow.evaluation.originals import original_maps
@@ -175,9 +176,9 @@ def class_sensitivity(
 def _two_classes(explainer: Explainer, image: ImageSource, other: str) -> list[int]:
     """The most probable class of the picture, and another one."""
     with torch.no_grad(), _evaluating(explainer.model):
-        logits = explainer.model(explainer.pixels(image))
-    if logits.ndim != 2 or logits.shape[1] < 2:
-        raise OptionError(f"Expected a model with at least two classes, got {tuple(logits.shape)} from it.")
+        logits = logits_of(explainer._forward(explainer.pixels(image)))
+    if logits is None or logits.ndim != 2 or logits.shape[1] < 2:
+        raise OptionError(f"Expected a model with at least two classes, got {explainer.model_id}, which has fewer.")
     ranked = logits[0].argsort(descending=True).tolist()
     return [ranked[0], ranked[1 if other == "second" else -1]]
 
