@@ -338,6 +338,26 @@ def test_what_was_saved_beside_the_weights_is_found(tmp_path):
     assert found.probability == pytest.approx(float(expected))
 
 
+def test_a_processor_in_the_hubs_cache_is_found(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    snapshot = tmp_path / "models--somebody--a-clip" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("abc")
+    settings = transformers.CLIPImageProcessor(crop_size=32, size=32).to_dict()
+    (snapshot / "processor_config.json").write_text(json.dumps({"image_processor": settings, "name": "both"}))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    model = built("CLIPForImageClassification")
+    model.name_or_path = "somebody/a-clip"
+    spec = read_input_spec(model)
+    assert (spec.mean[0], spec.size, spec.crop_mode) == (0.48145466, (32, 32), "center")
+    assert model_id(model) == "somebody/a-clip"
+    model.name_or_path = str(tmp_path)  # a folder without one
+    with pytest.raises(ModelError, match="image processor"):
+        read_input_spec(model)
+
+
 def test_without_a_processor_the_normalisation_is_asked_for():
     model = built("ViTForImageClassification")
     assert class_names_of(model) is None  # LABEL_0 … say nothing

@@ -220,25 +220,25 @@ def library_data_config(model: nn.Module) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {"input_size": (embedding.channels, *embedding.image_size)}
     name = library_id(model)
-    file = None if name is None else _processor_file(name)
-    if file is not None:
-        found |= from_processor(json.loads(file.read_text(encoding="utf-8")), embedding.channels)
-    return found
+    return found if name is None else found | from_processor(_processor_settings(name), embedding.channels)
 
 
-def _processor_file(name: str) -> Path | None:
-    """The image processor's configuration of a model by name or folder, if it is at hand."""
+def _processor_settings(name: str) -> Mapping[str, Any]:
+    """The image processor's settings of a model by name or folder; empty where they are not at hand."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    local = Path(name) / "preprocessor_config.json"
-    if local.is_file():
-        return local
-    try:
-        cached = try_to_load_from_cache(name, local.name)
-    except HFValidationError:  # no such name can be on the hub
-        return None
-    return Path(cached) if isinstance(cached, str) else None
+    for file in ("preprocessor_config.json", "processor_config.json"):
+        path: Any = Path(name) / file
+        if not path.is_file():
+            try:
+                path = try_to_load_from_cache(name, file)
+            except HFValidationError:  # no such name can be on the hub
+                continue
+        if isinstance(path, str | Path):
+            settings: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+            return dict(settings.get("image_processor", settings))
+    return {}
 
 
 _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
