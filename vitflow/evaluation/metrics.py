@@ -103,10 +103,10 @@ METRICS: dict[str, Metric] = {
         ),
         Metric(
             "gap",
-            "gap",
+            "insertion − deletion",
             "faithfulness",
             "higher",
-            "How much longer the answer stands when the lowest patches go first instead of the highest.",
+            "How much longer the answer stands when the lowest patches go first instead of the highest, as an area.",
             "Only the order of the patches counts, and patches are removed one by one, as if they did not need each "
             "other.",
         ),

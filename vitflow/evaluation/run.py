@@ -128,7 +128,13 @@ def evaluate(
     if not evaluation.pictures:
         raise VitflowError(_nothing_measured(evaluation.failures))
     if output is not None:
-        evaluation.save(output)
+        try:
+            evaluation.save(Path(output))
+        except OSError as error:
+            raise VitflowError(
+                f"What was measured is kept, but the report could not be written to {str(output)!r}: "
+                f"{error.strerror or error}. Make room and run the same command again."
+            ) from error
     return evaluation
 
 

@@ -46,11 +46,17 @@ class Run:
 
     def keep(self, folder: RunFolder, settings: Mapping[str, Any], overwrite: bool) -> Iterator[dict[str, Any]]:
         """Measure what the folder has no row of, and give all rows in the order of the data."""
-        folder.journal.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.journal.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OptionError(
+                f"The output folder {str(folder.path)!r} cannot be made: {error.strerror or error}. Choose another."
+            ) from error
         lock = folder.lock()
         try:
             journal = Journal(folder.journal)
             _open(journal, folder, settings, overwrite)
+            folder.remove_leftovers()
             groups = self._groups()
             known = {
                 sample.name
