@@ -258,6 +258,32 @@ def test_a_module_around_the_model_is_looked_into():
     np.testing.assert_allclose(found.grid, direct.grid, rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["Swin", "Swinv2"])
+def test_the_windows_of_transformers_swin_are_found_where_they_are(name):
+    config = getattr(transformers, f"{name}Config")(
+        image_size=64, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4, num_labels=5
+    )
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{name}ForImageClassification")(config).eval()
+    source = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        plain = model(source).logits
+        with record_attention(model) as trace:
+            model(source)
+    assert (trace.logits - plain).abs().max() <= 1e-5 * plain.abs().max()
+    assert (trace.layout, trace.pooling) == (TokenLayout(0, 16, 16), "average over patches")
+    for layer, side, shift in zip(trace.layers, (16, 16, 8, 8), (0, 2, 0, 2), strict=True):
+        tokens = torch.arange(side * side).reshape(side, side).roll((-shift, -shift), (0, 1))
+        windows = tokens.unfold(0, 4, 4).unfold(1, 4, 4).reshape(-1, 16)  # [windows, tokens of a window]
+        assert layer.place.key_index is not None
+        assert torch.equal(layer.place.key_index, windows)
+    found = Explainer(model, data_config=NORMALISATION).explain_batch(
+        [picture()], methods=["rollout", "gae", "gradcam", "gradient_rollout"], targets=3
+    )
+    assert [one.grid.shape for one in found] == [(16, 16), (16, 16), (8, 8), (16, 16)]
+    assert all(np.ptp(one.grid) > 0 for one in found if one.method != "gradcam")
+
+
 # -- torchvision -------------------------------------------------------------------------------------------------------
 
 
