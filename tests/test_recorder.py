@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitflow import TokenLayout, attention_rollout, record_attention
+from vitflow import TokenLayout, attention_rollout, interception, record_attention
 from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, VitflowError
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
@@ -222,6 +222,28 @@ def test_dynamic_sizes_give_the_grid_of_this_very_pass():
         model(torch.randn(1, 3, 16, 32))
     assert trace.layout == TokenLayout(1, 2, 4)
     assert len(trace.attentions) == 3
+
+
+@pytest.mark.parametrize("room", [300, 2000, 2**19])  # rows of one picture, one picture, all three at once
+@pytest.mark.parametrize("silent", [False, True])
+def test_parts_that_fit_the_cache_make_the_same_matrices(monkeypatch, room, silent):
+    monkeypatch.setattr(interception, "_CACHED_PROBABILITIES", room)
+    model, pixels = tiny(img_size=48), torch.randn(3, 3, 48, 48)
+    if silent:  # values that pass nothing on leave empty rows, which become the identity's
+        torch.nn.init.zeros_(model.blocks[1].attn.proj.weight)
+    keys = [("mean", False), ("max", "output"), ("min", True)]
+    with torch.no_grad():
+        plain = model(pixels)
+        with record_attention(model, value_norms=True) as whole:
+            model(pixels)
+        with record_attention(model, fusions=keys) as parts:
+            logits = model(pixels)
+    torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-5)
+    for fusion, weighting in keys:
+        for found, expected in zip(
+            parts.fused(fusion, value_weighted=weighting), whole.fused(fusion, value_weighted=weighting), strict=True
+        ):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_model_is_exactly_as_it_was():

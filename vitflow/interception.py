@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 _SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 # Where only fused matrices are kept, a processor works on about so many probabilities at a time, to stay in its cache.
-_CACHED_PROBABILITIES = 2**18
+_CACHED_PROBABILITIES = 2**19
 
 
 class Listener(Protocol):
@@ -38,9 +38,12 @@ class Listener(Protocol):
         """
 
     def saw_part(self, probabilities: Tensor, value: Tensor, output: Tensor) -> None:
-        """Take in the probabilities of some pictures of the batch, their values and the product of the two."""
+        """Take in the probabilities of some pictures, or of some queries of one; their values, and their product.
 
-    def saw_parts(self) -> None:
+        The memory of the probabilities is used again for the next part.
+        """
+
+    def saw_parts(self, batch: int) -> None:
         """All pictures of the batch have been taken in."""
 
 
@@ -120,8 +123,9 @@ def _attend(
 ) -> Tensor:
     """`scaled_dot_product_attention`, with the probabilities computed once: recorded, and used for the output."""
     exact = query.dtype in (torch.float32, torch.float64) and not enable_gqa
-    if exact and dropout_p == 0.0 and attn_mask is None and listener.streams(query, key):
-        return _attend_in_parts(listener, query, key, value, is_causal, scale)
+    plain = exact and dropout_p == 0.0 and attn_mask is None and not is_causal
+    if plain and not torch.is_grad_enabled() and listener.streams(query, key):
+        return _attend_in_parts(listener, query, key, value, scale)
     probabilities = _probabilities(query, key, attn_mask, is_causal, scale, enable_gqa)
     if listener.gradients and not probabilities.requires_grad:
         probabilities = probabilities.detach().requires_grad_()  # a frozen model: the graph begins here
@@ -135,19 +139,33 @@ def _attend(
     )
 
 
-def _attend_in_parts(
-    listener: Listener, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
-) -> Tensor:
-    """`_attend` for fused matrices alone, some pictures at a time: faster on a processor, and with less memory."""
-    batch, heads, queries, _ = query.shape
-    step = max(1, _CACHED_PROBABILITIES // (heads * queries * key.shape[-2]))
-    outputs = []
-    for part in (slice(start, start + step) for start in range(0, batch, step)):
-        probabilities = _probabilities(query[part], key[part], None, is_causal, scale, False)
-        outputs.append(probabilities @ value[part])
-        listener.saw_part(probabilities, value[part], outputs[-1])
-    listener.saw_parts()
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+def _attend_in_parts(listener: Listener, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """`_attend` for fused matrices alone, in parts that fit a processor's cache: faster, and with less memory.
+
+    A part is some pictures of the batch, or where one is too much, some queries of one picture. All parts share the
+    memory of one.
+    """
+    (batch, heads, queries, width), keys = query.shape, key.shape[-2]
+    step = max(1, _CACHED_PROBABILITIES // (heads * keys * queries))
+    rows = queries
+    if heads * keys * queries > 2 * _CACHED_PROBABILITIES:
+        rows = max(16, 2 * _CACHED_PROBABILITIES // (heads * keys))
+    room = query.new_empty(min(step, batch) * heads * min(rows, queries) * keys)
+    factor = 1 / math.sqrt(width) if scale is None else scale
+    output = query.new_empty(batch, heads, queries, value.shape[-1])
+    for first in range(0, batch, step):
+        part = slice(first, first + step)
+        turned = key[part].transpose(-2, -1)
+        for top in range(0, queries, rows):
+            some = query[part, :, top : top + rows]
+            shape = (*some.shape[:-1], keys)
+            scores = torch.matmul(some * factor, turned, out=room[: math.prod(shape)].view(shape))
+            probabilities = torch.softmax(scores, dim=-1, out=scores)
+            mixed = probabilities @ value[part]
+            output[part, :, top : top + rows] = mixed
+            listener.saw_part(probabilities, value[part], mixed)
+    listener.saw_parts(batch)
+    return output
 
 
 def _probabilities(

@@ -137,7 +137,7 @@ class _Probe:
     def saw_part(self, probabilities: Tensor, value: Tensor, output: Tensor) -> None:
         """Is not called."""
 
-    def saw_parts(self) -> None:
+    def saw_parts(self, batch: int) -> None:
         """Is not called."""
 
     def saw(self, probabilities: Tensor, value: Tensor | None, mixed: bool = False) -> None:

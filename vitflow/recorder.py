@@ -301,11 +301,11 @@ class record_attention:
             part = fuse_weighted(probabilities.detach(), fusion, weighting, values, mixed=output.detach())  # type: ignore[arg-type]
             self._streamed.setdefault((fusion, weighting), []).append(part)
 
-    def saw_parts(self) -> None:
+    def saw_parts(self, batch: int) -> None:
         """Take in a layer that was fused part by part."""
         name = self._path[-1][0]
         self._open[name] = []
-        joined = {key: parts[0] if len(parts) == 1 else torch.cat(parts) for key, parts in self._streamed.items()}
+        joined = {key: _join(parts, batch, bool(key[1])) for key, parts in self._streamed.items()}
         self._streamed = {}
         self.trace.layers.append(AttentionLayer(name, fused=joined))
 
@@ -344,6 +344,20 @@ class record_attention:
                 fused = fuse_weighted(heads.detach(), fusion, weighting, values)  # type: ignore[arg-type]
                 layer.fused[fusion, weighting] = fused.clamp_min(0.0) if any(part.mixed for part in parts) else fused
         self.trace.layers.append(layer)
+
+
+def _join(parts: list[Tensor], batch: int, weighted: bool) -> Tensor:
+    """Fused matrices of all pictures from those of some pictures each, or of some queries of one picture each."""
+    if len(parts) == 1:
+        return parts[0]
+    if sum(len(part) for part in parts) == batch:
+        return torch.cat(parts)
+    matrix = torch.cat([part.flatten(0, 1) for part in parts]).reshape(batch, -1, parts[0].shape[-1])
+    if weighted and matrix.shape[1] == matrix.shape[2]:
+        empty = matrix.amax(dim=-1, keepdim=True) <= 0
+        if empty.any():  # as in a matrix that is normalised whole
+            matrix = torch.where(empty, torch.eye(matrix.shape[1], dtype=matrix.dtype), matrix)
+    return matrix
 
 
 def _read_values(value: Tensor, module: nn.Module, name: str, around: nn.Module | None) -> Values:
