@@ -241,6 +241,19 @@ def test_other_picture_sizes_are_asked_for_by_the_models_own_option():
         Explainer(torchvision_vit(), data_config=NORMALISATION, fit="native")
 
 
+@pytest.mark.parametrize("name", ["ViTForImageClassification", "ViTModel"])
+def test_outputs_without_names_are_read_as_well(name):
+    model = built(name)
+    with record_attention(model) as trace, torch.no_grad():
+        model(pixels(), return_dict=False)
+    with torch.no_grad():
+        expected = logits_of(model(pixels()))
+    assert trace.logits is not None and expected is not None
+    torch.testing.assert_close(trace.logits, expected)
+    assert trace.layout == TokenLayout(1, 4, 4)
+    assert logits_of((torch.zeros(2, 5), torch.zeros(2, 5))) is None  # two heads: which of them?
+
+
 def test_a_module_around_the_model_is_looked_into():
     class Answering(nn.Module):
         def __init__(self, inner: nn.Module) -> None:

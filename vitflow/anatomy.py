@@ -152,9 +152,16 @@ def feature_layout(
 
 
 def logits_of(output: Any) -> Tensor | None:
-    """What a model answers: its output, or the `logits` (or else the pooled features) of an output with fields."""
+    """What a model answers: its output, or the `logits` (or else the pooled features) of an output with fields.
+
+    Of several tensors without names it is the one with two axes; None where more than one may be meant.
+    """
     if isinstance(output, Tensor):
         return output
+    if isinstance(output, tuple | list):
+        tensors = [one for one in output if isinstance(one, Tensor)]
+        answers = [one for one in tensors if one.ndim == 2] or tensors[:1]
+        return answers[0] if len(answers) == 1 else None
     found = next((getattr(output, name, None) for name in _OUTPUTS if getattr(output, name, None) is not None), None)
     return found if isinstance(found, Tensor) else None
 
