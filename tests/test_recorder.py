@@ -1,6 +1,8 @@
 """The recorder's promises: the attention that the model used, and a model that is exactly as it was."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import timm
@@ -481,3 +483,16 @@ def test_recording_on_a_gpu():
             logits = model(pixels)
     torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-5)
     assert trace.attentions[0].is_cuda
+
+
+def test_a_trace_that_nobody_holds_is_freed_at_once():
+    model, pixels = tiny(), torch.randn(1, 3, 32, 32)
+    gc.disable()
+    try:
+        with torch.no_grad(), record_attention(model, head_fusion="mean") as trace:
+            model(pixels)
+        kept = weakref.ref(trace.attentions[0])
+        del trace
+        assert kept() is None
+    finally:
+        gc.enable()

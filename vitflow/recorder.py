@@ -126,6 +126,7 @@ class record_attention:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack.close()
+        del self._interception  # it knows its listener: a circle that would keep the trace alive
         if kind is None and self._attention and self.trace.pixels is not None and not self.trace.layers:
             raise _nothing_seen(self._model, self._other)
 
