@@ -157,4 +157,4 @@ def test_ctrl_c_keeps_what_is_done(tmp_path):
     kept = journal.read_bytes().count(b"\n") - 1
     assert 2 <= kept < 400
     result = invoke("demo:5", *SHORT, "-o", out)
-    assert "5 pictures" in result.stdout
+    assert "5 drawn pictures with exact masks, all measured" in result.stdout
