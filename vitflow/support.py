@@ -24,9 +24,15 @@ from vitflow.trace import Trace
 # "windows" means: through windows and stages, from the top layer down to the finest patch grid.
 Extent = Literal["yes", "windows", "no", "unknown"]
 
-# timm's model files whose blocks are all of one kind, so that two of them tell as much as all.
-_UNIFORM = ("beit", "deit", "eva", "vision_transformer", "vision_transformer_hybrid", "vision_transformer_relpos")
-_ENOUGH_BLOCKS = 2
+# timm's model files of which two blocks, or two in each of four stages, tell as much as all.
+_UNIFORM = (
+    *("beit", "cait", "deepseek_vit", "deit", "eva", "gemma4_vit", "naflexvit", "qwen3_vit", "tnt", "vitamin"),
+    *("vision_transformer", "vision_transformer_hybrid", "vision_transformer_relpos", "vision_transformer_sam"),
+)
+_STAGED = (
+    *("davit", "efficientformer", "efficientformer_v2", "maxxvit", "pvt_v2", "tiny_vit", "twins"),
+    *("swin_transformer", "swin_transformer_v2", "swin_transformer_v2_cr"),
+)
 # A model that does not run without values is run with them, if it is no larger than so many parameters.
 _SMALL = 50_000_000
 
@@ -74,10 +80,14 @@ _found: dict[tuple[str, tuple[int, ...] | None], Support] = {}
 
 
 def _find(name: str) -> Support:
-    model = None
+    family, model = _family(get_arch_name(name)), None
+    if family in (*_UNIFORM, *_STAGED):
+        short: dict[str, Any] = {"depth": 2} if family in _UNIFORM else {"depths": (2, 2, 2, 2)}
+        with suppress(Exception):  # some cannot be built that short
+            return _support_of_draft(_draft(name, **short))
     try:
         model = _draft(name)
-        return _support_in(model, torch.empty(1, *_input_size(model), device="meta"))
+        return _support_of_draft(model)
     except Exception as error:  # any model may do what only works on values
         reason = f"cannot be told without running it ({type(error).__name__}): try it"
     if model is not None and sum(parameter.numel() for parameter in model.parameters()) <= _SMALL:
@@ -87,15 +97,15 @@ def _find(name: str) -> Support:
     return Support("unknown", "unknown", "unknown", reason)
 
 
-def _draft(name: str) -> nn.Module:
-    """The model without values, and with no more blocks than are needed to know it."""
-    short = {"depth": _ENOUGH_BLOCKS} if _family(get_arch_name(name)) in _UNIFORM else {}
+def _draft(name: str, **options: Any) -> nn.Module:
+    """The model without values."""
     with torch.device("meta"), _Uninitialised():
-        try:
-            model: nn.Module = timm.create_model(name, **short)
-        except (TypeError, IndexError, KeyError, AssertionError):  # it cannot be built with fewer blocks
-            model = timm.create_model(name)
+        model: nn.Module = timm.create_model(name, **options)
     return model.eval()
+
+
+def _support_of_draft(model: nn.Module) -> Support:
+    return _support_in(model, torch.empty(1, *_input_size(model), device="meta"))
 
 
 def _input_size(model: Any) -> tuple[int, int, int]:
