@@ -1,6 +1,7 @@
 """Where the tokens of each attention layer lie on the picture: the windows and stages of a forward pass that ran."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.anatomy import layout_of_count, read_layout
+from vitflow.errors import UnsupportedModelError
 from vitflow.families import is_class_attention, is_traced
 from vitflow.methods.staged import Place
 from vitflow.probing import Size, Windows, find_windows, token_orders
@@ -59,6 +61,9 @@ def place_layers(
 def _assumed_windows(model: nn.Module, layers: Sequence[AttentionLayer], batch: int, size: Size) -> Windows:
     """Stand-ins for the windows of a model that ran on shapes alone, where values would let them be followed."""
     found: Windows = {}
+    finest = None
+    with suppress(UnsupportedModelError):
+        finest = read_layout(model, size, None)
     for layer, following in zip(layers, [*layers[1:], None], strict=True):
         windows, keys = len(layer.example) // batch, layer.example.shape[-1]
         module: Any = model.get_submodule(layer.name)
@@ -73,6 +78,8 @@ def _assumed_windows(model: nn.Module, layers: Sequence[AttentionLayer], batch: 
         side = (size[0] * size[1] / tokens) ** 0.5
         filled = TokenLayout(0, round(size[0] / side), round(size[1] / side))  # windows that padding fills up
         place = layout_of_count(model, size, tokens) or filled
+        if finest is not None and place.num_patches > finest.num_patches:
+            place = TokenLayout(0, finest.rows, finest.cols)
         found[layer.name] = torch.zeros(windows, keys, dtype=torch.long), place
     return found
 
