@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vitflow.comparison import Comparison, compare
     from vitflow.errors import VitflowError, VitflowWarning
+    from vitflow.evaluation import evaluate
     from vitflow.explainer import Explainer, explain
     from vitflow.folder import FolderSummary, explain_folder
     from vitflow.methods import list_methods, register_method
@@ -41,6 +42,7 @@ _HOMES = {
     "attention_graph": "methods.graph",
     "attention_rollout": "methods.rollout",
     "compare": "comparison",
+    "evaluate": "evaluation",
     "explain": "explainer",
     "explain_folder": "folder",
     "list_methods": "methods",
@@ -63,6 +65,7 @@ __all__ = [
     "attention_graph",
     "attention_rollout",
     "compare",
+    "evaluate",
     "explain",
     "explain_folder",
     "list_methods",

@@ -23,6 +23,7 @@ from vitflow.explainer import Explainer, MethodChoice, choose_methods
 from vitflow.figures import Cell, Column
 from vitflow.files import write_atomically
 from vitflow.images import ImageSource, image_name
+from vitflow.libraries import class_count
 from vitflow.methods import get_method
 from vitflow.saliency import Saliency
 from vitflow.targets import Targets, is_per_picture
@@ -95,7 +96,7 @@ def compare(
         raise OptionError(f"Expected one class index for each of {len(sources)} pictures, got {targets!r}.")
     check_methods(DEFAULT_METHODS if methods is None else methods, options)  # before a model is loaded
     explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
-    has_classes = getattr(explainer.model, "num_classes", None) != 0
+    has_classes = class_count(explainer.model) != 0
     chosen = methods or [name for name in DEFAULT_METHODS if has_classes or not get_method(name).class_specific]
     pictures = []
     for number, source in enumerate(sources):

@@ -12,6 +12,7 @@ from vitflow.evaluation.datasets import Dataset, Sample
 from vitflow.evaluation.perturbation import REPLACEMENTS
 from vitflow.evaluation.results import BASELINES
 from vitflow.explainer import Explainer, MethodChoice, choose_methods
+from vitflow.libraries import class_count
 from vitflow.methods import get_method, list_methods
 
 # (label, name, options) of a method.
@@ -71,7 +72,7 @@ def possible_groups(groups: Sequence[str], dataset: Dataset, explainer: Explaine
     missing: dict[str, str] = {}
     if not dataset.has_regions:
         missing["localisation"] = "the data says nothing of where objects are (masks, boxes)"
-    if not getattr(explainer.model, "num_classes", None):
+    if not class_count(explainer.model):
         missing["faithfulness"] = missing["correlation"] = "the model has no classes"
     left = [group for group in groups if group not in missing]
     told = [f"Left out: {group}, for {missing[group]}." for group in groups if group in missing]

@@ -10,6 +10,7 @@ from vitflow.evaluation.datasets import Dataset, Sample
 from vitflow.evaluation.questions import ask
 from vitflow.evaluation.scoring import Item, Protocol, failed_row, measure
 from vitflow.explainer import Explainer
+from vitflow.libraries import class_count
 from vitflow.manifest import Journal, RunFolder, fingerprint_difference
 
 # Groups of metrics that take many forward passes per picture.
@@ -105,7 +106,7 @@ class Run:
 
     @property
     def _num_classes(self) -> int:
-        return int(getattr(self.explainer.model, "num_classes", 0) or 0)
+        return class_count(self.explainer.model) or 0
 
     def _tell(self, done: int, total: int, row: Mapping[str, Any] | None) -> None:
         if self.progress is not None:
