@@ -155,9 +155,9 @@ def captured(request) -> Iterator[dict[str, str]]:
     known = {
         timm.models.model_entrypoint(name).__module__.rpartition(".")[2] for name, *_ in (*PLAIN, *STAGED, *REFUSED)
     }
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None and found:
-        reporter.write_line(f"\nfamilies captured: {len(set(found.values()))} of {len(known)} with attention")
+    if found:
+        with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
+            print(f"\nfamilies captured: {len(set(found.values()))} of {len(known)} with attention")
 
 
 @pytest.mark.parametrize(("name", "options", "side", "prefix", "grid"), [*PLAIN, *STAGED], ids=lambda v: str(v)[:40])
