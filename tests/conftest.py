@@ -1,6 +1,7 @@
 """What the tests share: the hub stays unasked, and data from outside the project is used only where it is there."""
 
 import os
+import shutil
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,3 +24,17 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("the trained ViT-Tiny and its photographs are not here (set VITFLOW_SHARED to their folder)")
     return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Headless Chromium, where there is one."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("there is no Chromium here (on Debian: apt-get install chromium)")
+    arguments = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=arguments)
+        yield browser
+        browser.close()

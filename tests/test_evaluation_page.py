@@ -1,8 +1,6 @@
 """The page of an evaluation in a real browser: what it shows, in light and dark, and what it is safe from."""
 
 import json
-import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -42,19 +40,6 @@ def saved(tmp_path_factory) -> tuple[Evaluation, Path]:
     finally:
         del _METHODS[METHOD]
     return found, place.parent / "out" / "report.html"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api")
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("there is no Chromium here (on Debian: apt-get install chromium)")
-    arguments = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=arguments)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 import base64
 import json
-import os
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -36,19 +34,6 @@ def make_run(place: Path, **options):
 @pytest.fixture(scope="module")
 def summary(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("report"))
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api")
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("there is no Chromium here (on Debian: apt-get install chromium)")
-    arguments = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=arguments)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
-"""Read a checkpoint file into a state dict, without ever running code from it."""
+"""Read a checkpoint file into a state dict, without ever running code from it; tell weights apart by a hash."""
 
 import argparse
+import hashlib
 import json
 import pickle
 import warnings
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitflow.errors import ModelError
 
@@ -128,3 +129,13 @@ def read_class_names(path: str | Path) -> list[str]:
     if not names:
         raise ModelError(f"Expected one class name per line, or a JSON list, in {path}, got none.")
     return names
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """One hash over the names and values of all weights, whatever file they came from."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        value = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()

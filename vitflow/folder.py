@@ -1,6 +1,5 @@
 """Explain folders of pictures: plan, run, and leave a manifest; what was done is not done again."""
 
-import hashlib
 import itertools
 import json
 import os
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from vitflow.batch import Job, make_job
+from vitflow.checkpoints import weights_sha256
 from vitflow.decoding import DecoderPool
 from vitflow.errors import OptionError
 from vitflow.explainer import Explainer, MethodChoice
@@ -257,16 +257,6 @@ def _fingerprint(root: Path, job: Job, explainer: Explainer) -> dict[str, Any]:
     }
     plain: dict[str, Any] = json.loads(json.dumps(record))
     return plain
-
-
-def weights_sha256(model: nn.Module) -> str:
-    """One hash over the names and values of all weights, whatever file they came from."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        value = tensor.detach().cpu().contiguous()
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
-    return digest.hexdigest()
 
 
 def _open(journal: Journal, folder: RunFolder, fingerprint: Mapping[str, Any], overwrite: bool) -> None:

@@ -170,8 +170,7 @@ class record_attention:
                 return
             if name in self._open:
                 self._close(name)
-            logits = logits_of(output)
-            if not name and logits is not None:
+            if not name and (logits := logits_of(output)) is not None:
                 self._finish(logits)
 
         return hook

@@ -3,8 +3,6 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from vitflow.cli.options import (
     make_explainer,
     method_options,
     model_options,
+    pictures_bar,
     printable,
     talking,
 )
@@ -141,7 +140,7 @@ def _run(data: str, given: dict[str, Any]) -> Any:
             raise OptionError("Expected --method all alone, or methods by name, got both.")
         methods = "all"
     same = ("output", "images", "limit", "replace_by", "points", "sanity_pictures", "batch_size", "resamples", "seed")
-    with _progress_bar() as progress:
+    with pictures_bar() as progress:
         return evaluate(
             data,
             model=lambda: make_explainer(given),
@@ -152,35 +151,3 @@ def _run(data: str, given: dict[str, Any]) -> Any:
             **{name: given[name] for name in same},
             **given_options(given, OPTIONS),
         )
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Any]:
-    """A callback that shows pictures, the time left and what failed, on stderr."""
-    from tqdm import tqdm
-
-    bar: Any = None
-
-    def show(state: Any) -> None:
-        nonlocal bar
-        if bar is None:
-            bar = tqdm(
-                total=state.total,
-                initial=state.done,
-                unit=" pictures",
-                dynamic_ncols=True,
-                file=sys.stderr,
-                mininterval=0.2 if sys.stderr.isatty() else 30,  # a log file wants fewer lines
-            )
-        if state.row is not None:
-            name = printable(Path(state.row["input"]))
-            bar.set_postfix_str(name[-40:], refresh=False)
-            bar.update(state.done - bar.n)
-            if state.row["status"] == "failed":
-                bar.write(f"error: {name}: {state.row['error']}: {state.row['message']}", file=sys.stderr)
-
-    try:
-        yield show
-    finally:
-        if bar is not None:
-            bar.close()

@@ -2,8 +2,6 @@
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from vitflow.cli.options import (
     make_explainer,
     method_options,
     model_options,
+    pictures_bar,
     printable,
     talking,
 )
@@ -103,7 +102,7 @@ def folder(sources: tuple[Path, ...], **given: Any) -> None:
             if not any(method.accepts(name) for method in methods):
                 methods[0].complete({name: options[name]})  # raises
         _check_sources(sources)
-        with _progress_bar() as progress:
+        with pictures_bar() as progress:
             summary = _run(sources, given, options, progress)
         click.echo(printable(summary.manifest))
         if summary.report:
@@ -146,37 +145,3 @@ def _run(sources: tuple[Path, ...], given: dict[str, Any], options: dict[str, An
         **{name: given[name] for name in same},
         **options,
     )
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Any]:
-    """A callback that shows pictures per second, the time left and the current file, on stderr."""
-    from tqdm import tqdm
-
-    bar: Any = None
-
-    def show(state: Any) -> None:
-        nonlocal bar
-        if bar is None:
-            bar = tqdm(
-                total=state.total,
-                initial=state.done,
-                unit=" pictures",
-                dynamic_ncols=True,
-                file=sys.stderr,
-                mininterval=0.2 if sys.stderr.isatty() else 30,  # a log file wants fewer lines
-            )
-        if state.row is not None:
-            bar.set_postfix_str(printable(Path(state.row["input"]))[-40:], refresh=False)
-            bar.update(state.done - bar.n)
-            if state.row["status"] == "failed":
-                bar.write(
-                    f"error: {printable(Path(state.row['input']))}: {state.row['error']}: {state.row['message']}",
-                    file=sys.stderr,
-                )
-
-    try:
-        yield show
-    finally:
-        if bar is not None:
-            bar.close()

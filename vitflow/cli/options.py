@@ -176,3 +176,35 @@ def printable(path: Path) -> str:
     """A path that any terminal can print: invalid UTF-8 and control characters are escaped."""
     text = str(path).encode("utf-8", "backslashreplace").decode()
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+@contextmanager
+def pictures_bar() -> Iterator[Any]:
+    """A callback that shows pictures per second, the time left, the current file and what failed, on stderr."""
+    from tqdm import tqdm
+
+    bar: Any = None
+
+    def show(state: Any) -> None:
+        nonlocal bar
+        if bar is None:
+            bar = tqdm(
+                total=state.total,
+                initial=state.done,
+                unit=" pictures",
+                dynamic_ncols=True,
+                file=sys.stderr,
+                mininterval=0.2 if sys.stderr.isatty() else 30,  # a log file wants fewer lines
+            )
+        if state.row is not None:
+            name = printable(Path(state.row["input"]))
+            bar.set_postfix_str(name[-40:], refresh=False)
+            bar.update(state.done - bar.n)
+            if state.row["status"] == "failed":
+                bar.write(f"error: {name}: {state.row['error']}: {state.row['message']}", file=sys.stderr)
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()

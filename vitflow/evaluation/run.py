@@ -1,6 +1,5 @@
 """Evaluate methods on a model and data: measure picture by picture, resumable, and put everything together."""
 
-import hashlib
 import json
 import os
 import platform
@@ -9,9 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
+from vitflow.checkpoints import weights_sha256
 from vitflow.errors import VitflowError
 from vitflow.evaluation.choices import (
     applicable_methods,
@@ -146,7 +145,7 @@ def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol, sanity
         "kind": "evaluation",
         "data": dict(dataset.identity) or {"own": dataset.name},
         "model": explainer.model_id,
-        "weights_sha256": _weights_sha256(explainer.model),
+        "weights_sha256": weights_sha256(explainer.model),
         "fit": explainer.fit,
         "methods": {label: name for label, name, _ in protocol.methods},
         "options": {label: dict(options) for label, _, options in protocol.methods},
@@ -157,16 +156,6 @@ def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol, sanity
     }
     plain: dict[str, Any] = json.loads(json.dumps(record, default=str))
     return plain
-
-
-def _weights_sha256(model: nn.Module) -> str:
-    """One hash over the names and values of all weights, whatever file they came from."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        value = tensor.detach().cpu().contiguous()
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
-    return digest.hexdigest()
 
 
 def _versions() -> dict[str, str]:
