@@ -11,7 +11,7 @@ from pathlib import Path
 import vitflow
 from vitflow.evaluation import evaluate
 from vitflow.evaluation.charts import draw_bars
-from vitflow.figures import save_figure
+from vitflow.pictures.figures import save_figure
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 SHOWN = ["pointing_game", "roc_auc", "deletion_auc", "gap", "randomisation", "class_sensitivity"]

@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 
 import vitflow
 from vitflow.demo import draw_pictures
-from vitflow.images import read_image
-from vitflow.overlay import upsample
+from vitflow.pictures.images import read_image
+from vitflow.pictures.overlay import upsample
 
 POINTS = 56
 

@@ -11,10 +11,11 @@ from scipy.stats import spearmanr
 from torch import nn
 
 from tests import references
-from vitflow import Explainer, figures, record_attention
+from vitflow import Explainer, record_attention
 from vitflow.errors import OptionError
 from vitflow.evaluation import RankCorrelation, rank_correlation
-from vitflow.images import write_image
+from vitflow.pictures import figures
+from vitflow.pictures.images import write_image
 
 OWN = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9}

@@ -13,9 +13,9 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
-from vitflow import figures, typesetting
 from vitflow.errors import OptionError, ShapeError
-from vitflow.figures import Cell, Column, Series, draw_lines, draw_strip, panel_size, save_figure
+from vitflow.pictures import figures, typesetting
+from vitflow.pictures.figures import Cell, Column, Series, draw_lines, draw_strip, panel_size, save_figure
 
 NAMES = [
     "tabby",
@@ -211,7 +211,7 @@ def test_pictures_keep_their_aspect_inside_the_box_of_a_column(size):
 
 def test_drawing_needs_no_pyplot(tmp_path):
     code = (
-        "import sys, numpy as np\nfrom vitflow.figures import *\n"
+        "import sys, numpy as np\nfrom vitflow.pictures.figures import *\n"
         "figure = draw_strip([Column('a')], [[[Cell(np.zeros((9, 9, 3), np.uint8))]]])\n"
         "for suffix in ('png', 'svg', 'pdf'):\n    save_figure(figure, f'strip.{suffix}')\n"
         "print('matplotlib.pyplot' in sys.modules)"

@@ -14,11 +14,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
-from vitflow import geometry
 from vitflow.errors import OptionError, ShapeError
-from vitflow.geometry import CROP_MODES, FITS, INTERPOLATIONS, Placement, place, prepare
-from vitflow.images import read_image
-from vitflow.overlay import upsample
+from vitflow.pictures import geometry
+from vitflow.pictures.geometry import CROP_MODES, FITS, INTERPOLATIONS, Placement, place, prepare
+from vitflow.pictures.images import read_image
+from vitflow.pictures.overlay import upsample
 
 HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}

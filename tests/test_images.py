@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags, Image, ImageOps
 
-from vitflow import images
 from vitflow.errors import ImageError, ShapeError
-from vitflow.images import find_images, image_name, read_image, write_image
+from vitflow.pictures import images
+from vitflow.pictures.images import find_images, image_name, read_image, write_image
 
 RGB = np.random.default_rng(0).integers(0, 256, (17, 23, 3), dtype=np.uint8)
 SMOOTH = np.stack(np.broadcast_arrays(*np.ogrid[0:200:40j, 30:250:48j], 90), axis=-1).astype(np.uint8)

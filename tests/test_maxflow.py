@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow as scipy_maximum_flow
 
+from vitflow import compiled
 from vitflow.errors import OptionError, ShapeError
-from vitflow.methods import compiled, flowsolver
+from vitflow.methods import flowsolver
 from vitflow.methods.maxflow import MaxFlow, edge_flows, max_flow
 
 Array = NDArray[np.float64]

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from vitflow.errors import OptionError, ShapeError
-from vitflow.geometry import Placement, place
-from vitflow.overlay import NAN_COLOR, blend, colorize, scale_range, upsample
+from vitflow.pictures.geometry import Placement, place
+from vitflow.pictures.overlay import NAN_COLOR, blend, colorize, scale_range, upsample
 
 INTERPOLATIONS = ["linear", "cubic", "nearest"]
 

@@ -11,9 +11,9 @@ import pytest
 from tests.test_folder import fill, picture_bytes, tiny_model
 from vitflow import explain_folder
 from vitflow.errors import OptionError
-from vitflow.geometry import Placement, place
 from vitflow.manifest import Journal, RunFolder
-from vitflow.overlay import colorize, scale_range, upsample
+from vitflow.pictures.geometry import Placement, place
+from vitflow.pictures.overlay import colorize, scale_range, upsample
 from vitflow.report import write_report
 
 HOSTILE = "<img src=x onerror=alert(1)>.jpg"

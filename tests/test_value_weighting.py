@@ -15,7 +15,7 @@ from vitflow import Explainer, record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, ValueNormsError, VitflowWarning
 from vitflow.methods import get_method, maps
 from vitflow.methods.values import Values, check_value_weighting, join_values
-from vitflow.overlay import upsample
+from vitflow.pictures.overlay import upsample
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 PICTURE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)

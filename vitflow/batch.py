@@ -16,7 +16,7 @@ from PIL import Image
 from vitflow.decoding import Decoded, printable
 from vitflow.errors import OptionError, UnsupportedModelError
 from vitflow.explainer import Explainer, choose_methods
-from vitflow.images import _WRITE_OPTIONS
+from vitflow.pictures.images import _WRITE_OPTIONS
 from vitflow.saliency import Saliency
 from vitflow.targets import Target
 

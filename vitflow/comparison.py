@@ -16,15 +16,15 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import nn
 
-from vitflow import figures, overlay
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, unknown_name
 from vitflow.evaluation.agreement import Agreement, mean_of_defined, measure_agreement, spearman
 from vitflow.explainer import Explainer, MethodChoice, choose_methods
-from vitflow.figures import Cell, Column
-from vitflow.files import write_atomically
-from vitflow.images import ImageSource, image_name
 from vitflow.libraries import class_count
 from vitflow.methods import get_method
+from vitflow.pictures import figures, overlay
+from vitflow.pictures.figures import Cell, Column
+from vitflow.pictures.files import write_atomically
+from vitflow.pictures.images import ImageSource, image_name
 from vitflow.saliency import Saliency
 from vitflow.targets import Targets, is_per_picture
 
@@ -206,7 +206,7 @@ class Comparison:
             interpolation: "linear", "cubic", or "nearest" to see the patches.
             width: of a column, in inches.
             dpi: pixels per inch of the pictures.
-            blending: cmap, alpha, fade and mark_unseen as for `vitflow.overlay.blend`.
+            blending: cmap, alpha, fade and mark_unseen as for `vitflow.pictures.overlay.blend`.
 
         Raises:
             OptionError: an unknown scaling, a drawing option out of range, or another file type.

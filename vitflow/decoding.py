@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import ImageError
-from vitflow.images import MAX_PIXELS, read_image
+from vitflow.pictures.images import MAX_PIXELS, read_image
 
 #: A picture that takes longer than this to decode, in seconds, is given up.
 PATIENCE = 60.0

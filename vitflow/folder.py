@@ -21,7 +21,6 @@ from vitflow.checkpoints import weights_sha256
 from vitflow.decoding import DecoderPool
 from vitflow.errors import OptionError
 from vitflow.explainer import Explainer, MethodChoice
-from vitflow.images import MAX_PIXELS
 from vitflow.manifest import (
     FORMATS,
     Journal,
@@ -31,7 +30,8 @@ from vitflow.manifest import (
     write_json,
     write_manifest,
 )
-from vitflow.overlay import blend
+from vitflow.pictures.images import MAX_PIXELS
+from vitflow.pictures.overlay import blend
 from vitflow.pipeline import Pipeline
 from vitflow.planning import Item, Plan, make_plan
 from vitflow.targets import Target, resolve_targets

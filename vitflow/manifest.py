@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from vitflow.errors import OptionError, VitflowError
-from vitflow.files import write_atomically
+from vitflow.pictures.files import write_atomically
 
 FORMATS = ("csv", "jsonl", "parquet")
 

@@ -24,7 +24,6 @@ from torch import nn
 from vitflow.anatomy import transformer_of, unwrap
 from vitflow.checkpoints import Checkpoint, read_checkpoint, read_class_names
 from vitflow.errors import ModelError, OptionError, VitflowWarning
-from vitflow.geometry import CropMode
 from vitflow.libraries import (
     class_count,
     embedding_of,
@@ -33,6 +32,7 @@ from vitflow.libraries import (
     library_data_config,
     library_id,
 )
+from vitflow.pictures.geometry import CropMode
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from typing import Any
 from vitflow.batch import Job, Maps, Picture, compute_maps, draw_files
 from vitflow.decoding import Decoded, DecoderPool, printable
 from vitflow.explainer import Explainer
-from vitflow.files import write_atomically
 from vitflow.manifest import Journal
+from vitflow.pictures.files import write_atomically
 from vitflow.planning import Item
 
 #: Pixels that wait for the model, or to be written, take no more memory than this each (and one picture).

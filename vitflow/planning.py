@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vitflow.errors import ImageError, OptionError
-from vitflow.images import _READ_SUFFIXES, _natural
+from vitflow.pictures.images import _READ_SUFFIXES, _natural
 
 # Longest file name that common file systems take, in bytes.
 _LONGEST_NAME = 255

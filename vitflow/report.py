@@ -20,9 +20,9 @@ from PIL import Image
 
 from vitflow.decoding import decode_file, printable
 from vitflow.errors import OptionError
-from vitflow.files import write_atomically
 from vitflow.manifest import Journal, RunFolder
-from vitflow.overlay import colorize, scale_range
+from vitflow.pictures.files import write_atomically
+from vitflow.pictures.overlay import colorize, scale_range
 
 # Failed inputs listed on a page; the manifest has them all.
 _FAILURES_SHOWN = 200

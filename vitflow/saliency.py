@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow import overlay
 from vitflow.errors import OptionError
-from vitflow.files import write_atomically
-from vitflow.geometry import Placement
-from vitflow.images import write_image
+from vitflow.pictures import overlay
+from vitflow.pictures.files import write_atomically
+from vitflow.pictures.geometry import Placement
+from vitflow.pictures.images import write_image
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +86,7 @@ class Saliency:
             interpolation: "linear", "cubic", or "nearest" to see the patches.
             vmin, vmax: values that get the first and last colour; by default the range of the map's patches.
             robust: take that range between percentiles, so that one artefact patch does not own it.
-            options: cmap, alpha, fade and mark_unseen as for `vitflow.overlay.blend`.
+            options: cmap, alpha, fade and mark_unseen as for `vitflow.pictures.overlay.blend`.
         """
         heatmap = overlay.upsample(self.grid, self.placement, interpolation=interpolation)
         low, high = overlay.scale_range(self.grid, vmin=vmin, vmax=vmax, robust=robust)

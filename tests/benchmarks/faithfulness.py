@@ -24,7 +24,7 @@ from vitflow.demo import draw_pictures
 from vitflow.evaluation.agreement import mean_of_defined, spearman
 from vitflow.evaluation.faithfulness import faithfulness_curves
 from vitflow.evaluation.perturbation import REPLACEMENTS
-from vitflow.images import find_images
+from vitflow.pictures.images import find_images
 from vitflow.saliency import Saliency
 
 METHODS = ("rollout", "attention", "flow", "gradient_rollout", "gae", "gradcam", "input_gradient", "random", "centre")

@@ -129,7 +129,7 @@ def _run(sources: tuple[Path, ...], given: dict[str, Any], options: dict[str, An
     # it counts only before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vitflow.folder import explain_folder
-    from vitflow.images import MAX_PIXELS
+    from vitflow.pictures.images import MAX_PIXELS
 
     same = {"target", "recursive", "glob", "limit", "batch_size", "workers", "save_map", "format", "manifest", "report"}
     return explain_folder(

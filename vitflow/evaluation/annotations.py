@@ -12,7 +12,7 @@ from xml.parsers import expat
 
 from vitflow.errors import OptionError, VitflowError
 from vitflow.evaluation.regions import Label, Region, box_region, read_polygons_or_runs
-from vitflow.images import find_images
+from vitflow.pictures.images import find_images
 
 _WORDNET = re.compile(r"n\d{8}")
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError, unknown_name
 from vitflow.evaluation.metrics import Metric
 from vitflow.evaluation.results import Evaluation
-from vitflow.figures import DPI, save_figure
-from vitflow.files import write_atomically
-from vitflow.typesetting import BODY, TITLE, QuietFigure, printable
+from vitflow.pictures.figures import DPI, save_figure
+from vitflow.pictures.files import write_atomically
+from vitflow.pictures.typesetting import BODY, TITLE, QuietFigure, printable
 
 
 @dataclass(frozen=True, slots=True)

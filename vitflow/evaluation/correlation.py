@@ -17,18 +17,18 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow import figures
 from vitflow.errors import OptionError, unknown_name
 from vitflow.evaluation.agreement import spearman
 from vitflow.explainer import Explainer, MethodChoice
-from vitflow.figures import Series
-from vitflow.files import write_atomically
-from vitflow.images import ImageSource, find_images
 from vitflow.methods.attention import check_layer, raw_attention
 from vitflow.methods.flow import attention_flow
 from vitflow.methods.fusion import HeadFusion
 from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.values import ValueWeighting
+from vitflow.pictures import figures
+from vitflow.pictures.figures import Series
+from vitflow.pictures.files import write_atomically
+from vitflow.pictures.images import ImageSource, find_images
 from vitflow.recorder import record_attention
 from vitflow.targets import Target
 from vitflow.tokens import TokenLayout

@@ -14,7 +14,7 @@ from vitflow.errors import OptionError, unknown_name
 from vitflow.evaluation.charts import save_charts
 from vitflow.evaluation.page import write_page
 from vitflow.evaluation.results import Evaluation
-from vitflow.files import write_atomically
+from vitflow.pictures.files import write_atomically
 
 _PICTURE = ("input", "asked", "class_index", "class_name", "probability", "predicted_index", "region_share")
 _ESTIMATE = ("mean", "standard_error", "low", "high", "count", "undefined")

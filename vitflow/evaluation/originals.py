@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError
 from vitflow.explainer import Explainer, MethodChoice
-from vitflow.images import ImageSource
+from vitflow.pictures.images import ImageSource
 from vitflow.saliency import Saliency
 from vitflow.targets import Target
 

@@ -14,8 +14,8 @@ from vitflow.evaluation.correlation import RankCorrelation
 from vitflow.evaluation.metrics import CORRELATION_SILENT, Metric
 from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.statistics import CONFIDENCE, Difference, Estimate
-from vitflow.files import write_atomically
-from vitflow.typesetting import printable
+from vitflow.pictures.files import write_atomically
+from vitflow.pictures.typesetting import printable
 
 # Failed pictures listed on the page; the journal and the CSV have them all.
 _FAILURES_SHOWN = 200

@@ -15,8 +15,8 @@ from vitflow.errors import OptionError, VitflowWarning, unknown_name
 from vitflow.evaluation.agreement import spearman
 from vitflow.evaluation.originals import original_maps
 from vitflow.explainer import Explainer, MethodChoice
-from vitflow.images import ImageSource
 from vitflow.libraries import library_norms
+from vitflow.pictures.images import ImageSource
 from vitflow.saliency import Saliency
 from vitflow.targets import Target
 

@@ -29,9 +29,9 @@ from vitflow.evaluation.scoring import Protocol
 from vitflow.evaluation.statistics import RESAMPLES
 from vitflow.evaluation.token_dropping import can_drop_tokens
 from vitflow.explainer import Explainer, MethodChoice
-from vitflow.images import ImageSource
 from vitflow.manifest import RunFolder
 from vitflow.methods import get_method
+from vitflow.pictures.images import ImageSource
 
 #: On how many pictures the costly groups are measured where nothing else is asked for.
 SANITY_PICTURES = 24

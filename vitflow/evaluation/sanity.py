@@ -15,10 +15,10 @@ from vitflow.evaluation.agreement import mean_of_defined, spearman
 from vitflow.evaluation.originals import original_maps
 from vitflow.evaluation.randomisation import cascading_randomisation, stage_names
 from vitflow.explainer import Explainer, MethodChoice, _evaluating
-from vitflow.geometry import place, prepare
-from vitflow.images import ImageSource, read_image
 from vitflow.methods import get_method
 from vitflow.methods.cells import cell_grid
+from vitflow.pictures.geometry import place, prepare
+from vitflow.pictures.images import ImageSource, read_image
 from vitflow.saliency import Saliency
 from vitflow.targets import Target
 

@@ -18,8 +18,8 @@ from vitflow.evaluation.faithfulness import faithfulness_curves
 from vitflow.evaluation.localisation import localise
 from vitflow.evaluation.questions import Question
 from vitflow.explainer import Explainer, MethodChoice
+from vitflow.pictures.typesetting import printable
 from vitflow.saliency import Saliency
-from vitflow.typesetting import printable
 
 _LOCALISATION = ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou")
 _FAITHFULNESS = ("deletion_auc", "insertion_auc", "gap", "positive_perturbation", "negative_perturbation")

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from vitflow.methods.compiled import compiled
+from vitflow.compiled import compiled
 
 BUCKETS = 48  # capacities are told apart by their binary exponent, down to 2^-46 of the supply
 

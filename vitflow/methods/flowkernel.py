@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.methods.compiled import compiled
+from vitflow.compiled import compiled
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitflow.methods.compiled import compiled_loosely
+from vitflow.compiled import compiled_loosely
 
 Floats = NDArray[np.float32]
 

@@ -7,9 +7,9 @@ import matplotlib
 import numpy as np
 from numpy.typing import NDArray
 
+from vitflow.compiled import compiled
 from vitflow.errors import OptionError, ShapeError, unknown_name
-from vitflow.geometry import Placement
-from vitflow.methods.compiled import compiled
+from vitflow.pictures.geometry import Placement
 
 Interpolation = Literal["linear", "cubic", "nearest"]
 INTERPOLATIONS: tuple[Interpolation, ...] = get_args(Interpolation)

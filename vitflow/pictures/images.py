@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from vitflow.errors import ImageError, ShapeError, VitflowError
-from vitflow.files import write_atomically
+from vitflow.pictures.files import write_atomically
 
 ImageSource = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
 

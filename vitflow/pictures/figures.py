@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, unknown_name
-from vitflow.files import write_atomically
-from vitflow.typesetting import BODY, GREY, INK, LEADING, RULE, SMALL, TITLE, Page, QuietFigure, printable
+from vitflow.pictures.files import write_atomically
+from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, RULE, SMALL, TITLE, Page, QuietFigure, printable
 
 FORMATS = (".pdf", ".png", ".svg")
 

@@ -1,0 +1,1 @@
+"""Pictures: read, place and draw them."""
