@@ -16,12 +16,12 @@ from torch import Tensor
 from tests import references
 from vitflow.demo import load_demo_model, sample_pictures
 from vitflow.errors import OptionError, ShapeError
-from vitflow.methods.flow import FlowResult, attention_flow
-from vitflow.methods.graph import attention_graph, token_label
-from vitflow.methods.maxflow import edge_flows, max_flow
+from vitflow.methods.flow.attention_flow import FlowResult, attention_flow
+from vitflow.methods.flow.graph import attention_graph, token_label
+from vitflow.methods.flow.layers import layer_capacities, parse_window
+from vitflow.methods.flow.maxflow import edge_flows, max_flow
 from vitflow.methods.rollout import attention_rollout
-from vitflow.methods.window import layer_capacities, parse_window
-from vitflow.tokens import TokenLayout
+from vitflow.methods.tokens import TokenLayout
 
 Array = NDArray[np.float64]
 
@@ -488,7 +488,7 @@ def test_shapes_that_are_not_attention() -> None:
 def test_two_layers_load_no_compiler() -> None:
     # The closed form answers at once: numba, and compiling on first use, are for deeper windows.
     code = (
-        "import sys, torch; from vitflow.methods.flow import attention_flow; "
+        "import sys, torch; from vitflow.methods.flow.attention_flow import attention_flow; "
         "attention_flow([torch.full((1, 4, 4), 0.25)] * 6, layers=2); "
         "assert not {'numba', 'networkx'} & set(sys.modules), 'loaded'"
     )

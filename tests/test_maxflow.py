@@ -15,8 +15,8 @@ from scipy.sparse.csgraph import maximum_flow as scipy_maximum_flow
 
 from vitflow import compiled
 from vitflow.errors import OptionError, ShapeError
-from vitflow.methods import flowsolver
-from vitflow.methods.maxflow import MaxFlow, edge_flows, max_flow
+from vitflow.methods.flow.attention_flow import solver as flowsolver
+from vitflow.methods.flow.maxflow import MaxFlow, edge_flows, max_flow
 
 Array = NDArray[np.float64]
 Source = int | Array

@@ -15,8 +15,8 @@ from vitflow import Explainer, record_attention
 from vitflow.anatomy import block_norms, logits_of
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.libraries import class_count, from_processor
+from vitflow.methods.tokens import TokenLayout
 from vitflow.models import class_names_of, model_id, read_input_spec
-from vitflow.tokens import TokenLayout
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,7 +10,7 @@ from tests import references
 from vitflow import Explainer, TokenLayout, record_attention
 from vitflow.errors import OptionError, ShapeError
 from vitflow.methods import get_method, maps
-from vitflow.methods.staged import Place, carry, staged_rollout
+from vitflow.methods.staged_rollout import Place, carry, staged_rollout
 
 SIDE = 64  # of the picture; patches of 4 pixels make 16 × 16 tokens, merged to 8 × 8 for the second stage
 

@@ -12,7 +12,7 @@ from vitflow import Explainer, load_model
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.evaluation import token_dropping
 from vitflow.evaluation.token_dropping import can_drop_tokens, check_can_drop, needs_patches, run_on_patches
-from vitflow.tokens import TokenLayout
+from vitflow.methods.tokens import TokenLayout
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 KEPT = torch.tensor([[3, 0, 7, 15, 9], [1, 2, 4, 8, 14]])

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from vitflow.explainer import Explainer, explain
     from vitflow.folder import FolderSummary, explain_folder
     from vitflow.methods import list_methods, register_method
-    from vitflow.methods.flow import FlowResult, attention_flow
-    from vitflow.methods.graph import attention_graph
+    from vitflow.methods.flow.attention_flow import FlowResult, attention_flow
+    from vitflow.methods.flow.graph import attention_graph
     from vitflow.methods.rollout import attention_rollout
+    from vitflow.methods.tokens import TokenLayout
     from vitflow.models import load_model
     from vitflow.recorder import record_attention
     from vitflow.saliency import Saliency
-    from vitflow.tokens import TokenLayout
     from vitflow.trace import Trace
 
 __version__ = "0.1.0"
@@ -31,15 +31,15 @@ __version__ = "0.1.0"
 _HOMES = {
     "Comparison": "comparison",
     "Explainer": "explainer",
-    "FlowResult": "methods.flow",
+    "FlowResult": "methods.flow.attention_flow",
     "FolderSummary": "folder",
     "Saliency": "saliency",
-    "TokenLayout": "tokens",
+    "TokenLayout": "methods.tokens",
     "Trace": "trace",
     "VitflowError": "errors",
     "VitflowWarning": "errors",
-    "attention_flow": "methods.flow",
-    "attention_graph": "methods.graph",
+    "attention_flow": "methods.flow.attention_flow",
+    "attention_graph": "methods.flow.graph",
     "attention_rollout": "methods.rollout",
     "compare": "comparison",
     "evaluate": "evaluation",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vitflow.errors import UnsupportedModelError
 from vitflow.libraries import library_layout, library_norms, library_readout
 from vitflow.methods.attention import check_layer
-from vitflow.tokens import TokenLayout
+from vitflow.methods.tokens import TokenLayout
 
 # What attention modules call the projection that takes the joined heads back to the token width.
 _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj")

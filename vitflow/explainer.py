@@ -26,13 +26,13 @@ from vitflow.errors import (
 from vitflow.libraries import class_count, forward_options, is_multi_label
 from vitflow.methods import Method, get_method
 from vitflow.methods.maps import Maps
+from vitflow.methods.tokens import TokenLayout
 from vitflow.models import class_names_of, load_model, model_id, read_input_spec
 from vitflow.pictures.geometry import FITS, Fit, Placement, place, prepare
 from vitflow.pictures.images import ImageSource, image_name, read_image
 from vitflow.recorder import record_attention
 from vitflow.saliency import Saliency
 from vitflow.targets import Target, Targets, is_per_picture, resolve_targets
-from vitflow.tokens import TokenLayout
 from vitflow.trace import FusionKey, Trace
 
 # A method by name, or by name with options of its own.

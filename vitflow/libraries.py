@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError
-from vitflow.tokens import TokenLayout
+from vitflow.methods.tokens import TokenLayout
 
 # What transformers calls the layer that makes tokens of patches, and the tokens that stand before them.
 _PATCHES = ("patch_embeddings", "patch_embedding")

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from vitflow.anatomy import layout_of_count, read_layout
 from vitflow.errors import UnsupportedModelError
 from vitflow.families import is_class_attention, is_traced
-from vitflow.methods.staged import Place
+from vitflow.methods.staged_rollout import Place
+from vitflow.methods.tokens import TokenLayout
 from vitflow.probing import Size, Windows, find_windows, token_orders
-from vitflow.tokens import TokenLayout
 from vitflow.trace import AttentionLayer
 
 

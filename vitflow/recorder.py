@@ -27,9 +27,9 @@ from vitflow.families import arrangement, is_difference, is_pooling, other_atten
 from vitflow.interception import Interception
 from vitflow.libraries import refuse_unseen
 from vitflow.methods.fusion import HeadFusion, check_head_fusion
+from vitflow.methods.tokens import TokenLayout
 from vitflow.methods.values import Values, ValueWeighting, check_value_weighting, fuse_weighted, join_values
 from vitflow.placing import place_layers
-from vitflow.tokens import TokenLayout
 from vitflow.trace import Arrange, AttentionLayer, FusionKey, Part, Trace
 
 # Blocks whose attention modules work side by side on the same tokens: together they are one layer with more heads.

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError
-from vitflow.methods.staged import Place
+from vitflow.methods.staged_rollout import Place
+from vitflow.methods.tokens import TokenLayout
 from vitflow.methods.values import Values, ValueWeighting, check_value_weighting, fuse_weighted
-from vitflow.tokens import TokenLayout
 
 # How heads were fused: the name of the fusion, and the value weighting that came before it.
 FusionKey = tuple[str, ValueWeighting]

@@ -21,9 +21,10 @@ from vitflow.errors import OptionError, unknown_name
 from vitflow.evaluation.agreement import spearman
 from vitflow.explainer import Explainer, MethodChoice
 from vitflow.methods.attention import check_layer, raw_attention
-from vitflow.methods.flow import attention_flow
+from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.fusion import HeadFusion
 from vitflow.methods.rollout import attention_rollout
+from vitflow.methods.tokens import TokenLayout
 from vitflow.methods.values import ValueWeighting
 from vitflow.pictures import figures
 from vitflow.pictures.figures import Series
@@ -31,7 +32,6 @@ from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource, find_images
 from vitflow.recorder import record_attention
 from vitflow.targets import Target
-from vitflow.tokens import TokenLayout
 
 LAYER_METHODS = ("attention", "rollout", "flow")
 REFERENCES = ("occlusion", "input_gradient")

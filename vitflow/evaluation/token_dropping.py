@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitflow.anatomy import read_layout, transformer_of, unwrap
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.explainer import Explainer, _evaluating
-from vitflow.tokens import TokenLayout
+from vitflow.methods.tokens import TokenLayout
 
 
 def run_on_patches(model: nn.Module, pixels: Tensor, kept: Tensor, *, layout: TokenLayout | None = None) -> Tensor:

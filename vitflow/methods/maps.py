@@ -13,11 +13,11 @@ from vitflow.methods import baselines, gradients
 from vitflow.methods import occlusion as blank_out
 from vitflow.methods import rollout as rollouts
 from vitflow.methods.attention import check_layer, one_head, raw_attention
-from vitflow.methods.flow import Solver, attention_flow
+from vitflow.methods.flow.attention_flow import Solver, attention_flow
+from vitflow.methods.flow.layers import Window
 from vitflow.methods.fusion import HeadFusion, normalize_rows
-from vitflow.methods.staged import carry, staged_rollout
+from vitflow.methods.staged_rollout import carry, staged_rollout
 from vitflow.methods.values import ValueWeighting
-from vitflow.methods.window import Window
 from vitflow.progress import tracking
 from vitflow.trace import Trace
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from vitflow.errors import ShapeError
 from vitflow.methods.attention import check_layer, check_readout
 from vitflow.methods.fusion import check_fraction, discard_smallest
-from vitflow.tokens import TokenLayout
+from vitflow.methods.tokens import TokenLayout
 
 
 @dataclass(frozen=True, slots=True, eq=False)

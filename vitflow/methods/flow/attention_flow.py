@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, unknown_name
+from vitflow.methods.flow.layers import Window, check_window, layer_capacities, window_below
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion
-from vitflow.methods.window import Window, check_window, layer_capacities, window_below
 
 if TYPE_CHECKING:
-    from vitflow.methods.flowsolver import Progress
+    from vitflow.methods.flow.solver import Progress
 
 Solver = Literal["exact", "networkx"]
 SOLVERS: tuple[Solver, ...] = get_args(Solver)
@@ -188,10 +188,10 @@ def _solve(
     """Flows, trivial cuts and the layer of each minimum cut (0 for the first) of one picture."""
     if not isinstance(source, int):
         source = _as_token(capacities[-1], source)
-    from vitflow.methods.maxflow import max_flow
+    from vitflow.methods.flow.maxflow import max_flow
 
     if solver == "networkx":
-        from vitflow.methods.graph import networkx_flow
+        from vitflow.methods.flow.graph import networkx_flow
 
         values, crossing = networkx_flow(capacities, source, sinks, progress)
     else:

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from vitflow.errors import OptionError, ShapeError
 
 if TYPE_CHECKING:
-    from vitflow.methods.flowsolver import Progress
+    from vitflow.methods.flow.solver import Progress
 
 Floats = NDArray[np.float64]
 
@@ -82,7 +82,7 @@ def max_flow(
         if progress:
             progress(len(chosen))
     else:
-        from vitflow.methods.flowsolver import InnerGraph
+        from vitflow.methods.flow.solver import InnerGraph
 
         inner = InnerGraph(graph.inner, graph.supply, workers or torch.get_num_threads())
         values, crossing, inside = inner.solve(demands, bounds, labels=sink_sides, progress=progress)
@@ -122,7 +122,7 @@ def edge_flows(capacities: ArrayLike, source: int | ArrayLike, sink: int) -> Flo
     demand = graph.upward[0, chosen]
     flows = np.zeros((graph.layers, graph.tokens, graph.tokens))
     if len(graph.inner):
-        from vitflow.methods.flowsolver import InnerGraph
+        from vitflow.methods.flow.solver import InnerGraph
 
         inner = InnerGraph(graph.inner, graph.supply, 1)
         passed, carried, taken = inner.flow(demand, min(float(demand.sum()), graph.total))

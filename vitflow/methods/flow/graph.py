@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError
+from vitflow.methods.flow.layers import Window, check_window, layer_capacities
 from vitflow.methods.fusion import HeadFusion
-from vitflow.methods.window import Window, check_window, layer_capacities
-from vitflow.tokens import TokenLayout
+from vitflow.methods.tokens import TokenLayout
 
 if TYPE_CHECKING:
     from networkx import DiGraph

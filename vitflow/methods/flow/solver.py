@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError
-from vitflow.methods.edgeorder import BUCKETS, arrange_edges
-from vitflow.methods.flowkernel import Floats, solve, workspace
+from vitflow.methods.flow.edge_order import BUCKETS, arrange_edges
+from vitflow.methods.flow.kernel import Floats, solve, workspace
 
 Progress = Callable[[int], object]
 Indices = NDArray[np.intp]

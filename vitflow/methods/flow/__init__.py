@@ -1,0 +1,1 @@
+"""Attention flow: the maximum flow from the answer to each token, exact."""
