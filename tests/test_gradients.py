@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from tests import literal_vit
 from vitflow import record_attention
-from vitflow.anatomy import block_norm
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.methods import cells, get_method, maps
 from vitflow.methods.gradients import grad_cam, input_gradient
 from vitflow.methods.rollout import attention_rollout, gae, gradient_rollout
+from vitflow.models.anatomy import block_norm
 from vitflow.trace import Trace
 
 BATCH, TARGETS = 3, [4, 0, 2]

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import vitflow
-from vitflow.checkpoints import read_checkpoint, read_class_names
 from vitflow.errors import ModelError, OptionError, VitflowWarning
-from vitflow.models import class_names_of, model_id, read_input_spec
+from vitflow.models.checkpoints import read_checkpoint, read_class_names
+from vitflow.models.loading import class_names_of, model_id, read_input_spec
 
 ID = "test_vit"
 PRETRAINED = {"input_size": [3, 160, 160], "fixed_input_size": True, "mean": [0.1] * 3, "std": [0.2] * 3}

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import vitflow
 from vitflow import Explainer, record_attention
-from vitflow.anatomy import block_norms, logits_of
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
-from vitflow.libraries import class_count, from_processor
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models import class_names_of, model_id, read_input_spec
+from vitflow.models.anatomy import block_norms, logits_of
+from vitflow.models.libraries import class_count, from_processor
+from vitflow.models.loading import class_names_of, model_id, read_input_spec
 
 transformers = pytest.importorskip("transformers")
 
@@ -446,5 +446,5 @@ def test_a_model_of_texts_and_pictures_is_refused_with_its_part_that_sees():
 def test_models_of_timm_are_none_of_theirs():
     model = timm.create_model("test_vit")
     assert class_count(model) == 1000
-    assert not vitflow.libraries.library_norms(model)
-    assert vitflow.libraries.library_layout(model, (160, 160)) is None
+    assert not vitflow.models.libraries.library_norms(model)
+    assert vitflow.models.libraries.library_layout(model, (160, 160)) is None

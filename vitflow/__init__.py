@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vitflow.methods.flow.graph import attention_graph
     from vitflow.methods.rollout import attention_rollout
     from vitflow.methods.tokens import TokenLayout
-    from vitflow.models import load_model
+    from vitflow.models.loading import load_model
     from vitflow.recorder import record_attention
     from vitflow.saliency import Saliency
     from vitflow.trace import Trace
@@ -46,7 +46,7 @@ _HOMES = {
     "explain": "explainer",
     "explain_folder": "folder",
     "list_methods": "methods",
-    "load_model": "models",
+    "load_model": "models.loading",
     "record_attention": "recorder",
     "register_method": "methods",
 }

@@ -19,8 +19,8 @@ from torch import nn
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, unknown_name
 from vitflow.evaluation.agreement import Agreement, mean_of_defined, measure_agreement, spearman
 from vitflow.explainer import Explainer, MethodChoice, choose_methods
-from vitflow.libraries import class_count
 from vitflow.methods import get_method
+from vitflow.models.libraries import class_count
 from vitflow.pictures import figures, overlay
 from vitflow.pictures.figures import Cell, Column
 from vitflow.pictures.files import write_atomically

@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.anatomy import block_norm, logits_of, unwrap
 from vitflow.errors import (
     ModelError,
     OptionError,
@@ -23,11 +22,12 @@ from vitflow.errors import (
     VitflowWarning,
     unknown_name,
 )
-from vitflow.libraries import class_count, forward_options, is_multi_label
 from vitflow.methods import Method, get_method
 from vitflow.methods.maps import Maps
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models import class_names_of, load_model, model_id, read_input_spec
+from vitflow.models.anatomy import block_norm, logits_of, unwrap
+from vitflow.models.libraries import class_count, forward_options, is_multi_label
+from vitflow.models.loading import class_names_of, load_model, model_id, read_input_spec
 from vitflow.pictures.geometry import FITS, Fit, Placement, place, prepare
 from vitflow.pictures.images import ImageSource, image_name, read_image
 from vitflow.recorder import record_attention

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from vitflow.batch import Job, make_job
-from vitflow.checkpoints import weights_sha256
 from vitflow.decoding import DecoderPool
 from vitflow.errors import OptionError
 from vitflow.explainer import Explainer, MethodChoice
@@ -30,6 +29,7 @@ from vitflow.manifest import (
     write_json,
     write_manifest,
 )
+from vitflow.models.checkpoints import weights_sha256
 from vitflow.pictures.images import MAX_PIXELS
 from vitflow.pictures.overlay import blend
 from vitflow.pipeline import Pipeline

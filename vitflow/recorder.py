@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitflow.anatomy import (
+from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, ValueNormsError
+from vitflow.families import arrangement, is_difference, is_pooling, other_attention, refusal_of
+from vitflow.interception import Interception
+from vitflow.methods.fusion import HeadFusion, check_head_fusion
+from vitflow.methods.tokens import TokenLayout
+from vitflow.methods.values import Values, ValueWeighting, check_value_weighting, fuse_weighted, join_values
+from vitflow.models.anatomy import (
     block_norms,
     feature_layout,
     logits_of,
@@ -22,13 +28,7 @@ from vitflow.anatomy import (
     read_readout,
     unwrap,
 )
-from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, ValueNormsError
-from vitflow.families import arrangement, is_difference, is_pooling, other_attention, refusal_of
-from vitflow.interception import Interception
-from vitflow.libraries import refuse_unseen
-from vitflow.methods.fusion import HeadFusion, check_head_fusion
-from vitflow.methods.tokens import TokenLayout
-from vitflow.methods.values import Values, ValueWeighting, check_value_weighting, fuse_weighted, join_values
+from vitflow.models.libraries import refuse_unseen
 from vitflow.placing import place_layers
 from vitflow.trace import Arrange, AttentionLayer, FusionKey, Part, Trace
 

@@ -160,7 +160,7 @@ def given_options(values: Mapping[str, Any], names: Any) -> dict[str, Any]:
 def make_explainer(given: Mapping[str, Any]) -> Any:
     """The explainer that the options of `model_options` ask for."""
     from vitflow.explainer import Explainer, default_device
-    from vitflow.models import load_model
+    from vitflow.models.loading import load_model
 
     model = load_model(
         given["model"],

@@ -12,8 +12,8 @@ from vitflow.evaluation.datasets import Dataset, Sample
 from vitflow.evaluation.perturbation import REPLACEMENTS
 from vitflow.evaluation.results import BASELINES
 from vitflow.explainer import Explainer, MethodChoice, choose_methods
-from vitflow.libraries import class_count
 from vitflow.methods import get_method, list_methods
+from vitflow.models.libraries import class_count
 
 # (label, name, options) of a method.
 Labelled = tuple[str, str, Mapping[str, Any]]

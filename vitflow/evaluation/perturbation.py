@@ -9,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitflow.anatomy import logits_of
 from vitflow.errors import ModelError, OptionError, ShapeError, unknown_name
 from vitflow.evaluation.token_dropping import check_can_drop, needs_patches, run_on_patches
 from vitflow.explainer import Explainer
 from vitflow.methods.cells import cell_edges
+from vitflow.models.anatomy import logits_of
 
 REPLACEMENTS = ("drop", "blank", "blur")
 # σ of the blur, as a share of the shorter side of the model input.

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitflow.anatomy import transformer_of
 from vitflow.errors import OptionError, VitflowWarning, unknown_name
 from vitflow.evaluation.agreement import spearman
 from vitflow.evaluation.originals import original_maps
 from vitflow.explainer import Explainer, MethodChoice
-from vitflow.libraries import library_norms
+from vitflow.models.anatomy import transformer_of
+from vitflow.models.libraries import library_norms
 from vitflow.pictures.images import ImageSource
 from vitflow.saliency import Saliency
 from vitflow.targets import Target

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from vitflow.checkpoints import weights_sha256
 from vitflow.errors import VitflowError
 from vitflow.evaluation.choices import (
     applicable_methods,
@@ -31,6 +30,7 @@ from vitflow.evaluation.token_dropping import can_drop_tokens
 from vitflow.explainer import Explainer, MethodChoice
 from vitflow.manifest import RunFolder
 from vitflow.methods import get_method
+from vitflow.models.checkpoints import weights_sha256
 from vitflow.pictures.images import ImageSource
 
 #: On how many pictures the costly groups are measured where nothing else is asked for.

@@ -10,8 +10,8 @@ from vitflow.evaluation.datasets import Dataset, Sample
 from vitflow.evaluation.questions import ask
 from vitflow.evaluation.scoring import Item, Protocol, failed_row, measure
 from vitflow.explainer import Explainer
-from vitflow.libraries import class_count
 from vitflow.manifest import Journal, RunFolder, fingerprint_difference
+from vitflow.models.libraries import class_count
 
 # Groups of metrics that take many forward passes per picture.
 COSTLY = ("sanity", "correlation")

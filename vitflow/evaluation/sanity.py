@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vitflow.anatomy import logits_of
 from vitflow.errors import OptionError, unknown_name
 from vitflow.evaluation.agreement import mean_of_defined, spearman
 from vitflow.evaluation.originals import original_maps
@@ -17,6 +16,7 @@ from vitflow.evaluation.randomisation import cascading_randomisation, stage_name
 from vitflow.explainer import Explainer, MethodChoice, _evaluating
 from vitflow.methods import get_method
 from vitflow.methods.cells import cell_grid
+from vitflow.models.anatomy import logits_of
 from vitflow.pictures.geometry import place, prepare
 from vitflow.pictures.images import ImageSource, read_image
 from vitflow.saliency import Saliency

@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from vitflow.anatomy import read_layout, transformer_of, unwrap
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.explainer import Explainer, _evaluating
 from vitflow.methods.tokens import TokenLayout
+from vitflow.models.anatomy import read_layout, transformer_of, unwrap
 
 
 def run_on_patches(model: nn.Module, pixels: Tensor, kept: Tensor, *, layout: TokenLayout | None = None) -> Tensor:

@@ -21,10 +21,10 @@ import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_model_data_config
 from torch import nn
 
-from vitflow.anatomy import transformer_of, unwrap
-from vitflow.checkpoints import Checkpoint, read_checkpoint, read_class_names
 from vitflow.errors import ModelError, OptionError, VitflowWarning
-from vitflow.libraries import (
+from vitflow.models.anatomy import transformer_of, unwrap
+from vitflow.models.checkpoints import Checkpoint, read_checkpoint, read_class_names
+from vitflow.models.libraries import (
     class_count,
     embedding_of,
     from_processor,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError
-from vitflow.libraries import library_layout, library_norms, library_readout
 from vitflow.methods.attention import check_layer
 from vitflow.methods.tokens import TokenLayout
+from vitflow.models.libraries import library_layout, library_norms, library_readout
 
 # What attention modules call the projection that takes the joined heads back to the token width.
 _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj")

@@ -1,0 +1,1 @@
+"""What a model is: how it is loaded, what it says of itself, and the libraries that models come from."""
