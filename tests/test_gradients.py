@@ -14,7 +14,7 @@ from vitflow.methods import cells, get_method, maps
 from vitflow.methods.gradients import grad_cam, input_gradient
 from vitflow.methods.rollout import attention_rollout, gae, gradient_rollout
 from vitflow.models.anatomy import block_norm
-from vitflow.trace import Trace
+from vitflow.recording.trace import Trace
 
 BATCH, TARGETS = 3, [4, 0, 2]
 

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitflow import TokenLayout, attention_rollout, interception, record_attention
+from vitflow import TokenLayout, attention_rollout, record_attention
 from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, VitflowError
+from vitflow.recording import interception
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from vitflow import record_attention, support
 from vitflow.errors import ModelError, UnsupportedModelError
-from vitflow.families import is_traced
+from vitflow.recording.attention_kinds import is_traced
 from vitflow.support import Support, list_models, matching, support_of
 
 CLASS_TOKEN, MEAN, UNPOOLED = (

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from vitflow.methods.rollout import attention_rollout
     from vitflow.methods.tokens import TokenLayout
     from vitflow.models.loading import load_model
-    from vitflow.recorder import record_attention
+    from vitflow.recording.recorder import record_attention
+    from vitflow.recording.trace import Trace
     from vitflow.saliency import Saliency
-    from vitflow.trace import Trace
 
 __version__ = "0.1.0"
 
@@ -35,7 +35,7 @@ _HOMES = {
     "FolderSummary": "folder",
     "Saliency": "saliency",
     "TokenLayout": "methods.tokens",
-    "Trace": "trace",
+    "Trace": "recording.trace",
     "VitflowError": "errors",
     "VitflowWarning": "errors",
     "attention_flow": "methods.flow.attention_flow",
@@ -47,7 +47,7 @@ _HOMES = {
     "explain_folder": "folder",
     "list_methods": "methods",
     "load_model": "models.loading",
-    "record_attention": "recorder",
+    "record_attention": "recording.recorder",
     "register_method": "methods",
 }
 

@@ -30,10 +30,10 @@ from vitflow.models.libraries import class_count, forward_options, is_multi_labe
 from vitflow.models.loading import class_names_of, load_model, model_id, read_input_spec
 from vitflow.pictures.geometry import FITS, Fit, Placement, place, prepare
 from vitflow.pictures.images import ImageSource, image_name, read_image
-from vitflow.recorder import record_attention
+from vitflow.recording.recorder import record_attention
+from vitflow.recording.trace import FusionKey, Trace
 from vitflow.saliency import Saliency
 from vitflow.targets import Target, Targets, is_per_picture, resolve_targets
-from vitflow.trace import FusionKey, Trace
 
 # A method by name, or by name with options of its own.
 MethodChoice = str | tuple[str, Mapping[str, Any]]

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vitflow.errors import ModelError, NoAttentionError, UnsupportedModelError
-from vitflow.families import is_difference, other_attention_in, refusal_in_words
 from vitflow.progress import tracking
-from vitflow.recorder import record_attention
-from vitflow.trace import Trace
+from vitflow.recording.attention_kinds import is_difference, other_attention_in, refusal_in_words
+from vitflow.recording.recorder import record_attention
+from vitflow.recording.trace import Trace
 
 # "windows" means: through windows and stages, from the top layer down to the finest patch grid.
 Extent = Literal["yes", "windows", "no", "unknown"]

@@ -30,7 +30,7 @@ from vitflow.pictures import figures
 from vitflow.pictures.figures import Series
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource, find_images
-from vitflow.recorder import record_attention
+from vitflow.recording.recorder import record_attention
 from vitflow.targets import Target
 
 LAYER_METHODS = ("attention", "rollout", "flow")

@@ -19,7 +19,7 @@ from vitflow.methods.fusion import HeadFusion, normalize_rows
 from vitflow.methods.staged_rollout import carry, staged_rollout
 from vitflow.methods.values import ValueWeighting
 from vitflow.progress import tracking
-from vitflow.trace import Trace
+from vitflow.recording.trace import Trace
 
 Patch = Sequence[int]
 

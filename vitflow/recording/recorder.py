@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, ValueNormsError
-from vitflow.families import arrangement, is_difference, is_pooling, other_attention, refusal_of
-from vitflow.interception import Interception
 from vitflow.methods.fusion import HeadFusion, check_head_fusion
 from vitflow.methods.tokens import TokenLayout
 from vitflow.methods.values import Values, ValueWeighting, check_value_weighting, fuse_weighted, join_values
@@ -29,8 +27,10 @@ from vitflow.models.anatomy import (
     unwrap,
 )
 from vitflow.models.libraries import refuse_unseen
-from vitflow.placing import place_layers
-from vitflow.trace import Arrange, AttentionLayer, FusionKey, Part, Trace
+from vitflow.recording.attention_kinds import arrangement, is_difference, is_pooling, other_attention, refusal_of
+from vitflow.recording.interception import Interception
+from vitflow.recording.token_places import place_layers
+from vitflow.recording.trace import Arrange, AttentionLayer, FusionKey, Part, Trace
 
 # Blocks whose attention modules work side by side on the same tokens: together they are one layer with more heads.
 _PARALLEL_BLOCKS = ("ParallelThingsBlock",)

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitflow.families import arrangement, other_attention
-from vitflow.interception import Interception
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count
+from vitflow.recording.attention_kinds import arrangement, other_attention
+from vitflow.recording.interception import Interception
 
 Size = tuple[int, int]
 # By module: the place of each window's keys on a patch grid, [windows, keys], −1 for padding; and that grid.

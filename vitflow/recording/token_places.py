@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError
-from vitflow.families import is_class_attention, is_traced
 from vitflow.methods.staged_rollout import Place
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count, read_layout
-from vitflow.probing import Size, Windows, find_windows, token_orders
-from vitflow.trace import AttentionLayer
+from vitflow.recording.attention_kinds import is_class_attention, is_traced
+from vitflow.recording.trace import AttentionLayer
+from vitflow.recording.windows import Size, Windows, find_windows, token_orders
 
 
 def place_layers(
