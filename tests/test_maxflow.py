@@ -15,7 +15,7 @@ from scipy.sparse.csgraph import maximum_flow as scipy_maximum_flow
 
 from vitflow import compiled
 from vitflow.errors import OptionError, ShapeError
-from vitflow.methods.flow.attention_flow import solver as flowsolver
+from vitflow.methods.flow import solver
 from vitflow.methods.flow.maxflow import MaxFlow, edge_flows, max_flow
 
 Array = NDArray[np.float64]
@@ -194,7 +194,7 @@ def test_super_sources_at_full_size(source: str) -> None:
 def test_the_shared_upper_layers_change_no_value(sharpness: float, monkeypatch: pytest.MonkeyPatch) -> None:
     capacities = attention(np.random.default_rng(5), 9, 60, sharpness)
     quick = max_flow(capacities, 0)
-    monkeypatch.setattr(flowsolver, "WINDOWS", ())
+    monkeypatch.setattr(solver, "WINDOWS", ())
     whole = max_flow(capacities, 0)
     np.testing.assert_allclose(quick.values, whole.values, rtol=1e-11)
 

@@ -1,6 +1,6 @@
 """Exact maximum flow through dense layered graphs: one source, any number of sinks, each a maximum flow of its own.
 
-`flowsolver` holds the strategy, `flowkernel` the compiled search.
+`solver` holds the strategy, `kernel` the compiled search.
 """
 
 import math
