@@ -12,7 +12,7 @@ from tests.benchmarks.class_specific import localise
 from vitflow import Explainer
 from vitflow.demo import CLASS_NAMES, load_demo_model
 from vitflow.errors import ModelError, OptionError
-from vitflow.methods import Method, get_method, list_methods, register_method
+from vitflow.explaining.method_table import Method, get_method, list_methods, register_method
 from vitflow.methods.baselines import centre_prior, random_map
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}

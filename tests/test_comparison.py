@@ -21,13 +21,13 @@ from scipy.stats import rankdata, spearmanr
 from torch import nn
 
 import vitflow
-from vitflow import Comparison, Explainer, comparison
+from vitflow import Comparison, Explainer
 from vitflow.cli import main
-from vitflow.comparison import DEFAULT_METHODS, compare
 from vitflow.demo import sample_pictures
 from vitflow.errors import ImageError, NoAttentionError, OptionError, ShapeError, VitflowWarning
-from vitflow.evaluation import Agreement, measure_agreement, spearman, top_overlap
-from vitflow.evaluation.agreement import average_ranks
+from vitflow.explaining import comparison
+from vitflow.explaining.agreement import Agreement, average_ranks, measure_agreement, spearman, top_overlap
+from vitflow.explaining.comparison import DEFAULT_METHODS, compare
 from vitflow.pictures import figures, overlay
 
 OWN = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}

@@ -278,5 +278,5 @@ def test_public_names_are_sorted_and_exist() -> None:
     assert sorted(demo.__all__) == sorted(set(demo.__all__))
     assert all(getattr(demo, name) is not None for name in demo.__all__)
     assert set(demo.__all__) <= set(dir(demo))
-    with pytest.raises(AttributeError, match="no attribute 'draw_pictre'"):
+    with pytest.raises(AttributeError, match="vitflow.demo attribute draw_pictre"):
         demo.draw_pictre  # noqa: B018

@@ -12,7 +12,7 @@ from vitflow import Explainer, register_method
 from vitflow.demo import draw_picture
 from vitflow.evaluation import Evaluation, evaluate
 from vitflow.evaluation.charts import DARK, LIGHT, darkened
-from vitflow.methods import _METHODS
+from vitflow.explaining.method_table import _METHODS
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 METHOD = "</style><script>alert(2)</script>"

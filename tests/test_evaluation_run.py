@@ -28,8 +28,8 @@ from vitflow.evaluation import (
     scoring,
 )
 from vitflow.evaluation.datasets import Dataset
+from vitflow.explaining.method_table import _METHODS
 from vitflow.manifest import Journal, RunFolder
-from vitflow.methods import _METHODS
 
 QUICK = ["rollout", "gae"]
 

@@ -12,7 +12,7 @@ from torch import nn
 import vitflow
 from vitflow import Explainer, TokenLayout
 from vitflow.errors import ImageError, ModelError, OptionError, UnsupportedModelError
-from vitflow.targets import class_index, resolve_targets
+from vitflow.explaining.targets import class_index, resolve_targets
 
 OWN = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9}

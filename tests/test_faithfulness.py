@@ -21,7 +21,7 @@ from vitflow.demo import draw_pictures
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
 from vitflow.evaluation.faithfulness import Curves, faithfulness_curves, removed_counts
 from vitflow.evaluation.perturbation import patch_order
-from vitflow.saliency import Saliency
+from vitflow.explaining.saliency import Saliency
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 PICTURE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from tests import literal_vit
 from vitflow import record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
-from vitflow.methods import cells, get_method, maps
+from vitflow.explaining import maps
+from vitflow.explaining.method_table import get_method
+from vitflow.methods import cells
 from vitflow.methods.gradients import grad_cam, input_gradient
 from vitflow.methods.rollout import attention_rollout, gae, gradient_rollout
 from vitflow.models.anatomy import block_norm

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from tests import references
 from vitflow import Explainer, TokenLayout, record_attention
 from vitflow.errors import OptionError, ShapeError
-from vitflow.methods import get_method, maps
+from vitflow.explaining import maps
+from vitflow.explaining.method_table import get_method
 from vitflow.methods.staged_rollout import Place, carry, staged_rollout
 
 SIDE = 64  # of the picture; patches of 4 pixels make 16 × 16 tokens, merged to 8 × 8 for the second stage

@@ -5,10 +5,11 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from vitflow import record_attention, support
+from vitflow import record_attention
 from vitflow.errors import ModelError, UnsupportedModelError
+from vitflow.explaining import applicability as support
+from vitflow.explaining.applicability import Support, list_models, matching, support_of
 from vitflow.recording.attention_kinds import is_traced
-from vitflow.support import Support, list_models, matching, support_of
 
 CLASS_TOKEN, MEAN, UNPOOLED = (
     "class token",

@@ -13,7 +13,8 @@ import vitflow
 from tests import literal_vit, references
 from vitflow import Explainer, record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, ValueNormsError, VitflowWarning
-from vitflow.methods import get_method, maps
+from vitflow.explaining import maps
+from vitflow.explaining.method_table import get_method
 from vitflow.methods.values import Values, check_value_weighting, join_values
 from vitflow.pictures.overlay import upsample
 

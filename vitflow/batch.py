@@ -15,10 +15,10 @@ from PIL import Image
 
 from vitflow.decoding import Decoded, printable
 from vitflow.errors import OptionError, UnsupportedModelError
-from vitflow.explainer import Explainer, choose_methods
+from vitflow.explaining.explainer import Explainer, choose_methods
+from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.targets import Target
 from vitflow.pictures.images import _WRITE_OPTIONS
-from vitflow.saliency import Saliency
-from vitflow.targets import Target
 
 FORMATS = ("jpg", "png", "webp")
 

@@ -19,7 +19,8 @@ from torch import nn
 from vitflow.batch import Job, make_job
 from vitflow.decoding import DecoderPool
 from vitflow.errors import OptionError
-from vitflow.explainer import Explainer, MethodChoice
+from vitflow.explaining.explainer import Explainer, MethodChoice
+from vitflow.explaining.targets import Target, resolve_targets
 from vitflow.manifest import (
     FORMATS,
     Journal,
@@ -34,7 +35,6 @@ from vitflow.pictures.images import MAX_PIXELS
 from vitflow.pictures.overlay import blend
 from vitflow.pipeline import Pipeline
 from vitflow.planning import Item, Plan, make_plan
-from vitflow.targets import Target, resolve_targets
 
 # Pictures per forward pass: more do not make a CPU faster, and a GPU is busy with that many.
 _AUTO_BATCH = {"cpu": 16, "cuda": 64}

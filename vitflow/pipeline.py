@@ -9,7 +9,7 @@ from typing import Any
 
 from vitflow.batch import Job, Maps, Picture, compute_maps, draw_files
 from vitflow.decoding import Decoded, DecoderPool, printable
-from vitflow.explainer import Explainer
+from vitflow.explaining.explainer import Explainer
 from vitflow.manifest import Journal
 from vitflow.pictures.files import write_atomically
 from vitflow.planning import Item

@@ -16,7 +16,7 @@ import numpy as np
 
 from vitflow import Explainer
 from vitflow.demo import DemoPicture, draw_pictures, load_demo_model
-from vitflow.methods import get_method, list_methods
+from vitflow.explaining.method_table import get_method, list_methods
 
 BATCH = 10
 FIRST_SEED = 500_000  # far from the pictures of other tests, and below those that the model was trained on

@@ -21,11 +21,11 @@ import timm
 import vitflow
 from vitflow import Explainer
 from vitflow.demo import draw_pictures
-from vitflow.evaluation.agreement import mean_of_defined, spearman
 from vitflow.evaluation.faithfulness import faithfulness_curves
 from vitflow.evaluation.perturbation import REPLACEMENTS
+from vitflow.explaining.agreement import mean_of_defined, spearman
+from vitflow.explaining.saliency import Saliency
 from vitflow.pictures.images import find_images
-from vitflow.saliency import Saliency
 
 METHODS = ("rollout", "attention", "flow", "gradient_rollout", "gae", "gradcam", "input_gradient", "random", "centre")
 FIRST_SEED = 800_000  # far from the pictures of other tests, and below those that the demo model was trained on

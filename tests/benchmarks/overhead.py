@@ -19,7 +19,7 @@ import timm
 import torch
 
 from vitflow import record_attention
-from vitflow.methods import get_method
+from vitflow.explaining.method_table import get_method
 
 MODELS = ("vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224")
 

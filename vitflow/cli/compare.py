@@ -19,7 +19,7 @@ from vitflow.cli.options import (
     talking,
 )
 from vitflow.errors import OptionError, VitflowError
-from vitflow.methods import OPTIONS, Method
+from vitflow.explaining.method_table import OPTIONS, Method
 
 _SUFFIXES = (".png", ".pdf", ".svg", ".json")
 
@@ -96,7 +96,7 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
     options = given_options(given, OPTIONS)
     with talking():
         output = _output_path(images, given["output"])
-        from vitflow.comparison import DEFAULT_METHODS, check_methods, compare
+        from vitflow.explaining.comparison import DEFAULT_METHODS, check_methods, compare
 
         methods = given["methods"] or None
         check_methods(methods or DEFAULT_METHODS, options)  # before a model is loaded

@@ -20,7 +20,7 @@ from vitflow.cli.options import (
     talking,
 )
 from vitflow.errors import OptionError
-from vitflow.methods import OPTIONS
+from vitflow.explaining.method_table import OPTIONS
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 

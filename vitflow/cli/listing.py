@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from vitflow.cli.options import printable, shown, talking
-from vitflow.methods import list_methods
+from vitflow.explaining.method_table import list_methods
 
 
 @click.command()
@@ -57,7 +57,7 @@ def models(pattern: str, as_json: bool, untrained: bool) -> None:
     with talking():
         from tqdm import tqdm
 
-        from vitflow.support import list_models, matching
+        from vitflow.explaining.applicability import list_models, matching
 
         names = matching(pattern, untrained=untrained)
         if not as_json:

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning
-from vitflow.methods import OPTIONS, Method, get_method, list_methods
-from vitflow.progress import shown_by
+from vitflow.explaining.method_table import OPTIONS, Method, get_method, list_methods
+from vitflow.explaining.progress import shown_by
 
 FITS = ("crop", "squash", "pad", "native")
 DRAWING = ("cmap", "alpha", "vmin", "vmax", "interpolation")
@@ -159,7 +159,7 @@ def given_options(values: Mapping[str, Any], names: Any) -> dict[str, Any]:
 
 def make_explainer(given: Mapping[str, Any]) -> Any:
     """The explainer that the options of `model_options` ask for."""
-    from vitflow.explainer import Explainer, default_device
+    from vitflow.explaining.explainer import Explainer, default_device
     from vitflow.models.loading import load_model
 
     model = load_model(

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from vitflow.comparison import compare
 from vitflow.demo import load_demo_model, sample_pictures
-from vitflow.explainer import Explainer
+from vitflow.explaining.comparison import compare
+from vitflow.explaining.explainer import Explainer
 
 # The map that each picture's own overlay shows: it answers for the class that the model finds first.
 _METHOD = "gae"

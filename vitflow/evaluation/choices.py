@@ -11,8 +11,8 @@ from vitflow.errors import OptionError, UnsupportedModelError, VitflowError, Vit
 from vitflow.evaluation.datasets import Dataset, Sample
 from vitflow.evaluation.perturbation import REPLACEMENTS
 from vitflow.evaluation.results import BASELINES
-from vitflow.explainer import Explainer, MethodChoice, choose_methods
-from vitflow.methods import get_method, list_methods
+from vitflow.explaining.explainer import Explainer, MethodChoice, choose_methods
+from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.models.libraries import class_count
 
 # (label, name, options) of a method.

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, unknown_name
-from vitflow.evaluation.agreement import spearman
-from vitflow.explainer import Explainer, MethodChoice
+from vitflow.explaining.agreement import spearman
+from vitflow.explaining.explainer import Explainer, MethodChoice
+from vitflow.explaining.targets import Target
 from vitflow.methods.attention import check_layer, raw_attention
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.fusion import HeadFusion
@@ -31,7 +32,6 @@ from vitflow.pictures.figures import Series
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource, find_images
 from vitflow.recording.recorder import record_attention
-from vitflow.targets import Target
 
 LAYER_METHODS = ("attention", "rollout", "flow")
 REFERENCES = ("occlusion", "input_gradient")

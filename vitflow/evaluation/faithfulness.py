@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vitflow.errors import OptionError
 from vitflow.evaluation.perturbation import Choice, Numbers, patch_order, perturb
-from vitflow.explainer import Explainer, _evaluating
-from vitflow.saliency import Saliency
+from vitflow.explaining.explainer import Explainer, _evaluating
+from vitflow.explaining.saliency import Saliency
 
 # Shares of removed patches over which Chefer et al. sum up accuracy.
 _PERTURBED = np.arange(10) / 10

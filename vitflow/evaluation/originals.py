@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError
-from vitflow.explainer import Explainer, MethodChoice
+from vitflow.explaining.explainer import Explainer, MethodChoice
+from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.targets import Target
 from vitflow.pictures.images import ImageSource
-from vitflow.saliency import Saliency
-from vitflow.targets import Target
 
 
 def original_maps(

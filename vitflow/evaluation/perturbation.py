@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitflow.errors import ModelError, OptionError, ShapeError, unknown_name
 from vitflow.evaluation.token_dropping import check_can_drop, needs_patches, run_on_patches
-from vitflow.explainer import Explainer
+from vitflow.explaining.explainer import Explainer
 from vitflow.methods.cells import cell_edges
 from vitflow.models.anatomy import logits_of
 

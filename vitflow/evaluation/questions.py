@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError
 from vitflow.evaluation.datasets import Labelled
 from vitflow.evaluation.regions import Label, Region, union
-from vitflow.targets import class_index
+from vitflow.explaining.targets import class_index
 
 _WORDNET = re.compile(r"n\d{8}")
 _IMAGENET_CLASSES = 1000

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from vitflow.errors import OptionError, VitflowWarning, unknown_name
-from vitflow.evaluation.agreement import spearman
 from vitflow.evaluation.originals import original_maps
-from vitflow.explainer import Explainer, MethodChoice
+from vitflow.explaining.agreement import spearman
+from vitflow.explaining.explainer import Explainer, MethodChoice
+from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.targets import Target
 from vitflow.models.anatomy import transformer_of
 from vitflow.models.libraries import library_norms
 from vitflow.pictures.images import ImageSource
-from vitflow.saliency import Saliency
-from vitflow.targets import Target
 
 # Stages where the caller chooses none: the head, all of the model, and what lies evenly between.
 DEFAULT_STAGES = 5

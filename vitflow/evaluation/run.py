@@ -27,9 +27,9 @@ from vitflow.evaluation.running import COSTLY, EvaluationProgress, Run
 from vitflow.evaluation.scoring import Protocol
 from vitflow.evaluation.statistics import RESAMPLES
 from vitflow.evaluation.token_dropping import can_drop_tokens
-from vitflow.explainer import Explainer, MethodChoice
+from vitflow.explaining.explainer import Explainer, MethodChoice
+from vitflow.explaining.method_table import get_method
 from vitflow.manifest import RunFolder
-from vitflow.methods import get_method
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.pictures.images import ImageSource
 

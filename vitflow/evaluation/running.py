@@ -9,7 +9,7 @@ from vitflow.errors import OptionError, VitflowError
 from vitflow.evaluation.datasets import Dataset, Sample
 from vitflow.evaluation.questions import ask
 from vitflow.evaluation.scoring import Item, Protocol, failed_row, measure
-from vitflow.explainer import Explainer
+from vitflow.explaining.explainer import Explainer
 from vitflow.manifest import Journal, RunFolder, fingerprint_difference
 from vitflow.models.libraries import class_count
 

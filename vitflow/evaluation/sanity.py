@@ -10,17 +10,17 @@ import torch
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, unknown_name
-from vitflow.evaluation.agreement import mean_of_defined, spearman
 from vitflow.evaluation.originals import original_maps
 from vitflow.evaluation.randomisation import cascading_randomisation, stage_names
-from vitflow.explainer import Explainer, MethodChoice, _evaluating
-from vitflow.methods import get_method
+from vitflow.explaining.agreement import mean_of_defined, spearman
+from vitflow.explaining.explainer import Explainer, MethodChoice, _evaluating
+from vitflow.explaining.method_table import get_method
+from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.targets import Target
 from vitflow.methods.cells import cell_grid
 from vitflow.models.anatomy import logits_of
 from vitflow.pictures.geometry import place, prepare
 from vitflow.pictures.images import ImageSource, read_image
-from vitflow.saliency import Saliency
-from vitflow.targets import Target
 
 __all__ = ["cascading_randomisation", "class_sensitivity", "flip_stability", "shift_stability", "stage_names"]
 

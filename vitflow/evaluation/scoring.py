@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, UnsupportedModelError
 from vitflow.evaluation import sanity
-from vitflow.evaluation.agreement import _constant
 from vitflow.evaluation.correlation import rank_correlation
 from vitflow.evaluation.datasets import Labelled
 from vitflow.evaluation.faithfulness import faithfulness_curves
 from vitflow.evaluation.localisation import localise
 from vitflow.evaluation.questions import Question
-from vitflow.explainer import Explainer, MethodChoice
+from vitflow.explaining.agreement import _constant
+from vitflow.explaining.explainer import Explainer, MethodChoice
+from vitflow.explaining.saliency import Saliency
 from vitflow.pictures.typesetting import printable
-from vitflow.saliency import Saliency
 
 _LOCALISATION = ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou")
 _FAITHFULNESS = ("deletion_auc", "insertion_auc", "gap", "positive_perturbation", "negative_perturbation")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
-from vitflow.explainer import Explainer, _evaluating
+from vitflow.explaining.explainer import Explainer, _evaluating
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import read_layout, transformer_of, unwrap
 

@@ -22,8 +22,10 @@ from vitflow.errors import (
     VitflowWarning,
     unknown_name,
 )
-from vitflow.methods import Method, get_method
-from vitflow.methods.maps import Maps
+from vitflow.explaining.maps import Maps
+from vitflow.explaining.method_table import Method, get_method
+from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.targets import Target, Targets, is_per_picture, resolve_targets
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import block_norm, logits_of, unwrap
 from vitflow.models.libraries import class_count, forward_options, is_multi_label
@@ -32,8 +34,6 @@ from vitflow.pictures.geometry import FITS, Fit, Placement, place, prepare
 from vitflow.pictures.images import ImageSource, image_name, read_image
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import FusionKey, Trace
-from vitflow.saliency import Saliency
-from vitflow.targets import Target, Targets, is_per_picture, resolve_targets
 
 # A method by name, or by name with options of its own.
 MethodChoice = str | tuple[str, Mapping[str, Any]]

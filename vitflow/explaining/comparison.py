@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 from torch import nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, unknown_name
-from vitflow.evaluation.agreement import Agreement, mean_of_defined, measure_agreement, spearman
-from vitflow.explainer import Explainer, MethodChoice, choose_methods
-from vitflow.methods import get_method
+from vitflow.explaining.agreement import Agreement, mean_of_defined, measure_agreement, spearman
+from vitflow.explaining.explainer import Explainer, MethodChoice, choose_methods
+from vitflow.explaining.method_table import get_method
+from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.targets import Targets, is_per_picture
 from vitflow.models.libraries import class_count
 from vitflow.pictures import figures, overlay
 from vitflow.pictures.figures import Cell, Column
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource, image_name
-from vitflow.saliency import Saliency
-from vitflow.targets import Targets, is_per_picture
 
 #: What is compared unless the caller chooses, as far as the model has classes; baselines last.
 DEFAULT_METHODS = ("attention", "rollout", "flow", "gradient_rollout", "gae", "gradcam", "random", "centre")

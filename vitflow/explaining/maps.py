@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import UnsupportedModelError, VitflowWarning
+from vitflow.explaining.progress import tracking
 from vitflow.methods import baselines, gradients
 from vitflow.methods import occlusion as blank_out
 from vitflow.methods import rollout as rollouts
@@ -18,7 +19,6 @@ from vitflow.methods.flow.layers import Window
 from vitflow.methods.fusion import HeadFusion, normalize_rows
 from vitflow.methods.staged_rollout import carry, staged_rollout
 from vitflow.methods.values import ValueWeighting
-from vitflow.progress import tracking
 from vitflow.recording.trace import Trace
 
 Patch = Sequence[int]

@@ -1,0 +1,12 @@
+from .drawing import CLASS_NAMES as CLASS_NAMES
+from .drawing import FIRST_TRAINING_SEED as FIRST_TRAINING_SEED
+from .drawing import DemoPicture as DemoPicture
+from .drawing import draw_ground as draw_ground
+from .drawing import draw_picture as draw_picture
+from .drawing import draw_pictures as draw_pictures
+from .model import DEMO_WEIGHTS as DEMO_WEIGHTS
+from .model import demo_metadata as demo_metadata
+from .model import load_demo_model as load_demo_model
+from .samples import SAMPLE_FOLDER as SAMPLE_FOLDER
+from .samples import sample_masks as sample_masks
+from .samples import sample_pictures as sample_pictures

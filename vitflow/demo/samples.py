@@ -1,0 +1,23 @@
+"""The sample pictures that the package ships, and the exact masks of their objects. Loads neither torch nor OpenCV."""
+
+from pathlib import Path
+
+SAMPLE_FOLDER = Path(__file__).with_name("pictures")
+
+
+def sample_pictures() -> list[Path]:
+    """The sample pictures that the package ships, sorted by name.
+
+    >>> [path.name for path in sample_pictures()][:2]
+    ['disc_star_and_crescent.png', 'ring_and_triangle.png']
+    """
+    return sorted(SAMPLE_FOLDER.glob("*.png"))
+
+
+def sample_masks() -> list[Path]:
+    """The masks of the sample pictures, in the same order: a pixel is 0 for ground, else 1 + the class index.
+
+    >>> [path.name for path in sample_masks()] == [path.name for path in sample_pictures()]
+    True
+    """
+    return [SAMPLE_FOLDER / "masks" / path.name for path in sample_pictures()]

@@ -1,0 +1,1 @@
+"""A model, a picture and a question become a map."""

@@ -1,0 +1,312 @@
+"""The table of methods: what each is called, what it needs, what it can be asked, and where it comes from.
+
+This module imports no torch: a method's function is loaded when it first runs.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from vitflow.errors import OptionError, unknown_name
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option that methods may have; the command line and the checks are made from it.
+
+    Attributes:
+        name: its Python name; the command line writes dashes.
+        kind: the Python type of a value; "choice" takes one of `choices`.
+        help: one sentence for the command line.
+        choices: the values of a "choice".
+        metavar: what stands for the value in the help.
+    """
+
+    name: str
+    kind: type | str
+    help: str
+    choices: tuple[str, ...] = ()
+    metavar: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One saliency method.
+
+    Attributes:
+        name: what callers write.
+        summary: one line for `vitflow methods`.
+        function: `(trace, **options) -> Maps`, or where to load it from as "module:name".
+        defaults: its options and their default values.
+        needs: what must be recorded: "attention" (fused per head_fusion and value_weighted), "heads" (every head),
+            "gradients" (of all that is recorded), "features" (tokens after the first norm of block `layer`), "predict"
+            (running the model again).
+        class_specific: whether the map depends on the asked class.
+        paper: where it comes from.
+        presets: named sets of options for `preset`; "paper" is the published definition where the defaults differ.
+        implies: option values that ask for a preset by themselves, {(option, value): preset}.
+    """
+
+    name: str
+    summary: str
+    function: str | Callable[..., Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    needs: frozenset[str] = frozenset()
+    class_specific: bool = False
+    paper: str = ""
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    implies: Mapping[tuple[str, Any], str] = field(default_factory=dict)
+
+    def load(self) -> Callable[..., Any]:
+        """The function itself."""
+        if callable(self.function):
+            return self.function
+        module, _, name = self.function.partition(":")
+        loaded: Callable[..., Any] = getattr(import_module(module), name)
+        return loaded
+
+    def accepts(self, name: str) -> bool:
+        """Whether it has an option of that name; `preset` is one where there are presets."""
+        return name in self.defaults or (name == "preset" and bool(self.presets))
+
+    def complete(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Fill in options that were not given (or are None): from `preset` if it was given, else from the defaults.
+
+        Raises:
+            OptionError: it has no such option or preset.
+        """
+        for name in options:
+            if not self.accepts(name):
+                known = self.defaults or {"(none)": None}
+                raise OptionError(unknown_name(f"option of method {self.name}", name, known))
+        defaults, preset = dict(self.defaults), options.get("preset")
+        if preset is None:
+            preset = next((name for (key, value), name in self.implies.items() if options.get(key) == value), None)
+        if preset is not None:
+            if preset not in self.presets:
+                raise OptionError(unknown_name(f"preset of method {self.name}", preset, self.presets))
+            defaults |= self.presets[preset]
+        return {name: default if options.get(name) is None else options[name] for name, default in defaults.items()}
+
+
+OPTIONS: dict[str, Option] = {
+    option.name: option
+    for option in (
+        Option("head_fusion", "choice", "How the heads of a layer become one matrix.", ("mean", "max", "min")),
+        Option("discard_ratio", float, "Share of the smallest attention values to set to 0.", metavar="0…<1"),
+        Option("residual", float, "Share of the residual connection in each layer.", metavar="0…<1"),
+        Option("start_layer", int, "First layer of the product; 1 is the paper, 2 leaves out layer 1.", metavar="N"),
+        Option("layer", int, "Layer to look at, 1 for the first, -1 for the last.", metavar="N"),
+        Option("head", int, "One head's own attention instead of the fused heads, 0 for the first.", metavar="N"),
+        Option(
+            "value_weighted",
+            bool,
+            "Weight attention by the norm of the value vectors that it passes on; off: attention as it is; output: by "
+            "what these vectors add to the attention's output, along that output.",
+        ),
+        Option(
+            "patch", "patch", "Explain what this patch of the top layer holds, not the whole answer.", (), "ROW,COL"
+        ),
+        Option("patch_size", int, "Pixels per side of a patch, where it need not be the model's own.", metavar="N"),
+        Option("occlusion_batch", int, "Pictures with a hidden patch per forward pass.", metavar="N"),
+        Option("random_seed", int, "Seed of the random map.", metavar="N"),
+        Option("sigma", float, "Width of the centre prior, as a share of the picture's side.", metavar="S"),
+        Option(
+            "layers",
+            "text",
+            "Layers that the flow runs through: the last N, FIRST:LAST, or all; alone, all stands for the paper's "
+            "definition.",
+            (),
+            "N|A:B|all",
+        ),
+        Option("below", "choice", "What carries the flow on to the input below its layers.", ("rollout", "none")),
+        Option("solver", "choice", "What solves the maximum flows.", ("exact", "networkx")),
+        Option("preset", "choice", "The published definition, where the defaults differ.", ("paper",)),
+    )
+}
+
+_PAPER = "Abnar & Zuidema, ACL 2020"
+_METHODS: dict[str, Method] = {}
+
+
+def register_method(
+    name: str,
+    function: Callable[..., Any] | str,
+    *,
+    summary: str = "",
+    defaults: Mapping[str, Any] | None = None,
+    needs: Iterable[str] = (),
+    class_specific: bool = False,
+    paper: str = "",
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
+    implies: Mapping[tuple[str, Any], str] | None = None,
+    replace: bool = False,
+) -> Method:
+    """Add a method to the table, so that every verb of the toolkit can use it by name.
+
+    Args:
+        name: what callers write.
+        function: called as `function(trace, **options)`; returns maps [batch, rows, cols], or `Maps` with facts.
+        summary: one line for `vitflow methods`.
+        defaults: its options with their default values.
+        needs: any of "attention", "heads", "gradients", "features", "predict".
+        class_specific: whether the map depends on the asked class.
+        paper: where it comes from.
+        presets: named sets of options.
+        implies: option values that ask for a preset by themselves, {(option, value): preset}.
+        replace: allow an existing name to be taken over.
+
+    Raises:
+        OptionError: the name is taken, or `needs` holds something unknown.
+    """
+    if name in _METHODS and not replace:
+        raise OptionError(f"There is already a method {name!r}: choose another name, or pass replace=True.")
+    known = {"attention", "heads", "gradients", "features", "predict"}
+    for need in needs:
+        if need not in known:
+            raise OptionError(unknown_name("need", need, known))
+    method = Method(
+        name,
+        summary,
+        function,
+        dict(defaults or {}),
+        frozenset(needs),
+        class_specific,
+        paper,
+        dict(presets or {}),
+        dict(implies or {}),
+    )
+    _METHODS[name] = method
+    return method
+
+
+def get_method(name: str) -> Method:
+    """The method of that name; OptionError that lists the known ones if there is none."""
+    if name not in _METHODS:
+        raise OptionError(unknown_name("method", name, _METHODS))
+    return _METHODS[name]
+
+
+def list_methods() -> list[Method]:
+    """All methods of the table, in the order of the documentation."""
+    return list(_METHODS.values())
+
+
+register_method(
+    "rollout",
+    "vitflow.explaining.maps:rollout",
+    summary="Attention rollout: attention as proportions, multiplied through the layers.",
+    defaults={
+        "head_fusion": "max",
+        "discard_ratio": 0.9,
+        "residual": 0.5,
+        "start_layer": 1,
+        "value_weighted": "output",
+        "patch": None,
+    },
+    needs={"attention"},
+    paper=f"{_PAPER}, §3.1",
+    presets={"paper": {"head_fusion": "mean", "discard_ratio": 0.0, "value_weighted": False}},
+)
+register_method(
+    "attention",
+    "vitflow.explaining.maps:attention",
+    summary="Raw attention of one layer, fused or of one head.",
+    defaults={
+        "head_fusion": "mean",
+        "layer": -1,
+        "head": None,
+        "discard_ratio": 0.0,
+        "value_weighted": "output",
+        "patch": None,
+    },
+    needs={"attention"},
+    paper=f"{_PAPER}, the baseline",
+    presets={"paper": {"value_weighted": False}},
+)
+register_method(
+    "flow",
+    "vitflow.explaining.maps:flow",
+    summary="Attention flow: attention as capacities, and the maximum flow from the answer to each patch.",
+    defaults={
+        "layers": 4,
+        "below": "rollout",
+        "head_fusion": "mean",
+        "discard_ratio": 0.9,
+        "residual": 0.5,
+        "value_weighted": "output",
+        "solver": "exact",
+        "patch": None,
+    },
+    needs={"attention"},
+    paper=f"{_PAPER}, §3.2",
+    presets={"paper": {"layers": "all", "below": "none", "discard_ratio": 0.0, "value_weighted": False}},
+    implies={("layers", "all"): "paper"},
+)
+register_method(
+    "gradient_rollout",
+    "vitflow.explaining.maps:gradient_rollout",
+    summary="Gradient rollout: rollout over attention times its gradient for the class.",
+    defaults={
+        "head_fusion": "max",
+        "discard_ratio": 0.0,
+        "residual": 0.5,
+        "start_layer": 1,
+        "value_weighted": "output",
+        "patch": None,
+    },
+    needs={"heads", "gradients"},
+    class_specific=True,
+    paper="after J. Gildenblat, Exploring Explainability for Vision Transformers, 2020",
+    presets={"paper": {"head_fusion": "mean", "value_weighted": False}},
+)
+register_method(
+    "gae",
+    "vitflow.explaining.maps:gae",
+    summary="Generic attention explainability: attention times its gradient, added up through the layers.",
+    defaults={"head_fusion": "max", "start_layer": 1, "value_weighted": "output", "patch": None},
+    needs={"heads", "gradients"},
+    class_specific=True,
+    paper="Chefer, Gur & Wolf, ICCV 2021, §3",
+    presets={"paper": {"head_fusion": "mean", "value_weighted": False}},
+)
+register_method(
+    "gradcam",
+    "vitflow.explaining.maps:gradcam",
+    summary="Grad-CAM on the tokens of one block.",
+    defaults={"layer": -1},
+    needs={"features", "gradients"},
+    class_specific=True,
+    paper="Selvaraju et al., ICCV 2017",
+)
+register_method(
+    "input_gradient",
+    "vitflow.explaining.maps:input_gradient",
+    summary="Absolute gradient of the class by the pixels, summed per patch.",
+    defaults={"patch_size": None},
+    needs={"gradients"},
+    class_specific=True,
+    paper="Simonyan et al., ICLR 2014 workshop",
+)
+register_method(
+    "occlusion",
+    "vitflow.explaining.maps:occlusion",
+    summary="Blank-out: what the class's probability loses when a patch is hidden.",
+    defaults={"patch_size": None, "occlusion_batch": 32},
+    needs={"predict"},
+    class_specific=True,
+    paper="Zeiler & Fergus, ECCV 2014, §3",
+)
+register_method(
+    "random",
+    "vitflow.explaining.maps:random",
+    summary="Baseline: random numbers.",
+    defaults={"random_seed": 0},
+)
+register_method(
+    "centre",
+    "vitflow.explaining.maps:centre",
+    summary="Baseline: a bump in the middle of the picture.",
+    defaults={"sigma": 0.25},
+)
