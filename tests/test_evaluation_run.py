@@ -29,7 +29,7 @@ from vitflow.evaluation import (
 )
 from vitflow.evaluation.datasets import Dataset
 from vitflow.explaining.method_table import _METHODS
-from vitflow.manifest import Journal, RunFolder
+from vitflow.folder.manifest import Journal, RunFolder
 
 QUICK = ["rollout", "gae"]
 

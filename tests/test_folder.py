@@ -20,12 +20,14 @@ from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
 import vitflow
-from vitflow import explain_folder, folder, pipeline
-from vitflow.batch import Picture, explain_pictures, make_job
-from vitflow.decoding import DecoderPool, decode_file
+from vitflow import explain_folder
 from vitflow.errors import ImageError, ModelError, OptionError, VitflowError
-from vitflow.manifest import Journal, RunFolder
-from vitflow.planning import make_plan
+from vitflow.folder import pipeline
+from vitflow.folder import run as folder
+from vitflow.folder.decoders import DecoderPool, decode_file
+from vitflow.folder.manifest import Journal, RunFolder
+from vitflow.folder.plan import make_plan
+from vitflow.folder.work import Picture, explain_pictures, make_job
 
 
 def tiny_model(kind=VisionTransformer) -> torch.nn.Module:
@@ -423,7 +425,7 @@ def test_pictures_that_vanish_or_may_not_be_read(tmp_path, monkeypatch):
             )
             return real(path, max_pixels)
 
-    monkeypatch.setattr("vitflow.decoding.decode_file", vanish)
+    monkeypatch.setattr("vitflow.folder.decoders.decode_file", vanish)
     rows = by_input(run(source, tmp_path / "out"))
     assert rows["5.jpg"]["error"] == "FileNotFoundError" and rows["6.jpg"]["error"] == "PermissionError"
     assert sum(row["status"] == "explained" for row in rows.values()) == 6
@@ -452,7 +454,7 @@ def test_a_decoder_that_crashes_or_hangs_costs_one_row(tmp_path, monkeypatch):
 
 
 def test_decoders_load_no_torch():
-    code = "import sys, vitflow.decoding; sys.exit('torch' in sys.modules or 'cv2' in sys.modules)"
+    code = "import sys, vitflow.folder.decoders; sys.exit('torch' in sys.modules or 'cv2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

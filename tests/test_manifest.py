@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vitflow.errors import OptionError, VitflowError
-from vitflow.manifest import COLUMNS, Journal, RunFolder, write_manifest
+from vitflow.folder.manifest import COLUMNS, Journal, RunFolder, write_manifest
 
 ODD = os.fsdecode(b"caf\xe9\nnew.jpg")
 

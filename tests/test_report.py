@@ -11,10 +11,10 @@ import pytest
 from tests.test_folder import fill, picture_bytes, tiny_model
 from vitflow import explain_folder
 from vitflow.errors import OptionError
-from vitflow.manifest import Journal, RunFolder
+from vitflow.folder.manifest import Journal, RunFolder
+from vitflow.folder.report import report_run
 from vitflow.pictures.geometry import Placement, place
 from vitflow.pictures.overlay import colorize, scale_range, upsample
-from vitflow.report import write_report
 
 HOSTILE = "<img src=x onerror=alert(1)>.jpg"
 CLASSES = ["cat", "dog", "</script><script>alert(2)</script>", "'\"&amp;", "bird"]
@@ -205,7 +205,7 @@ def test_light_and_dark_follow_the_reader(page):
 
 def test_long_runs_get_several_pages_and_large_thumbnails_are_linked(tmp_path):
     summary = make_run(tmp_path, report=False)
-    first = write_report(summary.output, per_page=3, embed_bytes=0)
+    first = report_run(summary.output, per_page=3, embed_bytes=0)
     pages = sorted(path.name for path in summary.output.glob("report*.html"))
     assert first.name == "report.html" and pages == ["report-2.html", "report-3.html", "report.html"]
     shown = []
@@ -225,7 +225,7 @@ def test_a_photograph_that_is_gone_leaves_its_map(browser, tmp_path):
     for path in (tmp_path / "in").iterdir():
         path.unlink()
     page = browser.new_page()
-    page.goto(write_report(summary.output).as_uri())
+    page.goto(report_run(summary.output).as_uri())
     assert page.locator(".card").count() == 7 and page.locator(".card img").count() == 0
     assert page.evaluate("document.getElementById('heat').width") > 100
     page.close()
@@ -237,9 +237,9 @@ def test_a_run_that_was_stopped_has_a_report_too(tmp_path):
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(lines[:4]) + lines[4][:50])
     assert len(Journal(journal)) == 3
-    assert "0.jpg" in write_report(summary.output).read_text()
+    assert "0.jpg" in report_run(summary.output).read_text()
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(OptionError, match="There is no folder run in"):
-        write_report(tmp_path)
+        report_run(tmp_path)

@@ -8,8 +8,8 @@ from .explaining.explainer import explain as explain
 from .explaining.method_table import list_methods as list_methods
 from .explaining.method_table import register_method as register_method
 from .explaining.saliency import Saliency as Saliency
-from .folder import FolderSummary as FolderSummary
-from .folder import explain_folder as explain_folder
+from .folder.run import FolderSummary as FolderSummary
+from .folder.run import explain_folder as explain_folder
 from .methods.flow.attention_flow import FlowResult as FlowResult
 from .methods.flow.attention_flow import attention_flow as attention_flow
 from .methods.flow.graph import attention_graph as attention_graph

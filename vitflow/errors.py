@@ -50,3 +50,12 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
     close = get_close_matches(str(name), names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"Unknown {kind} {str(name)!r}.{hint} Known: {', '.join(names)}."
+
+
+def printable(text: str) -> str:
+    """Text that can be written as UTF-8: bytes of a name that are not text become escapes.
+
+    >>> printable("caf\\udce9.jpg")
+    'caf\\\\xe9.jpg'
+    """
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

@@ -128,7 +128,7 @@ def _run(sources: tuple[Path, ...], given: dict[str, Any], options: dict[str, An
     # Threads of the model that wait for each other shall not take the cores from those that read and write pictures;
     # it counts only before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from vitflow.folder import explain_folder
+    from vitflow.folder.run import explain_folder
     from vitflow.pictures.images import MAX_PIXELS
 
     same = {"target", "recursive", "glob", "limit", "batch_size", "workers", "save_map", "format", "manifest", "report"}

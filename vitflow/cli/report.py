@@ -12,6 +12,6 @@ from vitflow.cli.options import printable, talking
 def report(output: Path) -> None:
     """Write report.html into OUT, the output folder of `vitflow folder`: one page that needs no network."""
     with talking():
-        from vitflow.report import write_report
+        from vitflow.folder.report import report_run
 
-        click.echo(printable(write_report(output)))
+        click.echo(printable(report_run(output)))

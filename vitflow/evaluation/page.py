@@ -44,7 +44,9 @@ def write_page(evaluation: Evaluation, path: Path, charts: Mapping[str, bytes]) 
         path: where to.
         charts: SVG by name, as `save_charts` gives them.
     """
-    environment = Environment(loader=PackageLoader("vitflow"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=PackageLoader("vitflow.viewer"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
     assert environment.loader is not None
     style = environment.loader.get_source(environment, "evaluation.css")[0]
     text = environment.get_template("evaluation.html").render(

@@ -29,7 +29,7 @@ from vitflow.evaluation.statistics import RESAMPLES
 from vitflow.evaluation.token_dropping import can_drop_tokens
 from vitflow.explaining.explainer import Explainer, MethodChoice
 from vitflow.explaining.method_table import get_method
-from vitflow.manifest import RunFolder
+from vitflow.folder.manifest import RunFolder
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.pictures.images import ImageSource
 

@@ -10,7 +10,7 @@ from vitflow.evaluation.datasets import Dataset, Sample
 from vitflow.evaluation.questions import ask
 from vitflow.evaluation.scoring import Item, Protocol, failed_row, measure
 from vitflow.explaining.explainer import Explainer
-from vitflow.manifest import Journal, RunFolder, fingerprint_difference
+from vitflow.folder.manifest import Journal, RunFolder, fingerprint_difference
 from vitflow.models.libraries import class_count
 
 # Groups of metrics that take many forward passes per picture.

@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitflow.batch import Job, make_job
-from vitflow.decoding import DecoderPool
 from vitflow.errors import OptionError
 from vitflow.explaining.explainer import Explainer, MethodChoice
 from vitflow.explaining.targets import Target, resolve_targets
-from vitflow.manifest import (
+from vitflow.folder.decoders import DecoderPool
+from vitflow.folder.manifest import (
     FORMATS,
     Journal,
     RunFolder,
@@ -30,11 +29,12 @@ from vitflow.manifest import (
     write_json,
     write_manifest,
 )
+from vitflow.folder.pipeline import Pipeline
+from vitflow.folder.plan import Item, Plan, make_plan
+from vitflow.folder.work import Job, make_job
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.pictures.images import MAX_PIXELS
 from vitflow.pictures.overlay import blend
-from vitflow.pipeline import Pipeline
-from vitflow.planning import Item, Plan, make_plan
 
 # Pictures per forward pass: more do not make a CPU faster, and a GPU is busy with that many.
 _AUTO_BATCH = {"cpu": 16, "cuda": 64}
@@ -186,9 +186,9 @@ def explain_folder(
         path = _write_manifest(folder, journal, keys, fingerprint, manifest)
         page = None
         if report:
-            from vitflow.report import write_report
+            from vitflow.folder.report import report_run
 
-            page = write_report(folder.path, keys=keys)
+            page = report_run(folder.path, keys=keys)
         totals = {"total": len(keys), "explained": explained, "failed": len(keys) - explained}
         seconds = time.perf_counter() - clock
         done_now = explained - kept

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vitflow.decoding import Decoded, printable
-from vitflow.errors import OptionError, UnsupportedModelError
+from vitflow.errors import OptionError, UnsupportedModelError, printable
 from vitflow.explaining.explainer import Explainer, choose_methods
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Target
+from vitflow.folder.decoders import Decoded
 from vitflow.pictures.images import _WRITE_OPTIONS
 
 FORMATS = ("jpg", "png", "webp")

@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import ImageError
+from vitflow.errors import ImageError, printable
 from vitflow.pictures.images import MAX_PIXELS, read_image
 
 #: A picture that takes longer than this to decode, in seconds, is given up.
 PATIENCE = 60.0
 
 # Not `-m`, and not multiprocessing: both would run the caller's own script again, or put its folder on the path.
-_SERVE = "import sys; sys.path.append(sys.argv[1]); from vitflow.decoding import serve; serve()"
-_PACKAGE_ROOT = str(Path(__file__).resolve().parent.parent)
+_SERVE = "import sys; sys.path.append(sys.argv[1]); from vitflow.folder.decoders import serve; serve()"
+_PACKAGE_ROOT = str(Path(__file__).resolve().parent.parent.parent)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,15 +80,6 @@ def decode_file(path: str, max_pixels: int = MAX_PIXELS) -> Decoded:
         return Decoded(**facts, error=type(error).__name__, message=f"Could not read {printable(path)!r}: {reason}.")
     except Exception as error:  # nothing that a file holds may stop the others
         return Decoded(**facts, error=type(error).__name__, message=printable(str(error)) or type(error).__name__)
-
-
-def printable(text: str) -> str:
-    """Text that can be written as UTF-8: bytes of a name that are not text become escapes.
-
-    >>> printable("caf\\udce9.jpg")
-    'caf\\\\xe9.jpg'
-    """
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 class DecoderPool:

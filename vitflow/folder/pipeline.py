@@ -7,12 +7,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from vitflow.batch import Job, Maps, Picture, compute_maps, draw_files
-from vitflow.decoding import Decoded, DecoderPool, printable
+from vitflow.errors import printable
 from vitflow.explaining.explainer import Explainer
-from vitflow.manifest import Journal
+from vitflow.folder.decoders import Decoded, DecoderPool
+from vitflow.folder.manifest import Journal
+from vitflow.folder.plan import Item
+from vitflow.folder.work import Job, Maps, Picture, compute_maps, draw_files
 from vitflow.pictures.files import write_atomically
-from vitflow.planning import Item
 
 #: Pixels that wait for the model, or to be written, take no more memory than this each (and one picture).
 WAITING_BYTES = 192 * 2**20

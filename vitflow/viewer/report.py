@@ -4,10 +4,8 @@ import base64
 import hashlib
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote_from_bytes
@@ -18,9 +16,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitflow.decoding import decode_file, printable
-from vitflow.errors import OptionError
-from vitflow.manifest import Journal, RunFolder
+from vitflow.errors import printable
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.overlay import colorize, scale_range
 
@@ -28,63 +24,50 @@ from vitflow.pictures.overlay import colorize, scale_range
 _FAILURES_SHOWN = 200
 
 
-@dataclass(frozen=True, slots=True)
-class _Page:
-    """One page's file and what it shows."""
-
-    path: Path
-    number: int
-    rows: Sequence[Mapping[str, Any]]
-
-
 def write_report(
-    output: str | os.PathLike[str],
+    output: Path,
+    run: Mapping[str, Any],
+    states: Mapping[str, str],
+    read_rows: Callable[[Iterable[str]], Iterable[Mapping[str, Any]]],
+    read_picture: Callable[[str], NDArray[np.uint8] | None],
     *,
-    keys: Sequence[str] | None = None,
     per_page: int = 300,
     thumbnail: int = 512,
     embed_bytes: int = 24 * 2**20,
 ) -> Path:
-    """Write `report.html` (and `report-2.html` …) into the output folder of a folder run; the first page's path.
+    """Write `report.html` (and `report-2.html` …) for the rows of a folder run; the first page's path.
 
     Each picture can be seen with each of its maps at any opacity, and each patch with its value. The photographs are
     read again, for the thumbnails; where one is gone, its map stands alone.
 
     Args:
-        output: the run's output folder.
-        keys: inputs to show, in this order; by default all of the run.
+        output: the run's output folder, into which the pages go.
+        run: what the run computed: "root", "model", "methods", "options", "drawing", …
+        states: "explained" or "failed" for each input to show, in this order.
+        read_rows: the rows of some inputs, with their grids.
+        read_picture: the photograph at a path, uint8 RGB; None where it cannot be read.
         per_page: pictures on one page.
         thumbnail: longer side of the photographs in pixels.
         embed_bytes: thumbnails beyond this sum on a page are written to `report-files/` and linked.
-
-    Raises:
-        OptionError: the folder holds no run.
     """
-    folder = RunFolder(Path(output))
-    journal = Journal(folder.journal)
-    if journal.header is None:
-        raise OptionError(
-            f"There is no folder run in {str(folder.path)!r}: make one with vitflow folder IN -o OUT, and name OUT."
-        )
-    run = journal.header["run"]
-    states = {row["input"]: row["status"] for row in journal.rows(keys)}
     shown = [key for key, status in states.items() if status == "explained"]
     failed = [key for key, status in states.items() if status == "failed"]
     starts = range(0, max(len(shown), 1), per_page)
     names = [f"report-{number}.html" if number > 1 else "report.html" for number in range(1, len(starts) + 1)]
-    environment = Environment(loader=PackageLoader("vitflow"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    loader = PackageLoader("vitflow.viewer")
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.get_template("report.html")
     style, script = (_source(environment, name) for name in ("report.css", "report.js"))
     for number, (start, name) in enumerate(zip(starts, names, strict=True), start=1):
-        rows = journal.rows(shown[start : start + per_page])
-        entries = list(_entries(rows, run, folder.path, thumbnail, embed_bytes, f"{number}-"))
+        rows = read_rows(shown[start : start + per_page])
+        entries = list(_entries(rows, run, output, read_picture, thumbnail, embed_bytes, f"{number}-"))
         text = template.render(
-            title=printable(folder.path.resolve().name),
+            title=printable(output.resolve().name),
             run=run,
             version=version("vitflow"),
             explained=len(shown),
             failed=len(failed),
-            failures=list(islice(journal.rows(failed), _FAILURES_SHOWN)) if number == 1 else [],
+            failures=list(read_rows(failed[:_FAILURES_SHOWN])) if number == 1 else [],
             classes=sorted({entry["label"] for entry in entries}),
             methods=list(run["methods"]),
             data={"pictures": entries, "colors": _colors(run), "alpha": run["drawing"].get("alpha", 0.6)},
@@ -96,9 +79,9 @@ def write_report(
             script=Markup(script),
             script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         )
-        with write_atomically(folder.path / name) as file:
+        with write_atomically(output / name) as file:
             file.write(text.encode("utf-8", "replace"))
-    return folder.path / names[0]
+    return output / names[0]
 
 
 def _source(environment: Environment, name: str) -> str:
@@ -108,13 +91,20 @@ def _source(environment: Environment, name: str) -> str:
 
 
 def _entries(
-    rows: Iterable[Mapping[str, Any]], run: Mapping[str, Any], output: Path, side: int, budget: int, prefix: str
+    rows: Iterable[Mapping[str, Any]],
+    run: Mapping[str, Any],
+    output: Path,
+    read_picture: Callable[[str], NDArray[np.uint8] | None],
+    side: int,
+    budget: int,
+    prefix: str,
 ) -> Iterator[dict[str, Any]]:
     """What the page knows of each picture, ready for JSON."""
     used = 0
     for index, row in enumerate(rows):
         source = os.path.join(run["root"], row["input"])  # noqa: PTH118 - a name that may not be text
-        photograph = _thumbnail(source, side)
+        pixels = read_picture(source)
+        photograph = None if pixels is None else _thumbnail(pixels, side)
         used += len(photograph or b"")
         image = None
         if photograph is not None and used <= budget:
@@ -137,12 +127,9 @@ def _entries(
         }
 
 
-def _thumbnail(path: str, side: int) -> bytes | None:
-    """A photograph made small, as JPEG; None where it cannot be read any more."""
-    decoded = decode_file(path)
-    if decoded.image is None:
-        return None
-    picture = Image.fromarray(decoded.image)
+def _thumbnail(pixels: NDArray[np.uint8], side: int) -> bytes:
+    """A photograph made small, as JPEG."""
+    picture = Image.fromarray(pixels)
     picture.thumbnail((side, side), Image.Resampling.LANCZOS)
     file = io.BytesIO()
     picture.save(file, "JPEG", quality=82)
