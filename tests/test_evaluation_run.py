@@ -27,7 +27,7 @@ from vitflow.evaluation import (
     run,
     scoring,
 )
-from vitflow.evaluation.datasets import Dataset
+from vitflow.evaluation.data.datasets import Dataset
 from vitflow.explaining.method_table import _METHODS
 from vitflow.folder.manifest import Journal, RunFolder
 

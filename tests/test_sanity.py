@@ -15,9 +15,9 @@ import vitflow
 from tests import literal_vit
 from vitflow import Explainer
 from vitflow.errors import OptionError
-from vitflow.evaluation.faithfulness import faithfulness_curves
-from vitflow.evaluation.randomisation import randomised_copies
-from vitflow.evaluation.sanity import (
+from vitflow.evaluation.measures.faithfulness import faithfulness_curves
+from vitflow.evaluation.measures.randomisation import randomised_copies
+from vitflow.evaluation.measures.sanity import (
     _wide_window,
     cascading_randomisation,
     class_sensitivity,
@@ -25,7 +25,7 @@ from vitflow.evaluation.sanity import (
     shift_stability,
     stage_names,
 )
-from vitflow.evaluation.token_dropping import can_drop_tokens
+from vitflow.evaluation.measures.token_dropping import can_drop_tokens
 from vitflow.methods.cells import sum_cells
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "std": (0.25,) * 3, "crop_pct": 0.8}

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowError, VitflowWarning
-from vitflow.evaluation.datasets import Dataset, Sample
-from vitflow.evaluation.perturbation import REPLACEMENTS
+from vitflow.evaluation.data.datasets import Dataset, Sample
+from vitflow.evaluation.measures.perturbation import REPLACEMENTS
 from vitflow.evaluation.results import BASELINES
 from vitflow.explaining.explainer import Explainer, MethodChoice, choose_methods
 from vitflow.explaining.method_table import get_method, list_methods

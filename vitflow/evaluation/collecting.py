@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.evaluation.correlation import RankCorrelation
-from vitflow.evaluation.datasets import Dataset
+from vitflow.evaluation.data.datasets import Dataset
+from vitflow.evaluation.measures.correlation import RankCorrelation
 from vitflow.evaluation.metrics import METRICS, Metric
 from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.scoring import Protocol

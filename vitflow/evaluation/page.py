@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from vitflow.evaluation.charts import darkened
-from vitflow.evaluation.correlation import RankCorrelation
+from vitflow.evaluation.measures.correlation import RankCorrelation
 from vitflow.evaluation.metrics import CORRELATION_SILENT, Metric
 from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.statistics import CONFIDENCE, Difference, Estimate

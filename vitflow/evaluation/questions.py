@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError
-from vitflow.evaluation.datasets import Labelled
-from vitflow.evaluation.regions import Label, Region, union
+from vitflow.evaluation.data.datasets import Labelled
+from vitflow.evaluation.data.regions import Label, Region, union
 from vitflow.explaining.targets import class_index
 
 _WORDNET = re.compile(r"n\d{8}")

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, unknown_name
-from vitflow.evaluation.correlation import RankCorrelation
-from vitflow.evaluation.localisation import accumulated_iou
+from vitflow.evaluation.measures.correlation import RankCorrelation
+from vitflow.evaluation.measures.localisation import accumulated_iou
 from vitflow.evaluation.metrics import METRICS, Metric
 from vitflow.evaluation.statistics import (
     RESAMPLES,

@@ -20,13 +20,13 @@ from vitflow.evaluation.choices import (
     possible_groups,
 )
 from vitflow.evaluation.collecting import collect
-from vitflow.evaluation.datasets import Dataset, open_dataset
+from vitflow.evaluation.data.datasets import Dataset, open_dataset
+from vitflow.evaluation.measures.token_dropping import can_drop_tokens
 from vitflow.evaluation.metrics import choose_metrics
 from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.running import COSTLY, EvaluationProgress, Run
 from vitflow.evaluation.scoring import Protocol
 from vitflow.evaluation.statistics import RESAMPLES
-from vitflow.evaluation.token_dropping import can_drop_tokens
 from vitflow.explaining.explainer import Explainer, MethodChoice
 from vitflow.explaining.method_table import get_method
 from vitflow.folder.manifest import RunFolder

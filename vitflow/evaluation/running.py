@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vitflow.errors import OptionError, VitflowError
-from vitflow.evaluation.datasets import Dataset, Sample
+from vitflow.evaluation.data.datasets import Dataset, Sample
 from vitflow.evaluation.questions import ask
 from vitflow.evaluation.scoring import Item, Protocol, failed_row, measure
 from vitflow.explaining.explainer import Explainer

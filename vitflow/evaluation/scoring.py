@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, UnsupportedModelError
-from vitflow.evaluation import sanity
-from vitflow.evaluation.correlation import rank_correlation
-from vitflow.evaluation.datasets import Labelled
-from vitflow.evaluation.faithfulness import faithfulness_curves
-from vitflow.evaluation.localisation import localise
+from vitflow.evaluation.data.datasets import Labelled
+from vitflow.evaluation.measures import sanity
+from vitflow.evaluation.measures.correlation import rank_correlation
+from vitflow.evaluation.measures.faithfulness import faithfulness_curves
+from vitflow.evaluation.measures.localisation import localise
 from vitflow.evaluation.questions import Question
 from vitflow.explaining.agreement import _constant
 from vitflow.explaining.explainer import Explainer, MethodChoice

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import OptionError
-from vitflow.evaluation.perturbation import Choice, Numbers, patch_order, perturb
+from vitflow.evaluation.measures.perturbation import Choice, Numbers, patch_order, perturb
 from vitflow.explaining.explainer import Explainer, _evaluating
 from vitflow.explaining.saliency import Saliency
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vitflow.errors import OptionError, VitflowWarning, unknown_name
-from vitflow.evaluation.originals import original_maps
+from vitflow.evaluation.measures.originals import original_maps
 from vitflow.explaining.agreement import spearman
 from vitflow.explaining.explainer import Explainer, MethodChoice
 from vitflow.explaining.saliency import Saliency

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, unknown_name
-from vitflow.evaluation.originals import original_maps
-from vitflow.evaluation.randomisation import cascading_randomisation, stage_names
+from vitflow.evaluation.measures.originals import original_maps
+from vitflow.evaluation.measures.randomisation import cascading_randomisation, stage_names
 from vitflow.explaining.agreement import mean_of_defined, spearman
 from vitflow.explaining.explainer import Explainer, MethodChoice, _evaluating
 from vitflow.explaining.method_table import get_method

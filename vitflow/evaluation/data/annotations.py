@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 from xml.parsers import expat
 
 from vitflow.errors import OptionError, VitflowError
-from vitflow.evaluation.regions import Label, Region, box_region, read_polygons_or_runs
+from vitflow.evaluation.data.regions import Label, Region, box_region, read_polygons_or_runs
 from vitflow.pictures.images import find_images
 
 _WORDNET = re.compile(r"n\d{8}")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import ModelError, OptionError, ShapeError, unknown_name
-from vitflow.evaluation.token_dropping import check_can_drop, needs_patches, run_on_patches
+from vitflow.evaluation.measures.token_dropping import check_can_drop, needs_patches, run_on_patches
 from vitflow.explaining.explainer import Explainer
 from vitflow.methods.cells import cell_edges
 from vitflow.models.anatomy import logits_of

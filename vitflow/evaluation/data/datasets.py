@@ -15,8 +15,8 @@ from PIL import Image
 
 from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_picture
 from vitflow.errors import ImageError, OptionError, ShapeError
-from vitflow.evaluation.annotations import Annotated, PictureFinder, read_annotations
-from vitflow.evaluation.regions import Label, Region, mask_region
+from vitflow.evaluation.data.annotations import Annotated, PictureFinder, read_annotations
+from vitflow.evaluation.data.regions import Label, Region, mask_region
 from vitflow.pictures.images import ImageSource, find_images, read_image
 
 _ANNOTATIONS = (".csv", ".json", ".xml")

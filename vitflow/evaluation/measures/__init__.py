@@ -1,0 +1,1 @@
+"""What a map is worth: one file a question."""
