@@ -105,7 +105,7 @@ def _line(
 def demo(output: Path) -> None:
     """Explain the bundled pictures with the bundled model: overlays and one strip."""
     with talking():
-        from vitflow.demo.show import run_demo
+        from vitflow.cli.demo import run_demo
 
         for path in run_demo(output):
             click.echo(printable(path))
