@@ -32,7 +32,7 @@ import timm
 import torch
 from PIL import Image
 
-from tests.test_folder import write_mutations
+from tests.folder.test_run import write_mutations
 from vitflow import explain_folder
 
 MODELS = ("vit_tiny_patch16_224", "vit_base_patch16_224")

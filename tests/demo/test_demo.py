@@ -20,7 +20,7 @@ from vitflow import demo
 from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_ground, draw_picture, draw_pictures
 from vitflow.errors import ModelError, OptionError
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = [96, 33, (64, 97), (150, 100)]
 
 

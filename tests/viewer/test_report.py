@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.test_folder import fill, picture_bytes, tiny_model
+from tests.folder.test_run import fill, picture_bytes, tiny_model
 from vitflow import explain_folder
 from vitflow.errors import OptionError
 from vitflow.folder.manifest import Journal, RunFolder

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.test_folder import tiny_model
+from tests.folder.test_run import tiny_model
 from vitflow import Explainer, register_method
 from vitflow.demo import draw_picture
 from vitflow.errors import OptionError, VitflowError

@@ -269,7 +269,7 @@ def forked_run(source: Path, output: Path) -> None:
 
 def start(source: Path, output: Path):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.test_folder"])  # so that torch is imported once, not at every start
+    context.set_forkserver_preload(["tests.folder.test_run"])  # so that torch is imported once, not at every start
     process = context.Process(target=forked_run, args=(source, output))
     process.start()
     return process

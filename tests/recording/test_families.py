@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tests.test_recorder import state_of
+from tests.recording.test_recorder import state_of
 from vitflow import Explainer, TokenLayout, record_attention
 from vitflow.errors import NoAttentionError, UnsupportedModelError
 from vitflow.explaining.maps import rollout

@@ -448,7 +448,7 @@ def test_photographs_with_the_trained_vit_tiny(shared_data, tmp_path):
 @pytest.fixture
 def peers(monkeypatch) -> ModuleType:
     monkeypatch.setattr(vitflow.methods, "_METHODS", dict(vitflow.methods._METHODS))
-    path = Path(__file__).parent.parent / "examples" / "compare_with_peers.py"
+    path = Path(__file__).parents[2] / "examples" / "compare_with_peers.py"
     spec = importlib.util.spec_from_file_location("compare_with_peers", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
