@@ -114,9 +114,8 @@ def test_a_mask_value_without_a_class_is_told(folder):
 
 def test_a_mask_of_another_size_is_told(folder):
     Image.fromarray(np.ones((10, 10), np.uint8)).save(folder / "cat_mask.png")
-    picture = by_name(open_dataset(folder))["cat.jpg"]
     with pytest.raises(ShapeError, match=r"30 × 40 pixels .* got 10 × 10"):
-        ask(picture, 0, None)
+        ask(by_name(open_dataset(folder))["cat.jpg"], 0, None)
 
 
 def test_a_broken_mask_is_told(folder):

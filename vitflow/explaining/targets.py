@@ -77,7 +77,7 @@ def _own_targets(targets: Any, probabilities: Tensor) -> Tensor:
 def class_index(target: Any, num_classes: int, class_names: Sequence[str] | None) -> int:
     """The index of a class given by index or name (without regard to case); OptionError if there is none or several."""
     text = str(target).strip()
-    if text.lstrip("-").isdigit():
+    if re.fullmatch(r"-?\d{1,18}", text, re.ASCII):
         index = int(text)
         if not 0 <= index < num_classes:
             raise OptionError(f"Expected a class index from 0 to {num_classes - 1}, got {index}.")

@@ -104,14 +104,15 @@ def _names(value: Any) -> list[str] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     if isinstance(value, Mapping):
         try:
             value = [value[key] for key in sorted(value, key=int)]
         except (TypeError, ValueError):
             return None
-    return [str(name) for name in value] if isinstance(value, list | tuple) else None
+    names = isinstance(value, list | tuple) and all(isinstance(name, str | int | float) for name in value)
+    return [str(name) for name in value] if names else None
 
 
 def read_class_names(path: str | Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Read any picture as RGB, write one without half-written files, and find the pictures of a folder."""
+"""Read pictures as RGB and masks, write pictures without half-written files, and find the pictures of a folder."""
 
 import contextlib
 import io
@@ -80,15 +80,50 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS) -> NDArray[
         with _pillow_settings(max_pixels):
             if isinstance(source, Image.Image):
                 return _from_pillow(source, max_pixels)
-            Image.init()
-            known = [name for name in _FORMATS if name in Image.OPEN]
-            file = io.BytesIO(source) if isinstance(source, bytes) else Path(source)
-            with Image.open(file, formats=known) as opened:
+            with _open(source) as opened:
                 return _from_pillow(opened, max_pixels)
     except VitflowError:
         raise
     except Exception as error:  # a malformed file makes Pillow raise nearly anything
         raise ImageError(_explain(source, error, max_pixels)) from error
+
+
+def read_mask(path: str | os.PathLike[str], size: tuple[int, int]) -> NDArray[Any]:
+    """Read the values of a mask, [height, width]: of a palette picture its indices, of colours the largest channel.
+
+    Transparent pixels are 0. A file of another size than the picture's is refused before it is decoded.
+
+    Args:
+        path: the mask's file.
+        size: (height, width) of the picture that it belongs to.
+
+    Raises:
+        ImageError: the file is missing, empty, truncated, or no picture.
+        ShapeError: it has another size.
+    """
+    path = Path(path)
+    try:
+        _check_file(path)
+        with _pillow_settings(MAX_PIXELS), _open(path) as opened:
+            check_mask_size((opened.height, opened.width), size)
+            values = np.asarray(opened)
+            transparent = opened.getbands()[-1] in ("A", "a")
+    except VitflowError:
+        raise
+    except Exception as error:
+        raise ImageError(_explain(path, error, MAX_PIXELS, "the mask ")) from error
+    if transparent:
+        values = values[..., :-1] * (values[..., -1:] > 0)
+    return values.max(axis=2) if values.ndim == 3 else values
+
+
+def check_mask_size(own: tuple[int, ...], size: tuple[int, ...]) -> None:
+    """Raise ShapeError unless a mask has its picture's (height, width)."""
+    if own != size:
+        raise ShapeError(
+            f"Expected a mask of the picture's size, {size[0]} × {size[1]} pixels (height × width), got {own[0]} × "
+            f"{own[1]}. Make the mask of this very picture, without its EXIF rotation."
+        )
 
 
 def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
@@ -153,12 +188,13 @@ def find_images(path: str | os.PathLike[str], *, recursive: bool = False) -> lis
             continue
         visited.add((status.st_dev, status.st_ino))
         subfolders[:] = sorted(name for name in subfolders if recursive and not name.startswith("."))
-        found += [
-            here / name
-            for name in names
-            if not name.startswith(".") and Path(name).suffix.lower() in _READ_SUFFIXES and (here / name).is_file()
-        ]
+        found += [here / name for name in names if is_image_name(name) and (here / name).is_file()]
     return sorted(found, key=lambda file: ([_natural(part) for part in file.relative_to(root).parts], str(file)))
+
+
+def is_image_name(name: str) -> bool:
+    """Whether a file is called like a picture, and is not hidden."""
+    return not name.startswith(".") and Path(name).suffix.lower() in _READ_SUFFIXES
 
 
 def image_name(source: object) -> str:
@@ -219,8 +255,17 @@ class _PillowSettings:
 _pillow_settings = _PillowSettings()
 
 
+def _open(source: str | os.PathLike[str] | bytes) -> Image.Image:
+    """Open a picture as one of the formats that are meant to be read; Pillow tries no other."""
+    Image.init()
+    known = [name for name in _FORMATS if name in Image.OPEN]
+    return Image.open(io.BytesIO(source) if isinstance(source, bytes) else Path(source), formats=known)
+
+
 def _from_pillow(image: Image.Image, max_pixels: int) -> NDArray[np.uint8]:
     """RGB pixels of an opened picture, upright."""
+    if image.format == "EPS" and getattr(image, "tile", None):  # not decoded yet, which would start Ghostscript
+        raise UnidentifiedImageError
     if image.width * image.height > max_pixels:
         raise Image.DecompressionBombError
     image.load()
@@ -308,9 +353,12 @@ def _check_file(path: Path) -> None:
         raise ImageError(f"Expected a picture at {str(path)!r}, got a device or a pipe. Save it to a file first.")
 
 
-def _explain(source: str | os.PathLike[str] | bytes | Image.Image, error: Exception, max_pixels: int) -> str:
+def _explain(
+    source: str | os.PathLike[str] | bytes | Image.Image, error: Exception, max_pixels: int, kind: str = ""
+) -> str:
     """Say what was expected, what came and what to do about a picture that could not be read."""
-    name = repr(image_name(source)) if isinstance(source, str | os.PathLike) else f"the given {image_name(source)}"
+    from_file = isinstance(source, str | os.PathLike)
+    name = f"{kind}{image_name(source)!r}" if from_file else f"the given {image_name(source)}"
     if isinstance(error, Image.DecompressionBombError):
         return (
             f"Expected {name} to have at most {max_pixels:,} pixels, got more. "

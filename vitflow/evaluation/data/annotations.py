@@ -1,18 +1,29 @@
-"""Read annotation files: COCO JSON, Pascal VOC and ImageNet XML, ImageNet CSV, plain JSON and CSV of boxes."""
+"""Read annotation files: COCO JSON, Pascal VOC and ImageNet XML, ImageNet CSV, plain JSON and CSV of boxes.
+
+They may come from anywhere: what is wrong with one picture's entry stands in that entry, and no name leads out of the
+folders with pictures.
+"""
 
 import csv
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
-from xml.parsers import expat
+from xml.etree.ElementTree import Element
+
+from defusedxml import DefusedXmlException, ElementTree
 
 from vitflow.errors import OptionError, VitflowError
-from vitflow.evaluation.data.regions import Label, Region, box_region, read_polygons_or_runs
-from vitflow.pictures.images import find_images
+from vitflow.evaluation.data.regions import Label, Region, box_region, read_box, read_polygons_or_runs
+from vitflow.pictures.images import MAX_PIXELS, is_image_name
+
+_LONGEST_NAME = 4096  # bytes of a path
+_LONGEST_TOLD = 200  # characters of an error's own words, which may quote the file
 
 _WORDNET = re.compile(r"n\d{8}")
 
@@ -32,12 +43,14 @@ class Annotated:
         regions: its objects; None where the file only tells a class.
         label: the class of the whole picture, where it has one.
         size: (height, width) that the regions were drawn for, where told.
+        problem: what is wrong with it, if anything; then nothing else of it counts.
     """
 
     file: str
     regions: tuple[Region, ...] | None
     label: Label = None
     size: tuple[int, int] | None = None
+    problem: VitflowError | None = None
 
 
 def read_annotations(path: Path) -> list[Annotated]:
@@ -53,22 +66,20 @@ def read_annotations(path: Path) -> list[Annotated]:
 
     Raises:
         OptionError: the file is none of these.
-        VitflowError: it is one of these, and something in it is wrong.
+        VitflowError: it is one of these, and something is wrong with every entry in it.
     """
-    kind = path.suffix.lower()
+    reader = {".xml": _read_xml, ".csv": _read_csv, ".json": _read_json}.get(path.suffix.lower())
+    if reader is None:
+        raise OptionError(f"Expected annotations in a file that ends in .json, .xml or .csv, got {path.name!r}.")
     try:
-        if kind == ".xml":
-            return [read_voc(path)]
-        if kind == ".csv":
-            return _read_csv(path)
-        if kind == ".json":
-            return _read_json(path)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        if isinstance(error, VitflowError):
-            raise
-        told = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise OptionError(f"Could not read the annotations {path.name!r}: {told}. {_FORMATS}") from error
-    raise OptionError(f"Expected annotations in a file that ends in .json, .xml or .csv, got {path.name!r}.")
+        entries = list(reader(path))
+        if not entries:
+            raise ValueError("they list no pictures")
+    except _WRONG as error:
+        raise _unreadable(path, error) from error
+    if entries[0].problem is not None and all(entry.problem is not None for entry in entries):
+        raise entries[0].problem
+    return entries
 
 
 _FORMATS = (
@@ -76,133 +87,172 @@ _FORMATS = (
     "ImageId,PredictionString or file,label,left,top,right,bottom."
 )
 
+# What reading values of wrong types raises; a broken XML file is a SyntaxError.
+_WRONG = (
+    *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, SyntaxError, OSError),
+    *(csv.Error, VitflowError),
+)
+
+
+def _unreadable(path: Path, error: Exception, entry: str = "") -> VitflowError:
+    """Say what is wrong with a file, or with one entry of it."""
+    if isinstance(error, OptionError):
+        return error
+    told = f"no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
+    told = "it is nested too deeply" if isinstance(error, RecursionError) else told
+    told = told if len(told) <= _LONGEST_TOLD else told[:_LONGEST_TOLD] + "…"
+    where = f"{path.name!r}, {entry[:_LONGEST_TOLD]}" if entry else f"{path.name!r}"
+    return OptionError(f"Could not read the annotations {where}: {told}. {_FORMATS}")
+
+
+def _attempt(path: Path, number: int, file: Any, read: Callable[[str], Annotated]) -> Annotated:
+    """One picture's entry, or what is wrong with it."""
+    place = f"entry {number}"
+    try:
+        place = _file_name(file)
+        return read(place)
+    except _WRONG as error:
+        return Annotated(place, None, problem=_unreadable(path, error, place))
+
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def _read_json(path: Path) -> list[Annotated]:
+def _read_json(path: Path) -> Iterator[Annotated]:
     content = json.loads(path.read_text(encoding="utf-8"))
     if isinstance(content, dict) and "images" in content and "annotations" in content:
-        return list(_coco(content))
+        yield from _coco(path, content)
+        return
     if isinstance(content, dict):
         content = [
             {"file": file, **(entry if isinstance(entry, dict) else {"boxes": entry})}
             for file, entry in content.items()
         ]
-    if not isinstance(content, list) or not content:
-        raise OptionError(f"Could not read the annotations {path.name!r}: they list no pictures. {_FORMATS}")
-    return [_entry(entry) for entry in content]
+    for number, entry in enumerate(_list(content), start=1):
+        file = _first(entry, _FILE_KEYS) if isinstance(entry, dict) else entry
+        yield _attempt(path, number, file, partial(_entry, entry))
 
 
-def _entry(entry: Mapping[str, Any]) -> Annotated:
+def _entry(entry: Mapping[str, Any], file: str) -> Annotated:
     """One picture of a plain JSON file."""
-    file, label, boxes = (_first(entry, keys) for keys in (_FILE_KEYS, _LABEL_KEYS, _BOX_KEYS))
-    if file is None:
-        raise ValueError(f"an entry names no file, but has {', '.join(entry)}")
-    size = entry.get("size")
+    label, boxes, size = _label_of(entry), _first(entry, _BOX_KEYS), entry.get("size")
     regions = None
     if boxes is not None:
-        own = [box if isinstance(box, dict) else {"box": box, "label": label} for box in boxes]
-        regions = tuple(box_region(_first(box, _LABEL_KEYS), _four(box["box"])) for box in own)
-    return Annotated(str(file), regions, label, (int(size[1]), int(size[0])) if size else None)
+        own = [box if isinstance(box, dict) else {"box": box, "label": label} for box in _list(boxes)]
+        regions = tuple(box_region(_label_of(box), box["box"]) for box in own)
+    return Annotated(file, regions, label, _size(size[1], size[0]) if size else None)
 
 
-def _coco(content: Mapping[str, Any]) -> Iterator[Annotated]:
-    names = {category["id"]: category["name"] for category in content.get("categories", ())}
+def _coco(path: Path, content: Mapping[str, Any]) -> Iterator[Annotated]:
+    names = {
+        category["id"]: category.get("name")
+        for category in _list(content.get("categories") or [])
+        if isinstance(category, dict) and _is_id(category.get("id"))
+    }
     by_image: dict[Any, list[Mapping[str, Any]]] = {}
-    for annotation in content["annotations"]:
-        by_image.setdefault(annotation["image_id"], []).append(annotation)
-    for image in content["images"]:
-        size = (int(image["height"]), int(image["width"]))
-        regions = tuple(_coco_region(one, names, size) for one in by_image.get(image["id"], ()))
-        yield Annotated(image["file_name"], regions, size=size)
+    lost = []
+    for number, annotation in enumerate(_list(content["annotations"]), start=1):
+        owner = annotation.get("image_id") if isinstance(annotation, dict) else None
+        if _is_id(owner):
+            by_image.setdefault(owner, []).append(annotation)
+        else:
+            error = ValueError(f"it belongs to no image, but to {reprlib.repr(owner)}")
+            place = f"annotation {number}"
+            lost.append(Annotated(place, None, problem=_unreadable(path, error, place)))
+    for number, image in enumerate(_list(content["images"]), start=1):
+        file = image.get("file_name") if isinstance(image, dict) else image
+        yield _attempt(path, number, file, partial(_coco_image, image, names, by_image))
+    yield from lost
 
 
-def _coco_region(annotation: Mapping[str, Any], names: Mapping[Any, str], size: tuple[int, int]) -> Region:
-    label = names.get(annotation["category_id"])
-    crowd = bool(annotation.get("iscrowd"))
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int | str) or (isinstance(value, float) and value.is_integer())
+
+
+def _coco_image(
+    image: Mapping[str, Any], names: Mapping[Any, Any], by_image: Mapping[Any, Sequence[Mapping[str, Any]]], file: str
+) -> Annotated:
+    size = _size(image["height"], image["width"])
+    return Annotated(file, tuple(_coco_region(one, names, size) for one in by_image.get(image["id"], ())), size=size)
+
+
+def _coco_region(annotation: Mapping[str, Any], names: Mapping[Any, Any], size: tuple[int, int]) -> Region:
+    category = annotation["category_id"]
+    if names and category not in names:
+        raise ValueError(f"no category {reprlib.repr(category)}")
+    label = _label(names.get(category))
     if annotation.get("segmentation"):
         region = read_polygons_or_runs(label, annotation["segmentation"], size)
     else:
-        left, top, width, height = _four(annotation["bbox"])
+        left, top, width, height = read_box(annotation["bbox"])
         region = box_region(label, (left, top, left + width, top + height))
-    return Region(label, region.paint, unknown=crowd)
+    return Region(label, region.paint, unknown=bool(annotation.get("iscrowd")))
 
 
 # --- XML -------------------------------------------------------------------------------------------------------------
 
 
-def read_voc(path: Path) -> Annotated:
-    """Read one XML file of Pascal VOC or ImageNet.
+def _read_xml(path: Path) -> Iterator[Annotated]:
+    """One XML file of Pascal VOC or ImageNet.
 
     A file that defines entities of its own is refused: none of these formats does, and such definitions can make a
     parser read other files or fill the memory.
-
-    Raises:
-        OptionError: it is not such a file.
     """
-    data = path.read_bytes()
-    _refuse_definitions(data, path)
     try:
-        root = ElementTree.fromstring(data)
-    except ElementTree.ParseError as error:
-        raise OptionError(f"Could not read the annotations {path.name!r}: {error}. {_FORMATS}") from error
+        root = ElementTree.fromstring(path.read_bytes(), forbid_dtd=True)
+    except DefusedXmlException as error:
+        raise OptionError(
+            f"The annotations {path.name!r} hold a document type definition, which could make a parser read other "
+            "files. Annotations need none: remove it."
+        ) from error
     if root.tag != "annotation":
-        raise OptionError(f"Could not read the annotations {path.name!r}: its root is <{root.tag}>. {_FORMATS}")
-    regions = tuple(_voc_region(item) for item in root.iter("object"))
-    width, height = (int(float(root.findtext(f"size/{side}") or 0)) for side in ("width", "height"))
+        raise ValueError(f"its root is <{root.tag}>")
     # ImageNet's files name the picture without its suffix, or not at all ("%s").
     name = (root.findtext("filename") or "").strip()
-    file = name if name and "%" not in name else path.stem
-    return Annotated(file, regions, size=(height, width) if width and height else None)
+    regions = tuple(_voc_region(item) for item in root.iter("object"))
+    size = [root.findtext(f"size/{side}") or 0 for side in ("height", "width")]
+    told = all(float(side) for side in size)
+    yield Annotated(
+        _file_name(name if name and "%" not in name else path.stem), regions, size=_size(*size) if told else None
+    )
 
 
-def _voc_region(item: ElementTree.Element) -> Region:
+def _voc_region(item: Element) -> Region:
     label = (item.findtext("name") or "").strip() or None
-    left, top, right, bottom = _four([item.findtext(f"bndbox/{edge}") for edge in _EDGE_KEYS[1]])
+    left, top, right, bottom = read_box([item.findtext(f"bndbox/{edge}") for edge in _EDGE_KEYS[1]])
     if label is None or not _WORDNET.fullmatch(label):
         left, top = left - 1, top - 1  # VOC counts from 1, and its last pixel is inside
     return box_region(label, (left, top, right, bottom))
 
 
-def _refuse_definitions(data: bytes, path: Path) -> None:
-    def refuse(*_: Any) -> None:
-        raise OptionError(
-            f"The annotations {path.name!r} hold a document type definition, which could make a parser read other "
-            "files. Annotations need none: remove it."
-        )
-
-    parser = expat.ParserCreate()
-    parser.StartDoctypeDeclHandler = refuse
-    try:
-        parser.Parse(data, True)
-    except expat.ExpatError as error:
-        raise OptionError(f"Could not read the annotations {path.name!r}: {error}. {_FORMATS}") from error
-
-
 # --- CSV -------------------------------------------------------------------------------------------------------------
 
 
-def _read_csv(path: Path) -> list[Annotated]:
+def _read_csv(path: Path) -> Iterator[Annotated]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = list(csv.DictReader(file))
-    if not rows or not any(key in rows[0] for key in _FILE_KEYS):
-        raise OptionError(f"Could not read the annotations {path.name!r}: they list no pictures. {_FORMATS}")
+    columns = rows[0] if rows else {}
+    predicted = "PredictionString" in columns
+    edges = next((keys for keys in _EDGE_KEYS if all(key in columns for key in keys)), None)
+    if not any(key in columns for key in _FILE_KEYS):
+        raise ValueError("they list no pictures")
+    if not predicted and edges is None and not any(key in columns for key in _LABEL_KEYS):
+        raise ValueError("no boxes and no classes")
+    by_file: dict[Any, list[Mapping[str, Any]]] = {}
+    for number, row in enumerate(rows):
+        name = _first(row, _FILE_KEYS)
+        by_file.setdefault((name, number) if predicted else name, []).append(row)
+    for number, own in enumerate(by_file.values(), start=1):
+        yield _attempt(path, number, _first(own[0], _FILE_KEYS), partial(_csv_picture, own, edges))
+
+
+def _csv_picture(rows: Sequence[Mapping[str, Any]], edges: Sequence[str] | None, file: str) -> Annotated:
+    """What the rows of one picture say."""
     if "PredictionString" in rows[0]:
-        return [Annotated(row["ImageId"], tuple(_predictions(row["PredictionString"]))) for row in rows]
-    edges = next((keys for keys in _EDGE_KEYS if all(key in rows[0] for key in keys)), None)
-    labelled = any(key in rows[0] for key in _LABEL_KEYS)
-    if edges is None and not labelled:
-        raise OptionError(f"Could not read the annotations {path.name!r}: no boxes and no classes. {_FORMATS}")
-    found: dict[str, list[Region]] = {}
-    labels: dict[str, Label] = {}
-    for row in rows:
-        name = str(_first(row, _FILE_KEYS))
-        labels.setdefault(name, _first(row, _LABEL_KEYS) if edges is None else None)
-        if edges is not None:
-            box = box_region(_first(row, _LABEL_KEYS), _four([row[edge] for edge in edges]))
-            found.setdefault(name, []).append(box)
-    return [Annotated(name, tuple(found[name]) if edges else None, label) for name, label in labels.items()]
+        return Annotated(file, tuple(_predictions(rows[0]["PredictionString"])))
+    if edges is None:
+        return Annotated(file, None, _label_of(rows[0]))
+    return Annotated(file, tuple(box_region(_label_of(row), [row[edge] for edge in edges]) for row in rows))
 
 
 def _predictions(text: str) -> Iterator[Region]:
@@ -210,50 +260,115 @@ def _predictions(text: str) -> Iterator[Region]:
     words = text.split()
     for start in range(0, len(words), 5):
         label, *box = words[start : start + 5]
-        yield box_region(label, _four(box))
+        yield box_region(label, box)
 
 
 # --- What the formats share ------------------------------------------------------------------------------------------
 
 
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"expected a list, got {reprlib.repr(value)}")
+    return value
+
+
 def _first(entry: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    """The value of the first of these keys that there is; a class index as a whole number."""
-    for key in keys:
-        value = entry.get(key)
-        if value is not None and value != "":
-            return int(value) if key.endswith("_index") else value
-    return None
+    """The value of the first of these keys that there is."""
+    return next((entry[key] for key in keys if entry.get(key) is not None and entry[key] != ""), None)
 
 
-def _four(box: Sequence[Any]) -> tuple[float, float, float, float]:
-    left, top, right, bottom = (float(edge) for edge in box)
-    return left, top, right, bottom
+def _file_name(value: Any) -> str:
+    if not isinstance(value, str) or not value or "\0" in value or len(os.fsencode(value)) > _LONGEST_NAME:
+        raise ValueError(f"expected a picture's file name, got {reprlib.repr(value)}")
+    return value
 
 
-def _index_files(folders: Sequence[Path]) -> dict[str, Path]:
-    """Pictures below these folders by name and by name without suffix; the first folder goes first."""
-    index: dict[str, Path] = {}
-    for folder in folders:
-        for file in find_images(folder, recursive=True):
-            index.setdefault(file.name, file)
-            index.setdefault(file.stem, file)
-    return index
+def _label_of(entry: Mapping[str, Any]) -> Label:
+    """The class of an entry, of an index as a whole number."""
+    key = next((key for key in _LABEL_KEYS if entry.get(key) is not None and entry[key] != ""), "")
+    return _whole(entry[key]) if key.endswith("_index") else _label(entry.get(key))
+
+
+def _label(value: Any) -> Label:
+    return value if value is None or isinstance(value, str) else _whole(value)
+
+
+def _whole(value: Any) -> int:
+    """A whole number, perhaps as text or with a point; one that is no index or size of anything is refused."""
+    try:
+        number = float(value)
+        if number.is_integer() and abs(number) < 2**31:
+            return int(number)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ValueError(f"expected a whole number, got {reprlib.repr(value)}")
+
+
+def _size(height: Any, width: Any) -> tuple[int, int]:
+    size = _whole(height), _whole(width)
+    if min(size) < 1 or size[0] * size[1] > MAX_PIXELS:
+        raise ValueError(f"expected a picture's size, got {size[0]} × {size[1]} pixels")
+    return size
 
 
 class PictureFinder:
-    """Find the pictures that annotations name: by path below one of the folders, or by name anywhere below them."""
+    """Find the pictures that annotations name: by path below one of the folders, or by name anywhere below them.
+
+    Nothing outside these folders is touched, whether a name leads there by its path or by a link.
+    """
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = [folder for folder in folders if folder.is_dir()]
+        self._inside = [make(folder) for folder in self.folders for make in (os.path.abspath, os.path.realpath)]
         self._names: dict[str, Path] | None = None
 
     def find(self, file: str) -> Path:
-        """The picture's path; where there is none, the path at which it was expected first."""
+        """The picture's path; where there is none, the path at which it was expected first.
+
+        Raises:
+            OptionError: it lies outside the folders.
+        """
+        first, outside = None, False
         for folder in self.folders:
-            if (folder / file).is_file():
-                return folder / file
+            place = folder / file
+            if not self._holds(os.path.abspath(place)):  # noqa: PTH100 - follows no link
+                continue
+            if not self._holds(os.path.realpath(place)):
+                outside = True
+            elif is_file(place):
+                return place
+            elif first is None:
+                first = place
         if self._names is None:  # only where a name is not enough: the folders may be large
-            self._names = _index_files(self.folders)
+            self._names = self._index()
         name = Path(file).name
         found = self._names.get(name) or self._names.get(Path(name).stem)
-        return found or (self.folders[0] if self.folders else Path()) / file
+        if found is not None:
+            return found
+        if first is None or outside:
+            raise OptionError(
+                f"The annotations name {file[:_LONGEST_TOLD]!r}, which lies outside the folders with pictures ("
+                f"{', '.join(repr(str(folder)) for folder in self.folders)}). If that is meant, name its folder with "
+                "--images (images=…)."
+            )
+        return first
+
+    def _holds(self, place: str) -> bool:
+        return any(place == root or place.startswith(os.path.join(root, "")) for root in self._inside)  # noqa: PTH118
+
+    def _index(self) -> dict[str, Path]:
+        """Pictures by name and by name without suffix; the first folder goes first, and no link leads out."""
+        index: dict[str, Path] = {}
+        for root in self.folders:
+            for folder, subfolders, names in os.walk(root):
+                subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+                for file in (Path(folder, name) for name in sorted(names) if is_image_name(name)):
+                    if is_file(file) and self._holds(os.path.realpath(file)):
+                        index.setdefault(file.name, file)
+                        index.setdefault(file.stem, file)
+        return index
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file; a name that no file can have is none, where `Path.is_file` would raise."""
+    return os.path.isfile(path)  # noqa: PTH113

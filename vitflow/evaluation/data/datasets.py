@@ -1,5 +1,6 @@
 """Data to evaluate on: drawn pictures, or folders with masks, boxes, classes, or nothing but pictures."""
 
+import contextlib
 import hashlib
 import os
 import re
@@ -11,17 +12,17 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_picture
-from vitflow.errors import ImageError, OptionError, ShapeError
-from vitflow.evaluation.data.annotations import Annotated, PictureFinder, read_annotations
-from vitflow.evaluation.data.regions import Label, Region, mask_region
-from vitflow.pictures.images import ImageSource, find_images, read_image
+from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError
+from vitflow.evaluation.data.annotations import Annotated, PictureFinder, is_file, read_annotations
+from vitflow.evaluation.data.regions import Label, Region, mask_region, value_region
+from vitflow.pictures.images import ImageSource, find_images, read_image, read_mask
 
 _ANNOTATIONS = (".csv", ".json", ".xml")
 _MASK_ENDINGS = ("_mask", "-mask", ".mask")
 _DEMO = re.compile(r"demo(?::(\d+))?(?::(\d+))?")
+_MOST_OBJECTS = 10_000  # of one picture, far beyond any honest data; more would take for ever to paint
 _UNKNOWN_VALUE = 255  # of a mask with classes, as in Pascal VOC
 
 
@@ -108,6 +109,7 @@ def open_dataset(
     Args:
         data: any of these.
         images: where the pictures of an annotation file are; by default beside it, or in a folder beside it or above.
+            Pictures that lie outside, by their name or by a link, are not read.
         limit: take no more than this many pictures.
 
     Raises:
@@ -126,6 +128,8 @@ def open_dataset(
         return _cut(_drawn(data, count, seed), limit)
     if not isinstance(data, str | os.PathLike):
         return _cut(_listed(list(data)), limit)
+    if images is not None and not Path(images).is_dir():
+        raise OptionError(f"Expected the folder with the pictures, but there is none at {str(images)!r}.")
     path = Path(data)
     extra = Path(images) if images is not None else None
     if path.is_file() and path.suffix.lower() in _ANNOTATIONS:
@@ -191,7 +195,7 @@ def _draw(seed: int) -> Labelled:
 def _folder(path: Path, images: Path | None) -> Dataset:
     xml_folder = path / "Annotations" if (path / "Annotations").is_dir() else path
     files = sorted(file for file in path.iterdir() if file.suffix.lower() in (".json", ".csv") and file.is_file())
-    xml = sorted(xml_folder.rglob("*.xml") if xml_folder != path else path.glob("*.xml"))
+    xml = sorted(filter(is_file, xml_folder.rglob("*.xml") if xml_folder != path else path.glob("*.xml")))
     labels = next((file for file in files if file.name == "labels.csv"), None)
     files = [file for file in files if file != labels]
     named = [file for file in files if file.name in ("boxes.json", "annotations.json", "boxes.csv", "annotations.csv")]
@@ -208,18 +212,16 @@ def _folder(path: Path, images: Path | None) -> Dataset:
 
 def _annotated(files: Sequence[Path], name: str, images: Path | None) -> Dataset:
     """Pictures by their annotations; files of several pictures stand alone, XML files are one picture each."""
-    entries = [entry for file in files for entry in read_annotations(file)]
-    if not entries:
-        raise OptionError(f"The annotations {files[0].name!r} list no pictures.")
+    entries = _read_all(files)
     here = files[0].resolve().parent
     beside = [here, here / "images", here.parent / "images", here.parent / "JPEGImages", here.parent]
     finder = PictureFinder([images] if images is not None else beside)
     names = _distinct([entry.file for entry in entries])
-    samples = []
-    for entry, own in zip(entries, names, strict=True):
-        picture = finder.find(entry.file)
-        samples.append(Sample(own, partial(_read_annotated, picture, entry), (picture,)))
-    if not any(sample.files[0].is_file() for sample in samples):
+    samples = [_annotated_sample(own, entry, finder) for entry, own in zip(entries, names, strict=True)]
+    if not any(is_file(file) for sample in samples for file in sample.files):
+        for sample in samples:
+            if not sample.files:
+                sample.read()  # tells what is wrong
         raise OptionError(
             f"None of the {len(samples)} pictures of {files[0].name!r} was found, such as {entries[0].file!r}. Say "
             "where they are with --images (images=…)."
@@ -229,6 +231,36 @@ def _annotated(files: Sequence[Path], name: str, images: Path | None) -> Dataset
     return Dataset(name, kind, samples, located, {"annotations": _digest(files)})
 
 
+def _read_all(files: Sequence[Path]) -> list[Annotated]:
+    """The entries of all files; of several, one that cannot be read is an entry with a problem."""
+    entries: list[Annotated] = []
+    problems = []
+    for file in files:
+        try:
+            entries += read_annotations(file)
+        except VitflowError as error:
+            problems.append(error)
+            entries.append(Annotated(file.stem, None, problem=error))
+    if len(problems) == len(files):
+        raise problems[0]
+    return entries
+
+
+def _annotated_sample(name: str, entry: Annotated, finder: PictureFinder) -> Sample:
+    problem = entry.problem
+    if problem is None:
+        try:
+            picture = finder.find(entry.file)
+            return Sample(name, partial(_read_annotated, picture, entry), (picture,))
+        except OptionError as error:
+            problem = error
+    return Sample(name, partial(_refuse, problem))
+
+
+def _refuse(problem: VitflowError) -> Labelled:
+    raise problem
+
+
 def _read_annotated(path: Path, entry: Annotated) -> Labelled:
     image = read_image(path)
     if entry.size is not None and entry.size != image.shape[:2]:
@@ -236,36 +268,44 @@ def _read_annotated(path: Path, entry: Annotated) -> Labelled:
             f"The annotations of {path.name!r} are for a picture of {entry.size[0]} × {entry.size[1]} pixels (height × "
             f"width), and it has {image.shape[0]} × {image.shape[1]}. Give the picture that they were made for."
         )
+    _check_count(len(entry.regions or ()), path)
     return Labelled(image, entry.regions, entry.label)
 
 
 def _pictures(name: str, paths: Sequence[Path], labels: Path | None) -> Dataset:
     """Pictures with their masks and their classes, where there are any."""
     masks = {path: mask for path in paths if (mask := _mask_of(path)) is not None}
-    paths = [path for path in paths if path not in set(masks.values())]
+    taken = set(masks.values())
+    paths = [path for path in paths if path not in taken]
     if not paths:
         raise ImageError(f"Expected at least one picture in {name!r}, found none.")
     classes = _class_file([*masks.values(), paths[0]])
-    names = classes.read_text(encoding="utf-8").splitlines() if classes is not None else []
-    own = {entry.file: entry.label for entry in read_annotations(labels)} if labels is not None else {}
-    root = os.path.commonpath([path.parent for path in paths])
+    lines = _read_lines(classes) if classes is not None else []
+    own = {entry.file: entry for entry in read_annotations(labels)} if labels is not None else {}
+    root = _common_folder(paths)
+    names = _distinct([path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path) for path in paths])
     samples = [
         Sample(
-            path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path),
-            partial(_read_masked, path, masks.get(path), names, own.get(path.name)),
+            unique,
+            partial(_read_masked, path, masks.get(path), lines, own.get(path.name)),
             (path, masks[path]) if path in masks else (path,),
         )
-        for path in paths
+        for path, unique in zip(paths, names, strict=True)
     ]
     kind = f"{len(paths)} pictures" + (" with masks" if masks else "") + (" with classes" if own else "")
     facts = [file for file in (labels, classes) if file is not None]
     return Dataset(name, kind, samples, bool(masks), {"root": root, "annotations": _digest(facts)})
 
 
+def _common_folder(paths: Sequence[Path]) -> str:
+    mixed = len({path.is_absolute() for path in paths}) > 1
+    return os.path.commonpath([path.absolute().parent if mixed else path.parent for path in paths])
+
+
 def _mask_of(path: Path) -> Path | None:
     candidates = [path.with_name(f"{path.stem}{ending}.png") for ending in _MASK_ENDINGS]
     candidates.append(path.parent / "masks" / f"{path.stem}.png")
-    return next((mask for mask in candidates if mask.is_file()), None)
+    return next((mask for mask in candidates if is_file(mask)), None)
 
 
 def _class_file(files: Sequence[Path]) -> Path | None:
@@ -273,26 +313,38 @@ def _class_file(files: Sequence[Path]) -> Path | None:
     return next((folder / "classes.txt" for folder in folders if (folder / "classes.txt").is_file()), None)
 
 
-def _read_masked(path: Path, mask: Path | None, names: Sequence[str], label: Label) -> Labelled:
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"Expected the names of the classes in {path.name!r}, one per line, got {error}.") from error
+
+
+def _read_masked(path: Path, mask: Path | None, names: Sequence[str], entry: Annotated | None) -> Labelled:
+    if entry is not None and entry.problem is not None:
+        raise entry.problem
+    label = None if entry is None else entry.label
     image = read_image(path)
     if mask is None:
         return Labelled(image, None, label)
-    try:
-        with Image.open(mask) as opened:
-            values = np.asarray(opened)  # of a palette picture its indices, not its colours
-    except (OSError, ValueError) as error:
-        raise ImageError(f"Could not read the mask {mask.name!r}: {error}.") from error
-    values = values.max(axis=2) if values.ndim == 3 else values
+    values = read_mask(mask, (image.shape[0], image.shape[1]))
     if not names:
         return Labelled(image, (mask_region(label, values > 0),), label)
+    present = np.unique(values[values > 0]).tolist()
+    _check_count(len(present), mask)
     found = []
-    for value in np.unique(values[values > 0]).tolist():
+    for value in present:
         unknown = value > len(names) and value == _UNKNOWN_VALUE
-        if value > len(names) and not unknown:
+        if not unknown and (value > len(names) or value != int(value)):
             raise ShapeError(f"Pixels of {mask.name!r} have the value {value}, and classes.txt has {len(names)} lines.")
-        own = None if unknown else names[value - 1].strip()
-        found.append(mask_region(own, values == value, unknown=unknown))
+        own = None if unknown else names[int(value) - 1].strip()
+        found.append(value_region(own, values, value, unknown=unknown))
     return Labelled(image, tuple(found), label)
+
+
+def _check_count(objects: int, path: Path) -> None:
+    if objects > _MOST_OBJECTS:
+        raise ShapeError(f"Expected at most {_MOST_OBJECTS} objects in {path.name!r}, got {objects}.")
 
 
 # --- What they share -------------------------------------------------------------------------------------------------
@@ -300,12 +352,15 @@ def _read_masked(path: Path, mask: Path | None, names: Sequence[str], label: Lab
 
 def _distinct(names: Sequence[str]) -> list[str]:
     """The names, with a number behind those that were there before."""
-    seen: dict[str, int] = {}
-    found = []
+    found: dict[str, None] = {}
+    count: dict[str, int] = {}
     for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-    return found
+        unique = name
+        while unique in found:
+            count[name] = count.get(name, 1) + 1
+            unique = f"{name} ({count[name]})"
+        found[unique] = None
+    return list(found)
 
 
 def _digest(files: Sequence[Path]) -> str:
@@ -313,5 +368,6 @@ def _digest(files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.name.encode("utf-8", "surrogateescape"))
-        digest.update(file.read_bytes())
+        with contextlib.suppress(OSError):  # what cannot be read is an entry with a problem
+            digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -1,0 +1,394 @@
+"""Data that means harm, or is only broken: it costs a row or is refused in a sentence, and touches nothing else."""
+
+import io
+import json
+import struct
+import subprocess
+import sys
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+from PIL import EpsImagePlugin, Image
+from pycocotools import mask as coco
+
+from vitflow import Explainer
+from vitflow.errors import ImageError, ModelError, OptionError, ShapeError, VitflowError
+from vitflow.evaluation import box_region, evaluate, open_dataset, polygon_region, run_length_region
+from vitflow.evaluation.questions import ask
+from vitflow.folder.decoders import decode_file
+from vitflow.models.checkpoints import read_class_names
+from vitflow.pictures.images import read_image
+
+HEIGHT, WIDTH = 30, 40
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 30\n%%EndComments\nshowpage\n%%EOF\n"
+BOX = [[5, 4, 20, 12]]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two pictures, and beside their folder a third that no annotation may reach."""
+    (tmp_path / "data").mkdir()
+    for place in ("data/cat.jpg", "data/dog.jpg", "secret.png"):
+        Image.new("RGB", (WIDTH, HEIGHT), (9, 90, 200)).save(tmp_path / place)
+    return tmp_path / "data"
+
+
+def results(dataset) -> dict[str, str | None]:
+    """Of each sample, the error that reading and painting it gave, if any."""
+    found: dict[str, str | None] = {}
+    for sample in dataset.samples:
+        try:
+            ask(sample.read(), 3, ["tabby", "dog", "hen"])
+            found[sample.name] = None
+        except VitflowError as error:
+            found[sample.name] = str(error)
+    return found
+
+
+def annotate(folder: Path, content, name="boxes.json") -> Path:
+    (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder / name
+
+
+# --- Pictures and masks ----------------------------------------------------------------------------------------------
+
+
+def test_no_picture_and_no_mask_starts_a_program(folder, monkeypatch):
+    started = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *arguments: started.append(arguments))
+    for name in ("cat.jpg", "dog_mask.png"):
+        (folder / name).write_bytes(EPS)
+    assert all("to be a picture (AVIF" in told for told in results(open_dataset(folder)).values())
+    assert "to be a picture" in decode_file(str(folder / "cat.jpg")).message
+    for source in (EPS, Image.open(io.BytesIO(EPS))):
+        with pytest.raises(ImageError, match="to be a picture"):
+            read_image(source)
+    assert not started
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A small PNG file that says that it is large."""
+    file = io.BytesIO()
+    Image.new("L", (1, 1)).save(file, "PNG")
+    data = file.getvalue()
+    header = b"IHDR" + struct.pack(">II", width, height) + data[24:29]
+    return data[:12] + header + struct.pack(">I", zlib.crc32(header)) + data[33:]
+
+
+@pytest.mark.parametrize(("side", "told"), [(60_000, "at most 178,956,970 pixels"), (10_000, r"got 10000 × 10000")])
+def test_a_mask_that_is_a_bomb_costs_its_row(folder, side, told, monkeypatch):
+    (folder / "cat_mask.png").write_bytes(png_header(side, side))
+    Image.new("L", (WIDTH, HEIGHT), 255).save(folder / "dog_mask.png")
+    found = results(open_dataset(folder))
+    assert found["dog.jpg"] is None
+    assert told in found["cat.jpg"]
+
+
+def test_a_transparent_mask_marks_what_is_neither_black_nor_transparent(folder):
+    values = np.zeros((HEIGHT, WIDTH, 4), np.uint8)
+    values[..., 3] = 255
+    values[5:10, 3:9, :3] = 200
+    values[20:, :] = (200, 0, 0, 0)
+    Image.fromarray(values).save(folder / "cat_mask.png")
+    [region] = open_dataset([folder / "cat.jpg"]).samples[0].read().regions
+    assert np.argwhere(region.mask((HEIGHT, WIDTH))).tolist() == [[y, x] for y in range(5, 10) for x in range(3, 9)]
+
+
+def test_a_mask_of_fractions_has_no_classes(folder):
+    Image.fromarray(np.full((HEIGHT, WIDTH), 0.5, np.float32)).save(folder / "cat_mask.png", "TIFF")
+    (folder / "classes.txt").write_text("tabby\n")
+    assert "have the value 0.5" in results(open_dataset(folder))["cat.jpg"]
+
+
+def test_a_mask_of_too_many_classes_costs_its_row(folder):
+    Image.new("L", (200, 200)).save(folder / "cat.jpg")
+    Image.fromarray(np.arange(40_000, dtype=np.uint16).reshape(200, 200)).save(folder / "cat_mask.png")
+    (folder / "classes.txt").write_text("tabby\n" * 40_000)
+    assert "at most 10000 objects in 'cat_mask.png'" in results(open_dataset(folder))["cat.jpg"]
+
+
+def test_class_names_beside_masks_that_are_no_text_are_told(folder):
+    Image.new("L", (WIDTH, HEIGHT), 1).save(folder / "cat_mask.png")
+    (folder / "classes.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(OptionError, match=r"names of the classes in 'classes\.txt'"):
+        open_dataset(folder)
+
+
+def test_names_of_full_length_and_repeated_ones(folder):
+    long = folder / ("x" * 251 + ".jpg")  # with "_mask.png" it is no name that a file can have
+    Image.new("RGB", (WIDTH, HEIGHT)).save(long)
+    assert results(open_dataset(folder)) == {"cat.jpg": None, "dog.jpg": None, long.name: None}
+    entries = [{"file": name, "boxes": BOX} for name in ("cat.jpg", "cat.jpg", "cat.jpg (2)")]
+    assert len(results(open_dataset(annotate(folder, entries)))) == 3
+    assert len(results(open_dataset([folder / "cat.jpg", folder / "cat.jpg"]))) == 2
+
+
+def test_a_list_of_relative_and_absolute_files(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert results(open_dataset(["cat.jpg", folder / "dog.jpg"])) == {"cat.jpg": None, "dog.jpg": None}
+
+
+# --- COCO ------------------------------------------------------------------------------------------------------------
+
+
+def coco_file(*annotations, **image):
+    return {
+        "images": [
+            {"id": 1, "file_name": "cat.jpg", "width": WIDTH, "height": HEIGHT} | image,
+            {"id": 2, "file_name": "dog.jpg", "width": WIDTH, "height": HEIGHT},
+        ],
+        "annotations": [{"image_id": 1, "category_id": 1, "bbox": [0, 0, 1, 1]} | one for one in annotations],
+        "categories": [{"id": 1, "name": "tabby"}],
+    }
+
+
+def runs(counts, size=(HEIGHT, WIDTH)):
+    return {"segmentation": {"size": list(size), "counts": counts}}
+
+
+@pytest.mark.parametrize(
+    ("annotation", "told"),
+    [
+        (runs([10**10], (10**5, 10**5)), "of a picture of 30 × 40 pixels, got [100000, 100000]"),
+        (runs([1200], "big"), "of a picture of 30 × 40"),
+        (runs([10]), "a sum of 10"),
+        (runs([]), "got none"),
+        (runs([-1, 1201]), "outside 0 … 1200"),
+        (runs([2**63, 2**63]), "whole numbers"),
+        (runs([0.5, "x"]), "whole numbers"),
+        (runs(None), "whole numbers"),
+        (runs("1" * 3_000_000), "in COCO's form"),
+        (runs("o" * 400), "ends inside a number"),
+        (runs("o" * 40 + "1"), "a number of 41 characters"),
+        (runs("0"), "a sum of 0"),
+        (runs("Ω"), "in COCO's form"),
+        (runs(""), "in COCO's form"),
+        ({"segmentation": [[0, 0, 1e9, 0, 1e9, 1e9]]}, "in pixels of its picture"),
+        ({"segmentation": [[0, 0, 9e5, 0] * 100]}, "in pixels of its picture"),
+        ({"segmentation": [[0, 0, float("nan"), 0, 5, 5]]}, "finite numbers"),
+        ({"segmentation": [[0, 0, 5, 0, 5]]}, "got 5 numbers"),
+        ({"segmentation": [[0, 0, 5, 0, 5, 5]] * 1001}, "at most 1000 polygons"),
+        ({"segmentation": "polygon"}, "finite numbers"),
+        ({"segmentation": 7}, "polygons, got 7"),
+        ({"bbox": [0, 0, float("inf"), 1]}, "finite numbers"),
+        ({"bbox": [0, 0, 1]}, "four finite numbers"),
+        ({"bbox": "1234"}, "finite numbers"),
+        ({"category_id": 7}, "no category 7"),
+        ({"category_id": [1]}, "unhashable"),
+    ],
+)
+def test_a_hostile_object_costs_its_pictures_row(folder, annotation, told):
+    found = results(open_dataset(annotate(folder, coco_file(annotation))))
+    assert found["dog.jpg"] is None
+    assert told in found["cat.jpg"]
+
+
+@pytest.mark.parametrize("size", [{"width": 10**6, "height": 10**6}, {"width": -3}, {"width": 1e999}, {"height": [3]}])
+def test_a_hostile_size_costs_its_row(folder, size):
+    found = results(open_dataset(annotate(folder, coco_file(runs([1200]), **size))))
+    assert found["dog.jpg"] is None
+    assert "Expected COCO JSON" in found["cat.jpg"]
+
+
+def test_too_many_objects_cost_their_row(folder):
+    found = results(open_dataset(annotate(folder, coco_file(*[{}] * 10_001))))
+    assert found["dog.jpg"] is None
+    assert "at most 10000 objects" in found["cat.jpg"]
+
+
+def test_an_annotation_of_no_image_is_a_row(folder):
+    found = results(open_dataset(annotate(folder, coco_file({"image_id": [1]}, {"image_id": 77}))))
+    assert found["cat.jpg"] is None
+    assert "belongs to no image" in found["annotation 1"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_run_lengths_are_read_as_coco_reads_them(seed):
+    random = np.random.default_rng(seed)
+    mask = random.random((23, 310)) < random.uniform(0.0, 1.0)
+    mask[:, 50 : 50 + 30 * (seed % 8)] = seed % 2  # long runs, whose numbers take several characters
+    packed = coco.encode(np.asfortranarray(mask, dtype=np.uint8))["counts"]
+    assert (run_length_region(None, mask.shape, packed).mask(mask.shape) == mask).all()
+    assert (run_length_region(None, mask.shape, packed.decode()).mask(mask.shape) == mask).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_polygons_are_painted_as_coco_paints_them(seed):
+    random = np.random.default_rng(seed)
+    polygons = [random.uniform(-20, 70, 2 * count).tolist() for count in random.integers(3, 9, 3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of pycocotools about numpy
+        expected = coco.decode(coco.merge(coco.frPyObjects(polygons, HEIGHT, WIDTH))).astype(bool)
+    assert (polygon_region(None, [*polygons, [1, 1, 9, 9]]).mask((HEIGHT, WIDTH)) == expected).all()
+
+
+@pytest.mark.parametrize("box", [(0, 0, float("nan"), 1), (0, 0, float("inf"), 1), (1, 2, 3), "1234", None, [[1]] * 4])
+def test_a_box_is_four_finite_numbers(box):
+    with pytest.raises(ShapeError, match="finite numbers"):
+        box_region("x", box)
+
+
+# --- Names that lead out ---------------------------------------------------------------------------------------------
+
+
+def name_in_json(name):
+    return "boxes.json", [{"file": "dog.jpg", "boxes": BOX}, {"file": name, "boxes": BOX}]
+
+
+def name_in_coco(name):
+    return "a.json", coco_file(file_name=name)
+
+
+def name_in_csv(name):
+    return "a.csv", f"file,label,left,top,right,bottom\ndog.jpg,tabby,5,4,20,12\n{name},tabby,5,4,20,12\n"
+
+
+def name_in_xml(name):
+    return "one.xml", f"<annotation><filename>{name}</filename></annotation>"
+
+
+@pytest.mark.parametrize("write", [name_in_json, name_in_coco, name_in_csv, name_in_xml])
+@pytest.mark.parametrize("way", ["../secret.png", "ABSOLUTE", "link.png", "links/secret.png", "more/../../secret.png"])
+def test_a_name_that_leads_out_of_the_folder_is_refused(folder, write, way):
+    (folder / "link.png").symlink_to(folder.parent / "secret.png")
+    (folder / "links").symlink_to(folder.parent)
+    (folder / "more").mkdir()
+    name = str(folder.parent / "secret.png") if way == "ABSOLUTE" else way
+    annotate(folder, "<annotation><filename>dog</filename></annotation>", "dog.xml")
+    file, content = write(name)
+    path = annotate(folder, content, file)
+    dataset = open_dataset(folder if file.endswith(".xml") else path, images=folder)
+    found = results(dataset)
+    assert [told for told in found.values() if told is not None] == [found[name]]
+    assert "lies outside the folders" in found[name] and "--images" in found[name]
+    # Unless the user named its folder.
+    named = open_dataset(folder if file.endswith(".xml") else path, images=folder.parent)
+    assert results(named)[name] is None
+
+
+def test_names_below_a_linked_folder_and_absolute_ones_inside_are_found(folder, tmp_path):
+    (tmp_path / "linked").symlink_to(folder)
+    for images in (folder, tmp_path / "linked"):
+        entries = [{"file": name, "boxes": BOX} for name in ("cat.jpg", str(folder / "dog.jpg"), "/elsewhere/cat.jpg")]
+        assert set(results(open_dataset(annotate(folder, entries), images=images)).values()) == {None}
+    with pytest.raises(OptionError, match=r"folder with the pictures, but there is none at '.*nowhere'"):
+        open_dataset(folder / "boxes.json", images=folder / "nowhere")
+
+
+# --- Broken from end to end ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"file": "x" * 100_000, "boxes": BOX},
+        {"file": 5, "boxes": BOX},
+        {"file": ["cat.jpg"], "boxes": BOX},
+        {"file": "a\0b.jpg", "boxes": BOX},
+        {"file": "\ud800.jpg", "boxes": BOX},
+        {"file": "cat.jpg", "boxes": [[0, 0, float("inf"), 3]]},
+        {"file": "cat.jpg", "boxes": [[0, 0, 10**400, 3]]},
+        {"file": "cat.jpg", "boxes": "1234"},
+        {"file": "cat.jpg", "boxes": {"a": 1}},
+        {"file": "cat.jpg", "boxes": ["1234"]},
+        {"file": "cat.jpg", "boxes": [{"label": "dog"}]},
+        {"file": "cat.jpg", "boxes": [{"box": BOX[0], "label": ["dog"]}]},
+        {"file": "cat.jpg", "boxes": BOX, "label": {"name": "dog"}},
+        {"file": "cat.jpg", "boxes": BOX, "label_index": 2.5},
+        {"file": "cat.jpg", "boxes": BOX, "label_index": float("nan")},
+        {"file": "cat.jpg", "boxes": BOX, "size": 7},
+        {"file": "cat.jpg", "boxes": BOX, "size": [1e300, 5]},
+        [1, 2],
+        None,
+        7,
+    ],
+)
+def test_a_hostile_entry_costs_its_row(folder, entry):
+    found = results(open_dataset(annotate(folder, [entry, {"file": "dog.jpg", "boxes": BOX}])))
+    assert found.pop("dog.jpg") is None
+    [told] = found.values()
+    assert "Could not read the annotations 'boxes.json'" in told and len(told) < 1000
+
+
+def test_a_hostile_row_costs_its_picture(folder):
+    text = (
+        "file,label,left,top,right,bottom\ncat.jpg,tabby,5,4,20,12\ncat.jpg,tabby,0,0,1e999,3\ndog.jpg,²,1,1,2,2\n,a\n"
+    )
+    found = results(open_dataset(annotate(folder, text, "a.csv")))
+    assert "finite numbers" in found["cat.jpg"] and found["dog.jpg"] is None and "file name" in found["entry 3"]
+    (folder / "a.csv").unlink()
+    annotate(folder, "file,label_index\ncat.jpg,1e999\ndog.jpg,2\n", "labels.csv")
+    found = results(open_dataset(folder))
+    assert "a whole number, got '1e999'" in found["cat.jpg"] and found["dog.jpg"] is None
+
+
+def test_a_hostile_xml_file_costs_its_row(folder):
+    annotate(folder, "<annotation><filename>dog</filename></annotation>", "dog.xml")
+    lol = "".join(f'<!ENTITY l{n} "{f"&l{n - 1};" * 10}">' for n in range(1, 10))
+    bomb = f'<!DOCTYPE a [<!ENTITY l0 "lol">{lol}]><annotation><filename>&l9;</filename></annotation>'
+    for name, text in {"bomb": bomb, "torn": "<annotation>", "odd": '<?xml version="1.0" encoding="odd"?><a/>'}.items():
+        annotate(folder, text, f"{name}.xml")
+    found = results(open_dataset(folder))
+    assert found.pop("dog") is None
+    assert "document type definition" in found["bomb"] and "no element" in found["torn"] and "odd" in found["odd"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.json", "[" * 100_000, "nested too deeply"),
+        ("a.json", "[" * 100_000 + "]" * 100_000, "nested too deeply"),
+        ("a.json", '{"a":' * 100_000, "nested too deeply"),
+        ("a.json", '[{"file": "cat.jpg", "size": ' + "1" * 5000 + "}]", "4300"),
+        ("a.json", '{"images": 3, "annotations": []}', "expected a list"),
+        ("a.json", '{"images": [], "annotations": [], "categories": 3}', "expected a list"),
+        ("a.csv", "file,label\n" + "x" * 200_000 + ",tabby\n", "field larger than field limit"),
+        ("a.csv", b"\xff\xfe", "utf-8"),
+        ("a.xml", '<?xml version="1.0" encoding="odd"?><a/>', "unknown encoding"),
+    ],
+)
+def test_a_hostile_file_is_refused_in_a_sentence(folder, name, text, told):
+    (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(OptionError, match=r"Could not read the annotations 'a\.") as caught:
+        open_dataset(folder / name)
+    assert told in str(caught.value) and len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[[[1]]]", '{"0": {"a": 1}}', '{"a": "b"}', "3", "[null]"])
+def test_nested_class_names_are_refused(tmp_path, text):
+    (tmp_path / "names.json").write_text(text)
+    with pytest.raises(ModelError, match="Expected one class name per line, or a JSON list"):
+        read_class_names(tmp_path / "names.json")
+
+
+def test_an_evaluation_loses_only_the_rows_of_bad_entries(folder, tmp_path):
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=64, depth=1).eval()
+    explainer = Explainer(model, data_config={"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3})
+    bad = [{"file": 5}, {"file": "../secret.png", "boxes": BOX}, {"file": "cat.jpg", "boxes": [[0, 0, 1e999, 1]]}]
+    path = annotate(folder, [*bad, {"file": "dog.jpg", "boxes": BOX}])
+    output = tmp_path / "out"
+    found = evaluate(path, model=explainer, methods=["rollout"], metrics=["localisation"], images=folder, output=output)
+    assert [picture["input"] for picture in found.pictures] == ["dog.jpg"]
+    assert [row["input"] for row in found.failures] == ["entry 1", "../secret.png", "cat.jpg"]
+    assert all(row["error"] == "OptionError" for row in found.failures)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="tells a program's peak memory on Linux only")
+def test_mutated_data_gives_rows_or_a_sentence_and_touches_nothing_outside(tmp_path, capsys):
+    script = Path(__file__).with_name("fuzz_data.py")
+    command = [sys.executable, "-W", "error", str(script), str(tmp_path / "fuzz"), "1200", "300", "300"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    with capsys.disabled():
+        print("\n", {name: value for name, value in found.items() if name != "failures"})
+    assert not found["failures"], "\n".join(found["failures"][:3])
+    assert not found["outside"]
+    assert found["peak, MiB"] - found["memory before, MiB"] < 300
+    for kind in ("annotations", "masks"):  # or the mutations prove nothing
+        assert min(found[kind][name] for name in ("refused", "rows", "rows with an error")) > 20
+    assert min(found["class names"][name] for name in ("refused", "read")) > 50
