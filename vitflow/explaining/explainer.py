@@ -2,8 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from vitflow.models.libraries import class_count, forward_options, is_multi_labe
 from vitflow.models.loading import class_names_of, load_model, model_id, read_input_spec
 from vitflow.pictures.geometry import FITS, Fit, Placement, place, prepare
 from vitflow.pictures.images import ImageSource, image_name, read_image
+from vitflow.recording.isolation import evaluating, turn
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import FusionKey, Trace
 
@@ -85,9 +85,13 @@ def explain(
 class Explainer:
     """A model that is kept, to explain one picture after another or in batches.
 
+    Several threads may share it: explanations of one model take turns. A model in training mode is put into eval mode
+    for each, and back afterwards.
+
     Args:
-        model: a model id (see `load_model`), or a module of your own, which is left as it is.
-        device: where to run; by default where your module lies, or a GPU if there is one for a model by name.
+        model: a model id (see `load_model`), or a module of your own; beside a move to `device` it is left as it is.
+        device: where to run, and where your module is moved to if given; by default where your module lies, or a GPU
+            if there is one for a model by name.
         fit: "crop" (the model's own preprocessing), "squash", "pad" or "native" (whole picture, aspect ratio kept,
             through timm's dynamic image size).
         class_names: names of the classes, where the model does not know them.
@@ -248,7 +252,7 @@ class Explainer:
         if gradients:
             _refuse_inference_tensors(self.model)
         # Leaving inference mode lets a caller's torch.inference_mode() stand around this.
-        with torch.inference_mode(False), torch.set_grad_enabled(gradients), _evaluating(self.model):
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(self.model):
             started = time.perf_counter()
             trace, chosen = self._record_weighted(self._tensor(pictures), chosen, needs, weighting_asked)
             probabilities = self._probabilities(trace)
@@ -360,12 +364,13 @@ class Explainer:
         return self.model(pixels, **forward_options(self.model, (pixels.shape[-2], pixels.shape[-1])))
 
     def logits(self, pixels: Tensor) -> Tensor:
-        """What the model answers to model inputs [pictures, channels, height, width]: [pictures, classes].
+        """What the model answers in eval mode to model inputs [pictures, channels, height, width]: [pictures, classes].
 
         Raises:
             ModelError: it answers with something else than a tensor, or an output that has one.
         """
-        logits = logits_of(self._forward(pixels))
+        with evaluating(self.model):
+            logits = logits_of(self._forward(pixels))
         if logits is None:
             raise ModelError(f"Expected {self.model_id} to return one tensor of logits, got none.")
         return logits
@@ -426,6 +431,9 @@ def choose_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) 
     ]
 
 
+_evaluating = evaluating
+
+
 def default_device() -> str:
     """The accelerator that is there, or the CPU."""
     if torch.cuda.is_available():
@@ -437,22 +445,11 @@ def _move(model: nn.Module, device: str | torch.device | None) -> torch.device:
     if device is None:
         return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     try:
-        model.to(device)
+        with turn(model):
+            model.to(device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise OptionError(f"The device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
     return torch.device(device)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Run a model in eval mode, and give every module its own mode back."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _refuse_inference_tensors(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 Read from the attributes that timm's Vision Transformers carry, never from guesses about sizes.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,6 +44,23 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = model._orig_mod  # type: ignore[assignment]
         else:
             return model
+
+
+def module_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules by path, as `named_modules` gives them, with compiled ones in the place of their wrappers."""
+    for path, module in model.named_modules():
+        if "_orig_mod" not in module._modules:
+            yield ".".join(part for part in path.split(".") if part != "_orig_mod"), module
+
+
+def runs_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile has its hands in the model or a part of it, in any of the ways that it is applied."""
+    return any(
+        "_orig_mod" in module._modules
+        or module._compiled_call_impl is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
 
 
 def transformer_of(model: nn.Module) -> nn.Module:

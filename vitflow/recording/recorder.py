@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, ValueNormsError
+from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, ValueNormsError, VitflowError
 from vitflow.methods.fusion import HeadFusion, check_head_fusion
 from vitflow.methods.tokens import TokenLayout
 from vitflow.methods.values import Values, ValueWeighting, check_value_weighting, fuse_weighted, join_values
@@ -21,14 +21,17 @@ from vitflow.models.anatomy import (
     block_norms,
     feature_layout,
     logits_of,
+    module_paths,
     output_projection,
     read_layout,
     read_readout,
+    runs_compiled,
     unwrap,
 )
 from vitflow.models.libraries import refuse_unseen
 from vitflow.recording.attention_kinds import arrangement, is_difference, is_pooling, other_attention, refusal_of
 from vitflow.recording.interception import Interception
+from vitflow.recording.isolation import Hook, aside, is_aside, no_fast_path, turn, uncompiled
 from vitflow.recording.token_places import place_layers
 from vitflow.recording.trace import Arrange, AttentionLayer, FusionKey, Part, Trace
 
@@ -40,7 +43,8 @@ class record_attention:
     """Record the attention of the forward passes that run inside the `with` block.
 
     The trace that it yields holds the last forward pass. Logits inside and outside agree to rounding; after the block,
-    also after an exception, the model has its old forward methods, flags, hooks and gradients.
+    also after an exception, the model has its old forward methods, flags, hooks and gradients. Only what this thread
+    runs is recorded; other threads may run the model meanwhile, and wait for the end of the block to record it.
 
     Args:
         model: a Vision Transformer; compiled and data-parallel wrappers are looked through.
@@ -102,66 +106,64 @@ class record_attention:
             _refuse_checkpointing(self._model)
 
     def __enter__(self) -> Trace:
+        with ExitStack() as stack:  # if anything fails on the way in, everything is undone
+            stack.enter_context(turn(self._model))
+            if hasattr(self, "_interception"):
+                raise VitflowError("This recording is open already: make another record_attention(model).")
+            self._begin_trace()
+            stack.callback(self._forget)
+            self._enter_hooks(stack)
+            stack.enter_context(no_fast_path())
+            if runs_compiled(self._called):
+                stack.enter_context(uncompiled())
+            if self._attention:
+                stack.enter_context(self._interception)
+            self._stack = stack.pop_all()
+        return self.trace
+
+    def _begin_trace(self) -> None:
         self.trace = Trace(model=self._model)
         self._path: list[tuple[str, nn.Module]] = []  # the modules that are running, outermost first
         self._open: dict[str, list[Part]] = {}  # layers that are running
         self._streamed: dict[FusionKey, list[Tensor]] = {}  # the layer that is fused part by part
         self._other: set[str] = set()  # what runs that is no attention between tokens, in words
         self._batch = 1
-        self._placing = False  # while the model runs once more to find its windows, nothing is recorded
         self._interception = Interception(self)
         self._pooling: Tensor | None = None
-        self._stack = ExitStack()
-        with ExitStack() as stack:  # if anything fails on the way in, everything is undone
-            self._enter_hooks(stack)
-            self._enter_flags(stack)
-            if self._called is not self._model and not isinstance(self._called, nn.DataParallel):
-                stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code shows no calls
-            if self._attention:
-                stack.enter_context(self._interception)
-            self._stack = stack.pop_all()
-        return self.trace
+
+    def _forget(self) -> None:
+        del self._interception  # it knows its listener: a circle that would keep the trace alive
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        trace, other = self.trace, self._other  # another thread may use this recorder as soon as its turn ends
         self._stack.close()
-        del self._interception  # it knows its listener: a circle that would keep the trace alive
-        if kind is None and self._attention and self.trace.pixels is not None and not self.trace.layers:
-            raise _nothing_seen(self._model, self._other)
+        if kind is None and self._attention and trace.pixels is not None and not trace.layers:
+            raise _nothing_seen(self._model, other)
 
     # -- the model's modules ------------------------------------------------------------------------------------------
 
     def _enter_hooks(self, stack: ExitStack) -> None:
-        for name, module in self._model.named_modules():
+        for name, module in module_paths(self._model):
             if name and not any(True for _ in module.children()):
                 continue  # a leaf computes no attention between tokens by itself
-            stack.callback(module.register_forward_pre_hook(self._entering(name), with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(self._leaving(name), always_call=True).remove)
+            stack.callback(Hook(module, self._entering(name, module), before=True).remove)
+            stack.callback(Hook(module, self._leaving(name), before=False).remove)
         for path, module in self._features.items():
-            stack.callback(module.register_forward_hook(self._keeping(path)).remove)
+            stack.callback(Hook(module, self._keeping(path), before=False).remove)
 
-    def _enter_flags(self, stack: ExitStack) -> None:
-        """Have torch's own transformer modules take the path on which their attention is seen."""
-        enabled = torch.backends.mha.get_fastpath_enabled()
-        stack.callback(torch.backends.mha.set_fastpath_enabled, enabled)
-        torch.backends.mha.set_fastpath_enabled(False)
-
-    def _entering(self, name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self._placing:
-                return None
+    def _entering(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        def act(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not name:
                 args, kwargs = self._begin(args, kwargs)
             self._path.append((name, module))
             return (args, kwargs) if not name else None
 
-        return hook
+        return act
 
     def _leaving(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._placing:
-                return
+        def act(args: Any, output: Any) -> None:
             if output is not None:  # no exception passes through
                 self._interception.ended(name)
             if self._path and self._path[-1][0] == name:
@@ -173,14 +175,14 @@ class record_attention:
             if not name and (logits := logits_of(output)) is not None:
                 self._finish(logits)
 
-        return hook
+        return act
 
     def _keeping(self, path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not self._placing:
+        def act(args: Any, output: Any) -> None:
+            if output is not None:
                 self.trace.features[path] = output if isinstance(output, Tensor) else output[0]
 
-        return hook
+        return act
 
     # -- one forward pass ---------------------------------------------------------------------------------------------
 
@@ -229,11 +231,8 @@ class record_attention:
             return
         trace.refusal = refusal_of(self._model, trace.layers)
         if trace.refusal is None:
-            self._placing = True
-            try:
+            with aside():
                 trace.layers, trace.refusal = place_layers(self._model, trace.layers, trace.pixels, self._layout)
-            finally:
-                self._placing = False
         if trace.refusal is not None:
             trace._layout = self._layout_without_attention(size)
             return
@@ -255,7 +254,7 @@ class record_attention:
 
     def running(self) -> str | None:
         """Name of the module that runs now; None if what it computes is no attention between tokens."""
-        if not self._path or self._placing:
+        if not self._path or is_aside():
             return None
         name, module = self._path[-1]
         other = other_attention(module)

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import layout_of_count
+from vitflow.models.anatomy import layout_of_count, module_paths
 from vitflow.recording.attention_kinds import arrangement, other_attention
 from vitflow.recording.interception import Interception
+from vitflow.recording.isolation import Hook, aside, evaluating
 
 Size = tuple[int, int]
 # By module: the place of each window's keys on a patch grid, [windows, keys], −1 for padding; and that grid.
@@ -26,14 +27,27 @@ _found: WeakKeyDictionary[nn.Module, dict[Size, Windows]] = WeakKeyDictionary()
 
 
 def find_windows(model: nn.Module, pixels: Tensor) -> Windows:
-    """The windows of each windowed layer for pictures of this size; the model runs once for each size."""
+    """The windows of each windowed layer for pictures of this size.
+
+    The model runs once for each size, in eval mode and with the random state given back, or running statistics and the
+    caller's random numbers would change.
+    """
     size = (pixels.shape[-2], pixels.shape[-1])
     by_size = _found.setdefault(model, {})
     if size not in by_size:
         noise = torch.randn(1, *pixels.shape[1:], generator=torch.Generator().manual_seed(0))
         probe = _Probe(model, size)
-        with torch.no_grad(), probe, torch.autocast(pixels.device.type, enabled=False):
-            model(noise.to(pixels.device, pixels.dtype))
+        device = pixels.device
+        accelerator = "cuda" if device.type == "cpu" else device.type  # of a processor alone, none is looked at
+        with (
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+            torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=accelerator),
+            evaluating(model),
+            aside(),
+            probe,
+        ):
+            model(noise.to(device, pixels.dtype))
         by_size[size] = probe.found
     return by_size[size]
 
@@ -78,34 +92,34 @@ class _Probe:
 
     def __enter__(self) -> "_Probe":
         self._stack = ExitStack()
-        for name, module in self._model.named_modules():
-            self._stack.callback(module.register_forward_pre_hook(self._entering(name)).remove)
-            self._stack.callback(module.register_forward_hook(self._leaving(name), always_call=True).remove)
+        for name, module in module_paths(self._model):
+            self._stack.callback(Hook(module, self._entering(name, module), before=True, in_aside=True).remove)
+            self._stack.callback(Hook(module, self._leaving(name), before=False, in_aside=True).remove)
         self._interception = self._stack.enter_context(_ProbeInterception(self))
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
 
-    def _entering(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _entering(self, name: str, module: nn.Module) -> Callable[..., None]:
+        def act(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = args[0] if args and isinstance(args[0], Tensor) else None
             if any(True for _ in module.children()):
                 self._path.append((name, module, given))
             if given is not None:
                 self.note(given)
 
-        return hook
+        return act
 
     def _leaving(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+        def act(args: Any, output: Any) -> None:
             if self._path and self._path[-1][0] == name:
                 self._interception.ended(name)
                 self._path.pop()
             if isinstance(output, Tensor):
                 self.note(output)
 
-        return hook
+        return act
 
     def note(self, tensor: Tensor) -> None:
         """Keep a tensor that holds the tokens of the whole picture in order."""

@@ -31,6 +31,7 @@ from vitflow.pictures import figures
 from vitflow.pictures.figures import Series
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource, find_images
+from vitflow.recording.isolation import evaluating
 from vitflow.recording.recorder import record_attention
 
 LAYER_METHODS = ("attention", "rollout", "flow")
@@ -133,12 +134,14 @@ def _record(
 ) -> tuple[list[Tensor], Tensor, TokenLayout]:
     """Fused attention of each layer, the readout and the token layout of one picture."""
     with (
+        torch.inference_mode(False),
         torch.no_grad(),
+        evaluating(explainer.model),
         record_attention(
             explainer.model, head_fusion=head_fusion, value_weighted=value_weighted, layout=explainer.layout
         ) as trace,
     ):
-        explainer.model(explainer.pixels(source))
+        explainer._forward(explainer.pixels(source))
     return trace.fused(head_fusion, value_weighted=value_weighted), trace.readout, trace.layout
 
 

@@ -1,0 +1,140 @@
+"""What keeps a recording to itself: a turn for each model, hooks of one thread, flags that all recordings share."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+_guard = threading.Lock()
+_turns: WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = WeakKeyDictionary()
+
+
+def turn(model: nn.Module) -> AbstractContextManager[Any]:
+    """The lock of a model: threads that record it or change its mode take turns; a thread may hold it several times."""
+    with _guard:
+        return _turns.setdefault(model, threading.RLock())
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run a model in eval mode, in its turn, and give every module its own mode back."""
+    with turn(model):
+        training = [module for module in model.modules() if module.training]
+        model.eval()
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+
+class _Thread(threading.local):
+    """What is known of each thread by itself."""
+
+    aside = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Run a model without any recording of this thread taking notice."""
+    before, _thread.aside = _thread.aside, True
+    try:
+        yield
+    finally:
+        _thread.aside = before
+
+
+def is_aside() -> bool:
+    """Whether this thread runs a model `aside` now."""
+    return _thread.aside
+
+
+class Hook:
+    """A hook on a module that acts for the module itself, in the thread that made it, until it is removed.
+
+    Hooks reach further than they should: other threads run the same module, and `copy.deepcopy` takes them along.
+    Anywhere but where it belongs a hook does nothing, and copies of it never do anything.
+
+    Args:
+        module: the module to watch.
+        act: called as torch calls hooks, without the module: with the arguments and keyword arguments before a forward
+            pass, or with the arguments and the output after one.
+        before: whether to act before the forward pass; otherwise it acts afterwards, also where that failed.
+        in_aside: act while the thread runs a model `aside`, and only then.
+    """
+
+    def __init__(self, module: nn.Module, act: Callable[..., Any], *, before: bool, in_aside: bool = False) -> None:
+        self._module, self._thread, self._in_aside = module, threading.get_ident(), in_aside
+        self._act: Callable[..., Any] | None = act
+        with _guard:  # torch numbers hooks without a lock
+            self._handle = (
+                module.register_forward_pre_hook(self, with_kwargs=True)
+                if before
+                else module.register_forward_hook(self, always_call=True)
+            )
+
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        """What the hook does, or None where it does not belong."""
+        act = self._act
+        mine = module is self._module and threading.get_ident() == self._thread and is_aside() == self._in_aside
+        return act(*given) if mine and act is not None else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Inert, ()
+
+    def remove(self) -> None:
+        """Take it off the module."""
+        self._act = None
+        self._handle.remove()
+
+
+class _Inert:
+    """What a hook becomes in a copied or pickled module."""
+
+    def __call__(self, *given: Any) -> None:
+        """Nothing."""
+
+
+class _WhileAny:
+    """A setting of the whole process, made when the first recording begins and undone when the last one ends."""
+
+    def __init__(self, setting: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._setting, self._users = setting, 0
+        self._lock, self._undo = threading.Lock(), ExitStack()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            if not self._users:
+                self._undo.enter_context(self._setting())
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._undo.close()
+
+
+@contextmanager
+def _no_fast_path() -> Iterator[None]:
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+#: Have torch's own transformer modules take the path on which their attention is seen.
+no_fast_path = _WhileAny(_no_fast_path)
+#: Have compiled code run as it was written: compiled code shows no calls.
+uncompiled = _WhileAny(lambda: torch.compiler.set_stance("force_eager"))
