@@ -11,6 +11,7 @@ from scipy.stats import spearmanr
 from torch import nn
 
 from tests import references
+from tests.recording.test_recorder import generators, state_of
 from vitflow import Explainer, record_attention
 from vitflow.errors import OptionError
 from vitflow.evaluation import RankCorrelation, rank_correlation
@@ -208,3 +209,16 @@ def test_the_chart_has_a_line_per_method_and_a_panel_per_reference(explainer):
             np.testing.assert_allclose(
                 line.get_ydata(), [found.mean(reference, method, layer) for layer in found.layers]
             )
+
+
+def test_a_model_in_training_mode_is_asked_in_eval_mode_and_left_as_it_was():
+    model = own_model(proj_drop_rate=0.5).train()
+    picture = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    before = state_of(model), generators()
+    found = [
+        rank_correlation([picture], model=Explainer(model.train(training), data_config=DATA)).values
+        for training in (True, True, False)
+    ]
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
+    assert (state_of(model.train()), generators()) == before

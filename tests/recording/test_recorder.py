@@ -2,8 +2,11 @@
 
 import copy
 import gc
+import pickle
+import random
 import weakref
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -44,6 +47,16 @@ def literal_attention(model: nn.Module, pixels: Tensor) -> list[Tensor]:
     return seen
 
 
+def content(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def generators() -> tuple:
+    """The state of every random generator that a model may draw from."""
+    of_numpy = repr(np.random.get_state())  # noqa: NPY002 - the generator that some models draw from
+    return content(torch.get_rng_state()), of_numpy, random.getstate()
+
+
 def state_of(model: nn.Module) -> dict:
     """Everything of every module that recording could have changed."""
     return {
@@ -59,6 +72,7 @@ def state_of(model: nn.Module) -> dict:
             dict(module._forward_pre_hooks_with_kwargs),
             dict(module._backward_hooks),
             [(p.requires_grad, p.grad, p.data_ptr(), p._version) for p in module.parameters(recurse=False)],
+            {buffer: content(tensor) for buffer, tensor in module.named_buffers(recurse=False)},
             sorted(module.__dict__),
         )
         for name, module in model.named_modules()
@@ -257,12 +271,13 @@ def test_the_model_is_exactly_as_it_was():
     model.head.weight.grad = torch.ones_like(model.head.weight)
     model.blocks[2].attn.fused_attn = False
     model.register_forward_hook(lambda *_: None)
-    before = state_of(model)
+    pixels = torch.randn(2, 3, 32, 32)
+    before = state_of(model), generators()
     with record_attention(model, gradients=True) as trace:
         trace.targets = torch.tensor([1, 2])
-        model(torch.randn(2, 3, 32, 32))
+        model(pixels)
         trace.backward()
-    assert state_of(model) == before
+    assert (state_of(model), generators()) == before
 
 
 class Stop(Exception):
@@ -497,3 +512,91 @@ def test_a_trace_that_nobody_holds_is_freed_at_once():
         assert kept() is None
     finally:
         gc.enable()
+
+
+# -- copies of a model that is recorded, and models that are compiled in parts ----------------------------------------
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "copy", "pickle"])
+def test_a_copy_made_while_a_model_is_recorded_works_and_is_not_recorded(copied):
+    model, pixels = tiny(), torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = model(pixels)
+        with record_attention(model, features=["blocks.1"], gradients=False) as trace:
+            model(pixels)
+            twin = pickle.loads(pickle.dumps(model)) if copied == "pickle" else getattr(copy, copied)(model)
+            if copied == "copy":  # whose modules are the model's own, but for the outermost
+                seen = trace.pixels
+                twin(torch.zeros(1, 3, 32, 32))
+                assert trace.pixels is seen
+            else:
+                torch.testing.assert_close(twin(torch.zeros(2, 3, 32, 32)), model(torch.zeros(2, 3, 32, 32)))
+                assert len(trace.attentions) == 3
+        torch.testing.assert_close(twin(pixels), expected)
+        with record_attention(twin) as again:
+            twin(pixels)
+    assert len(again.attentions) == 3
+    torch.testing.assert_close(copy.deepcopy(twin)(pixels), expected, check_device=False)
+
+
+def test_a_copy_keeps_no_trace_alive():
+    model = tiny()
+    gc.disable()
+    try:
+        with torch.no_grad(), record_attention(model) as trace:
+            model(torch.randn(1, 3, 32, 32))
+            twin = copy.deepcopy(model)
+        kept = weakref.ref(trace.attentions[0])
+        del trace
+        assert kept() is None
+        assert len(twin.blocks[0]._forward_hooks) == 1  # which does nothing
+    finally:
+        gc.enable()
+
+
+def compiled_block(model: nn.Module) -> None:
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+
+
+def compiled_attention(model: nn.Module) -> None:
+    model.blocks[1].attn = torch.compile(model.blocks[1].attn, backend="eager")
+
+
+def compiled_in_place(model: nn.Module) -> None:
+    model.blocks[1].compile(backend="eager")
+
+
+def compiled_forward(model: nn.Module) -> None:
+    model.blocks[1].attn.forward = torch.compile(model.blocks[1].attn.forward, backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("compiled", "ran"),
+    [(compiled_block, True), (compiled_attention, False), (compiled_in_place, False), (compiled_forward, False)],
+    ids=lambda way: getattr(way, "__name__", way),
+)
+def test_a_model_with_compiled_parts_is_recorded_as_it_would_be_without(compiled, ran):
+    torch.compiler.reset()
+    model, plain, pixels = tiny(), tiny(), torch.randn(2, 3, 32, 32)
+    compiled(model)
+    with torch.no_grad():
+        expected = model(pixels) if ran else plain(pixels)
+    before = state_of(model)
+    found = []
+    for own in (model, plain):
+        with record_attention(own, gradients=True, features=["blocks.1.norm1"]) as trace:
+            torch.testing.assert_close(own(pixels), expected)
+        found.append(trace)
+    assert state_of(model) == before
+    ours, theirs = found
+    assert [layer.name for layer in ours.layers] == [layer.name for layer in theirs.layers]
+    assert ours.block_norms == theirs.block_norms
+    targets = torch.tensor([1, 3])
+    for mine, other in zip(ours.attentions, theirs.attentions, strict=True):
+        assert torch.equal(mine, other)
+    for mine, other in zip(ours.backward(targets).attentions, theirs.backward(targets).attentions, strict=True):
+        torch.testing.assert_close(mine, other)
+    if ran:
+        with torch.no_grad():
+            torch.testing.assert_close(model(pixels), expected)
+    assert torch._dynamo.eval_frame._stance.stance == "default"
