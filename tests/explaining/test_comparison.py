@@ -254,6 +254,25 @@ def test_classes_of_a_picture_share_their_colours_and_the_caption_states_them(ex
         compared.strip(scaling="row")
 
 
+def test_maps_with_negative_values_have_colours_on_both_sides_of_0_and_a_bar_of_their_own(explainer, drawn, tmp_path):
+    compared = compare(PICTURES[0], model=explainer, methods=["rollout", "occlusion"])
+    signed = compared.saliencies[1].grid
+    assert signed.min() < 0 < signed.max()
+    text = " ".join(words(compared, tmp_path))
+    assert all(label in text for label in ("low", "high", "below 0", "above 0", "both sides of 0, which is clear"))
+    [(_, [block], options)] = drawn
+    limit = np.percentile(np.abs(signed), 98)
+    assert limits_of(block[2][0]) == (comparison._number(-limit), comparison._number(limit))
+    one_side, two_sides = (bar.image for bar in options["bars"])
+    assert (one_side[0, 0] == 255).all() and (two_sides[0, 110:112] == 255).all()
+    red, _, blue = two_sides[0, -1].astype(int) - two_sides[0, 0]
+    assert red > 100 and blue < -100
+    drawn.clear()
+    compared.strip(vmin=0)
+    [(_, _, options)] = drawn
+    assert [bar.labels for bar in options["bars"]] == [("low", "high")]
+
+
 @pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
 @pytest.mark.parametrize("size", [(600, 900), (1100, 500), (40, 60)])
 def test_a_map_lies_in_the_strip_where_it_lies_on_the_picture(fit, size):

@@ -15,7 +15,7 @@ from PIL import Image
 
 from vitflow.errors import OptionError, ShapeError
 from vitflow.pictures import figures, typesetting
-from vitflow.pictures.figures import Cell, Column, Series, draw_lines, draw_strip, panel_size, save_figure
+from vitflow.pictures.figures import Bar, Cell, Column, Series, draw_lines, draw_strip, panel_size, save_figure
 
 NAMES = [
     "tabby",
@@ -41,7 +41,7 @@ def strip(names: list[str], *, rows: int = 1, classes: int = 1, size: tuple[int,
     for _ in range(rows):
         cells = [[Cell(noise(*size, number), (name,), (name,))] * classes for number, name in enumerate(names)]
         blocks.append([cells[0][:1], cells[0][:1], *cells[1:]])
-    return draw_strip(heads, blocks, bar=noise(14, 200), note=" ".join(names), **options)
+    return draw_strip(heads, blocks, bars=[Bar(noise(14, 200))], note=" ".join(names), **options)
 
 
 def boxes(figure):

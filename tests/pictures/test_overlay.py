@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 
 from vitflow.errors import OptionError, ShapeError
 from vitflow.pictures.geometry import Placement, place
-from vitflow.pictures.overlay import NAN_COLOR, blend, colorize, scale_range, upsample
+from vitflow.pictures.overlay import NAN_COLOR, blend, colorize, has_two_sides, scale_range, upsample
 
 INTERPOLATIONS = ["linear", "cubic", "nearest"]
 
@@ -204,6 +204,70 @@ def test_constant_maps_draw_constant():
         colors = colorize(heatmap, vmin=low, vmax=high)[placement.seen_mask()]
         assert (colors == colorize(np.zeros((1, 1)), vmin=0, vmax=1)[0, 0]).all()
         np.testing.assert_array_equal(blend(image, heatmap, mark_unseen=False), image)
+
+
+# --- maps with negative values ---------------------------------------------------------------------------------------
+
+
+def signed_grid() -> np.ndarray:
+    """What blank-out gives: a quarter of the patches below 0, one outlier, and four patches that cost nothing."""
+    grid = random_grid(14, 14) - 0.25
+    grid[9, 9] = 5.0
+    grid[:2, :2] = 0.0
+    return grid
+
+
+def test_limits_of_a_map_with_negative_values_lie_around_0():
+    grid = signed_grid()
+    limit = np.percentile(np.abs(grid), 98)
+    assert scale_range(grid) == (-limit, limit)
+    assert scale_range(grid, robust=False) == (-5, 5)
+    assert scale_range(-np.abs(grid), robust=False) == (-5, 5)  # nothing above 0
+    assert scale_range(grid, vmax=2) == scale_range(grid, vmin=-2) == (-2, 2)
+    assert scale_range(grid, vmin=0)[0] == 0 < scale_range(grid, vmin=0)[1]
+    assert scale_range(grid, vmin=-1, vmax=7) == (-1, 7)
+    rare = np.zeros((14, 14))
+    rare[3, 5] = -0.7
+    assert scale_range(rare) == (-0.7, 0.7)
+
+
+def test_rounding_below_0_makes_no_two_sides():
+    grid = random_grid(14, 14)
+    grid[:3] = -1e-8
+    low, high = scale_range(grid)
+    assert low == 0 and not has_two_sides(low, high)
+    assert has_two_sides(*scale_range(np.array([-0.001, 0.2, 1.0])))
+
+
+def test_zero_of_a_map_with_negative_values_is_clear():
+    image = photograph(56, 56)
+    placement = place((56, 56), (56, 56))
+    heatmap = upsample(signed_grid(), placement, interpolation="nearest")
+    overlay = blend(image, heatmap)
+    np.testing.assert_array_equal(overlay[:8, :8], image[:8, :8])
+    assert (overlay[36:40, 36:40] != image[36:40, 36:40]).any(axis=-1).mean() > 0.9
+    np.testing.assert_array_equal(blend(image, heatmap, alpha=0), image)
+    white = np.full_like(image, 255)
+    reddish, bluish = (blend(white, np.full((56, 56), value), vmin=-1, vmax=1)[0, 0] for value in (0.7, -0.7))
+    assert reddish[0] == 255 > reddish[2] and bluish[2] == 255 > bluish[0]
+
+
+@pytest.mark.parametrize("cmap", [None, "viridis"])
+@pytest.mark.parametrize("fade", [True, False])
+@pytest.mark.parametrize(("vmin", "vmax"), [(-0.3, 0.3), (-0.1, 0.4)])
+def test_blend_around_0_equals_the_literal_formula(vmin, vmax, fade, cmap):
+    image, heatmap = photograph(7, 9), random_grid(7, 9) - 0.5
+    got = blend(image, heatmap, cmap=cmap, alpha=0.7, fade=fade, vmin=vmin, vmax=vmax)
+    colormap = matplotlib.colormaps[cmap or "bwr"]
+    for y in range(7):
+        for x in range(9):
+            value = float(heatmap[y, x])
+            side = max(-1.0, value / -vmin) if value < 0 else min(1.0, value / vmax)
+            step = min(int((side + 1) / 2 * 256), 255)
+            distance = step - 128 if step >= 128 else 127 - step  # from the two steps that meet at 0
+            opacity = 0.7 * (distance / 127 if fade else 1.0)
+            color = np.array(colormap(step, bytes=True)[:3], dtype=np.float64)
+            assert np.abs(got[y, x] - (image[y, x] * (1 - opacity) + color * opacity)).max() <= 0.501
 
 
 def test_a_map_without_values():

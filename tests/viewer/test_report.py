@@ -27,7 +27,7 @@ def make_run(place: Path, **options):
     (source / "<b>bad.jpg").write_bytes(b"nothing")
     model = tiny_model()
     model.pretrained_cfg["label_names"] = CLASSES
-    options = {"methods": ["rollout", "centre"], "workers": 0, "report": True, **options}
+    options = {"methods": ["rollout", "centre", "occlusion"], "workers": 0, "report": True, **options}
     return explain_folder(source, place / "out & more", model=model, **options)
 
 
@@ -132,18 +132,19 @@ def test_pointing_at_a_patch_tells_its_value(page, summary):
     assert page.locator("#patch").is_hidden()
 
 
-def test_the_heat_is_the_overlay_of_vitflow(page, summary):
+DRAW_HEAT = """([number, own]) => {
+    method = own;
+    const canvas = document.createElement("canvas"), picture = pictures[number];
+    drawHeat(canvas, picture, picture.size[0], picture.size[1]);
+    return [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
+}"""
+
+
+@pytest.mark.parametrize("method", ["rollout", "occlusion"])
+def test_the_heat_is_the_overlay_of_vitflow(page, summary, method):
     for number, row in enumerate(row for row in summary if row["status"] == "explained"):
-        pixels = page.evaluate(
-            """(number) => {
-                const canvas = document.createElement("canvas"), picture = pictures[number];
-                drawHeat(canvas, picture, picture.size[0], picture.size[1]);
-                return [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
-            }""",
-            number,
-        )
-        drawn = np.array(pixels, dtype=np.uint8).reshape(40, 48, 4)
-        grid = grid_of(row, "rollout")
+        drawn = np.array(page.evaluate(DRAW_HEAT, [number, method]), dtype=np.uint8).reshape(40, 48, 4)
+        grid = grid_of(row, method)
         low, high = scale_range(grid)
         heatmap = upsample(grid, Placement((40, 48), (32, 38), (0, 3), (32, 32)))
         seen = ~np.isnan(heatmap)
@@ -153,8 +154,22 @@ def test_the_heat_is_the_overlay_of_vitflow(page, summary):
         assert solid.any()
         difference = np.abs(drawn[..., :3].astype(int) - expected)[solid]
         assert difference.max() <= 24 and difference.mean() < 5  # a few of 256 steps: OpenCV upsamples in two steps
-        share = np.clip((heatmap - low) / (high - low), 0, 1)
-        assert np.abs(drawn[..., 3] - share * 255)[seen].max() <= 16
+        share = np.abs(heatmap) / high if low < 0 else (heatmap - low) / (high - low)
+        assert np.abs(drawn[..., 3] - np.clip(share, 0, 1) * 255)[seen].max() <= 16
+        assert (low < 0) == (method == "occlusion" and grid.min() < 0)
+
+
+def test_the_colour_bar_is_that_of_the_map(page):
+    first = """() => {
+        const copy = document.createElement("canvas").getContext("2d");
+        copy.drawImage($("bar"), 0, 0);
+        return [...copy.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    }"""
+    assert page.evaluate(first) == colorize(np.zeros((1, 1)), vmin=0, vmax=1)[0, 0].tolist()
+    page.get_by_role("tab", name="occlusion").click()
+    assert page.evaluate(first) == [0, 0, 255]
+    low, high = (page.locator(end).text_content() for end in ("#low", "#high"))
+    assert low == "-" + high
 
 
 def test_arrow_keys_step_through_the_pictures(page):

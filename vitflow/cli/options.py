@@ -131,10 +131,22 @@ def model_options(command: Callable[..., None]) -> Callable[..., None]:
 def drawing_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options that say how a map is drawn."""
     options = (
-        click.option("--cmap", metavar="NAME", help="Colour map of matplotlib.  [default: turbo]"),
+        click.option(
+            "--cmap",
+            metavar="NAME",
+            help="Colour map of matplotlib.  [default: turbo; bwr, around 0, for a map with negative values]",
+        ),
         click.option("--alpha", type=click.FloatRange(0, 1), help="Strength of the colours.  [default: 0.6]"),
-        click.option("--vmin", type=float, help="Value of the first colour.  [default: 2nd percentile of the map]"),
-        click.option("--vmax", type=float, help="Value of the last colour.  [default: 98th percentile of the map]"),
+        click.option(
+            "--vmin",
+            type=float,
+            help="Value of the first colour.  [default: 2nd percentile of the map; -vmax where it has negative values]",
+        ),
+        click.option(
+            "--vmax",
+            type=float,
+            help="Value of the last colour.  [default: 98th percentile of the map, without its signs]",
+        ),
         click.option(
             "--interpolation",
             type=click.Choice(["linear", "cubic", "nearest"]),

@@ -24,7 +24,7 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Targets, is_per_picture
 from vitflow.models.libraries import class_count
 from vitflow.pictures import figures, overlay
-from vitflow.pictures.figures import Cell, Column
+from vitflow.pictures.figures import Bar, Cell, Column
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource, image_name
 
@@ -201,7 +201,8 @@ class Comparison:
             scaling: which maps of one method have the limits of their colours in common: those of one "picture" (its
                 classes), the whole "column", or none ("map"). Different methods never have: their values mean
                 different things.
-            robust: limits at the 2nd and the 98th percentile of the patches instead of at the extremes.
+            robust: limits at the 2nd and the 98th percentile of the patches instead of at the extremes; for maps with
+                negative values at equal distances from 0, as in `vitflow.pictures.overlay.scale_range`.
             vmin, vmax: limits for all maps instead.
             interpolation: "linear", "cubic", or "nearest" to see the patches.
             width: of a column, in inches.
@@ -223,8 +224,9 @@ class Comparison:
             for maps in columns
         ]
         heads = [Column("Photograph"), *(_head(maps[0]) for maps in columns[0])]
-        note = _note(self, scaling, robust, (vmin, vmax))
-        figure = figures.draw_strip(heads, blocks, bar=pen.bar(), bar_labels=("low", "high"), note=note, dpi=dpi)
+        sides = sorted({overlay.has_two_sides(low, high) for low, high in limits.values()})
+        note = _note(self, scaling, robust, (vmin, vmax), True in sides)
+        figure = figures.draw_strip(heads, blocks, bars=[pen.bar(two) for two in sides], note=note, dpi=dpi)
         if path is not None:
             figures.save_figure(figure, path)
         return figure
@@ -313,11 +315,13 @@ class _Pen:
         heatmap = overlay.upsample(saliency.grid, placement, interpolation=self.interpolation)
         return overlay.blend(picture, heatmap, vmin=limits[0], vmax=limits[1], **self.blending)
 
-    def bar(self) -> NDArray[np.uint8]:
-        """The colours from low to high, as they look over white."""
+    def bar(self, two_sides: bool) -> Bar:
+        """The colours from low to high, or from below 0 to above it, as they look over white."""
         height, width = round(0.07 * self.dpi), round(1.1 * self.dpi)
-        ramp = np.tile(np.linspace(0, 1, width), (height, 1))
-        return overlay.blend(np.full((height, width, 3), 255, np.uint8), ramp, vmin=0, vmax=1, **self.blending)
+        low, labels = (-1, ("below 0", "above 0")) if two_sides else (0, ("low", "high"))
+        ramp = np.tile(np.linspace(low, 1, width), (height, 1))
+        white = np.full((height, width, 3), 255, np.uint8)
+        return Bar(overlay.blend(white, ramp, vmin=low, vmax=1, **self.blending), labels)
 
 
 def _photograph(columns: Sequence[Sequence[Saliency]], pen: _Pen) -> Cell:
@@ -383,7 +387,9 @@ def _option(name: str, value: Any) -> str:
     return f"{words} {value}"
 
 
-def _note(comparison: Comparison, scaling: Scaling, robust: bool, given: tuple[float | None, float | None]) -> str:
+def _note(
+    comparison: Comparison, scaling: Scaling, robust: bool, given: tuple[float | None, float | None], two_sides: bool
+) -> str:
     low, high = overlay.ROBUST_PERCENTILES
     ends = f"{low:g}nd to the {high:g}th percentile" if robust else "smallest to the largest value"
     if None not in given:
@@ -396,4 +402,5 @@ def _note(comparison: Comparison, scaling: Scaling, robust: bool, given: tuple[f
         if all(p[0].placement.sees_everything for p in comparison.pictures)
         else (" The line bounds what the model saw.")
     )
-    return f"{limits}{seen}\nModel: {first.model}."
+    around = "\nA map with negative values has colours on both sides of 0, which is clear." if two_sides else ""
+    return f"{limits}{seen}{around}\nModel: {first.model}."

@@ -84,7 +84,8 @@ class Saliency:
 
         Args:
             interpolation: "linear", "cubic", or "nearest" to see the patches.
-            vmin, vmax: values that get the first and last colour; by default the range of the map's patches.
+            vmin, vmax: values that get the first and last colour; by default the range of the map's patches. Where it
+                holds 0 between them, as of a map with negative values, 0 is clear and each side has its own colours.
             robust: take that range between percentiles, so that one artefact patch does not own it.
             options: cmap, alpha, fade and mark_unseen as for `vitflow.pictures.overlay.blend`.
         """

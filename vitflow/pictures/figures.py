@@ -73,6 +73,14 @@ class Series:
     spread: Sequence[float | None]
 
 
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A colour bar: uint8 RGB [height, width, 3], and what stands at its ends."""
+
+    image: NDArray[np.uint8]
+    labels: tuple[str, str] = ("low", "high")
+
+
 # One picture's rows: for each column one cell, or as many as the block has rows.
 Block = Sequence[Sequence[Cell]]
 
@@ -94,19 +102,17 @@ def draw_strip(
     columns: Sequence[Column],
     blocks: Sequence[Block],
     *,
-    bar: NDArray[np.uint8] | None = None,
-    bar_labels: tuple[str, str] = ("low", "high"),
+    bars: Sequence[Bar] = (),
     note: str = "",
     dpi: int = DPI,
 ) -> Figure:
-    """Lay pictures out in columns under heads, with captions, a colour bar and a note below them all.
+    """Lay pictures out in columns under heads, with captions, colour bars and a note below them all.
 
     Args:
         columns: their heads, from left to right.
         blocks: one or more rows each. For each column a block has one cell per row, or a single cell that stands for
             all its rows and is drawn once, in the first.
-        bar: colours from low to high, uint8 RGB [height, width, 3].
-        bar_labels: what stands at its ends.
+        bars: the colours, one bar below the other.
         note: what holds for the whole strip; its own line breaks are kept.
         dpi: pixels per inch of the pictures.
 
@@ -134,8 +140,8 @@ def draw_strip(
             page.rule(_MARGIN, page.width - _MARGIN, y)
             y += _ROW_GAP
         y = _draw_block(page, block, lefts, width, y)
-    if bar is not None or note:
-        y = _draw_foot(page, bar, bar_labels, note, y)
+    if bars or note:
+        y = _draw_foot(page, bars, note, y)
     return page.finish(y - _ROW_GAP + _MARGIN)
 
 
@@ -208,24 +214,25 @@ def _draw_cell(
         page.line(text, left + width / 2, baseline - 0.02, size, color=color)
 
 
-def _draw_foot(page: Page, bar: NDArray[np.uint8] | None, labels: tuple[str, str], note: str, y: float) -> float:
-    """Draw the colour bar and the note from y on; return where they end."""
+def _draw_foot(page: Page, bars: Sequence[Bar], note: str, y: float) -> float:
+    """Draw the colour bars and the note from y on; return where they end."""
     left = _MARGIN
     y += 0.06
-    baseline = y + SMALL * LEADING
-    if bar is not None:
-        low, high = (page.measure(label, SMALL) for label in labels)
-        page.line(labels[0], left, baseline - 0.02, SMALL, ha="left", color=GREY)
+    step = SMALL * LEADING
+    if bars:
+        low, high = (max(page.measure(bar.labels[end], SMALL) for bar in bars) for end in (0, 1))
         start = page.snap(left + low + 0.05)
-        page.picture(bar, start, baseline - 0.02 - bar.shape[0] / page.dpi)
-        end = start + bar.shape[1] / page.dpi
-        page.line(labels[1], end + 0.05, baseline - 0.02, SMALL, ha="left", color=GREY)
-        left = end + 0.05 + high + 0.2
+        for number, bar in enumerate(bars, start=1):
+            baseline, end = y + number * step - 0.02, start + bar.image.shape[1] / page.dpi
+            page.line(bar.labels[0], start - 0.05, baseline, SMALL, ha="right", color=GREY)
+            page.picture(bar.image, start, baseline - bar.image.shape[0] / page.dpi)
+            page.line(bar.labels[1], end + 0.05, baseline, SMALL, ha="left", color=GREY)
+            left = max(left, end + 0.05 + high + 0.2)
     room = page.width - _MARGIN - left
     lines = [text for paragraph in note.splitlines() for text in page.wrap(paragraph, room, SMALL, lines=6)]
-    for number, text in enumerate(lines):
-        page.line(text, left, baseline - 0.02 + number * SMALL * LEADING, SMALL, ha="left", color=GREY)
-    return y + max(len(lines), 1) * SMALL * LEADING + _ROW_GAP
+    for number, text in enumerate(lines, start=1):
+        page.line(text, left, y + number * step - 0.02, SMALL, ha="left", color=GREY)
+    return y + max(len(lines), len(bars), 1) * step + _ROW_GAP
 
 
 def draw_lines(charts: Mapping[str, Sequence[Series]], *, x_label: str, y_label: str) -> Figure:

@@ -17,6 +17,12 @@ INTERPOLATIONS: tuple[Interpolation, ...] = get_args(Interpolation)
 #: The lower and upper percentile between which robust scaling spreads the colours; the same as seaborn's.
 ROBUST_PERCENTILES = (2.0, 98.0)
 
+#: Colour maps where the caller names none: for a range on one side of 0, and for one on both sides.
+SEQUENTIAL, DIVERGING = "turbo", "bwr"
+
+#: Negative values up to this share of the largest are rounding, and do not make a map one with two signs.
+_ROUNDING = 1e-6
+
 #: Colour of NaN where a map is drawn on its own.
 NAN_COLOR = (128, 128, 128)
 
@@ -85,12 +91,13 @@ def scale_range(
 
     With robust, the limits are the 2nd and the 98th percentile, as in seaborn, so that one outlying patch does not
     darken all others; where both fall on the same value, as in a map that is almost everywhere 0, the extremes are
-    used. Without it they are the extremes. A map that is constant up to the rounding of float32 gives two equal
-    limits, and colorize() draws it in the one colour of low values.
+    used. Without it they are the extremes. A map with negative values gets limits at equal distances from 0: the 98th
+    percentile of its absolute values, or the largest. A map that is constant up to the rounding of float32 gives two
+    equal limits, and colorize() draws it in the one colour of low values.
 
     Args:
         values: the map, of any shape.
-        vmin, vmax: limits that the caller sets.
+        vmin, vmax: limits that the caller sets; where a map has negative values, one of them sets the other.
         robust: use percentiles for the limits that the caller does not set.
 
     Raises:
@@ -98,6 +105,8 @@ def scale_range(
 
     >>> scale_range(np.arange(101.0)), scale_range(np.arange(101.0), robust=False, vmin=-5)
     ((2.0, 98.0), (-5.0, 100.0))
+    >>> scale_range(np.array([-1.0, 0.0, 3.0]), robust=False), scale_range(np.array([-1.0, 0.0, 3.0]), vmax=2)
+    ((-3.0, 3.0), (-2.0, 2.0))
     """
     for name, limit in (("vmin", vmin), ("vmax", vmax)):
         if limit is not None and not np.isfinite(limit):
@@ -106,30 +115,55 @@ def scale_range(
         if vmin > vmax:
             raise OptionError(f"Expected vmin of at most vmax, got vmin {vmin} and vmax {vmax}.")
         return float(vmin), float(vmax)
-    finite = values[np.isfinite(values)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    if high - low <= 1e-6 * max(abs(low), abs(high)):
-        high = low
-    elif robust:
-        lower, upper = (float(limit) for limit in np.percentile(finite, ROBUST_PERCENTILES))
-        if upper > lower:
-            low, high = lower, upper
+    low, high = _own_range(values[np.isfinite(values)], robust)
+    signed = has_two_sides(low, high)
     if vmin is not None:
-        low, high = float(vmin), max(high, float(vmin))
+        low, high = float(vmin), -float(vmin) if signed and vmin < 0 else max(high, float(vmin))
     if vmax is not None:
-        low, high = min(low, float(vmax)), float(vmax)
+        low, high = -float(vmax) if signed and vmax > 0 else min(low, float(vmax)), float(vmax)
     return low, high
 
 
-def colorize(values: NDArray[np.floating[Any]], *, cmap: str = "turbo", vmin: float, vmax: float) -> NDArray[np.uint8]:
+def _own_range(finite: NDArray[np.floating[Any]], robust: bool) -> tuple[float, float]:
+    """The limits of a map for which the caller sets none."""
+    if not finite.size:
+        return 0.0, 0.0
+    low, high = float(finite.min()), float(finite.max())
+    largest = max(abs(low), abs(high))
+    if high - low <= _ROUNDING * largest:
+        return low, low
+    if low < -_ROUNDING * largest:
+        usual = float(np.percentile(np.abs(finite), ROBUST_PERCENTILES[1])) if robust else 0.0
+        limit = usual or largest
+        return -limit, limit
+    if robust:
+        lower, upper = (float(limit) for limit in np.percentile(finite, ROBUST_PERCENTILES))
+        if upper > lower:
+            low, high = lower, upper
+    return max(low, 0.0), high
+
+
+def has_two_sides(vmin: float, vmax: float) -> bool:
+    """Whether colours between these limits go out from 0 to both sides: the one place that decides it.
+
+    >>> has_two_sides(-0.1, 0.1), has_two_sides(0.0, 0.1)
+    (True, False)
+    """
+    return vmin < 0 < vmax
+
+
+def colorize(
+    values: NDArray[np.floating[Any]], *, cmap: str | None = None, vmin: float, vmax: float
+) -> NDArray[np.uint8]:
     """Give each value its colour: [height, width] → uint8 RGB [height, width, 3].
 
-    Values beyond the limits take the colour of the limit. Where vmin equals vmax, what lies above takes the upper
-    colour and the rest the lower one. NaN is drawn grey.
+    Values beyond the limits take the colour of the limit. Where 0 lies between the limits, it takes the colour in the
+    middle, and each side has its half. Where vmin equals vmax, what lies above takes the upper colour and the rest the
+    lower one. NaN is drawn grey.
 
     Args:
         values: the map.
-        cmap: name of a colormap of matplotlib.
+        cmap: name of a colormap of matplotlib; by default "turbo", or "bwr" where 0 lies between the limits.
         vmin, vmax: the values of the first and the last colour; scale_range() proposes them.
 
     Raises:
@@ -138,7 +172,8 @@ def colorize(values: NDArray[np.floating[Any]], *, cmap: str = "turbo", vmin: fl
     >>> colorize(np.array([[0.0, 1.0, np.nan]]), cmap="gray", vmin=0, vmax=1).tolist()
     [[[0, 0, 0], [255, 255, 255], [128, 128, 128]]]
     """
-    colors = np.concatenate([_lookup_table(cmap), np.array([NAN_COLOR], dtype=np.uint8)])
+    table, _ = color_table(cmap, has_two_sides(vmin, vmax))
+    colors = np.concatenate([table, np.array([NAN_COLOR], dtype=np.uint8)])
     return colors[_color_index(values, vmin, vmax, len(colors) - 1)]
 
 
@@ -146,7 +181,7 @@ def blend(
     image: NDArray[np.uint8],
     heatmap: NDArray[np.floating[Any]],
     *,
-    cmap: str = "turbo",
+    cmap: str | None = None,
     alpha: float = 0.6,
     fade: bool = True,
     vmin: float | None = None,
@@ -160,10 +195,10 @@ def blend(
         image: the photograph, uint8 RGB [height, width, 3].
         heatmap: values per pixel, [height, width]; NaN where the model saw nothing. The photograph stays as it is
             there.
-        cmap: name of a colormap of matplotlib.
+        cmap: name of a colormap of matplotlib; by default "turbo", or "bwr" where 0 lies between the limits.
         alpha: opacity of the colours, from 0 to 1; with fade, of the colour of the highest values.
         fade: let the opacity grow in proportion to the value, so that the photograph stays clear where the map is
-            low; otherwise all colours have the same opacity.
+            low, or where it is 0 and 0 lies between the limits; otherwise all colours have the same opacity.
         vmin, vmax, robust: limits of the colours, as in scale_range().
         mark_unseen: draw a thin white and black line just inside the border to what the model did not see.
 
@@ -183,11 +218,8 @@ def blend(
     if not 0.0 <= alpha <= 1.0:
         raise OptionError(f"Expected 0 <= alpha <= 1, got {alpha}.")
     low, high = scale_range(heatmap, vmin=vmin, vmax=vmax, robust=robust)
-    colors = _lookup_table(cmap)
-    steps = len(colors)
-    opacity = np.full(steps, alpha, dtype=np.float32)
-    if fade:
-        opacity *= np.arange(steps, dtype=np.float32) / max(steps - 1, 1)
+    colors, shares = color_table(cmap, has_two_sides(low, high))
+    opacity = np.float32(alpha) * (shares if fade else np.ones_like(shares))
     overlay = np.empty_like(image, order="C")
     values = _floats(heatmap)
     _paint(np.ascontiguousarray(image), values, low, high, 1 - opacity, opacity[:, None] * colors, overlay)
@@ -208,6 +240,25 @@ def _mark_border(picture: NDArray[np.uint8], seen: NDArray[np.bool_]) -> None:
     pixels = picture.reshape(-1, 3)
     pixels[np.flatnonzero(region > inner)] = 255
     pixels[np.flatnonzero(inner > innermost)] = 0
+
+
+def color_table(cmap: str | None, two_sides: bool) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """The colours of a colormap of matplotlib, uint8 RGB [steps, 3], and how opaque fading leaves each, [steps].
+
+    Opacity grows from the lowest value on, or from 0 to both sides: the steps that meet at 0 are clear.
+
+    Raises:
+        OptionError: the colormap is unknown.
+
+    >>> color_table("tab10", two_sides=True)[1].tolist()
+    [1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.25, 0.5, 0.75, 1.0]
+    """
+    table = _lookup_table(cmap or (DIVERGING if two_sides else SEQUENTIAL))
+    last = len(table) - 1
+    steps = np.arange(len(table), dtype=np.float32)
+    if two_sides:
+        return table, np.maximum(np.abs(2 * steps - last) - 1, 0) / np.float32(max(last - 1, 1))
+    return table, steps / np.float32(max(last, 1))
 
 
 def _lookup_table(cmap: str) -> NDArray[np.uint8]:
@@ -242,6 +293,9 @@ def _step(value: float, vmin: float, vmax: float, steps: int) -> int:
         return steps - 1 if value > vmax + 1e-5 * abs(vmax) else 0
     # In float64, and clipped first: the range of a map may be too small for float32 to divide by.
     position = min(max(np.float64(value), vmin), vmax)
+    if vmin < 0 < vmax:  # as has_two_sides(): each side has its half of the colours
+        side = position / -vmin if position < 0 else position / vmax
+        return int(min((side + 1) / 2 * steps, steps - 1.0))
     return int(min((position - vmin) / (vmax - vmin) * steps, steps - 1.0))
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from vitflow.errors import printable
 from vitflow.pictures.files import write_atomically
-from vitflow.pictures.overlay import colorize, scale_range
+from vitflow.pictures.overlay import color_table, has_two_sides, scale_range
 
 # Failed inputs listed on a page; the manifest has them all.
 _FAILURES_SHOWN = 200
@@ -70,7 +70,7 @@ def write_report(
             failures=list(read_rows(failed[:_FAILURES_SHOWN])) if number == 1 else [],
             classes=sorted({entry["label"] for entry in entries}),
             methods=list(run["methods"]),
-            data={"pictures": entries, "colors": _colors(run), "alpha": run["drawing"].get("alpha", 0.6)},
+            data={"pictures": entries, "tables": _tables(run), "alpha": run["drawing"].get("alpha", 0.6)},
             pages=[{"number": index, "name": page} for index, page in enumerate(names, start=1)],
             number=number,
             first=start + 1,
@@ -151,12 +151,15 @@ def _map(grid: Mapping[str, Any], run: Mapping[str, Any], facts: Mapping[str, An
         "values": [float(f"{value:.7g}") for value in values],
         "low": low,
         "high": high,
+        "table": "two_sides" if has_two_sides(low, high) else "one_side",
         "facts": {name: value for name, value in facts.items() if isinstance(value, str | int | float)},
     }
 
 
-def _colors(run: Mapping[str, Any]) -> list[list[int]]:
-    """The 256 colours of the run's colour map."""
-    steps = np.linspace(0, 1, 256)[None]
-    colors: list[list[int]] = colorize(steps, cmap=run["drawing"].get("cmap", "turbo"), vmin=0, vmax=1)[0].tolist()
-    return colors
+def _tables(run: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
+    """The colours of the run's maps, and how opaque each is, from 0 to 255: by whether colours go out from 0."""
+    found = {}
+    for name, two_sides in (("one_side", False), ("two_sides", True)):
+        colors, shares = color_table(run["drawing"].get("cmap"), two_sides)
+        found[name] = {"colors": colors.tolist(), "opacity": np.round(255 * shares).astype(int).tolist()}
+    return found

@@ -1,16 +1,16 @@
 "use strict";
-const { pictures, colors, alpha } = JSON.parse(document.getElementById("data").textContent);
+const { pictures, tables, alpha } = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const methods = [...document.querySelectorAll("#tabs button")].map((tab) => tab.dataset.method);
 let method = methods[0], visible = [], current = null;
 pictures.forEach((picture, order) => { picture.order = order; });
 
 // The heat of one picture on a canvas of width × height: bilinear between patch centres, as vitflow's own overlays;
-// the opacity of a colour grows with its value, and the canvas as a whole has the opacity of the slider.
+// each colour has the opacity of its table, and the canvas as a whole has the opacity of the slider.
 function drawHeat(canvas, picture, width, height) {
   canvas.width = width; canvas.height = height;
   const map = picture.maps[method], [rows, cols] = map.shape;
-  const [left, top, right, bottom] = picture.window, span = map.high - map.low;
+  const [left, top, right, bottom] = picture.window, { colors, opacity } = tables[map.table];
   const image = new ImageData(width, height), data = image.data;
   const steps = (count, length, size, start, end) => Array.from({ length }, (_, k) => {
     const inside = (((k + 0.5) / length) * size - start) / (end - start);
@@ -26,12 +26,24 @@ function drawHeat(canvas, picture, width, height) {
       const above = map.values[v.low * cols + h.low] * (1 - h.share) + map.values[v.low * cols + h.high] * h.share;
       const below = map.values[v.high * cols + h.low] * (1 - h.share) + map.values[v.high * cols + h.high] * h.share;
       const value = above * (1 - v.share) + below * v.share;
-      const place = span > 0 ? Math.min(Math.max((value - map.low) / span, 0), 1) : 0;
-      const index = Math.min(Math.floor(place * 256), 255), color = colors[index];
-      data[pixel] = color[0]; data[pixel + 1] = color[1]; data[pixel + 2] = color[2]; data[pixel + 3] = index;
+      const index = Math.min(Math.floor(share(value, map) * colors.length), colors.length - 1), color = colors[index];
+      data[pixel] = color[0]; data[pixel + 1] = color[1]; data[pixel + 2] = color[2]; data[pixel + 3] = opacity[index];
     }
   }
   canvas.getContext("2d").putImageData(image, 0, 0);
+}
+
+// Where a value stands between the limits, from 0 to 1; where colours go out from 0, each side has its half.
+function share(value, { low, high, table }) {
+  const clipped = Math.min(Math.max(value, low), high);
+  if (table === "two_sides") return (1 + clipped / (clipped < 0 ? -low : high)) / 2;
+  return high > low ? (clipped - low) / (high - low) : 0;
+}
+
+function drawBar({ colors }) {
+  $("bar").width = colors.length;
+  const bar = $("bar").getContext("2d");
+  colors.forEach(([red, green, blue], index) => { bar.fillStyle = `rgb(${red},${green},${blue})`; bar.fillRect(index, 0, 1, 1); });
 }
 
 const percent = (value) => (value === null ? "" : `${(100 * value).toFixed(1)} %`);
@@ -92,6 +104,7 @@ function show() {
   $("photo").hidden = !picture.image;
   if (picture.image) $("photo").src = picture.image;
   drawHeat($("heat"), picture, width, height);
+  drawBar(tables[map.table]);
   $("patch").hidden = true;
   $("name").textContent = picture.name;
   $("label").textContent = picture.label;
@@ -148,8 +161,6 @@ function point(event) {
   $("reading").textContent = `row ${row}, column ${col}: ${value === 0 ? "0" : value.toPrecision(4)} — number ${rank} of ${rows * cols} patches`;
 }
 
-const bar = $("bar").getContext("2d");
-colors.forEach(([red, green, blue], index) => { bar.fillStyle = `rgb(${red},${green},${blue})`; bar.fillRect(index, 0, 1, 1); });
 pictures.forEach(makeCard);
 arrange();
 $("tools").addEventListener("input", arrange);
