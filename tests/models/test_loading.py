@@ -84,6 +84,115 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         vitflow.load_model(ID, checkpoint=tmp_path / "w.safetensors")
 
 
+def test_a_wrong_checkpoint_is_told_in_one_line_with_the_model_that_it_may_be_of(tmp_path, recwarn):
+    tiny = timm.create_model("vit_tiny_patch16_224", num_classes=7).half()
+    save_file(tiny.state_dict(), tmp_path / "w.safetensors")
+    with pytest.raises(ModelError) as caught:
+        vitflow.load_model("vit_small_patch16_384", checkpoint=tmp_path / "w.safetensors")
+    message = str(caught.value)
+    assert (
+        "152 of 152 tensors differ, the file's width is 192, the model's 384; it may be vit_tiny_patch16_224."
+        in message
+    )
+    assert "\n" not in message and len(message) < 400
+    assert not recwarn.list  # no word on picture sizes or classes of weights that do not fit
+
+
+def test_weights_that_fit_but_for_some_are_told_by_name(model, tmp_path):
+    weights = model.state_dict()
+    weights["norm.weight"] = torch.zeros(5)
+    del weights["norm.bias"]
+    torch.save(weights | {"own": torch.zeros(3)}, tmp_path / "w.pth")
+    with pytest.raises(ModelError, match="do not fit test_vit: 2 of .* tensors differ.*norm.weight.*norm.bias.*own"):
+        vitflow.load_model(ID, checkpoint=tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.int64, torch.complex64, torch.bool])
+def test_weights_that_are_no_floats_are_refused_from_every_kind_of_file(model, tmp_path, kind):
+    weights = model.state_dict()
+    weights["head.weight"] = weights["head.weight"].to(kind)
+    torch.save(weights, tmp_path / "w.pth")
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": ID, "pretrained_cfg": PRETRAINED}))
+    for name, checkpoint in (
+        (ID, "w.pth"),
+        (ID, "model.safetensors"),
+        (tmp_path, None),
+        (f"local-dir:{tmp_path}", None),
+    ):
+        with pytest.raises(ModelError, match="Expected floating-point weights .* for head.weight"):
+            vitflow.load_model(name, checkpoint=checkpoint and tmp_path / checkpoint)
+
+
+def test_whole_numbers_stay_where_a_model_has_them(tmp_path):
+    own = timm.create_model("test_resnet", num_classes=3).eval()
+    counter = next(name for name in own.state_dict() if name.endswith("num_batches_tracked"))
+    own.state_dict()[counter].fill_(7)
+    save_file(own.state_dict(), tmp_path / "w.safetensors")
+    assert same_weights(vitflow.load_model("test_resnet", checkpoint=tmp_path / "w.safetensors", num_classes=3), own)
+
+
+@pytest.mark.parametrize("name", ["head.weight", "pos_embed", "norm.bias"])
+def test_a_number_where_a_matrix_is_expected_is_named(model, tmp_path, name):
+    save_file(model.state_dict() | {name: torch.tensor(0.5)}, tmp_path / "w.safetensors")
+    with pytest.raises(ModelError, match=rf"Expected {name} of shape \(.*got shape \(\)"):
+        vitflow.load_model(ID, checkpoint=tmp_path / "w.safetensors")
+
+
+def test_a_picture_is_no_weights_file_and_could_run_no_code(tmp_path):
+    (tmp_path / "w.pth").write_bytes(b"\x89PNG\r\n\x1a\n" + b"picture" * 20)
+    with pytest.raises(ModelError, match="w.pth is not a weights file") as caught:
+        read_checkpoint(tmp_path / "w.pth")
+    assert "could run code" not in str(caught.value)
+    (tmp_path / "w.pth").write_bytes(b"\x80\x02garbage")
+    with pytest.raises(ModelError, match="damaged"):
+        read_checkpoint(tmp_path / "w.pth")
+
+
+def test_a_file_may_set_sizes_of_its_architecture_and_nothing_else(tmp_path):
+    own = timm.create_model(ID, img_size=96, depth=2, num_classes=3)
+    for told, message in (
+        ({"img_size": 96, "depth": 2, "num_classes": 3}, None),
+        ({"pretrained": True}, "asks for the option 'pretrained'"),
+        ({"checkpoint_path": "/etc/passwd"}, "asks for the option 'checkpoint_path'"),
+        ({"pretrained_cfg_overlay": {"url": "x"}}, "which a file may not set. Allowed: .*img_size"),
+        ({"depth": 10**9}, "Expected depth of 0 to 512"),
+        ({"img_size": [96, {}]}, "Expected img_size"),
+        ([1], "Expected architecture_options in .* to be a JSON object"),
+    ):
+        metadata = {"architecture": ID, "architecture_options": json.dumps(told)}
+        save_file(own.state_dict(), tmp_path / "w.safetensors", metadata)
+        if message is None:
+            assert same_weights(vitflow.load_model(tmp_path / "w.safetensors"), own)
+            continue
+        with pytest.raises(ModelError, match=message):
+            vitflow.load_model(tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        *[("mean", "[[]]"), ("mean", "[" * 100_000), ("std", "[0, 0, 0]"), ("input_size", "[3, 1e9, 4]")],
+        *[("crop_pct", "NaN"), ("activation", "relu"), ("crop_mode", "x"), ("architecture", "hf-hub:somebody/a-model")],
+    ],
+)
+def test_metadata_that_makes_no_sense_is_named(model, tmp_path, key, text):
+    save_file(model.state_dict(), tmp_path / "w.safetensors", {"architecture": ID, key: text})
+    with pytest.raises(ModelError, match=f"{key}"):
+        vitflow.load_model(tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", '{"a": "cat"}', "[[1]]", "7", "null", "[null]"])
+def test_hostile_class_names_are_refused(tmp_path, text, monkeypatch):
+    (tmp_path / "names.json").write_text(text)
+    with pytest.raises(ModelError, match=r"Expected a JSON list of names, .*names\.json"):
+        read_class_names(tmp_path / "names.json")
+    monkeypatch.setattr("vitflow.models.checkpoints._LARGEST_NAMES", 3)
+    (tmp_path / "names.txt").write_text("cat\ndog")
+    with pytest.raises(ModelError, match="at most 3 bytes, got 7"):
+        read_class_names(tmp_path / "names.txt")
+
+
 def test_a_file_that_could_run_code_is_refused(tmp_path):
     class Danger:
         def __reduce__(self):

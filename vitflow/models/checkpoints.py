@@ -4,14 +4,16 @@ import argparse
 import hashlib
 import json
 import pickle
+import re
 import warnings
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError
@@ -21,6 +23,8 @@ _WEIGHT_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_sta
 _NAME_KEYS = ("class_names", "classes", "label_names")
 # Wrappers (DataParallel, torch.compile, Lightning) prepend these to every name.
 _PREFIXES = ("module.", "_orig_mod.", "model.")
+
+_LARGEST_NAMES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +51,13 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     path = Path(path)
     if not path.is_file():
         raise ModelError(f"No checkpoint file at {path}.")
-    if path.suffix == ".safetensors":
-        return _read_safetensors(path)
-    return _read_torch(path)
+    found = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    for name, weight in found.weights.items():
+        # A view may claim a terabyte of a file of a few bytes; other kinds of tensor hold no plain numbers.
+        plain = weight.layout == torch.strided and not weight.is_quantized and not weight.is_meta
+        if not plain or weight.untyped_storage().nbytes() < weight.numel() * weight.element_size():
+            raise ModelError(f"Expected plain tensors in {path}, got a sparse, quantised or repeated one for {name}.")
+    return found
 
 
 def _read_safetensors(path: Path) -> Checkpoint:
@@ -57,33 +65,56 @@ def _read_safetensors(path: Path) -> Checkpoint:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except (SafetensorError, OSError) as error:
+    except Exception as error:  # a damaged file makes the reader raise nearly anything
         raise ModelError(f"{path} is not a safetensors file, or it is damaged: {error}.") from error
     names = next((_names(metadata[key]) for key in _NAME_KEYS if key in metadata), None)
     return Checkpoint(_without_prefixes(weights), names, metadata)
 
 
 def _read_torch(path: Path) -> Checkpoint:
+    _check_container(path)
     try:
         # timm's own training checkpoints hold their command line, a plain record of values.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an unusual pickle protocol, which the error below tells better
             loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except Exception as error:  # a damaged file makes torch raise nearly anything
+        if isinstance(error, pickle.UnpicklingError) and re.search("unsupported (global|class)", str(error), re.I):
+            raise ModelError(
+                f"{path} holds objects other than tensors, which could run code when loaded, and is refused. Save only "
+                "the weights: torch.save(model.state_dict(), 'weights.pth'), or a .safetensors file."
+            ) from error
+        reason = str(error).partition("\n")[0][:200] if not isinstance(error, pickle.UnpicklingError) else ""
         raise ModelError(
-            f"{path} holds objects other than tensors, which could run code when loaded, and is refused. Save only the "
-            "weights: torch.save(model.state_dict(), 'weights.pth'), or a .safetensors file."
+            f"{path} is not a torch checkpoint, or it is damaged ({type(error).__name__}{reason and ': '}{reason})."
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{path} is not a torch checkpoint, or it is damaged: {error}.") from error
     names = None
     if isinstance(loaded, Mapping):
         names = next((_names(loaded[key]) for key in _NAME_KEYS if key in loaded), None)
         loaded = next((loaded[key] for key in _WEIGHT_KEYS if isinstance(loaded.get(key), Mapping)), loaded)
-    weights = {k: v for k, v in loaded.items() if isinstance(v, Tensor)} if isinstance(loaded, Mapping) else {}
+    entries = loaded.items() if isinstance(loaded, Mapping) else ()
+    weights = {name: value for name, value in entries if isinstance(name, str) and isinstance(value, Tensor)}
     if not weights:
-        raise ModelError(f"Expected a state dict in {path}, got {type(loaded).__name__} without tensors.")
+        raise ModelError(f"Expected a state dict in {path}, got {type(loaded).__name__} without named tensors.")
     return Checkpoint(_without_prefixes(weights), names, {})
+
+
+def _check_container(path: Path) -> None:
+    """Refuse what torch did not write, and an archive that would unpack to far more than it is."""
+    with path.open("rb") as file:
+        start = file.read(2)
+    if start not in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+        raise ModelError(
+            f"{path} is not a weights file: expected what torch.save writes, or a file that ends in .safetensors."
+        )
+    if start == b"PK":
+        try:
+            with zipfile.ZipFile(path) as archive:
+                unpacked = sum(entry.file_size for entry in archive.infolist())
+        except Exception as error:  # a damaged archive makes the reader raise nearly anything
+            raise ModelError(f"{path} is not a torch checkpoint, or it is damaged: {error}.") from error
+        if unpacked > 10 * path.stat().st_size:
+            raise ModelError(f"{path} is not a weights file: it would unpack to {unpacked:,} bytes.")
 
 
 def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -101,34 +132,38 @@ def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _names(value: Any) -> list[str] | None:
     """Class names from a list, from an {index: name} mapping, or from either as JSON; None if it is neither."""
-    if isinstance(value, str):
-        try:
+    try:
+        if isinstance(value, str):
             value = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
-    if isinstance(value, Mapping):
-        try:
+        if isinstance(value, Mapping):
             value = [value[key] for key in sorted(value, key=int)]
-        except (TypeError, ValueError):
-            return None
-    names = isinstance(value, list | tuple) and all(isinstance(name, str | int | float) for name in value)
-    return [str(name) for name in value] if names else None
+    except (TypeError, ValueError, RecursionError):
+        return None
+    plain = isinstance(value, list | tuple) and all(isinstance(name, str | int | float) for name in value)
+    return [str(name) for name in value] if plain else None
 
 
 def read_class_names(path: str | Path) -> list[str]:
     """Read class names from a file: JSON (a list, or {index: name}), or text with one name per line.
 
     Raises:
-        ModelError: the file cannot be read or holds no names.
+        ModelError: the file cannot be read, is larger than 64 MiB, or holds no names.
     """
     path = Path(path)
     try:
+        size = path.stat().st_size
+        if size > _LARGEST_NAMES:
+            raise ModelError(
+                f"Expected a file of class names of at most {_LARGEST_NAMES:,} bytes, got {size:,}: {path}."
+            )
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ModelError(f"Cannot read class names from {path}: {error}.") from error
-    names = _names(text) if path.suffix == ".json" else [line.strip() for line in text.splitlines() if line.strip()]
+    is_json = path.suffix.lower() == ".json"
+    names = _names(text) if is_json else [line.strip() for line in text.splitlines() if line.strip()]
     if not names:
-        raise ModelError(f"Expected one class name per line, or a JSON list, in {path}, got none.")
+        expected = "a JSON list of names, or an object {index: name}," if is_json else "one class name per line"
+        raise ModelError(f"Expected {expected} in {path}, got {'something else' if is_json else 'none'}.")
     return names
 
 

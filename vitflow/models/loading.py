@@ -1,6 +1,5 @@
 """Load a model (timm id, hf-hub:, local-dir:, a folder or file, `demo`), and say what pictures it wants to see."""
 
-import json
 import logging
 import socket
 import sys
@@ -19,9 +18,10 @@ from urllib.parse import urlparse
 import timm
 import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_model_data_config
-from torch import nn
+from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, VitflowWarning
+from vitflow.models import fitting
 from vitflow.models.anatomy import transformer_of, unwrap
 from vitflow.models.checkpoints import Checkpoint, read_checkpoint, read_class_names
 from vitflow.models.libraries import (
@@ -33,6 +33,9 @@ from vitflow.models.libraries import (
     library_id,
 )
 from vitflow.pictures.geometry import CropMode
+
+# Numbers that a model may have beyond twice those of a file: classes that the file lacks.
+_SLACK = 25_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,7 @@ def load_model(
         model = _demo(checkpoint, options)
     else:
         name, checkpoint = _locate(name, checkpoint)
+        checkpoint = checkpoint or _folder_weights(name)
         if checkpoint is not None:
             model = _from_checkpoint(name, read_checkpoint(checkpoint), Path(checkpoint), num_classes, options)
         else:
@@ -135,8 +139,21 @@ def _locate(name: str, checkpoint: str | Path | None) -> tuple[str, str | Path |
                 f"{path} holds weights but does not name their architecture: give the timm id as the model and this "
                 "file as the checkpoint."
             )
+        if not timm.is_model(metadata["architecture"]):
+            raise ModelError(
+                f"Expected {path} to name a model of timm as its architecture, got {metadata['architecture'][:60]!r}."
+            )
         return metadata["architecture"], checkpoint or path
     return name, checkpoint
+
+
+def _folder_weights(name: str) -> Path | None:
+    """The weights of a folder as timm saves it, which vitflow reads itself, with all its checks."""
+    if not name.startswith("local-dir:"):
+        return None
+    folder = Path(name.removeprefix("local-dir:"))
+    files = (folder / file for file in ("model.safetensors", "pytorch_model.bin"))
+    return next((file for file in files if file.is_file()), None)
 
 
 def _create(name: str, **options: Any) -> Any:
@@ -156,6 +173,8 @@ def _create(name: str, **options: Any) -> Any:
         raise ModelError(f"{name!r} cannot be loaded: {error}") from error
     except TypeError as error:
         raise ModelError(f"{name!r} cannot be built with these options: {error}.") from error
+    except (KeyError, AttributeError, AssertionError, IndexError, RecursionError) as error:  # of a hostile config.json
+        raise ModelError(f"{name!r} cannot be built: {type(error).__name__}: {error}.") from error
     except (OSError, ValueError) as error:  # every network and file error of the hub client is an OSError
         if name.startswith("local-dir:"):
             raise ModelError(
@@ -193,66 +212,57 @@ def _from_checkpoint(
     name: str, checkpoint: Checkpoint, path: Path, num_classes: int | None, options: dict[str, Any]
 ) -> nn.Module:
     """Build the model without weights, with the file's own class count and picture size, and load the file into it."""
-    extra = checkpoint.metadata.get("architecture_options")
-    if extra is not None:
-        options = {**json.loads(extra), **options}
+    weights, notes = checkpoint.weights, []
+    options = {**fitting.architecture_options(checkpoint.metadata, path), **options}
+    config = fitting.input_config(checkpoint.metadata, path)
     with torch.device("meta"):
         draft = _create(name, pretrained=False, **options)
-    classifier = getattr(draft, "pretrained_cfg", {}).get("classifier")
-    classifier = classifier[0] if isinstance(classifier, list | tuple) else classifier
-    head = checkpoint.weights.get(f"{classifier}.weight")
-    if num_classes is None and head is not None and len(head) != getattr(draft, "num_classes", len(head)):
-        num_classes = len(head)
-        _tell(f"{path.name} has {num_classes} classes, {name} by default {draft.num_classes}: taking the file's.")
-    elif num_classes is None and classifier and head is None:
+    fitting.check_numbers(weights, draft, path)
+    if _count(draft.state_dict()) > 2 * _count(weights) + _SLACK:
+        raise fitting.misfit(weights, weights, draft, path, name)  # before memory is taken for such a model
+    classifier, rows = fitting.class_rows(weights, draft)
+    if num_classes is None and rows is not None and rows != getattr(draft, "num_classes", rows):
+        num_classes = rows
+        notes.append(f"{path.name} has {rows} classes, {name} by default {draft.num_classes}: taking the file's.")
+    elif num_classes is None and classifier and f"{classifier}.weight" not in weights:
         num_classes = 0
-        _tell(f"{path.name} has no classifier weights: {name} is loaded without classes.")
+        notes.append(f"{path.name} has no classifier weights: {name} is loaded without classes.")
     if num_classes is not None:
         options["num_classes"] = num_classes
-    side = _trained_side(checkpoint, draft)
+    side = fitting.trained_side(weights, draft)
     if side is not None and "img_size" not in options:
         options["img_size"] = side
-        _tell(
+        notes.append(
             f"{path.name} was trained on {side} × {side} pixels, {name} by default on others: taking the file's size."
         )
     model: nn.Module = _create(name, pretrained=False, **options)
-    _load_weights(model, checkpoint, path, name)
+    _load_weights(model, weights, path, name)
+    for note in notes:  # of weights that do not fit, they would be wrong
+        warnings.warn(note, VitflowWarning, stacklevel=3)
     if checkpoint.class_names is not None:
         _name_classes(model, checkpoint.class_names)
-    config: dict[str, Any] = getattr(model, "pretrained_cfg", {})
-    for key in ("mean", "std", "input_size", "crop_pct", "interpolation", "crop_mode", "activation"):
-        if key in checkpoint.metadata:
-            text = checkpoint.metadata[key]
-            config[key] = text if key in ("interpolation", "crop_mode", "activation") else json.loads(text)
+    own: dict[str, Any] = getattr(model, "pretrained_cfg", {})
+    own.update(config)
     return model
 
 
-def _trained_side(checkpoint: Checkpoint, draft: nn.Module) -> int | None:
-    """Picture size that a file's square position grid stands for, where it differs from the model's; else None."""
-    weight, own = checkpoint.weights.get("pos_embed"), getattr(draft, "pos_embed", None)
-    if weight is None or own is None or weight.ndim != 3 or weight.shape == own.shape:
-        return None
-    prefix = 0 if getattr(draft, "no_embed_class", False) else int(getattr(draft, "num_prefix_tokens", 0))
-    side = round((weight.shape[1] - prefix) ** 0.5)
-    embed: Any = getattr(draft, "patch_embed", None)
-    if embed is None or side * side != weight.shape[1] - prefix:
-        return None
-    return int(side * embed.patch_size[0])
+def _count(weights: Mapping[str, Tensor]) -> int:
+    return sum(weight.numel() for weight in weights.values())
 
 
-def _load_weights(model: nn.Module, checkpoint: Checkpoint, path: Path, name: str) -> None:
+def _load_weights(model: nn.Module, raw: Mapping[str, Tensor], path: Path, name: str) -> None:
     adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     try:
-        weights = adapt(dict(checkpoint.weights), model) if adapt else checkpoint.weights
+        weights = adapt(dict(raw), model) if adapt else raw
+    except Exception as error:  # timm's own, made for weights that fit
+        raise fitting.misfit(raw, raw, model, path, name, type(error).__name__) from error
+    fitting.check_numbers(weights, model, path)
+    try:
         result = model.load_state_dict(weights, strict=False)
-    except (RuntimeError, KeyError, AttributeError, ValueError) as error:
-        raise ModelError(f"The weights in {path} do not fit {name}: {error}") from error
+    except RuntimeError as error:
+        raise fitting.misfit(raw, weights, model, path, name, str(error).splitlines()[0]) from error
     if result.missing_keys or result.unexpected_keys:
-        missing, extra = result.missing_keys, result.unexpected_keys
-        raise ModelError(
-            f"The weights in {path} do not fit {name}: {len(missing)} are missing ({', '.join(missing[:3]) or '–'}), "
-            f"{len(extra)} are unknown to it ({', '.join(extra[:3]) or '–'}). Is it the right model id for this file?"
-        )
+        raise fitting.misfit(raw, weights, model, path, name)
 
 
 def _name_classes(model: nn.Module, names: str | Path | Sequence[str]) -> None:
@@ -262,10 +272,6 @@ def _name_classes(model: nn.Module, names: str | Path | Sequence[str]) -> None:
         raise ModelError(f"Expected {count} class names, one for each class of the model, got {len(found)}.")
     config = getattr(model, "pretrained_cfg", None)
     model.pretrained_cfg = {**(config or {}), "label_names": found, "label_descriptions": None}  # type: ignore[assignment]
-
-
-def _tell(message: str) -> None:
-    warnings.warn(message, VitflowWarning, stacklevel=4)
 
 
 def model_id(model: nn.Module) -> str:

@@ -1,0 +1,181 @@
+"""Checkpoint files that are damaged or hostile: an error in one line, no file touched, memory bounded."""
+
+import io
+import json
+import pickle
+import struct
+import warnings
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import save
+
+import vitflow
+from vitflow.errors import VitflowError
+
+ID = "test_vit"
+MUTANTS = 130  # of each of the two kinds of file
+# Memory that loading a file of 1.5 MB may take beyond what the process has: torch's own buffers and a model or two.
+ALLOWED_MB = 300
+
+
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return timm.create_model(ID, num_classes=5).half().state_dict()
+
+
+def torch_file(value: object, **options) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file, **options)
+    return file.getvalue()
+
+
+def flip(data: bytes, random: np.random.Generator) -> bytes:
+    """Turn bits over: most of them in the first or the last part, where the structure is."""
+    changed = bytearray(data)
+    for _ in range(random.integers(1, 9)):
+        near = int(random.integers(0, min(len(data), 12_000)))
+        place = [near, len(data) - 1 - near, int(random.integers(0, len(data)))][random.integers(0, 3)]
+        changed[place] ^= 1 << int(random.integers(0, 8))
+    return bytes(changed)
+
+
+def cut(data: bytes, random: np.random.Generator) -> bytes:
+    return data[: int(random.integers(0, len(data)))]
+
+
+def splice(data: bytes, random: np.random.Generator) -> bytes:
+    """Put a piece of the file somewhere else in it, or noise."""
+    start, length, place = (int(value) for value in random.integers(0, [len(data), 5000, len(data)]))
+    piece = data[start : start + length] if random.integers(0, 2) else random.bytes(length)
+    return data[:place] + piece + data[place + (length if random.integers(0, 2) else 0) :]
+
+
+def header(data: bytes, random: np.random.Generator) -> bytes:
+    """A header of safetensors with one thing changed: a type, a shape, an offset, the metadata, its own length."""
+    [length] = struct.unpack("<Q", data[:8])
+    fields = json.loads(data[8 : 8 + length])
+    name = sorted(fields)[int(random.integers(0, len(fields)))]
+    wrong = [
+        {name: {**fields[name], "dtype": ["I8", "C64", "BOOL", "F8_E4M3", "U64", "X9"][random.integers(0, 6)]}},
+        {name: {**fields[name], "shape": [[], [0], [2**62, 4], [-1], [10**12, 0], "x"][random.integers(0, 6)]}},
+        {name: {**fields[name], "data_offsets": [[0, 2**63], [5, 1], [0], None][random.integers(0, 4)]}},
+        {"__metadata__": {"architecture_options": ["[" * 10**5, "{}", '{"depth": 1e99}', "7"][random.integers(0, 4)]}},
+        {"__metadata__": {"architecture": ["hf-hub:a/b", "x" * 10**4, "vit_giant_patch14_224"][random.integers(0, 3)]}},
+        {"__metadata__": {"class_names": ["[" * 10**5, '{"a": 1}', "[[1]]", "null"][random.integers(0, 4)]}},
+        {"__metadata__": {"input_size": ["[3, 9e9, 1]", "[3]", "{}", "NaN"][random.integers(0, 4)]}},
+        {"__metadata__": ["not", "a", "mapping"]},
+    ][random.integers(0, 8)]
+    text = json.dumps(fields | wrong).encode()
+    lied = [len(text)] * 5 + [2**63, len(text) + 10**9]
+    return struct.pack("<Q", lied[random.integers(0, len(lied))]) + text + data[8 + length :]
+
+
+def rezip(data: bytes, random: np.random.Generator) -> bytes:
+    """An archive of torch whose pickle or records are changed while the archive itself is whole."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(file, "w") as new:
+        for entry in old.infolist():
+            content = old.read(entry)
+            if entry.filename.endswith("data.pkl") or random.integers(0, 30) == 0:
+                content = [flip, cut, splice][random.integers(0, 3)](content, random)
+            new.writestr(entry.filename, content)
+    return file.getvalue()
+
+
+def hostile() -> dict[str, bytes]:
+    """Files that somebody made on purpose."""
+    own = weights()
+    bomb = io.BytesIO()
+    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/data.pkl", b"\0" * 2**27)
+    nested: object = own
+    for _ in range(100):
+        nested = {"model": nested}
+    views = own | {"pos_embed": torch.zeros(1, 1, 1).expand(1, 2**40, own["pos_embed"].shape[2])}
+    head = own | {"head.weight": torch.zeros(1, 1).expand(10**11, own["head.weight"].shape[1])}
+    sparse = own | {"norm.weight": own["norm.weight"].float().to_sparse()}
+    numbers = {name: value.float() for name, value in own.items()}
+    return {
+        "bomb.pth": bomb.getvalue(),
+        "nested.pth": torch_file(nested),
+        "views.pth": torch_file(views),
+        "head.pth": torch_file(head),
+        "empty_head.safetensors": save(own | {"head.weight": torch.zeros(10**12, 0)}),
+        "sparse.pth": torch_file(sparse),
+        "meta.pth": torch_file({name: value.to("meta") for name, value in own.items()}),
+        "int8.safetensors": save({name: value.to(torch.int8) for name, value in own.items()}),
+        "complex.pth": torch_file({name: value.to(torch.complex64) for name, value in numbers.items()}),
+        "scalars.safetensors": save({name: torch.tensor(0.5) for name in own}),
+        "names.pth": torch_file({1: own["norm.weight"], None: own["norm.weight"], ("a",): own["norm.weight"]}),
+        "legacy.pth": torch_file(own, _use_new_zipfile_serialization=False)[:-1000],
+        "png.pth": b"\x89PNG\r\n\x1a\n" + b"\0" * 100,
+        "recursion.pth": b"\x80\x02" + b"]" * 10**6 + b".",
+        "plain.pth": pickle.dumps([1, 2, 3]),
+        "giant.safetensors": save(own, {"architecture": "vit_giant_patch14_224"}),
+    }
+
+
+def peak_mb(*, forget: bool = False) -> float:
+    """The most memory that this process has had since the peak was last forgotten, in MB; 0 where Linux is not."""
+    if not Path("/proc/self/clear_refs").exists():
+        return 0.0
+    if forget:
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+
+def attempt(path: Path, refused: list[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model = vitflow.load_model(path) if path.stem.startswith("own") else vitflow.load_model(ID, checkpoint=path)
+        except VitflowError as error:
+            assert "\n" not in str(error) and len(str(error)) < 3000, error
+            refused.append(path.name)
+        else:
+            assert sum(value.numel() for value in model.parameters()) < 10**6
+
+
+def test_hundreds_of_mutated_checkpoints_give_errors_in_one_line_and_take_no_memory(tmp_path, capsys):
+    random = np.random.default_rng(0)
+    own = weights()
+    sources = {
+        ".safetensors": (save(own, {"architecture": ID, "class_names": json.dumps(list("abcde"))}), header),
+        ".pth": (torch_file({"model": own, "epoch": 3, "class_names": list("abcde")}), rezip),
+    }
+    folder = tmp_path / "work"
+    folder.mkdir()
+    before = peak_mb(forget=True)
+    refused: list[str] = []
+    for suffix, (data, structured) in sources.items():
+        for number in range(MUTANTS):
+            mutate = [flip, cut, splice, structured, structured][number % 5]
+            path = folder / f"own{suffix}" if suffix == ".safetensors" and number % 2 else folder / f"{number}{suffix}"
+            changed = mutate(data, random)
+            path.write_bytes(changed)
+            attempt(path, refused)
+            assert path.read_bytes() == changed and list(folder.iterdir()) == [path]
+            path.unlink()
+    grown = peak_mb() - before
+    with capsys.disabled():
+        print(f"\n{2 * MUTANTS} mutated checkpoints: {len(refused)} refused, {grown:.0f} MB of memory more at the peak")
+    assert len(refused) > MUTANTS
+    assert grown < ALLOWED_MB
+
+
+def test_hostile_checkpoints_are_refused(tmp_path):
+    files, before, refused = hostile(), peak_mb(forget=True), []
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        attempt(tmp_path / name, refused)
+    # Where the caller names the model, the name in the file is not used.
+    assert refused == [name for name in files if name != "giant.safetensors"]
+    assert peak_mb() - before < ALLOWED_MB
+    with pytest.raises(VitflowError, match="do not fit vit_giant_patch14_224"):
+        vitflow.load_model(tmp_path / "giant.safetensors")
