@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 import vitflow
+from vitflow.cli import main
 from vitflow.demo import sample_pictures
 
 
@@ -151,6 +152,126 @@ def test_usage_errors_are_one_line_and_exit_2(pictures, tmp_path, arguments, mes
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def here(monkeypatch, capsys, tmp_path):
+    """A command in this process and in an empty folder: its exit code, stdout and stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["vitflow", *map(str, arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.mark.parametrize("command", ["explain", "compare"])
+def test_a_folder_among_the_pictures_names_the_command_for_folders(command, here, tmp_path):
+    (tmp_path / "cats").mkdir()
+    code, out, err = here(command, "cats")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: Expected pictures, got the folder cats: vitflow folder cats -o OUTPUT explains every")
+
+
+def test_layers_are_told_in_the_words_of_the_command_line(here, pictures):
+    for layers in ("99", "3:x", "0", "5:2", "most"):
+        code, _, err = here("explain", pictures[0], "--method", "flow", "--layers", layers)
+        expected = "all, a number from 1 to 6 (the last ones), or FIRST:LAST from 1 to 6, such as 3:6"
+        assert (code, err) == (2, f"error: Expected layers as {expected}, got {layers}.\n")
+    code, _, err = here("explain", pictures[0], "--layers", "3")
+    assert code == 2 and "'layers' is an option of flow." in err
+
+
+def test_an_output_with_an_unknown_suffix_is_no_folder(here, pictures, tmp_path):
+    code, out, err = here("explain", pictures[0], "-o", "foo.xyz")
+    assert (code, out, list(tmp_path.iterdir())) == (2, "", [])
+    assert "Expected an output that ends in .png, .jpg, .jpeg, .webp, or a folder" in err and "got 'foo.xyz'" in err
+    (tmp_path / "run.2").mkdir()
+    assert here("explain", pictures[0], "-o", "run.2")[0] == 0
+    assert [file.suffix for file in (tmp_path / "run.2").iterdir()] == [".png"]
+
+
+@pytest.mark.parametrize("command", ["explain", "compare"])
+def test_an_output_that_cannot_be_written_is_told_in_one_line_with_its_own_name_and_size(
+    command, here, tmp_path, monkeypatch
+):
+    Image.fromarray(np.zeros((20, 50, 3), dtype=np.uint8)).save(tmp_path / "wide.png")
+    monkeypatch.setattr("vitflow.pictures.files.secrets.token_hex", lambda _: "unfinished")
+    (tmp_path / "file").write_text("not a folder")
+    (tmp_path / "taken.png").mkdir()
+    for output in ("file/map.png", "taken.png/map.png/x.png" if command == "compare" else "file/x.png"):
+        monkeypatch.setattr("pathlib.Path.replace", refuse_to_replace)
+        code, out, err = here(command, "wide.png", "--method", "rollout", "-o", output)
+        [line] = [line for line in err.splitlines() if line.startswith("error")]
+        assert (code, out) == (1, "") and ".part" not in err and "unfinished" not in err
+        assert "Choose another place" in line
+        if command == "explain":
+            assert "a picture of 50 × 20 pixels (width × height)" in line
+
+
+def refuse_to_replace(self, target):
+    raise PermissionError(13, "Permission denied", str(self))
+
+
+def test_a_map_that_cannot_be_written_names_the_map(here, pictures, tmp_path, monkeypatch):
+    (tmp_path / "one.npz").mkdir()
+    code, out, err = here("explain", pictures[0], "-o", "one.png", "--save-map")
+    assert (code, out) == (1, "") and "error: Cannot write one.npz: " in err and ".part" not in err
+
+
+@pytest.mark.parametrize("command", ["explain", "compare"])
+def test_a_missing_picture_is_named_once(command, here):
+    code, _, err = here(command, "no-such-cat.png")
+    assert code == 1 and err.splitlines()[0].count("no-such-cat.png") == 1
+    assert err.startswith("error: Expected a picture at 'no-such-cat.png', but there is no such file.")
+
+
+@pytest.mark.parametrize("command", ["explain", "compare"])
+def test_a_class_that_the_model_all_but_rules_out_gets_a_note(command, here, pictures):
+    code, _, err = here(command, pictures[0], "--method", "gae", "--class", "purple ring")
+    assert code == 0
+    [note] = [line for line in err.splitlines() if line.startswith("note: ")]
+    assert (
+        "purple ring: the model gives this class 0.012 %" in note
+        and "shows what would raise it, not what it saw" in note
+    )
+    for arguments in (["--method", "gae"], ["--method", "rollout", "--class", "purple ring"]):
+        assert "note: " not in here(command, pictures[0], *arguments)[2]
+
+
+def test_a_folder_run_keeps_the_note_with_the_map(pictures, tmp_path):
+    run = {"model": "demo", "methods": ["gae", "rollout"], "limit": 1, "workers": 0}
+    for target, noted in (("purple ring", {"gae"}), (None, set())):
+        [row] = vitflow.explain_folder(pictures[0], tmp_path / str(target), target=target, **run)
+        assert {name for name, facts in row["facts"].items() if "note" in facts} == noted
+
+
+def test_json_says_which_size_is_the_width(here, tmp_path):
+    Image.fromarray(np.zeros((20, 50, 3), dtype=np.uint8)).save(tmp_path / "wide.png")
+    code, out, _ = here("explain", "wide.png", "--json", "--fit", "native")
+    record = json.loads(out)
+    assert code == 0 and (record["image_width"], record["image_height"]) == (50, 20)
+    assert record["grid_columns"] > record["grid_rows"]
+    assert record["grid_size"] == [record["grid_rows"], record["grid_columns"]]
+    assert (record["input_width"], record["input_height"]) == (8 * record["grid_columns"], 8 * record["grid_rows"])
+    assert record["seen"] == {"left": 0, "top": 0, "right": 50, "bottom": 20}
+
+
+def test_the_help_says_how_layers_heads_and_patches_count(here):
+    text = " ".join(here("explain", "--help")[1].split())
+    for counted in (
+        "Layer to look at, counted from 1",
+        "the fused heads, counted from 0",
+        "row and column count from 0",
+    ):
+        assert counted in text
+    assert "FIRST:LAST counted from 1" in text
 
 
 def test_names_that_terminals_cannot_print(pictures, tmp_path):

@@ -9,12 +9,16 @@ import click
 
 from vitflow.cli.options import (
     DRAWING,
+    cannot_write,
+    check_pictures,
+    check_suffix,
     drawing_options,
     given_options,
     known_method,
     make_explainer,
     method_options,
     model_options,
+    notes_on,
     printable,
     talking,
 )
@@ -95,6 +99,7 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
     """Lay several methods over each IMAGE, side by side in one strip, and say how far they agree."""
     options = given_options(given, OPTIONS)
     with talking():
+        check_pictures(images, "compare")
         output = _output_path(images, given["output"])
         from vitflow.explaining.comparison import DEFAULT_METHODS, check_methods, compare
 
@@ -107,7 +112,9 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
         try:
             comparison.save(output, **drawing)
         except OSError as error:
-            raise VitflowError(f"Cannot write {printable(output)}: {error.strerror or error}.") from error
+            raise VitflowError(cannot_write(output, error)) from error
+        for note in notes_on(comparison.saliencies):
+            click.echo(f"note: {note}", err=True)
         click.echo(str(comparison.agreement()), err=True)
         if not given["as_json"]:
             click.echo(printable(output))
@@ -119,8 +126,7 @@ def _output_path(images: tuple[Path, ...], output: Path | None) -> Path:
     """Where the strip goes; it overwrites none of the pictures."""
     if output is None:
         output = Path(f"{images[0].stem}-compare.png" if len(images) == 1 else "compare.png")
-    if output.suffix.lower() not in _SUFFIXES:
-        raise OptionError(f"Expected an output that ends in {', '.join(_SUFFIXES)}, got {str(output)!r}.")
+    check_suffix(output, _SUFFIXES)
     if output.resolve() in {image.resolve() for image in images}:
         raise OptionError(f"The strip would overwrite the picture {str(output)!r}: choose another output.")
     return output

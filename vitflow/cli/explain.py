@@ -10,16 +10,20 @@ import click
 
 from vitflow.cli.options import (
     DRAWING,
+    cannot_write,
+    check_pictures,
+    check_suffix,
     drawing_options,
     given_options,
     known_method,
     make_explainer,
     method_options,
     model_options,
+    notes_on,
     printable,
     talking,
 )
-from vitflow.errors import OptionError
+from vitflow.errors import ImageError, OptionError
 from vitflow.explaining.method_table import OPTIONS
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -51,6 +55,7 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
     options = given_options(given, OPTIONS)
     with talking():
         method.complete(options)  # before torch is loaded
+        check_pictures(images, "explain")
         targets = _output_paths(images, given["output"], method.name)
         explainer = make_explainer(given)
         failed = sum(
@@ -66,18 +71,22 @@ def _explain_one(
     explainer: Any, image: Path, output: Path, options: Mapping[str, Any], given: Mapping[str, Any]
 ) -> bool:
     """Explain one picture and say so; whether it worked."""
-    from vitflow.errors import ImageError
-
-    drawing = given_options(given, DRAWING)
+    drawing, files = given_options(given, DRAWING), [output]
     try:
         saliency = explainer.explain(image, method=given["method"], target=given["target"], **options)
         saliency.save(output, **drawing)
-        files = [output]
         if given["save_map"]:
-            files.append(saliency.save(output.with_suffix(".npz")))
-    except (ImageError, OSError) as error:
-        click.echo(f"error: {printable(image)}: {error}", err=True)
+            files.append(output.with_suffix(".npz"))
+            saliency.save(files[1])
+    except ImageError as error:
+        named = "" if image.name in str(error) else f"{printable(image)}: "
+        click.echo(f"error: {named}{error}", err=True)
         return False
+    except OSError as error:
+        click.echo(f"error: {cannot_write(files[-1], error)}", err=True)
+        return False
+    for note in notes_on([saliency]):
+        click.echo(f"note: {note}", err=True)
     click.echo(f"{printable(image)}: {_answer(saliency, explainer.class_names)}", err=True)
     if given["as_json"]:
         record = saliency.to_dict() | {"output": str(output)} | ({"map": str(files[1])} if len(files) > 1 else {})
@@ -108,6 +117,8 @@ def _output_paths(images: tuple[Path, ...], output: Path | None, method: str) ->
             raise OptionError(f"Expected a folder for {len(images)} pictures, got the file name {str(output)!r}.")
         paths = [output]
     else:
+        if output is not None and output.suffix and not output.is_dir():
+            check_suffix(output, _SUFFIXES, ", or a folder (one with a dot in its name must be there already)")
         folder, taken, paths = output or Path(), set[str](), []
         for image in images:
             stem, number = f"{image.stem}-{method}", 2

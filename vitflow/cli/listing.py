@@ -52,6 +52,8 @@ def models(pattern: str, as_json: bool, untrained: bool) -> None:
     windows    through its windows and stages, down to the finest patch grid
     gradcam, input_gradient and occlusion apply to every model.
 
+    In JSON, input_size is [channels, height, width] in pixels and grid is [rows, columns] of patches.
+
     Each architecture is built without weights and run once on shapes alone: nothing is downloaded.
     """
     with talking():

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
@@ -182,6 +182,38 @@ def make_explainer(given: Mapping[str, Any]) -> Any:
         dynamic_img_size=given["fit"] == "native",
     )
     return Explainer(model, device=given["device"] or default_device(), fit=given["fit"])
+
+
+def check_pictures(images: Iterable[Path], command: str) -> None:
+    """Raise OptionError for a folder among the pictures: another command is made for it."""
+    for image in images:
+        if image.is_dir():
+            raise OptionError(
+                f"Expected pictures, got the folder {printable(image)}: vitflow folder {printable(image)} -o OUTPUT "
+                f"explains every picture of a folder, vitflow {command} the ones that you name."
+            )
+
+
+def check_suffix(output: Path, suffixes: Sequence[str], more: str = "") -> None:
+    """Raise OptionError where an output has none of the suffixes that a command writes."""
+    if output.suffix.lower() not in suffixes:
+        raise OptionError(f"Expected an output that ends in {', '.join(suffixes)}{more}, got {str(output)!r}.")
+
+
+def cannot_write(path: Path, error: OSError) -> str:
+    """What is wrong with a place that cannot be written, and what to do; never the name of an unfinished file."""
+    return f"Cannot write {printable(path)}: {error.strerror or error}. Choose another place with -o."
+
+
+def notes_on(saliencies: Iterable[Any]) -> list[str]:
+    """What a reader of these maps should bear in mind, each class of a picture once."""
+    return list(
+        dict.fromkeys(
+            f"{printable(Path(one.source))}, {one.label}: {one.facts['note']}."
+            for one in saliencies
+            if "note" in one.facts
+        )
+    )
 
 
 def printable(path: Path) -> str:

@@ -24,7 +24,7 @@ from vitflow.errors import (
 from vitflow.explaining.maps import Maps
 from vitflow.explaining.method_table import Method, get_method
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import Target, Targets, is_per_picture, resolve_targets
+from vitflow.explaining.targets import Target, Targets, doubt, is_per_picture, resolve_targets
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import block_norm, logits_of, unwrap
 from vitflow.models.libraries import class_count, forward_options, is_multi_label
@@ -292,6 +292,8 @@ class Explainer:
         grids = _check_grids(maps.grids, method, len(pictures))
         seconds = (seconds + time.perf_counter() - started) / len(pictures)
         read_out = method.needs & {"attention", "heads"}
+        answers = [self._answer(probabilities, trace.targets, index) for index in range(len(pictures))]
+        notes = [_doubts(method, answer, probabilities) for answer in answers]
         return [
             Saliency(
                 grid=grids[index],
@@ -302,9 +304,11 @@ class Explainer:
                 method=method.name,
                 options=options,
                 class_specific=method.class_specific,
-                facts=({"readout": trace.pooling} if read_out else {}) | (maps.facts[index] if maps.facts else {}),
+                facts=({"readout": trace.pooling} if read_out else {})
+                | (maps.facts[index] if maps.facts else {})
+                | notes[index],
                 seconds=seconds,
-                **self._answer(probabilities, trace.targets, index),
+                **answers[index],
             )
             for index, picture in enumerate(pictures)
         ]
@@ -450,6 +454,14 @@ def _move(model: nn.Module, device: str | torch.device | None) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise OptionError(f"The device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
     return torch.device(device)
+
+
+def _doubts(method: Method, answer: Mapping[str, Any], probabilities: Tensor | None) -> dict[str, str]:
+    """The fact that a class which was asked for is one that the model all but rules out."""
+    if not method.class_specific or probabilities is None or answer.get("target") in (None, answer.get("predicted")):
+        return {}
+    note = doubt(answer["probability"], probabilities.shape[1])
+    return {} if note is None else {"note": note}
 
 
 def _refuse_inference_tensors(model: nn.Module) -> None:

@@ -79,7 +79,9 @@ class Method:
         for name in options:
             if not self.accepts(name):
                 known = self.defaults or {"(none)": None}
-                raise OptionError(unknown_name(f"option of method {self.name}", name, known))
+                having = [method.name for method in _METHODS.values() if method.accepts(name)]
+                belongs = f" {name!r} is an option of {', '.join(having)}." if having else ""
+                raise OptionError(unknown_name(f"option of method {self.name}", name, known) + belongs)
         defaults, preset = dict(self.defaults), options.get("preset")
         if preset is None:
             preset = next((name for (key, value), name in self.implies.items() if options.get(key) == value), None)
@@ -96,9 +98,9 @@ OPTIONS: dict[str, Option] = {
         Option("head_fusion", "choice", "How the heads of a layer become one matrix.", ("mean", "max", "min")),
         Option("discard_ratio", float, "Share of the smallest attention values to set to 0.", metavar="0…<1"),
         Option("residual", float, "Share of the residual connection in each layer.", metavar="0…<1"),
-        Option("start_layer", int, "First layer of the product; 1 is the paper, 2 leaves out layer 1.", metavar="N"),
-        Option("layer", int, "Layer to look at, 1 for the first, -1 for the last.", metavar="N"),
-        Option("head", int, "One head's own attention instead of the fused heads, 0 for the first.", metavar="N"),
+        Option("start_layer", int, "First layer of the product, counted from 1; 2 leaves out layer 1.", metavar="N"),
+        Option("layer", int, "Layer to look at, counted from 1; -1 is the last.", metavar="N"),
+        Option("head", int, "One head's own attention instead of the fused heads, counted from 0.", metavar="N"),
         Option(
             "value_weighted",
             bool,
@@ -106,7 +108,11 @@ OPTIONS: dict[str, Option] = {
             "what these vectors add to the attention's output, along that output.",
         ),
         Option(
-            "patch", "patch", "Explain what this patch of the top layer holds, not the whole answer.", (), "ROW,COL"
+            "patch",
+            "patch",
+            "Explain what this patch of the top layer holds, not the whole answer; row and column count from 0.",
+            (),
+            "ROW,COL",
         ),
         Option("patch_size", int, "Pixels per side of a patch, where it need not be the model's own.", metavar="N"),
         Option("occlusion_batch", int, "Pictures with a hidden patch per forward pass.", metavar="N"),
@@ -115,8 +121,8 @@ OPTIONS: dict[str, Option] = {
         Option(
             "layers",
             "text",
-            "Layers that the flow runs through: the last N, FIRST:LAST, or all; alone, all stands for the paper's "
-            "definition.",
+            "Layers that the flow runs through: the last N, FIRST:LAST counted from 1, or all; alone, all stands for "
+            "the paper's definition.",
             (),
             "N|A:B|all",
         ),

@@ -111,7 +111,13 @@ class Saliency:
         return path
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the arrays, ready for JSON."""
+        """Everything but the arrays, ready for JSON.
+
+        The sizes in `placement` are [height, width] and its offset is [top, left]; `grid_size` is [rows, columns], and
+        `seen_box` is [left, top, right, bottom] in pixels of the picture, right and bottom exclusive.
+        """
+        rows, cols = self.grid.shape
+        left, top, right, bottom = self.placement.seen_box
         return {
             "input": self.source,
             "model": self.model,
@@ -122,9 +128,16 @@ class Saliency:
             "class_name": self.class_name,
             "probability": self.probability,
             "predicted_index": self.predicted,
-            "grid_size": list(self.grid.shape),
+            "grid_size": [rows, cols],
+            "grid_rows": rows,
+            "grid_columns": cols,
+            "image_width": self.placement.image_size[1],
+            "image_height": self.placement.image_size[0],
+            "input_width": self.placement.input_size[1],
+            "input_height": self.placement.input_size[0],
             "placement": self.placement.to_dict(),
-            "seen_box": list(self.placement.seen_box),
+            "seen_box": [left, top, right, bottom],
+            "seen": {"left": left, "top": top, "right": right, "bottom": bottom},
             "facts": dict(self.facts),
             "seconds": round(self.seconds, 4),
         }

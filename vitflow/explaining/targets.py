@@ -56,6 +56,20 @@ def resolve_targets(
     return found
 
 
+def doubt(probability: float, num_classes: int) -> str | None:
+    """A note on a map for a class that the model all but rules out; None where it does not.
+
+    The class is ruled out where its probability is told as 0.0 % (below 0.0005), and is less than half of chance where
+    there are more than 1000 classes.
+
+    >>> doubt(0.0001, 1000), doubt(0.2, 1000)
+    ('the model gives this class 0.01 %: the map shows what would raise it, not what it saw', None)
+    """
+    if probability >= min(0.0005, 0.5 / max(num_classes, 1)):
+        return None
+    return f"the model gives this class {100 * probability:.2g} %: the map shows what would raise it, not what it saw"
+
+
 def is_per_picture(targets: Any) -> bool:
     """Whether targets are an array with a class index for each picture."""
     return isinstance(targets, np.ndarray | Tensor) and targets.ndim > 0

@@ -151,8 +151,11 @@ def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
         with write_atomically(target) as file:
             Image.fromarray(array).save(file, **options)
     except (OSError, ValueError) as error:
+        told = getattr(error, "strerror", None)  # the rest of the error names the unfinished file
+        remedy = "Choose another place, or make room and allow writing there" if told else "Choose another format"
         raise ImageError(
-            f"Could not write {image_name(path)!r}, a picture of {array.shape[0]} × {array.shape[1]} pixels: {error}"
+            f"Could not write {image_name(path)!r}, a picture of {array.shape[1]} × {array.shape[0]} pixels (width × "
+            f"height) in {str(target.parent)!r}: {told or error}. {remedy}."
         ) from error
 
 

@@ -40,12 +40,17 @@ def parse_window(layers: Window, count: int, start_layer: int | None = None) -> 
             )
         return parse_window((start_layer, -1), count)
     expected = f'Expected layers="all", a number from 1 to {count}, or (first, last) from 1 to {count}, got {layers!r}.'
+    if isinstance(layers, str):  # as the command line gives it
+        expected = (
+            f"Expected layers as all, a number from 1 to {count} (the last ones), or FIRST:LAST from 1 to {count}, "
+            f"such as {max(count - 3, 1)}:{count}, got {layers}."
+        )
     try:
         if layers == "all":
             return 1, count
+        if isinstance(layers, str) and ":" not in layers:
+            layers = int(layers)
         if isinstance(layers, str):
-            if ":" not in layers:
-                return parse_window(int(layers), count)
             first, last = (int(end) if end.strip() else None for end in layers.split(":"))
         elif isinstance(layers, int | np.integer):
             if not 1 <= layers <= count:
