@@ -144,6 +144,8 @@ def test_a_picture_is_no_weights_file_and_could_run_no_code(tmp_path):
     with pytest.raises(ModelError, match="w.pth is not a weights file") as caught:
         read_checkpoint(tmp_path / "w.pth")
     assert "could run code" not in str(caught.value)
+    with pytest.raises(ModelError, match="w.pth is not a weights file"):
+        vitflow.load_model(tmp_path / "w.pth")
     (tmp_path / "w.pth").write_bytes(b"\x80\x02garbage")
     with pytest.raises(ModelError, match="damaged"):
         read_checkpoint(tmp_path / "w.pth")

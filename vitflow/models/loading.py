@@ -131,7 +131,7 @@ def _locate(name: str, checkpoint: str | Path | None) -> tuple[str, str | Path |
     if path.is_dir():
         return f"local-dir:{path}", checkpoint
     if path.is_file():
-        metadata = read_checkpoint(path).metadata if path.suffix == ".safetensors" else {}
+        metadata = read_checkpoint(path).metadata
         if (path.parent / "config.json").is_file() and "architecture" not in metadata:
             return f"local-dir:{path.parent}", checkpoint or path
         if "architecture" not in metadata:
