@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from operator import index
 
 
 class VitflowError(Exception):
@@ -59,3 +60,20 @@ def printable(text: str) -> str:
     'caf\\\\xe9.jpg'
     """
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def whole_number(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
+    """The value as an int; OptionError unless it is a whole number within the bounds.
+
+    >>> whole_number("head", 2, 0, 11)
+    2
+    """
+    try:
+        number = index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if number is None or (least is not None and number < least) or (most is not None and number > most):
+        bounds = f" from {least} to {most}" if most is not None else "" if least is None else f" of at least {least}"
+        kind = " to be a whole number" if number is None else ""
+        raise OptionError(f"Expected {name}{kind}{bounds}, got {value!r}.")
+    return number

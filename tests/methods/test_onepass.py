@@ -1,12 +1,16 @@
 """The compiled steps against the plain formulas and the literal reference; where they are used, and where not."""
 
+import gc
+
 import numpy as np
 import pytest
+import timm
 import torch
 from torch import Tensor
 
 from tests import references
-from vitflow import attention_rollout
+from tests.recording.test_recorder import tiny
+from vitflow import attention_rollout, record_attention
 from vitflow.errors import OptionError
 from vitflow.methods import gram, onepass
 from vitflow.methods.fusion import HEAD_FUSIONS, add_residual, discard_low, fuse_heads, normalize_rows
@@ -200,25 +204,19 @@ def test_under_inference_mode_and_outside():
 # --- The matrix that is kept ---
 
 
-@pytest.fixture
-def nothing_kept(monkeypatch):
-    monkeypatch.setattr(gram, "_kept", type(gram._kept)())
-    return gram._kept
-
-
-def test_the_gram_matrix_is_made_once(nothing_kept):
-    weights = torch.randn(6, 8)
-    first = gram_matrix(weights)
+def test_the_gram_matrix_is_made_once():
+    weights, owner = torch.randn(6, 8), torch.nn.Identity()
+    first = gram_matrix(weights, owner)
     torch.testing.assert_close(first, weights.T @ weights)
-    assert gram_matrix(weights) is first
-    assert gram_matrix(weights.half().float().clone()) is gram_matrix(weights.half().float())
-    assert len(gram._kept) == 2
+    assert gram_matrix(weights, owner) is first
+    half = torch.nn.Identity()
+    assert gram_matrix(weights.half().float().clone(), half) is gram_matrix(weights.half().float(), half)
 
 
 @pytest.mark.parametrize("change", ["in place", "behind autograd's back", "one weight", "rows swapped", "none"])
-def test_changed_weights_are_noticed(change, nothing_kept):
-    weights = torch.nn.Parameter(torch.randn(6, 8))
-    gram_matrix(weights)
+def test_changed_weights_are_noticed(change):
+    weights, owner = torch.nn.Parameter(torch.randn(6, 8)), torch.nn.Identity()
+    gram_matrix(weights, owner)
     with torch.no_grad():
         if change == "in place":
             weights.mul_(1.001)
@@ -228,21 +226,27 @@ def test_changed_weights_are_noticed(change, nothing_kept):
             weights.data[3, 5] += 0.01
         elif change == "rows swapped":
             weights.data[:, [1, 4]] = weights.data[:, [4, 1]]
-    torch.testing.assert_close(gram_matrix(weights), (weights.T @ weights).detach())
+    torch.testing.assert_close(gram_matrix(weights, owner), (weights.T @ weights).detach())
 
 
-def test_what_is_kept_is_bounded(nothing_kept, monkeypatch):
-    monkeypatch.setattr(gram, "KEPT_BYTES", 3 * 8 * 8 * 4)
-    weights = [torch.randn(6, 8) for _ in range(5)]
-    made = [gram_matrix(own) for own in weights]
-    assert len(gram._kept) == 3
-    assert gram_matrix(weights[4]) is made[4]
-    assert gram_matrix(weights[0]) is not made[0]
+@pytest.mark.parametrize("block", ["Block", "ParallelThingsBlock"])
+def test_what_is_kept_lives_as_long_as_the_model(block, monkeypatch):
+    monkeypatch.setattr(gram, "_kept", type(gram._kept)())
+    model, pixels = tiny(block_fn=getattr(timm.models.vision_transformer, block)), torch.randn(2, 3, 32, 32)
+    for _ in range(3):
+        with torch.no_grad(), record_attention(model, head_fusion="max", value_weighted="output"):
+            model(pixels)
+    assert len(gram._kept) == 3  # one a layer
+    kept = sum(matrix.nbytes for _, matrix in gram._kept.values())
+    assert kept <= sum(parameter.nbytes for parameter in model.parameters()) / 6
+    model = None
+    gc.collect()
+    assert len(gram._kept) == 0
 
 
-def test_too_many_channels_go_without(nothing_kept, monkeypatch):
+def test_too_many_channels_go_without(monkeypatch):
     attention, values = a_layer(2, 3, 7, 7)
     with_it = fuse_weighted(attention, "max", "output", values)
     monkeypatch.setattr(gram, "MAX_CHANNELS", 8)
-    assert gram_matrix(values.projection) is None
+    assert gram_matrix(values.projection, torch.nn.Identity()) is None
     torch.testing.assert_close(fuse_weighted(attention, "max", "output", values), with_it, rtol=0, atol=3e-6)

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from vitflow.explaining.maps import Maps
 from vitflow.explaining.method_table import Method, get_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Target, Targets, doubt, is_per_picture, resolve_targets
-from vitflow.methods.tokens import TokenLayout
+from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.models.anatomy import block_norm, logits_of, unwrap
 from vitflow.models.libraries import class_count, forward_options, is_multi_label
 from vitflow.models.loading import class_names_of, load_model, model_id, read_input_spec
@@ -35,6 +35,8 @@ from vitflow.recording.isolation import evaluating, turn
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import FusionKey, Trace
 
+# What callers may call the class to explain, which is `target` here.
+_CALLED_TARGET = ("class_", "class_id", "class_idx", "class_index", "class_name", "category", "cls", "label")
 # A method by name, or by name with options of its own.
 MethodChoice = str | tuple[str, Mapping[str, Any]]
 
@@ -126,6 +128,7 @@ class Explainer:
         self.spec = read_input_spec(self.model, data_config)
         self.class_names = list(class_names) if class_names is not None else class_names_of(self.model)
         self.model_id = model_id(self.model)
+        check_layout(layout)
         self.layout = layout
         self._weighable = True
         config: Any = getattr(self.model, "pretrained_cfg", None) or {}
@@ -172,6 +175,8 @@ class Explainer:
         Raises:
             VitflowError: a picture cannot be read, or an option is wrong; nothing is returned then.
         """
+        if not isinstance(images, Sequence | np.ndarray):
+            images = list(images) if isinstance(images, Iterable) else [images]
         chosen = choose_methods(methods, options)
         given = [options, *(choice[1] for choice in methods if not isinstance(choice, str))]
         weighting_asked = any(own.get("value_weighted") for own in given)
@@ -427,6 +432,11 @@ def choose_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) 
         for choice in methods
     ]
     for name in options:
+        if name in _CALLED_TARGET and not any(method.accepts(name) for method, _ in pairs):
+            raise OptionError(
+                f"Unknown option {name!r}: name the class to explain by target={options[name]!r} (targets, for several "
+                "pictures or classes at once)."
+            )
         if not any(method.accepts(name) for method, _ in pairs):
             pairs[0][0].complete({name: None})  # raises, naming the options that there are
     return [
@@ -449,11 +459,12 @@ def _move(model: nn.Module, device: str | torch.device | None) -> torch.device:
     if device is None:
         return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     try:
+        device = torch.device(device)
         with turn(model):
             model.to(device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         raise OptionError(f"The device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return torch.device(device)
+    return device
 
 
 def _doubts(method: Method, answer: Mapping[str, Any], probabilities: Tensor | None) -> dict[str, str]:

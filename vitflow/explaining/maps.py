@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitflow.errors import UnsupportedModelError, VitflowWarning
+from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning
 from vitflow.explaining.progress import tracking
 from vitflow.methods import baselines, gradients
 from vitflow.methods import occlusion as blank_out
@@ -46,7 +46,10 @@ def readout_of(trace: Trace, patch: Patch | None) -> Tensor:
     """The trace's own readout [batch, tokens], or one-hot on the patch at (row, col)."""
     if patch is None:
         return trace.readout
-    row, col = patch
+    try:
+        row, col = patch
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"Expected patch=(row, column), got {patch!r}.") from error
     one_hot = torch.zeros_like(trace.readout)
     one_hot[:, trace.top.token_of_patch(row, col)] = 1.0
     return one_hot

@@ -2,14 +2,24 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError
-from vitflow.methods.fusion import HeadFusion, check_attentions, discard_low, fuse_heads
+from vitflow.errors import OptionError, ShapeError, whole_number
+from vitflow.methods.fusion import (
+    HeadFusion,
+    check_attentions,
+    check_prefix,
+    discard_low,
+    fuse_heads,
+    kind_of,
+    layers_of,
+)
 
 
 def check_layer(name: str, layer: int, count: int) -> int:
     """Turn a layer number, 1 … L or −1 for the last, into a list index; OptionError if there is no such layer."""
+    layer = whole_number(name, layer)
     if 1 <= layer <= count:
         return layer - 1
     if -count <= layer <= -1:
@@ -21,13 +31,16 @@ def one_head(attention: Tensor, head: int) -> Tensor:
     """One head of [batch, heads, tokens, tokens], [batch, tokens, tokens]; OptionError if there is no such head."""
     if attention.ndim == 3:
         raise OptionError("A single head needs attention with all heads, got fused attention.")
-    if not 0 <= head < attention.shape[1]:
-        raise OptionError(f"Expected head from 0 to {attention.shape[1] - 1}, got {head}.")
-    return attention[:, head]
+    return attention[:, whole_number("head", head, 0, attention.shape[1] - 1)]
 
 
 def check_readout(readout: Tensor, batch: int, num_tokens: int) -> Tensor:
     """Check a readout over tokens and return it as [batch, tokens]; a single vector serves the whole batch."""
+    if not isinstance(readout, Tensor) or readout.is_complex() or not torch.isfinite(readout).all():
+        raise ShapeError(
+            f"Expected a readout of finite real numbers as a torch tensor, got {kind_of(readout)}: make one with "
+            "torch.as_tensor(…)."
+        )
     if (
         readout.shape[-1:] != (num_tokens,)
         or readout.ndim > 2
@@ -73,9 +86,10 @@ def raw_attention(
     >>> raw_attention([attention], readout=torch.tensor([1.0, 0.0]))
     tensor([[0.2000, 0.8000]])
     """
-    layers = list(attentions)
+    layers = layers_of(attentions)
     index = check_layer("layer", layer, len(layers))
     [chosen] = check_attentions([layers[index]])
+    check_prefix(num_prefix_tokens, chosen.shape[-1])
     norms = None if value_norms is None else value_norms[index]
     if head is not None:
         chosen = one_head(chosen, head).unsqueeze(1)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError
+from vitflow.errors import OptionError, ShapeError, whole_number
 
 # Cells on the shorter side where neither the model nor the caller says: what a 224-pixel input has in 16-pixel patches.
 DEFAULT_CELLS = 14
@@ -22,6 +22,7 @@ def cell_grid(height: int, width: int, patch_size: int | None) -> tuple[int, int
     if patch_size is None:
         side = shorter / min(DEFAULT_CELLS, shorter)
         return round(height / side), round(width / side)
+    patch_size = whole_number("patch_size", patch_size)
     if not 1 <= patch_size <= shorter:
         raise OptionError(f"Expected patch_size from 1 to {shorter} pixels, got {patch_size}.")
     return round(height / patch_size), round(width / patch_size)

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError, unknown_name
+from vitflow.errors import OptionError, ShapeError, unknown_name, whole_number
 
 HeadFusion = Literal["mean", "max", "min"]
 HEAD_FUSIONS: tuple[HeadFusion, ...] = get_args(HeadFusion)
@@ -20,8 +20,17 @@ def check_head_fusion(head_fusion: str) -> None:
 
 def check_fraction(name: str, value: float) -> None:
     """Raise OptionError unless 0 <= value < 1."""
-    if not 0.0 <= value < 1.0:
-        raise OptionError(f"Expected 0 <= {name} < 1, got {value}.")
+    try:
+        inside = bool(0.0 <= value < 1.0)
+    except (TypeError, ValueError, RuntimeError):  # no number at all
+        inside = False
+    if not inside:
+        raise OptionError(f"Expected a number 0 <= {name} < 1, got {value!r}.")
+
+
+def check_prefix(num_prefix_tokens: int, tokens: int) -> None:
+    """Raise OptionError unless so many of the tokens can stand before the patches."""
+    whole_number("num_prefix_tokens", num_prefix_tokens, 0, tokens)
 
 
 def fuse_heads(attention: Tensor, head_fusion: HeadFusion = "mean", value_norms: Tensor | None = None) -> Tensor:
@@ -161,15 +170,14 @@ def layer_matrix(
 def check_attentions(attentions: Sequence[Tensor] | Tensor) -> list[Tensor]:
     """Check a stack of attention layers and return it as a list of [B, H, N, N] or fused [B, N, N], first layer first.
 
-    A single tensor with a leading layer axis is taken apart. Half precision becomes float32; float64 stays.
+    A single tensor with a leading layer axis is taken apart. Half precision becomes float32; where a layer is float64,
+    all are.
 
     Raises:
-        ShapeError: no layers; a layer is not square, differs from the first in its shape, or holds negative, NaN or
-            infinite values.
+        ShapeError: no layers; a layer is no dense tensor of real numbers, is empty or not square, differs from the
+            first in its shape, or holds negative, NaN or infinite values.
     """
-    layers = list(attentions)
-    if not layers:
-        raise ShapeError("Expected at least one layer of attention, got none.")
+    layers = layers_of(attentions)
     for number, layer in enumerate(layers, start=1):
         shape = tuple(layer.shape)
         if layer.ndim not in (3, 4) or shape[-1] != shape[-2]:
@@ -182,6 +190,11 @@ def check_attentions(attentions: Sequence[Tensor] | Tensor) -> list[Tensor]:
                 f"Expected the same batch and number of tokens in every layer, got {tuple(layers[0].shape)} in layer 1 "
                 f"and {shape} in layer {number}. Hierarchical models change their tokens between stages."
             )
+        if layer.numel() == 0:
+            raise ShapeError(
+                f"Expected attention of at least one picture, head and token, got {shape} in layer {number}: leave out "
+                "what is empty."
+            )
         # One pass: a NaN or an infinity makes either extreme not finite.
         low, high = layer.aminmax()
         if not (torch.isfinite(low) and torch.isfinite(high)) or low < 0:
@@ -189,4 +202,30 @@ def check_attentions(attentions: Sequence[Tensor] | Tensor) -> list[Tensor]:
                 f"Expected finite attention values of at least 0, got values from {low.item():g} to {high.item():g} "
                 f"in layer {number}."
             )
-    return [layer if layer.dtype in (torch.float32, torch.float64) else layer.float() for layer in layers]
+    dtype = torch.float64 if any(layer.dtype == torch.float64 for layer in layers) else torch.float32
+    return [layer.to(dtype) for layer in layers]
+
+
+def layers_of(attentions: object) -> list[Tensor]:
+    """The layers of a sequence, or of one tensor, as a list; ShapeError unless they are dense tensors of numbers."""
+    expected = "Expected attention as a sequence of torch tensors of real numbers, first layer first"
+    try:
+        layers: list[Tensor] = list(attentions)  # type: ignore[call-overload]
+    except TypeError as error:
+        raise ShapeError(f"{expected}, got {kind_of(attentions)}.") from error
+    if not layers:
+        raise ShapeError(f"{expected}, got no layers: expected at least one layer.")
+    for number, layer in enumerate(layers, start=1):
+        if not isinstance(layer, Tensor):
+            raise ShapeError(f"{expected}, got {kind_of(layer)} in layer {number}: make one with torch.as_tensor(…).")
+        if layer.is_complex() or layer.layout != torch.strided or layer.is_meta:
+            raise ShapeError(f"{expected}, got {kind_of(layer)} in layer {number}: give dense tensors with values.")
+    return layers
+
+
+def kind_of(value: object) -> str:
+    """What was given instead of a tensor of real numbers, in a few words."""
+    if not isinstance(value, Tensor):
+        return f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
+    kind = "a meta" if value.is_meta else "a" if value.layout == torch.strided else "a sparse"
+    return f"{kind} tensor of {str(value.dtype).removeprefix('torch.')} and shape {list(value.shape)}"

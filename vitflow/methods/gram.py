@@ -1,48 +1,47 @@
 """W_Oᵀ W_O of output projections, kept: it is the same for all pictures, and costs as much as a part of one."""
 
-import threading
-from collections import OrderedDict
 from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 #: Matrices of more channels than this would take too much memory, and are not made.
 MAX_CHANNELS = 1280
-#: All matrices that are kept take no more memory than this; the least recently used ones go first.
-KEPT_BYTES = 2**29
 
-_Key = tuple[tuple[int, ...], torch.dtype, bytes]
-_kept: OrderedDict[_Key, Tensor] = OrderedDict()
-_lock = threading.Lock()
+# By the module that the projection belongs to: they live as long as it does, and take a small part of its memory.
+_kept: WeakKeyDictionary[object, tuple[bytes, Tensor]] = WeakKeyDictionary()
 
 
-def gram_matrix(projection: Tensor) -> Tensor | None:
-    """W_Oᵀ W_O of a projection [out, channels] in a processor's memory: [channels, channels], or None if too large.
+def gram_matrix(projection: Tensor, owner: object | None) -> Tensor | None:
+    """W_Oᵀ W_O of a projection [out, channels] in a processor's memory: [channels, channels].
 
-    It is found again by what the projection does to one fixed vector: that tells weights apart that were changed in
-    place, and finds those that are converted anew for each call.
+    It is kept for its owner, and made again where the projection has another effect on one fixed vector: that tells
+    weights apart that were changed in place, and knows those that are converted anew for each call.
 
-    >>> gram_matrix(torch.tensor([[1.0, 2.0]]))
+    Args:
+        projection: the weights W_O.
+        owner: the module that they belong to, with which the matrix is forgotten.
+
+    Returns:
+        The matrix, or None if it is too large, or belongs to nobody and would be made for one call alone.
+
+    >>> gram_matrix(torch.tensor([[1.0, 2.0]]), torch.nn.Identity())
     tensor([[1., 2.],
             [2., 4.]])
     """
-    if projection.shape[1] > MAX_CHANNELS:
+    if owner is None or projection.shape[1] > MAX_CHANNELS:
         return None
     projection = projection.detach()
     probe = _probe(projection.shape[1], projection.dtype)
-    key = (tuple(projection.shape), projection.dtype, (projection @ probe).numpy().tobytes())
-    with _lock:
-        if key in _kept:
-            _kept.move_to_end(key)
-            return _kept[key]
+    effect = (projection @ probe).numpy().tobytes()
+    known = _kept.get(owner)
+    if known is not None and known[0] == effect:
+        return known[1]
     # An ordinary tensor, whatever mode it is first asked for in: later calls may be under another one.
     with torch.inference_mode(False), torch.no_grad():
         gram = projection.clone().T @ projection.clone() if projection.is_inference() else projection.T @ projection
-    with _lock:
-        _kept[key] = gram
-        while sum(kept.nbytes for kept in _kept.values()) > KEPT_BYTES:
-            _kept.popitem(last=False)
+    _kept[owner] = effect, gram
     return gram
 
 

@@ -8,7 +8,15 @@ from torch import Tensor
 from vitflow.errors import ShapeError
 from vitflow.methods import onepass
 from vitflow.methods.attention import check_layer, check_readout
-from vitflow.methods.fusion import HeadFusion, check_attentions, check_fraction, fuse_heads, layer_matrix
+from vitflow.methods.fusion import (
+    HeadFusion,
+    check_attentions,
+    check_fraction,
+    check_prefix,
+    fuse_heads,
+    layer_matrix,
+    layers_of,
+)
 from vitflow.methods.gradients import at_least_float32
 
 
@@ -56,6 +64,7 @@ def attention_rollout(
     layers = check_attentions(attentions)
     first = check_layer("start_layer", start_layer, len(layers))
     batch, tokens = layers[0].shape[0], layers[0].shape[-1]
+    check_prefix(num_prefix_tokens, tokens)
 
     def matrix(layer: Tensor) -> Tensor:
         return layer_matrix(
@@ -183,6 +192,7 @@ def for_the_class(
     attentions: Sequence[Tensor] | Tensor, gradients: Sequence[Tensor] | Tensor, head_fusion: HeadFusion
 ) -> list[Tensor]:
     """W_l, the fused (A_l ⊙ ∇A_l)⁺ of each layer, [batch, tokens, tokens]; ShapeError unless the shapes agree."""
+    attentions, gradients = layers_of(attentions), layers_of(gradients)
     if len(attentions) != len(gradients):
         raise ShapeError(
             f"Expected as many layers of gradients as of attention, {len(attentions)}, got {len(gradients)}."

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from vitflow.errors import OptionError, ShapeError
+from vitflow.errors import OptionError, ShapeError, whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class TokenLayout:
     cols: int
 
     def __post_init__(self) -> None:
+        for name in ("num_prefix_tokens", "rows", "cols"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         if self.num_prefix_tokens < 0 or self.rows < 1 or self.cols < 1:
             raise ShapeError(
                 f"Expected num_prefix_tokens >= 0 and a grid of at least 1 × 1 patches, got {self.num_prefix_tokens} "
@@ -46,6 +48,7 @@ class TokenLayout:
         Raises:
             OptionError: the patch lies outside the grid.
         """
+        row, col = whole_number("the patch's row", row), whole_number("the patch's column", col)
         if not (0 <= row < self.rows and 0 <= col < self.cols):
             raise OptionError(
                 f"Patch ({row}, {col}) lies outside the grid of {self.rows} × {self.cols} patches: "
@@ -59,9 +62,17 @@ class TokenLayout:
         Raises:
             ShapeError: the last axis does not have N entries.
         """
-        if tokens.shape[-1] != self.num_tokens:
+        shape = getattr(tokens, "shape", None)
+        if not shape or shape[-1] != self.num_tokens:
+            got = type(tokens).__name__ if shape is None else f"shape {tuple(shape)}"
             raise ShapeError(
                 f"Expected {self.num_tokens} tokens ({self.num_prefix_tokens} prefix + {self.rows} × {self.cols} "
-                f"patches) on the last axis, got shape {tuple(tokens.shape)}."
+                f"patches) on the last axis of a tensor or array, got {got}."
             )
         return tokens[..., self.num_prefix_tokens :].reshape(*tokens.shape[:-1], self.rows, self.cols)
+
+
+def check_layout(layout: object) -> None:
+    """Raise OptionError unless it is a TokenLayout or None."""
+    if not (layout is None or isinstance(layout, TokenLayout)):
+        raise OptionError(f"Expected layout=TokenLayout(num_prefix_tokens, rows, cols), got {layout!r}.")

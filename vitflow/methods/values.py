@@ -32,6 +32,7 @@ class Values:
         vectors: value vectors v of each head, [batch, heads, tokens, width].
         projection: W_O, which joins the heads to one output, [out, heads · width]; head h owns the columns from
             h · width on.
+        owner: the module that the projection belongs to, if any: what is made of its weights alone is kept for it.
 
     Raises:
         ShapeError: the projection does not take the joined heads.
@@ -44,6 +45,7 @@ class Values:
 
     vectors: Tensor
     projection: Tensor
+    owner: object | None = None
 
     def __post_init__(self) -> None:
         joined = self.vectors.shape[1] * self.vectors.shape[-1]
@@ -99,11 +101,10 @@ class Values:
             return (along @ self.vectors.transpose(-2, -1)).clamp_min_(0.0).mul_(attention)
 
 
-def join_values(parts: Sequence[Values]) -> Values:
+def join_values(parts: Sequence[Values], owner: object | None = None) -> Values:
     """The values of attention modules that work side by side: all their heads, and the sum of their outputs."""
-    return Values(
-        torch.cat([part.vectors for part in parts], dim=1), torch.cat([part.projection for part in parts], dim=1)
-    )
+    vectors, projections = [part.vectors for part in parts], [part.projection for part in parts]
+    return Values(torch.cat(vectors, dim=1), torch.cat(projections, dim=1), owner)
 
 
 def fuse_weighted(
@@ -146,7 +147,7 @@ def _fuse_along_output(
     with torch.autocast("cpu", enabled=False):
         mixed = attention @ values.vectors if mixed is None else mixed
         joined = mixed.transpose(1, 2).reshape(batch, queries, heads * width)
-        gram = gram_matrix(values.projection)
+        gram = gram_matrix(values.projection, values.owner)
         along = joined @ values.projection.T @ values.projection if gram is None else joined @ gram
         if not torch.isfinite(along.sum()):
             return None

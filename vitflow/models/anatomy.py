@@ -30,8 +30,12 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The module that does the work inside torch.compile, DataParallel or DistributedDataParallel wrappers.
 
     Raises:
+        UnsupportedModelError: it is no module at all.
         UnsupportedModelError: the model is scripted, traced or exported, so that its attention cannot be seen.
     """
+    if not isinstance(model, nn.Module):
+        held = " Pass its .model." if isinstance(getattr(model, "model", None), nn.Module) else ""
+        raise UnsupportedModelError(f"Expected a model as a torch.nn.Module, got {model!r:.80}.{held}")
     while True:
         if isinstance(model, torch.jit.ScriptModule | torch.fx.GraphModule):
             raise UnsupportedModelError(

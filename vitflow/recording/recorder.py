@@ -13,9 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, ValueNormsError, VitflowError
+from vitflow.errors import (
+    NoAttentionError,
+    OptionError,
+    ShapeError,
+    UnsupportedModelError,
+    ValueNormsError,
+    VitflowError,
+)
 from vitflow.methods.fusion import HeadFusion, check_head_fusion
-from vitflow.methods.tokens import TokenLayout
+from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.methods.values import Values, ValueWeighting, check_value_weighting, fuse_weighted, join_values
 from vitflow.models.anatomy import (
     block_norms,
@@ -86,12 +93,8 @@ class record_attention:
         attention: bool = True,
         layout: TokenLayout | None = None,
     ) -> None:
-        keys = set(fusions)
-        if head_fusion is not None:
-            keys.add((head_fusion, value_weighted))
-        for name, weighting in keys:
-            check_head_fusion(name)
-            check_value_weighting(weighting)
+        check_layout(layout)
+        keys = _checked(fusions if head_fusion is None else [*fusions, (head_fusion, value_weighted)])
         self._called, self._model = model, unwrap(model)
         self._fusions = keys
         self._keep_heads = gradients or not keys
@@ -195,6 +198,8 @@ class record_attention:
         self._path, self._pooling, self._open = [], None, {}
         self._other = set()
         pixels = _pixels_among(args, kwargs)
+        if pixels is not None and 0 in pixels.shape:
+            raise ShapeError(f"Expected at least one picture, got an empty model input {tuple(pixels.shape)}.")
         self._batch = 1 if pixels is None else len(pixels)
         if pixels is None or not self.gradients:
             trace.pixels = pixels
@@ -333,7 +338,8 @@ class record_attention:
         if not parts:
             return  # fused part by part
         seen = [part.values for part in parts if part.values is not None]
-        values = seen[0] if len(seen) == 1 else join_values(seen) if seen else None
+        block = self._model.get_submodule(name)
+        values = seen[0] if len(seen) == 1 else join_values(seen, block) if seen else None
         layer = AttentionLayer(name)
         if self._keep_heads:
             layer.parts, layer.values = tuple(parts), values
@@ -343,6 +349,17 @@ class record_attention:
                 fused = fuse_weighted(heads.detach(), fusion, weighting, values)  # type: ignore[arg-type]
                 layer.fused[fusion, weighting] = fused.clamp_min(0.0) if any(part.mixed for part in parts) else fused
         self.trace.layers.append(layer)
+
+
+def _checked(fusions: Iterable[FusionKey]) -> set[FusionKey]:
+    try:
+        pairs = [(name, weighting) for name, weighting in fusions]
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"Expected fusions as (head fusion, value weighted) pairs, got {fusions!r}.") from error
+    for name, weighting in pairs:
+        check_head_fusion(name)
+        check_value_weighting(weighting)
+    return set(pairs)
 
 
 def _join(parts: list[Tensor], batch: int, weighted: bool) -> Tensor:
@@ -369,7 +386,7 @@ def _read_values(value: Tensor, module: nn.Module, name: str, around: nn.Module 
         )
     value = value.detach()
     value = value if value.dtype == torch.float64 else value.float()
-    return Values(value, projection.detach().to(value.dtype))
+    return Values(value, projection.detach().to(value.dtype), module)
 
 
 def _pixels_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

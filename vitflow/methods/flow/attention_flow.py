@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError, unknown_name
+from vitflow.errors import OptionError, ShapeError, unknown_name, whole_number
 from vitflow.methods.flow.layers import Window, check_window, layer_capacities, window_below
-from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion
+from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, kind_of, layers_of
 
 if TYPE_CHECKING:
     from vitflow.methods.flow.solver import Progress
@@ -125,12 +125,13 @@ def attention_flow(
     tensor([[0.5000, 1.0000]], dtype=torch.float64)
     """
     _check_options(head_fusion, discard_ratio, residual, solver)
+    attentions = layers_of(attentions)
     node = _as_node(source)
     if node is not None:  # the window ends at its layer
-        layers, start_layer = window_below(node[0], layers, len(list(attentions)), start_layer), None
+        layers, start_layer = window_below(node[0], layers, len(attentions), start_layer), None
     chosen, first = check_window(attentions, layers, start_layer)
     batch, tokens = chosen[0].shape[0], chosen[0].shape[-1]
-    targets = tuple(range(tokens)) if sinks is None else tuple(int(sink) for sink in sinks)
+    targets = tuple(range(tokens)) if sinks is None else _sinks(sinks, tokens)
     solve = partial(_solve, sinks=targets, solver=solver, progress=progress)
     if all_sources:
         _check_pairs(batch * len(chosen) * tokens * len(targets))
@@ -167,13 +168,27 @@ def _as_node(source: Source) -> tuple[int, int] | None:
     return None
 
 
+def _sinks(sinks: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """The input tokens to solve for, checked."""
+    try:
+        return tuple(whole_number("each of the sinks", sink, 0, tokens - 1) for sink in sinks)
+    except TypeError as error:
+        raise OptionError(f"Expected sinks as a list of tokens from 0 to {tokens - 1}, got {sinks!r}.") from error
+
+
 def _sources(source: Any, batch: int, tokens: int) -> list[int | Floats]:
     """One source per picture: a token, or capacities [tokens]."""
     if isinstance(source, int | np.integer):
         if not 0 <= source < tokens:
             raise OptionError(f"Expected a source token from 0 to {tokens - 1}, got {source}.")
         return [int(source)] * batch
-    vector = torch.as_tensor(source).detach().to("cpu", torch.float64)
+    try:
+        given = torch.as_tensor(source).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):  # no numbers at all
+        given = torch.empty(0, dtype=torch.complex64)
+    if given.is_complex():
+        raise OptionError(f"Expected a source token, a node (layer, token), or capacities, got {kind_of(source)}.")
+    vector = given.double()
     if vector.shape not in ((tokens,), (batch, tokens)):
         raise ShapeError(
             f"Expected a source token, a node (layer, token), or capacities of shape [{tokens}] or "

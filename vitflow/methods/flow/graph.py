@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError
+from vitflow.errors import ShapeError, whole_number
 from vitflow.methods.flow.layers import Window, check_window, layer_capacities
 from vitflow.methods.fusion import HeadFusion
-from vitflow.methods.tokens import TokenLayout
+from vitflow.methods.tokens import TokenLayout, check_layout
 
 if TYPE_CHECKING:
     from networkx import DiGraph
@@ -60,10 +60,10 @@ def attention_graph(
     >>> graph.nodes[2, 0]["label"], graph.nodes[1, 1]["label"]
     ('cls', 'patch 0')
     """
+    check_layout(layout)
     prefix = num_prefix_tokens if layout is None else layout.num_prefix_tokens
     chosen, first = check_window(attentions, layers)
-    if not 0 <= batch_index < len(chosen[0]):
-        raise OptionError(f"Expected batch_index from 0 to {len(chosen[0]) - 1}, got {batch_index}.")
+    batch_index = whole_number("batch_index", batch_index, 0, len(chosen[0]) - 1)
     tokens = chosen[0].shape[-1]
     if layout is not None and layout.num_tokens != tokens:
         raise ShapeError(f"Expected {layout.num_tokens} tokens as in the layout, got attention between {tokens}.")

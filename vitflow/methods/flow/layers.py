@@ -9,7 +9,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError
-from vitflow.methods.fusion import HeadFusion, add_residual, check_attentions, discard_low, fuse_heads
+from vitflow.methods.fusion import (
+    HeadFusion,
+    add_residual,
+    check_attentions,
+    check_prefix,
+    discard_low,
+    fuse_heads,
+    layers_of,
+)
 
 # "all", the last N layers, (first, last), or what the command line writes: "4", "9:12", "9:".
 Window = str | int | Sequence[int]
@@ -84,9 +92,7 @@ def check_window(
         OptionError: there are no such layers.
         ShapeError: wrong shapes, or values that are not finite or negative, in a layer of the window.
     """
-    everything = list(attentions)
-    if not everything:
-        check_attentions(everything)
+    everything = layers_of(attentions)
     first, last = parse_window(layers, len(everything), start_layer)
     try:
         return check_attentions(everything[first - 1 : last]), first
@@ -109,6 +115,7 @@ def layer_capacities(
     Heads are fused in their own precision where they are; the rest happens on the CPU.
     """
     tokens = layers[0].shape[-1]
+    check_prefix(num_prefix_tokens, tokens)
     by_column = torch.empty(len(layers), tokens, tokens, dtype=torch.float64)
     together = max(1, TOGETHER // tokens**2)
     for start in range(0, len(layers), together):

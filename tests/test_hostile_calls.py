@@ -1,0 +1,196 @@
+"""Calls that make no sense: each is an error that says what was expected, or gives a sensible empty result."""
+
+import numpy as np
+import pytest
+import torch
+
+import vitflow
+from tests.recording.test_recorder import tiny
+from vitflow import Explainer, TokenLayout, attention_flow, attention_graph, attention_rollout, record_attention
+from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError
+
+ONE = torch.full((1, 2, 5, 5), 0.2)
+DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+PICTURE = np.zeros((32, 32, 3), np.uint8)
+
+FUNCTIONS = {
+    "rollout": attention_rollout,
+    "rollout of a readout": lambda layers, **options: attention_rollout(layers, readout=torch.ones(5) / 5, **options),
+    "flow": attention_flow,
+    "graph": attention_graph,
+}
+ATTENTIONS = {
+    "no pictures": ([ONE[:0]] * 2, "at least one picture"),
+    "no heads": ([ONE[:, :0]] * 2, "head"),
+    "no tokens": ([ONE[..., :0, :0]] * 2, "token"),
+    "complex": ([ONE.to(torch.complex64)] * 2, "real numbers.*complex64"),
+    "numpy": ([ONE.numpy()] * 2, r"numpy.ndarray in layer 1.*torch.as_tensor"),
+    "numpy stack": (np.stack([ONE.numpy()] * 2), "numpy.ndarray"),
+    "lists": ([ONE.tolist()], "got list in layer 1"),
+    "None": (None, "got NoneType"),
+    "a number": (3, "got int"),
+    "0-d": (torch.tensor(1.0), "got a tensor of float32"),
+    "a word": ("abc", "got str"),
+    "meta": ([ONE.to("meta")], "a meta tensor"),
+    "sparse": ([ONE.to_sparse()], "a sparse tensor"),
+    "no layers": ([], "at least one layer"),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("given", ATTENTIONS)
+def test_what_is_no_attention_is_refused(function, given):
+    attentions, words = ATTENTIONS[given]
+    with pytest.raises(ShapeError, match=f"Expected .*{words}"):
+        FUNCTIONS[function](attentions)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"discard_ratio": value} for value in ("a", None, float("nan"))),
+        *({"residual": value} for value in ("a", 1, torch.ones(2))),
+        *({"num_prefix_tokens": value} for value in (-1, 6, 1.5, "a", None)),
+    ],
+    ids=str,
+)
+def test_options_that_are_no_such_numbers_are_refused(function, options):
+    with pytest.raises(OptionError, match=f"Expected .*{next(iter(options))}"):
+        FUNCTIONS[function]([ONE, ONE], **options)
+
+
+def test_layers_of_two_precisions_are_taken_in_the_wider():
+    found = attention_rollout([ONE, ONE.double()])
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, attention_rollout([ONE.double()] * 2))
+
+
+@pytest.mark.parametrize("sinks", [[2.7], [5], [-1], "ab", 3, [None]])
+def test_sinks_that_are_no_tokens_are_refused(sinks):
+    with pytest.raises(OptionError, match="sinks"):
+        attention_flow([ONE, ONE], sinks=sinks)
+    assert attention_flow([ONE, ONE], sinks=[]).values.shape == (1, 0)
+
+
+@pytest.mark.parametrize("source", ["cls", None, torch.ones(5) * 1j, 2.7, (1.5, 0), -1, 5])
+def test_sources_that_are_none_are_refused(source):
+    with pytest.raises(VitflowError, match="source"):
+        attention_flow([ONE, ONE], source=source)
+
+
+@pytest.mark.parametrize("readout", [[1, 0, 0, 0, 0], np.ones(5), "cls", torch.ones(5) * 1j, torch.full((5,), np.nan)])
+def test_readouts_that_are_none_are_refused(readout):
+    with pytest.raises(ShapeError, match="Expected a readout"):
+        attention_rollout([ONE, ONE], readout=readout)
+
+
+@pytest.mark.parametrize("start", [1.5, None, "2", 0])
+def test_layers_that_are_no_numbers_are_refused(start):
+    with pytest.raises(OptionError, match="start_layer"):
+        attention_rollout([ONE, ONE], start_layer=start)
+
+
+@pytest.mark.parametrize("options", [{"batch_index": 0.5}, {"batch_index": "a"}, {"layout": (1, 2, 2)}], ids=str)
+def test_pictures_and_layouts_of_a_graph_are_checked(options):
+    with pytest.raises(OptionError, match=next(iter(options))):
+        attention_graph([ONE, ONE], **options)
+
+
+@pytest.mark.parametrize("numbers", [(1.5, 2, 2), ("a", 2, 2), (0, 2.0, 2), (None, 1, 1), (1, float("nan"), 2)])
+def test_layouts_are_whole_numbers(numbers):
+    with pytest.raises(OptionError, match="whole number"):
+        TokenLayout(*numbers)
+    assert TokenLayout(np.int64(1), torch.tensor(2), 2) == TokenLayout(1, 2, 2)
+
+
+def test_patches_and_vectors_of_a_layout_are_checked():
+    layout = TokenLayout(1, 2, 2)
+    for row in (0.5, "a", None):
+        with pytest.raises(OptionError, match="row"):
+            layout.token_of_patch(row, 1)
+    for tokens in ([1, 2, 3, 4, 5], None, torch.tensor(1.0)):
+        with pytest.raises(ShapeError, match="Expected 5 tokens"):
+            layout.to_grid(tokens)
+    assert layout.to_grid(torch.ones(0, 5)).shape == (0, 2, 2)
+
+
+@pytest.mark.parametrize("model", [None, "vit", torch.nn.Linear], ids=str)
+def test_what_is_no_model_cannot_be_recorded(model):
+    with pytest.raises(UnsupportedModelError, match="Expected a model"):
+        record_attention(model)
+
+
+def test_an_explainer_is_no_model_but_has_one():
+    with pytest.raises(UnsupportedModelError, match=r"\.model"):
+        record_attention(Explainer(tiny(), data_config=DATA))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"head_fusion": ["max"]}, {"fusions": ["max"]}, {"fusions": [("max",)]}, {"fusions": 3}, {"layout": (1, 4, 4)}],
+    ids=str,
+)
+def test_options_of_a_recording_are_checked(options):
+    with pytest.raises(OptionError):
+        record_attention(tiny(), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"head_fusion": "max", "value_weighted": "output"}, {"attention": False}])
+def test_a_batch_of_no_pictures_is_refused(options):
+    with pytest.raises(ShapeError, match="at least one picture"), torch.no_grad():
+        with record_attention(model := tiny(), **options):
+            model(torch.zeros(0, 3, 32, 32))
+
+
+@pytest.fixture(scope="module")
+def explainer() -> Explainer:
+    return Explainer(tiny(), data_config=DATA)
+
+
+def test_no_pictures_give_no_maps(explainer):
+    assert explainer.explain_batch([]) == []
+    assert explainer.explain_batch([], methods=["gae"], targets=np.array([], int)) == []
+    assert len(explainer.explain_batch(picture for picture in [PICTURE] * 2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("rollout", {"discard_ratio": "a"}),
+        ("rollout", {"patch": 3}),
+        ("rollout", {"patch": (1.5, 0)}),
+        ("attention", {"layer": "a"}),
+        ("attention", {"layer": 1.5}),
+        ("attention", {"head": 1.5}),
+        ("occlusion", {"patch_size": 1.5}),
+        ("occlusion", {"patch_size": "a"}),
+    ],
+)
+def test_options_of_methods_are_checked(explainer, method, options):
+    with pytest.raises(OptionError, match="Expected"):
+        explainer.explain(PICTURE, method=method, **options)
+
+
+@pytest.mark.parametrize("name", ["class_", "class_index", "label"])
+def test_other_words_for_the_target_lead_to_it(name):
+    with pytest.raises(OptionError, match=f"{name}.* target=3"):
+        vitflow.explain(PICTURE, model=tiny(), data_config=DATA, method="gae", **{name: 3})
+
+
+def test_an_explainer_is_told_what_is_no_layout_and_no_device():
+    for options in ({"layout": (1, 4, 4)}, {"device": 3.5}):
+        with pytest.raises(OptionError):
+            Explainer(tiny(), data_config=DATA, **options)
+
+
+def test_a_module_is_moved_where_it_is_asked_to_and_changed_in_nothing_else():
+    model = tiny().train()
+    model.blocks[1].eval()
+    model.head.weight.requires_grad_(False)
+    modes = [module.training for module in model.modules()]
+    needed = [parameter.requires_grad for parameter in model.parameters()]
+    assert Explainer(model, data_config=DATA, device="meta").device.type == "meta"
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert [module.training for module in model.modules()] == modes
+    assert [parameter.requires_grad for parameter in model.parameters()] == needed
