@@ -13,6 +13,10 @@ class OptionError(VitflowError, ValueError):
     """An option has a value that does not exist or makes no sense."""
 
 
+class OutsideGridError(OptionError):
+    """A patch was asked for that the picture's grid does not have."""
+
+
 class ShapeError(VitflowError, ValueError):
     """A tensor or array has the wrong shape, or holds values that it must not hold."""
 
@@ -39,6 +43,13 @@ class ValueNormsError(UnsupportedModelError):
 
 class NoAttentionError(UnsupportedModelError):
     """A forward pass ran, and no attention between tokens was seen in it."""
+
+
+def stops_all(error: Exception, fit: str) -> bool:
+    """Whether an error is that of every picture; where each has a grid of its own, others may have the patch."""
+    if isinstance(error, OutsideGridError) and fit == "native":
+        return False
+    return isinstance(error, OptionError | UnsupportedModelError)
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -417,7 +418,7 @@ def test_changed_and_failed_pictures_are_measured_again(folder, explainer, tmp_p
 def test_an_output_that_cannot_be_written_is_told(explainer, tmp_path, no_drawing, monkeypatch):
     options = {"model": explainer, "methods": ["gae"], "metrics": ["roc_auc"]}
     (tmp_path / "file").write_text("")
-    with pytest.raises(OptionError, match="cannot be made"):
+    with pytest.raises(OptionError, match="cannot be written to"):
         evaluate("demo:1", output=tmp_path / "file" / "out", **options)
 
     def full(*_):
@@ -439,7 +440,7 @@ def test_a_folder_run_is_not_written_over(folder, explainer, tmp_path):
     from vitflow import explain_folder
 
     explain_folder(folder, tmp_path / "out", model=explainer, methods=["rollout"], workers=0)
-    with pytest.raises(OptionError, match="holds a run with other options"):
+    with pytest.raises(OptionError, match="holds a folder run, not an evaluation"):
         evaluate(folder, model=explainer, methods=["gae"], metrics=["roc_auc"], output=tmp_path / "out")
 
 
@@ -485,6 +486,12 @@ def test_a_saved_evaluation_holds_every_number(saved):
         for name in ("localisation", "faithfulness", "curves", "sanity", "randomisation")
         for kind in ("png", "svg")
     }
+
+
+def test_no_cell_of_a_csv_is_a_formula(saved):
+    found = replace(saved[0], pictures=tuple({**one, "class_name": "=1+2"} for one in saved[0].pictures))
+    text = export.results_csv(found)
+    assert ",'=1+2," in text and ",=1+2," not in text
 
 
 def test_tables_alone(saved, tmp_path):

@@ -118,6 +118,34 @@ def test_csv_has_the_same_rows(tmp_path):
     assert second["message"] == 'two\nlines, "quoted"'
 
 
+def test_no_cell_of_a_csv_is_a_formula(tmp_path):
+    names = ["=1+2.jpg", "+1.jpg", "@SUM(A1).jpg", "-1.jpg", "\tx.jpg", "'=.jpg", "a=b.jpg"]
+    write_manifest(tmp_path / "m.csv", ({"input": name, "probability": -0.5} for name in names), {"layer": -1})
+    with (tmp_path / "m.csv").open(encoding="utf-8", newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [row["input"] for row in found] == [f"'{name}" for name in names[:-1]] + ["a=b.jpg"]
+    assert {(row["probability"], row["layer"]) for row in found} == {("-0.5", "-1")}
+
+
+def test_what_is_to_last_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
+    synced, replaced = [], []
+    real = Path.replace
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").resolve()))
+
+    def replace(self, target):
+        replaced.append((self, target))
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.start({"run": {}})
+    journal.append([{"input": "a"}])
+    journal.compact(["a"])
+    write_manifest(tmp_path / "m.jsonl", rows(), COMMON)
+    assert len(replaced) == 3
+    assert all(unfinished in synced for unfinished, _ in replaced)
+
+
 def test_parquet_has_the_same_rows_with_types(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     write_manifest(tmp_path / "m.parquet", rows(), COMMON)

@@ -23,11 +23,11 @@ import vitflow
 from vitflow import explain_folder
 from vitflow.errors import ImageError, ModelError, OptionError, VitflowError
 from vitflow.folder import pipeline
-from vitflow.folder import run as folder
 from vitflow.folder.decoders import DecoderPool, decode_file
 from vitflow.folder.manifest import Journal, RunFolder
 from vitflow.folder.plan import make_plan
 from vitflow.folder.work import Picture, explain_pictures, make_job
+from vitflow.models.checkpoints import weights_sha256
 
 
 def tiny_model(kind=VisionTransformer) -> torch.nn.Module:
@@ -246,7 +246,7 @@ def test_other_options_need_another_folder_or_overwrite(tmp_path):
         run(source, tmp_path / "out", format="png", residual=0.3)
     other = tiny_model()
     torch.nn.init.ones_(other.head.bias)
-    with pytest.raises(OptionError, match="weights_sha256 was"):
+    with pytest.raises(OptionError, match="the model has other weights"):
         run(source, tmp_path / "out", format="png", model=other)
     summary = run(source, tmp_path / "out", residual=0.3, overwrite=True)
     assert (summary.explained, summary.kept) == (2, 0)
@@ -596,8 +596,57 @@ def write_mutations(place: Path, count: int) -> None:
 
 def test_the_weights_hash_depends_on_every_weight():
     one, other = tiny_model(), tiny_model()
-    assert folder.weights_sha256(one) == folder.weights_sha256(other)
+    assert weights_sha256(one) == weights_sha256(other)
     with torch.no_grad():
         other.blocks[1].mlp.fc2.bias[3] += 1e-6
-    assert folder.weights_sha256(one) != folder.weights_sha256(other)
-    assert folder.weights_sha256(one.bfloat16()) != folder.weights_sha256(tiny_model())
+    assert weights_sha256(one) != weights_sha256(other)
+    assert weights_sha256(one.bfloat16()) != weights_sha256(tiny_model())
+
+
+def test_a_patch_that_a_picture_does_not_have_is_that_picture_s_row(tmp_path):
+    source = fill(tmp_path / "in", 2)
+    (source / "wide.jpg").write_bytes(picture_bytes(5, size=(160, 40)))
+    model = VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=5, dynamic_img_size=True
+    )
+    model.pretrained_cfg = tiny_model().pretrained_cfg
+    explainer = vitflow.Explainer(model, fit="native")
+    summary = run(source, tmp_path / "out", model=explainer, patch=(0, 6))
+    assert {row["input"]: row["error"] for row in summary.failures()} == {
+        "0.jpg": "OutsideGridError",
+        "1.jpg": "OutsideGridError",
+    }
+    assert summary.explained == 1 and "give a row from 0" in next(summary.failures())["message"]
+    with pytest.raises(OptionError, match="outside the grid"):  # of every picture where all have one grid
+        run(source, tmp_path / "other", patch=(0, 6))
+
+
+def test_a_model_of_another_library_has_classes_to_explain(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=5)
+    inside = torch.nn.Sequential(tiny_model())  # does not say how many classes it has
+    wanted = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    for number, model in enumerate((transformers.ViTForImageClassification(config).eval(), inside)):
+        explainer = vitflow.Explainer(model, data_config=wanted)
+        assert explainer.num_classes == 5
+        summary = run(
+            fill(tmp_path / "in", 1), tmp_path / f"out{number}", model=explainer, target=3, methods=["centre"]
+        )
+        assert [row["class_index"] for row in summary] == [3]
+        with pytest.raises(OptionError, match="from 0 to 4"):
+            run(tmp_path / "in", tmp_path / "wrong", model=explainer, target=5)
+
+
+def test_the_report_remembers_the_bound_on_pixels(tmp_path, monkeypatch):
+    bounds = []
+    real = decode_file
+    monkeypatch.setattr(
+        "vitflow.viewer.report.decode_file", lambda path, bound: (bounds.append(bound), real(path, bound))[1]
+    )
+    source = fill(tmp_path / "in", 1)
+    run(source, tmp_path / "out", max_pixels=5000)
+    vitflow.viewer.report.write_report(tmp_path / "out")
+    run(source, tmp_path / "out", max_pixels=6000)
+    vitflow.viewer.report.write_report(tmp_path / "out")
+    assert bounds == [5000, 6000]

@@ -13,7 +13,6 @@ from vitflow.evaluation.measures.perturbation import REPLACEMENTS
 from vitflow.evaluation.results import BASELINES
 from vitflow.explaining.explainer import Explainer, MethodChoice, choose_methods
 from vitflow.explaining.method_table import get_method, list_methods
-from vitflow.models.libraries import class_count
 
 # (label, name, options) of a method.
 Labelled = tuple[str, str, Mapping[str, Any]]
@@ -72,7 +71,7 @@ def possible_groups(groups: Sequence[str], dataset: Dataset, explainer: Explaine
     missing: dict[str, str] = {}
     if not dataset.has_regions:
         missing["localisation"] = "the data says nothing of where objects are (masks, boxes)"
-    if not class_count(explainer.model):
+    if not explainer.num_classes:
         missing["faithfulness"] = missing["correlation"] = "the model has no classes"
     left = [group for group in groups if group not in missing]
     told = [f"Left out: {group}, for {missing[group]}." for group in groups if group in missing]

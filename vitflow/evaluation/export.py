@@ -1,4 +1,7 @@
-"""Write an evaluation into files: tables as CSV and JSON, figures, and the page."""
+"""Write an evaluation into files: tables as CSV and JSON, figures, and the page.
+
+Text that a spreadsheet would take for a formula stands in CSV with an apostrophe before it (see `vitflow.folder.spreadsheet`).
+"""
 
 import csv
 import io
@@ -14,6 +17,7 @@ from vitflow.errors import OptionError, unknown_name
 from vitflow.evaluation.charts import save_charts
 from vitflow.evaluation.page import write_page
 from vitflow.evaluation.results import Evaluation
+from vitflow.folder.spreadsheet import plain_cell
 from vitflow.pictures.files import write_atomically
 
 _PICTURE = ("input", "asked", "class_index", "class_name", "probability", "predicted_index", "region_share")
@@ -79,7 +83,7 @@ def differences_csv(evaluation: Evaluation) -> str:
 
 def _csv(rows: Iterable[Sequence[Any]]) -> str:
     text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows(rows)
+    csv.writer(text, lineterminator="\n").writerows(map(plain_cell, row) for row in rows)
     return text.getvalue()
 
 

@@ -30,7 +30,6 @@ from vitflow.evaluation.statistics import RESAMPLES
 from vitflow.explaining.explainer import Explainer, MethodChoice
 from vitflow.explaining.method_table import get_method
 from vitflow.folder.manifest import RunFolder
-from vitflow.models.checkpoints import weights_sha256
 from vitflow.pictures.images import ImageSource
 
 #: On how many pictures the costly groups are measured where nothing else is asked for.
@@ -144,9 +143,7 @@ def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol, sanity
     record = {
         "kind": "evaluation",
         "data": dict(dataset.identity) or {"own": dataset.name},
-        "model": explainer.model_id,
-        "weights_sha256": weights_sha256(explainer.model),
-        "fit": explainer.fit,
+        **explainer.fingerprint(),
         "methods": {label: name for label, name, _ in protocol.methods},
         "options": {label: dict(options) for label, _, options in protocol.methods},
         "groups": list(protocol.groups),

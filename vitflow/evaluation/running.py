@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vitflow.errors import OptionError, VitflowError
+from vitflow.errors import VitflowError
 from vitflow.evaluation.data.datasets import Dataset, Sample
 from vitflow.evaluation.questions import ask
+from vitflow.evaluation.rows import accepts
 from vitflow.evaluation.scoring import Item, Protocol, failed_row, measure
 from vitflow.explaining.explainer import Explainer
-from vitflow.folder.manifest import Journal, RunFolder, fingerprint_difference
-from vitflow.models.libraries import class_count
+from vitflow.folder.fingerprints import check_same_run
+from vitflow.folder.manifest import Journal, RunFolder
 
 # Groups of metrics that take many forward passes per picture.
 COSTLY = ("sanity", "correlation")
@@ -47,16 +48,12 @@ class Run:
 
     def keep(self, folder: RunFolder, settings: Mapping[str, Any], overwrite: bool) -> Iterator[dict[str, Any]]:
         """Measure what the folder has no row of, and give all rows in the order of the data."""
-        try:
-            folder.journal.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OptionError(
-                f"The output folder {str(folder.path)!r} cannot be made: {error.strerror or error}. Choose another."
-            ) from error
-        lock = folder.lock()
-        try:
-            journal = Journal(folder.journal)
-            _open(journal, folder, settings, overwrite)
+        with folder.lock():
+            journal = Journal(folder.journal, accepts(self.protocol, self.explainer))
+            if journal.header is None or overwrite:
+                journal.start({"run": dict(settings)})
+            else:
+                check_same_run(journal, folder, settings)
             folder.remove_leftovers()
             groups = self._groups()
             known = {
@@ -68,9 +65,6 @@ class Run:
                 journal.append([row])
             names = [sample.name for sample in self.dataset.samples]
             journal.compact(names)
-        finally:
-            if lock is not None:
-                lock.close()
         # What an earlier, longer run measured beyond this one's share does not count.
         return (_only(row, groups[row["input"]]) for row in journal.rows(names))
 
@@ -81,21 +75,24 @@ class Run:
         missing = [sample for sample in self.dataset.samples if sample.name not in done]
         count, total = len(done), len(self.dataset)
         self._tell(count, total, None)
+        num_classes = self.explainer.num_classes
         size = self.batch_size or _AUTO_BATCH.get(self.explainer.device.type, 8)
         for start in range(0, len(missing), size):
-            for row in self._measure(missing[start : start + size], groups):
+            for row in self._measure(missing[start : start + size], groups, num_classes):
                 count += 1
                 self._tell(count, total, row)
                 yield row
 
-    def _measure(self, batch: Sequence[Sample], groups: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, Any]]:
+    def _measure(
+        self, batch: Sequence[Sample], groups: Mapping[str, tuple[str, ...]], num_classes: int
+    ) -> Iterator[dict[str, Any]]:
         items: list[Item] = []
         stamps = {}
         for sample in batch:
             stamps[sample.name] = {"stamp": sample.stamp()}
             try:
                 picture = sample.read()
-                question = ask(picture, self._num_classes, self.explainer.class_names)
+                question = ask(picture, num_classes, self.explainer.class_names)
             except (VitflowError, OSError) as error:
                 yield failed_row(sample.name, error) | stamps[sample.name]
             else:
@@ -103,10 +100,6 @@ class Run:
         if items:
             for row in measure(self.explainer, items, self.protocol):
                 yield row | stamps[row["input"]]
-
-    @property
-    def _num_classes(self) -> int:
-        return class_count(self.explainer.model) or 0
 
     def _tell(self, done: int, total: int, row: Mapping[str, Any] | None) -> None:
         if self.progress is not None:
@@ -123,19 +116,6 @@ class Run:
 def _draw(name: str, seed: int) -> bytes:
     """A picture's lot: those with the smallest are drawn, and more pictures in the data change little of it."""
     return hashlib.sha256(f"{seed} {name}".encode("utf-8", "surrogateescape")).digest()
-
-
-def _open(journal: Journal, folder: RunFolder, settings: Mapping[str, Any], overwrite: bool) -> None:
-    """Go on with the run that the folder holds, or begin a new one."""
-    if journal.header is not None and not overwrite:
-        different = fingerprint_difference(journal.header.get("run", {}), settings)
-        if not different:
-            return
-        raise OptionError(
-            f"The folder {str(folder.path)!r} holds a run with other options: {'; '.join(different)}. Choose another "
-            "folder, or replace that run with --overwrite (overwrite=True)."
-        )
-    journal.start({"run": dict(settings)})
 
 
 def _is_done(row: Mapping[str, Any], sample: Sample, groups: Sequence[str]) -> bool:

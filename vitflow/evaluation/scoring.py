@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, UnsupportedModelError
+from vitflow.errors import stops_all
 from vitflow.evaluation.data.datasets import Labelled
 from vitflow.evaluation.measures import sanity
 from vitflow.evaluation.measures.correlation import rank_correlation
@@ -23,7 +23,7 @@ from vitflow.pictures.typesetting import printable
 
 _LOCALISATION = ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou")
 _FAITHFULNESS = ("deletion_auc", "insertion_auc", "gap", "positive_perturbation", "negative_perturbation")
-_CURVES = ("deletion", "insertion", "least_first", "correct_most", "correct_least")
+CURVES = ("deletion", "insertion", "least_first", "correct_most", "correct_least")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,9 @@ def measure(explainer: Explainer, items: Sequence[Item], protocol: Protocol) -> 
     """
     try:
         maps = _explain(explainer, items, protocol)
-    except (OptionError, UnsupportedModelError):
-        raise
     except Exception as error:
+        if stops_all(error, explainer.fit):
+            raise
         if len(items) == 1:
             yield failed_row(items[0].name, error)
             return
@@ -99,9 +99,9 @@ def measure(explainer: Explainer, items: Sequence[Item], protocol: Protocol) -> 
     for item, own in zip(items, maps, strict=True):
         try:
             row = _row(explainer, item, own, protocol)
-        except (OptionError, UnsupportedModelError):
-            raise
         except Exception as error:
+            if stops_all(error, explainer.fit):
+                raise
             row = failed_row(item.name, error)
         yield row
 
@@ -200,7 +200,7 @@ def _add_faithfulness(row: dict[str, Any], explainer: Explainer, maps: Sequence[
     row["curves"] = {}
     for (label, _), own in zip(ranking, curves, strict=True):
         row["values"][label] |= {name: _rounded(getattr(own, name)) for name in _FAITHFULNESS}
-        row["curves"][label] = {name: [_rounded(float(value)) for value in getattr(own, name)] for name in _CURVES}
+        row["curves"][label] = {name: [_rounded(float(value)) for value in getattr(own, name)] for name in CURVES}
     row["fractions"] = [_rounded(float(value)) for value in curves[0].fractions] if curves else None
 
 

@@ -22,7 +22,6 @@ from vitflow.explaining.explainer import Explainer, MethodChoice, choose_methods
 from vitflow.explaining.method_table import get_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Targets, is_per_picture
-from vitflow.models.libraries import class_count
 from vitflow.pictures import figures, overlay
 from vitflow.pictures.figures import Bar, Cell, Column
 from vitflow.pictures.files import write_atomically
@@ -96,7 +95,7 @@ def compare(
         raise OptionError(f"Expected one class index for each of {len(sources)} pictures, got {targets!r}.")
     check_methods(DEFAULT_METHODS if methods is None else methods, options)  # before a model is loaded
     explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
-    has_classes = class_count(explainer.model) != 0
+    has_classes = explainer.num_classes > 0
     chosen = methods or [name for name in DEFAULT_METHODS if has_classes or not get_method(name).class_specific]
     pictures = []
     for number, source in enumerate(sources):

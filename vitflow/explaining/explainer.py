@@ -1,9 +1,11 @@
 """Explain pictures: from photograph and model to saliency, one-shot or with a model that is kept."""
 
+import hashlib
+import json
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Target, Targets, doubt, is_per_picture, resolve_targets
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.models.anatomy import block_norm, logits_of, unwrap
+from vitflow.models.checkpoints import architecture_sha256, weights_sha256
 from vitflow.models.libraries import class_count, forward_options, is_multi_label
 from vitflow.models.loading import class_names_of, load_model, model_id, read_input_spec
 from vitflow.pictures.geometry import FITS, Fit, Placement, place, prepare
@@ -210,6 +213,34 @@ class Explainer:
             except UnsupportedModelError as error:
                 found[method.name] = str(error)
         return found
+
+    def fingerprint(self) -> dict[str, Any]:
+        """All that the maps of this explainer depend on, ready for JSON: other maps come of another fingerprint.
+
+        Weights, architecture and class names stand in it as hashes, and the device by its kind.
+        """
+        names = None if self.class_names is None else json.dumps(self.class_names).encode()
+        return {
+            "model": self.model_id,
+            "weights_sha256": weights_sha256(self.model),
+            "architecture_sha256": architecture_sha256(self.model),
+            "device": self.device.type,
+            "fit": self.fit,
+            "input": asdict(self.spec),
+            "activation": self.activation,
+            "class_names_sha256": None if names is None else hashlib.sha256(names).hexdigest(),
+            "layout": None if self.layout is None else asdict(self.layout),
+        }
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes the model has, 0 where it ends in features; one that does not say is tried."""
+        count = class_count(self.model)
+        if count is None:
+            with torch.no_grad(), _evaluating(self.model):
+                answer = logits_of(self._forward(self.pixels(np.full((*self.spec.size, 3), 128, np.uint8))))
+            count = 0 if answer is None or answer.ndim != 2 else answer.shape[1]
+        return count
 
     def pixels(self, image: ImageSource) -> Tensor:
         """The model input that a picture becomes, [1, channels, height, width], on the explainer's device."""

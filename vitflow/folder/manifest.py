@@ -4,9 +4,17 @@ The journal is `.vitflow/journal.jsonl` in the output folder. Its first line tel
 line is the row of one input; rows are only ever appended, so that a run that is killed loses no more than its last
 line. The manifest (`manifest.jsonl`, `.csv` or `.parquet`) and `run.json` are written whole when a run ends.
 
+A power cut may cost the rows of the last second, whose pictures the next run does again: the journal goes to the disk
+once a second, and whole, like manifest and run.json, before it replaces an older one. The files of a picture are not
+waited for; each row tells how long they are, and one of another length is made again.
+
+A journal is a file that anybody may have edited: a line that is torn, or no row that a run would have written, counts
+as none (see `vitflow.folder.rows`), and nothing is written or removed through a link that leads out of the folder.
+
 An input is a path below the run's root. JSON holds names that are not valid UTF-8 as lone surrogates (Python's
 surrogateescape): `os.fsencode(row["input"])` gives their bytes. CSV and Parquet cannot: there, `input` shows such bytes
-as escapes, and `input_hex` holds the whole name's bytes.
+as escapes, and `input_hex` holds the whole name's bytes. Text that a spreadsheet would take for a formula stands in
+CSV with an apostrophe before it (see `vitflow.folder.spreadsheet`).
 """
 
 import csv
@@ -14,12 +22,14 @@ import io
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 from vitflow.errors import OptionError, VitflowError
+from vitflow.folder.rows import is_name, parse_row
+from vitflow.folder.spreadsheet import plain_cell
 from vitflow.pictures.files import write_atomically
 
 FORMATS = ("csv", "jsonl", "parquet")
@@ -53,6 +63,10 @@ COLUMNS = {
 
 _FOLDER = ".vitflow"
 _SYNC_EVERY = 1.0  # seconds; a killed process loses nothing without it, a power cut does
+# Bytes of a line; a row is mostly its maps' grids, and those of the largest pictures are a few MiB each.
+_LONGEST_LINE = 2**25
+#: The journals that this version writes: those before did not tell how pictures were prepared for the model.
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +99,31 @@ class RunFolder:
                     count += 1
         return count
 
-    def lock(self) -> IO[bytes] | None:
-        """Keep a second run out of the folder while this one lives; the file that is returned holds the lock.
+    def lock(self) -> IO[bytes]:
+        """Make the folder, and keep a second run out of it while this one lives: the returned file holds the lock.
 
         Raises:
-            OptionError: another run is writing here.
+            OptionError: another run is writing here, or nobody may.
         """
+        place = self.path / _FOLDER
+        for path, is_ours in ((place, Path.is_dir), (self.journal, Path.is_file), (place / "lock", Path.is_file)):
+            if path.is_symlink() or (path.exists() and not is_ours(path)):
+                raise OptionError(
+                    f"Expected {str(path)!r} to be the run's own, got a link or another kind of file: remove it, or "
+                    "choose another folder."
+                )
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            file = (place / "lock").open("ab")
+        except OSError as error:
+            raise OptionError(
+                f"The output folder {str(self.path)!r} cannot be written to: {error.strerror or error}. Choose another "
+                "one with -o (output=…)."
+            ) from error
         try:
             import fcntl
         except ImportError:  # not on this system
-            return None
-        file = (self.path / _FOLDER / "lock").open("wb")
+            return file
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -111,37 +139,39 @@ class Journal:
 
     Args:
         path: the file; it is made when the first row is written.
+        accepts: says of a row whether it is one that the run would have written; the others count as not there.
 
     Raises:
         VitflowError: the file is something else than a journal.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, accepts: Callable[[Mapping[str, Any]], bool] = lambda row: True) -> None:
         self.path = path
         self.header: dict[str, Any] | None = None
+        self._accepts = accepts
         self._places: dict[str, int] = {}
         self._end = 0
         self._pending = b""
         self._synced = time.monotonic()
-        if path.exists():
+        if path.is_file():
             self._load()
 
     def _load(self) -> None:
         with self.path.open("rb") as file:
-            for line in file:
-                try:
-                    record = json.loads(line) if line.endswith(b"\n") else None
-                except ValueError:
-                    record = None
-                if not isinstance(record, dict):
-                    break  # cut off by a kill, or by a full disk: what follows is written again
+            while line := file.readline(_LONGEST_LINE):
+                length, ended = _whole_line(file, line)
+                if not ended:
+                    break  # cut off by a kill, or by a full disk: the next row is written over it
+                record = parse_row(line) if length == len(line) else None
                 if self.header is None:
-                    if "vitflow_journal" not in record:
+                    if record is None:
+                        break
+                    if not isinstance(record.get("vitflow_journal"), int) or not isinstance(record.get("run"), dict):
                         raise VitflowError(f"{str(self.path)!r} is not a journal of vitflow: move it away.")
                     self.header = record
-                else:
+                elif record is not None and is_name(record.get("input")) and self._accepts(record):
                     self._places[record["input"]] = self._end
-                self._end += len(line)
+                self._end += length
 
     def __len__(self) -> int:
         return len(self._places)
@@ -152,8 +182,8 @@ class Journal:
     def start(self, header: Mapping[str, Any]) -> None:
         """Begin anew, with nothing done."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = _line({"vitflow_journal": 1, **header})
-        with write_atomically(self.path) as file:
+        line = _line({**header, "vitflow_journal": VERSION})
+        with write_atomically(self.path, durable=True) as file:
             file.write(line)
         self.header, self._places, self._end, self._pending = dict(header), {}, len(line), b""
 
@@ -201,7 +231,7 @@ class Journal:
                 else:
                     file.seek(place)
                     line = file.readline()
-                yield json.loads(line)
+                yield json.loads(line)  # one that was accepted
 
     def compact(self, keys: Iterable[str]) -> None:
         """Write the journal anew: one row per input, in this order, then the inputs that are not among these.
@@ -217,12 +247,21 @@ class Journal:
         asked = dict.fromkeys(keys)
         order = [*asked, *sorted(key for key in self._places if key not in asked)]
         places: dict[str, int] = {}
-        with write_atomically(self.path) as file:
-            end = file.write(_line({"vitflow_journal": 1, **(self.header or {})}))
+        with write_atomically(self.path, durable=True) as file:
+            end = file.write(_line({**(self.header or {}), "vitflow_journal": VERSION}))
             for row in self.rows(order):
                 places[row["input"]] = end
                 end += file.write(_line(row))
         self._places, self._end = places, end
+
+
+def _whole_line(file: BinaryIO, line: bytes) -> tuple[int, bool]:
+    """How long the line is of which this much was read, the rest skipped; and whether it has an end."""
+    length = len(line)
+    while len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
+        line = file.readline(_LONGEST_LINE)
+        length += len(line)
+    return length, line.endswith(b"\n")
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
@@ -230,32 +269,9 @@ def _line(record: Mapping[str, Any]) -> bytes:
     return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
 
 
-def fingerprint_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What differs between two runs' options, in words.
-
-    >>> fingerprint_difference({"fit": "crop", "options": {"rollout": {"residual": 0.5}}}, {"fit": "crop"})
-    ['options.rollout.residual was 0.5 and is not set']
-    """
-    before, after = dict(_leaves(old)), dict(_leaves(new))
-    names = [name for name in dict.fromkeys([*before, *after]) if before.get(name, ...) != after.get(name, ...)]
-    return [f"{name} was {_shown(before, name)} and is {_shown(after, name)}" for name in names]
-
-
-def _leaves(record: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in record.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{path}{name}.")
-        else:
-            yield path + name, value
-
-
-def _shown(values: Mapping[str, Any], name: str) -> str:
-    return repr(values[name]) if name in values else "not set"
-
-
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Write one JSON object, whole or not at all."""
-    with write_atomically(path) as file:
+    with write_atomically(path, durable=True) as file:
         file.write(json.dumps(record, indent=2).encode("ascii") + b"\n")
 
 
@@ -274,7 +290,7 @@ def write_manifest(path: Path, rows: Iterable[Mapping[str, Any]], common: Mappin
     full = ({name: row.get(name, common.get(name)) for name in kinds} for row in rows)
     # A column of the same name in both, such as an option "input", is the row's.
     writers = {".jsonl": _write_jsonl, ".csv": _write_csv, ".parquet": _write_parquet}
-    with write_atomically(path) as file:
+    with write_atomically(path, durable=True) as file:
         writers[path.suffix](file, full, kinds)
 
 
@@ -295,7 +311,8 @@ def _write_csv(file: IO[bytes], rows: Iterable[dict[str, Any]], kinds: Mapping[s
     try:
         writer = csv.DictWriter(text, kinds)
         writer.writeheader()
-        writer.writerows(_as_text(row, kinds) for row in rows)
+        for row in rows:
+            writer.writerow({name: plain_cell(value) for name, value in _as_text(row, kinds).items()})
     finally:
         text.detach()
 

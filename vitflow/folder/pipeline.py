@@ -13,7 +13,7 @@ from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.manifest import Journal
 from vitflow.folder.plan import Item
 from vitflow.folder.work import Job, Maps, Picture, compute_maps, draw_files
-from vitflow.pictures.files import write_atomically
+from vitflow.pictures.files import stays_inside, write_atomically
 
 #: Pixels that wait for the model, or to be written, take no more memory than this each (and one picture).
 WAITING_BYTES = 192 * 2**20
@@ -155,6 +155,8 @@ class Pipeline:
         try:
             explained = draw_files(picture, maps, self._job)
             for path, content in explained.files.items():
+                if not stays_inside(self._output, path):
+                    raise OSError(f"a link leads out of the folder {str(self._output)!r}")
                 with write_atomically(self._output / path) as file:
                     file.write(content)
             return explained.row

@@ -4,6 +4,7 @@ import fnmatch
 import glob as globbing
 import os
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,8 +141,9 @@ def _namer(
     output: Path, endings: Sequence[str], inputs: set[str], keys: Iterable[str], taken: dict[str, str]
 ) -> Callable[[str], str]:
     """A function that gives each key a stem of its own, the one it had before if it had one."""
-    claimed = {_folded(stem + ending) for stem in taken.values() for ending in endings}
+    claimed: set[str] = set()
     base = os.path.realpath(output)
+    room = _LONGEST_NAME - max(len(ending.encode()) for ending in endings)
 
     def free(stem: str) -> bool:
         return not any(
@@ -149,12 +151,18 @@ def _namer(
             for ending in endings
         )
 
+    kept: dict[str, str] = {}
+    times = Counter(map(_folded, taken.values()))
+    for key, stem in taken.items():  # a record may have been edited: two inputs that share a stem have lost it
+        if times[_folded(stem)] == 1 and free(stem) and len(stem.rpartition("/")[2].encode()) <= room:
+            kept[key] = stem
+            claimed.update(_folded(stem + ending) for ending in endings)
+
     def name_for(key: str) -> str:
-        if key in taken:
-            return taken[key]
+        if key in kept:
+            return kept[key]
         *folders, name = (_writable(part) for part in key.split("/"))
         first = os.path.splitext(name)[0] or name  # noqa: PTH122
-        room = _LONGEST_NAME - max(len(ending.encode()) for ending in endings)
         number, extra = 1, ""
         while True:
             stem = "/".join([*folders, _shorten(first, room - len(extra)) + extra])

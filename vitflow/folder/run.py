@@ -20,19 +20,13 @@ from vitflow.errors import OptionError
 from vitflow.explaining.explainer import Explainer, MethodChoice
 from vitflow.explaining.targets import Target, resolve_targets
 from vitflow.folder.decoders import DecoderPool
-from vitflow.folder.manifest import (
-    FORMATS,
-    Journal,
-    RunFolder,
-    fingerprint_difference,
-    load_pyarrow,
-    write_json,
-    write_manifest,
-)
+from vitflow.folder.fingerprints import check_same_run
+from vitflow.folder.manifest import FORMATS, Journal, RunFolder, load_pyarrow, write_json, write_manifest
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Item, Plan, make_plan
+from vitflow.folder.rows import is_folder_row
 from vitflow.folder.work import Job, make_job
-from vitflow.models.checkpoints import weights_sha256
+from vitflow.pictures.files import remove_inside
 from vitflow.pictures.images import MAX_PIXELS
 from vitflow.pictures.overlay import blend
 
@@ -84,7 +78,7 @@ class FolderSummary:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Every input's row, read from the disk as it is needed; `grids` and `window` are the journal's own."""
-        return itertools.islice(Journal(RunFolder(self.output).journal).rows(), self.total)
+        return itertools.islice(Journal(RunFolder(self.output).journal, is_folder_row).rows(), self.total)
 
     def failures(self) -> Iterator[dict[str, Any]]:
         """The rows of the pictures that failed."""
@@ -160,24 +154,24 @@ def explain_folder(
     _check(job, manifest, batch_size, workers, limit)
     sources = [source] if isinstance(source, str | os.PathLike) else list(source)
     folder = RunFolder(Path(output))
-    journal = Journal(folder.journal)
 
     def plan_with(taken: Mapping[str, str]) -> Plan:
         endings = job.endings
         return make_plan(sources, folder.path, endings, recursive=recursive, glob=glob, limit=limit, taken=taken)
 
-    plan_with({})  # what is wrong with the sources is told before a model is loaded, and nothing is written
+    fresh = plan_with({})  # what is wrong with the sources is told before a model is loaded, and nothing is written
     explainer = _explainer(model)
     _check_target(job, explainer)
-    fingerprint = _fingerprint(plan_with({}).root, job, explainer)
-    folder.journal.parent.mkdir(parents=True, exist_ok=True)
-    lock = folder.lock()
-    try:
-        journal = Journal(folder.journal)
-        _open(journal, folder, fingerprint, overwrite)
+    fingerprint = _fingerprint(fresh.root, job, explainer)
+    header = {"run": fingerprint, "max_pixels": max_pixels}
+    with folder.lock():
+        journal = Journal(folder.journal, is_folder_row)
+        if not _goes_on(journal, folder, fingerprint, overwrite):
+            if not overwrite:
+                _refuse_foreign_files(folder.path, fresh, job)
+            journal.start(header)
         plan = plan_with({row["input"]: row["stem"] for row in journal.rows()})
-        if not len(journal) and not overwrite:
-            _refuse_foreign_files(folder.path, plan, job)
+        journal.header = header  # an earlier run may have had another max_pixels; written with the rows, at the end
         folder.remove_leftovers()
         kept = _run(plan, journal, folder, explainer, job, batch_size, workers, max_pixels, progress)
         keys = [item.key for item in plan.items]
@@ -207,9 +201,6 @@ def explain_folder(
                 },
             },
         )
-    finally:
-        if lock is not None:
-            lock.close()
     return FolderSummary(folder.path, path, **totals, kept=kept, seconds=seconds, report=page)
 
 
@@ -237,17 +228,16 @@ def _explainer(model: str | Path | nn.Module | Explainer | Callable[[], Explaine
 def _check_target(job: Job, explainer: Explainer) -> None:
     """A class that does not exist stops the run, not each picture of it."""
     if job.target is not None:
-        count = getattr(explainer.model, "num_classes", 0) or 0
+        count = explainer.num_classes
         resolve_targets(job.target, torch.zeros(1, count) if count else None, explainer.class_names)
 
 
 def _fingerprint(root: Path, job: Job, explainer: Explainer) -> dict[str, Any]:
     """Everything that the results depend on; two runs that agree in it may share a folder."""
     record = {
+        "kind": "folder",
         "root": os.fspath(root),
-        "model": explainer.model_id,
-        "weights_sha256": weights_sha256(explainer.model),
-        "fit": explainer.fit,
+        **explainer.fingerprint(),
         "methods": {label: name for label, name, _ in job.methods},
         "options": {label: dict(own) for label, _, own in job.methods},
         "target": job.target,
@@ -259,22 +249,16 @@ def _fingerprint(root: Path, job: Job, explainer: Explainer) -> dict[str, Any]:
     return plain
 
 
-def _open(journal: Journal, folder: RunFolder, fingerprint: Mapping[str, Any], overwrite: bool) -> None:
-    """Go on with the run that the folder holds, or begin a new one."""
-    if journal.header is not None:
-        before = journal.header.get("run", {})
-        different = fingerprint_difference(before, fingerprint)
-        if not different and not overwrite:
-            return
-        if not overwrite:
-            raise OptionError(
-                f"The folder {str(folder.path)!r} holds a run with other options: {'; '.join(different)}. Choose "
-                "another folder, or replace that run with --overwrite (overwrite=True)."
-            )
-        for row in journal.rows():
-            for path in (*(row.get("outputs") or {}).values(), *(row.get("maps") or {}).values()):
-                (folder.path / path).unlink(missing_ok=True)
-    journal.start({"run": dict(fingerprint)})
+def _goes_on(journal: Journal, folder: RunFolder, fingerprint: Mapping[str, Any], overwrite: bool) -> bool:
+    """Whether the folder holds this very run; another one is refused, or its files are removed to begin anew."""
+    if journal.header is None:
+        return False
+    if not overwrite:
+        check_same_run(journal, folder, fingerprint)
+        return True
+    for row in journal.rows():
+        remove_inside(folder.path, (*row.get("outputs", {}).values(), *(row.get("maps") or {}).values()))
+    return False
 
 
 def _refuse_foreign_files(output: Path, plan: Plan, job: Job) -> None:
@@ -325,16 +309,22 @@ def _is_done(item: Item, journal: Journal, output: Path) -> bool:
     if item.problem is not None or item.key not in journal:
         return False
     row = next(journal.rows([item.key]))
-    if row["status"] != "explained":
+    if row["status"] != "explained" or row["stem"] != item.stem or "written" not in row:
         return False
     try:
         status = os.stat(item.path)  # noqa: PTH116
     except OSError:
         return False
-    files = (*row["outputs"].values(), *(row["maps"] or {}).values())
     return (status.st_size, status.st_mtime_ns) == (row["size"], row["mtime_ns"]) and all(
-        (output / path).is_file() for path in files
+        _length(output / path) == length for path, length in row["written"].items()
     )
+
+
+def _length(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 def _write_manifest(

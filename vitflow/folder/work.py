@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vitflow.errors import OptionError, UnsupportedModelError, printable
+from vitflow.errors import OptionError, printable, stops_all
 from vitflow.explaining.explainer import Explainer, choose_methods
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Target
@@ -141,12 +141,12 @@ def _try(explainer: Explainer, pictures: Sequence[Picture], job: Job) -> tuple[l
     methods = [(name, options) for _, name, options in job.methods]
     try:
         flat = explainer.explain_batch(images, methods=methods, targets=job.target)
-    except (OptionError, UnsupportedModelError):
-        raise
     except torch.OutOfMemoryError as error:
         # The traceback holds the tensors that did not fit.
         problem: Exception = error.with_traceback(None)
     except Exception as error:
+        if stops_all(error, explainer.fit):
+            raise
         problem = error
     else:
         count = len(methods)
@@ -192,6 +192,7 @@ def draw_files(picture: Picture, found: Maps, job: Job) -> Explained:
         "predicted_index": first.predicted,
         "outputs": outputs,
         "maps": saved or None,
+        "written": {path: len(content) for path, content in files.items()},
         "facts": json.loads(json.dumps(facts, default=float)),
         "saturated_share": _saturated_share(facts),
         "grids": {label: _pack(saliency) for (label, _, _), saliency in zip(job.methods, found.maps, strict=True)},

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from vitflow.errors import OptionError, ShapeError, whole_number
+from vitflow.errors import OptionError, OutsideGridError, ShapeError, whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class TokenLayout:
         """Index of the token that stands for the patch at (row, col), counted from the top left.
 
         Raises:
-            OptionError: the patch lies outside the grid.
+            OutsideGridError: the patch lies outside the grid.
         """
         row, col = whole_number("the patch's row", row), whole_number("the patch's column", col)
         if not (0 <= row < self.rows and 0 <= col < self.cols):
-            raise OptionError(
+            raise OutsideGridError(
                 f"Patch ({row}, {col}) lies outside the grid of {self.rows} × {self.cols} patches: "
                 f"give a row from 0 to {self.rows - 1} and a column from 0 to {self.cols - 1}."
             )

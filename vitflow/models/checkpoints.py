@@ -175,3 +175,27 @@ def weights_sha256(model: nn.Module) -> str:
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         digest.update(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
     return digest.hexdigest()
+
+
+# Settings that change nothing of what a module computes, but its mode, speed or memory.
+_UNIMPORTANT = {"training", "fused_attn", "grad_checkpointing", "gradient_checkpointing"}
+
+
+def architecture_sha256(model: nn.Module) -> str:
+    """One hash over what a model does with its weights: its modules and their settings, such as num_heads."""
+    digest = hashlib.sha256()
+    for name, module in model.named_modules():
+        settings = {
+            key: value
+            for key, value in vars(module).items()
+            if not key.startswith("_") and key not in _UNIMPORTANT and _is_setting(value)
+        }
+        line = f"{name} {type(module).__qualname__} {sorted(settings.items(), key=lambda item: item[0])!r}\n"
+        digest.update(line.encode("utf-8", "backslashreplace"))
+    return digest.hexdigest()
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_setting, value))
+    return value is None or type(value) in (bool, int, float, str)

@@ -221,9 +221,9 @@ def _from_checkpoint(
     if _count(draft.state_dict()) > 2 * _count(weights) + _SLACK:
         raise fitting.misfit(weights, weights, draft, path, name)  # before memory is taken for such a model
     classifier, rows = fitting.class_rows(weights, draft)
-    if num_classes is None and rows is not None and rows != getattr(draft, "num_classes", rows):
+    if num_classes is None and rows is not None and class_count(draft) not in (None, rows):
         num_classes = rows
-        notes.append(f"{path.name} has {rows} classes, {name} by default {draft.num_classes}: taking the file's.")
+        notes.append(f"{path.name} has {rows} classes, {name} by default {class_count(draft)}: taking the file's.")
     elif num_classes is None and classifier and f"{classifier}.weight" not in weights:
         num_classes = 0
         notes.append(f"{path.name} has no classifier weights: {name} is loaded without classes.")
@@ -267,8 +267,8 @@ def _load_weights(model: nn.Module, raw: Mapping[str, Tensor], path: Path, name:
 
 def _name_classes(model: nn.Module, names: str | Path | Sequence[str]) -> None:
     found = read_class_names(names) if isinstance(names, str | Path) else [str(name) for name in names]
-    count = getattr(model, "num_classes", len(found))
-    if len(found) != count:
+    count = class_count(model)
+    if count is not None and len(found) != count:
         raise ModelError(f"Expected {count} class names, one for each class of the model, got {len(found)}.")
     config = getattr(model, "pretrained_cfg", None)
     model.pretrained_cfg = {**(config or {}), "label_names": found, "label_descriptions": None}  # type: ignore[assignment]

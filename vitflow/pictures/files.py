@@ -2,17 +2,21 @@
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 
 @contextmanager
-def write_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def write_atomically(path: str | os.PathLike[str], *, durable: bool = False) -> Iterator[BinaryIO]:
     """Open a file beside its final place; it moves there when the block ends well, and is removed when it does not.
 
     Folders are made as needed.
+
+    Args:
+        path: the final place.
+        durable: wait until the disk has it, so that a power cut leaves the old file or the new one, and no empty one.
 
     Raises:
         OSError: the folder or file cannot be written.
@@ -24,6 +28,24 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     try:
         with unfinished.open("xb") as file:
             yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def stays_inside(folder: Path, path: str) -> bool:
+    """Whether a file of that path below a folder lies in the folder, wherever links on the way to it lead."""
+    base = os.path.realpath(folder)
+    parent = os.path.realpath(os.path.dirname(os.path.join(base, path)))  # noqa: PTH118, PTH120
+    return os.path.commonpath([base, parent]) == base
+
+
+def remove_inside(folder: Path, paths: Iterable[str]) -> None:
+    """Remove files below a folder, those that are there; what links take out of the folder stays."""
+    for path in paths:
+        target = folder / path
+        if stays_inside(folder, path) and (target.is_file() or target.is_symlink()):
+            target.unlink(missing_ok=True)

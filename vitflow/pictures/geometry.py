@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitflow.errors import OptionError, ShapeError, unknown_name
+from vitflow.errors import OptionError, OutsideGridError, ShapeError, unknown_name
 
 Fit = Literal["crop", "squash", "pad", "native"]
 FITS: tuple[Fit, ...] = get_args(Fit)
@@ -115,13 +115,13 @@ class Placement:
         It reaches beyond the picture where the model input was padded.
 
         Raises:
-            OptionError: the patch lies outside the grid.
+            OutsideGridError: the patch lies outside the grid.
 
         >>> place((480, 640), (224, 224), fit="squash").patch_box(0, 13, 14, 14)
         (594.2857142857143, 0.0, 640.0, 34.285714285714285)
         """
         if not (0 <= row < rows and 0 <= col < cols):
-            raise OptionError(f"Patch ({row}, {col}) lies outside the grid of {rows} × {cols} patches.")
+            raise OutsideGridError(f"Patch ({row}, {col}) lies outside the grid of {rows} × {cols} patches.")
         height, width = self.input_size
         top, left = self.to_image(row * height / rows, col * width / cols)
         bottom, right = self.to_image((row + 1) * height / rows, (col + 1) * width / cols)

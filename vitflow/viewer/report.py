@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitflow.errors import printable
-from vitflow.pictures.files import write_atomically
+from vitflow.pictures.files import stays_inside, write_atomically
 from vitflow.pictures.overlay import color_table, has_two_sides, scale_range
 
 # Failed inputs listed on a page; the manifest has them all.
@@ -111,6 +111,8 @@ def _entries(
             image = f"data:image/jpeg;base64,{base64.b64encode(photograph).decode()}"
         elif photograph is not None:
             image = f"report-files/{prefix}{index}.jpg"
+            if not stays_inside(output, image):
+                raise OptionError(f"A link leads out of {str(output)!r}: remove {str(output / 'report-files')!r}.")
             with write_atomically(output / image) as file:
                 file.write(photograph)
         label = row["class_name"] or ("" if row["class_index"] is None else f"class {row['class_index']}")

@@ -49,14 +49,18 @@ class Sample:
         name: what it is called in tables; no two samples of a data set share one.
         read: gives the picture and the truth; raises ImageError or ShapeError where something is wrong with it.
         files: what it is read from, so that a changed file is noticed.
+        fixed: whether its name alone tells it from every other picture, as that of a drawn one.
     """
 
     name: str
     read: Callable[[], Labelled]
     files: tuple[Path, ...] = ()
+    fixed: bool = False
 
-    def stamp(self) -> list[list[int]]:
-        """Size and time of change of its files: another stamp is another picture."""
+    def stamp(self) -> list[Any]:
+        """Size and time of change of its files, or a hash of what is in memory: another stamp is another picture."""
+        if not self.files and not self.fixed:
+            return self._content()
         found = []
         for file in self.files:
             try:
@@ -65,6 +69,20 @@ class Sample:
             except OSError:
                 found.append([])
         return found
+
+    def _content(self) -> list[str]:
+        """A hash over pixels, regions and classes; empty where they cannot be read."""
+        try:
+            picture = self.read()
+            size = picture.image.shape[:2]
+            digest = hashlib.sha256(f"{picture.image.shape} {picture.label!r}".encode("utf-8", "surrogatepass"))
+            digest.update(picture.image.tobytes())
+            for region in picture.regions or ():
+                digest.update(f"{region.label!r} {region.unknown}".encode("utf-8", "surrogatepass"))
+                digest.update(region.mask((size[0], size[1])).tobytes())
+        except (VitflowError, OSError):
+            return []
+        return [digest.hexdigest()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +195,7 @@ def _drawn(name: str, count: int, seed: int) -> Dataset:
             f"Expected demo:COUNT with 1 to {FIRST_TRAINING_SEED} pictures that the demo model was not trained on, got "
             f"{name!r}."
         )
-    samples = [Sample(f"demo-{number}", partial(_draw, number)) for number in range(seed, seed + count)]
+    samples = [Sample(f"demo-{number}", partial(_draw, number), fixed=True) for number in range(seed, seed + count)]
     return Dataset(name, f"{count} drawn pictures with exact masks", samples, True, {"demo": seed})
 
 

@@ -1,0 +1,252 @@
+"""Results of other settings never share a folder: everything that they depend on changes the fingerprint."""
+
+import inspect
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from tests.folder.test_run import fill, tiny_model
+from tests.folder.test_run import run as run_folder
+from vitflow import Explainer, explain_folder
+from vitflow.demo import draw_picture
+from vitflow.errors import OptionError
+from vitflow.evaluation import Labelled, Sample, evaluate, export
+from vitflow.evaluation.choices import label_methods
+from vitflow.evaluation.data.datasets import Dataset, open_dataset
+from vitflow.evaluation.run import _settings
+from vitflow.evaluation.scoring import Protocol
+from vitflow.explaining.method_table import OPTIONS, list_methods
+from vitflow.folder.fingerprints import fingerprint_difference
+from vitflow.folder.manifest import RunFolder
+from vitflow.folder.run import _fingerprint
+from vitflow.folder.work import make_job
+from vitflow.methods.tokens import TokenLayout
+from vitflow.models.loading import InputSpec
+
+CONFIG = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+
+
+def own_model(**options) -> torch.nn.Module:
+    torch.manual_seed(0)
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 5}
+    return timm.models.VisionTransformer(**{**sizes, **options}).eval()
+
+
+def explainer(**changed) -> Explainer:
+    model = changed.pop("model", None)
+    return Explainer(own_model(dynamic_img_size=True) if model is None else model, data_config=CONFIG, **changed)
+
+
+# One other value, at least, for each argument of Explainer.
+OTHERS = {
+    "model": [own_model(num_classes=4), own_model(num_heads=4), own_model(global_pool="avg", fc_norm=False)],
+    "device": ["meta"],
+    "fit": ["squash", "pad", "native"],
+    "class_names": [["a", "b", "c", "d", "e"]],
+    "data_config": [
+        CONFIG | {name: value}
+        for name, value in {
+            "mean": (0.4,) * 3,
+            "std": (0.4,) * 3,
+            "input_size": (3, 24, 24),
+            "crop_pct": 0.5,
+            "crop_mode": "squash",
+            "interpolation": "bilinear",
+        }.items()
+    ],
+    "layout": [TokenLayout(1, 4, 4)],
+    "activation": ["sigmoid"],
+}
+
+
+def test_every_argument_of_the_explainer_changes_its_fingerprint(monkeypatch):
+    arguments = [name for name in inspect.signature(Explainer.__init__).parameters if name != "self"]
+    assert sorted(arguments) == sorted(OTHERS), "an argument of Explainer without a case here"
+    usual = explainer().fingerprint()
+    assert usual == explainer().fingerprint() == json.loads(json.dumps(usual)) | {"input": usual["input"]}
+    seen = [json.dumps(usual)]
+    for name, values in OTHERS.items():
+        for value in values:
+            if name == "device":  # there may be no other device here: as if there were
+                other = explainer()
+                other.device = torch.device(value)
+            elif name == "data_config":
+                other = Explainer(own_model(dynamic_img_size=True), data_config=value)
+            else:
+                other = explainer(**{name: value})
+            seen.append(json.dumps(other.fingerprint()))
+    assert len(set(seen)) == len(seen)
+    assert set(usual["input"]) == {*InputSpec.__dataclass_fields__}
+
+
+def test_explaining_leaves_the_fingerprint_as_it_is():
+    for name, sizes in (
+        ("vit_tiny_patch16_224", {"img_size": 64, "depth": 2}),
+        ("swin_tiny_patch4_window7_224", {"img_size": 64, "window_size": 2}),
+        ("deit_tiny_distilled_patch16_224", {"img_size": 64, "depth": 2}),
+    ):
+        model = timm.create_model(name, num_classes=3, **sizes)
+        own = Explainer(model, data_config={"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3})
+        before = own.fingerprint()
+        own.explain(np.zeros((64, 64, 3), np.uint8), method="rollout")
+        assert own.fingerprint() == before
+
+
+def other_value(option, method):
+    """A value of an option that is not its default."""
+    default = method.defaults.get(option.name)
+    if option.choices:
+        return next(choice for choice in option.choices if choice != default)
+    if option.kind is bool:
+        return not default
+    return (0, 1) if option.kind == "patch" else 2 if default != 2 else 1
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_of_a_method_changes_both_fingerprints(name):
+    own, root = explainer(), Path("/pictures")
+    for method in (method for method in list_methods() if method.accepts(name) and name in method.defaults):
+        options = [{}, {name: other_value(OPTIONS[name], method)}]
+        folders = [_fingerprint(root, make_job([(method.name, given)], {}), own) for given in options]
+        assert folders[0] != folders[1], method.name
+        dataset = open_dataset("demo:2")
+        protocols = [Protocol(tuple(label_methods([(method.name, given)], {})), ("faithfulness",)) for given in options]
+        settings = [_settings(dataset, own, protocol, 1) for protocol in protocols]
+        assert settings[0]["options"] != settings[1]["options"]
+
+
+# What may differ between two runs over one folder, for it changes no result of a picture.
+FREE = {"source", "output", "recursive", "glob", "limit", "batch_size", "workers", "overwrite", "manifest", "report"}
+FREE |= {"max_pixels", "progress", "command"}
+
+
+def test_every_option_of_a_folder_run_changes_its_fingerprint(tmp_path):
+    source = fill(tmp_path / "in", 1)
+    others = {
+        "model": explainer(),
+        "methods": ["rollout", "centre"],
+        "target": 2,
+        "drawing": {"alpha": 0.3},
+        "format": "png",
+        "save_map": True,
+        "options": {"residual": 0.3},
+    }
+    assert set(inspect.signature(explain_folder).parameters) == FREE | set(others)
+    run_folder(source, tmp_path / "out")
+    for name, value in others.items():
+        with pytest.raises(OptionError, match="holds a run with other options"):
+            run_folder(source, tmp_path / "out", **(value if name == "options" else {name: value}))
+
+
+FREE_OF_EVALUATIONS = {"output", "images", "limit", "batch_size", "resamples", "overwrite", "progress"}
+
+
+def test_every_option_of_an_evaluation_changes_its_fingerprint(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "save_charts", lambda *_: {})
+    usual = {"data": "demo:1", "model": explainer(), "methods": ["rollout"], "metrics": ["faithfulness", "sanity"]}
+    usual |= {"points": 3, "sanity_pictures": 0}
+    others = {
+        "data": "demo:1:5",
+        "model": explainer(activation="sigmoid"),
+        "methods": ["centre"],
+        "metrics": ["faithfulness"],
+        "replace_by": "blur",
+        "points": 4,
+        "sanity_pictures": 1,
+        "seed": 1,
+        "options": {"residual": 0.3},
+    }
+    assert set(inspect.signature(evaluate).parameters) == FREE_OF_EVALUATIONS | set(others)
+    evaluate(**usual, output=tmp_path / "out")
+    for name, value in others.items():
+        changed = usual | (value if name == "options" else {name: value})
+        with pytest.raises(OptionError, match="holds a run with other options"):
+            evaluate(**changed, output=tmp_path / "out")
+
+
+# -- the faults that this is for
+
+
+def test_a_second_run_with_another_mean_is_refused_or_done_anew(tmp_path):
+    source = fill(tmp_path / "in", 2)
+    first = Explainer(own_model(), data_config=CONFIG)
+    other = Explainer(own_model(), data_config=CONFIG | {"mean": (0.1, 0.5, 0.9)})
+    run_folder(source, tmp_path / "out", model=first, save_map=True)
+    before = [row["grids"] for row in run_folder(source, tmp_path / "out", model=first, save_map=True)]
+    with pytest.raises(OptionError, match=r"input.mean was \[0.5, 0.5, 0.5\] and is \[0.1, 0.5, 0.9\]"):
+        run_folder(source, tmp_path / "out", model=other, save_map=True)
+    again = run_folder(source, tmp_path / "out", model=other, save_map=True, overwrite=True)
+    assert again.kept == 0
+    assert all(row["grids"] != own for row, own in zip(again, before, strict=True))
+
+
+def test_an_evaluation_with_another_mean_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "save_charts", lambda *_: {})
+    options = {"methods": ["rollout"], "metrics": ["roc_auc"], "output": tmp_path / "out"}
+    evaluate("demo:2", model=Explainer(own_model(), data_config=CONFIG), **options)
+    other = Explainer(own_model(), data_config=CONFIG | {"mean": (0.1, 0.5, 0.9)})
+    with pytest.raises(OptionError, match="input.mean was"):
+        evaluate("demo:2", model=other, **options)
+
+
+def test_a_folder_of_an_earlier_version_is_refused_in_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "save_charts", lambda *_: {})
+    source = fill(tmp_path / "in", 2)
+    options = {"model": tiny_model(), "methods": ["rollout"], "metrics": ["faithfulness"], "points": 3}
+    verbs = {
+        "folder": lambda out, **more: run_folder(source, out, **more),
+        "evaluation": lambda out, **more: evaluate("demo:1", output=out, **options, **more),
+    }
+    for name, again in verbs.items():
+        out = tmp_path / name
+        again(out)
+        path = RunFolder(out).journal
+        header, *rows = path.read_text().splitlines()
+        run = json.loads(header)["run"]
+        for key in ("kind", "input", "activation", "layout", "device", "architecture_sha256", "class_names_sha256"):
+            del run[key]
+        old = [json.dumps({"vitflow_journal": 1, "run": run})]
+        old += [json.dumps({key: value for key, value in json.loads(row).items() if key != "written"}) for row in rows]
+        path.write_text("\n".join(old) + "\n")
+        with pytest.raises(OptionError, match=r"holds a run of another version of vitflow.*--overwrite"):
+            again(out)
+        again(out, overwrite=True)
+        again(out)
+
+
+def test_pictures_in_memory_are_told_apart_by_their_pixels(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "save_charts", lambda *_: {})
+    options = {"model": tiny_model(), "methods": ["rollout"], "metrics": ["faithfulness"], "points": 3}
+    pictures = [draw_picture(seed).image for seed in range(4)]
+    first = evaluate(pictures[:2], output=tmp_path / "out", **options)
+    assert (evaluate(pictures[:2], output=tmp_path / "out", **options).values["gap"] == first.values["gap"]).all()
+    others = evaluate(pictures[2:], output=tmp_path / "out", **options)
+    assert (others.values["gap"] == evaluate(pictures[2:], **options).values["gap"]).all()
+    assert (others.values["gap"] != first.values["gap"]).any()
+    as_pillow = evaluate([Image.fromarray(image) for image in pictures[:2]], output=tmp_path / "out", **options)
+    assert (as_pillow.values["gap"] == first.values["gap"]).all()
+
+
+def test_a_sample_of_ones_own_is_told_apart_by_its_pixels_and_its_truth():
+    images = [draw_picture(seed).image for seed in (0, 1)]
+    drawn = open_dataset("demo:2").samples
+    pictures = [Labelled(images[0]), Labelled(images[1]), Labelled(images[0], None, 3), drawn[0].read()]
+    stamps = [Sample("own", lambda picture=picture: picture).stamp() for picture in pictures]
+    assert len({json.dumps(stamp) for stamp in stamps}) == 4
+    assert Dataset("d", "d", [Sample("own", lambda: pictures[0])], False).samples[0].stamp() == stamps[0]
+
+
+def test_a_run_with_other_methods_is_told_in_few_words():
+    own, root = explainer(), Path("/pictures")
+    many = _fingerprint(root, make_job(["rollout", "gae"], {}), own)
+    one = _fingerprint(root, make_job(["rollout"], {}), own)
+    assert fingerprint_difference(many, one) == ["that run also had gae"]
+    assert fingerprint_difference(one, many) == ["that run did not have gae"]
+    turned = _fingerprint(root, make_job(["gae", "rollout"], {}), own)
+    assert fingerprint_difference(many, turned) == ["that run had its methods in the order rollout, gae"]
+    assert fingerprint_difference(many, many) == []

@@ -1,0 +1,87 @@
+"""What a row of an evaluation's journal must be to be believed; one that is not counts as never written."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vitflow.evaluation.measures.correlation import LAYER_METHODS, REFERENCES
+from vitflow.evaluation.measures.randomisation import default_stages
+from vitflow.evaluation.scoring import CURVES, Protocol
+from vitflow.explaining.explainer import Explainer
+from vitflow.folder.rows import has, is_number, is_text, is_whole, or_none
+
+Check = Callable[[Any], bool]
+
+_VALUE = or_none(is_number)
+_FAILED: dict[str, Check] = {"error": is_text, "message": is_text}
+_SHOWN: dict[str, Check] = {
+    "class_index": or_none(is_whole),
+    "class_name": or_none(lambda value: isinstance(value, str)),
+    "probability": _VALUE,
+    "predicted_index": or_none(is_whole),
+    "width": is_whole,
+    "height": is_whole,
+    "region_share": _VALUE,
+    "asked": lambda value: value in ("label", "prediction"),
+}
+
+
+def accepts(protocol: Protocol, explainer: Explainer) -> Callable[[Mapping[str, Any]], bool]:
+    """A check of rows, whether this protocol could have measured them on this model."""
+    labels = set(protocol.labels)
+    stages = default_stages(explainer.model) if "sanity" in protocol.groups else []
+    texts = _list_of(is_text)
+    measured: dict[str, Check] = {
+        **_SHOWN,
+        "groups": lambda value: texts(value) and set(value) <= set(protocol.groups),
+        "constant": lambda value: texts(value) and set(value) <= labels,
+        "values": _by(labels, _numbers_by_name),
+    }
+    curves = _list_of(_VALUE, protocol.points)
+    further: dict[str, Check] = {
+        "overlap": _by(labels, or_none(_list_of(is_number, 4))),
+        "curves": lambda value: (
+            isinstance(value, dict)
+            and set(value) <= labels
+            and all(isinstance(own, dict) and all(curves(own.get(name)) for name in CURVES) for own in value.values())
+        ),
+        "stages": lambda value: _are_stages(value, stages),
+        "correlation": _is_correlation,
+    }
+
+    def accept(row: Mapping[str, Any]) -> bool:
+        if not isinstance(row.get("stamp"), list) or row.get("status") not in ("failed", "measured"):
+            return False
+        if row["status"] == "failed":
+            return has(row, _FAILED)
+        return has(row, measured) and all(check(row[name]) for name, check in further.items() if name in row)
+
+    return accept
+
+
+def _list_of(check: Check, length: int | None = None) -> Check:
+    return lambda value: isinstance(value, list) and length in (None, len(value)) and all(map(check, value))
+
+
+def _by(labels: set[str], check: Check) -> Check:
+    return lambda value: isinstance(value, dict) and set(value) == labels and all(map(check, value.values()))
+
+
+def _numbers_by_name(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_VALUE, value.values()))
+
+
+def _are_stages(value: Any, names: Sequence[str]) -> bool:
+    pairs = isinstance(value, list) and all(isinstance(one, list) and len(one) == 2 for one in value)
+    return pairs and [name for name, _ in value] == names and all(_numbers_by_name(own) for _, own in value)
+
+
+def _is_correlation(value: Any) -> bool:
+    """Whether a value is [references][methods][layers], of the layers 1 to the last."""
+    references = [name if isinstance(name, str) else name[0] for name in REFERENCES]
+    if not isinstance(value, dict) or value.get("methods") != list(LAYER_METHODS):
+        return False
+    layers = value.get("layers")
+    if value.get("references") != references or not isinstance(layers, list) or layers != [*range(1, len(layers) + 1)]:
+        return False
+    rows = _list_of(_list_of(_VALUE, len(layers)), len(LAYER_METHODS))
+    return _list_of(rows, len(references))(value.get("values"))

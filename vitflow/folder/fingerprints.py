@@ -1,0 +1,90 @@
+"""Whether an output folder's run may be gone on with: only by one that would have given the same results."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vitflow.errors import OptionError
+from vitflow.folder.manifest import VERSION, Journal, RunFolder
+
+_REMEDY = "Choose another folder, or replace that run with --overwrite (overwrite=True)."
+_KINDS = {"evaluation": "an evaluation", "folder": "a folder run"}
+# What is told in words, for its values say nothing to a reader.
+_IN_WORDS = {
+    "weights_sha256": "the model has other weights",
+    "architecture_sha256": "the model is built otherwise",
+    "class_names_sha256": "the classes have other names",
+}
+
+
+def check_same_run(journal: Journal, folder: RunFolder, fingerprint: Mapping[str, Any]) -> None:
+    """Refuse a folder that holds a run with another fingerprint.
+
+    Raises:
+        OptionError: it does, or one of a version of vitflow that did not keep the whole fingerprint.
+    """
+    header: Mapping[str, Any] = journal.header or {}
+    if header["vitflow_journal"] != VERSION:
+        raise OptionError(
+            f"The folder {str(folder.path)!r} holds a run of another version of vitflow, which did not note all that "
+            f"its results depend on. {_REMEDY}"
+        )
+    before = header["run"]
+    kinds = [_KINDS.get(str(own.get("kind")), "another run") for own in (before, fingerprint)]
+    if kinds[0] != kinds[1]:
+        raise OptionError(f"The folder {str(folder.path)!r} holds {kinds[0]}, not {kinds[1]}. {_REMEDY}")
+    different = fingerprint_difference(before, fingerprint)
+    if different:
+        raise OptionError(
+            f"The folder {str(folder.path)!r} holds a run with other options: {'; '.join(different)}. {_REMEDY}"
+        )
+
+
+def fingerprint_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What differs between two runs' fingerprints, in words.
+
+    >>> fingerprint_difference({"fit": "crop", "options": {"rollout": {"residual": 0.5}}}, {"fit": "crop"})
+    ['options.rollout.residual was 0.5 and is not set']
+    >>> both = {"methods": {"rollout": "rollout", "gae": "gae"}, "options": {"rollout": {}, "gae": {"layer": 1}}}
+    >>> fingerprint_difference(both, {"methods": {"rollout": "rollout"}, "options": {"rollout": {}}})
+    ['that run also had gae']
+    """
+    had, has = (_methods(record) for record in (old, new))
+    told = [
+        f"that run {words} {', '.join(labels)}"
+        for words, labels in (
+            ("also had", [label for label in had if label not in has]),
+            ("did not have", [label for label in has if label not in had]),
+        )
+        if labels and had and has
+    ]
+    apart = set(had) ^ set(has) if had and has else set()
+    before, after = ({path: value for path, value in _leaves(one) if _counts(path, apart)} for one in (old, new))
+    for path in dict.fromkeys([*before, *after]):
+        if before.get(path, ...) != after.get(path, ...):
+            name = ".".join(path)
+            told.append(_IN_WORDS.get(name, f"{name} was {_shown(before, path)} and is {_shown(after, path)}"))
+    if not told and list(had) != list(has):
+        told.append(f"that run had its methods in the order {', '.join(had)}")
+    return told
+
+
+def _methods(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    methods = record.get("methods")
+    return methods if isinstance(methods, Mapping) else {}
+
+
+def _counts(path: tuple[str, ...], apart: set[str]) -> bool:
+    """Whether a value is not that of a method which only one of the two runs has, and which is told by its name."""
+    return len(path) < 2 or path[0] not in ("methods", "options") or path[1] not in apart
+
+
+def _leaves(record: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in record.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+def _shown(values: Mapping[tuple[str, ...], Any], path: tuple[str, ...]) -> str:
+    return repr(values[path]) if path in values else "not set"
