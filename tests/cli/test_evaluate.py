@@ -92,7 +92,7 @@ def test_a_failed_picture_makes_the_exit_code_1(folder, tmp_path):
     result = invoke(folder, *SHORT, "-o", tmp_path / "out")
     assert result.exit_code == 1
     assert "| gae |" in result.stdout
-    assert "error: 1.png: ImageError: " in result.stderr
+    assert "error: ImageError: Expected '1.png' to be a picture" in result.stderr
     assert "1 of the pictures failed" in result.stderr
 
 
@@ -152,7 +152,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "interrupted" in errors
+    assert "interrupted: what was done is kept; the same command goes on from there" in errors
     assert "Traceback" not in errors
     kept = journal.read_bytes().count(b"\n") - 1
     assert 2 <= kept < 400

@@ -17,8 +17,8 @@ from vitflow import Explainer, explain_folder
 from vitflow.errors import OptionError, VitflowError
 from vitflow.evaluation import evaluate, export
 from vitflow.folder.manifest import Journal, RunFolder
+from vitflow.folder.report import report_run
 from vitflow.folder.rows import is_folder_row, is_inside, parse_row
-from vitflow.viewer.report import write_report
 
 
 @pytest.fixture(scope="module")
@@ -115,12 +115,12 @@ def test_the_report_neither_reads_nor_writes_outside(tmp_path, precious, explain
     secret = fill(tmp_path / "secret", 1) / "0.jpg"
     run_folder(source, out, model=explainer)
     edit(out, lambda row: row.update(input="../secret/0.jpg"))
-    assert "secret" not in write_report(out).read_text()
+    assert "secret" not in report_run(out).read_text()
     edit(out, lambda row: row.update(input=str(secret)))
-    assert "secret" not in write_report(out).read_text()
+    assert "secret" not in report_run(out).read_text()
     (out / "report-files").symlink_to(precious.parent)
     with pytest.raises(OptionError, match="A link leads out"):
-        write_report(out, embed_bytes=0)
+        report_run(out, embed_bytes=0)
     assert len(list(precious.parent.iterdir())) == 1
 
 
@@ -215,7 +215,7 @@ def test_an_incomplete_or_ill_typed_row_counts_as_torn(tmp_path, explainer, chan
     run_folder(source, out, model=explainer)
     expected = tree(out)
     edit(out, change)
-    assert write_report(out).is_file()  # without the row
+    assert report_run(out).is_file()  # without the row
     (out / "report.html").unlink()
     assert run_folder(source, out, model=explainer, manifest="parquet").kept == 1
     (out / "manifest.parquet").unlink()
@@ -329,7 +329,7 @@ def test_mutated_journals_never_crash_and_touch_nothing_outside(tmp_path, precio
                 if place == seen:
                     assert len(evaluate("demo:2", output=seen, **measuring).pictures) == 2
                 elif number % 3 == 2:
-                    write_report(out)
+                    report_run(out)
                 else:
                     overwrite = number % 3 == 1
                     options = {"model": explainer, "methods": ["rollout", "centre"], "save_map": True, "workers": 0}

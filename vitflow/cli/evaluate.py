@@ -11,6 +11,7 @@ import click
 from vitflow.cli.compare import _MethodChoice
 from vitflow.cli.options import (
     given_options,
+    going_on,
     make_explainer,
     method_options,
     model_options,
@@ -140,7 +141,7 @@ def _run(data: str, given: dict[str, Any]) -> Any:
             raise OptionError("Expected --method all alone, or methods by name, got both.")
         methods = "all"
     same = ("output", "images", "limit", "replace_by", "points", "sanity_pictures", "batch_size", "resamples", "seed")
-    with pictures_bar() as progress:
+    with going_on(kept=given["output"] is not None), pictures_bar() as progress:
         return evaluate(
             data,
             model=lambda: make_explainer(given),

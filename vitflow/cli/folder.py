@@ -11,6 +11,7 @@ from vitflow.cli.options import (
     DRAWING,
     drawing_options,
     given_options,
+    going_on,
     known_method,
     make_explainer,
     method_options,
@@ -102,7 +103,7 @@ def folder(sources: tuple[Path, ...], **given: Any) -> None:
             if not any(method.accepts(name) for method in methods):
                 methods[0].complete({name: options[name]})  # raises
         _check_sources(sources)
-        with pictures_bar() as progress:
+        with going_on(kept=True), pictures_bar() as progress:
             summary = _run(sources, given, options, progress)
         click.echo(printable(summary.manifest))
         if summary.report:

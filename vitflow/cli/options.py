@@ -1,7 +1,9 @@
 """What the commands share: the options of models, methods and drawing, and how errors are told."""
 
+import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -76,8 +78,22 @@ def _progress_bar(label: str, total: int) -> Iterator[Callable[[int], object]]:
 def talking() -> Iterator[None]:
     """Turn errors into one line and an exit code, and warnings into lines on stderr."""
 
+    told: Counter[str] = Counter()
+    first: dict[str, str] = {}
+
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        click.echo(f"{'note' if issubclass(category, VitflowWarning) else 'warning'}: {message}", err=True)
+        line = f"{'note' if issubclass(category, VitflowWarning) else 'warning'}: {message}"
+        kind = re.sub(r"\d+(\.\d+)?", "0", line)  # the same of other pictures, whatever its numbers are
+        if not told[kind]:
+            click.echo(line, err=True)
+            first[kind] = line
+        told[kind] += 1
+
+    def tell_counts() -> None:
+        for kind, count in told.items():
+            if count > 1:
+                start = first[kind] if len(first[kind]) < 60 else f"{first[kind][:57]}…"
+                click.echo(f"{start} (told once, it came up {count} times)", err=True)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -86,6 +102,7 @@ def talking() -> Iterator[None]:
         try:
             with shown_by(_progress_bar):
                 yield
+                tell_counts()
         except (OptionError, ModelError) as error:
             click.echo(f"error: {error}", err=True)
             sys.exit(2)
@@ -222,30 +239,63 @@ def printable(path: Path) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def _told(name: str, row: Mapping[str, Any]) -> str:
+    """What is wrong with a picture, its name told once."""
+    message = f"{row['error']}: {row['message']}"
+    return message if name in message else f"{name}: {message}"
+
+
+@contextmanager
+def going_on(kept: bool) -> Iterator[None]:
+    """Say on Ctrl-C how a run goes on, and end with its exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if kept:
+            click.echo("interrupted: what was done is kept; the same command goes on from there", err=True)
+        else:
+            click.echo("interrupted: nothing is kept; with -o FOLDER a run can be gone on with", err=True)
+        sys.exit(130)
+
+
 @contextmanager
 def pictures_bar() -> Iterator[Any]:
     """A callback that shows pictures per second, the time left, the current file and what failed, on stderr."""
     from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]
+        """A bar that tells its pace in words."""
+
+        @property
+        def format_dict(self) -> dict[str, Any]:
+            found: dict[str, Any] = super().format_dict
+            done, elapsed = found["n"] - found["initial"], found["elapsed"]
+            pace = done / elapsed if elapsed else 0.0
+            words = f"{pace:.1f} pictures/s" if pace >= 1 else f"{1 / pace:.1f} s/picture" if pace else "starting"
+            return found | {"pace": words, "whole": int(found["n"])}
 
     bar: Any = None
 
     def show(state: Any) -> None:
         nonlocal bar
         if bar is None:
-            bar = tqdm(
+            bar = Bar(
                 total=state.total,
                 initial=state.done,
-                unit=" pictures",
                 dynamic_ncols=True,
                 file=sys.stderr,
-                mininterval=0.2 if sys.stderr.isatty() else 30,  # a log file wants fewer lines
+                disable=None,  # none into a file
+                mininterval=0.2,
+                smoothing=0,
+                bar_format="{percentage:3.0f} %|{bar}| {whole}/{total} pictures, {elapsed} passed, {remaining} left, "
+                "{pace}{postfix}",
             )
         if state.row is not None:
             name = printable(Path(state.row["input"]))
             bar.set_postfix_str(name[-40:], refresh=False)
-            bar.update(state.done - bar.n)
             if state.row["status"] == "failed":
-                bar.write(f"error: {name}: {state.row['error']}: {state.row['message']}", file=sys.stderr)
+                bar.write(f"error: {_told(name, state.row)}", file=sys.stderr)
+        bar.update(max(state.done + state.under_way - bar.n, 0))
 
     try:
         yield show

@@ -1,6 +1,7 @@
 """Write an evaluation into files: tables as CSV and JSON, figures, and the page.
 
-Text that a spreadsheet would take for a formula stands in CSV with an apostrophe before it (see `vitflow.folder.spreadsheet`).
+Text that a spreadsheet would take for a formula stands in CSV with an apostrophe before it
+(see `vitflow.folder.spreadsheet`).
 """
 
 import csv

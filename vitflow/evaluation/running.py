@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vitflow.errors import VitflowError
@@ -11,11 +12,16 @@ from vitflow.evaluation.questions import ask
 from vitflow.evaluation.rows import accepts
 from vitflow.evaluation.scoring import Item, Protocol, failed_row, measure
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.progress import watched
 from vitflow.folder.fingerprints import check_same_run
 from vitflow.folder.manifest import Journal, RunFolder
+from vitflow.methods import is_slow
 
 # Groups of metrics that take many forward passes per picture.
 COSTLY = ("sanity", "correlation")
+
+# How often the sanity checks make each map of a picture anew: stages of random weights, shifts, flips, classes.
+_SANITY_ROUNDS = 9
 
 _AUTO_BATCH = {"cpu": 8, "cuda": 64}
 
@@ -28,11 +34,14 @@ class EvaluationProgress:
         done: pictures with a row, those of earlier runs included.
         total: pictures of the run.
         row: the newest row.
+        under_way: how many more pictures' worth of work is done, as far as it is known. Methods that take long are told
+            of in between, without a row.
     """
 
     done: int
     total: int
     row: Mapping[str, Any] | None
+    under_way: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +82,28 @@ class Run:
         done = set(known)
         groups = self._groups()
         missing = [sample for sample in self.dataset.samples if sample.name not in done]
-        count, total = len(done), len(self.dataset)
-        self._tell(count, total, None)
+        count = len(done)
+        self._tell(count, None)
         num_classes = self.explainer.num_classes
         size = self.batch_size or _AUTO_BATCH.get(self.explainer.device.type, 8)
         for start in range(0, len(missing), size):
-            for row in self._measure(missing[start : start + size], groups, num_classes):
-                count += 1
-                self._tell(count, total, row)
-                yield row
+            batch = missing[start : start + size]
+            with watched(partial(self._tell_share, count, len(batch)), self._rounds(batch, groups)):
+                for row in self._measure(batch, groups, num_classes):
+                    count += 1
+                    self._tell(count, row)
+                    yield row
+
+    def _tell_share(self, done: int, pictures: int, share: float) -> None:
+        """Tell of a batch's share, in pictures, before all of its rows are there."""
+        self._tell(done, None, share * pictures)
+
+    def _rounds(self, batch: Sequence[Sample], groups: Mapping[str, tuple[str, ...]]) -> float:
+        """How many times the work of the methods that take long, on the whole batch, is expected of it."""
+        slow = [label for label, name, _ in self.protocol.methods if is_slow(name)]
+        checked = len([label for label in slow if label not in self.protocol.unchecked])
+        share = sum("sanity" in groups[sample.name] for sample in batch) / len(batch)
+        return max(len(slow) + checked * share * _SANITY_ROUNDS, 1)
 
     def _measure(
         self, batch: Sequence[Sample], groups: Mapping[str, tuple[str, ...]], num_classes: int
@@ -101,9 +123,9 @@ class Run:
             for row in measure(self.explainer, items, self.protocol):
                 yield row | stamps[row["input"]]
 
-    def _tell(self, done: int, total: int, row: Mapping[str, Any] | None) -> None:
+    def _tell(self, done: int, row: Mapping[str, Any] | None, under_way: float = 0.0) -> None:
         if self.progress is not None:
-            self.progress(EvaluationProgress(done, total, row))
+            self.progress(EvaluationProgress(done, len(self.dataset), row, under_way))
 
     def _groups(self) -> dict[str, tuple[str, ...]]:
         """What is measured on each picture: the costly groups on some of them."""

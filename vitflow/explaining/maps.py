@@ -282,9 +282,9 @@ def occlusion(trace: Trace, *, patch_size: int | None, occlusion_batch: int) -> 
     rows, cols = trace.grid(patch_size)
     assert trace.predict is not None
     assert trace.pixels is not None
-    maps = blank_out.occlusion(
-        trace.predict, trace.pixels, trace.wanted, rows=rows, cols=cols, batch_size=occlusion_batch
-    )
+    options = {"rows": rows, "cols": cols, "batch_size": occlusion_batch}
+    with tracking("blank-out", len(trace.pixels) * rows * cols) as progress:
+        maps = blank_out.occlusion(trace.predict, trace.pixels, trace.wanted, progress=progress, **options)
     return Maps(maps)
 
 

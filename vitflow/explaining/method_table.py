@@ -136,6 +136,15 @@ _PAPER = "Abnar & Zuidema, ACL 2020"
 _METHODS: dict[str, Method] = {}
 
 
+def is_slow(name: str) -> bool:
+    """Whether a method takes long enough on a picture to tell its progress meanwhile.
+
+    Raises:
+        OptionError: there is no such method.
+    """
+    return name == "flow" or "predict" in get_method(name).needs
+
+
 def register_method(
     name: str,
     function: Callable[..., Any] | str,

@@ -4,15 +4,18 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vitflow.errors import printable
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.progress import watched
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.manifest import Journal
 from vitflow.folder.plan import Item
 from vitflow.folder.work import Job, Maps, Picture, compute_maps, draw_files
+from vitflow.methods import is_slow
 from vitflow.pictures.files import stays_inside, write_atomically
 
 #: Pixels that wait for the model, or to be written, take no more memory than this each (and one picture).
@@ -21,7 +24,7 @@ WAITING_BYTES = 192 * 2**20
 # Batches that wait to be written: with more the disk is the bottleneck, and waiting helps nobody.
 _BATCHES_BEHIND = 2
 
-OnRow = Callable[[dict[str, Any]], None]
+OnRow = Callable[[dict[str, Any], float], None]
 _Writing = list[Future[dict[str, Any]]]
 
 
@@ -35,7 +38,8 @@ class Pipeline:
         journal: where rows go.
         batch_size: pictures in one forward pass; it is halved where memory is too small.
         decoders: the processes that read.
-        on_row: called with each row once it is in the journal.
+        on_row: called with each row once it is in the journal, and the work that is under way, in pictures.
+        on_share: called with that work as methods that take long go on.
     """
 
     def __init__(
@@ -48,10 +52,13 @@ class Pipeline:
         batch_size: int,
         decoders: DecoderPool,
         on_row: OnRow | None = None,
+        on_share: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._explainer, self._job, self._output, self._journal = explainer, job, output, journal
         self._batch_size, self._decoders, self._on_row = batch_size, decoders, on_row
+        self._on_share, self._slow = on_share, sum(is_slow(name) for _, name, _ in job.methods)
         self._fits = batch_size
+        self._under_way = 0.0  # pictures whose maps are there, and that have no row yet
         self._writing: deque[tuple[int, _Writing]] = deque()  # (bytes of pixels, one future per picture)
 
     def run(self, items: Sequence[Item], is_done: Callable[[Item], bool]) -> None:
@@ -67,7 +74,9 @@ class Pipeline:
                     wanted = [picture for picture in pictures if picture.key in missing]
                     if not wanted:
                         continue
-                    found, self._fits = compute_maps(self._explainer, pictures, self._job)
+                    with watched(partial(self._tell_share, len(wanted)), max(self._slow, 1)):
+                        found, self._fits = compute_maps(self._explainer, pictures, self._job)
+                    self._under_way += len(wanted)
                     self._hand_over(writers, zip(pictures, found, strict=True), missing)
             while self._writing:
                 self._commit()
@@ -176,4 +185,8 @@ class Pipeline:
         self._journal.append(rows)
         if self._on_row is not None:
             for row in rows:
-                self._on_row(row)
+                self._under_way -= 1
+                self._on_row(row, self._under_way)
+
+    def _tell_share(self, pictures: int, share: float) -> None:
+        self._on_share(self._under_way + share * pictures)

@@ -45,11 +45,14 @@ class FolderProgress:
         done: pictures with a row, those of earlier runs included.
         total: pictures of the run.
         row: the newest row, as in the manifest.
+        under_way: how many more pictures' worth of work is done, as far as it is known. Methods that take long are told
+            of in between, without a row.
     """
 
     done: int
     total: int
     row: Mapping[str, Any] | None
+    under_way: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,17 +292,22 @@ def _run(
     if progress is not None:
         progress(FolderProgress(done, len(plan.items), None))
 
-    def on_row(row: dict[str, Any]) -> None:
+    def on_row(row: dict[str, Any], under_way: float) -> None:
         nonlocal done
         done += 1
         if progress is not None:
-            progress(FolderProgress(done, len(plan.items), row))
+            progress(FolderProgress(done, len(plan.items), row, under_way))
+
+    def on_share(under_way: float) -> None:
+        if progress is not None:
+            progress(FolderProgress(done, len(plan.items), None, under_way))
 
     if done < len(plan.items):
         size = batch_size or _AUTO_BATCH.get(explainer.device.type, 16)
         count = min(8, max(1, (os.cpu_count() or 2) // 2)) if workers is None else workers
         with DecoderPool(count, max_pixels=max_pixels) as decoders:
-            pipeline = Pipeline(explainer, job, folder.path, journal, batch_size=size, decoders=decoders, on_row=on_row)
+            told: dict[str, Any] = {} if progress is None else {"on_row": on_row, "on_share": on_share}
+            pipeline = Pipeline(explainer, job, folder.path, journal, batch_size=size, decoders=decoders, **told)
             pipeline.run(plan.items, lambda item: item.key in before)
     return len(before)
 

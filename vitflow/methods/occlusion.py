@@ -17,6 +17,7 @@ def occlusion(
     rows: int,
     cols: int,
     batch_size: int = 32,
+    progress: Callable[[int], object] = lambda _: None,
 ) -> Tensor:
     """Blank-out: the drop in the target's probability when one patch is replaced by the picture's mean colour.
 
@@ -30,6 +31,7 @@ def occlusion(
         rows: patches from top to bottom.
         cols: patches from left to right.
         batch_size: pictures with a blanked patch per call of `predict`; it changes the time, not the map.
+        progress: called with how many patches were hidden since the last call.
 
     Returns:
         [batch, rows, cols].
@@ -63,6 +65,7 @@ def occlusion(
         for copy, (picture, row, col) in zip(blanked, chunk, strict=True):
             copy[:, tops[row] : tops[row + 1], lefts[col] : lefts[col + 1]] = means[picture]
         remaining.append(_of_target(predict(blanked), targets[[picture for picture, _, _ in chunk]]))
+        progress(len(chunk))
     whole = _of_target(predict(pixels), targets)
     return whole[:, None, None] - torch.cat(remaining).reshape(len(pixels), rows, cols)
 

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitflow.errors import printable
+from vitflow.errors import OptionError, printable
 from vitflow.pictures.files import stays_inside, write_atomically
 from vitflow.pictures.overlay import color_table, has_two_sides, scale_range
 

@@ -1,0 +1,127 @@
+"""What a run over many pictures tells while it works: it moves soon, estimates, and tells a note once."""
+
+import io
+import itertools
+import re
+import sys
+import time
+import warnings
+
+import pytest
+from click.testing import CliRunner
+
+from tests.folder.test_run import fill, tiny_model
+from tests.folder.test_run import run as run_folder
+from vitflow import Explainer
+from vitflow.cli import cli
+from vitflow.cli.options import going_on, pictures_bar, talking
+from vitflow.errors import VitflowWarning
+from vitflow.evaluation import evaluate
+from vitflow.explaining.method_table import list_methods
+from vitflow.explaining.progress import tracking, watched
+from vitflow.folder.run import FolderProgress
+from vitflow.methods import is_slow
+
+
+def test_the_share_grows_steadily_over_several_computations():
+    seen = []
+    with watched(seen.append, 2):
+        for _ in range(2):
+            with tracking("work", 4) as done:
+                for _ in range(4):
+                    done(1)
+    assert seen == [0.125 * number for number in range(1, 9)]
+    seen.clear()
+    with watched(seen.append, 1):  # more than was expected
+        for _ in range(2):
+            with tracking("work", 2) as done:
+                done(2)
+    assert seen == [1.0]
+
+
+def test_every_method_that_takes_long_says_so_and_no_other(tmp_path):
+    explainer = Explainer(tiny_model())
+    for method in list_methods():
+        steps = []
+        with watched(steps.append, 1):
+            explainer.explain(fill(tmp_path, 1) / "0.jpg", method=method.name)
+        assert bool(steps) == is_slow(method.name), method.name
+        assert not steps or steps[-1] == 1.0
+
+
+@pytest.mark.parametrize("methods", [["occlusion"], ["occlusion", "flow"], ["rollout"]])
+def test_a_folder_run_moves_before_its_first_picture_is_done(tmp_path, methods):
+    states = []
+    options = {"methods": methods, "progress": states.append, "batch_size": 4}
+    if "occlusion" in methods:
+        options["occlusion_batch"] = 4
+    run_folder(fill(tmp_path / "in", 6), tmp_path / "out", **options)
+    positions = [state.done + state.under_way for state in states]
+    assert positions == sorted(positions) and positions[0] == 0 and positions[-1] == 6
+    first = next(number for number, state in enumerate(states) if state.done)
+    assert (first > 5) == ("occlusion" in methods)
+    if "occlusion" in methods:
+        assert max(after - before for before, after in itertools.pairwise(positions)) <= 1
+
+
+def test_an_evaluation_moves_before_its_first_picture_is_done():
+    states = []
+    options = {"methods": ["occlusion"], "metrics": ["faithfulness", "sanity"], "points": 3, "occlusion_batch": 4}
+    evaluate("demo:2", model=Explainer(tiny_model()), sanity_pictures=1, progress=states.append, **options)
+    assert next(number for number, state in enumerate(states) if state.done) > 5
+    assert 0 < states[2].under_way < 1
+    assert states[-1].done == 2
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_one_bar_with_an_estimate_and_a_file_none(monkeypatch):
+    for shown in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", shown)
+        with pictures_bar() as show:
+            show(FolderProgress(0, 60, None))
+            for share in (0.1, 0.2, 0.6):
+                time.sleep(0.25)
+                show(FolderProgress(0, 60, None, share))
+            show(FolderProgress(1, 60, {"input": "a.jpg", "status": "failed", "error": "E", "message": "of 'a.jpg'"}))
+        text = shown.getvalue()
+        assert "error: E: of 'a.jpg'\n" in text
+        if shown.isatty():
+            assert "0/60 pictures, 00:00 passed" in text and "1/60 pictures" in text
+            assert "s/picture" in text and "s/ " not in text and "? left" in text.split("\r")[1]
+            estimates = re.findall(r"passed, ([^ ]+) left", text)
+            assert estimates[0] == "?" and all(":" in one for one in estimates[1:]) and len(estimates) > 2
+        else:
+            assert text == "error: E: of 'a.jpg'\n"
+
+
+def test_the_same_note_is_told_once_with_a_count(capsys):
+    with talking():
+        for number in range(5):
+            warnings.warn(f"{90 + number}% of the flows are saturated.", VitflowWarning, stacklevel=1)
+        warnings.warn("Something else.", VitflowWarning, stacklevel=1)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "note: 90% of the flows are saturated.",
+        "note: Something else.",
+        "note: 90% of the flows are saturated. (told once, it came up 5 times)",
+    ]
+
+
+def test_ctrl_c_says_how_to_go_on(capsys):
+    for kept, words in ((True, "the same command goes on"), (False, "with -o FOLDER")):
+        with pytest.raises(SystemExit) as stop, going_on(kept):
+            raise KeyboardInterrupt
+        assert stop.value.code == 130 and words in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_told_with_a_remedy(tmp_path):
+    source = fill(tmp_path / "in", 1)
+    (tmp_path / "file").write_text("")
+    for verb in (["folder", str(source), "--method", "centre"], ["evaluate", "demo:1", "--method", "centre"]):
+        found = CliRunner().invoke(cli, [*verb, "-o", str(tmp_path / "file" / "out")])
+        assert found.exit_code == 2, found.output
+        assert "cannot be written to: Not a directory. Choose another" in found.stderr and ".part" not in found.stderr
