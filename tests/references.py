@@ -47,3 +47,43 @@ def rollout(
     for layer in layers[start - 1 :]:
         product = residual(discard(fuse(layer, how), ratio, prefix), alpha) @ product
     return product
+
+
+def balanced(matrix: Array) -> Array:
+    """Rows to sum 1, then columns, until every row sums to 1 within 1e-9; at most 100 rounds."""
+    result = matrix.copy()
+    size = len(result)
+    for _ in range(100):
+        if all(abs(sum(result[i]) - 1) <= 1e-9 for i in range(size)) and not np.array_equal(result, matrix):
+            break
+        for i in range(size):
+            result[i] = result[i] / sum(result[i])
+        for j in range(size):
+            result[:, j] = result[:, j] / sum(result[:, j])
+    return result
+
+
+def co_attention(layers: list[Array]) -> Array:
+    """Head means among patches, [n, n] each → mean of S², S the symmetric part of the balanced matrix."""
+    size = len(layers[0])
+    result = np.zeros((size, size))
+    for layer in layers:
+        half = (balanced(layer) + balanced(layer).T) / 2
+        for i in range(size):
+            for j in range(size):
+                result[i, j] += sum(half[i, k] * half[k, j] for k in range(size)) / len(layers)
+    return result
+
+
+def key_affinity(layers: list[Array]) -> Array:
+    """Keys [n, width] of each layer → the balanced fourth power of their mean cosines above 0."""
+    size = len(layers[0])
+    powers = np.zeros((size, size))
+    for i in range(size):
+        for j in range(size):
+            cosines = [
+                float(keys[i] @ keys[j]) / float(np.sqrt(keys[i] @ keys[i]) * np.sqrt(keys[j] @ keys[j]))
+                for keys in layers
+            ]
+            powers[i, j] = max(sum(cosines) / len(cosines), 0.0) ** 4
+    return balanced(powers)

@@ -1,0 +1,149 @@
+"""Refinement against loops that follow the definition, and what it promises of any map."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests import references
+from vitflow.errors import OptionError, ShapeError
+from vitflow.methods import refinement
+from vitflow.methods.refinement import Affinity, balance, co_attention, key_affinity, refine
+
+
+def attention(layers: int = 3, batch: int = 2, tokens: int = 13, sharpness: float = 2.0) -> list[torch.Tensor]:
+    return list((sharpness * torch.randn(layers, batch, tokens, tokens, dtype=torch.float64)).softmax(-1))
+
+
+def test_co_attention_equals_the_literal_definition():
+    layers = attention()
+    found = co_attention(layers, 12).matrix
+    for picture in range(2):
+        expected = references.co_attention([layer[picture, 1:, 1:].numpy() for layer in layers])
+        np.testing.assert_allclose(found[picture], expected, rtol=0, atol=1e-9)
+
+
+def test_the_affinity_of_keys_equals_the_literal_definition():
+    keys = [torch.rand(2, 9, 6, dtype=torch.float64) - 0.2 for _ in range(3)]
+    found = key_affinity(keys).matrix
+    for picture in range(2):
+        expected = references.key_affinity([layer[picture].numpy() for layer in keys])
+        np.testing.assert_allclose(found[picture], expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["attention", "keys", "both"])
+def test_a_refined_map_is_the_power_of_the_affinity_times_the_map(kind, steps):
+    affinity = affinity_of(kind)
+    grids = torch.randn(2, 3, 4, dtype=torch.float64)
+    expected = torch.linalg.matrix_power(affinity.matrix, steps) @ grids.flatten(1).unsqueeze(-1)
+    np.testing.assert_allclose(refine(grids, affinity, steps).flatten(1), expected.squeeze(-1), rtol=0, atol=1e-12)
+
+
+def affinity_of(kind: str) -> Affinity:
+    attended = co_attention(attention(tokens=12)).attention if kind != "keys" else ()
+    keys = key_affinity([torch.rand(2, 12, 8, dtype=torch.float64)]).keys if kind != "attention" else None
+    return Affinity(attended, keys)
+
+
+@pytest.mark.parametrize("kind", ["attention", "keys", "both"])
+def test_a_constant_map_stays_constant_and_every_sum_is_kept(kind):
+    affinity = affinity_of(kind)
+    constant = torch.full((2, 3, 4), 0.7)
+    np.testing.assert_allclose(refine(constant, affinity, 2), constant, rtol=0, atol=1e-7)
+    grids = torch.rand(2, 3, 4, dtype=torch.float64)
+    refined = refine(grids, affinity, 2)
+    np.testing.assert_allclose(refined.sum(dim=(1, 2)), grids.sum(dim=(1, 2)), rtol=0, atol=1e-7)
+
+
+def test_the_co_attention_has_no_negative_eigenvalue_where_its_root_has():
+    swap = torch.tensor([[[0.01, 0.99], [0.99, 0.01]]], dtype=torch.float64)  # each attends to the other
+    assert torch.linalg.eigvalsh(balance(swap).matrix).min() < -0.9
+    assert torch.linalg.eigvalsh(co_attention([swap]).matrix).min() > -1e-9
+    # So an object that attends to the ground keeps its map, which one step of the root would turn inside out.
+    assert refine(torch.tensor([[[1.0, 0.0]]]), co_attention([swap]), 1)[0, 0, 0] > 0.9
+    eigenvalues = torch.linalg.eigvalsh(co_attention(attention(sharpness=4.0)).matrix)
+    assert eigenvalues.min() >= -1e-9
+
+
+def test_the_order_of_patches_does_not_matter():
+    layers, order = attention(tokens=12), torch.randperm(12)
+    grids = torch.rand(2, 3, 4, dtype=torch.float64)
+    plain = refine(grids, co_attention(layers), 1).flatten(1)[:, order]
+    moved = [layer[:, order][:, :, order] for layer in layers]
+    permuted = refine(grids.flatten(1)[:, order].reshape(2, 3, 4), co_attention(moved), 1).flatten(1)
+    np.testing.assert_allclose(permuted, plain, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_batch_gives_what_its_pictures_give_alone(dtype):
+    layers = [layer.to(dtype) for layer in attention(batch=3)]
+    grids = torch.rand(3, 3, 4, dtype=dtype)
+    together = refine(grids, co_attention(layers, 12), 1)
+    for picture in range(3):
+        one = slice(picture, picture + 1)
+        alone = refine(grids[one], co_attention([layer[one] for layer in layers], 12), 1)
+        assert torch.equal(together[one], alone)
+
+
+def test_devices_without_compiled_code_give_the_same(monkeypatch):
+    layers, grids = attention(), torch.rand(2, 3, 4, dtype=torch.float64)
+    compiled = co_attention(layers, 12)
+    expected = refine(grids, compiled, 1), compiled.attention[0].beside_uniform()
+    monkeypatch.setattr(refinement, "_in_memory", lambda matrices: False)
+    plain = co_attention(layers, 12)
+    np.testing.assert_allclose(refine(grids, plain, 1), expected[0], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(plain.attention[0].beside_uniform(), expected[1], rtol=0, atol=1e-9)
+
+
+def test_balancing_stops_at_its_tolerance_and_leaves_the_matrix_alone():
+    layer = attention(layers=1)[0]
+    before = layer.clone()
+    found = balance(layer)
+    assert torch.equal(layer, before)
+    np.testing.assert_allclose(found.matrix.sum(dim=-1), 1.0, rtol=0, atol=refinement.TOLERANCE)
+    np.testing.assert_allclose(found.matrix.sum(dim=-2), 1.0, rtol=0, atol=1e-12)
+
+
+def test_a_layer_whose_patches_attend_to_nothing_is_left_out():
+    layers = attention(tokens=4)
+    empty = layers[0].clone()
+    empty[1, 2] = 0.0
+    np.testing.assert_array_equal(co_attention([empty, *layers]).matrix, co_attention(layers).matrix)
+    with pytest.raises(ShapeError, match="at least one layer, got 1 layers"):
+        co_attention([empty])
+    with pytest.raises(ShapeError, match="not zero"):
+        key_affinity([torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])])
+
+
+def test_a_uniform_affinity_is_known_for_one():
+    uniform = [torch.full((2, 5, 5), 0.2) + 0.001 * torch.rand(2, 5, 5)]
+    assert co_attention(uniform).nearly_uniform.tolist() == [True, True]
+    assert not co_attention(attention()).nearly_uniform.any()
+    assert key_affinity([torch.ones(1, 6, 3)]).nearly_uniform.all()
+
+
+def test_a_random_map_stays_random():
+    """Refined, it is as far from chance as it was: within its interval of a ROC-AUC of 0.5."""
+    layers = attention(layers=4, batch=200, tokens=36, sharpness=1.0)
+    objects = torch.zeros(36, dtype=torch.bool)
+    objects[:9] = True
+    refined = refine(torch.rand(200, 6, 6), co_attention(layers), 1).flatten(1)
+    wins = (refined[:, objects].unsqueeze(-1) > refined[:, ~objects].unsqueeze(1)).double().mean(dim=(1, 2))
+    assert abs(wins.mean() - 0.5) < 3 * wins.std() / 200**0.5
+
+
+@pytest.mark.parametrize("wrong", [torch.rand(3, 3), torch.rand(1, 3, 4)])
+def test_other_shapes_are_refused(wrong):
+    with pytest.raises(ShapeError, match="Expected matrices"):
+        balance(wrong)
+    with pytest.raises(ShapeError, match="Expected keys"):
+        key_affinity([torch.rand(1, 3, 4), torch.rand(1, 2, 4)])
+    with pytest.raises(ShapeError, match="got none"):
+        key_affinity([])
+
+
+def test_steps_and_names_are_checked():
+    with pytest.raises(OptionError, match="0 steps or more, got -1"):
+        refine(torch.rand(1, 1, 2), affinity_of("keys"), -1)
+    with pytest.raises(OptionError, match="Unknown affinity 'key'. Did you mean 'keys'"):
+        refinement.check_affinity("key")
