@@ -12,10 +12,10 @@ from vitflow.evaluation.questions import ask
 from vitflow.evaluation.rows import accepts
 from vitflow.evaluation.scoring import Item, Protocol, failed_row, measure
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_table import is_slow
 from vitflow.explaining.progress import watched
 from vitflow.folder.fingerprints import check_same_run
 from vitflow.folder.manifest import Journal, RunFolder
-from vitflow.methods import is_slow
 
 # Groups of metrics that take many forward passes per picture.
 COSTLY = ("sanity", "correlation")

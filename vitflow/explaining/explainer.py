@@ -237,7 +237,7 @@ class Explainer:
         """How many classes the model has, 0 where it ends in features; one that does not say is tried."""
         count = class_count(self.model)
         if count is None:
-            with torch.no_grad(), _evaluating(self.model):
+            with torch.no_grad(), evaluating(self.model):
                 answer = logits_of(self._forward(self.pixels(np.full((*self.spec.size, 3), 128, np.uint8))))
             count = 0 if answer is None or answer.ndim != 2 else answer.shape[1]
         return count
@@ -474,9 +474,6 @@ def choose_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) 
         (method, method.complete({**{k: v for k, v in options.items() if method.accepts(k)}, **own}))
         for method, own in pairs
     ]
-
-
-_evaluating = evaluating
 
 
 def default_device() -> str:

@@ -10,12 +10,12 @@ from typing import Any
 
 from vitflow.errors import printable
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_table import is_slow
 from vitflow.explaining.progress import watched
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.manifest import Journal
 from vitflow.folder.plan import Item
 from vitflow.folder.work import Job, Maps, Picture, compute_maps, draw_files
-from vitflow.methods import is_slow
 from vitflow.pictures.files import stays_inside, write_atomically
 
 #: Pixels that wait for the model, or to be written, take no more memory than this each (and one picture).

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from vitflow.errors import OptionError
 from vitflow.evaluation.measures.perturbation import Choice, Numbers, patch_order, perturb
-from vitflow.explaining.explainer import Explainer, _evaluating
+from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
+from vitflow.recording.isolation import evaluating
 
 # Shares of removed patches over which Chefer et al. sum up accuracy.
 _PERTURBED = np.arange(10) / 10
@@ -129,7 +130,7 @@ def faithfulness_curves(
             f"Expected maps of a model input of {tuple(pixels.shape[-2:])} pixels, as this explainer makes it, got "
             f"{maps[0].placement.input_size}. Use the explainer that made the maps."
         )
-    with torch.no_grad(), _evaluating(explainer.model):
+    with torch.no_grad(), evaluating(explainer.model):
         perturbation = perturb(explainer, pixels, replace)
         whole = Choice(np.arange(orders[0].size), maps[0].grid.shape)
         choices = [whole, Choice(whole.kept[:0], whole.grid)]

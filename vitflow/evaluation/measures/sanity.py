@@ -13,7 +13,7 @@ from vitflow.errors import OptionError, unknown_name
 from vitflow.evaluation.measures.originals import original_maps
 from vitflow.evaluation.measures.randomisation import cascading_randomisation, stage_names
 from vitflow.explaining.agreement import mean_of_defined, spearman
-from vitflow.explaining.explainer import Explainer, MethodChoice, _evaluating
+from vitflow.explaining.explainer import Explainer, MethodChoice
 from vitflow.explaining.method_table import get_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Target
@@ -21,6 +21,7 @@ from vitflow.methods.cells import cell_grid
 from vitflow.models.anatomy import logits_of
 from vitflow.pictures.geometry import place, prepare
 from vitflow.pictures.images import ImageSource, read_image
+from vitflow.recording.isolation import evaluating
 
 __all__ = ["cascading_randomisation", "class_sensitivity", "flip_stability", "shift_stability", "stage_names"]
 
@@ -175,7 +176,7 @@ def class_sensitivity(
 
 def _two_classes(explainer: Explainer, image: ImageSource, other: str) -> list[int]:
     """The most probable class of the picture, and another one."""
-    with torch.no_grad(), _evaluating(explainer.model):
+    with torch.no_grad(), evaluating(explainer.model):
         logits = logits_of(explainer._forward(explainer.pixels(image)))
     if logits is None or logits.ndim != 2 or logits.shape[1] < 2:
         raise OptionError(f"Expected a model with at least two classes, got {explainer.model_id}, which has fewer.")

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
-from vitflow.explaining.explainer import Explainer, _evaluating
+from vitflow.explaining.explainer import Explainer
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import read_layout, transformer_of, unwrap
+from vitflow.recording.isolation import evaluating
 
 
 def run_on_patches(model: nn.Module, pixels: Tensor, kept: Tensor, *, layout: TokenLayout | None = None) -> Tensor:
@@ -180,7 +181,7 @@ def _try(explainer: Explainer, input_size: tuple[int, int]) -> TokenLayout | str
     random = torch.Generator().manual_seed(0)
     noise = torch.randn(1, spec.channels, *input_size, generator=random).to(explainer.device, dtype)
     try:
-        with torch.no_grad(), _evaluating(model):
+        with torch.no_grad(), evaluating(model):
             whole, seen = _seen_layout(model, noise)
             layout = explainer.layout or seen
             every = torch.randperm(layout.num_patches, generator=random)
