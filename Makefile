@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check install clean
+.PHONY: demo test test-lowest check install clean
 
 demo: install
 	$(BIN)/vitflow demo -o demo-output
 
 test: install check
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The core tests with the oldest dependencies that pyproject.toml allows, in an environment that is removed afterwards.
+test-lowest:
+	$(PYTHON) -m tests.lower_bounds $(PYTEST_ARGS)
 
 check: install
 	$(BIN)/ruff check .
@@ -29,4 +33,4 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-lowest demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
