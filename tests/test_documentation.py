@@ -1,0 +1,243 @@
+"""What the documentation shows, a reader can type: docstring examples, Python blocks and command lines."""
+
+import ast
+import doctest
+import importlib
+import importlib.util
+import io
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import transformers
+from PIL import Image
+
+import vitflow
+from vitflow.cli import cli
+from vitflow.cli.options import known_method
+from vitflow.demo import sample_pictures
+from vitflow.errors import VitflowWarning
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_python_m_vitflow_is_the_command_line():
+    done = subprocess.run(
+        [sys.executable, "-m", "vitflow", "--version"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.split() == ["vitflow,", "version", vitflow.__version__]
+
+
+# --- docstrings ------------------------------------------------------------------------------------------------------
+
+
+def examples_by_module() -> dict[str, int]:
+    """How many examples the docstrings of each module of vitflow hold, counted in its source."""
+    found = {}
+    for module in pkgutil.walk_packages(vitflow.__path__, "vitflow."):
+        spec = importlib.util.find_spec(module.name)
+        source = Path(spec.origin).read_text(encoding="utf-8")
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+        texts = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+        if count := sum(len(doctest.DocTestParser().get_examples(text)) for text in texts):
+            found[module.name] = count
+    return found
+
+
+EXAMPLES = examples_by_module()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_of_docstrings_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runner, told = doctest.DocTestRunner(verbose=False), io.StringIO()
+    for test in doctest.DocTestFinder().find(importlib.import_module(name), name):
+        runner.run(test, out=told.write)
+    assert not runner.failures, told.getvalue()
+    assert runner.tries == EXAMPLES[name], "an example stands where nobody finds it"
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """The fenced blocks of a language, each with the line that it begins on."""
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, match.start(1)) + 1, match[1]) for match in found]
+
+
+def command_lines(page: Path) -> Iterator[tuple[int, list[str]]]:
+    """The words of each line that is typed into a shell, without its comment."""
+    for first, block in blocks(page, "sh"):
+        for number, line in enumerate(block.splitlines(), start=first):
+            if words := shlex.split(line, comments=True):
+                yield number, words
+
+
+def by_page(found) -> list:
+    """A test parameter for each page and line that something stands on."""
+    return [
+        pytest.param(what, id=f"{page.relative_to(ROOT)}:{number}") for page in PAGES for number, what in found(page)
+    ]
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch) -> Path:
+    """The folder that a reader types in: some pictures, and weights of their own."""
+    monkeypatch.chdir(tmp_path)
+    pictures = sample_pictures()
+    (tmp_path / "photographs").mkdir()
+    for name, picture in zip(
+        ("cat.jpg", "photo.jpg", "photographs/1.jpg", "photographs/2.jpg"), pictures, strict=False
+    ):
+        Image.open(picture).convert("RGB").save(name)
+    (tmp_path / "names.txt").write_text("tabby\ntiger cat\nPersian cat\n")
+    return tmp_path
+
+
+@pytest.fixture
+def hub(monkeypatch) -> None:
+    """Small models with random weights in the place of those that would be downloaded."""
+    create = timm.create_model
+
+    def small(name: str, pretrained: bool = False, **options):
+        if not pretrained and name != "vit_small_patch16_224":
+            return create(name, **options)
+        return create("vit_tiny_patch16_224", **({"num_classes": 1000, "depth": 2} | options))
+
+    def no_weights(kind, name: str, **options):
+        configuration = kind.config_class(hidden_size=24, num_hidden_layers=2, num_attention_heads=2)
+        return kind(configuration)
+
+    monkeypatch.setattr(timm, "create_model", small)
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(no_weights))
+    monkeypatch.setattr(
+        transformers.AutoImageProcessor, "from_pretrained", lambda name, **_: transformers.ViTImageProcessorPil()
+    )
+
+
+@pytest.fixture
+def known_methods() -> Iterator[None]:
+    """Methods that a page registers are forgotten after it."""
+    before = [method.name for method in vitflow.list_methods()]
+    yield
+    table = importlib.import_module(vitflow.list_methods.__module__)._METHODS
+    for name in set(table) - set(before):
+        del table[name]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+@pytest.mark.usefixtures("hub", "known_methods")
+def test_the_python_of_a_page_runs(page, desk):
+    weights = timm.create_model("vit_small_patch16_224", num_classes=3).state_dict()
+    torch.save(weights, desk / "mine.pth")
+    names: dict[str, object] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", VitflowWarning)  # random weights are worth a note
+        for number, block in blocks(page, "python"):
+            # Lines are counted as on the page, for the traceback.
+            exec(compile("\n" * (number - 1) + block, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("words", by_page(command_lines))
+def test_a_command_line_of_a_page_is_understood(words, desk):
+    program, *arguments = words
+    if program == "make":
+        assert all(f"\n{target}:" in (ROOT / "Makefile").read_text() for target in arguments)
+    if program != "vitflow":
+        return
+    for word in arguments:
+        path = Path(word)
+        if word.endswith("/"):
+            path.mkdir(exist_ok=True)
+        elif path.suffix in (".pth", ".json"):
+            path.touch()
+    with cli.commands[arguments[0]].make_context(arguments[0], arguments[1:]) as context:
+        names = [context.params.get("method"), *(context.params.get("method_names") or ())]
+    for name in filter(None, names):
+        known_method(name)
+
+
+def links(page: Path) -> Iterator[tuple[int, str]]:
+    """The files that a page points to or shows."""
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+        yield from ((number, target) for target in re.findall(r"\]\(([^)#:]+)\)", line))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_points_to_is_there(page):
+    assert [target for _, target in links(page) if not (page.parent / target).exists()] == []
+
+
+def test_the_options_that_pages_name_exist():
+    known = {name for command in cli.commands.values() for option in command.params for name in option.opts}
+    known |= {name for command in cli.commands.values() for option in command.params for name in option.secondary_opts}
+    spans = [span for page in PAGES for span in re.findall(r"`(--[^`]*)`", page.read_text(encoding="utf-8"))]
+    named = {name for span in spans for name in re.findall(r"--[a-z-]+", span)}
+    assert len(named) > 20
+    assert named - known == set()
+
+
+def test_the_programs_that_pages_name_exist():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    modules = {ROOT / f"{name.replace('.', '/')}.py" for name in re.findall(r"python -m (tests\.[\w.]+)", text)}
+    programs = {ROOT / name for name in re.findall(r"examples/\w+\.py", text)}
+    assert len(modules) >= 5 and programs
+    assert [path for path in modules | programs if not path.is_file()] == []
+
+
+@pytest.mark.skipif(not (ROOT / "vitflow/explaining").is_dir(), reason="the rooms that the pages describe are not yet")
+def test_the_files_that_pages_name_exist():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    named = set(re.findall(r"(?<![\w/.])(?:vitflow|tests)/[a-z_/]+(?:\.py)?", text))
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    assert set(PAGES[1:]) <= {ROOT / target for _, target in links(PAGES[0])}
+
+
+def test_the_citation_is_of_this_version():
+    assert f"\nversion: {vitflow.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def texts(node: ast.AST) -> Iterator[str]:
+    """Every text in a piece of code, with … for what is filled in."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.JoinedStr):
+            yield "".join(str(piece.value) if isinstance(piece, ast.Constant) else "…" for piece in part.values)
+        elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+            yield part.value
+
+
+def headings() -> list[str]:
+    """The messages that the page on troubles is headed by, other libraries' left out."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^### (.*)$", page, re.MULTILINE)
+    return [text for line in lines for text in re.findall(r"`([^`]+)`", line) if not text.startswith("RuntimeError")]
+
+
+@pytest.fixture(scope="module")
+def own_texts() -> set[str]:
+    sources = Path(vitflow.__file__).parent.rglob("*.py")
+    return {text for file in sources for text in texts(ast.parse(file.read_text(encoding="utf-8")))}
+
+
+@pytest.mark.parametrize("heading", headings())
+def test_the_messages_that_troubleshooting_explains_are_those_of_the_code(heading, own_texts):
+    pieces = [piece.strip() for piece in heading.split("…") if piece.strip()]
+    assert any(all(piece in text for piece in pieces) for text in own_texts)
