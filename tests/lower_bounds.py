@@ -38,7 +38,7 @@ def main() -> None:
     python = FOLDER / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", FOLDER], check=True)
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *requirements()], check=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--editable", ROOT, *requirements()], check=True)
     print("\n".join(line for line in requirements() if "==" in line))
     tests = [word for name in NOT_CORE for word in ("--ignore-glob", f"*/{name}")]
     options = ["-q", "-m", "not slow and not shared", *(word for kind in WARNINGS for word in ("-W", kind)), *tests]

@@ -122,7 +122,7 @@ def hub(monkeypatch) -> None:
     monkeypatch.setattr(timm, "create_model", small)
     monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(no_weights))
     monkeypatch.setattr(
-        transformers.AutoImageProcessor, "from_pretrained", lambda name, **_: transformers.ViTImageProcessorPil()
+        transformers.AutoImageProcessor, "from_pretrained", lambda name, **_: transformers.ViTImageProcessor()
     )
 
 

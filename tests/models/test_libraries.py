@@ -419,8 +419,9 @@ def test_attention_that_shows_no_probabilities_is_refused_by_name(implementation
 
 def test_gradient_checkpointing_is_refused_where_it_takes_effect():
     model = built("ViTForImageClassification")
-    for layer in model.vit.layers:
-        layer.gradient_checkpointing = True
+    for layer in model.modules():
+        if hasattr(layer, "gradient_checkpointing"):
+            layer.gradient_checkpointing = True
     record_attention(model, gradients=True)  # in eval mode, transformers does not apply it
     model.train()
     with pytest.raises(UnsupportedModelError, match=r"Call model\.\w+_checkpointing_disable\(\) first"):

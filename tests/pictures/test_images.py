@@ -8,6 +8,7 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import PIL
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -173,7 +174,13 @@ def test_cmyk_jpeg(adobe):
     assert np.abs(read_image(data).astype(int) - [255, 0, 0]).max() < 6
 
 
-@pytest.mark.parametrize(("mode", "color"), [("CMYK", (0, 255, 255, 0)), ("YCbCr", (76, 85, 255))])
+OLD_PILLOW = pytest.mark.skipif(int(PIL.__version__.split(".")[0]) < 13, reason="Pillow 13 learnt to read such files")
+
+
+@pytest.mark.parametrize(
+    ("mode", "color"),
+    [("CMYK", (0, 255, 255, 0)), pytest.param("YCbCr", (76, 85, 255), marks=OLD_PILLOW)],
+)
 def test_color_spaces_of_tiff(mode, color):
     image = read_image(encode(Image.new(mode, (16, 12), color), "TIFF"))
     assert np.abs(image.astype(int) - [255, 0, 0]).max() < 6
