@@ -196,7 +196,6 @@ def test_the_programs_that_pages_name_exist():
     assert [path for path in modules | programs if not path.is_file()] == []
 
 
-@pytest.mark.skipif(not (ROOT / "vitflow/explaining").is_dir(), reason="the rooms that the pages describe are not yet")
 def test_the_files_that_pages_name_exist():
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     named = set(re.findall(r"(?<![\w/.])(?:vitflow|tests)/[a-z_/]+(?:\.py)?", text))
