@@ -26,6 +26,7 @@ from vitflow.evaluation.measures.sanity import (
     stage_names,
 )
 from vitflow.evaluation.measures.token_dropping import can_drop_tokens
+from vitflow.explaining import method_table
 from vitflow.methods.cells import sum_cells
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "std": (0.25,) * 3, "crop_pct": 0.8}
@@ -57,7 +58,7 @@ def flat(trace) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def methods_of_our_own(monkeypatch) -> None:
-    monkeypatch.setattr(vitflow.methods, "_METHODS", dict(vitflow.methods._METHODS))
+    monkeypatch.setattr(method_table, "_METHODS", dict(method_table._METHODS))
     for function in (brightness, place, flat):
         vitflow.register_method(function.__name__, function)
 

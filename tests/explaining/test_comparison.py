@@ -25,7 +25,7 @@ from vitflow import Comparison, Explainer
 from vitflow.cli import main
 from vitflow.demo import sample_pictures
 from vitflow.errors import ImageError, NoAttentionError, OptionError, ShapeError, VitflowWarning
-from vitflow.explaining import comparison
+from vitflow.explaining import comparison, method_table
 from vitflow.explaining.agreement import Agreement, average_ranks, measure_agreement, spearman, top_overlap
 from vitflow.explaining.comparison import DEFAULT_METHODS, compare
 from vitflow.pictures import figures, overlay
@@ -291,7 +291,7 @@ def test_a_map_lies_in_the_strip_where_it_lies_on_the_picture(fit, size):
 
 
 def test_a_constant_map_is_drawn_and_agrees_with_nothing(explainer, monkeypatch, tmp_path):
-    monkeypatch.setattr(vitflow.methods, "_METHODS", dict(vitflow.methods._METHODS))
+    monkeypatch.setattr(method_table, "_METHODS", dict(method_table._METHODS))
     vitflow.register_method("flat", lambda trace: torch.full((len(trace.pixels), 4, 4), 0.25))
     compared = compare(PICTURES[0], model=explainer, methods=["rollout", "flat"])
     compared.save(tmp_path / "strip.png")
@@ -466,7 +466,7 @@ def test_photographs_with_the_trained_vit_tiny(shared_data, tmp_path):
 
 @pytest.fixture
 def peers(monkeypatch) -> ModuleType:
-    monkeypatch.setattr(vitflow.methods, "_METHODS", dict(vitflow.methods._METHODS))
+    monkeypatch.setattr(method_table, "_METHODS", dict(method_table._METHODS))
     path = Path(__file__).parents[2] / "examples" / "compare_with_peers.py"
     spec = importlib.util.spec_from_file_location("compare_with_peers", path)
     module = importlib.util.module_from_spec(spec)
