@@ -178,6 +178,29 @@ def test_certificates_hold_at_the_size_of_vit_base(layers: int, sharpness: float
         assert_flow_is_feasible(capacities, 0, sink, found.values[sink])
 
 
+@pytest.mark.parametrize(("layers", "discard"), [(4, 0.9), (4, 0.0), (12, 0.0)])
+def test_certificates_hold_at_the_size_of_dinov2(layers: int, discard: float) -> None:
+    capacities = float32_attention(layers, 1370, discard)
+    sinks = range(3, 1370, 97)
+    found = max_flow(capacities, 0, sinks=sinks, sink_sides=True)
+    for row, sink in enumerate(sinks):
+        assert_cut_equals_value(capacities, 0, sink, found, row)
+    assert_flow_is_feasible(capacities, 0, sinks[5], found.values[5])
+
+
+def float32_attention(layers: int, tokens: int, discard: float) -> Array:
+    """Sharp random attention, drawn fast, without its smallest values, half of it residual."""
+    rng = np.random.default_rng(14)
+    capacities = np.empty((layers, tokens, tokens))
+    for layer in capacities:
+        rows = np.exp(rng.standard_normal((tokens, tokens), dtype=np.float32) * np.float32(2.5))
+        if discard:
+            rows[rows < np.quantile(rows[::10], discard)] = 0.0
+        layer[:] = rows / rows.sum(axis=1, keepdims=True) / 2
+        layer[np.diag_indices(tokens)] += 0.5
+    return capacities
+
+
 @pytest.mark.parametrize("source", ["uniform", "two tokens", "little"])
 def test_super_sources_at_full_size(source: str) -> None:
     capacities = attention(np.random.default_rng(4), 5, 197, 3.0)
@@ -199,12 +222,45 @@ def test_the_shared_upper_layers_change_no_value(sharpness: float, monkeypatch: 
     np.testing.assert_allclose(quick.values, whole.values, rtol=1e-11)
 
 
+@pytest.mark.parametrize("full", [0.0, 2.0])
+@pytest.mark.parametrize("kind", ["discarded", "flat attention", "holes"])
+def test_how_edges_are_stored_changes_no_value(kind: str, full: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    capacities = KINDS[kind](np.random.default_rng(13), 6, 50)
+    plain = max_flow(capacities, 0)
+    monkeypatch.setattr(solver, "FULL", full)
+    other = max_flow(capacities, 0, sink_sides=True)
+    np.testing.assert_allclose(other.values, plain.values, rtol=1e-11)
+    for sink in range(0, 50, 7):
+        assert_cut_equals_value(capacities, 0, sink, other, sink)
+
+
+def test_only_edges_that_the_source_reaches_are_searched() -> None:
+    capacities = discarded(np.random.default_rng(15), 4, 40)
+    reached = [capacities[3, 0] > 0]  # after layer 3, 2, 1
+    for layer in (2, 1):
+        reached.append((capacities[layer, reached[-1]] > 0).any(axis=0))
+    edges = [(capacities[layer, reached[2 - layer]] > 0).sum() for layer in (1, 2)]
+    upward = np.ascontiguousarray(capacities[1:3].transpose(0, 2, 1))
+    graph = solver.InnerGraph(upward, capacities[3, 0].copy(), 1).window(2).graph
+    assert len(graph.capacity) == sum(edges) < capacities[1:3].size / 3
+    assert len(graph.supply) == reached[0].sum()
+
+
+def test_a_share_too_small_for_a_number_is_a_flow_all_the_same() -> None:
+    # The source's capacity shared out in proportion would be 1e-200 · 1e-200.
+    capacities = np.zeros((6, 2, 2))
+    capacities[:, :, 1], capacities[:, :, 0] = 1.0, 1e-200
+    capacities[5, 0] = [1e-200, 0.0]
+    assert max_flow(capacities, 0, [0]).values[0] == pytest.approx(1e-200, rel=1e-12)
+
+
 def test_threads_change_no_value_and_progress_counts_every_sink() -> None:
     capacities = attention(np.random.default_rng(6), 7, 90, 6.0)
     counted: list[int] = []
     alone = max_flow(capacities, 3, workers=1)
     together = max_flow(capacities, 3, workers=4, progress=counted.append)
-    np.testing.assert_allclose(together.values, alone.values, rtol=1e-11)
+    np.testing.assert_array_equal(together.values, alone.values)  # to the last bit
+    np.testing.assert_array_equal(together.crossing, alone.crossing)
     assert sum(counted) == 90
 
 

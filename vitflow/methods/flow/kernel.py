@@ -1,11 +1,14 @@
 """The compiled search behind `max_flow`: straight paths, then shortest augmenting paths, from a source to one sink.
 
-The graph as the kernel sees it: node layers q = 0 … m of N nodes; the edge from (q + 1, i) down to (q, k) has the
-capacity `capacity[q, k, i]`; node (m, i) may take in `supply[i]`, node (0, k) may pass on `demand[k]`. Flow goes down,
-from supply to demand; the search goes up, from demand to supply, because the minimum cut mostly lies near the sink.
-Arrays are flat: node (q, k) has the index q · N + k, the edge from (q + 1, i) to (q, k) the index (q · N + k) · N + i.
+The graph as the kernel sees it: layers q = 0 … m of nodes; an edge leads from a node of layer q + 1 down to a node of
+layer q; node i of the top may take in `supply[i]`, node k of the bottom may pass on `demand[k]`. Flow goes down, from
+supply to demand; the search goes up, from demand to supply, because the minimum cut mostly lies near the sink. Nodes
+are numbered through all layers, lowest first, and so are the edges above them: `row[v]` … `row[v + 1]` are those of
+node v. A layer's edges are stored without gaps where they are few (what `discard_ratio` leaves), and with all pairs of
+nodes where most of them are there anyway: then the edges to nodes that are still of use are found without looking at
+the others. The last number of each layer is no node, it ends the search among them.
 
-`_push_straight` blocks all paths that go straight up, which mostly gives the maximum. Then come Dinic's phases:
+`_push_straight` blocks all paths that go straight up, which mostly gives nearly the maximum. Then come Dinic's phases:
 `_label` gives each node its distance to an unmet demand in the residual graph, `_augment` blocks all shortest paths.
 When no supply can be labelled any more, the labelled nodes are the sink's side of a minimum cut.
 
@@ -32,35 +35,45 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
 
+class Graph(NamedTuple):
+    """The layers that all sinks share, m of edges between m + 1 of nodes."""
+
+    base: Ints  # [m + 2]: where each layer's nodes begin; its last number is no node
+    row: Ints  # [nodes + 1]: where the edges above each node begin
+    above: Ints  # [edges]: the upper node
+    capacity: Floats  # [edges]
+    full: NDArray[np.bool_]  # [m]: whether the layer's edges are all pairs of nodes, some of capacity 0
+    supply: Floats  # [top nodes]
+
+
 class Workspace(NamedTuple):
     """What one thread needs to solve one sink after the other; between sinks the residuals equal the capacities."""
 
-    residual: Floats  # [m · N · N]
-    slot: Ints  # [m · N · N]: 1 + position in the log for an edge that has been used, otherwise 0
+    residual: Floats  # [edges]
+    slot: Ints  # [edges]: 1 + position in the log for an edge that has been used, otherwise 0
     log: Ints  # the edges that have been used, and for each:
     carried: Floats  # what it carries; capacity − residual would lose small amounts on large edges
-    below: Ints  # its lower node k
+    below: Ints  # its lower node
     following: Ints  # the position of the next used edge below the same upper node, -1 for none
-    first: Ints  # [(m + 1) · N]: the position of the first used edge below each node, -1 for none
+    first: Ints  # [nodes]: the position of the first used edge below each node, -1 for none
     used: Ints  # [1]: length of the log
     flow: Floats  # [1]: what has been pushed so far
-    supply: Floats  # [N]: what each top node may still take in
-    demand: Floats  # [N]: what each bottom node may still pass on
-    arc: Ints  # [(m + 1) · N]: how far each node's candidates have been tried
-    live: Ints  # [(m + 1) · (N + 1)]: union-find in each layer: the first node from here on that is still of use
-    alive: Ints  # [m + 1]: how many nodes of each layer are still of use
-    path: Ints  # the nodes k of a path, from the sink upwards
-    path_layer: Ints  # and their layers q
-    level: Ints  # [(m + 1) · N]: distance to an unmet demand, -1 unlabelled, -2 exhausted
-    member: Ints  # [(m + 1) · N]: the labelled nodes of each layer, by level
-    start: Ints  # [levels · (m + 1)]: where each level begins among a layer's members
+    supply: Floats  # [top nodes]: what each may still take in
+    demand: Floats  # [bottom nodes]: what each may still pass on
+    arc: Ints  # [nodes]: how far the edges above each node have been tried
+    back: Ints  # [nodes]: how far the used edges below it have
+    live: Ints  # [nodes]: union-find: the first node of the layer from here on that is still of use
+    level: Ints  # [nodes]: distance to an unmet demand, -1 unlabelled
+    queue: Ints  # [nodes]: the labelled nodes, by level
+    path: Ints  # the nodes of a path, from the sink upwards
+    steps: Ints  # its edges, −1 − e for those that it goes back on
 
 
-def workspace(layers: int, tokens: int) -> Workspace:
-    """Allocate for m = layers of N = tokens; memory that is never written to is never committed."""
-    nodes, edges = (layers + 1) * tokens, layers * tokens * tokens
+def workspace(graph: Graph) -> Workspace:
+    """Allocate for one thread; memory that is never written to is never committed."""
+    nodes, edges = len(graph.row) - 1, len(graph.capacity)
     return Workspace(
-        residual=np.empty(edges),
+        residual=graph.capacity.copy(),
         slot=np.zeros(edges, np.int32),
         log=np.empty(edges, np.int32),
         carried=np.empty(edges),
@@ -69,304 +82,398 @@ def workspace(layers: int, tokens: int) -> Workspace:
         first=np.empty(nodes, np.int32),
         used=np.zeros(1, np.int32),
         flow=np.zeros(1),
-        supply=np.empty(tokens),
-        demand=np.empty(tokens),
+        supply=np.empty(len(graph.supply)),
+        demand=np.empty(int(graph.base[1]) - 1),
         arc=np.empty(nodes, np.int32),
-        live=np.empty(nodes + layers + 1, np.int32),
-        alive=np.empty(layers + 1, np.int32),
-        path=np.empty(nodes + 1, np.int32),
-        path_layer=np.empty(nodes + 1, np.int32),
+        back=np.empty(nodes, np.int32),
+        live=np.empty(nodes, np.int32),
         level=np.empty(nodes, np.int32),
-        member=np.empty(nodes, np.int32),
-        start=np.empty((nodes + 3) * (layers + 1), np.int32),
+        queue=np.empty(nodes, np.int32),
+        path=np.empty(nodes + 1, np.int32),
+        steps=np.empty(nodes + 1, np.int32),
     )
 
 
+# --- Making the graph -------------------------------------------------------------------------------------------------
+
+
 @compiled
-def _find(live: Any, base: int, x: int) -> int:
-    """The first node from x on that is still of use, or N."""
+def share_out(matrix: Any, arrived: Any, reached: Any, below: Any, below_reached: Any) -> None:
+    """What arrives below a layer of edges when each node above shares out in proportion to its edges.
+
+    Args:
+        matrix: capacities [keys, queries].
+        arrived: what each node above has, [queries].
+        reached: which of them the source reaches at all, [queries]: shares may be too small for a number.
+        below: [keys], filled.
+        below_reached: [keys], filled.
+    """
+    keys, queries = matrix.shape
+    share = np.zeros(queries)
+    for k in range(keys):
+        for i in range(queries):
+            share[i] += matrix[k, i]
+    for i in range(queries):
+        share[i] = min(arrived[i] / share[i], 1.0) if share[i] > 0.0 else 0.0
+    for k in range(keys):
+        total, any_reached = 0.0, False
+        for i in range(queries):
+            total += matrix[k, i] * share[i]
+            any_reached |= reached[i] and matrix[k, i] > 0.0
+        below[k] = total
+        below_reached[k] = any_reached
+
+
+@compiled
+def count_edges(matrix: Any, lower: Any, upper: Any, least: float) -> int:
+    """How many edges [keys, queries] between these nodes have a capacity of more than `least`."""
+    count = 0
+    for k in lower:
+        for i in upper:
+            count += matrix[k, i] > least
+    return count
+
+
+@compiled
+def fill_edges(
+    matrix: Any,
+    lower: Any,
+    upper: Any,
+    least: float,
+    full: bool,
+    base: int,
+    first: int,
+    row: Any,
+    above: Any,
+    capacity: Any,
+) -> None:
+    """Write the edges between these nodes.
+
+    Args:
+        matrix: capacities [keys, queries].
+        lower: the tokens of the nodes below, in their order.
+        upper: the tokens of the nodes above.
+        least: leave out edges of at most this capacity.
+        full: write all pairs instead.
+        base: the number of the first node above.
+        first: the number of the first edge.
+        row: [lower nodes + 1], filled: where the edges above each lower node begin, and where the last ones end.
+        above: filled from `first` on.
+        capacity: likewise.
+    """
+    e = first
+    for x in range(len(lower)):
+        row[x] = e
+        for y in range(len(upper)):
+            value = matrix[lower[x], upper[y]]
+            if full or value > least:
+                above[e] = base + y
+                capacity[e] = value
+                e += 1
+    row[len(lower)] = e
+
+
+# --- Searching it -----------------------------------------------------------------------------------------------------
+
+
+@compiled
+def _find(live: Any, x: int) -> int:
+    """The first node from x on that is still of use, or the number that ends its layer."""
     root = x
-    while live[base + root] != root:
-        root = live[base + root]
-    while live[base + x] != root:
-        after = live[base + x]
-        live[base + x] = root
+    while live[root] != root:
+        root = live[root]
+    while live[x] != root:
+        after = live[x]
+        live[x] = root
         x = after
     return root
 
 
 @compiled
-def _revive(live: Any, alive: Any, layers: int, tokens: int) -> None:
-    """Take all nodes as of use again."""
-    for q in range(layers + 1):
-        base = q * (tokens + 1)
-        for k in range(tokens + 1):
-            live[base + k] = k
-        alive[q] = tokens
+def _live_edge(e: int, end: int, full: bool, shift: int, above: Any, live: Any) -> int:
+    """The first edge from e on whose upper node is of use, or the end of the edges above one node.
 
+    Functions within the loops take arrays, not the tuples of them: numba would hand over dozens of numbers.
 
-@compiled
-def _push(tokens: int, q: int, k: int, i: int, amount: float, work: Workspace) -> None:
-    """Send an amount from (q + 1, i) down to (q, k)."""
-    edge = (q * tokens + k) * tokens + i
-    work.residual[edge] -= amount
-    slot = work.slot[edge]
-    if slot == 0:
-        used = work.used[0]
-        upper = (q + 1) * tokens + i
-        work.log[used] = edge
-        work.carried[used] = amount
-        work.below[used] = k
-        work.following[used] = work.first[upper]
-        work.first[upper] = used
-        work.used[0] = used + 1
-        work.slot[edge] = used + 1
-    else:
-        work.carried[slot - 1] += amount
-
-
-@compiled
-def _push_straight(
-    layers: int,
-    tokens: int,
-    threshold: float,
-    demand_order: Any,
-    ordered: bool,
-    order: Any,
-    prefix: Any,
-    work: Workspace,
-) -> None:
-    """Block every straight path whose supply, demand and edges all exceed the threshold.
-
-    A depth-first search upwards from each demand. A node from which no supply can be reached dies and is
-    skipped from then on. If `ordered`, a node tries its edges in the order of their capacity, or walks over the living
-    nodes above where those are fewer; otherwise it always walks, in the order of the tokens.
+    Args:
+        e: an edge above the node, or the end.
+        end: where the edges above the node end.
+        full: whether they lead to all nodes of the layer above, in their order;
+        shift: then edge e leads to node e + shift.
+        above: as in `Graph`.
+        live: as in `Workspace`.
     """
-    residual = work.residual
-    supply, demand, arc, live, alive, path = work.supply, work.demand, work.arc, work.live, work.alive, work.path
-    _revive(live, alive, layers, tokens)
-    top = layers * (tokens + 1)
-    for i in range(tokens):
-        if not supply[i] > threshold:
-            live[top + i] = i + 1
-            alive[layers] -= 1
-    for node in range(layers * tokens):
-        arc[node] = 0 if ordered else -1  # from 0: position in the order; below 0: −1 − the next node to try
-    for n in range(tokens):
-        sink = demand_order[n]
-        while demand[sink] > threshold:
-            path[0] = sink
+    if full:
+        return _find(live, e + shift) - shift if e < end else end
+    while e < end and live[above[e]] != above[e]:
+        e += 1
+    return e
+
+
+@compiled
+def _open_edge(e: int, end: int, full: bool, shift: int, above: Any, live: Any, residual: Any, least: float) -> int:
+    """The same among edges with more than `least` left."""
+    e = _live_edge(e, end, full, shift, above, live)
+    while e < end and not residual[e] > least:
+        e = _live_edge(e + 1, end, full, shift, above, live)
+    return e
+
+
+@compiled
+def _push(
+    residual: Any,
+    slot: Any,
+    log: Any,
+    carried: Any,
+    below: Any,
+    following: Any,
+    first: Any,
+    used: int,
+    v: int,
+    e: int,
+    upper: int,
+    amount: float,
+) -> int:
+    """Send an amount down the edge e from a node to the node v below it; returns the new length of the log."""
+    residual[e] -= amount
+    if slot[e] > 0:
+        carried[slot[e] - 1] += amount
+        return used
+    log[used] = e
+    carried[used] = amount
+    below[used] = v
+    following[used] = first[upper]
+    first[upper] = used
+    slot[e] = used + 1
+    return used + 1
+
+
+@compiled
+def _push_straight(graph: Graph, dust: float, work: Workspace) -> None:
+    """Block every path that goes straight up and whose supply, demand and edges all exceed the dust.
+
+    A depth-first search upwards from each demand. A node from which no supply can be reached is of no use from then on.
+    """
+    base, row, above, full = graph.base, graph.row, graph.above, graph.full
+    residual, slot, log, carried, below = work.residual, work.slot, work.log, work.carried, work.below
+    following, first, supply, demand = work.following, work.first, work.supply, work.demand
+    arc, live, path, steps = work.arc, work.live, work.path, work.steps
+    layers = len(base) - 2
+    top = base[layers]
+    used, flow = work.used[0], work.flow[0]
+    for v in range(len(live)):
+        live[v] = v
+        arc[v] = row[v]
+    for i in range(len(supply)):
+        if not supply[i] > dust:
+            live[top + i] = top + i + 1
+    for sink in range(len(demand)):
+        path[0] = sink
+        while demand[sink] > dust and live[sink] == sink:
             q = 0
             while 0 <= q < layers:
-                node = q * tokens + path[q]
-                base = (q + 1) * (tokens + 1)
-                x = arc[node]
-                found = -1
-                while 0 <= x < prefix[node]:
-                    if prefix[node] - x > alive[q + 1]:
-                        x = -1
-                        break
-                    i = order[node * tokens + x]
-                    if live[base + i] == i and residual[node * tokens + i] > threshold:
-                        found = i
-                        break
-                    x += 1
-                if x < 0:
-                    i = _find(live, base, -x - 1)
-                    while i < tokens and not residual[node * tokens + i] > threshold:
-                        i = _find(live, base, i + 1)
-                    if i < tokens:
-                        found = i
-                    x = -i - 1
-                arc[node] = x
-                if found >= 0:
+                v = path[q]
+                end, shift = row[v + 1], base[q + 1] - row[v]
+                e = _open_edge(arc[v], end, full[q], shift, above, live, residual, dust)
+                arc[v] = e
+                if e < end:
+                    steps[q] = e
                     q += 1
-                    path[q] = found
+                    path[q] = e + shift if full[q - 1] else above[e]
                 else:
-                    live[node + q] = path[q] + 1  # q · (N + 1) + k
-                    alive[q] -= 1
+                    live[v] = v + 1
                     q -= 1
             if q < 0:
                 break
             source = path[layers]
-            amount = min(demand[sink], supply[source])
+            amount = min(demand[sink], supply[source - top])
             for q in range(layers):
-                amount = min(amount, residual[(q * tokens + path[q]) * tokens + path[q + 1]])
+                amount = min(amount, residual[steps[q]])
             for q in range(layers):
-                _push(tokens, q, path[q], path[q + 1], amount, work)
-            work.flow[0] += amount
+                v, e, upper = path[q], steps[q], path[q + 1]
+                used = _push(residual, slot, log, carried, below, following, first, used, v, e, upper, amount)
+            flow += amount
             demand[sink] -= amount
-            supply[source] -= amount
-            if not supply[source] > threshold:
-                live[top + source] = source + 1
-                alive[layers] -= 1
+            supply[source - top] -= amount
+            if not supply[source - top] > dust:
+                live[source] = source + 1
+    work.used[0], work.flow[0] = used, flow
 
 
 @compiled
-def _label(layers: int, tokens: int, dust: float, work: Workspace) -> int:
-    """Label nodes with their distance to an unmet demand; returns the nearest supply's distance, or -1 for none."""
+def _label(graph: Graph, dust: float, work: Workspace) -> int:
+    """Label nodes with their distance to an unmet demand; returns the nearest supply's distance, or -1 for none.
+
+    In the end the nodes without a label are those that are live.
+    """
+    base, row, above, full = graph.base, graph.row, graph.above, graph.full
     residual, carried, below, following, first = work.residual, work.carried, work.below, work.following, work.first
-    live, level, member, start = work.live, work.level, work.member, work.start
-    _revive(live, work.alive, layers, tokens)
-    width = layers + 1
-    size = np.zeros(width, np.int64)  # labelled nodes of each layer
-    level[:] = -1
-    start[:width] = 0
-    for k in range(tokens):
-        if work.demand[k] > dust:
+    supply, demand, live, level, queue = work.supply, work.demand, work.live, work.level, work.queue
+    layers = len(base) - 2
+    top = base[layers]
+    for v in range(len(live)):
+        live[v] = v
+        level[v] = -1
+    size = 0
+    for k in range(len(demand)):
+        if demand[k] > dust:
             level[k] = 0
-            member[size[0]] = k
-            size[0] += 1
             live[k] = k + 1
-    distance = 0
-    grew = True
-    while grew:
-        now, after = distance * width, (distance + 1) * width
-        start[after : after + width] = size
-        for x in range(start[now + layers], size[layers]):
-            if work.supply[member[layers * tokens + x]] > dust:
-                return distance
-        grew = False
-        distance += 1
-        for q in range(width):
-            for x in range(start[now + q], start[after + q]):
-                node = q * tokens + member[q * tokens + x]
-                if q < layers:  # what may still come down to this node
-                    base = (q + 1) * (tokens + 1)
-                    i = _find(live, base, 0)
-                    while i < tokens:
-                        if residual[node * tokens + i] > dust:
-                            level[(q + 1) * tokens + i] = distance
-                            member[(q + 1) * tokens + size[q + 1]] = i
-                            size[q + 1] += 1
-                            live[base + i] = i + 1
-                            grew = True
-                        i = _find(live, base, i + 1)
-                if q > 0:  # what has come down from this node may go back
-                    base = (q - 1) * tokens
-                    edge = first[node]
-                    while edge >= 0:
-                        k = below[edge]
-                        if level[base + k] < 0 and carried[edge] > dust:
-                            level[base + k] = distance
-                            member[base + size[q - 1]] = k
-                            size[q - 1] += 1
-                            live[base + q - 1 + k] = k + 1
-                            grew = True
-                        edge = following[edge]
+            queue[size] = k
+            size += 1
+    x = 0
+    while x < size:
+        v = queue[x]
+        x += 1
+        distance = level[v]
+        q = 0
+        while v >= base[q + 1]:
+            q += 1
+        if q < layers:  # what may still come down to this node
+            end, shift = row[v + 1], base[q + 1] - row[v]
+            e = _open_edge(row[v], end, full[q], shift, above, live, residual, dust)
+            while e < end:
+                i = e + shift if full[q] else above[e]
+                level[i] = distance + 1
+                live[i] = i + 1
+                queue[size] = i
+                size += 1
+                e = _open_edge(e + 1, end, full[q], shift, above, live, residual, dust)
+        elif supply[v - top] > dust:
+            return int(distance)
+        if q > 0:  # what has come down from this node may go back
+            used = first[v]
+            while used >= 0:
+                k = below[used]
+                if level[k] < 0 and carried[used] > dust:
+                    level[k] = distance + 1
+                    live[k] = k + 1
+                    queue[size] = k
+                    size += 1
+                used = following[used]
     return -1
 
 
 @compiled
-def _climb(layers: int, tokens: int, dust: float, sink: int, distance: int, work: Workspace) -> bool:
-    """Find a path from this demand to a supply at this distance, along growing levels; it is left in `work.path`."""
-    arc, level, member, start = work.arc, work.level, work.member, work.start
-    path, path_layer = work.path, work.path_layer
-    width = layers + 1
-    path[0], path_layer[0] = sink, 0
-    depth = 0
+def _climb(graph: Graph, dust: float, sink: int, distance: int, work: Workspace) -> bool:
+    """Find a path from this demand to a supply at this distance, along growing levels; it is left in the workspace."""
+    base, row, above, full = graph.base, graph.row, graph.above, graph.full
+    residual, carried, below, following = work.residual, work.carried, work.below, work.following
+    arc, back, live, level, path, steps = work.arc, work.back, work.live, work.level, work.path, work.steps
+    layers = len(base) - 2
+    path[0] = sink
+    depth = q = 0
     while depth >= 0:
-        q, k = path_layer[depth], path[depth]
-        node = q * tokens + k
+        v = path[depth]
         if depth == distance:
-            if q == layers and work.supply[k] > dust:
+            if q == layers and work.supply[v - base[layers]] > dust:
                 return True
         else:
-            # The next level's nodes of the layer above, then those of the layer below.
-            now, after = (depth + 1) * width, (depth + 2) * width
-            above = start[after + q + 1] - start[now + q + 1] if q < layers else 0
-            beneath = start[after + q - 1] - start[now + q - 1] if q > 0 else 0
-            x = arc[node]
-            other, room = 0, 0.0
-            while x < above + beneath:
-                if x < above:
-                    side = q + 1
-                    other = member[side * tokens + start[now + side] + x]
-                    room = work.residual[node * tokens + other]
-                else:
-                    side = q - 1
-                    other = member[side * tokens + start[now + side] + x - above]
-                    slot = work.slot[(side * tokens + other) * tokens + k]
-                    room = work.carried[slot - 1] if slot > 0 else 0.0
-                if room > dust and level[side * tokens + other] == depth + 1:
-                    break
-                x += 1
-            arc[node] = x
-            if x < above + beneath:
-                depth += 1
-                path[depth] = other
-                path_layer[depth] = q + 1 if x < above else q - 1
-                continue
-        level[node] = -2
+            if q < layers:
+                end, shift = row[v + 1], base[q + 1] - row[v]
+                e = _open_edge(arc[v], end, full[q], shift, above, live, residual, dust)
+                while e < end and level[e + shift if full[q] else above[e]] != depth + 1:
+                    e = _open_edge(e + 1, end, full[q], shift, above, live, residual, dust)
+                arc[v] = e
+                if e < end:
+                    steps[depth] = e
+                    depth += 1
+                    path[depth] = e + shift if full[q] else above[e]
+                    q += 1
+                    continue
+            if q > 0:
+                used = back[v]
+                while used >= 0 and not (level[below[used]] == depth + 1 and carried[used] > dust):
+                    used = following[used]
+                back[v] = used
+                if used >= 0:
+                    steps[depth] = -1 - used
+                    depth += 1
+                    q -= 1
+                    path[depth] = below[used]
+                    continue
+        level[v] = -2
+        live[v] = v + 1
         depth -= 1
+        if depth >= 0:
+            q += -1 if steps[depth] >= 0 else 1
     return False
 
 
 @compiled
-def _augment(layers: int, tokens: int, capacity: Any, dust: float, distance: int, work: Workspace) -> None:
+def _augment(graph: Graph, dust: float, distance: int, work: Workspace) -> None:
     """Block all paths of this length from demand to supply."""
-    path, path_layer = work.path, work.path_layer
-    work.arc[:] = 0
-    for x in range(work.start[layers + 1]):
-        sink = work.member[x]
-        while work.demand[sink] > dust and _climb(layers, tokens, dust, sink, distance, work):
+    base, capacity = graph.base, graph.capacity
+    residual, slot, log, carried, below = work.residual, work.slot, work.log, work.carried, work.below
+    following, first, supply, demand = work.following, work.first, work.supply, work.demand
+    path, steps, live, level = work.path, work.steps, work.live, work.level
+    top = base[len(base) - 2]
+    used, flow = work.used[0], work.flow[0]
+    work.arc[:] = graph.row[:-1]
+    work.back[:] = first
+    for q in range(len(base) - 1):  # now those with a label are of use
+        for v in range(base[q], base[q + 1] - 1):
+            live[v] = v if level[v] >= 0 else v + 1
+        live[base[q + 1] - 1] = base[q + 1] - 1
+    for x in range(len(live)):
+        sink = work.queue[x]
+        if level[sink] != 0:
+            break
+        while demand[sink] > dust and _climb(graph, dust, sink, distance, work):
             source = path[distance]
-            amount = min(work.demand[sink], work.supply[source])
+            amount = min(demand[sink], supply[source - top])
             for step in range(distance):
-                q, k, other = path_layer[step], path[step], path[step + 1]
-                if path_layer[step + 1] > q:
-                    amount = min(amount, work.residual[(q * tokens + k) * tokens + other])
-                else:
-                    amount = min(amount, work.carried[work.slot[((q - 1) * tokens + other) * tokens + k] - 1])
+                e = steps[step]
+                amount = min(amount, residual[e] if e >= 0 else carried[-1 - e])
             for step in range(distance):
-                q, k, other = path_layer[step], path[step], path[step + 1]
-                if path_layer[step + 1] > q:
-                    _push(tokens, q, k, other, amount, work)
+                e = steps[step]
+                if e >= 0:
+                    v, upper = path[step], path[step + 1]
+                    used = _push(residual, slot, log, carried, below, following, first, used, v, e, upper, amount)
                 else:
-                    edge = ((q - 1) * tokens + other) * tokens + k
-                    slot = work.slot[edge] - 1
-                    work.carried[slot] -= amount
-                    work.residual[edge] = capacity[edge] if work.carried[slot] == 0.0 else work.residual[edge] + amount
-            work.flow[0] += amount
-            work.demand[sink] -= amount
-            work.supply[source] -= amount
+                    position = -1 - e
+                    e = log[position]
+                    carried[position] -= amount
+                    residual[e] = capacity[e] if carried[position] == 0.0 else residual[e] + amount
+            flow += amount
+            demand[sink] -= amount
+            supply[source - top] -= amount
+    work.used[0], work.flow[0] = used, flow
 
 
 @compiled
-def _crossing(layers: int, tokens: int, capacity: Any, supply: Any, demand: Any, level: Any, out: Any) -> float:
-    """Capacity of the cut between labelled and other nodes: by the boundary that it crosses, and in all."""
+def _crossing(graph: Graph, demand: Any, work: Workspace, out: Any) -> float:
+    """Capacity of the cut between nodes with and without a label: by the layer that it crosses, and in all."""
+    base, row, above, full, capacity = graph.base, graph.row, graph.above, graph.full, graph.capacity
+    live, level = work.live, work.level
+    layers = len(base) - 2
     out[:] = 0.0
-    for k in range(tokens):
+    for k in range(len(demand)):
         if level[k] < 0:
             out[0] += demand[k]
-        if level[layers * tokens + k] >= 0:
-            out[layers + 1] += supply[k]
-    outside = np.empty(tokens, np.int64)
     for q in range(layers):
-        size = 0
-        for i in range(tokens):
-            if level[(q + 1) * tokens + i] < 0:
-                outside[size] = i
-                size += 1
-        for k in range(tokens):
-            if level[q * tokens + k] >= 0:
-                row = (q * tokens + k) * tokens
-                for x in range(size):
-                    out[q + 1] += capacity[row + outside[x]]
+        for v in range(base[q], base[q + 1] - 1):
+            if level[v] >= 0:
+                end, shift = row[v + 1], base[q + 1] - row[v]
+                e = _live_edge(row[v], end, full[q], shift, above, live)
+                while e < end:
+                    out[q + 1] += capacity[e]
+                    e = _live_edge(e + 1, end, full[q], shift, above, live)
+    for i in range(len(graph.supply)):
+        if level[base[layers] + i] >= 0:
+            out[layers + 1] += graph.supply[i]
     return float(out.sum())
 
 
 @compiled
-def _search(
-    layers: int, tokens: int, capacity: Any, supply: Any, demand: Any, dust: float, out: Any, work: Any
-) -> None:
+def _search(graph: Graph, demand: Any, dust: float, out: Any, work: Workspace) -> None:
     """Augment until the labelled nodes make a cut of the same capacity as the flow."""
     while True:
-        distance = _label(layers, tokens, dust, work)
+        distance = _label(graph, dust, work)
         if distance >= 0:
-            _augment(layers, tokens, capacity, dust, distance, work)
+            _augment(graph, dust, distance, work)
             continue
-        cut = _crossing(layers, tokens, capacity, supply, demand, work.level, out)
+        cut = _crossing(graph, demand, work, out)
         if dust == 0.0 or cut <= work.flow[0] * (1.0 + 1e-11):
             return
         dust = 0.0  # the flow is tiny beside its bound: every residual matters
@@ -374,16 +481,8 @@ def _search(
 
 @compiled
 def solve(
-    layers: int,
-    tokens: int,
-    capacity: Any,
-    ordered: bool,
-    order: Any,
-    prefix: Any,
-    thresholds: Any,
-    supply: Any,
+    graph: Graph,
     demands: Any,
-    demand_order: Any,
     bounds: Any,
     dust: float,
     search: bool,
@@ -398,45 +497,33 @@ def solve(
     Without `search` only straight paths are filled: the value may be too small, and no cut is written.
 
     Args:
-        layers: m.
-        tokens: N.
-        capacity: [m · N · N].
-        ordered: let straight paths take edges in the order of their capacity.
-        order: as `arrange_edges` fills it.
-        prefix: the same, a row per pass.
-        thresholds: of each pass over straight paths, descending to 0.
-        supply: [N].
-        demands: [sinks, N].
-        demand_order: [sinks, N]: the bottom nodes in the order in which to serve them.
+        graph: the layers that the sinks share.
+        demands: [sinks, bottom nodes].
         bounds: [sinks]: no flow can be larger.
         dust: residuals up to this share of the bound count as 0.
         search: go on in the residual graph where straight paths do not reach the bound.
         work: this thread's workspace.
         values: [sinks], filled.
         crossing: [sinks, m + 2], filled: the cut's capacity among demands, in each layer, lowest first, among supplies.
-        labels: bool [sinks, (m + 1) · N] or [0, 0], filled: which nodes lie on the sink's side of the cut.
+        labels: bool [sinks, nodes] or [0, 0], filled: which nodes lie on the sink's side of the cut.
         undo: make the workspace ready for the next sink; otherwise it keeps the flow.
     """
     for j in range(len(demands)):
         enough, least = bounds[j] * (1.0 - 1e-12), bounds[j] * dust
-        for k in range(tokens):
-            work.supply[k], work.demand[k] = supply[k], demands[j, k]
+        work.supply[:] = graph.supply
+        work.demand[:] = demands[j]
         work.flow[0] = 0.0
         work.used[0] = 0
         work.first[:] = -1
-        for t in range(len(thresholds)):
-            threshold = max(thresholds[t], least)
-            _push_straight(layers, tokens, threshold, demand_order[j], ordered, order, prefix[t], work)
-            if work.flow[0] >= enough:
-                break
+        _push_straight(graph, least, work)
         if search and work.flow[0] < enough:
-            _search(layers, tokens, capacity, supply, demands[j], least, crossing[j], work)
+            _search(graph, demands[j], least, crossing[j], work)
             if len(labels) > 0:
-                labels[j] = work.level[: (layers + 1) * tokens] >= 0
+                labels[j] = work.level >= 0
         values[j] = work.flow[0]
         if not undo:
             return
         for x in range(work.used[0]):
-            edge = work.log[x]
-            work.residual[edge] = capacity[edge]
-            work.slot[edge] = 0
+            e = work.log[x]
+            work.residual[e] = graph.capacity[e]
+            work.slot[e] = 0

@@ -1,16 +1,17 @@
 """The strategy around the compiled search: which part of the graph to solve each sink in, and on which thread.
 
-How all sinks of a deep graph are solved in less time than a forward pass takes:
+What makes all sinks together cheap:
 
+- Sinks share the layers between. What the source cannot reach is left out of them once, and of the others only edges
+  with a capacity are looked at: after `discard_ratio`, a few in a hundred.
 - No flow exceeds the source's capacity or the sink's incoming capacity. A flow that reaches either is a maximum: no
   search for a cut is needed.
-- Sinks share the upper layers. Passing the source's capacity down in proportion to the edges (attention rollout, where
-  rows sum to 1) is a feasible flow; what it delivers to a layer may be taken as the supply of the layers below. A sink
-  that reaches its bound there does so in the whole graph. Three or four layers mostly suffice.
+- Passing the source's capacity down in proportion to the edges (attention rollout, where rows sum to 1) is a feasible
+  flow; what it delivers to a layer may be taken as the supply of the layers below. A sink that reaches its bound there
+  does so in the whole graph. In deep graphs three or four layers mostly suffice.
 - Only sinks that fall short are solved in the whole graph, down to a minimum cut.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -20,8 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError
-from vitflow.methods.flow.edge_order import BUCKETS, arrange_edges
-from vitflow.methods.flow.kernel import Floats, solve, workspace
+from vitflow.methods.flow.kernel import (
+    Floats,
+    Graph,
+    Workspace,
+    count_edges,
+    fill_edges,
+    share_out,
+    solve,
+    workspace,
+)
 
 Progress = Callable[[int], object]
 Indices = NDArray[np.intp]
@@ -32,11 +41,13 @@ EXACT = 1e-12
 DUST = 1e-11
 # Windows of so many lowest layers are tried before the whole graph, each on a sample of the sinks first, and on the
 # others if it serves more than this share of the sample.
-WINDOWS = (2, 3, 4, 6, 9)
+WINDOWS = (3, 4, 6)
 SAMPLE = 8
 ENOUGH = 0.7
-# Edges of at least 2^-(s + log2 N) of the supply are tried before smaller ones, for each s.
-STEPS = (2, 5, 9)
+# Windows do without edges of at most this share of their layer's mean: most edges, and little of the capacity.
+SMALL = 0.2
+# Layers with at least this share of all pairs of nodes are stored with all of them.
+FULL = 0.5
 # Each thread copies the capacities; fewer threads are used where the copies would exceed this.
 WORKSPACE_BYTES = 2**29
 
@@ -46,7 +57,7 @@ class _Sinks:
     """The sinks to solve, and what is found for each.
 
     Attributes:
-        demands: [sinks, tokens], what each sink takes from each node of the lowest layer, renumbered.
+        demands: [sinks, tokens], what each sink takes from each node of the lowest layer.
         bounds: [sinks], the smaller trivial cut.
         values: [sinks], filled.
         crossing: [sinks, layers + 2], filled for flows below their bound.
@@ -68,10 +79,6 @@ class _Sinks:
 class InnerGraph:
     """The layers between the edges of the source and those of the sinks, which all sinks share.
 
-    The tokens of each layer are renumbered by what reaches them when every node above shares out in proportion to its
-    edges, most first: paths that draw on plentiful nodes first leave the scarce ones to those who need them. It makes
-    straight paths nearly optimal, and the residual search short.
-
     Args:
         upward: capacities [layers, keys, queries], lowest layer first, C-contiguous.
         supply: the capacities [tokens] with which the source feeds the top.
@@ -82,22 +89,9 @@ class InnerGraph:
         self.layers, self.tokens = len(upward), len(supply)
         if upward.size >= 2**31:
             raise ShapeError(f"Expected less than 2^31 edges, got {self.layers} inner layers of {self.tokens} tokens.")
-        self.workers = max(1, min(workers, WORKSPACE_BYTES // (8 * upward.size + 1)))
-        supplies = _shared_out(upward, supply)
-        self.rank = np.stack([np.argsort(-share, kind="stable") for share in supplies])  # lowest nodes first
-        self.supplies = np.take_along_axis(np.stack(supplies), self.rank, axis=1)
-        self._upward = upward.reshape(-1)
-        self.capacity = np.empty(upward.size)  # renumbered, as far up as it is used
-        self._arranged = 0
-        self._idle: SimpleQueue[_Worker] = SimpleQueue()
-        for _ in range(self.workers):
-            self._idle.put(_Worker(self))
-        exponent = math.frexp(float(supply.sum()))[1] - 1
-        steps = [math.ceil(math.log2(self.tokens)) + step for step in STEPS]
-        self._scale, self._steps = exponent + 1023, np.array([*steps, BUCKETS])
-        self.thresholds = np.array([*(math.ldexp(1.0, exponent - step) for step in steps), 0.0])
-        self.order = np.empty(upward.size, np.int16 if self.tokens < 2**15 else np.int32)
-        self.prefix = np.zeros((len(self._steps), self.layers * self.tokens), np.int32)
+        self.workers = workers
+        self.upward = upward
+        self.supplies, self.nodes = _shared_out(upward, supply)
 
     def solve(
         self, demands: Floats, bounds: Floats, *, labels: bool = False, progress: Progress | None = None
@@ -119,100 +113,97 @@ class InnerGraph:
         report = progress or (lambda count: None)
         count = len(bounds)
         sinks = _Sinks(
-            demands[:, self.rank[0]],
+            demands,
             bounds,
             bounds.copy(),
             np.zeros((count, self.layers + 2)),
-            np.zeros((count, self.layers + 1, self.tokens) if labels else (0, 0, 0), np.bool_),
+            # Nodes that the source does not reach may lie on the sink's side: nothing leads there from the other.
+            np.ones((count, self.layers + 1, self.tokens) if labels else (0, 0, 0), np.bool_),
         )
         still = np.flatnonzero(bounds > 0)
         report(count - len(still))
         with ThreadPoolExecutor(self.workers) as pool:
-            for layers in [size for size in WINDOWS if size < self.layers]:
-                for part in _sample_first(still):  # nothing where no sink is left
-                    self._run(pool, layers, part, sinks, search=False)
-                    reached = sinks.reached(part)
-                    report(int(reached.sum()))
-                    still = np.setdiff1d(still, part[reached], assume_unique=True)
-                    if reached.mean() <= ENOUGH:
-                        break
-            self._run(pool, self.layers, still, sinks, search=True, report=report)
+            for layers in WINDOWS:
+                if layers < self.layers and len(still):
+                    still = self._straight(pool, layers, still, sinks, report)
+            if len(still):
+                self.window(self.layers).run(pool, still, sinks, search=True, report=report)
         np.copyto(sinks.values, bounds, where=sinks.reached(np.arange(count)))
-        if labels:  # back to the old numbers
-            renumbered = sinks.labels.copy()
-            np.put_along_axis(sinks.labels, np.broadcast_to(self.rank, renumbered.shape), renumbered, axis=2)
         return sinks.values, sinks.crossing, sinks.labels
+
+    def _straight(
+        self, pool: ThreadPoolExecutor, layers: int, which: Indices, sinks: _Sinks, report: Progress
+    ) -> Indices:
+        """Try straight paths through the lowest layers; returns the sinks that fall short."""
+        window = self.window(layers, SMALL)
+        for part in _sample_first(which):
+            window.run(pool, part, sinks, search=False)
+            reached = sinks.reached(part)
+            report(int(reached.sum()))
+            which = np.setdiff1d(which, part[reached], assume_unique=True)
+            if reached.mean() <= ENOUGH:
+                break
+        return which
+
+    def window(self, layers: int, small: float = 0.0) -> "_Window":
+        """The lowest layers, without edges of at most this share of their layer's mean."""
+        nodes = self.nodes[: layers + 1]
+        return _Window(_arranged(self.upward[:layers], nodes, self.supplies[layers], small), nodes, self.workers)
 
     def flow(self, demand: Floats, bound: float) -> tuple[Floats, Floats, Floats]:
         """One sink's flow: what each lowest node passes on, what each edge carries, what each top node takes in."""
-        sinks = _Sinks(
-            demand[None, self.rank[0]],
-            np.array([bound]),
-            np.zeros(1),
-            np.zeros((1, self.layers + 2)),
-            np.zeros((0, 0, 0), np.bool_),
-        )
-        with ThreadPoolExecutor(1) as pool:
-            self._arrange(pool, self.layers, ordered=False)
-        worker = self._idle.get()
-        worker.run(self.layers, np.zeros(1, np.intp), sinks, search=True, undo=False)
-        work, used = worker.work, worker.work.slot > 0
-        renumbered = np.zeros(self.capacity.size)
-        renumbered[used] = np.minimum(work.carried[work.slot[used] - 1], self.capacity[used])
-        shape = (self.layers, self.tokens, self.tokens)
-        carried = np.empty(shape)
-        for layer, matrix in enumerate(renumbered.reshape(shape)):
-            carried[layer][np.ix_(self.rank[layer], self.rank[layer + 1])] = matrix
-        passed, taken = np.empty(self.tokens), np.empty(self.tokens)
-        passed[self.rank[0]] = demand[self.rank[0]] - work.demand
-        taken[self.rank[-1]] = self.supplies[-1] - work.supply
+        window = self.window(self.layers)
+        graph, nodes, work = window.graph, window.nodes, window.idle.get()
+        found = np.zeros((1, self.layers + 2)), np.zeros((0, 0), np.bool_)
+        dust = DUST / max(1, len(graph.capacity))
+        solve(graph, demand[None, nodes[0]], np.array([bound]), dust, True, work, np.zeros(1), *found, False)
+        token = np.full(len(graph.row) - 1, -1)
+        for begin, tokens in zip(graph.base, nodes, strict=False):
+            token[begin : begin + len(tokens)] = tokens
+        used = slice(int(work.used[0]))
+        edges, below = work.log[used], work.below[used]
+        layer = np.searchsorted(graph.base, below, side="right") - 1
+        carried = np.zeros((self.layers, self.tokens, self.tokens))
+        carried[layer, token[below], token[graph.above[edges]]] = np.minimum(work.carried[used], graph.capacity[edges])
+        passed, taken = np.zeros(self.tokens), np.zeros(self.tokens)
+        passed[nodes[0]] = demand[nodes[0]] - work.demand
+        taken[nodes[-1]] = graph.supply - work.supply
         return passed, carried, taken
 
-    def _arrange(self, pool: ThreadPoolExecutor, layers: int, *, ordered: bool) -> None:
-        """Renumber the tokens of the lowest layers and order their edges, as far as that is not done yet."""
-        rows = np.arange(self._arranged * self.tokens, layers * self.tokens)
 
-        def some(part: Indices) -> None:
-            arrange_edges(
-                self.tokens,
-                self._upward,
-                self.rank,
-                self.capacity,
-                self.capacity.view(np.int64),
-                ordered,
-                self._scale,
-                self._steps,
-                self.order,
-                self.prefix,
-                int(part[0]),
-                int(part[-1]) + 1,
-            )
+class _Window:
+    """The lowest layers, with what reaches them as their supply, and the threads' workspaces.
 
-        for _ in _share_out(pool, self.workers, some, np.array_split(rows, self.workers)):
-            pass
-        self._arranged = max(self._arranged, layers)
+    Args:
+        graph: the layers.
+        nodes: the tokens that its nodes stand for, by layer.
+        workers: threads to use at most.
+    """
 
-    def _run(
+    def __init__(self, graph: Graph, nodes: list[Indices], workers: int) -> None:
+        self.graph, self.nodes = graph, nodes
+        self.workers = max(1, min(workers, WORKSPACE_BYTES // (8 * len(graph.capacity) + 1)))
+        self.idle: SimpleQueue[Workspace] = SimpleQueue()
+        for _ in range(self.workers):
+            self.idle.put(workspace(graph))
+
+    def run(
         self,
         pool: ThreadPoolExecutor,
-        layers: int,
         which: Indices,
         sinks: _Sinks,
         *,
         search: bool,
         report: Progress | None = None,
     ) -> None:
-        """Solve some sinks in the window of the lowest layers."""
-        if not len(which):
-            return
-        self._arrange(pool, layers, ordered=not search)
+        """Solve some sinks."""
 
         def some(part: Indices) -> None:
-            worker = self._idle.get()
+            work = self.idle.get()
             try:
-                worker.run(layers, part, sinks, search=search)
+                self._solve(work, part, sinks, search=search)
             finally:
-                self._idle.put(worker)
+                self.idle.put(work)
 
         # Neighbouring sinks are alike: interleaved parts take equally long.
         parts = max(self.workers, min(len(which) // SAMPLE, 8 * self.workers))
@@ -220,75 +211,61 @@ class InnerGraph:
             if report:
                 report(len(part))
 
-
-class _Worker:
-    """One thread's workspace; capacities are copied into it only as far up as they are used."""
-
-    def __init__(self, graph: InnerGraph) -> None:
-        self.graph = graph
-        self.work = workspace(graph.layers, graph.tokens)
-        self.filled = 0
-
-    def run(self, layers: int, which: Indices, sinks: _Sinks, *, search: bool, undo: bool = True) -> None:
-        graph = self.graph
-        part = slice(self.filled * graph.tokens**2, layers * graph.tokens**2)
-        self.work.residual[part] = graph.capacity[part]
-        self.filled = max(self.filled, layers)
-        # Passes over large edges first pay in deep windows; in shallow ones small edges must be filled anyway.
-        passes = slice(-1 if search and layers < 3 else 0, None)
+    def _solve(self, work: Workspace, which: Indices, sinks: _Sinks, *, search: bool) -> None:
+        graph, layers = self.graph, len(self.nodes) - 1
         values, crossing = np.zeros(len(which)), np.zeros((len(which), layers + 2))
-        demands = sinks.demands[which]
         wanted = len(which) if search and len(sinks.labels) else 0
-        labels = np.zeros((wanted, (layers + 1) * graph.tokens), np.bool_)
-        solve(
-            layers,
-            graph.tokens,
-            graph.capacity,
-            not search,
-            graph.order,
-            graph.prefix[passes],
-            graph.thresholds[passes],
-            graph.supplies[layers],
-            demands,
-            _largest_first(demands),
-            sinks.bounds[which],
-            DUST / (layers * graph.tokens**2),
-            search,
-            self.work,
-            values,
-            crossing,
-            labels,
-            undo,
-        )
+        labels = np.zeros((wanted, len(graph.row) - 1), np.bool_)
+        demands = sinks.demands[np.ix_(which, self.nodes[0])]
+        dust = DUST / max(1, len(graph.capacity))
+        solve(graph, demands, sinks.bounds[which], dust, search, work, values, crossing, labels, True)
         sinks.values[which] = values
         if search:
             sinks.crossing[which] = crossing
         if wanted:
-            sinks.labels[which] = labels.reshape(wanted, layers + 1, graph.tokens)
+            for layer, (begin, tokens) in enumerate(zip(graph.base, self.nodes, strict=False)):
+                sinks.labels[which[:, None], layer, tokens] = labels[:, begin : begin + len(tokens)]
 
 
-def _shared_out(upward: Floats, supply: Floats) -> list[Floats]:
-    """What the supply delivers to each layer of nodes, lowest first, when each node shares out in proportion."""
-    supplies = [supply]
+def _shared_out(upward: Floats, supply: Floats) -> tuple[list[Floats], list[Indices]]:
+    """What the supply delivers to each layer of nodes, lowest first, when each node shares out in proportion.
+
+    Returns:
+        The supplies [tokens], and the tokens that the source reaches, by what reaches them, most first. Paths that draw
+        on plentiful nodes first leave the scarce ones to those who need them: it makes straight paths nearly optimal,
+        and the residual search short.
+    """
+    supplies, reached = [supply], [supply > 0]
     for matrix in upward[::-1]:  # [keys, queries]
-        capacity = matrix.sum(axis=0)
-        with np.errstate(over="ignore"):
-            share = np.divide(supplies[0], capacity, out=np.zeros_like(capacity), where=capacity > 0)
-        supplies.insert(0, matrix @ np.minimum(share, 1.0))
-    return supplies
+        below, below_reached = np.empty_like(supply), np.empty_like(reached[0])
+        share_out(matrix, supplies[0], reached[0], below, below_reached)
+        supplies.insert(0, below)
+        reached.insert(0, below_reached)
+    orders = [np.argsort(-amounts, kind="stable") for amounts in supplies]
+    return supplies, [order[which[order]] for order, which in zip(orders, reached, strict=True)]
 
 
-def _largest_first(numbers: Floats) -> NDArray[np.intp]:
-    """Indices that sort each row by binary exponent, largest first: exact enough, and quick."""
-    exponents = np.frexp(numbers)[1].astype(np.int16)
-    return np.argsort(-exponents, axis=-1, kind="stable")
+def _arranged(upward: Floats, nodes: list[Indices], supply: Floats, small: float) -> Graph:
+    """The layers between these nodes as the compiled search takes them, without edges up to a share of the mean."""
+    sizes = np.array([len(tokens) for tokens in nodes])
+    base = np.concatenate([[0], np.cumsum(sizes + 1)]).astype(np.int32)
+    least = [small * float(matrix.mean()) if small else 0.0 for matrix in upward]
+    counts = np.array([count_edges(matrix, nodes[q], nodes[q + 1], least[q]) for q, matrix in enumerate(upward)])
+    pairs = sizes[:-1] * sizes[1:]
+    full = counts >= FULL * pairs
+    first = np.concatenate([[0], np.cumsum(np.where(full, pairs, counts))])
+    row = np.full(base[-1] + 1, first[-1], np.int32)
+    above, capacity = np.empty(first[-1], np.int32), np.empty(first[-1])
+    for q, matrix in enumerate(upward):
+        rows = row[base[q] : base[q + 1]]
+        fill_edges(matrix, nodes[q], nodes[q + 1], least[q], full[q], base[q + 1], first[q], rows, above, capacity)
+    return Graph(base, row, above, capacity, full, supply[nodes[-1]])
 
 
 def _sample_first(which: Indices) -> Iterator[Indices]:
     """A few of the sinks, then the others; all at once where there are few."""
     if len(which) <= 2 * SAMPLE:
-        if len(which):
-            yield which
+        yield which
         return
     sample = np.linspace(0, len(which) - 1, SAMPLE, dtype=np.intp)
     yield which[sample]
