@@ -12,6 +12,11 @@ def compiled(function: Function) -> Function:
     return _compile(function)
 
 
+def compiled_within(function: Function) -> Function:
+    """As `compiled`, and put into its callers: for small functions in loops, where handing over arrays costs more."""
+    return _compile(function, forceinline=True)
+
+
 def compiled_loosely(function: Function) -> Function:
     """As `compiled`; sums may be taken in any order, and so by several numbers at once."""
     return _compile(function, fastmath={"reassoc", "contract", "nsz"})

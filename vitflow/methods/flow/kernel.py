@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.compiled import compiled
+from vitflow.compiled import compiled, compiled_within
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -176,7 +176,7 @@ def fill_edges(
 # --- Searching it -----------------------------------------------------------------------------------------------------
 
 
-@compiled
+@compiled_within
 def _find(live: Any, x: int) -> int:
     """The first node from x on that is still of use, or the number that ends its layer."""
     root = x
@@ -189,11 +189,9 @@ def _find(live: Any, x: int) -> int:
     return root
 
 
-@compiled
+@compiled_within
 def _live_edge(e: int, end: int, full: bool, shift: int, above: Any, live: Any) -> int:
     """The first edge from e on whose upper node is of use, or the end of the edges above one node.
-
-    Functions within the loops take arrays, not the tuples of them: numba would hand over dozens of numbers.
 
     Args:
         e: an edge above the node, or the end.
@@ -210,7 +208,7 @@ def _live_edge(e: int, end: int, full: bool, shift: int, above: Any, live: Any) 
     return e
 
 
-@compiled
+@compiled_within
 def _open_edge(e: int, end: int, full: bool, shift: int, above: Any, live: Any, residual: Any, least: float) -> int:
     """The same among edges with more than `least` left."""
     e = _live_edge(e, end, full, shift, above, live)
@@ -219,7 +217,7 @@ def _open_edge(e: int, end: int, full: bool, shift: int, above: Any, live: Any, 
     return e
 
 
-@compiled
+@compiled_within
 def _push(
     residual: Any,
     slot: Any,
