@@ -1,12 +1,16 @@
 """What exact attention flow costs: all sinks beside a forward pass of the same size, and beside other solvers.
 
-    python -m tests.benchmarks.flow [--rounds 5] [--networkx-tokens 197] [--scipy-tokens 577] [--memory]
+    python -m tests.benchmarks.flow [--default] [--rounds 5] [--networkx-tokens 197] [--scipy-tokens 577]
 
 Flow and forward pass are timed in turn, round by round, and the fastest rounds are compared, so that a noisy machine
 meets both alike. The other solvers solve one pair of source and sink of the same graph (building the graph is not
 counted), and the table multiplies their time by the number of sinks; a dash means not run at this size. "real" is
 recorded from the trained ViT-Tiny/16 where its checkpoint is there (VITFLOW_SHARED), otherwise from the bundled model.
 Random graphs are softmax rows of normal logits times a sharpness, averaged over heads.
+
+`--default` takes the graphs of the default map: the last 4 layers, 0.9 discarded, real attention weighted by value and
+recorded from several photographs, its model's positions interpolated to the larger pictures. The column of cuts says
+which share of the sinks has its minimum cut in which layer, the sink's own edges first, the source's capacity last.
 """
 
 import argparse
@@ -17,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,19 +78,31 @@ class Case:
         return attention_flow(self.attention, layers=self.layers, **self.options)
 
 
-def recorded(fusion: str) -> tuple[str, list[Tensor]]:
-    """Fused attention of a trained model in a photograph or a drawn picture."""
+@cache
+def recorder(pixels: int) -> tuple[str, torch.nn.Module, list[Path]]:
+    """The trained model for pictures of this size and some photographs, or the bundled model and its pictures."""
     checkpoint = SHARED / f"{TINY}.safetensors"
-    if checkpoint.is_file():
-        model = timm.create_model(TINY, checkpoint_path=str(checkpoint)).eval()
-        name, picture = "real ViT-Tiny/16", sorted((SHARED / "photos").glob("*.png"))[0]
-    else:
-        model = load_demo_model()
-        name, picture = "real demo model", sample_pictures()[0]
-    transform = create_transform(**resolve_model_data_config(model), is_training=False)
-    with Image.open(picture) as image, record_attention(model, head_fusion=fusion) as trace, torch.no_grad():  # type: ignore[arg-type]
+    if not checkpoint.is_file():
+        return "real demo model", load_demo_model(), list(sample_pictures())
+    model = timm.create_model(TINY, checkpoint_path=str(checkpoint)).eval()
+    model.set_input_size(img_size=pixels)
+    return "real ViT-Tiny/16", model, sorted((SHARED / "photos").glob("*.png"))[:3]
+
+
+def recorded(fusion: str, *, pixels: int = 224, picture: int = 0, weighted: bool = False) -> tuple[str, list[Tensor]]:
+    """Fused attention of a trained model in a photograph or a drawn picture."""
+    name, model, pictures = recorder(pixels)
+    return name, fused(model, pictures[picture], fusion, weighted)
+
+
+def fused(model: torch.nn.Module, picture: Path, fusion: str, weighted: bool) -> list[Tensor]:
+    config = resolve_model_data_config(model)
+    if hasattr(model, "patch_embed"):
+        config["input_size"] = (3, *model.patch_embed.img_size)  # type: ignore[misc]
+    transform = create_transform(**config, is_training=False)
+    with Image.open(picture) as image, record_attention(model, value_norms=weighted) as trace, torch.no_grad():
         model(transform(image.convert("RGB"))[None])
-    return name, list(trace.attentions)
+    return trace.fused(fusion, value_weighted="output" if weighted else False)
 
 
 def drawn(tokens: int, sharpness: float, heads: int) -> list[Tensor]:
@@ -114,6 +131,21 @@ def cases() -> Iterator[Case]:
         for sharpness, heads in ((1, 4), (4, 4), (4, 1)):
             peers = (sharpness, heads) == (4, 4)
             yield Case(f"random {sharpness}, {heads} heads", drawn(tokens, sharpness, heads), peers=peers)
+
+
+def default_cases() -> Iterator[Case]:
+    """What the default options make of attention: the last 4 layers, 0.9 discarded."""
+    own: dict[str, Any] = {"layers": 4, "options": {"discard_ratio": 0.9}, "peers": False}
+    demo = [fused(load_demo_model(), picture, "mean", True) for picture in list(sample_pictures())[:2]]
+    for number, attention in enumerate(demo, start=1):
+        yield Case(f"demo model, picture {number}", attention, **own)
+    for pixels, tokens in ((224, 197), (384, 577), (592, 1370)):
+        name, _, pictures = recorder(pixels)
+        for picture in range(len(pictures) if name != "real demo model" else 0):
+            attention = recorded("mean", pixels=pixels, picture=picture, weighted=True)[1]
+            yield Case(f"{name}, photograph {picture + 1}", attention, **own)
+        for sharpness, heads in ((1, 4), (4, 4), (4, 1), (8, 1)):
+            yield Case(f"random {sharpness}, {heads} heads", drawn(tokens, sharpness, heads), **own)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -183,11 +215,11 @@ def peer_times(case: Case, expected: Tensor, limits: dict[str, int]) -> dict[str
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
 
-def peak_of_largest() -> None:
-    """Print the peak memory of a process that solves all sinks of 12 × 1370 tokens, in GiB (Linux only)."""
-    attention = drawn(1370, 4, 1)
+def peak_of_largest(layers: int) -> None:
+    """Print the peak memory of a process that solves all sinks of 1370 tokens, in GiB (Linux only)."""
+    attention = drawn(1370, 4, 1)[-layers:]
     Path("/proc/self/clear_refs").write_text("5")
-    attention_flow(attention)
+    attention_flow(attention, discard_ratio=0.9 if layers == 4 else 0.0)
     lines = Path("/proc/self/status").read_text().splitlines()
     print(float(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 2**20)
 
@@ -197,10 +229,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds of forward pass and flow, in turn")
     parser.add_argument("--networkx-tokens", type=int, default=197, help="largest graph for networkx")
     parser.add_argument("--scipy-tokens", type=int, default=577, help="largest graph for scipy and igraph")
-    parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--default", action="store_true", help="the graphs of the default map")
+    parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.peak:
-        peak_of_largest()
+        peak_of_largest(given.peak)
         return
     has_igraph = importlib.util.find_spec("igraph") is not None
     limits = {"networkx": given.networkx_tokens, "scipy": given.scipy_tokens}
@@ -209,20 +242,20 @@ def main() -> None:
     print(f"{torch.get_num_threads()} threads; {given.rounds} rounds, the fastest; times of others × number of sinks")
     if not has_igraph:
         print('igraph is not installed: pip install "vitflow[bench]"')
-    head = ("graph", "size", "saturated", "all sinks", "forward", "ratio", "networkx", "scipy", "igraph")
-    print("{:32}{:>11}{:>11}{:>12}{:>11}{:>8}{:>22}{:>20}{:>20}".format(*head))
+    head = ("graph", "size", "saturated", "all sinks", "forward", "ratio", "cuts, %", "networkx", "scipy", "igraph")
+    print("{:32}{:>11}{:>11}{:>12}{:>11}{:>8}{:>34}{:>22}{:>20}{:>20}".format(*head))
     models: dict[str, tuple[torch.nn.Module, Tensor]] = {}
-    for case in cases():
+    for case in default_cases() if given.default else cases():
         name = FORWARDS[case.tokens]
         if name not in models:
             models.clear()  # the largest take more than a gigabyte
             model = timm.create_model(name).eval()
             models[name] = model, torch.randn(1, *model.pretrained_cfg["input_size"])
         print(row(case, *models[name], given.rounds, limits), flush=True)
-    peak = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.flow", "--peak"], capture_output=True, text=True, check=True
-    )
-    print(f"peak memory of a process that solves 12 × 1370: {float(peak.stdout):.2f} GiB, torch and input included")
+    layers = 4 if given.default else 12
+    command = [sys.executable, "-m", "tests.benchmarks.flow", "--peak", str(layers)]
+    peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    print(f"peak memory of a process that solves {layers} × 1370: {float(peak):.2f} GiB, torch and input included")
 
 
 def row(case: Case, model: torch.nn.Module, pixels: Tensor, rounds: int, limits: dict[str, int]) -> str:
@@ -239,7 +272,10 @@ def row(case: Case, model: torch.nn.Module, pixels: Tensor, rounds: int, limits:
         whole = peers.get(name, 0.0) * case.tokens
         others += f"{f'{whole:,.0f} s = {whole / ours:,.0f} ×' if whole else '–':>{width}}"
     size, share = f"{case.depth} × {case.tokens}", result.saturated_share.item()
-    return f"{case.name:32}{size:>11}{share:>11.2f}{ours:>10.4f} s{forward:>9.3f} s{ours / forward:>8.3f}{others}"
+    where = (result.cut_layer[0] - result.layers[0]).bincount(minlength=case.depth + 1) / case.tokens
+    cuts = "/".join(f"{100 * share:.0f}" for share in where.tolist())
+    times_and_ratio = f"{ours:>10.4f} s{forward:>9.3f} s{ours / forward:>8.3f}"
+    return f"{case.name:32}{size:>11}{share:>11.2f}{times_and_ratio}{cuts:>34}{others}"
 
 
 if __name__ == "__main__":
