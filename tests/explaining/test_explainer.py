@@ -98,6 +98,14 @@ def test_a_patch_can_be_asked_instead_of_the_answer():
         explaining.explain(image, patch=(4, 0))
 
 
+def test_pictures_are_called_by_their_names():
+    explaining, images = explainer(), [picture(40, 40), picture(40, 60)]
+    assert [found.source for found in explaining.explain_batch(images)] == ["picture 1", "picture 2"]
+    assert [found.source for found in explaining.explain_batch(images, names=["a", "b"])] == ["a", "b"]
+    with pytest.raises(OptionError, match="one name for each of 2 pictures, got 1"):
+        explaining.explain_batch(images, names=["a"])
+
+
 def test_targets_by_index_and_by_name():
     explaining = Explainer(own_model(), data_config=DATA, class_names=["ant", "bee", "cow", "dog", "Emu"])
     image = picture(40, 40)

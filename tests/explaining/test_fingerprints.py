@@ -26,7 +26,7 @@ from vitflow.folder.manifest import RunFolder
 from vitflow.folder.run import _fingerprint
 from vitflow.folder.work import make_job
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.loading import InputSpec
+from vitflow.pictures.preprocessing import InputSpec
 
 CONFIG = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
 

@@ -15,8 +15,8 @@ from vitflow import Explainer, record_attention
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import block_norms, logits_of
+from vitflow.models.facts import class_names_of, model_id, read_input_spec
 from vitflow.models.libraries import class_count, from_processor
-from vitflow.models.loading import class_names_of, model_id, read_input_spec
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,7 +13,7 @@ from torch import nn
 import vitflow
 from vitflow.errors import ModelError, OptionError, VitflowWarning
 from vitflow.models.checkpoints import read_checkpoint, read_class_names
-from vitflow.models.loading import class_names_of, model_id, read_input_spec
+from vitflow.models.facts import class_names_of, model_id, read_input_spec
 
 ID = "test_vit"
 PRETRAINED = {"input_size": [3, 160, 160], "fixed_input_size": True, "mean": [0.1] * 3, "std": [0.2] * 3}

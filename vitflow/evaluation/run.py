@@ -27,7 +27,8 @@ from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.running import COSTLY, EvaluationProgress, Run
 from vitflow.evaluation.scoring import Protocol
 from vitflow.evaluation.statistics import RESAMPLES
-from vitflow.explaining.explainer import Explainer, MethodChoice
+from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_choices import MethodChoice
 from vitflow.explaining.method_table import get_method
 from vitflow.folder.manifest import RunFolder
 from vitflow.pictures.images import ImageSource

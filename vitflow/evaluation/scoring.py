@@ -17,7 +17,8 @@ from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.localisation import localise
 from vitflow.evaluation.questions import Question
 from vitflow.explaining.agreement import _constant
-from vitflow.explaining.explainer import Explainer, MethodChoice
+from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_choices import MethodChoice
 from vitflow.explaining.saliency import Saliency
 from vitflow.pictures.typesetting import printable
 

@@ -18,7 +18,8 @@ from torch import nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, unknown_name
 from vitflow.explaining.agreement import Agreement, mean_of_defined, measure_agreement, spearman
-from vitflow.explaining.explainer import Explainer, MethodChoice, choose_methods
+from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_choices import MethodChoice, choose_methods
 from vitflow.explaining.method_table import get_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Targets, is_per_picture
@@ -101,15 +102,14 @@ def compare(
     for number, source in enumerate(sources):
         # One by one: no picture waits for the memory of another, and the seconds are its own.
         wanted = targets[number : number + 1] if own_targets else targets  # type: ignore[index]
+        names = None if isinstance(source, str | Path) else [f"picture {number + 1}"]
         try:
-            found = explainer.explain_batch([source], methods=chosen, targets=wanted, **options)
+            found = explainer.explain_batch([source], methods=chosen, targets=wanted, names=names, **options)
         except UnsupportedModelError:
             if methods is not None:
                 raise
             chosen = _applicable(explainer, chosen)
-            found = explainer.explain_batch([source], methods=chosen, targets=wanted, **options)
-        if not isinstance(source, str | Path):
-            found = [replace(saliency, source=f"picture {number + 1}") for saliency in found]
+            found = explainer.explain_batch([source], methods=chosen, targets=wanted, names=names, **options)
         pictures.append(tuple(maps for column in _columns(found) for maps in column))
     return Comparison(tuple(pictures))
 

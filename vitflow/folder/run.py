@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from vitflow.errors import OptionError
-from vitflow.explaining.explainer import Explainer, MethodChoice
+from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_choices import MethodChoice
 from vitflow.explaining.targets import Target, resolve_targets
 from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.fingerprints import check_same_run

@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 
 from vitflow.errors import OptionError, printable, stops_all
-from vitflow.explaining.explainer import Explainer, choose_methods
+from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Target
 from vitflow.folder.decoders import Decoded
@@ -138,9 +139,10 @@ def compute_maps(explainer: Explainer, pictures: Sequence[Picture], job: Job) ->
 
 def _try(explainer: Explainer, pictures: Sequence[Picture], job: Job) -> tuple[list[list[Saliency]], Exception | None]:
     images = [picture.decoded.image for picture in pictures if picture.decoded.image is not None]
+    names = [printable(picture.key) for picture in pictures if picture.decoded.image is not None]
     methods = [(name, options) for _, name, options in job.methods]
     try:
-        flat = explainer.explain_batch(images, methods=methods, targets=job.target)
+        flat = explainer.explain_batch(images, methods=methods, targets=job.target, names=names)
     except torch.OutOfMemoryError as error:
         # The traceback holds the tensors that did not fit.
         problem: Exception = error.with_traceback(None)
@@ -179,7 +181,7 @@ def draw_files(picture: Picture, found: Maps, job: Job) -> Explained:
         files[outputs[label]] = _encode(saliency.overlay(**job.drawing), job.format)
         if job.save_map:
             saved[label] = f"{picture.stem}-{label}.npz"
-            files[saved[label]] = _encode_map(saliency, picture.key)
+            files[saved[label]] = _encode_map(saliency)
     first = found.maps[0]
     facts = {label: dict(saliency.facts) for (label, _, _), saliency in zip(job.methods, found.maps, strict=True)}
     row |= {
@@ -213,9 +215,9 @@ def _encode(overlay: Any, format: str) -> bytes:
     return file.getvalue()
 
 
-def _encode_map(saliency: Saliency, key: str) -> bytes:
+def _encode_map(saliency: Saliency) -> bytes:
     """The same .npz as `Saliency.save` writes, without the time it took, so that it is the same every time."""
-    metadata = {**saliency.to_dict(), "input": printable(key)}
+    metadata = saliency.to_dict()
     del metadata["seconds"]
     file = io.BytesIO()
     text = np.array(json.dumps(metadata, ensure_ascii=False))

@@ -1,67 +1,28 @@
-"""Load a model (timm id, hf-hub:, local-dir:, a folder or file, `demo`), and say what pictures it wants to see."""
+"""Load a model: a timm id, hf-hub:, local-dir:, a folder or file, or `demo`."""
 
 import logging
 import socket
 import sys
 import urllib.request
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
 import timm
 import torch
-from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_model_data_config
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, VitflowWarning
 from vitflow.models import fitting
-from vitflow.models.anatomy import transformer_of, unwrap
 from vitflow.models.checkpoints import Checkpoint, read_checkpoint, read_class_names
-from vitflow.models.libraries import (
-    class_count,
-    embedding_of,
-    from_processor,
-    library_class_names,
-    library_data_config,
-    library_id,
-)
-from vitflow.pictures.geometry import CropMode
+from vitflow.models.libraries import class_count
 
 # Numbers that a model may have beyond twice those of a file: classes that the file lacks.
 _SLACK = 25_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class InputSpec:
-    """What a model wants to see: size and normalisation of its input, and how pictures were cropped for it.
-
-    Attributes:
-        size: (height, width) of the input in pixels.
-        channels: 3, or 1 for grey.
-        mean, std: per channel, for values in [0, 1].
-        interpolation: the resize filter's name.
-        crop_pct: share of the resized picture that the crop keeps.
-        crop_mode: "center", "squash" or "border".
-        patch_size: (height, width) of a patch in pixels, where the model has one.
-        dynamic: whether the model takes other input sizes as it is.
-    """
-
-    size: tuple[int, int]
-    channels: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    interpolation: str = "bicubic"
-    crop_pct: float = 1.0
-    crop_mode: CropMode = "center"
-    patch_size: tuple[int, int] | None = None
-    dynamic: bool = False
 
 
 def load_model(
@@ -272,95 +233,3 @@ def _name_classes(model: nn.Module, names: str | Path | Sequence[str]) -> None:
         raise ModelError(f"Expected {count} class names, one for each class of the model, got {len(found)}.")
     config = getattr(model, "pretrained_cfg", None)
     model.pretrained_cfg = {**(config or {}), "label_names": found, "label_descriptions": None}  # type: ignore[assignment]
-
-
-def model_id(model: nn.Module) -> str:
-    """The name a model goes by: its timm id with tag, the name transformers loaded it by, or its class."""
-    model = unwrap(model)
-    config: Any = getattr(model, "pretrained_cfg", None) or {}
-    architecture, tag = config.get("architecture"), config.get("tag")
-    if architecture:
-        return f"{architecture}.{tag}" if tag else str(architecture)
-    return library_id(model) or type(model).__name__
-
-
-def class_names_of(model: nn.Module) -> list[str] | None:
-    """The names of a model's classes: its own, or ImageNet's where the class count is ImageNet's; else None."""
-    model = unwrap(model)
-    config: Any = getattr(model, "pretrained_cfg", None) or {}
-    count = class_count(model)
-    if not count:
-        return None
-    own = library_class_names(model)
-    if own is not None:
-        return own
-    names, described = config.get("label_names"), config.get("label_descriptions")
-    if names and len(names) == count:
-        return [
-            str(described[name]) if isinstance(described, Mapping) and name in described else name for name in names
-        ]
-    return _imagenet_names(infer_imagenet_subset({"num_classes": count}))
-
-
-@cache
-def _imagenet_names(subset: str | None) -> list[str] | None:
-    return _shortest_unique(ImageNetInfo(subset).label_descriptions()) if subset else None
-
-
-def _shortest_unique(descriptions: Sequence[str]) -> list[str]:
-    """The first of each class's comma-separated names, or as many as tell it apart from the others."""
-    parts = [text.split(", ") for text in descriptions]
-    names = [part[0] for part in parts]
-    for length in range(2, 6):
-        count = Counter(names)
-        names = [", ".join(part[:length]) if count[name] > 1 else name for part, name in zip(parts, names, strict=True)]
-    return names
-
-
-def read_input_spec(model: nn.Module, data_config: Mapping[str, Any] | None = None) -> InputSpec:
-    """What a model wants to see, from its `pretrained_cfg` and `patch_embed`; `data_config` overrides entries.
-
-    Models of transformers and torchvision say their size themselves. Their normalisation is in the image processor's
-    settings, which are found where they were saved beside the weights, or else given as `data_config`.
-
-    Raises:
-        ModelError: the model does not say how its pictures were normalised, and `data_config` does not either.
-    """
-    model = unwrap(model)
-    embedding = embedding_of(model)
-    given = dict(data_config or {})
-    if "image_mean" in given:
-        given = from_processor(given, 3 if embedding is None else embedding.channels)
-    given = library_data_config(model) | given
-    if not getattr(model, "pretrained_cfg", None) and not {"input_size", "mean", "std"} <= given.keys():
-        raise ModelError(
-            f"{type(model).__name__} does not say which pictures it was trained on. Pass data_config with at least "
-            "input_size=(3, height, width), mean and std, or processor.to_dict() of its transformers image processor; "
-            "a wrong normalisation gives wrong maps without an error."
-        )
-    config: dict[str, Any] = {**resolve_model_data_config(model), **given}
-    transformer: Any = transformer_of(model)
-    embed = getattr(transformer, "patch_embed", None)
-    channels, height, width = config["input_size"]
-    built_for = getattr(embed, "img_size", None)
-    if built_for is not None and "input_size" not in given:
-        height, width = built_for
-    stem = (module for module in embed.modules() if isinstance(module, nn.Conv2d)) if embed is not None else iter(())
-    channels = int(getattr(next(stem, None), "in_channels", channels))
-    if channels not in (1, 3):
-        raise ModelError(f"{model_id(model)} takes pictures of {channels} channels; vitflow reads RGB or grey ones.")
-    patch = getattr(embed, "patch_size", None) if embedding is None else embedding.patch_size
-    spec = InputSpec(
-        (int(height), int(width)),
-        channels,
-        tuple(config["mean"]),
-        tuple(config["std"]),
-        str(config["interpolation"]),
-        float(config["crop_pct"]),
-        config["crop_mode"],
-        None if patch is None else (patch, patch) if isinstance(patch, int) else (int(patch[0]), int(patch[1])),
-        bool(getattr(transformer, "dynamic_img_size", False)) or (embedding is not None and embedding.dynamic),
-    )
-    if channels == 1:
-        spec = replace(spec, mean=spec.mean[:1] * 3, std=spec.std[:1] * 3)
-    return spec

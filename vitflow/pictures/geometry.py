@@ -217,6 +217,25 @@ def prepare(
     >>> prepare(image, place((480, 640), (224, 224)), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))[:, 0, 0]
     array([1., 1., 1.], dtype=float32)
     """
+    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+        raise OptionError(f"Expected three values each for mean and std, every std above 0, got {mean} and {std}.")
+    seen = cut(image, placement, mean=mean, interpolation=interpolation)
+    scaled = np.ascontiguousarray(seen.transpose(2, 0, 1), dtype=np.float32) / np.float32(255)
+    scaled -= np.asarray(mean, dtype=np.float32)[:, None, None]
+    scaled /= np.asarray(std, dtype=np.float32)[:, None, None]
+    return scaled
+
+
+def cut(
+    image: NDArray[np.uint8], placement: Placement, *, mean: Sequence[float], interpolation: str = "bicubic"
+) -> NDArray[np.uint8]:
+    """What the model sees of a picture, before it is normalised: resized, cut or padded, uint8 [height, width, 3].
+
+    Args and errors are those of `prepare`.
+
+    >>> cut(np.zeros((2, 6, 3), np.uint8), place((2, 6), (2, 2)), mean=(0.5, 0.5, 0.5)).shape
+    (2, 2, 3)
+    """
     if interpolation not in INTERPOLATIONS:
         raise OptionError(unknown_name("interpolation", interpolation, INTERPOLATIONS))
     if image.dtype != np.uint8 or image.shape != (*placement.image_size, 3):
@@ -224,14 +243,22 @@ def prepare(
             f"Expected a uint8 RGB picture of shape {(*placement.image_size, 3)}, as the placement was made for, "
             f"got {image.dtype} {image.shape}. Make the placement with place(image.shape[:2], …)."
         )
-    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-        raise OptionError(f"Expected three values each for mean and std, every std above 0, got {mean} and {std}.")
-    fill = tuple(round(255 * value) for value in mean) if placement.padding == "mean" else (0, 0, 0)
-    window = _resized_window(image, placement, Image.Resampling[interpolation.upper()], fill)
-    scaled = np.ascontiguousarray(window.transpose(2, 0, 1), dtype=np.float32) / np.float32(255)
-    scaled -= np.asarray(mean, dtype=np.float32)[:, None, None]
-    scaled /= np.asarray(std, dtype=np.float32)[:, None, None]
-    return scaled
+    (height, width), (top, left), (rows, cols) = placement.resized_size, placement.offset, placement.input_size
+    first_row, last_row = max(top, 0), min(top + rows, height)
+    first_col, last_col = max(left, 0), min(left + cols, width)
+    picture, resample = Image.fromarray(image), Image.Resampling[interpolation.upper()]
+    if height * width <= _MAX_RESIZED_PIXELS:
+        resized = picture.resize((width, height), resample)
+        inside = np.asarray(resized)[first_row:last_row, first_col:last_col]
+    else:
+        upper, start = placement.to_image(float(first_row - top), float(first_col - left))
+        lower, end = placement.to_image(float(last_row - top), float(last_col - left))
+        size = (last_col - first_col, last_row - first_row)
+        inside = np.asarray(picture.resize(size, resample, box=(start, upper, end, lower)))
+    seen = np.empty((rows, cols, 3), dtype=np.uint8)
+    seen[:] = np.asarray([round(255 * value) for value in mean], np.uint8) if placement.padding == "mean" else 0
+    seen[first_row - top : last_row - top, first_col - left : last_col - left] = inside
+    return seen
 
 
 def _check_size(name: str, size: Sequence[int]) -> None:
@@ -302,25 +329,3 @@ def _centred(resized: Size, window: Size) -> tuple[int, int]:
         for outer, inner in zip(resized, window, strict=True)
     )
     return top, left
-
-
-def _resized_window(
-    image: NDArray[np.uint8], placement: Placement, resample: Image.Resampling, fill: tuple[int, ...]
-) -> NDArray[np.uint8]:
-    """Resize the picture and cut the window of the model input out of it: uint8 [height, width, 3]."""
-    (height, width), (top, left), (rows, cols) = placement.resized_size, placement.offset, placement.input_size
-    first_row, last_row = max(top, 0), min(top + rows, height)
-    first_col, last_col = max(left, 0), min(left + cols, width)
-    picture = Image.fromarray(image)
-    if height * width <= _MAX_RESIZED_PIXELS:
-        resized = picture.resize((width, height), resample)
-        cut = np.asarray(resized)[first_row:last_row, first_col:last_col]
-    else:
-        upper, start = placement.to_image(float(first_row - top), float(first_col - left))
-        lower, end = placement.to_image(float(last_row - top), float(last_col - left))
-        size = (last_col - first_col, last_row - first_row)
-        cut = np.asarray(picture.resize(size, resample, box=(start, upper, end, lower)))
-    window = np.empty((rows, cols, 3), dtype=np.uint8)
-    window[:] = np.asarray(fill, dtype=np.uint8)
-    window[first_row - top : last_row - top, first_col - left : last_col - left] = cut
-    return window

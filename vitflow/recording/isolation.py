@@ -9,6 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from vitflow.errors import OptionError
+
 _guard = threading.Lock()
 _turns: WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = WeakKeyDictionary()
 
@@ -30,6 +32,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         finally:
             for module in training:
                 module.training = True
+
+
+def move_to(model: nn.Module, device: str | torch.device | None) -> torch.device:
+    """Move a model, in its turn; returns where it lies then, also where it stays.
+
+    Raises:
+        OptionError: the device cannot be used.
+    """
+    if device is None:
+        return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    try:
+        device = torch.device(device)
+        with turn(model):
+            model.to(device)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        raise OptionError(f"The device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
 
 
 class _Thread(threading.local):

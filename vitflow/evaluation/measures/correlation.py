@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, unknown_name
 from vitflow.explaining.agreement import spearman
-from vitflow.explaining.explainer import Explainer, MethodChoice
+from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_choices import MethodChoice
 from vitflow.explaining.targets import Target
 from vitflow.methods.attention import check_layer, raw_attention
 from vitflow.methods.flow.attention_flow import attention_flow
@@ -141,7 +142,7 @@ def _record(
             explainer.model, head_fusion=head_fusion, value_weighted=value_weighted, layout=explainer.layout
         ) as trace,
     ):
-        explainer._forward(explainer.pixels(source))
+        explainer.forward(explainer.pixels(source))
     return trace.fused(head_fusion, value_weighted=value_weighted), trace.readout, trace.layout
 
 

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError
-from vitflow.explaining.explainer import Explainer, MethodChoice
+from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_choices import MethodChoice
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Target
 from vitflow.pictures.images import ImageSource

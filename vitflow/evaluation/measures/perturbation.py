@@ -145,7 +145,7 @@ class _Hidden:
         for chunk in _chunks(choices, batch_size):
             visible = torch.stack([self._visible(choice, owners[choice.grid]) for choice in chunk])
             pictures = torch.where(visible.to(self.pixels.device), self.pixels, self.filler)
-            found.append(_finite(self.explainer, logits_of(self.explainer._forward(pictures))))
+            found.append(_finite(self.explainer, logits_of(self.explainer.forward(pictures))))
         return torch.cat(found)
 
     def _visible(self, choice: Choice, owners: Tensor) -> Tensor:

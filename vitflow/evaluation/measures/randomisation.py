@@ -13,7 +13,8 @@ from torch import nn
 from vitflow.errors import OptionError, VitflowWarning, unknown_name
 from vitflow.evaluation.measures.originals import original_maps
 from vitflow.explaining.agreement import spearman
-from vitflow.explaining.explainer import Explainer, MethodChoice
+from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_choices import MethodChoice
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Target
 from vitflow.models.anatomy import transformer_of

@@ -13,14 +13,15 @@ from vitflow.errors import OptionError, unknown_name
 from vitflow.evaluation.measures.originals import original_maps
 from vitflow.evaluation.measures.randomisation import cascading_randomisation, stage_names
 from vitflow.explaining.agreement import mean_of_defined, spearman
-from vitflow.explaining.explainer import Explainer, MethodChoice
+from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_choices import MethodChoice
 from vitflow.explaining.method_table import get_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Target
 from vitflow.methods.cells import cell_grid
 from vitflow.models.anatomy import logits_of
-from vitflow.pictures.geometry import place, prepare
 from vitflow.pictures.images import ImageSource, read_image
+from vitflow.pictures.preprocessing import Preprocessing
 from vitflow.recording.isolation import evaluating
 
 __all__ = ["cascading_randomisation", "class_sensitivity", "flip_stability", "shift_stability", "stage_names"]
@@ -177,7 +178,7 @@ def class_sensitivity(
 def _two_classes(explainer: Explainer, image: ImageSource, other: str) -> list[int]:
     """The most probable class of the picture, and another one."""
     with torch.no_grad(), evaluating(explainer.model):
-        logits = logits_of(explainer._forward(explainer.pixels(image)))
+        logits = logits_of(explainer.forward(explainer.pixels(image)))
     if logits is None or logits.ndim != 2 or logits.shape[1] < 2:
         raise OptionError(f"Expected a model with at least two classes, got {explainer.model_id}, which has fewer.")
     ranked = logits[0].argsort(descending=True).tolist()
@@ -203,15 +204,8 @@ def _wide_window(explainer: Explainer, image: ImageSource, margin: tuple[int, in
 
     Margins show the picture where it goes on, and are mirrored where it ends.
     """
-    spec, picture = explainer.spec, read_image(image)
-    placement = place(
-        (picture.shape[0], picture.shape[1]),
-        spec.size,
-        fit=explainer.fit,
-        crop_pct=spec.crop_pct,
-        crop_mode=spec.crop_mode,
-        patch_size=spec.patch_size,
-    )
+    picture = read_image(image)
+    placement = explainer.preprocessing.place((picture.shape[0], picture.shape[1]))
     sides = list(zip(placement.offset, placement.input_size, placement.resized_size, margin, strict=True))
     # How much of each margin lies within the picture; where the model input is padded, none.
     before = [min(max(start, 0), wide) for start, _, _, wide in sides]
@@ -222,9 +216,7 @@ def _wide_window(explainer: Explainer, image: ImageSource, margin: tuple[int, in
         offset=(top - before[0], left - before[1]),
         input_size=(height + before[0] + behind[0], width + before[1] + behind[1]),
     )
-    values = prepare(picture, seen, mean=spec.mean, std=spec.std, interpolation=spec.interpolation)
-    mean, std = (np.array(of)[:, None, None] for of in (spec.mean, spec.std))
-    window = np.round((values * std + mean) * 255).astype(np.uint8).transpose(1, 2, 0)
+    window = explainer.preprocessing.cut(picture, seen)
     missing = [(wide - a, wide - b) for wide, a, b in zip(margin, before, behind, strict=True)]
     return np.pad(window, [*missing, (0, 0)], mode="symmetric")
 
@@ -232,7 +224,7 @@ def _wide_window(explainer: Explainer, image: ImageSource, margin: tuple[int, in
 def _as_it_is(explainer: Explainer, size: tuple[int, ...]) -> Explainer:
     """The same explainer for pictures that are already the model input."""
     own = copy.copy(explainer)
-    own.fit, own.spec = "squash", replace(explainer.spec, size=(size[0], size[1]))
+    own.preprocessing = Preprocessing(replace(explainer.spec, size=(size[0], size[1])), "squash")
     return own
 
 

@@ -1,0 +1,163 @@
+"""From a recorded pass to results: what the model answered, and each method's maps beside that answer."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitflow.errors import ModelError, ShapeError
+from vitflow.explaining.maps import Maps
+from vitflow.explaining.method_choices import Chosen
+from vitflow.explaining.method_table import Method
+from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.targets import doubt
+from vitflow.models.facts import ModelFacts
+from vitflow.pictures.geometry import Placement
+from vitflow.recording.trace import Trace
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """A picture that was read and placed, ready for the model."""
+
+    name: str
+    image: NDArray[np.uint8]
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answered:
+    """A forward pass that was recorded, and what it answered.
+
+    Attributes:
+        trace: the pass.
+        pictures: those that it was for.
+        facts: of the model.
+        probabilities: [batch, classes]; None where the model has no classes.
+        seconds: that the pass took.
+    """
+
+    trace: Trace
+    pictures: Sequence[Picture]
+    facts: ModelFacts
+    probabilities: Tensor | None
+    seconds: float
+
+
+def activate(logits: Tensor, activation: str) -> Tensor:
+    """The probabilities that logits [..., classes] stand for, float64 on the CPU.
+
+    >>> activate(torch.zeros(1, 2), "softmax")
+    tensor([[0.5000, 0.5000]], dtype=torch.float64)
+    """
+    # In float64, or what a hidden patch costs would be lost in the rounding of a probability near 1.
+    logits = logits.detach().cpu().double()
+    return logits.sigmoid() if activation == "sigmoid" else logits.softmax(dim=-1)
+
+
+def probabilities_of(logits: object, facts: ModelFacts) -> Tensor | None:
+    """The probabilities [batch, classes] of what a model returned; None where it has no classes.
+
+    Raises:
+        ModelError: it returned no tensor, or one with numbers that are not finite.
+    """
+    if not isinstance(logits, Tensor):
+        raise ModelError(f"Expected {facts.id} to return one tensor of logits, got none.")
+    if facts.class_count == 0 or logits.ndim != 2:
+        return None
+    if not torch.isfinite(logits).all():
+        raise ModelError(
+            f"{facts.id} returned NaN or infinite logits for this picture: its weights or its precision "
+            f"({logits.dtype}) are at fault, and no map of it would mean anything."
+        )
+    return activate(logits, facts.activation)
+
+
+def apply_methods(answered: Answered, chosen: Chosen, wanted: Sequence[Tensor | None]) -> list[list[Saliency]]:
+    """The maps of each picture, method by method, and for class-specific methods target by target.
+
+    Args:
+        answered: the pass.
+        chosen: methods and their options.
+        wanted: class indices [batch] per target; None where the model has no classes.
+    """
+    trace, gradients = answered.trace, any("gradients" in method.needs for method, _ in chosen)
+    found: list[list[list[Saliency]]] = [[[] for _ in chosen] for _ in answered.pictures]
+    for number, target in enumerate(wanted):
+        trace.targets = target
+        started = time.perf_counter()
+        if gradients:
+            trace.backward()  # once for all methods, and each method's seconds hold it
+        backward = time.perf_counter() - started
+        for position, (method, options) in enumerate(chosen):
+            if number and not method.class_specific:
+                continue
+            seconds = answered.seconds + (backward if "gradients" in method.needs else 0.0)
+            for maps, saliency in zip(found, _apply(method, options, answered, seconds), strict=True):
+                maps[position].append(saliency)
+        trace.forget_gradients()
+    return [[saliency for maps in of_picture for saliency in maps] for of_picture in found]
+
+
+def _apply(method: Method, options: dict[str, Any], answered: Answered, seconds: float) -> list[Saliency]:
+    """One method for the trace's targets: a map for each picture. `seconds` is what the batch has taken before."""
+    started = time.perf_counter()
+    trace, pictures = answered.trace, answered.pictures
+    maps = method.load()(trace, **options)
+    maps = maps if isinstance(maps, Maps) else Maps(maps)
+    grids = _check_grids(maps.grids, method, len(pictures))
+    seconds = (seconds + time.perf_counter() - started) / len(pictures)
+    readout = {"readout": trace.pooling} if method.needs & {"attention", "heads"} else {}
+    answers = [_answer(answered, trace.targets, index) for index in range(len(pictures))]
+    return [
+        Saliency(
+            grid=grids[index],
+            placement=picture.placement,
+            image=picture.image,
+            source=picture.name,
+            model=answered.facts.id,
+            method=method.name,
+            options=options,
+            class_specific=method.class_specific,
+            facts=readout | (maps.facts[index] if maps.facts else {}) | _doubts(method, answers[index], answered),
+            seconds=seconds,
+            **answers[index],
+        )
+        for index, picture in enumerate(pictures)
+    ]
+
+
+def _answer(answered: Answered, target: Tensor | None, index: int) -> dict[str, Any]:
+    probabilities, names = answered.probabilities, answered.facts.class_names
+    if probabilities is None or target is None:
+        return {}
+    number = int(target[index])
+    return {
+        "target": number,
+        "class_name": names[number] if names else None,
+        "probability": float(probabilities[index, number]),
+        "predicted": int(probabilities[index].argmax()),
+    }
+
+
+def _doubts(method: Method, answer: dict[str, Any], answered: Answered) -> dict[str, str]:
+    """The fact that a class which was asked for is one that the model all but rules out."""
+    probabilities = answered.probabilities
+    if not method.class_specific or probabilities is None or answer.get("target") in (None, answer.get("predicted")):
+        return {}
+    note = doubt(answer["probability"], probabilities.shape[1])
+    return {} if note is None else {"note": note}
+
+
+def _check_grids(grids: Tensor, method: Method, batch: int) -> NDArray[np.float32]:
+    array: NDArray[np.float32] = grids.detach().float().cpu().numpy()
+    if array.ndim != 3 or len(array) != batch:
+        raise ShapeError(f"Expected maps [{batch}, rows, cols] from method {method.name}, got {array.shape}.")
+    if not np.isfinite(array).all():
+        raise ShapeError(f"Method {method.name} gave a map with NaN or infinite values.")
+    return array

@@ -1,0 +1,43 @@
+"""Choosing methods: names and options as callers write them, looked up in the table and completed.
+
+This module imports no torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vitflow.errors import OptionError
+from vitflow.explaining.method_table import Method, get_method
+
+# What callers may call the class to explain, which is `target` here.
+_CALLED_TARGET = ("class_", "class_id", "class_idx", "class_index", "class_name", "category", "cls", "label")
+# A method by name, or by name with options of its own.
+MethodChoice = str | tuple[str, Mapping[str, Any]]
+# Methods with all their options.
+Chosen = Sequence[tuple[Method, dict[str, Any]]]
+
+
+def choose_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) -> list[tuple[Method, dict[str, Any]]]:
+    """Look methods up and complete their options: shared `options` go to each method that has them.
+
+    Raises:
+        OptionError: an unknown method or option, or an option that none of the methods has.
+    """
+    if not methods:
+        raise OptionError("Expected at least one method, got none.")
+    pairs = [
+        (get_method(choice), {}) if isinstance(choice, str) else (get_method(choice[0]), choice[1])
+        for choice in methods
+    ]
+    for name in options:
+        if name in _CALLED_TARGET and not any(method.accepts(name) for method, _ in pairs):
+            raise OptionError(
+                f"Unknown option {name!r}: name the class to explain by target={options[name]!r} (targets, for several "
+                "pictures or classes at once)."
+            )
+        if not any(method.accepts(name) for method, _ in pairs):
+            pairs[0][0].complete({name: None})  # raises, naming the options that there are
+    return [
+        (method, method.complete({**{k: v for k, v in options.items() if method.accepts(k)}, **own}))
+        for method, own in pairs
+    ]

@@ -1,0 +1,182 @@
+"""What a model says of itself: its name, the pictures it wants to see, its classes."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any
+
+from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_model_data_config
+from torch import nn
+
+from vitflow.errors import ModelError, OptionError
+from vitflow.methods.tokens import TokenLayout, check_layout
+from vitflow.models.anatomy import transformer_of, unwrap
+from vitflow.models.libraries import (
+    class_count,
+    embedding_of,
+    from_processor,
+    is_multi_label,
+    library_class_names,
+    library_data_config,
+    library_id,
+)
+from vitflow.pictures.preprocessing import InputSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of a model, read once.
+
+    Attributes:
+        id: the name that it goes by.
+        input: what it wants to see.
+        class_names: names by class index, where known.
+        class_count: how many classes it has, 0 where it ends in features; None where it does not say.
+        activation: "softmax", or "sigmoid" where each class has a probability of its own.
+        layout: prefix tokens and patch grid, where the caller told them.
+    """
+
+    id: str
+    input: InputSpec
+    class_names: tuple[str, ...] | None
+    class_count: int | None
+    activation: str
+    layout: TokenLayout | None = None
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The facts, ready for JSON; the class names as a hash."""
+        names = None if self.class_names is None else json.dumps(self.class_names).encode()
+        return {
+            "model": self.id,
+            "input": asdict(self.input),
+            "activation": self.activation,
+            "class_names_sha256": None if names is None else hashlib.sha256(names).hexdigest(),
+            "layout": None if self.layout is None else asdict(self.layout),
+        }
+
+
+def read_facts(
+    model: nn.Module,
+    *,
+    data_config: Mapping[str, Any] | None = None,
+    class_names: Sequence[str] | None = None,
+    activation: str | None = None,
+    layout: TokenLayout | None = None,
+) -> ModelFacts:
+    """Ask a model what it is; what the caller tells goes before what it says.
+
+    Raises:
+        ModelError: it does not say how its pictures were normalised, and `data_config` does not either.
+        OptionError: there is no such activation; the layout is no TokenLayout.
+
+    >>> import timm
+    >>> facts = read_facts(timm.create_model("vit_tiny_patch16_224", num_classes=5))
+    >>> facts.id, facts.input.size, facts.class_count, facts.activation
+    ('vit_tiny_patch16_224.augreg_in21k_ft_in1k', (224, 224), 5, 'softmax')
+    """
+    spec = read_input_spec(model, data_config)
+    check_layout(layout)
+    names = class_names_of(model) if class_names is None else class_names
+    config: Any = getattr(model, "pretrained_cfg", None) or {}
+    own = config.get("activation") or ("sigmoid" if is_multi_label(model) else "softmax")
+    activation = activation or own
+    if activation not in ("softmax", "sigmoid"):
+        raise OptionError(f"Expected activation 'softmax' or 'sigmoid', got {activation!r}.")
+    return ModelFacts(
+        model_id(model), spec, None if names is None else tuple(names), class_count(model), activation, layout
+    )
+
+
+def model_id(model: nn.Module) -> str:
+    """The name a model goes by: its timm id with tag, the name transformers loaded it by, or its class."""
+    model = unwrap(model)
+    config: Any = getattr(model, "pretrained_cfg", None) or {}
+    architecture, tag = config.get("architecture"), config.get("tag")
+    if architecture:
+        return f"{architecture}.{tag}" if tag else str(architecture)
+    return library_id(model) or type(model).__name__
+
+
+def class_names_of(model: nn.Module) -> list[str] | None:
+    """The names of a model's classes: its own, or ImageNet's where the class count is ImageNet's; else None."""
+    model = unwrap(model)
+    config: Any = getattr(model, "pretrained_cfg", None) or {}
+    count = class_count(model)
+    if not count:
+        return None
+    own = library_class_names(model)
+    if own is not None:
+        return own
+    names, described = config.get("label_names"), config.get("label_descriptions")
+    if names and len(names) == count:
+        return [
+            str(described[name]) if isinstance(described, Mapping) and name in described else name for name in names
+        ]
+    return _imagenet_names(infer_imagenet_subset({"num_classes": count}))
+
+
+@cache
+def _imagenet_names(subset: str | None) -> list[str] | None:
+    return _shortest_unique(ImageNetInfo(subset).label_descriptions()) if subset else None
+
+
+def _shortest_unique(descriptions: Sequence[str]) -> list[str]:
+    """The first of each class's comma-separated names, or as many as tell it apart from the others."""
+    parts = [text.split(", ") for text in descriptions]
+    names = [part[0] for part in parts]
+    for length in range(2, 6):
+        count = Counter(names)
+        names = [", ".join(part[:length]) if count[name] > 1 else name for part, name in zip(parts, names, strict=True)]
+    return names
+
+
+def read_input_spec(model: nn.Module, data_config: Mapping[str, Any] | None = None) -> InputSpec:
+    """What a model wants to see, from its `pretrained_cfg` and `patch_embed`; `data_config` overrides entries.
+
+    Models of transformers and torchvision say their size themselves. Their normalisation is in the image processor's
+    settings, which are found where they were saved beside the weights, or else given as `data_config`.
+
+    Raises:
+        ModelError: the model does not say how its pictures were normalised, and `data_config` does not either.
+    """
+    model = unwrap(model)
+    embedding = embedding_of(model)
+    given = dict(data_config or {})
+    if "image_mean" in given:
+        given = from_processor(given, 3 if embedding is None else embedding.channels)
+    given = library_data_config(model) | given
+    if not getattr(model, "pretrained_cfg", None) and not {"input_size", "mean", "std"} <= given.keys():
+        raise ModelError(
+            f"{type(model).__name__} does not say which pictures it was trained on. Pass data_config with at least "
+            "input_size=(3, height, width), mean and std, or processor.to_dict() of its transformers image processor; "
+            "a wrong normalisation gives wrong maps without an error."
+        )
+    config: dict[str, Any] = {**resolve_model_data_config(model), **given}
+    transformer: Any = transformer_of(model)
+    embed = getattr(transformer, "patch_embed", None)
+    channels, height, width = config["input_size"]
+    built_for = getattr(embed, "img_size", None)
+    if built_for is not None and "input_size" not in given:
+        height, width = built_for
+    stem = (module for module in embed.modules() if isinstance(module, nn.Conv2d)) if embed is not None else iter(())
+    channels = int(getattr(next(stem, None), "in_channels", channels))
+    if channels not in (1, 3):
+        raise ModelError(f"{model_id(model)} takes pictures of {channels} channels; vitflow reads RGB or grey ones.")
+    patch = getattr(embed, "patch_size", None) if embedding is None else embedding.patch_size
+    spec = InputSpec(
+        (int(height), int(width)),
+        channels,
+        tuple(config["mean"]),
+        tuple(config["std"]),
+        str(config["interpolation"]),
+        float(config["crop_pct"]),
+        config["crop_mode"],
+        None if patch is None else (patch, patch) if isinstance(patch, int) else (int(patch[0]), int(patch[1])),
+        bool(getattr(transformer, "dynamic_img_size", False)) or (embedding is not None and embedding.dynamic),
+    )
+    if channels == 1:
+        spec = replace(spec, mean=spec.mean[:1] * 3, std=spec.std[:1] * 3)
+    return spec
