@@ -13,11 +13,11 @@ from vitflow.explaining.progress import tracking
 from vitflow.methods import baselines, gradients
 from vitflow.methods import occlusion as blank_out
 from vitflow.methods import rollout as rollouts
-from vitflow.methods.attention import check_layer, one_head, raw_attention
+from vitflow.methods.attention import check_layer, one_head
 from vitflow.methods.flow.attention_flow import Solver, attention_flow
 from vitflow.methods.flow.layers import Window
 from vitflow.methods.fusion import HeadFusion, normalize_rows
-from vitflow.methods.staged_rollout import carry, staged_rollout
+from vitflow.methods.staged_rollout import staged_attention, staged_rollout
 from vitflow.methods.values import ValueWeighting
 from vitflow.recording.trace import Trace
 
@@ -55,28 +55,11 @@ def readout_of(trace: Trace, patch: Patch | None) -> Tensor:
     return one_hot
 
 
-def _product(
-    trace: Trace,
-    matrices: Sequence[Tensor],
-    readout: Tensor,
-    *,
-    discard_ratio: float = 0.0,
-    residual: float = 0.5,
-    start_layer: int = 1,
-    additive: bool = False,
-) -> Tensor:
-    """The readout's row of a product of layers that have windows, or stages between them, on the patch grid."""
-    tokens, layout = staged_rollout(
-        trace.windows(matrices),
-        [layer.place for layer in trace.layers],
-        readout=readout,
-        discard_ratio=discard_ratio,
-        residual=residual,
-        start_layer=start_layer,
-        additive=additive,
-    )
-    grids: Tensor = layout.to_grid(tokens)
-    return grids
+def _through_layers(trace: Trace, matrices: Sequence[Tensor], readout: Tensor, **options: Any) -> Maps:
+    """The readout's row of a product of fused layers, on the patch grid; on the finest one where stages differ."""
+    places = [layer.place for layer in trace.layers]
+    tokens, layout = staged_rollout(trace.windows(matrices), places, readout=readout, **options)
+    return Maps(layout.to_grid(tokens))
 
 
 def _for_the_class(trace: Trace, head_fusion: HeadFusion, value_weighted: ValueWeighting) -> list[Tensor]:
@@ -96,19 +79,9 @@ def rollout(
     patch: Patch | None,
 ) -> Maps:
     """Attention rollout of the readout, on the patch grid; on the finest one where stages differ."""
-    matrices = trace.fused(head_fusion, value_weighted=value_weighted)
-    if trace.staged:
-        own: dict[str, Any] = {"discard_ratio": discard_ratio, "residual": residual, "start_layer": start_layer}
-        return Maps(_product(trace, matrices, readout_of(trace, patch), **own))
-    tokens = rollouts.attention_rollout(
-        matrices,
-        discard_ratio=discard_ratio,
-        residual=residual,
-        start_layer=start_layer,
-        num_prefix_tokens=trace.layout.num_prefix_tokens,
-        readout=readout_of(trace, patch),
-    )
-    return Maps(trace.layout.to_grid(tokens))
+    readout, matrices = readout_of(trace, patch), trace.fused(head_fusion, value_weighted=value_weighted)
+    options = {"discard_ratio": discard_ratio, "residual": residual, "start_layer": start_layer}
+    return _through_layers(trace, matrices, readout, **options)
 
 
 def flow(
@@ -168,35 +141,16 @@ def attention(
     patch: Patch | None,
 ) -> Maps:
     """Raw attention of the readout in one layer, on the patch grid."""
-    index = check_layer("layer", layer, len(trace.layers))
+    index, readout = check_layer("layer", layer, len(trace.layers)), readout_of(trace, patch)
     if head is None:
         matrix = trace.fused(head_fusion, value_weighted=value_weighted)[index]
     else:
         matrix = one_head(trace.heads(value_weighted=value_weighted)[index].detach(), head)
         matrix = normalize_rows(matrix) if value_weighted else matrix
-    if trace.staged:
-        return Maps(_attention_of_stage(trace, index, matrix, readout_of(trace, patch), discard_ratio))
-    tokens = raw_attention(
-        [matrix],
-        readout=readout_of(trace, patch),
-        discard_ratio=discard_ratio,
-        num_prefix_tokens=trace.layout.num_prefix_tokens,
-    )
-    return Maps(trace.layout.to_grid(tokens))
-
-
-def _attention_of_stage(trace: Trace, index: int, matrix: Tensor, readout: Tensor, discard_ratio: float) -> Tensor:
-    """What the readout attends to in one layer of several stages: its row without any residual, on the keys' grid."""
-    place = trace.layers[index].place
-    tokens, layout = staged_rollout(
-        [matrix.unflatten(0, (-1, place.windows))],
-        [place],
-        readout=carry(readout, trace.top, place.queries),
-        discard_ratio=discard_ratio,
-        residual=0.0,
-    )
-    grids: Tensor = layout.to_grid(tokens)
-    return grids
+    places = [layer.place for layer in trace.layers]
+    windows = matrix.unflatten(0, (-1, places[index].windows))
+    tokens, layout = staged_attention(windows, places, layer=layer, readout=readout, discard_ratio=discard_ratio)
+    return Maps(layout.to_grid(tokens))
 
 
 def gradient_rollout(
@@ -210,21 +164,9 @@ def gradient_rollout(
     patch: Patch | None,
 ) -> Maps:
     """Gradient rollout of the readout for the target, on the patch grid; on the finest one where stages differ."""
-    if trace.staged:
-        own: dict[str, Any] = {"discard_ratio": discard_ratio, "residual": residual, "start_layer": start_layer}
-        matrices = _for_the_class(trace, head_fusion, value_weighted)
-        return Maps(_product(trace, matrices, readout_of(trace, patch), **own))
-    tokens = rollouts.gradient_rollout(
-        trace.heads(value_weighted=value_weighted),
-        trace.backward().attentions,
-        head_fusion=head_fusion,
-        discard_ratio=discard_ratio,
-        residual=residual,
-        start_layer=start_layer,
-        num_prefix_tokens=trace.layout.num_prefix_tokens,
-        readout=readout_of(trace, patch),
-    )
-    return Maps(trace.layout.to_grid(tokens))
+    readout, matrices = readout_of(trace, patch), _for_the_class(trace, head_fusion, value_weighted)
+    options = {"discard_ratio": discard_ratio, "residual": residual, "start_layer": start_layer}
+    return _through_layers(trace, matrices, readout, **options)
 
 
 def gae(
@@ -236,17 +178,8 @@ def gae(
     patch: Patch | None,
 ) -> Maps:
     """Generic attention explainability of the readout for the target, on the patch grid; on the finest one likewise."""
-    if trace.staged:
-        matrices = _for_the_class(trace, head_fusion, value_weighted)
-        return Maps(_product(trace, matrices, readout_of(trace, patch), start_layer=start_layer, additive=True))
-    tokens = rollouts.gae(
-        trace.heads(value_weighted=value_weighted),
-        trace.backward().attentions,
-        head_fusion=head_fusion,
-        start_layer=start_layer,
-        readout=readout_of(trace, patch),
-    )
-    return Maps(trace.layout.to_grid(tokens))
+    readout, matrices = readout_of(trace, patch), _for_the_class(trace, head_fusion, value_weighted)
+    return _through_layers(trace, matrices, readout, start_layer=start_layer, additive=True)
 
 
 def gradcam(trace: Trace, *, layer: int) -> Maps:

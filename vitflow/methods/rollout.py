@@ -174,14 +174,23 @@ def gae(
     tensor([[[1., 1.],
              [0., 1.]]])
     """
-    layers = check_attentions(for_the_class(attentions, gradients, head_fusion))
+    return relevance(for_the_class(attentions, gradients, head_fusion), start_layer=start_layer, readout=readout)
+
+
+def relevance(layers: Sequence[Tensor], *, start_layer: int = 1, readout: Tensor | None = None) -> Tensor:
+    """R ← R + W_l R from R = I, through fused layers W_l [batch, tokens, tokens]; arguments and result as for `gae`.
+
+    >>> relevance([torch.tensor([[[0.0, 0.5], [0.0, 0.0]]])], readout=torch.tensor([1.0, 0.0]))
+    tensor([[1.0000, 0.5000]])
+    """
+    layers = check_attentions(layers)
     first = check_layer("start_layer", start_layer, len(layers))
     batch, tokens = layers[0].shape[0], layers[0].shape[-1]
     if readout is None:
-        relevance = torch.eye(tokens, dtype=layers[0].dtype, device=layers[0].device).expand(batch, -1, -1)
+        found = torch.eye(tokens, dtype=layers[0].dtype, device=layers[0].device).expand(batch, -1, -1)
         for layer in layers[first:]:
-            relevance = relevance + layer @ relevance
-        return relevance
+            found = found + layer @ found
+        return found
     row = check_readout(readout, batch, tokens).to(layers[0]).unsqueeze(1)  # [batch, 1, tokens]
     for layer in reversed(layers[first:]):
         row = row + torch.bmm(row, layer)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import ShapeError
-from vitflow.methods.attention import check_layer, check_readout
+from vitflow.methods.attention import check_layer, check_readout, raw_attention
 from vitflow.methods.fusion import check_fraction, discard_smallest
+from vitflow.methods.rollout import attention_rollout, relevance
 from vitflow.methods.tokens import TokenLayout
 
 
@@ -93,12 +94,90 @@ def staged_rollout(
     check_fraction("residual", residual)
     if not matrices or len(matrices) != len(places):
         raise ShapeError(f"Expected one place for each of {len(matrices)} layers, got {len(places)}.")
+    if same_tokens(places):
+        return _dense_rollout(matrices, places, readout, discard_ratio, residual, start_layer, additive)
+    return _through_windows(matrices, places, readout, discard_ratio, residual, start_layer, additive)
+
+
+def _through_windows(
+    matrices: Sequence[Tensor],
+    places: Sequence[Place],
+    readout: Tensor,
+    discard_ratio: float,
+    residual: float,
+    start_layer: int,
+    additive: bool,
+) -> tuple[Tensor, TokenLayout]:
+    """The row window by window and stage by stage, without any matrix over all tokens."""
     first = check_layer("start_layer", start_layer, len(matrices))
     layout = places[-1].queries
     row = check_readout(readout, len(matrices[0]), layout.num_tokens).to(matrices[-1])
     for matrix, place in reversed(list(zip(matrices[first:], places[first:], strict=True))):
         row, layout = _through(row, layout, _checked(matrix, place), place, discard_ratio, residual, additive)
     return row, layout
+
+
+def same_tokens(places: Sequence[Place]) -> bool:
+    """Whether all layers attend between the same tokens, all of them to all: no windows, and no stages."""
+    return all(place.dense and place.queries == places[-1].queries for place in places)
+
+
+def _dense_rollout(
+    matrices: Sequence[Tensor],
+    places: Sequence[Place],
+    readout: Tensor,
+    discard_ratio: float,
+    residual: float,
+    start_layer: int,
+    additive: bool,
+) -> tuple[Tensor, TokenLayout]:
+    """The same row where no layer has windows: by whole matrices, which is faster."""
+    layout = places[-1].keys
+    layers = [_checked(matrix, place).squeeze(1) for matrix, place in zip(matrices, places, strict=True)]
+    if additive:
+        return relevance(layers, start_layer=start_layer, readout=readout), layout
+    row = attention_rollout(
+        layers,
+        discard_ratio=discard_ratio,
+        residual=residual,
+        start_layer=start_layer,
+        num_prefix_tokens=layout.num_prefix_tokens,
+        readout=readout,
+    )
+    return row, layout
+
+
+def staged_attention(
+    matrix: Tensor, places: Sequence[Place], *, layer: int, readout: Tensor, discard_ratio: float = 0.0
+) -> tuple[Tensor, TokenLayout]:
+    """What the readout attends to in one layer, without any residual: its row qᵀ W_l, on the layer's own keys.
+
+    Args:
+        matrix: fused attention of that layer, [batch, windows, queries, keys].
+        places: where the tokens of each layer lie, first layer first.
+        layer: layer number, 1 for the first, −1 for the last.
+        readout: weight in the model's answer of each token among the queries of the top layer, [batch, tokens].
+        discard_ratio: as for `staged_rollout`.
+
+    Returns:
+        The row, [batch, tokens], and the layout of its tokens. Where layers differ in their tokens, the rows of W_l are
+        normalised to 1.
+
+    Raises:
+        OptionError: there is no such layer.
+        ShapeError: the matrix does not have the shape of its place.
+
+    >>> one = TokenLayout(0, 1, 2)
+    >>> staged_attention(torch.eye(2)[None, None], [Place(one, one)], layer=1, readout=torch.tensor([[1.0, 0.0]]))[0]
+    tensor([[1., 0.]])
+    """
+    place = places[check_layer("layer", layer, len(places))]
+    if same_tokens(places):
+        prefix, [whole] = place.keys.num_prefix_tokens, [_checked(matrix, place).squeeze(1)]
+        row = raw_attention([whole], readout=readout, discard_ratio=discard_ratio, num_prefix_tokens=prefix)
+        return row, place.keys
+    asking = carry(readout, places[-1].queries, place.queries)
+    return _through_windows([matrix], [place], asking, discard_ratio, 0.0, 1, additive=False)
 
 
 def _checked(matrix: Tensor, place: Place) -> Tensor:
