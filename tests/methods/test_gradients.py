@@ -27,7 +27,7 @@ def pictures(dtype: torch.dtype = torch.float64) -> Tensor:
 
 def recorded(model: nn.Module, pixels: Tensor, targets: list[int] | None = None, layer: int = -1) -> Trace:
     features = [block_norm(model, layer)]
-    with record_attention(model, gradients=True, value_norms=True, features=features) as trace:
+    with record_attention(model, gradients=True, values=True, features=features) as trace:
         model(pixels)
     trace.targets = torch.tensor(targets or TARGETS)
     return trace

@@ -12,10 +12,10 @@ from tests import references
 from tests.recording.test_recorder import tiny
 from vitflow import attention_rollout, record_attention
 from vitflow.errors import OptionError
-from vitflow.methods import gram, onepass
+from vitflow.methods import onepass
+from vitflow.methods import values as value_weighting
 from vitflow.methods.fusion import HEAD_FUSIONS, add_residual, discard_low, fuse_heads, normalize_rows
-from vitflow.methods.gram import gram_matrix
-from vitflow.methods.values import Values, fuse_weighted
+from vitflow.methods.values import Values, fuse_weighted, gram_matrix
 
 
 def carry(row: Tensor, layers: list[Tensor], ratio: float, alpha: float = 0.5, prefix: int = 1) -> Tensor:
@@ -231,22 +231,22 @@ def test_changed_weights_are_noticed(change):
 
 @pytest.mark.parametrize("block", ["Block", "ParallelThingsBlock"])
 def test_what_is_kept_lives_as_long_as_the_model(block, monkeypatch):
-    monkeypatch.setattr(gram, "_kept", type(gram._kept)())
+    monkeypatch.setattr(value_weighting, "_kept", type(value_weighting._kept)())
     model, pixels = tiny(block_fn=getattr(timm.models.vision_transformer, block)), torch.randn(2, 3, 32, 32)
     for _ in range(3):
         with torch.no_grad(), record_attention(model, head_fusion="max", value_weighted="output"):
             model(pixels)
-    assert len(gram._kept) == 3  # one a layer
-    kept = sum(matrix.nbytes for _, matrix in gram._kept.values())
+    assert len(value_weighting._kept) == 3  # one a layer
+    kept = sum(matrix.nbytes for _, matrix in value_weighting._kept.values())
     assert kept <= sum(parameter.nbytes for parameter in model.parameters()) / 6
     model = None
     gc.collect()
-    assert len(gram._kept) == 0
+    assert len(value_weighting._kept) == 0
 
 
 def test_too_many_channels_go_without(monkeypatch):
     attention, values = a_layer(2, 3, 7, 7)
     with_it = fuse_weighted(attention, "max", "output", values)
-    monkeypatch.setattr(gram, "MAX_CHANNELS", 8)
+    monkeypatch.setattr(value_weighting, "MAX_CHANNELS", 8)
     assert gram_matrix(values.projection, torch.nn.Identity()) is None
     torch.testing.assert_close(fuse_weighted(attention, "max", "output", values), with_it, rtol=0, atol=3e-6)

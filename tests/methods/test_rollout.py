@@ -11,7 +11,8 @@ from tests import references
 from vitflow import attention_rollout
 from vitflow.errors import OptionError, ShapeError
 from vitflow.methods.attention import raw_attention
-from vitflow.methods.fusion import add_residual, discard_low, fuse_heads, normalize_rows
+from vitflow.methods.fusion import add_residual, discard_low, normalize_rows
+from vitflow.methods.values import Values, fuse_weighted
 
 FUSIONS = ["mean", "max", "min"]
 DISCARDS = [0.0, 0.5, 0.9, 0.99]
@@ -149,8 +150,9 @@ def test_rows_of_the_smallest_numbers_are_normalised():
 
 def test_value_weighting_multiplies_before_the_fusion_and_normalises_after_it():
     attention, norms = random_attention(1, 2, 3, 6)[0], torch.rand(2, 3, 6, dtype=torch.float64)
+    values = Values(norms.unsqueeze(-1), torch.eye(3, dtype=torch.float64))
     for fusion in FUSIONS:
-        found = fuse_heads(attention, fusion, norms)
+        found = fuse_weighted(attention, fusion, True, values)
         for picture in range(2):
             heads = np.stack([attention[picture, h].numpy() * norms[picture, h].numpy() for h in range(3)])
             expected = references.fuse(heads, fusion)

@@ -115,7 +115,7 @@ def test_windows_fused_while_the_model_runs_are_those_fused_afterwards():
         model(pixels)
     with torch.no_grad(), record_attention(model, head_fusion="max", value_weighted=True) as streamed:
         model(pixels)
-    with torch.no_grad(), record_attention(model, value_norms=True) as valued:
+    with torch.no_grad(), record_attention(model, values=True) as valued:
         model(pixels)
     assert [layer.place.windows for layer in whole.layers] == [16, 16, 4, 4]
     for kept, expected in zip(
@@ -171,7 +171,7 @@ def test_a_marked_window_lies_on_the_right_pixels_of_the_photograph():
 @pytest.mark.parametrize("method", ["gradient_rollout", "gae", "attention"])
 def test_class_specific_methods_go_through_windows(method):
     model, pixels = swin(1), torch.randn(2, 3, SIDE, SIDE, dtype=torch.float64)
-    with record_attention(model, gradients=True, value_norms=True) as trace:
+    with record_attention(model, gradients=True, values=True) as trace:
         model(pixels)
     trace.targets = torch.tensor([1, 3])
     options = get_method(method).complete({"preset": "paper"})

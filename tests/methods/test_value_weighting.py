@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import vitflow
 from tests import literal_vit, references
-from vitflow import Explainer, record_attention
+from vitflow import Explainer, Trace, record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, ValueNormsError, VitflowWarning
 from vitflow.explaining import maps
 from vitflow.explaining.method_table import get_method
@@ -33,10 +33,14 @@ def record(model: nn.Module, **options):
     return trace
 
 
+def norms_of(trace: Trace) -> list[Tensor]:
+    return [layer.values.norms() for layer in trace.layers]
+
+
 @pytest.mark.parametrize("readout", literal_vit.READOUTS)
 def test_value_norms_equal_a_loop_over_heads(readout):
     model = literal_vit.timm_model(readout)
-    norms = record(model, value_norms=True).value_norms()
+    norms = norms_of(record(model, values=True))
     for index, picture in enumerate(pictures()):
         found = literal_vit.differentiate(model, picture, 0, readout)
         for layer in range(3):
@@ -50,7 +54,7 @@ def test_weighted_attention_equals_the_literal_definition(how, fusion):
     """Fused while the model runs, fused from kept heads, and in float32."""
     model = literal_vit.timm_model("class token and registers")
     streamed = record(model, head_fusion=fusion, value_weighted=how).attentions
-    kept = record(model, value_norms=True).fused(fusion, value_weighted=how)
+    kept = record(model, values=True).fused(fusion, value_weighted=how)
     for index, picture in enumerate(pictures()):
         found = literal_vit.differentiate(model, picture, 0, "class token and registers")
         for layer, expected in enumerate(literal_vit.fused_values(found, how, fusion)):
@@ -66,7 +70,7 @@ def test_weighted_attention_equals_the_literal_definition(how, fusion):
 @pytest.mark.parametrize("how", [False, True, "output"])
 def test_rollout_and_attention_use_the_weighted_heads(how):
     model = literal_vit.timm_model()
-    trace = record(model, value_norms=True)
+    trace = record(model, values=True)
     found = literal_vit.differentiate(model, pictures()[1], 0, "class token")
     options = {"value_weighted": how, "head_fusion": "max"}
     fused = literal_vit.fused_values(found, how, "max")
@@ -123,7 +127,7 @@ def test_no_output_at_all_is_no_nan():
 def test_modules_side_by_side_are_one_layer_with_all_their_heads(how):
     torch.manual_seed(0)
     model = BLOCKS.VisionTransformer(**literal_vit.TINY, block_fn=BLOCKS.ParallelThingsBlock).double().eval()
-    trace = record(model, value_norms=True)
+    trace = record(model, values=True)
     parts = [block.attn for block in model.blocks[0].attns]
     values, own = trace.layers[0].values, []
     with torch.no_grad():
@@ -141,19 +145,19 @@ def test_modules_side_by_side_are_one_layer_with_all_their_heads(how):
 
 def test_unfused_attention_shows_its_values_too():
     model = literal_vit.timm_model()
-    expected = record(model, value_norms=True)
+    expected = record(model, values=True)
     for block in model.blocks:
         block.attn.fused_attn = False
-    found = record(model, value_norms=True)
-    for ours, theirs in zip(found.value_norms(), expected.value_norms(), strict=True):
+    found = record(model, values=True)
+    for ours, theirs in zip(norms_of(found), norms_of(expected), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
 def test_autocast_does_not_blur_the_weights():
     model = literal_vit.timm_model().float()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), record_attention(model, value_norms=True) as trace:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), record_attention(model, values=True) as trace:
         model(pictures().float())
-        inside = trace.fused("max", value_weighted="output"), trace.value_norms()
+        inside = trace.fused("max", value_weighted="output"), norms_of(trace)
     for ours, theirs in zip(inside[0], trace.fused("max", value_weighted="output"), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     layer = trace.layers[0].values
@@ -210,8 +214,8 @@ def test_wrong_weightings_are_named():
         Explainer(literal_vit.timm_model().float(), data_config=DATA).explain(PICTURE, value_weighted="norms")
     with pytest.raises(ShapeError, match=r"projection \[out, heads · width\]"):
         Values(torch.zeros(1, 2, 3, 4), torch.zeros(8, 7))
-    with pytest.raises(OptionError, match="record with value_norms=True"):
-        record(literal_vit.timm_model()).value_norms()
+    with pytest.raises(OptionError, match="record with values=True"):
+        record(literal_vit.timm_model()).heads(value_weighted=True)
     with pytest.raises(OptionError, match="Attention fused by max and value weighted by output was not recorded"):
         record(literal_vit.timm_model()).fused("max", value_weighted="output")
 

@@ -171,12 +171,12 @@ def test_gradients_are_those_of_the_probabilities_and_the_model_stays_as_it_was(
             module.p = 0.0
     before = copy.deepcopy(model.state_dict())
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-    with record_attention(model, gradients=True, value_norms=True) as trace:
+    with record_attention(model, gradients=True, values=True) as trace:
         model(pixels())
     found = trace.backward(torch.tensor([1, 3]))
     assert len(found.attentions) == 3
     assert all(torch.isfinite(one).all() and one.abs().max() > 0 for one in found.attentions)
-    assert all(norms.shape == (2, 4, trace.layout.num_tokens) for norms in trace.value_norms())
+    assert all(layer.values.norms().shape == (2, 4, trace.layout.num_tokens) for layer in trace.layers)
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
     assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
@@ -188,7 +188,7 @@ def test_gradients_are_those_of_the_probabilities_and_the_model_stays_as_it_was(
 def test_value_weighting_uses_the_models_own_output_projection(name):
     """‖v W_O‖ from the difference that one token's value makes to the attention module's output."""
     model = torchvision_vit() if name == "torchvision" else built(name)
-    with record_attention(model, value_norms=True) as trace, torch.no_grad():
+    with record_attention(model, values=True) as trace, torch.no_grad():
         model(pixels(1))
     values, last = trace.layers[-1].values, trace.layers[-1].name
     assert values is not None
@@ -200,7 +200,7 @@ def test_value_weighting_uses_the_models_own_output_projection(name):
     assert name_of_projection
     weight = projection.weight.detach().unflatten(1, (4, -1))  # [width, heads, width of a head]
     expected = torch.einsum("bhnd,whd->bhnw", values.vectors, weight).norm(dim=-1)
-    torch.testing.assert_close(trace.value_norms()[-1], expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(trace.layers[-1].values.norms(), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", [*WITH_CLASSES, "torchvision"])

@@ -198,12 +198,12 @@ def test_unfused_attention_is_recorded_too():
     for block in model.blocks:
         block.attn.fused_attn = False
     before = state_of(model)
-    with torch.no_grad(), record_attention(model, value_norms=True) as unfused:
+    with torch.no_grad(), record_attention(model, values=True) as unfused:
         model(pixels)
     assert state_of(model) == before
     for ours, theirs in zip(fused.attentions, unfused.attentions, strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert len(unfused.value_norms()) == 3
+    assert len([layer.values.norms() for layer in unfused.layers]) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -251,7 +251,7 @@ def test_parts_that_fit_the_cache_make_the_same_matrices(monkeypatch, room, sile
     keys = [("mean", False), ("max", "output"), ("min", True)]
     with torch.no_grad():
         plain = model(pixels)
-        with record_attention(model, value_norms=True) as whole:
+        with record_attention(model, values=True) as whole:
             model(pixels)
         with record_attention(model, fusions=keys) as parts:
             logits = model(pixels)
@@ -295,7 +295,7 @@ def test_the_model_is_exactly_as_it_was_after_an_exception(where):
     with pytest.raises(Stop):
         model.get_submodule(where).forward = fail
         try:
-            with record_attention(model, value_norms=True):
+            with record_attention(model, values=True):
                 model(torch.randn(1, 3, 32, 32))
         finally:
             del model.get_submodule(where).forward

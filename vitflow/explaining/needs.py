@@ -54,7 +54,7 @@ class Needs:
         return record_attention(
             model,
             fusions=() if self.every_head else self.fusions,
-            value_norms=self.values,
+            values=self.values,
             gradients=self.gradients,
             features=sorted({block_norm(model, layer) for layer in self.feature_layers}),
             attention=self.attention,

@@ -61,7 +61,6 @@ def raw_attention(
     head_fusion: HeadFusion = "mean",
     discard_ratio: float = 0.0,
     num_prefix_tokens: int = 1,
-    value_norms: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Attention of the readout in one layer: qᵀ W_l, as [batch, tokens].
 
@@ -73,7 +72,6 @@ def raw_attention(
         head_fusion: "mean", "max" or "min" over heads.
         discard_ratio: share of the smallest values to set to 0.
         num_prefix_tokens: tokens before the patches.
-        value_norms: layers of ‖v_j W_O‖₂, [batch, heads, tokens], to weight attention by what it passes on.
 
     Raises:
         OptionError: no such layer or head; a head of fused attention.
@@ -90,11 +88,9 @@ def raw_attention(
     index = check_layer("layer", layer, len(layers))
     [chosen] = check_attentions([layers[index]])
     check_prefix(num_prefix_tokens, chosen.shape[-1])
-    norms = None if value_norms is None else value_norms[index]
     if head is not None:
         chosen = one_head(chosen, head).unsqueeze(1)
-        norms = None if norms is None else norms[:, head : head + 1]
-    fused = fuse_heads(chosen, head_fusion, norms) if chosen.ndim == 4 else chosen
+    fused = fuse_heads(chosen, head_fusion) if chosen.ndim == 4 else chosen
     fused = discard_low(fused, discard_ratio, num_prefix_tokens)
     weights = check_readout(readout, *fused.shape[::2]).to(fused)
     return (weights.unsqueeze(1) @ fused).squeeze(1)

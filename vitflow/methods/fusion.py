@@ -33,30 +33,22 @@ def check_prefix(num_prefix_tokens: int, tokens: int) -> None:
     whole_number("num_prefix_tokens", num_prefix_tokens, 0, tokens)
 
 
-def fuse_heads(attention: Tensor, head_fusion: HeadFusion = "mean", value_norms: Tensor | None = None) -> Tensor:
+def fuse_heads(attention: Tensor, head_fusion: HeadFusion = "mean") -> Tensor:
     """Fuse the heads of one layer into one matrix: [..., heads, queries, keys] → [..., queries, keys].
-
-    With `value_norms`, each entry is first weighted by the norm of the value vector that it passes on, as the output
-    projection transforms it, and the fused rows are normalised to 1 again: a token that draws attention but passes on a
-    near-zero vector stops counting.
 
     Args:
         attention: attention probabilities with the head axis third from the end.
         head_fusion: "mean" (the paper), "max" or "min" over heads.
-        value_norms: ‖v_j W_O‖₂ per head and key, [..., heads, keys].
 
     Raises:
         OptionError: the fusion is unknown.
 
-    Source: Abnar & Zuidema 2020, §3 (mean); max and min are common practice. Value weighting: Kobayashi et al.,
-    "Attention is Not Only a Weight", EMNLP 2020.
+    Source: Abnar & Zuidema 2020, §3 (mean); max and min are common practice.
 
     >>> fuse_heads(torch.tensor([[[0.2, 0.8]], [[0.6, 0.4]]]), "max")
     tensor([[0.6000, 0.8000]])
     """
     check_head_fusion(head_fusion)
-    if value_norms is not None:
-        return normalize_rows(fuse_heads(attention * value_norms.unsqueeze(-2), head_fusion))
     if head_fusion == "mean":
         return attention.mean(dim=-3)
     return attention.amax(dim=-3) if head_fusion == "max" else attention.amin(dim=-3)

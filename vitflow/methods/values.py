@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -10,12 +12,18 @@ from torch import Tensor
 from vitflow.errors import OptionError, ShapeError
 from vitflow.methods import onepass
 from vitflow.methods.fusion import HeadFusion, check_head_fusion, fuse_heads, normalize_rows
-from vitflow.methods.gram import gram_matrix
 
 # False: attention as it is. True: times the norm of the transformed value vector. "output": times the length of that
 # vector along the output that it becomes part of.
 ValueWeighting = bool | Literal["output"]
 VALUE_WEIGHTINGS: tuple[ValueWeighting, ...] = (False, True, "output")
+
+#: Matrices of more channels than this would take too much memory, and are not made.
+MAX_CHANNELS = 1280
+
+# W_Oᵀ W_O by the module that the projection belongs to: it is the same for all pictures, and costs as much as a part of
+# one. They live as long as it does, and take a small part of its memory.
+_kept: WeakKeyDictionary[object, tuple[bytes, Tensor]] = WeakKeyDictionary()
 
 
 def check_value_weighting(value_weighted: object) -> None:
@@ -153,3 +161,42 @@ def _fuse_along_output(
             return None
         along = along.reshape(batch, queries, heads, width).transpose(1, 2)
         return onepass.fuse_products(along @ values.vectors.transpose(-2, -1), attention, head_fusion)
+
+
+def gram_matrix(projection: Tensor, owner: object | None) -> Tensor | None:
+    """W_Oᵀ W_O of a projection [out, channels] in a processor's memory: [channels, channels].
+
+    It is kept for its owner, and made again where the projection has another effect on one fixed vector: that tells
+    weights apart that were changed in place, and knows those that are converted anew for each call.
+
+    Args:
+        projection: the weights W_O.
+        owner: the module that they belong to, with which the matrix is forgotten.
+
+    Returns:
+        The matrix, or None if it is too large, or belongs to nobody and would be made for one call alone.
+
+    >>> gram_matrix(torch.tensor([[1.0, 2.0]]), torch.nn.Identity())
+    tensor([[1., 2.],
+            [2., 4.]])
+    """
+    if owner is None or projection.shape[1] > MAX_CHANNELS:
+        return None
+    projection = projection.detach()
+    probe = _probe(projection.shape[1], projection.dtype)
+    effect = (projection @ probe).numpy().tobytes()
+    known = _kept.get(owner)
+    if known is not None and known[0] == effect:
+        return known[1]
+    # An ordinary tensor, whatever mode it is first asked for in: later calls may be under another one.
+    with torch.inference_mode(False), torch.no_grad():
+        gram = projection.clone().T @ projection.clone() if projection.is_inference() else projection.T @ projection
+    _kept[owner] = effect, gram
+    return gram
+
+
+@lru_cache(maxsize=16)
+def _probe(channels: int, dtype: torch.dtype) -> Tensor:
+    """Fixed numbers from −1 to 1 that no weights will be orthogonal to."""
+    with torch.inference_mode(False):
+        return torch.sin(torch.arange(1, channels + 1, dtype=torch.float64) ** 2).to(dtype)

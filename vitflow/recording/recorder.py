@@ -60,7 +60,7 @@ class record_attention:
             windows gives [batch · windows, …, queries, keys], and `trace.layers[…].place` says where they lie.
         value_weighted: weight attention by what it passes on before the fusion: True by the norm of the transformed
             value vectors, "output" by their part along the attention's output.
-        value_norms: keep the value vectors, from which `trace` makes the norms and the weighted heads.
+        values: keep the value vectors of each layer, too, so that `trace.heads` and `trace.fused` can weight heads.
         gradients: keep what `trace.backward()` needs. The forward pass must run with gradients enabled.
         fusions: several (head fusion, value weighted) pairs at once, instead of head_fusion and value_weighted.
         features: module paths whose outputs to keep, such as "blocks.11.norm1".
@@ -86,7 +86,7 @@ class record_attention:
         *,
         head_fusion: HeadFusion | None = None,
         value_weighted: ValueWeighting = False,
-        value_norms: bool = False,
+        values: bool = False,
         gradients: bool = False,
         fusions: Iterable[FusionKey] = (),
         features: Iterable[str] = (),
@@ -99,7 +99,7 @@ class record_attention:
         self._fusions = keys
         self._keep_heads = gradients or not keys
         self.gradients = gradients
-        self._values = value_norms or bool(value_weighted) or any(weighting for _, weighting in keys)
+        self._values = values or bool(value_weighted) or any(weighting for _, weighting in keys)
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention = attention
         self._layout = layout

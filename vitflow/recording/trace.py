@@ -253,18 +253,10 @@ class Trace:
             matrices.append(layer.fused[key])
         return matrices
 
-    def value_norms(self) -> list[Tensor]:
-        """‖v_j W_O‖₂ of each layer, [batch, heads, tokens].
-
-        Raises:
-            OptionError: they were not recorded.
-        """
-        return [values.norms() for values in self._values()]
-
     def _values(self) -> list[Values]:
         found = [layer.values for layer in self.layers if layer.values is not None]
         if len(found) != len(self.layers) or not found:
-            raise OptionError("Value vectors were not recorded: record with value_norms=True.")
+            raise OptionError("Value vectors were not recorded: record with values=True.")
         return found
 
     @property
