@@ -11,6 +11,7 @@ from tests import literal_vit
 from vitflow import record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.explaining import maps
+from vitflow.explaining.asked import AskedTrace
 from vitflow.explaining.method_table import get_method
 from vitflow.methods import cells
 from vitflow.methods.gradients import grad_cam, input_gradient
@@ -25,12 +26,11 @@ def pictures(dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(BATCH, 3, 32, 32, generator=torch.Generator().manual_seed(1), dtype=dtype)
 
 
-def recorded(model: nn.Module, pixels: Tensor, targets: list[int] | None = None, layer: int = -1) -> Trace:
+def recorded(model: nn.Module, pixels: Tensor, targets: list[int] | None = None, layer: int = -1) -> AskedTrace:
     features = [block_norm(model, layer)]
     with record_attention(model, gradients=True, values=True, features=features) as trace:
         model(pixels)
-    trace.targets = torch.tensor(targets or TARGETS)
-    return trace
+    return AskedTrace.of(trace, torch.tensor(targets or TARGETS))
 
 
 def grid(trace: Trace, method: str, **options) -> np.ndarray:
@@ -106,7 +106,7 @@ def test_unfused_attention_gives_the_same_gradients():
         block.attn.fused_attn = False
     with record_attention(model, gradients=True, features=["blocks.2.norm1"]) as trace:
         model(pixels)  # no values are asked for: the un-fused softmax itself is recorded
-    trace.targets = torch.tensor(TARGETS)
+    trace = AskedTrace.of(trace, torch.tensor(TARGETS))
     paper = [grid(trace, name, preset="paper") for name in ("gae", "gradient_rollout")]
     fused = recorded(literal_vit.timm_model(), pixels)
     for name, ours in zip(("gae", "gradient_rollout"), paper, strict=True):
@@ -126,7 +126,7 @@ def test_half_precision_gradients_are_near_those_of_float64(dtype, fused):
         block.attn.fused_attn = fused
     with record_attention(half, gradients=True) as trace:
         half(pixels.to(dtype))
-    trace.targets = torch.tensor(TARGETS)
+    trace = AskedTrace.of(trace, torch.tensor(TARGETS))
     for name, exact in expected.items():
         found = grid(trace, name, preset="paper")
         for ours, theirs in zip(found, exact, strict=True):

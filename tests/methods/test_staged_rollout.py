@@ -10,8 +10,9 @@ from tests import references
 from vitflow import Explainer, TokenLayout, record_attention
 from vitflow.errors import OptionError, ShapeError
 from vitflow.explaining import maps
+from vitflow.explaining.asked import AskedTrace
 from vitflow.explaining.method_table import get_method
-from vitflow.methods.staged_rollout import Place, carry, staged_rollout
+from vitflow.methods.staged_rollout import LayerTokens, carry, staged_rollout
 
 SIDE = 64  # of the picture; patches of 4 pixels make 16 × 16 tokens, merged to 8 × 8 for the second stage
 
@@ -117,7 +118,7 @@ def test_windows_fused_while_the_model_runs_are_those_fused_afterwards():
         model(pixels)
     with torch.no_grad(), record_attention(model, values=True) as valued:
         model(pixels)
-    assert [layer.place.windows for layer in whole.layers] == [16, 16, 4, 4]
+    assert [layer.tokens.windows for layer in whole.layers] == [16, 16, 4, 4]
     for kept, expected in zip(
         streamed.fused("max", value_weighted=True), valued.fused("max", value_weighted=True), strict=True
     ):
@@ -131,11 +132,11 @@ def test_the_windows_of_a_patch_light_up_at_its_pixels(layer, shift):
     with torch.no_grad(), record_attention(model) as trace:
         model(pixels)
     matrix = trace.windows(trace.fused("mean"))[layer - 1]
-    place = trace.layers[layer - 1].place
+    own = trace.layers[layer - 1].tokens
     for row, col in ((5, 9), (0, 0), (15, 3)):
         readout = torch.zeros(1, 256, dtype=torch.float64)
         readout[0, row * 16 + col] = 1.0
-        tokens, layout = staged_rollout([matrix], [place], readout=readout)
+        tokens, layout = staged_rollout([matrix], [own], readout=readout)
         lit = np.argwhere(layout.to_grid(tokens)[0].numpy() > 1e-9)
         if shift == 0:
             rows, cols = range(row // 4 * 4, row // 4 * 4 + 4), range(col // 4 * 4, col // 4 * 4 + 4)
@@ -173,7 +174,7 @@ def test_class_specific_methods_go_through_windows(method):
     model, pixels = swin(1), torch.randn(2, 3, SIDE, SIDE, dtype=torch.float64)
     with record_attention(model, gradients=True, values=True) as trace:
         model(pixels)
-    trace.targets = torch.tensor([1, 3])
+    trace = AskedTrace.of(trace, torch.tensor([1, 3]))
     options = get_method(method).complete({"preset": "paper"})
     found = getattr(maps, method)(trace, **options).grids
     attentions = [heads.detach() for heads in trace.heads()]
@@ -209,7 +210,7 @@ def test_overlapping_windows_add_up():
     weights = torch.tensor([[[[0.9, 0.1], [0.4, 0.6]], [[0.3, 0.7], [0.2, 0.8]]]], dtype=torch.float64)
     matrix = np.array([[0.9, 0.1, 0.0], [0.4, 0.6 + 0.3, 0.7], [0.0, 0.2, 0.8]])
     readout = torch.tensor([[0.2, 0.5, 0.3]], dtype=torch.float64)
-    found, _ = staged_rollout([weights], [Place(layout, layout, index, index)], readout=readout)
+    found, _ = staged_rollout([weights], [LayerTokens(layout, layout, index, index)], readout=readout)
     np.testing.assert_allclose(found[0], readout[0].numpy() @ references.residual(matrix, 0.5), atol=1e-12)
 
 
@@ -219,7 +220,7 @@ def test_padding_passes_nothing_on():
     weights = torch.tensor([[[[0.5, 0.1, 0.4], [0.2, 0.2, 0.6], [0.0, 0.0, 1.0]]]], dtype=torch.float64)
     matrix = np.array([[0.5, 0.1], [0.2, 0.2]])
     found, _ = staged_rollout(
-        [weights], [Place(layout, layout, index, index)], readout=torch.tensor([[1.0, 0.0]]).double()
+        [weights], [LayerTokens(layout, layout, index, index)], readout=torch.tensor([[1.0, 0.0]]).double()
     )
     np.testing.assert_allclose(found[0], references.residual(matrix, 0.5)[0], atol=1e-12)
 
@@ -227,9 +228,9 @@ def test_padding_passes_nothing_on():
 def test_a_token_that_asks_nothing_keeps_its_share():
     """Class attention: the class token alone attends, and the patches pass unchanged."""
     layout = TokenLayout(1, 1, 2)
-    place = Place(layout, layout, torch.tensor([[0]]), torch.tensor([[0, 1, 2]]))
+    own = LayerTokens(layout, layout, torch.tensor([[0]]), torch.tensor([[0, 1, 2]]))
     weights = torch.tensor([[[[0.2, 0.3, 0.5]]]], dtype=torch.float64)
-    found, _ = staged_rollout([weights], [place], readout=torch.tensor([[0.5, 0.25, 0.25]]).double())
+    found, _ = staged_rollout([weights], [own], readout=torch.tensor([[0.5, 0.25, 0.25]]).double())
     np.testing.assert_allclose(found[0], [0.5 * 0.6, 0.25 + 0.5 * 0.15, 0.25 + 0.5 * 0.25], atol=1e-12)
 
 
@@ -238,7 +239,7 @@ def test_pooled_keys_spread_over_what_they_stand_for():
     fine, coarse = TokenLayout(0, 2, 2), TokenLayout(0, 1, 1)
     weights = torch.ones(1, 1, 4, 1, dtype=torch.float64)
     found, layout = staged_rollout(
-        [weights], [Place(fine, coarse)], readout=torch.tensor([[1.0, 0.0, 0.0, 0.0]]).double()
+        [weights], [LayerTokens(fine, coarse)], readout=torch.tensor([[1.0, 0.0, 0.0, 0.0]]).double()
     )
     assert layout == fine
     np.testing.assert_allclose(found[0], [0.5 + 0.125, 0.125, 0.125, 0.125], atol=1e-12)
@@ -247,7 +248,7 @@ def test_pooled_keys_spread_over_what_they_stand_for():
 def test_pooled_queries_hand_their_row_to_the_finer_keys():
     fine, coarse = TokenLayout(0, 2, 2), TokenLayout(0, 1, 1)
     weights = torch.tensor([[[[0.1, 0.2, 0.3, 0.4]]]], dtype=torch.float64)
-    found, layout = staged_rollout([weights], [Place(coarse, fine)], readout=torch.tensor([[1.0]]).double())
+    found, layout = staged_rollout([weights], [LayerTokens(coarse, fine)], readout=torch.tensor([[1.0]]).double())
     assert layout == fine
     np.testing.assert_allclose(found[0], [0.125 + 0.05, 0.125 + 0.1, 0.125 + 0.15, 0.125 + 0.2], atol=1e-12)
 
@@ -280,13 +281,13 @@ def test_a_class_token_that_joins_late_takes_its_share_with_it():
 
 def test_wrong_shapes_and_options_are_refused():
     layout = TokenLayout(0, 1, 2)
-    place = Place(layout, layout)
+    own = LayerTokens(layout, layout)
     readout = torch.tensor([[0.5, 0.5]])
     with pytest.raises(ShapeError, match="2 queries, 2 keys"):
-        staged_rollout([torch.ones(1, 1, 3, 3)], [place], readout=readout)
-    with pytest.raises(ShapeError, match="one place for each"):
+        staged_rollout([torch.ones(1, 1, 3, 3)], [own], readout=readout)
+    with pytest.raises(ShapeError, match="tokens of each of 1 layers"):
         staged_rollout([torch.ones(1, 1, 2, 2)], [], readout=readout)
     with pytest.raises(OptionError, match="discard_ratio"):
-        staged_rollout([torch.ones(1, 1, 2, 2)], [place], readout=readout, discard_ratio=1.0)
+        staged_rollout([torch.ones(1, 1, 2, 2)], [own], readout=readout, discard_ratio=1.0)
     with pytest.raises(OptionError, match="start_layer from 1 to 1"):
-        staged_rollout([torch.ones(1, 1, 2, 2)], [place], readout=readout, start_layer=2)
+        staged_rollout([torch.ones(1, 1, 2, 2)], [own], readout=readout, start_layer=2)

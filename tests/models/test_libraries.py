@@ -288,8 +288,8 @@ def test_the_windows_of_transformers_swin_are_found_where_they_are(name):
     for layer, side, shift in zip(trace.layers, (16, 16, 8, 8), (0, 2, 0, 2), strict=True):
         tokens = torch.arange(side * side).reshape(side, side).roll((-shift, -shift), (0, 1))
         windows = tokens.unfold(0, 4, 4).unfold(1, 4, 4).reshape(-1, 16)  # [windows, tokens of a window]
-        assert layer.place.key_index is not None
-        assert torch.equal(layer.place.key_index, windows)
+        assert layer.tokens.key_index is not None
+        assert torch.equal(layer.tokens.key_index, windows)
     found = Explainer(model, data_config=NORMALISATION).explain_batch(
         [picture()], methods=["rollout", "gae", "gradcam", "gradient_rollout"], targets=3
     )

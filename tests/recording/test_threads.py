@@ -99,7 +99,7 @@ def test_eight_threads_record_one_model(build):
         with torch.set_grad_enabled(bool(own)), record_attention(model, **own) as trace:
             logits = model(pixels[number])
         gradients = trace.backward(logits.argmax(dim=1)).attentions if "gradients" in own else []
-        return [logits, *trace.attentions, *gradients, *(layer.place.keys.num_patches for layer in trace.layers)]
+        return [logits, *trace.attentions, *gradients, *(layer.tokens.keys.num_patches for layer in trace.layers)]
 
     before, at_first = state_of(model), flags()
     alone = [record(other, number) for number in range(THREADS)]

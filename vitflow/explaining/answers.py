@@ -1,7 +1,7 @@
 """From a recorded pass to results: what the model answered, and each method's maps beside that answer."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import ModelError, ShapeError
+from vitflow.explaining.asked import AskedTrace
 from vitflow.explaining.maps import Maps
 from vitflow.explaining.method_choices import Chosen
 from vitflow.explaining.method_table import Method
@@ -39,6 +40,7 @@ class Answered:
         pictures: those that it was for.
         facts: of the model.
         probabilities: [batch, classes]; None where the model has no classes.
+        predict: maps model inputs to probabilities, by running the model again.
         seconds: that the pass took.
     """
 
@@ -46,6 +48,7 @@ class Answered:
     pictures: Sequence[Picture]
     facts: ModelFacts
     probabilities: Tensor | None
+    predict: Callable[[Tensor], Tensor]
     seconds: float
 
 
@@ -86,10 +89,10 @@ def apply_methods(answered: Answered, chosen: Chosen, wanted: Sequence[Tensor | 
         chosen: methods and their options.
         wanted: class indices [batch] per target; None where the model has no classes.
     """
-    trace, gradients = answered.trace, any("gradients" in method.needs for method, _ in chosen)
+    gradients = any("gradients" in method.needs for method, _ in chosen)
     found: list[list[list[Saliency]]] = [[[] for _ in chosen] for _ in answered.pictures]
     for number, target in enumerate(wanted):
-        trace.targets = target
+        trace = AskedTrace.of(answered.trace, target, answered.predict)
         started = time.perf_counter()
         if gradients:
             trace.backward()  # once for all methods, and each method's seconds hold it
@@ -98,16 +101,18 @@ def apply_methods(answered: Answered, chosen: Chosen, wanted: Sequence[Tensor | 
             if number and not method.class_specific:
                 continue
             seconds = answered.seconds + (backward if "gradients" in method.needs else 0.0)
-            for maps, saliency in zip(found, _apply(method, options, answered, seconds), strict=True):
+            for maps, saliency in zip(found, _apply(method, options, trace, answered, seconds), strict=True):
                 maps[position].append(saliency)
         trace.forget_gradients()
     return [[saliency for maps in of_picture for saliency in maps] for of_picture in found]
 
 
-def _apply(method: Method, options: dict[str, Any], answered: Answered, seconds: float) -> list[Saliency]:
+def _apply(
+    method: Method, options: dict[str, Any], trace: AskedTrace, answered: Answered, seconds: float
+) -> list[Saliency]:
     """One method for the trace's targets: a map for each picture. `seconds` is what the batch has taken before."""
     started = time.perf_counter()
-    trace, pictures = answered.trace, answered.pictures
+    pictures = answered.pictures
     maps = method.load()(trace, **options)
     maps = maps if isinstance(maps, Maps) else Maps(maps)
     grids = _check_grids(maps.grids, method, len(pictures))

@@ -275,7 +275,9 @@ class Explainer:
             answered = probabilities_of(trace.logits, self.facts)
             seconds = time.perf_counter() - started
             wanted = resolve_targets(targets, answered, self.facts.class_names)
-            return apply_methods(Answered(trace, pictures, self.facts, answered, seconds), chosen, wanted)
+            return apply_methods(
+                Answered(trace, pictures, self.facts, answered, self._predict, seconds), chosen, wanted
+            )
 
     def _record_weighted(self, pixels: Tensor, chosen: Chosen, weighting_asked: bool) -> tuple[Trace, Chosen]:
         """Record, without value weighting where it is only a default and does not apply to the model."""
@@ -299,7 +301,6 @@ class Explainer:
         """One forward pass that keeps no more than the methods need."""
         with Needs.of(chosen).record(self.model, self.layout) as trace:
             self.forward(pixels)
-        trace.predict = self._predict
         return trace
 
     def forward(self, pixels: Tensor) -> Any:

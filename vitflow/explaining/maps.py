@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning
+from vitflow.explaining.asked import AskedTrace
 from vitflow.explaining.progress import tracking
 from vitflow.methods import baselines, gradients
 from vitflow.methods import occlusion as blank_out
@@ -57,12 +58,12 @@ def readout_of(trace: Trace, patch: Patch | None) -> Tensor:
 
 def _through_layers(trace: Trace, matrices: Sequence[Tensor], readout: Tensor, **options: Any) -> Maps:
     """The readout's row of a product of fused layers, on the patch grid; on the finest one where stages differ."""
-    places = [layer.place for layer in trace.layers]
-    tokens, layout = staged_rollout(trace.windows(matrices), places, readout=readout, **options)
-    return Maps(layout.to_grid(tokens))
+    tokens = [layer.tokens for layer in trace.layers]
+    row, layout = staged_rollout(trace.windows(matrices), tokens, readout=readout, **options)
+    return Maps(layout.to_grid(row))
 
 
-def _for_the_class(trace: Trace, head_fusion: HeadFusion, value_weighted: ValueWeighting) -> list[Tensor]:
+def _for_the_class(trace: AskedTrace, head_fusion: HeadFusion, value_weighted: ValueWeighting) -> list[Tensor]:
     """The fused (A ⊙ ∇A)⁺ of each layer, [batch · windows, queries, keys]."""
     heads = trace.heads(value_weighted=value_weighted)
     return rollouts.for_the_class(heads, trace.backward().attentions, head_fusion)
@@ -147,14 +148,14 @@ def attention(
     else:
         matrix = one_head(trace.heads(value_weighted=value_weighted)[index].detach(), head)
         matrix = normalize_rows(matrix) if value_weighted else matrix
-    places = [layer.place for layer in trace.layers]
-    windows = matrix.unflatten(0, (-1, places[index].windows))
-    tokens, layout = staged_attention(windows, places, layer=layer, readout=readout, discard_ratio=discard_ratio)
-    return Maps(layout.to_grid(tokens))
+    tokens = [layer.tokens for layer in trace.layers]
+    windows = matrix.unflatten(0, (-1, tokens[index].windows))
+    row, layout = staged_attention(windows, tokens, layer=layer, readout=readout, discard_ratio=discard_ratio)
+    return Maps(layout.to_grid(row))
 
 
 def gradient_rollout(
-    trace: Trace,
+    trace: AskedTrace,
     *,
     head_fusion: HeadFusion,
     discard_ratio: float,
@@ -170,7 +171,7 @@ def gradient_rollout(
 
 
 def gae(
-    trace: Trace,
+    trace: AskedTrace,
     *,
     head_fusion: HeadFusion,
     start_layer: int,
@@ -182,7 +183,7 @@ def gae(
     return _through_layers(trace, matrices, readout, start_layer=start_layer, additive=True)
 
 
-def gradcam(trace: Trace, *, layer: int) -> Maps:
+def gradcam(trace: AskedTrace, *, layer: int) -> Maps:
     """Grad-CAM for the target at the first norm of a block, or at the output of a stage, on its own grid."""
     path = trace.block_norms[check_layer("layer", layer, len(trace.block_norms))]
     features, found = trace.features[path], trace.feature_layouts[path]
@@ -204,13 +205,13 @@ def _rows(features: Tensor) -> Tensor:
     return features.flatten(2).transpose(1, 2)
 
 
-def input_gradient(trace: Trace, *, patch_size: int | None) -> Maps:
+def input_gradient(trace: AskedTrace, *, patch_size: int | None) -> Maps:
     """Absolute gradients of the target by the pixels, summed per patch."""
     rows, cols = trace.grid(patch_size)
     return Maps(gradients.input_gradient(trace.backward().pixels, rows=rows, cols=cols))
 
 
-def occlusion(trace: Trace, *, patch_size: int | None, occlusion_batch: int) -> Maps:
+def occlusion(trace: AskedTrace, *, patch_size: int | None, occlusion_batch: int) -> Maps:
     """The drop in the target's probability without each patch."""
     rows, cols = trace.grid(patch_size)
     assert trace.predict is not None

@@ -162,7 +162,8 @@ def register_method(
 
     Args:
         name: what callers write.
-        function: called as `function(trace, **options)`; returns maps [batch, rows, cols], or `Maps` with facts.
+        function: called as `function(trace, **options)`; `trace` is a `Trace` that has `targets` and `predict`, too.
+            It returns maps [batch, rows, cols], or `Maps` with facts.
         summary: one line for `vitflow methods`.
         defaults: its options with their default values.
         needs: any of "attention", "heads", "gradients", "features", "predict".

@@ -7,8 +7,8 @@ from torch import nn
 from vitflow.explaining.method_choices import Chosen
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import block_norm
+from vitflow.recording.layers import FusionKey
 from vitflow.recording.recorder import record_attention
-from vitflow.recording.trace import FusionKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from vitflow.methods.tokens import TokenLayout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """Where the tokens of one layer's attention lie.
+class LayerTokens:
+    """Which tokens one layer attends between, and where they lie.
 
     Attributes:
         queries: layout of the tokens that attend.
@@ -49,7 +49,7 @@ class Place:
 
 def staged_rollout(
     matrices: Sequence[Tensor],
-    places: Sequence[Place],
+    tokens: Sequence[LayerTokens],
     *,
     readout: Tensor,
     discard_ratio: float = 0.0,
@@ -60,14 +60,14 @@ def staged_rollout(
     """The row qᵀ Â_L ⋯ Â_s of attention rollout, for layers with windows of their own and stages between them.
 
     Each layer is what its dense matrix would be: Â = rownorm(α I + (1 − α) W), where W holds each window's
-    probabilities at the places of its tokens, added up where windows overlap, and nothing at padding. Assumed, where
+    probabilities where its tokens lie, added up where windows overlap, and nothing at padding. Assumed, where
     layers differ in their tokens: what lies between two attention layers (a merge, a convolution, a pooling) keeps
-    things in their place, and each token of a coarser grid holds an equal share of the area that it covers, whatever
+    things where they are, and each token of a coarser grid holds an equal share of the area that it covers, whatever
     weights the merge gives to its children. A class token that joins late takes its share with it.
 
     Args:
         matrices: fused attention of each layer, [batch, windows, queries, keys], first layer first.
-        places: where the tokens of each layer lie.
+        tokens: where the tokens of each layer lie.
         readout: weight in the model's answer of each token among the queries of the top layer, [batch, tokens].
         discard_ratio: share of each layer's own entries between tokens, whose key is a patch, to set to 0; smallest
             first, ties by their position in the windows.
@@ -80,28 +80,29 @@ def staged_rollout(
 
     Raises:
         OptionError: an option lies outside its range.
-        ShapeError: a matrix does not have the shape of its place.
+        ShapeError: a matrix does not have the shape that its tokens make.
 
     Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, §3.1, for the product; windows,
     shifts and merges as Liu et al., "Swin Transformer", ICCV 2021, §3 define them.
 
     >>> two = TokenLayout(0, 1, 2)
-    >>> windows = Place(two, two, torch.tensor([[0], [1]]), torch.tensor([[0], [1]]))  # each token a window of its own
+    >>> index = torch.tensor([[0], [1]])  # each token is a window of its own
+    >>> windows = LayerTokens(two, two, index, index)
     >>> staged_rollout([torch.ones(1, 2, 1, 1)], [windows], readout=torch.tensor([[0.25, 0.75]]))[0]
     tensor([[0.2500, 0.7500]])
     """
     check_fraction("discard_ratio", discard_ratio)
     check_fraction("residual", residual)
-    if not matrices or len(matrices) != len(places):
-        raise ShapeError(f"Expected one place for each of {len(matrices)} layers, got {len(places)}.")
-    if same_tokens(places):
-        return _dense_rollout(matrices, places, readout, discard_ratio, residual, start_layer, additive)
-    return _through_windows(matrices, places, readout, discard_ratio, residual, start_layer, additive)
+    if not matrices or len(matrices) != len(tokens):
+        raise ShapeError(f"Expected the tokens of each of {len(matrices)} layers, got those of {len(tokens)}.")
+    if same_tokens(tokens):
+        return _dense_rollout(matrices, tokens, readout, discard_ratio, residual, start_layer, additive)
+    return _through_windows(matrices, tokens, readout, discard_ratio, residual, start_layer, additive)
 
 
 def _through_windows(
     matrices: Sequence[Tensor],
-    places: Sequence[Place],
+    tokens: Sequence[LayerTokens],
     readout: Tensor,
     discard_ratio: float,
     residual: float,
@@ -110,21 +111,21 @@ def _through_windows(
 ) -> tuple[Tensor, TokenLayout]:
     """The row window by window and stage by stage, without any matrix over all tokens."""
     first = check_layer("start_layer", start_layer, len(matrices))
-    layout = places[-1].queries
+    layout = tokens[-1].queries
     row = check_readout(readout, len(matrices[0]), layout.num_tokens).to(matrices[-1])
-    for matrix, place in reversed(list(zip(matrices[first:], places[first:], strict=True))):
-        row, layout = _through(row, layout, _checked(matrix, place), place, discard_ratio, residual, additive)
+    for matrix, own in reversed(list(zip(matrices[first:], tokens[first:], strict=True))):
+        row, layout = _through(row, layout, _checked(matrix, own), own, discard_ratio, residual, additive)
     return row, layout
 
 
-def same_tokens(places: Sequence[Place]) -> bool:
+def same_tokens(tokens: Sequence[LayerTokens]) -> bool:
     """Whether all layers attend between the same tokens, all of them to all: no windows, and no stages."""
-    return all(place.dense and place.queries == places[-1].queries for place in places)
+    return all(own.dense and own.queries == tokens[-1].queries for own in tokens)
 
 
 def _dense_rollout(
     matrices: Sequence[Tensor],
-    places: Sequence[Place],
+    tokens: Sequence[LayerTokens],
     readout: Tensor,
     discard_ratio: float,
     residual: float,
@@ -132,8 +133,8 @@ def _dense_rollout(
     additive: bool,
 ) -> tuple[Tensor, TokenLayout]:
     """The same row where no layer has windows: by whole matrices, which is faster."""
-    layout = places[-1].keys
-    layers = [_checked(matrix, place).squeeze(1) for matrix, place in zip(matrices, places, strict=True)]
+    layout = tokens[-1].keys
+    layers = [_checked(matrix, own).squeeze(1) for matrix, own in zip(matrices, tokens, strict=True)]
     if additive:
         return relevance(layers, start_layer=start_layer, readout=readout), layout
     row = attention_rollout(
@@ -148,13 +149,13 @@ def _dense_rollout(
 
 
 def staged_attention(
-    matrix: Tensor, places: Sequence[Place], *, layer: int, readout: Tensor, discard_ratio: float = 0.0
+    matrix: Tensor, tokens: Sequence[LayerTokens], *, layer: int, readout: Tensor, discard_ratio: float = 0.0
 ) -> tuple[Tensor, TokenLayout]:
     """What the readout attends to in one layer, without any residual: its row qᵀ W_l, on the layer's own keys.
 
     Args:
         matrix: fused attention of that layer, [batch, windows, queries, keys].
-        places: where the tokens of each layer lie, first layer first.
+        tokens: where the tokens of each layer lie, first layer first.
         layer: layer number, 1 for the first, −1 for the last.
         readout: weight in the model's answer of each token among the queries of the top layer, [batch, tokens].
         discard_ratio: as for `staged_rollout`.
@@ -165,27 +166,28 @@ def staged_attention(
 
     Raises:
         OptionError: there is no such layer.
-        ShapeError: the matrix does not have the shape of its place.
+        ShapeError: the matrix does not have the shape that its tokens make.
 
     >>> one = TokenLayout(0, 1, 2)
-    >>> staged_attention(torch.eye(2)[None, None], [Place(one, one)], layer=1, readout=torch.tensor([[1.0, 0.0]]))[0]
+    >>> dense = LayerTokens(one, one)
+    >>> staged_attention(torch.eye(2)[None, None], [dense], layer=1, readout=torch.tensor([[1.0, 0.0]]))[0]
     tensor([[1., 0.]])
     """
-    place = places[check_layer("layer", layer, len(places))]
-    if same_tokens(places):
-        prefix, [whole] = place.keys.num_prefix_tokens, [_checked(matrix, place).squeeze(1)]
+    own = tokens[check_layer("layer", layer, len(tokens))]
+    if same_tokens(tokens):
+        prefix, [whole] = own.keys.num_prefix_tokens, [_checked(matrix, own).squeeze(1)]
         row = raw_attention([whole], readout=readout, discard_ratio=discard_ratio, num_prefix_tokens=prefix)
-        return row, place.keys
-    asking = carry(readout, places[-1].queries, place.queries)
-    return _through_windows([matrix], [place], asking, discard_ratio, 0.0, 1, additive=False)
+        return row, own.keys
+    asking = carry(readout, tokens[-1].queries, own.queries)
+    return _through_windows([matrix], [own], asking, discard_ratio, 0.0, 1, additive=False)
 
 
-def _checked(matrix: Tensor, place: Place) -> Tensor:
-    queries = place.queries.num_tokens if place.query_index is None else place.query_index.shape[1]
-    keys = place.keys.num_tokens if place.key_index is None else place.key_index.shape[1]
-    if matrix.ndim != 4 or tuple(matrix.shape[1:]) != (place.windows, queries, keys):
+def _checked(matrix: Tensor, own: LayerTokens) -> Tensor:
+    queries = own.queries.num_tokens if own.query_index is None else own.query_index.shape[1]
+    keys = own.keys.num_tokens if own.key_index is None else own.key_index.shape[1]
+    if matrix.ndim != 4 or tuple(matrix.shape[1:]) != (own.windows, queries, keys):
         raise ShapeError(
-            f"Expected attention [batch, {place.windows} windows, {queries} queries, {keys} keys], got "
+            f"Expected attention [batch, {own.windows} windows, {queries} queries, {keys} keys], got "
             f"{tuple(matrix.shape)}."
         )
     return matrix
@@ -195,50 +197,50 @@ def _through(
     row: Tensor,
     layout: TokenLayout,
     matrix: Tensor,
-    place: Place,
+    own: LayerTokens,
     discard_ratio: float,
     residual: float,
     additive: bool,
 ) -> tuple[Tensor, TokenLayout]:
     """Carry a row over the tokens of `layout` down through one layer."""
-    if place.queries.num_patches > layout.num_patches or place.queries.num_prefix_tokens != layout.num_prefix_tokens:
-        finer = place.queries if place.queries.num_patches > layout.num_patches else _with_prefix(layout, place.queries)
+    if own.queries.num_patches > layout.num_patches or own.queries.num_prefix_tokens != layout.num_prefix_tokens:
+        finer = own.queries if own.queries.num_patches > layout.num_patches else _with_prefix(layout, own.queries)
         row, layout = carry(row, layout, finer), finer
-    asking = carry(row, layout, place.queries)
-    query_index, key_index = _indices(place, matrix.device)
+    asking = carry(row, layout, own.queries)
+    query_index, key_index = _indices(own, matrix.device)
     valid = (query_index >= 0).unsqueeze(-1) & (key_index >= 0).unsqueeze(-2)  # [windows, queries, keys]
-    weights = _discard(matrix.masked_fill(~valid, 0.0), valid, key_index, place, discard_ratio)
+    weights = _discard(matrix.masked_fill(~valid, 0.0), valid, key_index, own, discard_ratio)
     gathered = _pad(asking)[:, query_index]  # [batch, windows, queries]
     if additive:
         passed, kept = gathered, torch.ones_like(asking)
     else:
-        sums = _scatter(weights.sum(dim=-1), query_index, place.queries.num_tokens)  # of each row of W
+        sums = _scatter(weights.sum(dim=-1), query_index, own.queries.num_tokens)  # of each row of W
         whole = torch.where(sums > 0, residual + (1.0 - residual) * sums, 1.0)
         kept = torch.where(sums > 0, residual / whole, 1.0)
         passed = gathered * (_pad((1.0 - residual) / whole)[:, query_index])
-    arrived = _scatter((passed.unsqueeze(-2) @ weights).squeeze(-2), key_index, place.keys.num_tokens)
-    stayed = row * _spread(kept, place.queries, layout)
-    if place.keys.num_patches > layout.num_patches:
-        return carry(stayed, layout, place.keys) + arrived, place.keys
-    return stayed + carry(arrived, place.keys, layout), layout
+    arrived = _scatter((passed.unsqueeze(-2) @ weights).squeeze(-2), key_index, own.keys.num_tokens)
+    stayed = row * _spread(kept, own.queries, layout)
+    if own.keys.num_patches > layout.num_patches:
+        return carry(stayed, layout, own.keys) + arrived, own.keys
+    return stayed + carry(arrived, own.keys, layout), layout
 
 
-def _discard(weights: Tensor, valid: Tensor, key_index: Tensor, place: Place, discard_ratio: float) -> Tensor:
+def _discard(weights: Tensor, valid: Tensor, key_index: Tensor, own: LayerTokens, discard_ratio: float) -> Tensor:
     if discard_ratio == 0.0:
         return weights
-    among = valid & (key_index >= place.keys.num_prefix_tokens).unsqueeze(-2)
+    among = valid & (key_index >= own.keys.num_prefix_tokens).unsqueeze(-2)
     entries = weights[:, among]  # [batch, entries]
     weights = weights.clone()
     weights[:, among] = discard_smallest(entries, int(discard_ratio * entries.shape[-1]))
     return weights
 
 
-def _indices(place: Place, device: torch.device) -> tuple[Tensor, Tensor]:
+def _indices(own: LayerTokens, device: torch.device) -> tuple[Tensor, Tensor]:
     """Query and key index, [windows, queries] and [windows, keys], also where they hold all tokens in order."""
     found = []
-    for index, layout in ((place.query_index, place.queries), (place.key_index, place.keys)):
+    for index, layout in ((own.query_index, own.queries), (own.key_index, own.keys)):
         everything = torch.arange(layout.num_tokens, device=device).unsqueeze(0)
-        found.append(everything.expand(place.windows, -1) if index is None else index.to(device))
+        found.append(everything.expand(own.windows, -1) if index is None else index.to(device))
     return found[0], found[1]
 
 
@@ -250,8 +252,8 @@ def _pad(row: Tensor) -> Tensor:
 def _scatter(values: Tensor, index: Tensor, tokens: int) -> Tensor:
     """Add up values [batch, windows, n] at the tokens of `index` [windows, n]; padding is left out."""
     out = values.new_zeros(len(values), tokens + 1)
-    places = torch.where(index >= 0, index, tokens).flatten()
-    return out.index_add_(1, places, values.flatten(1))[:, :tokens]
+    slots = torch.where(index >= 0, index, tokens).flatten()
+    return out.index_add_(1, slots, values.flatten(1))[:, :tokens]
 
 
 def carry(row: Tensor, source: TokenLayout, target: TokenLayout) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vitflow.recording.trace import Arrange, AttentionLayer
+from vitflow.recording.layers import Arrange, AttentionLayer
 
 # Softmaxes that are no attention between tokens.
 _OTHER = {

@@ -23,13 +23,12 @@ from vitflow.errors import (
 )
 from vitflow.methods.fusion import HeadFusion, check_head_fusion
 from vitflow.methods.tokens import TokenLayout, check_layout
-from vitflow.methods.values import Values, ValueWeighting, check_value_weighting, fuse_weighted, join_values
+from vitflow.methods.values import Values, ValueWeighting, check_value_weighting, fuse_weighted
 from vitflow.models.anatomy import (
     block_norms,
     feature_layout,
     logits_of,
     module_paths,
-    output_projection,
     read_layout,
     read_readout,
     runs_compiled,
@@ -39,8 +38,17 @@ from vitflow.models.libraries import refuse_unseen
 from vitflow.recording.attention_kinds import arrangement, is_difference, is_pooling, other_attention, refusal_of
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import Hook, aside, is_aside, no_fast_path, turn, uncompiled
-from vitflow.recording.token_places import place_layers
-from vitflow.recording.trace import Arrange, AttentionLayer, FusionKey, Part, Trace
+from vitflow.recording.layer_tokens import find_tokens
+from vitflow.recording.layers import (
+    Arrange,
+    AttentionLayer,
+    FusionKey,
+    ModuleAttention,
+    close_layer,
+    join_pieces,
+    read_values,
+)
+from vitflow.recording.trace import Trace
 
 # Blocks whose attention modules work side by side on the same tokens: together they are one layer with more heads.
 _PARALLEL_BLOCKS = ("ParallelThingsBlock",)
@@ -57,7 +65,7 @@ class record_attention:
         model: a Vision Transformer; compiled and data-parallel wrappers are looked through.
         head_fusion: keep only the matrix fused by "mean", "max" or "min", [batch, tokens, tokens] per layer, computed
             while the model runs; None keeps every head, [batch, heads, tokens, tokens]. A layer that attends within
-            windows gives [batch · windows, …, queries, keys], and `trace.layers[…].place` says where they lie.
+            windows gives [batch · windows, …, queries, keys], and `trace.layers[…].tokens` says where they lie.
         value_weighted: weight attention by what it passes on before the fusion: True by the norm of the transformed
             value vectors, "output" by their part along the attention's output.
         values: keep the value vectors of each layer, too, so that `trace.heads` and `trace.fused` can weight heads.
@@ -127,7 +135,7 @@ class record_attention:
     def _begin_trace(self) -> None:
         self.trace = Trace(model=self._model)
         self._path: list[tuple[str, nn.Module]] = []  # the modules that are running, outermost first
-        self._open: dict[str, list[Part]] = {}  # layers that are running
+        self._open: dict[str, list[ModuleAttention]] = {}  # layers that are running
         self._streamed: dict[FusionKey, list[Tensor]] = {}  # the layer that is fused part by part
         self._other: set[str] = set()  # what runs that is no attention between tokens, in words
         self._batch = 1
@@ -191,18 +199,16 @@ class record_attention:
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         trace = self.trace
-        trace.layers, trace.features, trace.feature_layouts, trace._backward = [], {}, {}, {}
-        trace.refusal = trace._top = None
-        trace.block_norms = block_norms(self._model) if self._features else ()
-        trace.logits = trace._layout = trace._readout = None
         self._path, self._pooling, self._open = [], None, {}
         self._other = set()
+        trace.begin(None)
         pixels = _pixels_among(args, kwargs)
         if pixels is not None and 0 in pixels.shape:
             raise ShapeError(f"Expected at least one picture, got an empty model input {tuple(pixels.shape)}.")
         self._batch = 1 if pixels is None else len(pixels)
+        norms = block_norms(self._model) if self._features else ()
         if pixels is None or not self.gradients:
-            trace.pixels = pixels
+            trace.begin(pixels, norms)
             return args, kwargs
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             raise OptionError(
@@ -212,7 +218,7 @@ class record_attention:
         # A view of its own, so that the caller's tensor does not begin to require gradients.
         own = pixels.clone() if pixels.is_inference() else pixels.detach()
         own.requires_grad_()
-        trace.pixels = own
+        trace.begin(own, norms)
         return (
             tuple(own if a is pixels else a for a in args),
             {name: own if a is pixels else a for name, a in kwargs.items()},
@@ -224,28 +230,28 @@ class record_attention:
         if trace.pixels is None:
             return
         size = (trace.pixels.shape[-2], trace.pixels.shape[-1])
-        self._place_tokens(size)
+        layout = self._locate_tokens(trace.pixels, size)
         for path, features in trace.features.items():
-            trace.feature_layouts[path] = feature_layout(self._model, size, features, trace._layout)
+            trace.feature_layouts[path] = feature_layout(self._model, size, features, layout)
 
-    def _place_tokens(self, size: tuple[int, int]) -> None:
+    def _locate_tokens(self, pixels: Tensor, size: tuple[int, int]) -> TokenLayout | None:
+        """Find where the tokens lie and what the answer is read from; returns the layout, where it is known."""
         trace = self.trace
-        assert trace.pixels is not None
-        if not trace.layers:
-            trace._layout = self._layout_without_attention(size)
-            return
-        trace.refusal = refusal_of(self._model, trace.layers)
-        if trace.refusal is None:
+        layers, refusal = trace.layers, refusal_of(self._model, trace.layers) if trace.layers else None
+        if layers and refusal is None:
             with aside():
-                trace.layers, trace.refusal = place_layers(self._model, trace.layers, trace.pixels, self._layout)
-        if trace.refusal is not None:
-            trace._layout = self._layout_without_attention(size)
-            return
-        top = trace.layers[-1].place
-        layouts = [layout for layer in trace.layers for layout in (layer.place.keys, layer.place.queries)]
-        trace._layout, trace._top = max(layouts, key=lambda layout: layout.num_patches), top.queries
-        weights, trace.pooling = read_readout(self._model, top.queries, self._pooling)
-        trace._readout = weights.to(trace.layers[-1].example).expand(len(trace.pixels), -1)
+                layers, refusal = find_tokens(self._model, layers, pixels, self._layout)
+        if not layers or refusal is not None:
+            layout = self._layout_without_attention(size)
+            trace.lay_out(layers, layout, refusal=refusal)
+            return layout
+        layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
+        layout = max(layouts, key=lambda layout: layout.num_patches)
+        trace.lay_out(layers, layout)
+        top = layers[-1].tokens.queries
+        weights, pooling = read_readout(self._model, top, self._pooling)
+        trace.read_out(weights.to(layers[-1].example).expand(len(pixels), -1), top, pooling)
+        return layout
 
     def _layout_without_attention(self, size: tuple[int, int]) -> TokenLayout | None:
         """The layout by the model's own word, or None: what looks at pixels alone needs none."""
@@ -281,7 +287,7 @@ class record_attention:
                 "attention matrices has negative entries, and rollout and flow are not defined on it."
             )
         arrange = arrangement(module, probabilities, self._batch)
-        part = Part(probabilities, arrange, self._values_of(value, arrange), mixed)
+        part = ModuleAttention(probabilities, arrange, self._values_of(value, arrange), mixed)
         self._open.setdefault(layer, []).append(part)
 
     def streams(self, query: Tensor, key: Tensor) -> bool:
@@ -309,7 +315,7 @@ class record_attention:
         """Take in a layer that was fused part by part."""
         name = self._path[-1][0]
         self._open[name] = []
-        joined = {key: _join(parts, batch, bool(key[1])) for key, parts in self._streamed.items()}
+        joined = {key: join_pieces(pieces, batch, bool(key[1])) for key, pieces in self._streamed.items()}
         self._streamed = {}
         self.trace.layers.append(AttentionLayer(name, fused=joined))
 
@@ -330,25 +336,14 @@ class record_attention:
                 "weighting needs cannot be seen. Use value_weighted=False."
             )
         around = self._path[-2][1] if len(self._path) > 1 else None
-        return _read_values(value if arrange is None else arrange(value), module, name, around)
+        return read_values(value if arrange is None else arrange(value), module, name, around)
 
     def _close(self, name: str) -> None:
-        """A layer has run: fuse its heads at once, so that no more than one layer's heads are alive."""
+        """A layer has run."""
         parts = self._open.pop(name)
-        if not parts:
-            return  # fused part by part
-        seen = [part.values for part in parts if part.values is not None]
-        block = self._model.get_submodule(name)
-        values = seen[0] if len(seen) == 1 else join_values(seen, block) if seen else None
-        layer = AttentionLayer(name)
-        if self._keep_heads:
-            layer.parts, layer.values = tuple(parts), values
-        else:
-            heads = parts[0].heads if len(parts) == 1 else torch.cat([part.heads for part in parts], dim=1)
-            for fusion, weighting in self._fusions:
-                fused = fuse_weighted(heads.detach(), fusion, weighting, values)  # type: ignore[arg-type]
-                layer.fused[fusion, weighting] = fused.clamp_min(0.0) if any(part.mixed for part in parts) else fused
-        self.trace.layers.append(layer)
+        if parts:  # else it was fused part by part
+            module, fusions = self._model.get_submodule(name), () if self._keep_heads else self._fusions
+            self.trace.layers.append(close_layer(name, parts, module, fusions))
 
 
 def _checked(fusions: Iterable[FusionKey]) -> set[FusionKey]:
@@ -360,33 +355,6 @@ def _checked(fusions: Iterable[FusionKey]) -> set[FusionKey]:
         check_head_fusion(name)
         check_value_weighting(weighting)
     return set(pairs)
-
-
-def _join(parts: list[Tensor], batch: int, weighted: bool) -> Tensor:
-    """Fused matrices of all pictures from those of some pictures each, or of some queries of one picture each."""
-    if len(parts) == 1:
-        return parts[0]
-    if sum(len(part) for part in parts) == batch:
-        return torch.cat(parts)
-    matrix = torch.cat([part.flatten(0, 1) for part in parts]).reshape(batch, -1, parts[0].shape[-1])
-    if weighted and matrix.shape[1] == matrix.shape[2]:
-        empty = matrix.amax(dim=-1, keepdim=True) <= 0
-        if empty.any():  # as in a matrix that is normalised whole
-            matrix = torch.where(empty, torch.eye(matrix.shape[1], dtype=matrix.dtype), matrix)
-    return matrix
-
-
-def _read_values(value: Tensor, module: nn.Module, name: str, around: nn.Module | None) -> Values:
-    """The value vectors of an attention module, with the projection that its heads go through."""
-    projection = output_projection(module, around)
-    if projection is None or projection.shape[-1] != value.shape[1] * value.shape[-1]:
-        raise ValueNormsError(
-            f"{type(module).__name__} ({name}) does not join its heads by one linear output projection, which value "
-            "weighting needs. Use value_weighted=False."
-        )
-    value = value.detach()
-    value = value if value.dtype == torch.float64 else value.float()
-    return Values(value, projection.detach().to(value.dtype), module)
 
 
 def _pixels_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

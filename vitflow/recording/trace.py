@@ -1,6 +1,6 @@
 """Trace: what the recorder saw in one forward pass, with its token layout and readout."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,85 +8,10 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError
-from vitflow.methods.staged_rollout import Place
+from vitflow.methods.cells import cell_grid
 from vitflow.methods.tokens import TokenLayout
-from vitflow.methods.values import Values, ValueWeighting, check_value_weighting, fuse_weighted
-
-# How heads were fused: the name of the fusion, and the value weighting that came before it.
-FusionKey = tuple[str, ValueWeighting]
-
-
-# Brings probabilities, or values, into the form [batch · windows, heads, tokens, …].
-Arrange = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """The attention of one module as it computed it.
-
-    Attributes:
-        tensor: the probabilities that it applied, on the path of the gradients where those were asked for.
-        arrange: brings them into the form [batch · windows, heads, queries, keys]; None where they have it.
-        values: the value vectors that they were applied to, where asked for.
-        mixed: whether the heads were mixed or re-weighed after the softmax (CaiT, ConViT, EfficientFormerV2). Rows need
-            not sum to 1 then, and entries may be negative; in fused matrices those count as 0.
-    """
-
-    tensor: Tensor
-    arrange: Arrange | None = None
-    values: Values | None = None
-    mixed: bool = False
-
-    @property
-    def heads(self) -> Tensor:
-        """The probabilities, [batch · windows, heads, queries, keys]."""
-        return self.arranged(self.tensor)
-
-    def arranged(self, like: Tensor) -> Tensor:
-        """A tensor of the same form, such as the gradient, [batch · windows, heads, queries, keys]."""
-        return like if self.arrange is None else self.arrange(like)
-
-
-@dataclass(slots=True)
-class AttentionLayer:
-    """The attention of one layer of one forward pass.
-
-    Attributes:
-        name: the layer's module path in the model, such as "blocks.3.attn".
-        parts: what each attention module of the layer computed (more than one where modules work side by side on the
-            same tokens); empty where only fused matrices were kept.
-        fused: fused matrices [batch · windows, queries, keys] by (head fusion, value weighted).
-        values: the value vectors that this attention passes on, where asked for.
-        place: where its tokens lie; None where that is not known.
-    """
-
-    name: str
-    parts: tuple[Part, ...] = ()
-    fused: dict[FusionKey, Tensor] = field(default_factory=dict)
-    values: Values | None = None
-    _place: Place | None = None
-
-    @property
-    def heads(self) -> Tensor | None:
-        """All heads of the layer, [batch · windows, heads, queries, keys], or None where only fused matrices were kept.
-
-        A layer without windows has one window, which holds all tokens.
-        """
-        if len(self.parts) > 1:
-            return torch.cat([part.heads for part in self.parts], dim=1)
-        return self.parts[0].heads if self.parts else None
-
-    @property
-    def example(self) -> Tensor:
-        """Any of the layer's matrices, [batch · windows, …, queries, keys]."""
-        return self.parts[0].heads if self.parts else next(iter(self.fused.values()))
-
-    @property
-    def place(self) -> Place:
-        """Where the tokens of this layer lie; VitflowError before that is known."""
-        if self._place is None:
-            raise VitflowError(f"It is not known where the tokens of {self.name} lie.")
-        return self._place
+from vitflow.methods.values import Values, ValueWeighting, check_value_weighting
+from vitflow.recording.layers import AttentionLayer, fuse_parts
 
 
 @dataclass(slots=True)
@@ -120,8 +45,6 @@ class Trace:
         pixels: the model input, [batch, channels, height, width].
         logits: what the model returned.
         model: the model itself, for methods that run it again.
-        targets: the class that each picture is explained for, [batch]; None where there are no classes.
-        predict: maps model inputs to probabilities [batch, classes]; for methods that run the model again.
         refusal: why rollout and flow do not apply to this model, or None.
     """
 
@@ -133,13 +56,27 @@ class Trace:
     logits: Tensor | None = None
     pooling: str = ""
     model: Any = None
-    targets: Tensor | None = None
-    predict: Callable[[Tensor], Tensor] | None = None
     refusal: str | None = None
     _layout: TokenLayout | None = None
     _top: TokenLayout | None = None
     _readout: Tensor | None = None
     _backward: dict[tuple[int, ...], Backward] = field(default_factory=dict)
+
+    def begin(self, pixels: Tensor | None, block_norms: Sequence[str] = ()) -> None:
+        """Forget the pass before: another one begins, with this model input."""
+        self.layers, self.features, self.feature_layouts, self._backward = [], {}, {}, {}
+        self.pixels, self.block_norms = pixels, block_norms
+        self.logits = self.refusal = self._layout = self._top = self._readout = None
+
+    def lay_out(
+        self, layers: Sequence[AttentionLayer], layout: TokenLayout | None, *, refusal: str | None = None
+    ) -> None:
+        """Take in where the tokens of the pass lie, or why that cannot be told."""
+        self.layers, self._layout, self.refusal = list(layers), layout, refusal
+
+    def read_out(self, readout: Tensor, top: TokenLayout, pooling: str) -> None:
+        """Take in what the answer was read from: weights [batch, tokens] of the top layer's tokens, and in words."""
+        self._readout, self._top, self.pooling = readout, top, pooling
 
     @property
     def layout(self) -> TokenLayout:
@@ -164,12 +101,12 @@ class Trace:
     def staged(self) -> bool:
         """Whether layers have windows of their own, or stages with different tokens between them."""
         layout = self.layout
-        return any(not layer.place.dense or layer.place.queries != layout for layer in self.layers)
+        return any(not layer.tokens.dense or layer.tokens.queries != layout for layer in self.layers)
 
     def windows(self, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Fused matrices [batch · windows, queries, keys] of each layer as [batch, windows, queries, keys]."""
         return [
-            matrix.unflatten(0, (-1, layer.place.windows)) for layer, matrix in zip(self.layers, matrices, strict=True)
+            matrix.unflatten(0, (-1, layer.tokens.windows)) for layer, matrix in zip(self.layers, matrices, strict=True)
         ]
 
     def grid(self, patch_size: int | None = None) -> tuple[int, int]:
@@ -178,8 +115,6 @@ class Trace:
         Without patches of its own (a convolutional network), or where they are smaller than 7 pixels (the first stage
         of a hierarchical model), 14 cells on the shorter side.
         """
-        from vitflow.methods.cells import cell_grid
-
         if self.pixels is None:
             raise VitflowError(_NOTHING_RECORDED)
         own = self._layout
@@ -248,8 +183,7 @@ class Trace:
                         f"Attention fused by {head_fusion}{_weighted_words(value_weighted)} was not recorded: name it "
                         "when recording, or record every head."
                     )
-                fused = fuse_weighted(_detached(layer.heads), head_fusion, value_weighted, layer.values)  # type: ignore[arg-type]
-                layer.fused[key] = fused.clamp_min(0.0) if any(part.mixed for part in layer.parts) else fused
+                layer.fused[key] = fuse_parts(_detached(layer.heads), key, layer.values, layer.parts)
             matrices.append(layer.fused[key])
         return matrices
 
@@ -259,33 +193,22 @@ class Trace:
             raise OptionError("Value vectors were not recorded: record with values=True.")
         return found
 
-    @property
-    def wanted(self) -> Tensor:
-        """The class that each picture is explained for, [batch]; OptionError where there is none."""
-        if self.targets is None:
-            raise OptionError(
-                "A class-specific method needs a target class for each picture, and this model has no classes. "
-                "Use one that is not class-specific, such as rollout."
-            )
-        return self.targets
-
     def forget_gradients(self) -> None:
         """Free the gradients that `backward` keeps."""
         self._backward.clear()
 
-    def backward(self, targets: Tensor | None = None) -> Backward:
+    def backward(self, targets: Tensor) -> Backward:
         """Differentiate each picture's own target logit by all that was recorded, in one backward pass.
 
         No parameter's `.grad` is touched. A second call with the same targets costs nothing.
 
         Args:
-            targets: class index of each picture, [batch]; by default the trace's own targets.
+            targets: class index of each picture, [batch].
 
         Raises:
-            OptionError: the pass was recorded without gradients, or no target was given.
+            OptionError: the pass was recorded without gradients.
             ShapeError: the logits are not [batch, classes].
         """
-        targets = self.wanted if targets is None else targets
         if self.logits is None or self.pixels is None:
             raise VitflowError(_NOTHING_RECORDED)
         if self.logits.ndim != 2 or len(targets) != len(self.logits):

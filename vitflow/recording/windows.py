@@ -20,7 +20,7 @@ from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import Hook, aside, evaluating
 
 Size = tuple[int, int]
-# By module: the place of each window's keys on a patch grid, [windows, keys], −1 for padding; and that grid.
+# By module: the index of each window's keys on a patch grid, [windows, keys], −1 for padding; and that grid.
 Windows = dict[str, tuple[Tensor, TokenLayout]]
 
 _found: WeakKeyDictionary[nn.Module, dict[Size, Windows]] = WeakKeyDictionary()
@@ -53,7 +53,7 @@ def find_windows(model: nn.Module, pixels: Tensor) -> Windows:
 
 
 def token_orders(model: nn.Module, size: Size) -> dict[int, Tensor]:
-    """Where a model does not keep its tokens in raster order: the raster place of each token, by their number.
+    """Where a model does not keep its tokens in raster order: the raster index of each token, by their number.
 
     Hiera unrolls its tokens once, so that those that later stages pool stand apart by the number of pooled ones.
     """
@@ -173,7 +173,7 @@ class _Probe:
             return
 
     def _trace(self, source: Tensor, rows: Tensor, given: Tensor | None) -> tuple[Tensor, TokenLayout] | None:
-        """From rows of a linear map's input to places on a patch grid."""
+        """From rows of a linear map's input to indices on a patch grid."""
         direct = _tokens_in_order(source, self._model, self._size)
         if direct is not None and source.ndim <= 4:
             return self._ordered(rows, direct[1])

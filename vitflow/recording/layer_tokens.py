@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError
-from vitflow.methods.staged_rollout import Place
+from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count, read_layout
 from vitflow.recording.attention_kinds import is_class_attention, is_traced
-from vitflow.recording.trace import AttentionLayer
+from vitflow.recording.layers import AttentionLayer
 from vitflow.recording.windows import Size, Windows, find_windows, token_orders
 
 
-def place_layers(
+def find_tokens(
     model: nn.Module, layers: Sequence[AttentionLayer], pixels: Tensor, layout: TokenLayout | None
 ) -> tuple[list[AttentionLayer], str | None]:
     """Find where the tokens of each layer lie.
@@ -29,7 +29,7 @@ def place_layers(
         layout: the layout of the tokens, if the caller knows it.
 
     Returns:
-        The layers that mix tokens of the picture, placed, and why rollout does not apply, or None if it does.
+        The layers that mix tokens of the picture, each with where they lie, and why rollout does not apply, or None.
 
     Raises:
         UnsupportedModelError: all tokens attend to all, and the model does not say how they are arranged.
@@ -39,15 +39,15 @@ def place_layers(
     windows, queries, keys = next(iter(counts))
     if len(counts) == 1 and windows == 1 and queries == keys and not hasattr(model, "unroll"):
         own = layout or read_layout(model, size, keys)
-        return [replace(layer, _place=Place(own, own)) for layer in layers], None
+        return [replace(layer, located=LayerTokens(own, own)) for layer in layers], None
     found: Windows = {}
     if any(windows > 1 for windows, _, _ in counts):
         found = _assumed_windows(model, layers, batch, size) if pixels.is_meta else find_windows(model, pixels)
-    placed = [replace(layer, _place=_place(model, layer, batch, size, layout, found)) for layer in layers]
-    grids = {layer.place.keys.num_patches for layer in placed if layer._place is not None}
+    located = [replace(layer, located=_locate(model, layer, batch, size, layout, found)) for layer in layers]
+    grids = {layer.tokens.keys.num_patches for layer in located if layer.located is not None}
     # As many windows as patches: attention among the pixels of each patch, which leaves the patches in their place.
-    mixing = [layer for layer in placed if layer._place is not None or len(layer.example) // batch not in grids]
-    unknown = next((layer for layer in mixing if layer._place is None), None)
+    mixing = [layer for layer in located if layer.located is not None or len(layer.example) // batch not in grids]
+    unknown = next((layer for layer in mixing if layer.located is None), None)
     if unknown is None:
         return mixing, None
     kind = type(model.get_submodule(unknown.name)).__name__
@@ -77,21 +77,21 @@ def _assumed_windows(model: nn.Module, layers: Sequence[AttentionLayer], batch: 
         tokens = windows * keys if stride is None else windows * stride**2
         side = (size[0] * size[1] / tokens) ** 0.5
         filled = TokenLayout(0, round(size[0] / side), round(size[1] / side))  # windows that padding fills up
-        place = layout_of_count(model, size, tokens) or filled
-        if finest is not None and place.num_patches > finest.num_patches:
-            place = TokenLayout(0, finest.rows, finest.cols)
-        found[layer.name] = torch.zeros(windows, keys, dtype=torch.long), place
+        grid = layout_of_count(model, size, tokens) or filled
+        if finest is not None and grid.num_patches > finest.num_patches:
+            grid = TokenLayout(0, finest.rows, finest.cols)
+        found[layer.name] = torch.zeros(windows, keys, dtype=torch.long), grid
     return found
 
 
-def _place(
+def _locate(
     model: nn.Module,
     layer: AttentionLayer,
     batch: int,
     size: Size,
     given: TokenLayout | None,
     found: Windows,
-) -> Place | None:
+) -> LayerTokens | None:
     windows, (queries, keys) = len(layer.example) // batch, layer.example.shape[-2:]
     if windows > 1:
         if layer.name not in found or found[layer.name][0].shape != (windows, keys):
@@ -106,17 +106,17 @@ def _place(
         return None
     if is_class_attention(model.get_submodule(layer.name)):
         first = torch.zeros(1, queries, dtype=torch.long)
-        return Place(of_keys, of_keys, first, torch.arange(keys).unsqueeze(0))
+        return LayerTokens(of_keys, of_keys, first, torch.arange(keys).unsqueeze(0))
     order = token_orders(model, size).get(keys)
     if order is not None:
         return _windowed(order.unsqueeze(0), of_keys, queries)
-    return None if of_queries is None else Place(of_queries, of_keys)
+    return None if of_queries is None else LayerTokens(of_queries, of_keys)
 
 
-def _windowed(key_index: Tensor, keys: TokenLayout, queries: int) -> Place | None:
-    """The place of windows whose queries are their keys, or pooled from them."""
+def _windowed(key_index: Tensor, keys: TokenLayout, queries: int) -> LayerTokens | None:
+    """The tokens of windows whose queries are their keys, or pooled from them."""
     if queries == key_index.shape[1]:
-        return Place(keys, keys, key_index, key_index)
+        return LayerTokens(keys, keys, key_index, key_index)
     count = key_index.shape[1]
     side, width = round((count / queries) ** 0.5), round(count**0.5)
     if side * side * queries != count or keys.rows % side or keys.cols % side:
@@ -131,5 +131,5 @@ def _windowed(key_index: Tensor, keys: TokenLayout, queries: int) -> Place | Non
     for groups in groupings:  # [windows, queries, keys of a query]
         common = groups.amax(dim=-1)
         if ((groups == common.unsqueeze(-1)) | (groups < 0)).all():
-            return Place(coarse, keys, common, key_index)
+            return LayerTokens(coarse, keys, common, key_index)
     return None

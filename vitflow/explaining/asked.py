@@ -1,0 +1,51 @@
+"""What is asked of a recorded pass: for which classes maps are made, and how to run the model again."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+from vitflow.errors import OptionError
+from vitflow.recording.trace import Backward, Trace
+
+
+@dataclass(slots=True)
+class AskedTrace(Trace):
+    """A recorded pass with what is asked of it: what the function of a method is called with.
+
+    It shares what was recorded with the trace that it was made from, on which nothing is written.
+
+    Attributes:
+        targets: the class that each picture is explained for, [batch]; None where there are no classes.
+        predict: maps model inputs to probabilities [batch, classes]; for methods that run the model again.
+
+    >>> import torch
+    >>> asked = AskedTrace.of(Trace(), torch.tensor([3]))
+    >>> asked.wanted
+    tensor([3])
+    """
+
+    targets: Tensor | None = None
+    predict: Callable[[Tensor], Tensor] | None = None
+
+    @classmethod
+    def of(
+        cls, trace: Trace, targets: Tensor | None, predict: Callable[[Tensor], Tensor] | None = None
+    ) -> "AskedTrace":
+        """Ask a recorded pass for these classes."""
+        recorded = {field.name: getattr(trace, field.name) for field in fields(Trace)}
+        return cls(**recorded, targets=targets, predict=predict)
+
+    @property
+    def wanted(self) -> Tensor:
+        """The class that each picture is explained for, [batch]; OptionError where there is none."""
+        if self.targets is None:
+            raise OptionError(
+                "A class-specific method needs a target class for each picture, and this model has no classes. "
+                "Use one that is not class-specific, such as rollout."
+            )
+        return self.targets
+
+    def backward(self, targets: Tensor | None = None) -> Backward:
+        """As `Trace.backward`, by default for the classes that are asked for."""
+        return Trace.backward(self, self.wanted if targets is None else targets)

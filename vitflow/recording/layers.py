@@ -1,0 +1,143 @@
+"""The attention of one layer: what its modules computed, put together or fused."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from vitflow.errors import ValueNormsError, VitflowError
+from vitflow.methods.staged_rollout import LayerTokens
+from vitflow.methods.values import Values, ValueWeighting, fuse_weighted, join_values
+from vitflow.models.anatomy import output_projection
+
+# How heads were fused: the name of the fusion, and the value weighting that came before it.
+FusionKey = tuple[str, ValueWeighting]
+
+
+# Brings probabilities, or values, into the form [batch · windows, heads, tokens, …].
+Arrange = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleAttention:
+    """The attention of one module as it computed it.
+
+    Attributes:
+        tensor: the probabilities that it applied, on the path of the gradients where those were asked for.
+        arrange: brings them into the form [batch · windows, heads, queries, keys]; None where they have it.
+        values: the value vectors that they were applied to, where asked for.
+        mixed: whether the heads were mixed or re-weighed after the softmax (CaiT, ConViT, EfficientFormerV2). Rows need
+            not sum to 1 then, and entries may be negative; in fused matrices those count as 0.
+    """
+
+    tensor: Tensor
+    arrange: Arrange | None = None
+    values: Values | None = None
+    mixed: bool = False
+
+    @property
+    def heads(self) -> Tensor:
+        """The probabilities, [batch · windows, heads, queries, keys]."""
+        return self.arranged(self.tensor)
+
+    def arranged(self, like: Tensor) -> Tensor:
+        """A tensor of the same form, such as the gradient, [batch · windows, heads, queries, keys]."""
+        return like if self.arrange is None else self.arrange(like)
+
+
+@dataclass(slots=True)
+class AttentionLayer:
+    """The attention of one layer of one forward pass.
+
+    Attributes:
+        name: the layer's module path in the model, such as "blocks.3.attn".
+        parts: what each attention module of the layer computed (more than one where modules work side by side on the
+            same tokens); empty where only fused matrices were kept.
+        fused: fused matrices [batch · windows, queries, keys] by (head fusion, value weighted).
+        values: the value vectors that this attention passes on, where asked for.
+        located: which tokens it attends between, and where they lie; None where that is not known.
+    """
+
+    name: str
+    parts: tuple[ModuleAttention, ...] = ()
+    fused: dict[FusionKey, Tensor] = field(default_factory=dict)
+    values: Values | None = None
+    located: LayerTokens | None = None
+
+    @property
+    def heads(self) -> Tensor | None:
+        """All heads of the layer, [batch · windows, heads, queries, keys], or None where only fused matrices were kept.
+
+        A layer without windows has one window, which holds all tokens.
+        """
+        if len(self.parts) > 1:
+            return torch.cat([part.heads for part in self.parts], dim=1)
+        return self.parts[0].heads if self.parts else None
+
+    @property
+    def example(self) -> Tensor:
+        """Any of the layer's matrices, [batch · windows, …, queries, keys]."""
+        return self.parts[0].heads if self.parts else next(iter(self.fused.values()))
+
+    @property
+    def tokens(self) -> LayerTokens:
+        """Where the tokens of this layer lie; VitflowError before that is known."""
+        if self.located is None:
+            raise VitflowError(f"It is not known where the tokens of {self.name} lie.")
+        return self.located
+
+
+def close_layer(
+    name: str, parts: Sequence[ModuleAttention], module: nn.Module, fusions: Collection[FusionKey]
+) -> AttentionLayer:
+    """A layer that has run, of what its modules computed: fused, or with every head where no fusion is asked for.
+
+    Args:
+        name: its path in the model.
+        parts: the attention of its modules, in their order.
+        module: the module at that path.
+        fusions: what to fuse, at once, so that no more than one layer's heads are alive.
+    """
+    seen = [part.values for part in parts if part.values is not None]
+    values = seen[0] if len(seen) == 1 else join_values(seen, module) if seen else None
+    layer = AttentionLayer(name, tuple(parts), values=values)
+    if not fusions:
+        return layer
+    heads = layer.heads
+    assert heads is not None
+    fused = {key: fuse_parts(heads.detach(), key, values, parts) for key in fusions}
+    return AttentionLayer(name, fused=fused)
+
+
+def fuse_parts(heads: Tensor, key: FusionKey, values: Values | None, parts: Sequence[ModuleAttention]) -> Tensor:
+    """Fuse the heads of these parts; where heads were mixed, what is negative afterwards counts as 0."""
+    fused = fuse_weighted(heads, *key, values)  # type: ignore[arg-type]
+    return fused.clamp_min(0.0) if any(part.mixed for part in parts) else fused
+
+
+def join_pieces(pieces: list[Tensor], batch: int, weighted: bool) -> Tensor:
+    """Fused matrices of all pictures from those of some pictures each, or of some queries of one picture each."""
+    if len(pieces) == 1:
+        return pieces[0]
+    if sum(len(piece) for piece in pieces) == batch:
+        return torch.cat(pieces)
+    matrix = torch.cat([piece.flatten(0, 1) for piece in pieces]).reshape(batch, -1, pieces[0].shape[-1])
+    if weighted and matrix.shape[1] == matrix.shape[2]:
+        empty = matrix.amax(dim=-1, keepdim=True) <= 0
+        if empty.any():  # as in a matrix that is normalised whole
+            matrix = torch.where(empty, torch.eye(matrix.shape[1], dtype=matrix.dtype), matrix)
+    return matrix
+
+
+def read_values(value: Tensor, module: nn.Module, name: str, around: nn.Module | None) -> Values:
+    """The value vectors of an attention module, with the projection that its heads go through."""
+    projection = output_projection(module, around)
+    if projection is None or projection.shape[-1] != value.shape[1] * value.shape[-1]:
+        raise ValueNormsError(
+            f"{type(module).__name__} ({name}) does not join its heads by one linear output projection, which value "
+            "weighting needs. Use value_weighted=False."
+        )
+    value = value.detach()
+    value = value if value.dtype == torch.float64 else value.float()
+    return Values(value, projection.detach().to(value.dtype), module)
