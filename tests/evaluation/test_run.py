@@ -20,11 +20,11 @@ from vitflow.evaluation import (
     Labelled,
     Sample,
     evaluate,
-    export,
     faithfulness_curves,
     flip_stability,
     localise,
     open_dataset,
+    results,
     run,
     scoring,
 )
@@ -329,7 +329,7 @@ def test_own_data_in_python(explainer):
 @pytest.fixture
 def no_drawing(monkeypatch):
     """Tables are all that matters: no figures, and a page without them."""
-    monkeypatch.setattr(export, "save_charts", lambda *_: {})
+    monkeypatch.setattr(results, "save_charts", lambda *_: {})
 
 
 def counting(monkeypatch) -> list[str]:
@@ -424,13 +424,13 @@ def test_an_output_that_cannot_be_written_is_told(explainer, tmp_path, no_drawin
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "_write", full)
+    monkeypatch.setattr(results, "_write", full)
     with pytest.raises(VitflowError, match=r"is kept, but .* No space left on device"):
         evaluate("demo:1", output=tmp_path / "out", **options)
     (tmp_path / "out" / ".vitflow-0123.part").write_text("left by a kill")
     monkeypatch.undo()
     measured = counting(monkeypatch)
-    monkeypatch.setattr(export, "save_charts", lambda *_: {})
+    monkeypatch.setattr(results, "save_charts", lambda *_: {})
     assert len(evaluate("demo:1", output=tmp_path / "out", **options).pictures) == 1
     assert measured == []
     assert not list((tmp_path / "out").glob("*.part"))
@@ -490,7 +490,7 @@ def test_a_saved_evaluation_holds_every_number(saved):
 
 def test_no_cell_of_a_csv_is_a_formula(saved):
     found = replace(saved[0], pictures=tuple({**one, "class_name": "=1+2"} for one in saved[0].pictures))
-    text = export.results_csv(found)
+    text = results.results_csv(found)
     assert ",'=1+2," in text and ",=1+2," not in text
 
 

@@ -15,7 +15,7 @@ from tests.folder.test_run import run as run_folder
 from vitflow import Explainer, explain_folder
 from vitflow.demo import draw_picture
 from vitflow.errors import OptionError
-from vitflow.evaluation import Labelled, Sample, evaluate, export
+from vitflow.evaluation import Labelled, Sample, evaluate, results
 from vitflow.evaluation.choices import label_methods
 from vitflow.evaluation.data.datasets import Dataset, open_dataset
 from vitflow.evaluation.run import _settings
@@ -147,7 +147,7 @@ FREE_OF_EVALUATIONS = {"output", "images", "limit", "batch_size", "resamples", "
 
 
 def test_every_option_of_an_evaluation_changes_its_fingerprint(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "save_charts", lambda *_: {})
+    monkeypatch.setattr(results, "save_charts", lambda *_: {})
     usual = {"data": "demo:1", "model": explainer(), "methods": ["rollout"], "metrics": ["faithfulness", "sanity"]}
     usual |= {"points": 3, "sanity_pictures": 0}
     others = {
@@ -186,7 +186,7 @@ def test_a_second_run_with_another_mean_is_refused_or_done_anew(tmp_path):
 
 
 def test_an_evaluation_with_another_mean_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "save_charts", lambda *_: {})
+    monkeypatch.setattr(results, "save_charts", lambda *_: {})
     options = {"methods": ["rollout"], "metrics": ["roc_auc"], "output": tmp_path / "out"}
     evaluate("demo:2", model=Explainer(own_model(), data_config=CONFIG), **options)
     other = Explainer(own_model(), data_config=CONFIG | {"mean": (0.1, 0.5, 0.9)})
@@ -195,7 +195,7 @@ def test_an_evaluation_with_another_mean_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_folder_of_an_earlier_version_is_refused_in_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "save_charts", lambda *_: {})
+    monkeypatch.setattr(results, "save_charts", lambda *_: {})
     source = fill(tmp_path / "in", 2)
     options = {"model": tiny_model(), "methods": ["rollout"], "metrics": ["faithfulness"], "points": 3}
     verbs = {
@@ -220,7 +220,7 @@ def test_a_folder_of_an_earlier_version_is_refused_in_one_sentence(tmp_path, mon
 
 
 def test_pictures_in_memory_are_told_apart_by_their_pixels(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "save_charts", lambda *_: {})
+    monkeypatch.setattr(results, "save_charts", lambda *_: {})
     options = {"model": tiny_model(), "methods": ["rollout"], "metrics": ["faithfulness"], "points": 3}
     pictures = [draw_picture(seed).image for seed in range(4)]
     first = evaluate(pictures[:2], output=tmp_path / "out", **options)

@@ -15,7 +15,7 @@ from tests.folder.test_run import fill, tiny_model, tree
 from tests.folder.test_run import run as run_folder
 from vitflow import Explainer, explain_folder
 from vitflow.errors import OptionError, VitflowError
-from vitflow.evaluation import evaluate, export
+from vitflow.evaluation import evaluate, results
 from vitflow.folder.manifest import Journal, RunFolder
 from vitflow.folder.report import report_run
 from vitflow.folder.rows import is_folder_row, is_inside, parse_row
@@ -306,8 +306,8 @@ def outside(place: Path, out: Path) -> dict[str, object]:
 @pytest.mark.slow
 def test_mutated_journals_never_crash_and_touch_nothing_outside(tmp_path, precious, explainer, monkeypatch):
     """520 of a folder run, each through resume, overwrite or report, and 80 of an evaluation."""
-    monkeypatch.setattr(export, "save_charts", lambda *_: {})
-    monkeypatch.setattr(export, "write_page", lambda _, path, __: path)
+    monkeypatch.setattr(results, "save_charts", lambda *_: {})
+    monkeypatch.setattr(results, "write_page", lambda _, path, __: path)
     source, out, seen = fill(tmp_path / "in", 3), tmp_path / "out", tmp_path / "seen"
     (source / "bad.png").write_bytes(b"nothing")
     measuring = {"model": explainer, "methods": ["rollout"], "metrics": ["faithfulness", "sanity"], "points": 3}

@@ -29,10 +29,10 @@ from .measures.token_dropping import run_on_patches as run_on_patches
 from .metrics import METRICS as METRICS
 from .metrics import Metric as Metric
 from .results import Evaluation as Evaluation
-from .results import TableRow as TableRow
 from .run import evaluate as evaluate
 from .running import EvaluationProgress as EvaluationProgress
 from .statistics import Difference as Difference
 from .statistics import Estimate as Estimate
 from .statistics import estimate_means as estimate_means
 from .statistics import paired_differences as paired_differences
+from .tables import TableRow as TableRow

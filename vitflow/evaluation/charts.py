@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, unknown_name
 from vitflow.evaluation.metrics import Metric
-from vitflow.evaluation.results import Evaluation
+from vitflow.evaluation.statistics import defined_means
+from vitflow.evaluation.tables import Tables
 from vitflow.pictures.figures import DPI, save_figure
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.typesetting import BODY, TITLE, QuietFigure, printable
@@ -54,7 +55,7 @@ _ROW, _PANEL, _PER_CHARACTER, _CURVE = 0.19, 1.65, 0.062, 3.0
 _HEAD, _FOOT, _MARGIN = 0.26, 0.26, 0.22
 
 
-def draw_bars(evaluation: Evaluation, names: Sequence[str], *, theme: Theme = LIGHT) -> Figure:
+def draw_bars(evaluation: Tables, names: Sequence[str], *, theme: Theme = LIGHT) -> Figure:
     """A panel per metric: each method's mean with its bootstrap interval; baselines are grey.
 
     A thin line marks the random map's mean in every panel.
@@ -87,7 +88,7 @@ def draw_bars(evaluation: Evaluation, names: Sequence[str], *, theme: Theme = LI
     return figure
 
 
-def _draw_panel(axes: Axes, evaluation: Evaluation, metric: Metric, theme: Theme) -> None:
+def _draw_panel(axes: Axes, evaluation: Tables, metric: Metric, theme: Theme) -> None:
     rows = evaluation.table(metric.name)
     means = np.array([np.nan if row.estimate.mean is None else row.estimate.mean for row in rows])
     colors = [theme.baseline if row.baseline else theme.bar for row in rows]
@@ -106,7 +107,7 @@ def _draw_panel(axes: Axes, evaluation: Evaluation, metric: Metric, theme: Theme
     axes.spines["left"].set_visible(False)
 
 
-def draw_curves(evaluation: Evaluation, *, theme: Theme = LIGHT) -> Figure:
+def draw_curves(evaluation: Tables, *, theme: Theme = LIGHT) -> Figure:
     """Mean deletion and insertion curves, a line per method; baselines are grey."""
     assert evaluation.fractions is not None
     charts = {
@@ -115,22 +116,22 @@ def draw_curves(evaluation: Evaluation, *, theme: Theme = LIGHT) -> Figure:
     }
     figure, plots = _side_by_side(charts, evaluation, theme)
     for axes, values in zip(plots, charts.values(), strict=True):
-        _draw_lines(axes, evaluation, evaluation.fractions, _means(values), theme)
+        _draw_lines(axes, evaluation, evaluation.fractions, defined_means(values), theme)
         axes.set_xlim(0, 1)
-    plots[0].set_ylim(0, 1.05 * max(float(np.nanmax(_means(values))) for values in charts.values()))
+    plots[0].set_ylim(0, 1.05 * max(float(np.nanmax(defined_means(values))) for values in charts.values()))
     plots[0].set_xlabel("share of patches removed", fontsize=TITLE, color=theme.soft)
     plots[1].set_xlabel("share of patches put back", fontsize=TITLE, color=theme.soft)
     plots[0].set_ylabel("probability of the class", fontsize=TITLE, color=theme.soft)
     return figure
 
 
-def draw_stages(evaluation: Evaluation, *, theme: Theme = LIGHT) -> Figure:
+def draw_stages(evaluation: Tables, *, theme: Theme = LIGHT) -> Figure:
     """How alike the maps stay while the weights are made random from the top down, a line per method."""
     assert evaluation.randomisation is not None
     charts = {"cascading randomisation: nearer to 0 is better": evaluation.randomisation}
     figure, [axes] = _side_by_side(charts, evaluation, theme)
     places = np.arange(1, len(evaluation.stages) + 1)
-    values = _means(evaluation.randomisation.transpose(0, 2, 1))  # [methods, stages]
+    values = defined_means(evaluation.randomisation.transpose(0, 2, 1))  # [methods, stages]
     trained = np.ones((len(values), 1))
     _draw_lines(axes, evaluation, np.append(0, places), np.concatenate([trained, values], axis=1), theme)
     axes.axhline(0, color=theme.rule, linewidth=0.6, zorder=1)
@@ -140,7 +141,7 @@ def draw_stages(evaluation: Evaluation, *, theme: Theme = LIGHT) -> Figure:
     return figure
 
 
-def charts_of(evaluation: Evaluation) -> dict[str, Callable[[], Figure]]:
+def charts_of(evaluation: Tables) -> dict[str, Callable[[], Figure]]:
     """The charts that this evaluation has, by name."""
     found: dict[str, Callable[[], Figure]] = {}
     for group in evaluation.groups:
@@ -154,7 +155,7 @@ def charts_of(evaluation: Evaluation) -> dict[str, Callable[[], Figure]]:
     return found
 
 
-def save_charts(evaluation: Evaluation, folder: Path) -> dict[str, bytes]:
+def save_charts(evaluation: Tables, folder: Path) -> dict[str, bytes]:
     """Write every chart as PNG and SVG; the SVG of each by its name."""
     drawn = {}
     for name, draw in charts_of(evaluation).items():
@@ -187,7 +188,7 @@ def _colors(theme: Theme) -> list[str]:
     return [theme.paper, theme.ink, theme.soft, theme.rule, theme.bar, theme.baseline, *theme.lines]
 
 
-def _side_by_side(charts: Mapping[str, Any], evaluation: Evaluation, theme: Theme) -> tuple[Figure, Sequence[Axes]]:
+def _side_by_side(charts: Mapping[str, Any], evaluation: Tables, theme: Theme) -> tuple[Figure, Sequence[Axes]]:
     """Empty panels with their titles."""
     height = max(2.8, 0.145 * len(evaluation.methods) + 0.9)
     legend = min(max(map(len, evaluation.methods)), 44) * _PER_CHARACTER + 0.6
@@ -200,7 +201,7 @@ def _side_by_side(charts: Mapping[str, Any], evaluation: Evaluation, theme: Them
     return figure, plots
 
 
-def _draw_lines(axes: Axes, evaluation: Evaluation, x: NDArray[Any], lines: NDArray[np.float64], theme: Theme) -> None:
+def _draw_lines(axes: Axes, evaluation: Tables, x: NDArray[Any], lines: NDArray[np.float64], theme: Theme) -> None:
     """A line per method, and the legend to the right of the last panel."""
     number = 0
     for method, values in zip(evaluation.methods, lines, strict=True):
@@ -243,13 +244,3 @@ def _style(axes: Axes, title: str, theme: Theme) -> None:
     for side in ("left", "bottom"):
         axes.spines[side].set_linewidth(0.6)
         axes.spines[side].set_color(theme.rule)
-
-
-def _means(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The mean over pictures of [pictures, methods, points], NaN left out."""
-    defined = ~np.isnan(values)
-    counts = defined.sum(axis=0)
-    sums = np.where(defined, values, 0.0).sum(axis=0)
-    means = np.full(sums.shape, np.nan)
-    np.divide(sums, counts, out=means, where=counts > 0)
-    return means

@@ -12,8 +12,8 @@ from markupsafe import Markup
 from vitflow.evaluation.charts import darkened
 from vitflow.evaluation.measures.correlation import RankCorrelation
 from vitflow.evaluation.metrics import CORRELATION_SILENT, Metric
-from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.statistics import CONFIDENCE, Difference, Estimate
+from vitflow.evaluation.tables import Tables
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.typesetting import printable
 
@@ -36,7 +36,7 @@ _QUESTIONS = {
 _FURTHER = {"faithfulness": "curves", "sanity": "randomisation"}
 
 
-def write_page(evaluation: Evaluation, path: Path, charts: Mapping[str, bytes]) -> Path:
+def write_page(evaluation: Tables, path: Path, charts: Mapping[str, bytes]) -> Path:
     """Write the page; everything that comes from data or file names is escaped.
 
     Args:
@@ -64,7 +64,7 @@ def write_page(evaluation: Evaluation, path: Path, charts: Mapping[str, bytes]) 
     return path
 
 
-def _groups(evaluation: Evaluation, drawn: Mapping[str, bytes]) -> list[dict[str, Any]]:
+def _groups(evaluation: Tables, drawn: Mapping[str, bytes]) -> list[dict[str, Any]]:
     """What the page shows of each group of metrics."""
     charts = {name: _chart(name, svg) for name, svg in drawn.items()}
     found = []
@@ -115,7 +115,7 @@ def _data_uri(svg: bytes) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
 
 
-def _rows(evaluation: Evaluation, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
+def _rows(evaluation: Tables, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
     """A line per method: its estimates, which of them are the best, and which do no better than the random map."""
     tables = {metric.name: evaluation.table(metric.name) for metric in metrics}
     best = {metric.name: _best(evaluation, metric) for metric in metrics}
@@ -146,7 +146,7 @@ def _cell(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def _best(evaluation: Evaluation, metric: Metric) -> str | None:
+def _best(evaluation: Tables, metric: Metric) -> str | None:
     """The method with the best mean; baselines compete, too."""
     known = [(row.estimate.mean, row.method) for row in evaluation.table(metric.name) if row.estimate.mean is not None]
     if not known:
@@ -154,7 +154,7 @@ def _best(evaluation: Evaluation, metric: Metric) -> str | None:
     return (max if metric.better == "higher" else min)(known, key=lambda one: one[0])[1]
 
 
-def _level_with_random(evaluation: Evaluation, metric: Metric) -> set[str]:
+def _level_with_random(evaluation: Tables, metric: Metric) -> set[str]:
     """Methods that are not clearly better than the random map on the same pictures."""
     sign = 1.0 if metric.better == "higher" else -1.0
     level = set()
@@ -168,7 +168,7 @@ def _level_with_random(evaluation: Evaluation, metric: Metric) -> set[str]:
     return level
 
 
-def _matrix(evaluation: Evaluation, metric: Metric) -> dict[str, Any]:
+def _matrix(evaluation: Tables, metric: Metric) -> dict[str, Any]:
     """Row minus column for all pairs; a cell is better, worse or unclear."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for one in evaluation.differences(metric.name):

@@ -1,8 +1,11 @@
 """Evaluation: what was measured on all pictures, as tables, differences between methods, files and a page."""
 
+import csv
+import io
+import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,73 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, unknown_name
-from vitflow.evaluation.measures.correlation import RankCorrelation
-from vitflow.evaluation.measures.localisation import accumulated_iou
-from vitflow.evaluation.metrics import METRICS, Metric
-from vitflow.evaluation.statistics import (
-    RESAMPLES,
-    Difference,
-    Estimate,
-    estimate_means,
-    paired_differences,
-)
+from vitflow.evaluation.charts import save_charts
+from vitflow.evaluation.metrics import Metric
+from vitflow.evaluation.page import write_page
+from vitflow.evaluation.statistics import defined_means
+from vitflow.evaluation.tables import Tables
+from vitflow.folder.spreadsheet import plain_cell
+from vitflow.pictures.files import write_atomically
 
-BASELINES = ("random", "centre")
-
-
-@dataclass(frozen=True, slots=True)
-class TableRow:
-    """One method's line in the table of a metric.
-
-    Attributes:
-        method: its label.
-        baseline: whether it knows nothing of the model.
-        estimate: the mean over pictures, with its standard error and interval.
-    """
-
-    method: str
-    baseline: bool
-    estimate: Estimate
+# Columns of the CSV files.
+_PICTURE = ("input", "asked", "class_index", "class_name", "probability", "predicted_index", "region_share")
+_ESTIMATE = ("mean", "standard_error", "low", "high", "count", "undefined")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Evaluation:
-    """What was measured: one value per picture, method and metric, and what follows from them.
-
-    Attributes:
-        data: what was evaluated on, and what that is.
-        model: the model's id.
-        methods: labels, baselines last.
-        metrics: those that were asked for and could be measured.
-        pictures: what is known of each measured picture: its name, class, probability, the region's share of the area.
-        failures: rows of the pictures that could not be measured.
-        values: for each metric float64 [pictures, methods], NaN where it is not defined or was not measured.
-        overlaps: `Localisation.overlap` of each picture and method, [pictures, methods, 4]; None without regions.
-        fractions: shares of removed patches, [points]; None without faithfulness.
-        curves: "deletion", "insertion" and "least_first": probabilities, [pictures, methods, points].
-        stages: names of the stages of randomisation, from the top of the network down.
-        randomisation: Spearman with the original map at each stage, [pictures, stages, methods].
-        correlation: rank correlation by layer, where it was asked for.
-        settings: what else the numbers depend on, ready for JSON.
-        notes: sentences that belong beside the tables.
-    """
-
-    data: str
-    model: str
-    methods: tuple[str, ...]
-    metrics: tuple[Metric, ...]
-    pictures: tuple[Mapping[str, Any], ...]
-    failures: tuple[Mapping[str, Any], ...] = ()
-    values: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    overlaps: NDArray[np.float64] | None = None
-    fractions: NDArray[np.float64] | None = None
-    curves: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    stages: tuple[str, ...] = ()
-    randomisation: NDArray[np.float64] | None = None
-    correlation: RankCorrelation | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    _known: dict[tuple[str, str], Any] = field(default_factory=dict, init=False)
+class Evaluation(Tables):
+    """What was measured, as numbers to work with and as files to keep; see `Tables` for its attributes."""
 
     def __repr__(self) -> str:
         failed = f", {len(self.failures)} failed" if self.failures else ""
@@ -86,68 +37,6 @@ class Evaluation:
 
     def __str__(self) -> str:
         return self.to_markdown()
-
-    @property
-    def groups(self) -> list[str]:
-        """The groups of the metrics, in order."""
-        return list(dict.fromkeys(metric.group for metric in self.metrics))
-
-    def is_baseline(self, method: str) -> bool:
-        """Whether a method knows nothing of the model."""
-        return method.partition(":")[0] in BASELINES
-
-    def table(self, metric: str) -> list[TableRow]:
-        """The table of one metric: a row per method, in the order in which they were asked for.
-
-        Raises:
-            OptionError: the metric was not measured.
-        """
-        if ("table", metric) not in self._known:
-            estimates = estimate_means(self._values_of(metric), resamples=self._resamples, seed=self._seed)
-            self._known["table", metric] = [
-                TableRow(method, self.is_baseline(method), estimate)
-                for method, estimate in zip(self.methods, estimates, strict=True)
-            ]
-        return list(self._known["table", metric])
-
-    def differences(self, metric: str) -> list[Difference]:
-        """All pairs of methods, compared on the same pictures.
-
-        Raises:
-            OptionError: the metric was not measured.
-        """
-        if ("differences", metric) not in self._known:
-            self._known["differences", metric] = paired_differences(
-                list(self.methods), self._values_of(metric), resamples=self._resamples, seed=self._seed
-            )
-        return list(self._known["differences", metric])
-
-    def accumulated_mean_iou(self) -> dict[str, float | None]:
-        """The mean IoU with intersections and unions added up over all pictures, as Chefer et al. report it."""
-        if self.overlaps is None:
-            return {}
-        found: dict[str, float | None] = {}
-        for number, method in enumerate(self.methods):
-            own = self.overlaps[:, number]
-            own = own[~np.isnan(own).any(axis=1)]
-            found[method] = accumulated_iou(own) if len(own) else None
-        return found
-
-    def _values_of(self, metric: str) -> NDArray[np.float64]:
-        """The metric's values on the pictures that it was measured on."""
-        if metric not in self.values:
-            raise OptionError(unknown_name("metric of this evaluation", metric, self.values))
-        values = self.values[metric]
-        measured = np.array([METRICS[metric].group in picture["groups"] for picture in self.pictures], dtype=np.bool_)
-        return values[measured]
-
-    @property
-    def _resamples(self) -> int:
-        return int(self.settings.get("resamples", RESAMPLES))
-
-    @property
-    def _seed(self) -> int:
-        return int(self.settings.get("seed", 0))
 
     def to_dict(self) -> dict[str, Any]:
         """Every table, all pairs and the mean curves, ready for JSON; without the values of each picture."""
@@ -167,10 +56,10 @@ class Evaluation:
             record["accumulated_mean_iou"] = self.accumulated_mean_iou()
         if self.fractions is not None:
             record["curves"] = {"fractions": self.fractions.tolist()} | {
-                name: dict(zip(self.methods, _mean_or_none(self.curves[name]), strict=True)) for name in self.curves
+                name: dict(zip(self.methods, _mean_curves(self.curves[name]), strict=True)) for name in self.curves
             }
         if self.randomisation is not None:
-            means = _mean_or_none(self.randomisation.transpose(0, 2, 1))
+            means = _mean_curves(self.randomisation.transpose(0, 2, 1))
             record["randomisation"] = {"stages": list(self.stages)} | dict(zip(self.methods, means, strict=True))
         if self.correlation is not None:
             record["correlation"] = self.correlation.to_dict()
@@ -233,17 +122,74 @@ class Evaluation:
         Raises:
             OptionError: a file of another type.
         """
-        from vitflow.evaluation import export
+        path = Path(path)
+        suffix = path.suffix.lower()
+        writers: dict[str, Callable[[], str]] = {
+            ".json": self._summary_json,
+            ".md": self.to_markdown,
+            ".csv": lambda: summary_csv(self),
+        }
+        if suffix in writers:
+            return _write(path, writers[suffix]())
+        if suffix and not path.is_dir() and suffix in (".html", ".txt", ".png", ".pdf", ".svg", ".jsonl", ".parquet"):
+            raise OptionError(unknown_name("file type", suffix, writers) + " A name without a suffix is a folder.")
+        _write(path / "results.csv", results_csv(self))
+        _write(path / "summary.csv", summary_csv(self))
+        _write(path / "differences.csv", differences_csv(self))
+        _write(path / "summary.json", self._summary_json())
+        return write_page(self, path / "report.html", save_charts(self, path / "figures"))
 
-        return export.save(self, Path(path))
+    def _summary_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1) + "\n"
 
 
-def _mean_or_none(values: NDArray[np.float64]) -> list[list[float | None]]:
+def _mean_curves(values: NDArray[np.float64]) -> list[list[float | None]]:
     """The mean over pictures of [pictures, methods, points], NaN left out; None where nothing is left."""
-    defined = ~np.isnan(values)
-    counts = defined.sum(axis=0)
-    sums = np.where(defined, values, 0.0).sum(axis=0)
-    return [
-        [float(total / count) if count else None for total, count in zip(row, numbers, strict=True)]
-        for row, numbers in zip(sums, counts, strict=True)
-    ]
+    return [[None if np.isnan(mean) else mean for mean in row] for row in defined_means(values).tolist()]
+
+
+def results_csv(evaluation: Tables) -> str:
+    """A row per picture, method and metric; the value is empty where it is not defined."""
+    rows: list[Sequence[Any]] = [[*_PICTURE, "method", "metric", "value"]]
+    for number, picture in enumerate(evaluation.pictures):
+        known = [picture.get(name) for name in _PICTURE]
+        metrics = [metric for metric in evaluation.metrics if metric.group in picture["groups"]]
+        for place, method in enumerate(evaluation.methods):
+            for metric in metrics:
+                value = evaluation.values[metric.name][number, place]
+                rows.append([*known, method, metric.name, "" if np.isnan(value) else float(value)])
+    return _csv(rows)
+
+
+def summary_csv(evaluation: Tables) -> str:
+    """A row per metric and method: mean, standard error, interval, how many pictures have a value."""
+    rows: list[Sequence[Any]] = [["metric", "better", "method", "baseline", *_ESTIMATE]]
+    for metric in evaluation.metrics:
+        for row in evaluation.table(metric.name):
+            estimate = asdict(row.estimate)
+            rows.append([metric.name, metric.better, row.method, row.baseline, *map(estimate.get, _ESTIMATE)])
+    return _csv(rows)
+
+
+def differences_csv(evaluation: Tables) -> str:
+    """A row per metric and pair of methods: first − second on the same pictures."""
+    rows: list[Sequence[Any]] = [["metric", "first", "second", *_ESTIMATE, "above", "clear"]]
+    for metric in evaluation.metrics:
+        for one in evaluation.differences(metric.name):
+            estimate = asdict(one.estimate)
+            rows.append([metric.name, one.first, one.second, *map(estimate.get, _ESTIMATE), one.above, one.is_clear])
+    return _csv(rows)
+
+
+def _csv(rows: Iterable[Sequence[Any]]) -> str:
+    """CSV in which no cell starts a formula, whatever it says."""
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows(map(plain_cell, row) for row in rows)
+    return text.getvalue()
+
+
+def _write(path: Path, text: str) -> Path:
+    with write_atomically(path) as file:
+        # Names that are not valid UTF-8 stand in JSON and CSV as escapes.
+        file.write(text.encode("utf-8", "backslashreplace"))
+    return path

@@ -126,7 +126,7 @@ def estimate_means(
     pictures, columns = values.shape
     defined = ~np.isnan(values)
     counts = defined.sum(axis=0)
-    means = _ratio(np.where(defined, values, 0.0).sum(axis=0), counts)
+    means = defined_means(values)
     spread = np.where(defined, values - means, 0.0)
     errors = np.sqrt(_ratio((spread**2).sum(axis=0), counts - 1) / np.maximum(counts, 1))
     lows, highs = np.full((2, columns), np.nan)
@@ -179,6 +179,16 @@ def paired_differences(
         Difference(labels[i], labels[j], estimate, share)
         for (i, j), estimate, share in zip(pairs, estimates, above, strict=True)
     ]
+
+
+def defined_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The mean over pictures, the first axis, with NaN left out; NaN where nothing is left.
+
+    >>> defined_means(np.array([[1.0, np.nan], [2.0, np.nan]])).tolist()
+    [1.5, nan]
+    """
+    defined = ~np.isnan(values)
+    return _ratio(np.where(defined, values, 0.0).sum(axis=0), defined.sum(axis=0))
 
 
 def _resampled_means(values: NDArray[np.float64], resamples: int, seed: int) -> NDArray[np.float64]:

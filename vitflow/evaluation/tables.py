@@ -1,0 +1,132 @@
+"""Tables of an evaluation: what was measured on all pictures, and what follows from it for each metric."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitflow.errors import OptionError, unknown_name
+from vitflow.evaluation.measures.correlation import RankCorrelation
+from vitflow.evaluation.measures.localisation import accumulated_iou
+from vitflow.evaluation.metrics import METRICS, Metric
+from vitflow.evaluation.statistics import RESAMPLES, Difference, Estimate, estimate_means, paired_differences
+from vitflow.explaining.comparison import BASELINES
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """One method's line in the table of a metric.
+
+    Attributes:
+        method: its label.
+        baseline: whether it knows nothing of the model.
+        estimate: the mean over pictures, with its standard error and interval.
+    """
+
+    method: str
+    baseline: bool
+    estimate: Estimate
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Tables:
+    """What was measured: one value per picture, method and metric, and what follows from them.
+
+    Attributes:
+        data: what was evaluated on, and what that is.
+        model: the model's id.
+        methods: labels, baselines last.
+        metrics: those that were asked for and could be measured.
+        pictures: what is known of each measured picture: its name, class, probability, the region's share of the area.
+        failures: rows of the pictures that could not be measured.
+        values: for each metric float64 [pictures, methods], NaN where it is not defined or was not measured.
+        overlaps: `Localisation.overlap` of each picture and method, [pictures, methods, 4]; None without regions.
+        fractions: shares of removed patches, [points]; None without faithfulness.
+        curves: "deletion", "insertion" and "least_first": probabilities, [pictures, methods, points].
+        stages: names of the stages of randomisation, from the top of the network down.
+        randomisation: Spearman with the original map at each stage, [pictures, stages, methods].
+        correlation: rank correlation by layer, where it was asked for.
+        settings: what else the numbers depend on, ready for JSON.
+        notes: sentences that belong beside the tables.
+    """
+
+    data: str
+    model: str
+    methods: tuple[str, ...]
+    metrics: tuple[Metric, ...]
+    pictures: tuple[Mapping[str, Any], ...]
+    failures: tuple[Mapping[str, Any], ...] = ()
+    values: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    overlaps: NDArray[np.float64] | None = None
+    fractions: NDArray[np.float64] | None = None
+    curves: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    stages: tuple[str, ...] = ()
+    randomisation: NDArray[np.float64] | None = None
+    correlation: RankCorrelation | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    _known: dict[tuple[str, str], Any] = field(default_factory=dict, init=False)
+
+    @property
+    def groups(self) -> list[str]:
+        """The groups of the metrics, in order."""
+        return list(dict.fromkeys(metric.group for metric in self.metrics))
+
+    def is_baseline(self, method: str) -> bool:
+        """Whether a method knows nothing of the model."""
+        return method.partition(":")[0] in BASELINES
+
+    def table(self, metric: str) -> list[TableRow]:
+        """The table of one metric: a row per method, in the order in which they were asked for.
+
+        Raises:
+            OptionError: the metric was not measured.
+        """
+        if ("table", metric) not in self._known:
+            estimates = estimate_means(self._values_of(metric), resamples=self._resamples, seed=self._seed)
+            self._known["table", metric] = [
+                TableRow(method, self.is_baseline(method), estimate)
+                for method, estimate in zip(self.methods, estimates, strict=True)
+            ]
+        return list(self._known["table", metric])
+
+    def differences(self, metric: str) -> list[Difference]:
+        """All pairs of methods, compared on the same pictures.
+
+        Raises:
+            OptionError: the metric was not measured.
+        """
+        if ("differences", metric) not in self._known:
+            self._known["differences", metric] = paired_differences(
+                list(self.methods), self._values_of(metric), resamples=self._resamples, seed=self._seed
+            )
+        return list(self._known["differences", metric])
+
+    def accumulated_mean_iou(self) -> dict[str, float | None]:
+        """The mean IoU with intersections and unions added up over all pictures, as Chefer et al. report it."""
+        if self.overlaps is None:
+            return {}
+        found: dict[str, float | None] = {}
+        for number, method in enumerate(self.methods):
+            own = self.overlaps[:, number]
+            own = own[~np.isnan(own).any(axis=1)]
+            found[method] = accumulated_iou(own) if len(own) else None
+        return found
+
+    def _values_of(self, metric: str) -> NDArray[np.float64]:
+        """The metric's values on the pictures that it was measured on."""
+        if metric not in self.values:
+            raise OptionError(unknown_name("metric of this evaluation", metric, self.values))
+        values = self.values[metric]
+        measured = np.array([METRICS[metric].group in picture["groups"] for picture in self.pictures], dtype=np.bool_)
+        return values[measured]
+
+    @property
+    def _resamples(self) -> int:
+        return int(self.settings.get("resamples", RESAMPLES))
+
+    @property
+    def _seed(self) -> int:
+        return int(self.settings.get("seed", 0))
