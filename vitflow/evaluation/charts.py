@@ -20,7 +20,7 @@ from vitflow.evaluation.statistics import defined_means
 from vitflow.evaluation.tables import Tables
 from vitflow.pictures.figures import DPI, save_figure
 from vitflow.pictures.files import write_atomically
-from vitflow.pictures.typesetting import BODY, TITLE, QuietFigure, printable
+from vitflow.pictures.typesetting import BODY, TITLE, QuietFigure, drawable
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def draw_bars(evaluation: Tables, names: Sequence[str], *, theme: Theme = LIGHT)
     if not metrics:
         known = [name for metric in evaluation.metrics for name in (metric.group, metric.name)]
         raise OptionError(unknown_name("metric of this evaluation", ", ".join(names), set(known)))
-    labels = [printable(name) for name in evaluation.methods]
+    labels = [drawable(name) for name in evaluation.methods]
     words = min(max(map(len, labels)), 44) * _PER_CHARACTER + 0.2
     size = (words + _PANEL * len(metrics), _HEAD + _FOOT + _ROW * len(labels))
     figure = QuietFigure(figsize=size, dpi=DPI, facecolor=theme.paper)
@@ -135,7 +135,7 @@ def draw_stages(evaluation: Tables, *, theme: Theme = LIGHT) -> Figure:
     trained = np.ones((len(values), 1))
     _draw_lines(axes, evaluation, np.append(0, places), np.concatenate([trained, values], axis=1), theme)
     axes.axhline(0, color=theme.rule, linewidth=0.6, zorder=1)
-    axes.set_xticks([0, *places], ["trained", *map(printable, evaluation.stages)])
+    axes.set_xticks([0, *places], ["trained", *map(drawable, evaluation.stages)])
     axes.set_xlabel("weights made random from the top down to …", fontsize=TITLE, color=theme.soft)
     axes.set_ylabel("Spearman with the trained model's map", fontsize=TITLE, color=theme.soft)
     return figure
@@ -214,7 +214,7 @@ def _draw_lines(axes: Axes, evaluation: Tables, x: NDArray[Any], lines: NDArray[
             number += 1
         if np.isnan(values[1:]).all():  # such as a method that was left out of the sanity checks
             continue
-        axes.plot(x, values, linewidth=1.1, label=printable(method), **look)
+        axes.plot(x, values, linewidth=1.1, label=drawable(method), **look)
     if axes.get_subplotspec() is not None and axes.get_subplotspec().is_last_col():  # type: ignore[union-attr]
         legend = axes.legend(
             loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=BODY, labelcolor=theme.ink
@@ -238,7 +238,7 @@ def _place(figure: Figure, *, left: float, right: float, bottom: float, gap: flo
 
 def _style(axes: Axes, title: str, theme: Theme) -> None:
     axes.set_facecolor(theme.paper)
-    axes.set_title(printable(title), fontsize=TITLE, loc="left", color=theme.ink, parse_math=False)
+    axes.set_title(drawable(title), fontsize=TITLE, loc="left", color=theme.ink, parse_math=False)
     axes.tick_params(labelsize=BODY, length=2.5, width=0.6, colors=theme.soft, labelcolor=theme.ink)
     axes.spines[["top", "right"]].set_visible(False)
     for side in ("left", "bottom"):

@@ -2,23 +2,15 @@
 
 import base64
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment, PackageLoader
-from markupsafe import Markup
 
 from vitflow.evaluation.charts import darkened
 from vitflow.evaluation.measures.correlation import RankCorrelation
 from vitflow.evaluation.metrics import CORRELATION_SILENT, Metric
 from vitflow.evaluation.statistics import CONFIDENCE, Difference, Estimate
 from vitflow.evaluation.tables import Tables
-from vitflow.pictures.files import write_atomically
-from vitflow.pictures.typesetting import printable
-
-# Failed pictures listed on the page; the journal and the CSV have them all.
-_FAILURES_SHOWN = 200
+from vitflow.viewer.pages import write_html
 
 _TITLES = {
     "localisation": "Localisation",
@@ -37,31 +29,20 @@ _FURTHER = {"faithfulness": "curves", "sanity": "randomisation"}
 
 
 def write_page(evaluation: Tables, path: Path, charts: Mapping[str, bytes]) -> Path:
-    """Write the page; everything that comes from data or file names is escaped.
+    """Write the page.
 
     Args:
         evaluation: what it tells.
         path: where to.
         charts: SVG by name, as `save_charts` gives them.
     """
-    environment = Environment(
-        loader=PackageLoader("vitflow.viewer"), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    assert environment.loader is not None
-    style = environment.loader.get_source(environment, "evaluation.css")[0]
-    text = environment.get_template("evaluation.html").render(
+    return write_html(
+        path,
+        "evaluation",
         evaluation=evaluation,
-        data=printable(evaluation.data),
         groups=_groups(evaluation, charts),
-        failures=evaluation.failures[:_FAILURES_SHOWN],
         confidence=round(100 * CONFIDENCE),
-        printable=printable,
-        version=version("vitflow"),
-        style=Markup(style),
     )
-    with write_atomically(path) as file:
-        file.write(text.encode("utf-8", "replace"))
-    return path
 
 
 def _groups(evaluation: Tables, drawn: Mapping[str, bytes]) -> list[dict[str, Any]]:
@@ -122,7 +103,7 @@ def _rows(evaluation: Tables, metrics: Sequence[Metric]) -> list[dict[str, Any]]
     level = {metric.name: _level_with_random(evaluation, metric) for metric in metrics}
     return [
         {
-            "method": printable(method),
+            "method": method,
             "baseline": evaluation.is_baseline(method),
             "cells": [
                 _cell(tables[metric.name][number].estimate)
@@ -178,7 +159,7 @@ def _matrix(evaluation: Tables, metric: Metric) -> dict[str, Any]:
     return {
         "metric": metric,
         "rows": [
-            {"method": printable(row), "cells": [found.get((row, column), empty) for column in evaluation.methods]}
+            {"method": row, "cells": [found.get((row, column), empty) for column in evaluation.methods]}
             for row in evaluation.methods
         ],
     }

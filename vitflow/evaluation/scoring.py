@@ -20,7 +20,7 @@ from vitflow.explaining.agreement import _constant
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice
 from vitflow.explaining.saliency import Saliency
-from vitflow.pictures.typesetting import printable
+from vitflow.pictures.typesetting import drawable
 
 _LOCALISATION = ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou")
 _FAITHFULNESS = ("deletion_auc", "insertion_auc", "gap", "positive_perturbation", "negative_perturbation")
@@ -109,7 +109,7 @@ def measure(explainer: Explainer, items: Sequence[Item], protocol: Protocol) -> 
 
 def failed_row(name: str, error: Exception) -> dict[str, Any]:
     """The row of a picture that could not be measured."""
-    message = printable(str(error)) or type(error).__name__
+    message = drawable(str(error)) or type(error).__name__
     return {"input": name, "status": "failed", "error": type(error).__name__, "message": message}
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, unknown_name
 from vitflow.pictures.files import write_atomically
-from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, RULE, SMALL, TITLE, Page, QuietFigure, printable
+from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, RULE, SMALL, TITLE, Page, QuietFigure, drawable
 
 FORMATS = (".pdf", ".png", ".svg")
 
@@ -257,7 +257,7 @@ def draw_lines(charts: Mapping[str, Sequence[Series]], *, x_label: str, y_label:
     plots[0].set_ylabel(y_label, fontsize=TITLE, parse_math=False)
     legend = figure.legend(
         handles.values(),
-        map(printable, handles),
+        map(drawable, handles),
         loc="outside lower center",
         ncols=len(handles),
         frameon=False,
@@ -281,7 +281,7 @@ def _draw_series(axes: Axes, series: Series, number: int) -> Any:
 
 
 def _style(axes: Axes, title: str, x_label: str, ticks: Sequence[float]) -> None:
-    axes.set_title(printable(title), fontsize=TITLE, loc="left", color=INK, parse_math=False)
+    axes.set_title(drawable(title), fontsize=TITLE, loc="left", color=INK, parse_math=False)
     axes.set_xlabel(x_label, fontsize=TITLE, parse_math=False)
     axes.set_xticks(ticks if len(ticks) <= 16 else ticks[:: len(ticks) // 12])
     axes.tick_params(labelsize=BODY, length=2.5, width=0.6)

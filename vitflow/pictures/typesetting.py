@@ -90,7 +90,7 @@ class Page:
 
     def wrap(self, text: str, width: float, size: float, lines: int = 2, weight: str = "normal") -> list[str]:
         """Break a text into at most so many lines of a width; what does not fit ends in an ellipsis."""
-        words = printable(text).split()
+        words = drawable(text).split()
         broken: list[str] = []
         while words and len(broken) < lines:
             count = next(
@@ -128,10 +128,10 @@ def font_families() -> list[str]:
     return ["DejaVu Sans", *(name for name in _WIDE_FONTS if name in installed)]
 
 
-def printable(text: str) -> str:
+def drawable(text: str) -> str:
     """A text that can be drawn and stand in XML: control characters and broken UTF-8 become question marks.
 
-    >>> printable("cat\\x00 on\\tmat")
+    >>> drawable("cat\\x00 on\\tmat")
     'cat? on\\tmat'
     """
     return "".join("?" if char in "\ufffe\uffff" or _is_control(char) else char for char in text)

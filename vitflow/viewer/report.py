@@ -1,27 +1,21 @@
 """One page to look through what a folder run found: self-contained HTML that needs no network."""
 
 import base64
-import hashlib
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote_from_bytes
 
 import numpy as np
-from jinja2 import Environment, PackageLoader
-from markupsafe import Markup
 from numpy.typing import NDArray
 from PIL import Image
 
 from vitflow.errors import OptionError, printable
 from vitflow.pictures.files import stays_inside, write_atomically
 from vitflow.pictures.overlay import color_table, has_two_sides, scale_range
-
-# Failed inputs listed on a page; the manifest has them all.
-_FAILURES_SHOWN = 200
+from vitflow.viewer.pages import FAILURES_SHOWN, write_html
 
 
 def write_report(
@@ -54,40 +48,24 @@ def write_report(
     failed = [key for key, status in states.items() if status == "failed"]
     starts = range(0, max(len(shown), 1), per_page)
     names = [f"report-{number}.html" if number > 1 else "report.html" for number in range(1, len(starts) + 1)]
-    loader = PackageLoader("vitflow.viewer")
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.get_template("report.html")
-    style, script = (_source(environment, name) for name in ("report.css", "report.js"))
     for number, (start, name) in enumerate(zip(starts, names, strict=True), start=1):
         rows = read_rows(shown[start : start + per_page])
         entries = list(_entries(rows, run, output, read_picture, thumbnail, embed_bytes, f"{number}-"))
-        text = template.render(
-            title=printable(output.resolve().name),
+        write_html(
+            output / name,
+            "report",
+            title=output.resolve().name,
             run=run,
-            version=version("vitflow"),
             explained=len(shown),
             failed=len(failed),
-            failures=list(read_rows(failed[:_FAILURES_SHOWN])) if number == 1 else [],
+            failures=list(read_rows(failed[:FAILURES_SHOWN])) if number == 1 else [],
             classes=sorted({entry["label"] for entry in entries}),
             methods=list(run["methods"]),
             data={"pictures": entries, "tables": _tables(run), "alpha": run["drawing"].get("alpha", 0.6)},
             pages=[{"number": index, "name": page} for index, page in enumerate(names, start=1)],
             number=number,
-            first=start + 1,
-            printable=printable,
-            style=Markup(style),
-            script=Markup(script),
-            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         )
-        with write_atomically(output / name) as file:
-            file.write(text.encode("utf-8", "replace"))
     return output / names[0]
-
-
-def _source(environment: Environment, name: str) -> str:
-    """One of the template folder's files as it is."""
-    assert environment.loader is not None
-    return environment.loader.get_source(environment, name)[0]
 
 
 def _entries(

@@ -1,0 +1,54 @@
+"""Pages that a browser opens: one base template and style for all of them, each page in one file without a network.
+
+A page `NAME` is `NAME.html`, which extends `base.html`, with `NAME.css` behind the style of all pages and, where it has
+one, the script `NAME.js`. Whatever comes from data or file names is escaped, and no other script can run.
+"""
+
+import base64
+import hashlib
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+
+from vitflow.errors import printable
+from vitflow.pictures.files import write_atomically
+
+#: Failed inputs listed on a page; what is kept beside it has them all.
+FAILURES_SHOWN = 200
+
+
+def write_html(path: Path, name: str, **values: Any) -> Path:
+    """Write a page.
+
+    Args:
+        path: where to.
+        name: the page's template, style and script.
+        values: what the template shows.
+    """
+    style, script = Markup(_source("base.css") + _source(f"{name}.css")), Markup(_source(f"{name}.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    template = _environment().get_template(f"{name}.html")
+    text = template.render(style=style, script=script, script_hash=digest, version=version("vitflow"), **values)
+    with write_atomically(path) as file:
+        file.write(text.encode("utf-8", "replace"))
+    return path
+
+
+@cache
+def _environment() -> Environment:
+    loader = PackageLoader("vitflow.viewer")
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.globals["most_failures"] = FAILURES_SHOWN
+    environment.filters |= {"printable": printable, "count": "{:,}".format}
+    return environment
+
+
+@cache
+def _source(name: str) -> str:
+    """One of the template folder's files as it is; empty where a page has none of that kind."""
+    path = Path(__file__).parent / "templates" / name
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
