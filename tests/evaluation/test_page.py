@@ -11,8 +11,8 @@ from PIL import Image
 from vitflow import Explainer, register_method
 from vitflow.demo import draw_picture
 from vitflow.evaluation import Evaluation, evaluate
-from vitflow.evaluation.charts import DARK, LIGHT, darkened
 from vitflow.explaining.method_table import _METHODS
+from vitflow.pictures.charts import DARK, LIGHT, darkened
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 METHOD = "</style><script>alert(2)</script>"

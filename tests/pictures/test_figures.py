@@ -15,7 +15,8 @@ from PIL import Image
 
 from vitflow.errors import OptionError, ShapeError
 from vitflow.pictures import figures, typesetting
-from vitflow.pictures.figures import Bar, Cell, Column, Series, draw_lines, draw_strip, panel_size, save_figure
+from vitflow.pictures.charts import Series, draw_lines
+from vitflow.pictures.figures import Bar, Cell, Column, draw_strip, panel_size, save_figure
 
 NAMES = [
     "tabby",

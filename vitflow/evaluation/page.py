@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vitflow.evaluation.charts import darkened
-from vitflow.evaluation.measures.correlation import RankCorrelation
 from vitflow.evaluation.metrics import CORRELATION_SILENT, Metric
 from vitflow.evaluation.statistics import CONFIDENCE, Difference, Estimate
 from vitflow.evaluation.tables import Tables
+from vitflow.pictures.charts import darkened
 from vitflow.viewer.pages import write_html
 
 _TITLES = {
@@ -68,7 +67,7 @@ def _groups(evaluation: Tables, drawn: Mapping[str, bytes]) -> list[dict[str, An
             "title": _TITLES["correlation"],
             "question": _QUESTIONS["correlation"],
             "charts": [charts["correlation"]] if "correlation" in charts else [],
-            "tables": _correlation_tables(evaluation.correlation),
+            "tables": evaluation.correlation.tables(),
             "pictures": evaluation.correlation.pictures,
             "silent": CORRELATION_SILENT,
         }
@@ -76,20 +75,9 @@ def _groups(evaluation: Tables, drawn: Mapping[str, bytes]) -> list[dict[str, An
     return found
 
 
-def _correlation_tables(correlation: RankCorrelation) -> list[dict[str, Any]]:
-    """A table per reference: a line per method, a column per layer."""
-    lines = [line.strip("| ").split(" | ") for line in correlation.to_markdown().splitlines() if line.startswith("|")]
-    each = len(correlation.methods) + 2
-    return [
-        {"head": lines[start], "rows": lines[start + 2 : start + each]}
-        for start in range(0, each * len(correlation.references), each)
-    ]
-
-
 def _chart(name: str, svg: bytes) -> dict[str, str]:
-    """A chart for light and for dark screens, as data URIs; the one by layer has colours of its own."""
-    dark = svg if name == "correlation" else darkened(svg)
-    return {"name": name, "light": _data_uri(svg), "dark": _data_uri(dark)}
+    """A chart for light and for dark screens, as data URIs."""
+    return {"name": name, "light": _data_uri(svg), "dark": _data_uri(darkened(svg))}
 
 
 def _data_uri(svg: bytes) -> str:

@@ -16,7 +16,7 @@ from vitflow.errors import OptionError, unknown_name
 from vitflow.evaluation.charts import save_charts
 from vitflow.evaluation.metrics import Metric
 from vitflow.evaluation.page import write_page
-from vitflow.evaluation.statistics import defined_means
+from vitflow.evaluation.statistics import defined_means, markdown_table
 from vitflow.evaluation.tables import Tables
 from vitflow.folder.spreadsheet import plain_cell
 from vitflow.pictures.files import write_atomically
@@ -106,9 +106,9 @@ class Evaluation(Tables):
         metrics = [metric for metric in self.metrics if metric.group == group]
         head = ["method", *(f"{metric.title} {metric.arrow}" for metric in metrics)]
         columns = [[str(row.estimate) for row in self.table(metric.name)] for metric in metrics]
-        lines = [head, ["---", *["---:"] * len(metrics)]]
-        lines += [[method, *cells] for method, *cells in zip(self.methods, *columns, strict=True)]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return markdown_table(
+            [head, *([method, *cells] for method, *cells in zip(self.methods, *columns, strict=True))]
+        )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write everything into a folder, or the tables alone into a file (.json, .md or .csv).

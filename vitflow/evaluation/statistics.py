@@ -1,6 +1,6 @@
 """What a mean over pictures is worth: standard errors, bootstrap intervals, paired differences between methods."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -197,6 +197,18 @@ def _resampled_means(values: NDArray[np.float64], resamples: int, seed: int) -> 
     filled, present = np.where(defined, values, 0.0), defined.astype(np.float64)
     blocks = resampled_counts(len(values), resamples=resamples, seed=seed)
     return np.concatenate([_ratio(counts @ filled, counts @ present) for counts in blocks])
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, the first row its head; the first column holds words, the others numbers.
+
+    >>> print(markdown_table([["method", "energy"], ["rollout", "0.500"]]))
+    | method | energy |
+    | --- | ---: |
+    | rollout | 0.500 |
+    """
+    ruled = [rows[0], ["---", *["---:"] * (len(rows[0]) - 1)], *rows[1:]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in ruled)
 
 
 def _ratio(above: NDArray[np.float64], below: NDArray[np.floating] | NDArray[np.integer]) -> NDArray[np.float64]:

@@ -1,23 +1,23 @@
-"""Figures for papers and screens, made with matplotlib: strips of pictures in columns, and charts of lines with bands.
+"""Figures for papers and screens, made with matplotlib: strips of pictures in columns, and how figures become files.
 
 Nothing here touches pyplot, so no window opens and no global state of the caller changes.
 """
 
+import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, unknown_name
 from vitflow.pictures.files import write_atomically
-from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, RULE, SMALL, TITLE, Page, QuietFigure, drawable
+from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, Page
 
 FORMATS = (".pdf", ".png", ".svg")
 
@@ -27,10 +27,6 @@ DPI = 200
 # Lengths in inches.
 _MARGIN, _COLUMN_GAP, _ROW_GAP = 0.08, 0.07, 0.10
 _NARROWEST = 1.15  # a column's least width, so that its words fit
-
-# Okabe & Ito's colours, which people who see fewer colours can also tell apart.
-_LINE_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +57,6 @@ class Column:
     title: str
     subtitle: str = ""
     group: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One line of a chart: y(x), with a band of ± spread; y may be None where it is not defined."""
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float | None]
-    spread: Sequence[float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,61 +221,6 @@ def _draw_foot(page: Page, bars: Sequence[Bar], note: str, y: float) -> float:
     return y + max(len(lines), len(bars), 1) * step + _ROW_GAP
 
 
-def draw_lines(charts: Mapping[str, Sequence[Series]], *, x_label: str, y_label: str) -> Figure:
-    """Draw charts side by side, of lines with bands; one legend for all, by the names of the series.
-
-    Args:
-        charts: title → series.
-        x_label: what x is; whole numbers.
-        y_label: what y is, for all charts.
-
-    >>> series = Series("rollout", [1, 2], [0.1, 0.4], [0.1, None])
-    >>> [axes.get_title(loc="left") for axes in draw_lines({"blank-out": [series]}, x_label="layer", y_label="ρ").axes]
-    ['blank-out']
-    """
-    figure = QuietFigure(figsize=(0.4 + 3.1 * len(charts), 2.6), dpi=DPI, layout="constrained", facecolor="white")
-    plots: Any = figure.subplots(1, len(charts), sharey=True, squeeze=False)[0]
-    handles: dict[str, Any] = {}
-    for axes, (title, series) in zip(plots, charts.items(), strict=True):
-        for number, one in enumerate(series):
-            handles.setdefault(one.label, _draw_series(axes, one, number))
-        _style(axes, title, x_label, sorted({x for one in series for x in one.x}))
-    plots[0].set_ylabel(y_label, fontsize=TITLE, parse_math=False)
-    legend = figure.legend(
-        handles.values(),
-        map(drawable, handles),
-        loc="outside lower center",
-        ncols=len(handles),
-        frameon=False,
-        fontsize=TITLE,
-    )
-    for text in legend.get_texts():
-        text.set_parse_math(False)
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # a layout that is made anew for each file differs in its last digits
-    return figure
-
-
-def _draw_series(axes: Axes, series: Series, number: int) -> Any:
-    color, marker = _LINE_COLORS[number % len(_LINE_COLORS)], _MARKERS[number % len(_MARKERS)]
-    x = np.array(series.x, dtype=float)
-    y = np.array([np.nan if value is None else value for value in series.y])
-    spread = np.array([0.0 if value is None else value for value in series.spread])
-    axes.fill_between(x, y - spread, y + spread, color=color, alpha=0.15, linewidth=0)
-    [line] = axes.plot(x, y, color=color, marker=marker, markersize=3.5, linewidth=1.3)
-    return line
-
-
-def _style(axes: Axes, title: str, x_label: str, ticks: Sequence[float]) -> None:
-    axes.set_title(drawable(title), fontsize=TITLE, loc="left", color=INK, parse_math=False)
-    axes.set_xlabel(x_label, fontsize=TITLE, parse_math=False)
-    axes.set_xticks(ticks if len(ticks) <= 16 else ticks[:: len(ticks) // 12])
-    axes.tick_params(labelsize=BODY, length=2.5, width=0.6)
-    axes.axhline(0, color=RULE, linewidth=0.6, zorder=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_linewidth(0.6)
-
-
 def check_format(path: str | os.PathLike[str], formats: Sequence[str] = FORMATS) -> str:
     """The suffix of a file to write, in lower case; OptionError if it is none of the formats."""
     suffix = Path(path).suffix.lower()
@@ -307,11 +238,27 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
         OptionError: another suffix.
         OSError: the file cannot be written.
     """
-    suffix = check_format(path)
+    data = figure_bytes(figure, check_format(path))
+    with write_atomically(path) as file:
+        file.write(data)
+    return Path(path)
+
+
+def figure_bytes(figure: Figure, suffix: str) -> bytes:
+    """A figure as a file of one of the `FORMATS`."""
     metadata: dict[str, Any] = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}, ".png": {}}[suffix]
     settings: Any = {"savefig.bbox": None, "svg.fonttype": "none", "svg.hashsalt": "vitflow", "pdf.fonttype": 42}
     # Packing harder than this takes three times as long and saves a tenth of the file.
     more: dict[str, Any] = {"pil_kwargs": {"compress_level": 3}} if suffix == ".png" else {}
-    with matplotlib.rc_context(settings), write_atomically(path) as file:
-        figure.savefig(file, format=suffix[1:], dpi=figure.dpi, metadata=metadata, transparent=False, **more)
-    return Path(path)
+    file = io.BytesIO()
+    with matplotlib.rc_context(settings):
+        figure.savefig(
+            file,
+            format=suffix[1:],
+            dpi=figure.dpi,
+            metadata=metadata,
+            facecolor=figure.get_facecolor(),
+            transparent=False,
+            **more,
+        )
+    return file.getvalue()

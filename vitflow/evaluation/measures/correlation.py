@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, unknown_name
+from vitflow.evaluation.statistics import markdown_table
 from vitflow.explaining.agreement import spearman
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice
@@ -29,7 +30,7 @@ from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import TokenLayout
 from vitflow.methods.values import ValueWeighting
 from vitflow.pictures import figures
-from vitflow.pictures.figures import Series
+from vitflow.pictures.charts import Series, draw_lines
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource, find_images
 from vitflow.recording.isolation import evaluating
@@ -232,19 +233,23 @@ class RankCorrelation:
         ]
         return {"model": self.model, "pictures": self.pictures, "spearman": rows}
 
-    def to_markdown(self) -> str:
-        """One table per reference, as in the paper: a row per method, a column per layer, mean ± standard deviation."""
-        tables = []
-        for reference in self.references:
-            head = [f"Spearman with {_words(reference)}", *(f"L{layer}" for layer in self.layers)]
-            lines = [head, ["---"] + ["---:"] * len(self.layers)]
-            lines += [
-                [_words(method), *(self._shown(reference, method, layer) for layer in self.layers)]
-                for method in self.methods
+    def tables(self) -> list[list[list[str]]]:
+        """A table per reference, as in the paper: a row per method below the head, a column per layer."""
+        return [
+            [
+                [f"Spearman with {_words(reference)}", *(f"L{layer}" for layer in self.layers)],
+                *(
+                    [_words(name), *(self._shown(reference, name, layer) for layer in self.layers)]
+                    for name in self.methods
+                ),
             ]
-            tables.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+            for reference in self.references
+        ]
+
+    def to_markdown(self) -> str:
+        """The tables of means ± standard deviations, and what they were made of."""
         told = f"Mean ± standard deviation over {self.pictures} picture{'s' * (self.pictures > 1)}, {self.model}."
-        return "\n\n".join([*tables, told]) + "\n"
+        return "\n\n".join([*map(markdown_table, self.tables()), told]) + "\n"
 
     def _shown(self, reference: str, method: str, layer: int) -> str:
         mean, spread = self.mean(reference, method, layer), self.spread(reference, method, layer)
@@ -266,7 +271,7 @@ class RankCorrelation:
             ]
             for reference in self.references
         }
-        return figures.draw_lines(charts, x_label="layer", y_label="Spearman's rank correlation")
+        return draw_lines(charts, x_label="layer", y_label="Spearman's rank correlation")
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the chart (.png, .pdf, .svg), the tables (.md) or all values (.json)."""

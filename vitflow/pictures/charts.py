@@ -1,0 +1,183 @@
+"""Charts of lines with bands, in colours for light and for dark paper, made with matplotlib."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from vitflow.pictures.figures import DPI
+from vitflow.pictures.typesetting import BODY, TITLE, QuietFigure, drawable
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """Colours of a chart.
+
+    Attributes:
+        paper, ink, soft, rule: background, words, lesser words, lines.
+        bar, baseline: of methods and of baselines.
+        lines: of the methods in turn.
+    """
+
+    paper: str
+    ink: str
+    soft: str
+    rule: str
+    bar: str
+    baseline: str
+    lines: tuple[str, ...]
+
+
+# Okabe & Ito's colours, which people who see fewer colours can also tell apart; on dark, black gives way to white.
+_OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+LIGHT = Theme("#ffffff", "#1a1a1a", "#666666", "#c9c9c9", "#3d78b8", "#b4b4b4", (*_OKABE_ITO, "#000000"))
+DARK = Theme("#1b1d21", "#e8e7e3", "#9a9ba3", "#45484f", "#6ea6e6", "#6b6d75", ("#3ba0e0", *_OKABE_ITO[1:], "#ffffff"))
+
+_STYLES = ("-", "--", ":", "-.")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+#: Inches that a character of a label takes, about, and how many characters of one get room.
+PER_CHARACTER, MOST_CHARACTERS = 0.062, 44
+_MOST_TICKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line of a chart: y(x), with a band of ± spread; both may be None where they are not defined.
+
+    Attributes:
+        label: its name.
+        x, y, spread: its points; no spread draws no band.
+        baseline: whether it stands behind the others, grey.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    spread: Sequence[float | None] = ()
+    baseline: bool = False
+
+
+def draw_lines(
+    charts: Mapping[str, Sequence[Series]],
+    *,
+    x_label: str | Sequence[str],
+    y_label: str,
+    ticks: Sequence[str] = (),
+    bottom: float | None = None,
+    theme: Theme = LIGHT,
+) -> Figure:
+    """Draw charts side by side, of lines with bands; one legend for all, by the names of the series.
+
+    Args:
+        charts: title → series.
+        x_label: what x is, for all charts or for each; whole numbers are marked one by one.
+        y_label: what y is, for all charts.
+        ticks: words that stand for the values of x.
+        bottom: the lowest y that is shown; by default as far as the lines go.
+        theme: colours.
+
+    >>> series = Series("rollout", [1, 2], [0.1, 0.4], [0.1, None])
+    >>> [axes.get_title(loc="left") for axes in draw_lines({"blank-out": [series]}, x_label="layer", y_label="ρ").axes]
+    ['blank-out']
+    """
+    labels = list(dict.fromkeys(one.label for series in charts.values() for one in series))
+    panel = 4.2 if len(charts) == 1 else 3.0
+    width = 0.6 + panel * len(charts) + label_width(labels) + 0.4
+    figure = new_chart((width, max(2.8, 0.145 * len(labels) + 0.9)), theme)
+    plots: Any = figure.subplots(1, len(charts), sharey=True, squeeze=False)[0]
+    x_labels = [x_label] * len(charts) if isinstance(x_label, str) else x_label
+    handles: dict[str, Any] = {}
+    for axes, (title, series), below in zip(plots, charts.items(), x_labels, strict=True):
+        for one in series:
+            number = [other.label for other in series if other.baseline == one.baseline].index(one.label)
+            handles.setdefault(one.label, _draw_series(axes, one, number, theme))
+        style_axes(axes, title, theme)
+        axes.set_xlabel(below, fontsize=TITLE, color=theme.soft, parse_math=False)
+        axes.margins(x=0.02)
+        axes.axhline(0, color=theme.rule, linewidth=0.6, zorder=0)
+        _mark(axes, sorted({x for one in series for x in one.x}), ticks)
+    plots[0].set_ylabel(y_label, fontsize=TITLE, color=theme.soft, parse_math=False)
+    plots[0].set_ylim(bottom=bottom)
+    legend = figure.legend(
+        handles.values(),
+        map(drawable, handles),
+        loc="outside right center",
+        frameon=False,
+        fontsize=BODY,
+        labelcolor=theme.ink,
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    return settled(figure)
+
+
+def _draw_series(axes: Axes, series: Series, number: int, theme: Theme) -> Any:
+    """Draw the line that is the number-th of its kind."""
+    x, y = np.array(series.x, dtype=float), _numbers(series.y)
+    if series.baseline:
+        look: dict[str, Any] = {"color": theme.soft, "linestyle": _STYLES[1:][number % 3], "zorder": 1.9}
+    else:
+        turn, place = divmod(number, len(theme.lines))
+        look = {"color": theme.lines[place], "linestyle": _STYLES[turn % len(_STYLES)]}
+        look |= {"marker": _MARKERS[number % len(_MARKERS)], "markersize": 3.0}
+    if len(series.spread):
+        spread = np.nan_to_num(_numbers(series.spread))
+        axes.fill_between(x, y - spread, y + spread, color=look["color"], alpha=0.15, linewidth=0)
+    [line] = axes.plot(x, y, linewidth=1.2, **look)
+    return line
+
+
+def _numbers(values: Sequence[float | None]) -> NDArray[np.float64]:
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def _mark(axes: Axes, values: Sequence[float], words: Sequence[str]) -> None:
+    """Ticks at whole numbers, or the words that stand for them."""
+    if words:
+        axes.set_xticks(values, [drawable(word) for word in words])
+    elif all(value == round(value) for value in values):
+        axes.set_xticks(values if len(values) <= _MOST_TICKS else values[:: len(values) // 12])
+
+
+def label_width(labels: Sequence[str]) -> float:
+    """About how many inches the longest label takes."""
+    return min(max(map(len, labels)), MOST_CHARACTERS) * PER_CHARACTER
+
+
+def new_chart(size: tuple[float, float], theme: Theme) -> QuietFigure:
+    """An empty figure of (width, height) in inches, in which matplotlib makes room for words."""
+    return QuietFigure(figsize=size, dpi=DPI, layout="constrained", facecolor=theme.paper)
+
+
+def settled(figure: Figure) -> Figure:
+    """The figure with its layout made once: made anew for each file, it would differ in its last digits."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    return figure
+
+
+def style_axes(axes: Axes, title: str, theme: Theme) -> None:
+    """Give a panel its title and its look."""
+    axes.set_facecolor(theme.paper)
+    axes.set_title(drawable(title), fontsize=TITLE, loc="left", color=theme.ink, parse_math=False)
+    axes.tick_params(labelsize=BODY, length=2.5, width=0.6, colors=theme.soft, labelcolor=theme.ink)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set(linewidth=0.6, color=theme.rule)
+
+
+def darkened(svg: bytes) -> bytes:
+    """A chart that was drawn in the light theme, in the dark one."""
+    pairs = {
+        light.lower().encode(): dark.lower().encode() for light, dark in zip(_colors(LIGHT), _colors(DARK), strict=True)
+    }
+    return re.sub(b"#[0-9a-f]{6}", lambda match: pairs.get(match[0], match[0]), svg)
+
+
+def _colors(theme: Theme) -> list[str]:
+    return [theme.paper, theme.ink, theme.soft, theme.rule, theme.bar, theme.baseline, *theme.lines]
