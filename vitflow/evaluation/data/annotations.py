@@ -1,7 +1,6 @@
 """Read annotation files: COCO JSON, Pascal VOC and ImageNet XML, ImageNet CSV, plain JSON and CSV of boxes.
 
-They may come from anywhere: what is wrong with one picture's entry stands in that entry, and no name leads out of the
-folders with pictures.
+They may come from anywhere: what is wrong with one picture's entry stands in that entry.
 """
 
 import csv
@@ -20,7 +19,7 @@ from defusedxml import DefusedXmlException, ElementTree
 
 from vitflow.errors import OptionError, VitflowError
 from vitflow.evaluation.data.regions import Label, Region, box_region, read_box, read_polygons_or_runs
-from vitflow.pictures.images import MAX_PIXELS, is_image_name
+from vitflow.pictures.images import MAX_PIXELS
 
 _LONGEST_NAME = 4096  # bytes of a path
 _LONGEST_TOLD = 200  # characters of an error's own words, which may quote the file
@@ -35,7 +34,7 @@ _EDGE_KEYS = (("left", "top", "right", "bottom"), ("xmin", "ymin", "xmax", "ymax
 
 
 @dataclass(frozen=True, slots=True)
-class Annotated:
+class Annotation:
     """What an annotation file says of one picture.
 
     Attributes:
@@ -53,7 +52,7 @@ class Annotated:
     problem: VitflowError | None = None
 
 
-def read_annotations(path: Path) -> list[Annotated]:
+def read_annotations(path: Path) -> list[Annotation]:
     """Read an annotation file; its content tells which format it is.
 
     - **JSON of boxes**: a list of `{"file": …, "boxes": [[left, top, right, bottom], …], "label_index": …}`, or an
@@ -105,20 +104,20 @@ def _unreadable(path: Path, error: Exception, entry: str = "") -> VitflowError:
     return OptionError(f"Could not read the annotations {where}: {told}. {_FORMATS}")
 
 
-def _attempt(path: Path, number: int, file: Any, read: Callable[[str], Annotated]) -> Annotated:
+def _attempt(path: Path, number: int, file: Any, read: Callable[[str], Annotation]) -> Annotation:
     """One picture's entry, or what is wrong with it."""
     place = f"entry {number}"
     try:
         place = _file_name(file)
         return read(place)
     except _WRONG as error:
-        return Annotated(place, None, problem=_unreadable(path, error, place))
+        return Annotation(place, None, problem=_unreadable(path, error, place))
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def _read_json(path: Path) -> Iterator[Annotated]:
+def _read_json(path: Path) -> Iterator[Annotation]:
     content = json.loads(path.read_text(encoding="utf-8"))
     if isinstance(content, dict) and "images" in content and "annotations" in content:
         yield from _coco(path, content)
@@ -133,17 +132,17 @@ def _read_json(path: Path) -> Iterator[Annotated]:
         yield _attempt(path, number, file, partial(_entry, entry))
 
 
-def _entry(entry: Mapping[str, Any], file: str) -> Annotated:
+def _entry(entry: Mapping[str, Any], file: str) -> Annotation:
     """One picture of a plain JSON file."""
     label, boxes, size = _label_of(entry), _first(entry, _BOX_KEYS), entry.get("size")
     regions = None
     if boxes is not None:
         own = [box if isinstance(box, dict) else {"box": box, "label": label} for box in _list(boxes)]
         regions = tuple(box_region(_label_of(box), box["box"]) for box in own)
-    return Annotated(file, regions, label, _size(size[1], size[0]) if size else None)
+    return Annotation(file, regions, label, _size(size[1], size[0]) if size else None)
 
 
-def _coco(path: Path, content: Mapping[str, Any]) -> Iterator[Annotated]:
+def _coco(path: Path, content: Mapping[str, Any]) -> Iterator[Annotation]:
     names = {
         category["id"]: category.get("name")
         for category in _list(content.get("categories") or [])
@@ -158,7 +157,7 @@ def _coco(path: Path, content: Mapping[str, Any]) -> Iterator[Annotated]:
         else:
             error = ValueError(f"it belongs to no image, but to {reprlib.repr(owner)}")
             place = f"annotation {number}"
-            lost.append(Annotated(place, None, problem=_unreadable(path, error, place)))
+            lost.append(Annotation(place, None, problem=_unreadable(path, error, place)))
     for number, image in enumerate(_list(content["images"]), start=1):
         file = image.get("file_name") if isinstance(image, dict) else image
         yield _attempt(path, number, file, partial(_coco_image, image, names, by_image))
@@ -171,9 +170,9 @@ def _is_id(value: Any) -> bool:
 
 def _coco_image(
     image: Mapping[str, Any], names: Mapping[Any, Any], by_image: Mapping[Any, Sequence[Mapping[str, Any]]], file: str
-) -> Annotated:
+) -> Annotation:
     size = _size(image["height"], image["width"])
-    return Annotated(file, tuple(_coco_region(one, names, size) for one in by_image.get(image["id"], ())), size=size)
+    return Annotation(file, tuple(_coco_region(one, names, size) for one in by_image.get(image["id"], ())), size=size)
 
 
 def _coco_region(annotation: Mapping[str, Any], names: Mapping[Any, Any], size: tuple[int, int]) -> Region:
@@ -192,7 +191,7 @@ def _coco_region(annotation: Mapping[str, Any], names: Mapping[Any, Any], size: 
 # --- XML -------------------------------------------------------------------------------------------------------------
 
 
-def _read_xml(path: Path) -> Iterator[Annotated]:
+def _read_xml(path: Path) -> Iterator[Annotation]:
     """One XML file of Pascal VOC or ImageNet.
 
     A file that defines entities of its own is refused: none of these formats does, and such definitions can make a
@@ -212,7 +211,7 @@ def _read_xml(path: Path) -> Iterator[Annotated]:
     regions = tuple(_voc_region(item) for item in root.iter("object"))
     size = [root.findtext(f"size/{side}") or 0 for side in ("height", "width")]
     told = all(float(side) for side in size)
-    yield Annotated(
+    yield Annotation(
         _file_name(name if name and "%" not in name else path.stem), regions, size=_size(*size) if told else None
     )
 
@@ -228,7 +227,7 @@ def _voc_region(item: Element) -> Region:
 # --- CSV -------------------------------------------------------------------------------------------------------------
 
 
-def _read_csv(path: Path) -> Iterator[Annotated]:
+def _read_csv(path: Path) -> Iterator[Annotation]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = list(csv.DictReader(file))
     columns = rows[0] if rows else {}
@@ -246,13 +245,13 @@ def _read_csv(path: Path) -> Iterator[Annotated]:
         yield _attempt(path, number, _first(own[0], _FILE_KEYS), partial(_csv_picture, own, edges))
 
 
-def _csv_picture(rows: Sequence[Mapping[str, Any]], edges: Sequence[str] | None, file: str) -> Annotated:
+def _csv_picture(rows: Sequence[Mapping[str, Any]], edges: Sequence[str] | None, file: str) -> Annotation:
     """What the rows of one picture say."""
     if "PredictionString" in rows[0]:
-        return Annotated(file, tuple(_predictions(rows[0]["PredictionString"])))
+        return Annotation(file, tuple(_predictions(rows[0]["PredictionString"])))
     if edges is None:
-        return Annotated(file, None, _label_of(rows[0]))
-    return Annotated(file, tuple(box_region(_label_of(row), [row[edge] for edge in edges]) for row in rows))
+        return Annotation(file, None, _label_of(rows[0]))
+    return Annotation(file, tuple(box_region(_label_of(row), [row[edge] for edge in edges]) for row in rows))
 
 
 def _predictions(text: str) -> Iterator[Region]:
@@ -309,66 +308,3 @@ def _size(height: Any, width: Any) -> tuple[int, int]:
     if min(size) < 1 or size[0] * size[1] > MAX_PIXELS:
         raise ValueError(f"expected a picture's size, got {size[0]} × {size[1]} pixels")
     return size
-
-
-class PictureFinder:
-    """Find the pictures that annotations name: by path below one of the folders, or by name anywhere below them.
-
-    Nothing outside these folders is touched, whether a name leads there by its path or by a link.
-    """
-
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self.folders = [folder for folder in folders if folder.is_dir()]
-        self._inside = [make(folder) for folder in self.folders for make in (os.path.abspath, os.path.realpath)]
-        self._names: dict[str, Path] | None = None
-
-    def find(self, file: str) -> Path:
-        """The picture's path; where there is none, the path at which it was expected first.
-
-        Raises:
-            OptionError: it lies outside the folders.
-        """
-        first, outside = None, False
-        for folder in self.folders:
-            place = folder / file
-            if not self._holds(os.path.abspath(place)):  # noqa: PTH100 - follows no link
-                continue
-            if not self._holds(os.path.realpath(place)):
-                outside = True
-            elif is_file(place):
-                return place
-            elif first is None:
-                first = place
-        if self._names is None:  # only where a name is not enough: the folders may be large
-            self._names = self._index()
-        name = Path(file).name
-        found = self._names.get(name) or self._names.get(Path(name).stem)
-        if found is not None:
-            return found
-        if first is None or outside:
-            raise OptionError(
-                f"The annotations name {file[:_LONGEST_TOLD]!r}, which lies outside the folders with pictures ("
-                f"{', '.join(repr(str(folder)) for folder in self.folders)}). If that is meant, name its folder with "
-                "--images (images=…)."
-            )
-        return first
-
-    def _holds(self, place: str) -> bool:
-        return any(place == root or place.startswith(os.path.join(root, "")) for root in self._inside)  # noqa: PTH118
-
-    def _index(self) -> dict[str, Path]:
-        """Pictures by name and by name without suffix; the first folder goes first, and no link leads out."""
-        index: dict[str, Path] = {}
-        for root in self.folders:
-            for folder, subfolders, names in os.walk(root):
-                subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-                for file in (Path(folder, name) for name in sorted(names) if is_image_name(name)):
-                    if is_file(file) and self._holds(os.path.realpath(file)):
-                        index.setdefault(file.name, file)
-                        index.setdefault(file.stem, file)
-        return index
-
-
-def is_file(path: Path) -> bool:
-    """Whether there is a file; a name that no file can have is none, where `Path.is_file` would raise."""
-    return os.path.isfile(path)  # noqa: PTH113

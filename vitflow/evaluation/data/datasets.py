@@ -15,15 +15,14 @@ from numpy.typing import NDArray
 
 from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_picture
 from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError
-from vitflow.evaluation.data.annotations import Annotated, PictureFinder, is_file, read_annotations
-from vitflow.evaluation.data.regions import Label, Region, mask_region, value_region
-from vitflow.pictures.images import ImageSource, find_images, read_image, read_mask
+from vitflow.evaluation.data.annotations import Annotation, read_annotations
+from vitflow.evaluation.data.finder import PictureFinder, is_file
+from vitflow.evaluation.data.masks import find_class_names, find_mask, read_mask_regions
+from vitflow.evaluation.data.regions import Label, Region, check_count, mask_region
+from vitflow.pictures.images import ImageSource, find_images, read_image
 
 _ANNOTATIONS = (".csv", ".json", ".xml")
-_MASK_ENDINGS = ("_mask", "-mask", ".mask")
 _DEMO = re.compile(r"demo(?::(\d+))?(?::(\d+))?")
-_MOST_OBJECTS = 10_000  # of one picture, far beyond any honest data; more would take for ever to paint
-_UNKNOWN_VALUE = 255  # of a mask with classes, as in Pascal VOC
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -249,22 +248,22 @@ def _annotated(files: Sequence[Path], name: str, images: Path | None) -> Dataset
     return Dataset(name, kind, samples, located, {"annotations": _digest(files)})
 
 
-def _read_all(files: Sequence[Path]) -> list[Annotated]:
+def _read_all(files: Sequence[Path]) -> list[Annotation]:
     """The entries of all files; of several, one that cannot be read is an entry with a problem."""
-    entries: list[Annotated] = []
+    entries: list[Annotation] = []
     problems = []
     for file in files:
         try:
             entries += read_annotations(file)
         except VitflowError as error:
             problems.append(error)
-            entries.append(Annotated(file.stem, None, problem=error))
+            entries.append(Annotation(file.stem, None, problem=error))
     if len(problems) == len(files):
         raise problems[0]
     return entries
 
 
-def _annotated_sample(name: str, entry: Annotated, finder: PictureFinder) -> Sample:
+def _annotated_sample(name: str, entry: Annotation, finder: PictureFinder) -> Sample:
     problem = entry.problem
     if problem is None:
         try:
@@ -279,33 +278,33 @@ def _refuse(problem: VitflowError) -> Labelled:
     raise problem
 
 
-def _read_annotated(path: Path, entry: Annotated) -> Labelled:
+def _read_annotated(path: Path, entry: Annotation) -> Labelled:
     image = read_image(path)
     if entry.size is not None and entry.size != image.shape[:2]:
         raise ShapeError(
             f"The annotations of {path.name!r} are for a picture of {entry.size[0]} × {entry.size[1]} pixels (height × "
             f"width), and it has {image.shape[0]} × {image.shape[1]}. Give the picture that they were made for."
         )
-    _check_count(len(entry.regions or ()), path)
+    check_count(len(entry.regions or ()), path.name)
     return Labelled(image, entry.regions, entry.label)
 
 
 def _pictures(name: str, paths: Sequence[Path], labels: Path | None) -> Dataset:
     """Pictures with their masks and their classes, where there are any."""
-    masks = {path: mask for path in paths if (mask := _mask_of(path)) is not None}
+    masks = {path: mask for path in paths if (mask := find_mask(path)) is not None}
     taken = set(masks.values())
     paths = [path for path in paths if path not in taken]
     if not paths:
         raise ImageError(f"Expected at least one picture in {name!r}, found none.")
-    classes = _class_file([*masks.values(), paths[0]])
-    lines = _read_lines(classes) if classes is not None else []
+    classes, lines = find_class_names([*masks.values(), paths[0]])
     own = {entry.file: entry for entry in read_annotations(labels)} if labels is not None else {}
-    root = _common_folder(paths)
+    mixed = len({path.is_absolute() for path in paths}) > 1
+    root = os.path.commonpath([path.absolute().parent if mixed else path.parent for path in paths])
     names = _distinct([path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path) for path in paths])
     samples = [
         Sample(
             unique,
-            partial(_read_masked, path, masks.get(path), lines, own.get(path.name)),
+            partial(_read_masked, path, masks.get(path), lines, own.get(path.name, Annotation(path.name, None))),
             (path, masks[path]) if path in masks else (path,),
         )
         for path, unique in zip(paths, names, strict=True)
@@ -315,54 +314,13 @@ def _pictures(name: str, paths: Sequence[Path], labels: Path | None) -> Dataset:
     return Dataset(name, kind, samples, bool(masks), {"root": root, "annotations": _digest(facts)})
 
 
-def _common_folder(paths: Sequence[Path]) -> str:
-    mixed = len({path.is_absolute() for path in paths}) > 1
-    return os.path.commonpath([path.absolute().parent if mixed else path.parent for path in paths])
-
-
-def _mask_of(path: Path) -> Path | None:
-    candidates = [path.with_name(f"{path.stem}{ending}.png") for ending in _MASK_ENDINGS]
-    candidates.append(path.parent / "masks" / f"{path.stem}.png")
-    return next((mask for mask in candidates if is_file(mask)), None)
-
-
-def _class_file(files: Sequence[Path]) -> Path | None:
-    folders = dict.fromkeys([files[0].parent, files[-1].parent])
-    return next((folder / "classes.txt" for folder in folders if (folder / "classes.txt").is_file()), None)
-
-
-def _read_lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"Expected the names of the classes in {path.name!r}, one per line, got {error}.") from error
-
-
-def _read_masked(path: Path, mask: Path | None, names: Sequence[str], entry: Annotated | None) -> Labelled:
-    if entry is not None and entry.problem is not None:
+def _read_masked(path: Path, mask: Path | None, names: Sequence[str], entry: Annotation) -> Labelled:
+    if entry.problem is not None:
         raise entry.problem
-    label = None if entry is None else entry.label
     image = read_image(path)
-    if mask is None:
-        return Labelled(image, None, label)
-    values = read_mask(mask, (image.shape[0], image.shape[1]))
-    if not names:
-        return Labelled(image, (mask_region(label, values > 0),), label)
-    present = np.unique(values[values > 0]).tolist()
-    _check_count(len(present), mask)
-    found = []
-    for value in present:
-        unknown = value > len(names) and value == _UNKNOWN_VALUE
-        if not unknown and (value > len(names) or value != int(value)):
-            raise ShapeError(f"Pixels of {mask.name!r} have the value {value}, and classes.txt has {len(names)} lines.")
-        own = None if unknown else names[int(value) - 1].strip()
-        found.append(value_region(own, values, value, unknown=unknown))
-    return Labelled(image, tuple(found), label)
-
-
-def _check_count(objects: int, path: Path) -> None:
-    if objects > _MOST_OBJECTS:
-        raise ShapeError(f"Expected at most {_MOST_OBJECTS} objects in {path.name!r}, got {objects}.")
+    size = image.shape[0], image.shape[1]
+    regions = None if mask is None else read_mask_regions(mask, size, names, entry.label)
+    return Labelled(image, regions, entry.label)
 
 
 # --- What they share -------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ Mask = NDArray[np.bool_]
 Label = int | str | None
 
 # Far beyond any honest annotation; more of it would fill the memory or take for ever.
+_MOST_OBJECTS = 10_000  # of one picture
 _MOST_POLYGONS = 1000  # of one object
 _LONGEST_OUTLINE = 1_000_000  # of one polygon in pixels, which is also how far off a corner may be
 _LONGEST_NUMBER = 7  # characters of a packed run length, five bits each
@@ -56,6 +57,12 @@ def union(regions: Sequence[Region], size: tuple[int, int]) -> Mask:
     for region in regions:
         region.paint(mask)
     return mask
+
+
+def check_count(objects: int, name: str) -> None:
+    """Raise ShapeError where a picture's annotation or mask of this name has more objects than can be painted."""
+    if objects > _MOST_OBJECTS:
+        raise ShapeError(f"Expected at most {_MOST_OBJECTS} objects in {name!r}, got {objects}.")
 
 
 def box_region(label: Label, box: Sequence[float | str]) -> Region:

@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, unknown_name
-from vitflow.evaluation.measures.originals import original_maps
-from vitflow.evaluation.measures.randomisation import cascading_randomisation, stage_names
+from vitflow.evaluation.measures.randomisation import cascading_randomisation, original_maps, stage_names
 from vitflow.explaining.agreement import mean_of_defined, spearman
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice
