@@ -10,10 +10,9 @@ from torch import nn
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowError, VitflowWarning
 from vitflow.evaluation.data.datasets import Dataset, Sample
 from vitflow.evaluation.measures.perturbation import REPLACEMENTS
-from vitflow.explaining.comparison import BASELINES
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice, choose_methods
-from vitflow.explaining.method_table import get_method, list_methods
+from vitflow.explaining.method_table import BASELINES, get_method, list_methods
 
 # (label, name, options) of a method.
 Labelled = tuple[str, str, Mapping[str, Any]]

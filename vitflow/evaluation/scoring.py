@@ -16,7 +16,7 @@ from vitflow.evaluation.measures.correlation import rank_correlation
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.localisation import localise
 from vitflow.evaluation.questions import Question
-from vitflow.explaining.agreement import _constant
+from vitflow.explaining.agreement import is_constant
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice
 from vitflow.explaining.saliency import Saliency
@@ -146,7 +146,7 @@ def _row(explainer: Explainer, item: Item, maps: Sequence[Saliency], protocol: P
         "width": first.image.shape[1],
         "height": first.image.shape[0],
         "region_share": None if region is None else _rounded(float(region.mean())),
-        "constant": [label for label, one in zip(protocol.labels, maps, strict=True) if _constant(one.grid)],
+        "constant": [label for label, one in zip(protocol.labels, maps, strict=True) if is_constant(one.grid)],
         "seconds": {label: _rounded(one.seconds) for label, one in zip(protocol.labels, maps, strict=True)},
         "values": {label: {} for label in protocol.labels},
     }
@@ -179,14 +179,14 @@ def _add_localisation(row: dict[str, Any], question: Question, maps: Sequence[Sa
 def _heatmap(saliency: Saliency) -> NDArray[np.float32]:
     """The map over the picture; that of a constant grid without the rounding of its interpolation."""
     heatmap = saliency.heatmap
-    if _constant(saliency.grid):
+    if is_constant(saliency.grid):
         heatmap[np.isfinite(heatmap)] = saliency.grid.flat[0]
     return heatmap
 
 
 def _add_faithfulness(row: dict[str, Any], explainer: Explainer, maps: Sequence[Saliency], protocol: Protocol) -> None:
     """Curves of the maps that rank patches; a constant one ranks none."""
-    ranking = [(label, one) for label, one in zip(protocol.labels, maps, strict=True) if not _constant(one.grid)]
+    ranking = [(label, one) for label, one in zip(protocol.labels, maps, strict=True) if not is_constant(one.grid)]
     curves = (
         faithfulness_curves(
             explainer,

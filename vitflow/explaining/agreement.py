@@ -6,22 +6,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import rankdata
 
 from vitflow.errors import OptionError, ShapeError
 
 Values = NDArray[np.floating[Any]]
-
-
-def average_ranks(values: Values) -> NDArray[np.float64]:
-    """The rank of each value, 1 for the smallest; equal values share the mean of their ranks. Any shape → flat.
-
-    >>> average_ranks(np.array([0.3, 0.1, 0.3])).tolist()
-    [2.5, 1.0, 2.5]
-    """
-    _, place, counts = np.unique(values.ravel(), return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    ranks: NDArray[np.float64] = (last - (counts - 1) / 2)[place.ravel()]
-    return ranks
 
 
 def spearman(first: Values, second: Values) -> float | None:
@@ -41,9 +30,9 @@ def spearman(first: Values, second: Values) -> float | None:
     True
     """
     _check(first, second)
-    if _constant(first) or _constant(second):
+    if is_constant(first) or is_constant(second):
         return None
-    a, b = (average_ranks(values) - (values.size + 1) / 2 for values in (first, second))
+    a, b = (rankdata(values.ravel()) - (values.size + 1) / 2 for values in (first, second))
     return float(np.clip(a @ b / np.sqrt((a @ a) * (b @ b)), -1.0, 1.0))
 
 
@@ -77,14 +66,15 @@ def top_overlap(first: Values, second: Values, top: float = 0.1) -> float:
 def _membership(values: Values, count: int) -> NDArray[np.float64]:
     """To what part each value belongs to the `count` highest; the parts sum to `count`."""
     flat = values.ravel()
-    threshold = flat.min() if _constant(flat) else np.partition(flat, flat.size - count)[flat.size - count]
-    tied = np.ones(flat.size, dtype=bool) if _constant(flat) else flat == threshold
+    threshold = flat.min() if is_constant(flat) else np.partition(flat, flat.size - count)[flat.size - count]
+    tied = np.ones(flat.size, dtype=bool) if is_constant(flat) else flat == threshold
     above = ~tied & (flat > threshold)
     part: NDArray[np.float64] = above + tied * ((count - above.sum()) / tied.sum())
     return part
 
 
-def _constant(values: Values) -> bool:
+def is_constant(values: Values) -> bool:
+    """Whether all values are equal up to the rounding of float32: such a map ranks nothing."""
     low, high = float(values.min()), float(values.max())
     return high - low <= 1e-6 * max(abs(low), abs(high))
 

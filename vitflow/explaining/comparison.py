@@ -3,17 +3,14 @@
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
-import cv2
-import numpy as np
 import torch
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 from torch import nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, unknown_name
@@ -22,38 +19,14 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice, choose_methods
 from vitflow.explaining.method_table import get_method
 from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.strips import SCALINGS, Pen, Scaling, columns_of, draw_pictures, own_options
 from vitflow.explaining.targets import Targets, is_per_picture
 from vitflow.pictures import figures, overlay
-from vitflow.pictures.figures import Bar, Cell, Column
 from vitflow.pictures.files import write_atomically
-from vitflow.pictures.images import ImageSource, image_name
+from vitflow.pictures.images import ImageSource
 
 #: What is compared unless the caller chooses, as far as the model has classes; baselines last.
 DEFAULT_METHODS = ("attention", "rollout", "flow", "gradient_rollout", "gae", "gradcam", "random", "centre")
-
-#: Maps that know nothing of the model's answer: a map that looks no better than these says nothing.
-BASELINES = ("random", "centre")
-
-Scaling = Literal["picture", "column", "map"]
-SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
-
-_TITLES = {
-    "attention": "Raw attention",
-    "rollout": "Attention rollout",
-    "flow": "Attention flow",
-    "gradient_rollout": "Gradient rollout",
-    "gae": "GAE",
-    "gradcam": "Grad-CAM",
-    "input_gradient": "Input gradient",
-    "occlusion": "Blank-out",
-    "random": "Random map",
-    "centre": "Centre prior",
-}
-_SCALED = {
-    "picture": "taken for each method and picture, over all classes of the picture",
-    "column": "taken for each method, over all pictures and classes",
-    "map": "taken for each map",
-}
 
 
 def compare(
@@ -110,7 +83,7 @@ def compare(
                 raise
             chosen = _applicable(explainer, chosen)
             found = explainer.explain_batch([source], methods=chosen, targets=wanted, names=names, **options)
-        pictures.append(tuple(maps for column in _columns(found) for maps in column))
+        pictures.append(tuple(maps for column in columns_of(found) for maps in column))
     return Comparison(tuple(pictures))
 
 
@@ -154,8 +127,8 @@ class Comparison:
     def labels(self) -> tuple[str, ...]:
         """What each column shows: the method, with the options that differ from its defaults."""
         return tuple(
-            f"{maps[0].method} ({told})" if (told := _own_options(maps[0])) else maps[0].method
-            for maps in _columns(self.pictures[0])
+            f"{maps[0].method} ({told})" if (told := own_options(maps[0])) else maps[0].method
+            for maps in columns_of(self.pictures[0])
         )
 
     def agreement(self, top: float = 0.1) -> Agreement:
@@ -172,7 +145,7 @@ class Comparison:
         """
         rows, between = [], dict[str, list[float | None]]()
         for picture in self.pictures:
-            columns = _columns(picture)
+            columns = columns_of(picture)
             rows += [[maps[min(row, len(maps) - 1)].grid for maps in columns] for row in range(max(map(len, columns)))]
             for label, maps in zip(self.labels, columns, strict=True):
                 if len(maps) > 1:
@@ -215,17 +188,8 @@ class Comparison:
             raise OptionError(unknown_name("scaling", scaling, SCALINGS))
         if path is not None:
             figures.check_format(path)
-        limits = _limits(self.pictures, scaling, vmin=vmin, vmax=vmax, robust=robust)
-        pen = _Pen(width, dpi, interpolation, blending)
-        columns = [_columns(picture) for picture in self.pictures]
-        blocks = [
-            [[_photograph(maps, pen)], *([_cell(one, limits[id(one)], pen, len(c) > 1) for one in c] for c in maps)]
-            for maps in columns
-        ]
-        heads = [Column("Photograph"), *(_head(maps[0]) for maps in columns[0])]
-        sides = sorted({overlay.has_two_sides(low, high) for low, high in limits.values()})
-        note = _note(self, scaling, robust, (vmin, vmax), True in sides)
-        figure = figures.draw_strip(heads, blocks, bars=[pen.bar(two) for two in sides], note=note, dpi=dpi)
+        pen = Pen(width, dpi, interpolation, blending)
+        figure = draw_pictures(self.pictures, pen, scaling, vmin=vmin, vmax=vmax, robust=robust)
         if path is not None:
             figures.save_figure(figure, path)
         return figure
@@ -262,144 +226,3 @@ class Comparison:
             "maps": [saliency.to_dict() | {"grid": saliency.grid.tolist()} for saliency in self.saliencies],
             "agreement": self.agreement().to_dict(),
         }
-
-
-def _columns(picture: Sequence[Saliency]) -> list[list[Saliency]]:
-    """One picture's maps by method and options; a class that was asked for twice ("cat", "top1") appears once."""
-    columns: list[list[Saliency]] = []
-    for one in picture:
-        if not columns or (columns[-1][0].method, columns[-1][0].options) != (one.method, one.options):
-            columns.append([one])
-        elif one.target not in [other.target for other in columns[-1]]:
-            columns[-1].append(one)
-    return columns
-
-
-def _limits(pictures: Sequence[Sequence[Saliency]], scaling: Scaling, **limits: Any) -> dict[int, tuple[float, float]]:
-    """The values of the first and the last colour of each map, by id()."""
-    groups: dict[tuple[int, ...], list[Saliency]] = {}
-    for number, picture in enumerate(pictures):
-        for column, maps in enumerate(_columns(picture)):
-            for row, one in enumerate(maps):
-                key = {"picture": (number, column), "column": (column,), "map": (number, column, row)}[scaling]
-                groups.setdefault(key, []).append(one)
-    return {
-        id(one): overlay.scale_range(np.concatenate([other.grid.ravel() for other in maps]), **limits)
-        for maps in groups.values()
-        for one in maps
-    }
-
-
-@dataclass(frozen=True)
-class _Pen:
-    """How maps are drawn."""
-
-    width: float
-    dpi: int
-    interpolation: overlay.Interpolation
-    blending: Mapping[str, Any]
-
-    def photograph(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The picture in the size that it has in the strip."""
-        height, width = figures.panel_size((image.shape[0], image.shape[1]), width=self.width, dpi=self.dpi)
-        smaller = height <= image.shape[0]
-        resized = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if smaller else cv2.INTER_CUBIC)
-        return np.asarray(resized, dtype=np.uint8)
-
-    def overlay(self, saliency: Saliency, limits: tuple[float, float]) -> NDArray[np.uint8]:
-        """The map over the picture, both in the size that they have in the strip."""
-        picture = self.photograph(saliency.image)
-        # The placement's coordinates are continuous, so that it fits the picture in any size.
-        placement = replace(saliency.placement, image_size=picture.shape[:2])
-        heatmap = overlay.upsample(saliency.grid, placement, interpolation=self.interpolation)
-        return overlay.blend(picture, heatmap, vmin=limits[0], vmax=limits[1], **self.blending)
-
-    def bar(self, two_sides: bool) -> Bar:
-        """The colours from low to high, or from below 0 to above it, as they look over white."""
-        height, width = round(0.07 * self.dpi), round(1.1 * self.dpi)
-        low, labels = (-1, ("below 0", "above 0")) if two_sides else (0, ("low", "high"))
-        ramp = np.tile(np.linspace(low, 1, width), (height, 1))
-        white = np.full((height, width, 3), 255, np.uint8)
-        return Bar(overlay.blend(white, ramp, vmin=low, vmax=1, **self.blending), labels)
-
-
-def _photograph(columns: Sequence[Sequence[Saliency]], pen: _Pen) -> Cell:
-    """The picture itself, with the class that its row explains; where there are several, each map names its own."""
-    first = columns[0][0]
-    classes = [maps for maps in columns if len(maps) > 1]
-    caption = () if classes else tuple(_class_lines(next((m[0] for m in columns if m[0].class_specific), first)))
-    return Cell(pen.photograph(first.image), caption, (image_name(first.source),))
-
-
-def _class_lines(saliency: Saliency) -> Iterator[str]:
-    if saliency.target is not None and saliency.probability is not None:
-        chance = "<0.1%" if saliency.probability < 0.0005 else f"{saliency.probability:.1%}"
-        # The probability of a long name gets a line of its own, so that it is not cut off.
-        yield from (saliency.label, chance) if len(saliency.label) > 40 else (f"{saliency.label}, {chance}",)
-
-
-def _cell(saliency: Saliency, limits: tuple[float, float], pen: _Pen, name_class: bool) -> Cell:
-    low, high = limits
-    details = [f"{_number(low)} – {_number(high)} · {_duration(saliency.seconds)}"]
-    share = saliency.facts.get("saturated")
-    if share is not None:
-        details.append(f"{share:.0%} saturated")
-    caption = tuple(_class_lines(saliency)) if name_class else ()
-    return Cell(pen.overlay(saliency, limits), caption, tuple(details))
-
-
-def _number(value: float) -> str:
-    """A number in a few characters, such as 0.042 or 9.9e−5."""
-    return f"{value:.2g}".replace("e-0", "e-").replace("e+0", "e").replace("-", "−")
-
-
-def _duration(seconds: float) -> str:
-    return f"{1000 * seconds:.0f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
-
-
-def _head(saliency: Saliency) -> Column:
-    method = saliency.method
-    title = _TITLES.get(method, method)  # a registered method is called what its author called it
-    group = "class-specific" if saliency.class_specific else "not class-specific"
-    if method in BASELINES:
-        group = "baselines, not class-specific"
-    return Column(title, _own_options(saliency), group)
-
-
-def _own_options(saliency: Saliency) -> str:
-    """What differs from the method's defaults, such as "discard ratio 0.9", or the preset that this amounts to."""
-    method = get_method(saliency.method)
-    differing = {name: value for name, value in saliency.options.items() if value != method.defaults.get(name)}
-    for name, preset in method.presets.items():
-        if differing and {**method.defaults, **preset} == saliency.options:
-            return "as in the paper" if name == "paper" else f"preset {name}"
-    return ", ".join(_option(name, value) for name, value in differing.items())
-
-
-def _option(name: str, value: Any) -> str:
-    words = name.replace("_", " ")
-    if isinstance(value, bool):
-        return words if value else f"not {words}"
-    if isinstance(value, tuple | list):
-        value = ", ".join(str(part) for part in value)
-        return f"{words} ({value})"
-    return f"{words} {value}"
-
-
-def _note(
-    comparison: Comparison, scaling: Scaling, robust: bool, given: tuple[float | None, float | None], two_sides: bool
-) -> str:
-    low, high = overlay.ROBUST_PERCENTILES
-    ends = f"{low:g}nd to the {high:g}th percentile" if robust else "smallest to the largest value"
-    if None not in given:
-        limits = f"Colours run from {given[0]:g} to {given[1]:g}."
-    else:
-        limits = f"Colours run from the {ends} of the patches, {_SCALED[scaling]}; these limits stand below each map."
-    first = comparison.saliencies[0]
-    seen = (
-        ""
-        if all(p[0].placement.sees_everything for p in comparison.pictures)
-        else (" The line bounds what the model saw.")
-    )
-    around = "\nA map with negative values has colours on both sides of 0, which is clear." if two_sides else ""
-    return f"{limits}{seen}{around}\nModel: {first.model}."

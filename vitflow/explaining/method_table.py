@@ -132,6 +132,9 @@ OPTIONS: dict[str, Option] = {
     )
 }
 
+#: Maps that know nothing of the model's answer: a map that looks no better than these says nothing.
+BASELINES = ("random", "centre")
+
 _PAPER = "Abnar & Zuidema, ACL 2020"
 _METHODS: dict[str, Method] = {}
 
