@@ -22,8 +22,8 @@ import numpy as np
 from PIL import Image
 
 from vitflow.errors import VitflowError
+from vitflow.evaluation.choices import ask
 from vitflow.evaluation.data.datasets import open_dataset
-from vitflow.evaluation.questions import ask
 from vitflow.models.checkpoints import read_class_names
 
 WIDTH, HEIGHT = 40, 30

@@ -9,10 +9,10 @@ from PIL import Image, ImageDraw
 from vitflow.demo import CLASS_NAMES, draw_picture
 from vitflow.errors import ImageError, OptionError, ShapeError
 from vitflow.evaluation import box_region, mask_region, open_dataset, polygon_region, run_length_region
+from vitflow.evaluation.choices import ask
 from vitflow.evaluation.data.annotations import read_annotations
 from vitflow.evaluation.data.datasets import Labelled
 from vitflow.evaluation.data.regions import Region, union
-from vitflow.evaluation.questions import ask
 
 SIZE = (30, 40)  # height, width
 

@@ -18,7 +18,7 @@ from pycocotools import mask as coco
 from vitflow import Explainer
 from vitflow.errors import ImageError, ModelError, OptionError, ShapeError, VitflowError
 from vitflow.evaluation import box_region, evaluate, open_dataset, polygon_region, run_length_region
-from vitflow.evaluation.questions import ask
+from vitflow.evaluation.choices import ask
 from vitflow.folder.decoders import decode_file
 from vitflow.models.checkpoints import read_class_names
 from vitflow.pictures.images import read_image

@@ -30,7 +30,8 @@ from vitflow.evaluation import (
 )
 from vitflow.evaluation.data.datasets import Dataset
 from vitflow.explaining.method_table import _METHODS
-from vitflow.folder.manifest import Journal, RunFolder
+from vitflow.folder.journal import Journal
+from vitflow.folder.keeper import RunFolder
 
 QUICK = ["rollout", "gae"]
 

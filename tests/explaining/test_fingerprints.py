@@ -22,7 +22,7 @@ from vitflow.evaluation.run import _settings
 from vitflow.evaluation.scoring import Protocol
 from vitflow.explaining.method_table import OPTIONS, list_methods
 from vitflow.folder.fingerprints import fingerprint_difference
-from vitflow.folder.manifest import RunFolder
+from vitflow.folder.keeper import RunFolder
 from vitflow.folder.run import _fingerprint
 from vitflow.folder.work import make_job
 from vitflow.methods.tokens import TokenLayout

@@ -19,7 +19,7 @@ from vitflow.errors import VitflowWarning
 from vitflow.evaluation import evaluate
 from vitflow.explaining.method_table import is_slow, list_methods
 from vitflow.explaining.progress import tracking, watched
-from vitflow.folder.run import FolderProgress
+from vitflow.folder.keeper import RunProgress
 
 
 def test_the_share_grows_steadily_over_several_computations():
@@ -81,11 +81,11 @@ def test_a_terminal_shows_one_bar_with_an_estimate_and_a_file_none(monkeypatch):
     for shown in (Terminal(), io.StringIO()):
         monkeypatch.setattr(sys, "stderr", shown)
         with pictures_bar() as show:
-            show(FolderProgress(0, 60, None))
+            show(RunProgress(0, 60, None))
             for share in (0.1, 0.2, 0.6):
                 time.sleep(0.25)
-                show(FolderProgress(0, 60, None, share))
-            show(FolderProgress(1, 60, {"input": "a.jpg", "status": "failed", "error": "E", "message": "of 'a.jpg'"}))
+                show(RunProgress(0, 60, None, share))
+            show(RunProgress(1, 60, {"input": "a.jpg", "status": "failed", "error": "E", "message": "of 'a.jpg'"}))
         text = shown.getvalue()
         assert "error: E: of 'a.jpg'\n" in text
         if shown.isatty():

@@ -16,7 +16,8 @@ from tests.folder.test_run import run as run_folder
 from vitflow import Explainer, explain_folder
 from vitflow.errors import OptionError, VitflowError
 from vitflow.evaluation import evaluate, results
-from vitflow.folder.manifest import Journal, RunFolder
+from vitflow.folder.journal import Journal
+from vitflow.folder.keeper import RunFolder
 from vitflow.folder.report import report_run
 from vitflow.folder.rows import is_folder_row, is_inside, parse_row
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from vitflow.errors import OptionError, VitflowError
-from vitflow.folder.manifest import COLUMNS, Journal, RunFolder, write_manifest
+from vitflow.folder.journal import Journal
+from vitflow.folder.keeper import RunFolder
+from vitflow.folder.manifest import COLUMNS, write_manifest
 
 ODD = os.fsdecode(b"caf\xe9\nnew.jpg")
 

@@ -24,8 +24,10 @@ from vitflow import explain_folder
 from vitflow.errors import ImageError, ModelError, OptionError, VitflowError
 from vitflow.folder import pipeline
 from vitflow.folder.decoders import DecoderPool, decode_file
-from vitflow.folder.manifest import Journal, RunFolder
+from vitflow.folder.journal import Journal
+from vitflow.folder.keeper import RunFolder
 from vitflow.folder.plan import make_plan
+from vitflow.folder.report import report_run
 from vitflow.folder.work import Picture, explain_pictures, make_job
 from vitflow.models.checkpoints import weights_sha256
 
@@ -540,6 +542,26 @@ def test_a_picture_on_which_the_model_fails_does_not_fail_its_batch(tmp_path):
     assert summary.explained == 6
 
 
+class Counting(Picky):
+    """Notes how many pictures it gets at once."""
+
+    seen: list[int] = []  # noqa: RUF012
+
+    def forward(self, x, attn_mask=None):
+        self.seen.append(len(x))
+        return super().forward(x, attn_mask)
+
+
+def test_a_bad_picture_does_not_make_the_batches_after_its_own_smaller(tmp_path):
+    source = fill(tmp_path / "in", 12)
+    Counting.seen.clear()
+    Image.new("RGB", (40, 40), "white").save(source / "0.png")
+    (source / "3.jpg").write_bytes(b"nothing")
+    summary = run(source, tmp_path / "out", model=tiny_model(Counting), batch_size=4)
+    assert (summary.explained, summary.failed) == (11, 2)
+    assert Counting.seen == [4, 1, 1, 1, 1, 3, 4, 1]
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -643,11 +665,11 @@ def test_the_report_remembers_the_bound_on_pixels(tmp_path, monkeypatch):
     bounds = []
     real = decode_file
     monkeypatch.setattr(
-        "vitflow.viewer.report.decode_file", lambda path, bound: (bounds.append(bound), real(path, bound))[1]
+        "vitflow.folder.report.decode_file", lambda path, bound: (bounds.append(bound), real(path, bound))[1]
     )
     source = fill(tmp_path / "in", 1)
     run(source, tmp_path / "out", max_pixels=5000)
-    vitflow.viewer.report.write_report(tmp_path / "out")
+    report_run(tmp_path / "out")
     run(source, tmp_path / "out", max_pixels=6000)
-    vitflow.viewer.report.write_report(tmp_path / "out")
+    report_run(tmp_path / "out")
     assert bounds == [5000, 6000]

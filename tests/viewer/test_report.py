@@ -11,7 +11,8 @@ import pytest
 from tests.folder.test_run import fill, picture_bytes, tiny_model
 from vitflow import explain_folder
 from vitflow.errors import OptionError
-from vitflow.folder.manifest import Journal, RunFolder
+from vitflow.folder.journal import Journal
+from vitflow.folder.keeper import RunFolder
 from vitflow.folder.report import report_run
 from vitflow.pictures.geometry import Placement, place
 from vitflow.pictures.overlay import colorize, scale_range, upsample

@@ -30,7 +30,6 @@ from .metrics import METRICS as METRICS
 from .metrics import Metric as Metric
 from .results import Evaluation as Evaluation
 from .run import evaluate as evaluate
-from .running import EvaluationProgress as EvaluationProgress
 from .statistics import Difference as Difference
 from .statistics import Estimate as Estimate
 from .statistics import estimate_means as estimate_means

@@ -1,21 +1,31 @@
-"""What an evaluation is asked for: methods with their baselines, and the metrics that data and model allow."""
+"""What an evaluation asks: which methods and metrics, and of each picture which class and which pixels are right."""
 
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowError, VitflowWarning
-from vitflow.evaluation.data.datasets import Dataset, Sample
+from vitflow.evaluation.data.datasets import Dataset, Labelled, Sample
+from vitflow.evaluation.data.regions import Label, Region, union
 from vitflow.evaluation.measures.perturbation import REPLACEMENTS
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice, choose_methods
 from vitflow.explaining.method_table import BASELINES, get_method, list_methods
+from vitflow.explaining.targets import class_index
+
+_WORDNET = re.compile(r"n\\d{8}")
+_IMAGENET_CLASSES = 1000
 
 # (label, name, options) of a method.
-Labelled = tuple[str, str, Mapping[str, Any]]
+Column = tuple[str, str, Mapping[str, Any]]
 
 
 def check_options(points: int, sanity_pictures: int, batch_size: int | None, replace_by: str | None) -> None:
@@ -45,9 +55,9 @@ def choose_all(methods: str | Sequence[MethodChoice] | None) -> list[MethodChoic
     return [*ahead, *last, *(name for name in BASELINES if name not in names)]
 
 
-def label_methods(choices: Sequence[MethodChoice], options: Mapping[str, Any]) -> list[Labelled]:
+def label_methods(choices: Sequence[MethodChoice], options: Mapping[str, Any]) -> list[Column]:
     """(label, name, options) of each method; a label tells the options that were given with the name."""
-    found: list[Labelled] = []
+    found: list[Column] = []
     for choice, (method, complete) in zip(choices, choose_methods(choices, options), strict=True):
         own = {} if isinstance(choice, str) else choice[1]
         label = method.name + (":" + ",".join(f"{key}={value}" for key, value in own.items()) if own else "")
@@ -81,13 +91,13 @@ def possible_groups(groups: Sequence[str], dataset: Dataset, explainer: Explaine
 
 
 def applicable_methods(
-    explainer: Explainer, dataset: Dataset, chosen: Sequence[Labelled]
-) -> tuple[list[Labelled], list[str]]:
+    explainer: Explainer, dataset: Dataset, chosen: Sequence[Column]
+) -> tuple[list[Column], list[str]]:
     """Of all methods those that apply to the model, tried on one picture; and what to tell of the others."""
     picture = next((image for sample in dataset.samples[:20] if (image := _image(sample)) is not None), None)
     if picture is None:
         return list(chosen), []  # the run will tell what is wrong with the pictures
-    kept: list[Labelled] = []
+    kept: list[Column] = []
     refused: dict[str, list[str]] = {}
     for label, name, options in chosen:
         try:
@@ -107,3 +117,79 @@ def _image(sample: Sample) -> Any:
         return sample.read().image
     except (VitflowError, OSError):
         return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """One picture's question.
+
+    Attributes:
+        target: class index that the maps are asked for; None for the class that the model predicts.
+        region: the right answer, bool [height, width]; None where the data does not say.
+        unknown: pixels of which the data says that nobody knows, bool [height, width]; they are left out.
+    """
+
+    target: int | None
+    region: NDArray[np.bool_] | None = None
+    unknown: NDArray[np.bool_] | None = None
+
+
+def ask(picture: Labelled, num_classes: int, class_names: Sequence[str] | None) -> Question:
+    """Choose the class that is asked for, and the region that belongs to it.
+
+    1. Where the picture as a whole has a class that the model has, this one is asked for.
+    2. Otherwise, of the classes of its objects that the model has, the one that covers the most pixels.
+    3. Where the model has none of them, the class that it predicts.
+
+    The region is the union of all objects of the asked class, and in case 3 the union of all objects; where the picture
+    as a whole has a class and its objects have none, the union of all, too. A picture asks one question, so that
+    pictures stay independent of each other in the statistics.
+
+    Args:
+        picture: as the data has it.
+        num_classes: of the model; 0 where it has none.
+        class_names: their names, where known. WordNet ids such as n01440764 are known to models of ImageNet-1k.
+    """
+    size = picture.image.shape[:2]
+    target = _index(picture.label, num_classes, class_names)
+    if picture.regions is None:
+        return Question(target)
+    unknown = [region for region in picture.regions if region.unknown]
+    known = [region for region in picture.regions if not region.unknown]
+    indices = [_index(region.label, num_classes, class_names) for region in known]
+    if target is None:
+        target = _largest(known, indices, (size[0], size[1]))
+    own = [region for region, index in zip(known, indices, strict=True) if index is not None and index == target]
+    mask = union(own or known, (size[0], size[1]))
+    blurred = union(unknown, (size[0], size[1])) & ~mask if unknown else None
+    return Question(target, mask, blurred)
+
+
+def _largest(regions: Sequence[Region], indices: Sequence[int | None], size: tuple[int, int]) -> int | None:
+    """The class that covers the most pixels; of equal ones the first."""
+    by_class: dict[int, list[Region]] = {}
+    for region, index in zip(regions, indices, strict=True):
+        if index is not None:
+            by_class.setdefault(index, []).append(region)
+    if len(by_class) < 2:
+        return next(iter(by_class), None)
+    return max(by_class, key=lambda index: int(union(by_class[index], size).sum()))
+
+
+def _index(label: Label, num_classes: int, class_names: Sequence[str] | None) -> int | None:
+    """The model's class of that label; None where it has no such class, or several."""
+    if label is None or not num_classes:
+        return None
+    if isinstance(label, str) and _WORDNET.fullmatch(label) and num_classes == _IMAGENET_CLASSES:
+        return _imagenet_synsets().get(label)
+    try:
+        return class_index(label, num_classes, class_names)
+    except OptionError:
+        return None
+
+
+@cache
+def _imagenet_synsets() -> dict[str, int]:
+    from timm.data import ImageNetInfo
+
+    return {name: index for index, name in enumerate(ImageNetInfo("imagenet-1k").label_names())}

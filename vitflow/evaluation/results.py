@@ -18,7 +18,7 @@ from vitflow.evaluation.metrics import Metric
 from vitflow.evaluation.page import write_page
 from vitflow.evaluation.statistics import defined_means, markdown_table
 from vitflow.evaluation.tables import Tables
-from vitflow.folder.spreadsheet import plain_cell
+from vitflow.folder.manifest import plain_cell
 from vitflow.pictures.files import write_atomically
 
 # Columns of the CSV files.

@@ -1,10 +1,10 @@
 """Evaluate methods on a model and data: measure picture by picture, resumable, and put everything together."""
 
-import json
+import hashlib
 import os
-import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import version
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch import nn
 
 from vitflow.errors import VitflowError
 from vitflow.evaluation.choices import (
+    Question,
     applicable_methods,
+    ask,
     check_options,
     choose_all,
     label_methods,
@@ -20,23 +22,32 @@ from vitflow.evaluation.choices import (
     possible_groups,
 )
 from vitflow.evaluation.collecting import collect
-from vitflow.evaluation.data.datasets import Dataset, open_dataset
+from vitflow.evaluation.data.datasets import Dataset, Labelled, Sample, open_dataset
 from vitflow.evaluation.measures.token_dropping import can_drop_tokens
 from vitflow.evaluation.metrics import choose_metrics
 from vitflow.evaluation.results import Evaluation
-from vitflow.evaluation.running import COSTLY, EvaluationProgress, Run
-from vitflow.evaluation.scoring import Protocol
+from vitflow.evaluation.rows import accepts
+from vitflow.evaluation.scoring import Item, Protocol, failed_row, measure
 from vitflow.evaluation.statistics import RESAMPLES
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice
-from vitflow.explaining.method_table import get_method
-from vitflow.folder.manifest import RunFolder
+from vitflow.explaining.method_table import get_method, is_slow
+from vitflow.explaining.progress import watched
+from vitflow.folder.batches import Batches
+from vitflow.folder.fingerprints import run_fingerprint
+from vitflow.folder.keeper import RunFolder, RunProgress, Tally, keep_rows, versions
 from vitflow.pictures.images import ImageSource
 
 #: On how many pictures the costly groups are measured where nothing else is asked for.
 SANITY_PICTURES = 24
 
-_VERSIONS = ("vitflow", "torch", "timm", "numpy")
+# Groups of metrics that take many forward passes per picture.
+_COSTLY = ("sanity", "correlation")
+
+# How often the sanity checks make each map of a picture anew: stages of random weights, shifts, flips, classes.
+_SANITY_ROUNDS = 9
+
+_AUTO_BATCH = {"cpu": 8, "cuda": 64}
 
 
 def evaluate(
@@ -55,7 +66,7 @@ def evaluate(
     resamples: int = RESAMPLES,
     seed: int = 0,
     overwrite: bool = False,
-    progress: Callable[[EvaluationProgress], None] | None = None,
+    progress: Callable[[RunProgress], None] | None = None,
     **options: Any,
 ) -> Evaluation:
     """Measure what the maps of several methods are worth, on your model and your pictures, beside two baselines.
@@ -110,18 +121,14 @@ def evaluate(
     slow = [label for label, name, _ in chosen if methods == "all" and "predict" in get_method(name).needs]
     protocol = Protocol(tuple(chosen), tuple(groups), how, points, seed=seed, unchecked=tuple(slow))
     settings = _settings(dataset, explainer, protocol, sanity_pictures)
-    run = Run(dataset, explainer, protocol, sanity_pictures, batch_size, progress)
-    if output is None:
-        rows: Iterable[dict[str, Any]] = list(run.rows())
-    else:
-        rows = run.keep(RunFolder(Path(output)), settings, overwrite)
+    run = _Run(dataset, explainer, protocol, sanity_pictures, batch_size, progress)
     evaluation = collect(
-        rows,
+        list(run.rows()) if output is None else run.kept_rows(RunFolder(Path(output)), settings, overwrite),
         dataset=dataset,
         model=explainer.model_id,
         protocol=protocol,
         metrics=[metric for metric in shown if metric.group in groups],
-        settings=settings | {"resamples": resamples, "versions": _versions()},
+        settings=settings | {"resamples": resamples, "versions": versions()},
         notes=notes,
     )
     if not evaluation.pictures:
@@ -139,25 +146,11 @@ def evaluate(
 
 def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol, sanity_pictures: int) -> dict[str, Any]:
     """Everything that the rows depend on; two runs that agree in it may share a folder."""
-    costly = {"sanity_pictures": sanity_pictures} if set(COSTLY) & set(protocol.groups) else {}
+    costly = {"sanity_pictures": sanity_pictures} if set(_COSTLY) & set(protocol.groups) else {}
     removing = {"replace_by": protocol.replace, "points": protocol.points} if "faithfulness" in protocol.groups else {}
-    record = {
-        "kind": "evaluation",
-        "data": dict(dataset.identity) or {"own": dataset.name},
-        **explainer.fingerprint(),
-        "methods": {label: name for label, name, _ in protocol.methods},
-        "options": {label: dict(options) for label, _, options in protocol.methods},
-        "groups": list(protocol.groups),
-        "seed": protocol.seed,
-        **costly,
-        **removing,
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(record, default=str))
-    return plain
-
-
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {name: version(name) for name in _VERSIONS}
+    data = {"data": dict(dataset.identity) or {"own": dataset.name}}
+    measured = {"groups": list(protocol.groups), "seed": protocol.seed, **costly, **removing}
+    return run_fingerprint("evaluation", data, explainer.fingerprint(), protocol.methods, measured)
 
 
 def _nothing_measured(failures: Sequence[Mapping[str, Any]]) -> str:
@@ -168,3 +161,104 @@ def _nothing_measured(failures: Sequence[Mapping[str, Any]]) -> str:
         f"None of the {len(failures)} pictures could be measured. The first was {first['input']!r}: "
         f"{first['error']}: {first['message']}"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Measures the pictures of a data set, one batch after the other."""
+
+    dataset: Dataset
+    explainer: Explainer
+    protocol: Protocol
+    sanity_pictures: int
+    batch_size: int | None
+    progress: Callable[[RunProgress], None] | None
+
+    def kept_rows(self, folder: RunFolder, settings: Mapping[str, Any], overwrite: bool) -> Iterator[dict[str, Any]]:
+        """Measure what the folder has no row of, and give all rows in the order of the data."""
+        accept = accepts(self.protocol, self.explainer)
+        with keep_rows(folder, {"run": settings}, accept, overwrite=overwrite) as journal:
+            samples = {sample.name: sample for sample in self.dataset.samples}
+            groups = self._groups()
+            before = {
+                name for row in journal.rows(samples) if _is_done(row, samples[name := row["input"]], groups[name])
+            }
+            for row in self.rows(before):
+                journal.append([row])
+            journal.compact(samples)
+        # What an earlier, longer run measured beyond this one's share does not count.
+        return (_only(row, groups[row["input"]]) for row in journal.rows(samples))
+
+    def rows(self, before: Iterable[str] = ()) -> Iterator[dict[str, Any]]:
+        """Measure all pictures but those of before, in batches, a row for each."""
+        done = set(before)
+        groups = self._groups()
+        missing = [sample for sample in self.dataset.samples if sample.name not in done]
+        tally = Tally(self.progress, len(self.dataset), len(done))
+        size = self.batch_size or _AUTO_BATCH.get(self.explainer.device.type, 8)
+        batches = Batches(self.explainer, size)
+        question_of = partial(ask, num_classes=self.explainer.num_classes, class_names=self.explainer.class_names)
+        for start in range(0, len(missing), size):
+            samples = missing[start : start + size]
+            with watched(partial(_tell_share, tally, tally.done, len(samples)), self._rounds(samples, groups)):
+                for row in self._measure(batches, samples, groups, question_of):
+                    tally.row(row)
+                    yield row
+
+    def _measure(
+        self,
+        batches: Batches,
+        samples: Sequence[Sample],
+        groups: Mapping[str, tuple[str, ...]],
+        question_of: Callable[[Labelled], Question],
+    ) -> Iterator[dict[str, Any]]:
+        items: list[Item] = []
+        stamps = {}
+        for sample in samples:
+            stamps[sample.name] = {"stamp": sample.stamp()}
+            try:
+                picture = sample.read()
+                question = question_of(picture)
+            except (VitflowError, OSError) as error:
+                yield failed_row(sample.name, error) | stamps[sample.name]
+            else:
+                items.append(Item(sample.name, picture, question, groups[sample.name]))
+        for row in measure(batches, items, self.protocol):
+            yield row | stamps[row["input"]]
+
+    def _rounds(self, samples: Sequence[Sample], groups: Mapping[str, tuple[str, ...]]) -> float:
+        """How many times the work of the methods that take long, on the whole batch, is expected of it."""
+        slow = [label for label, name, _ in self.protocol.methods if is_slow(name)]
+        checked = len([label for label in slow if label not in self.protocol.unchecked])
+        share = sum("sanity" in groups[sample.name] for sample in samples) / len(samples)
+        return max(len(slow) + checked * share * _SANITY_ROUNDS, 1)
+
+    def _groups(self) -> dict[str, tuple[str, ...]]:
+        """What is measured on each picture: the costly groups on some of them."""
+        quick = tuple(group for group in self.protocol.groups if group not in _COSTLY)
+        names = [sample.name for sample in self.dataset.samples]
+        drawn = set(sorted(names, key=lambda name: _draw(name, self.protocol.seed))[: self.sanity_pictures])
+        return {name: self.protocol.groups if name in drawn else quick for name in names}
+
+
+def _tell_share(tally: Tally, before: int, pictures: int, share: float) -> None:
+    """Tell how much of a batch is done, beyond its pictures that have a row already."""
+    tally.share(max(before + share * pictures - tally.done, 0.0))
+
+
+def _draw(name: str, seed: int) -> bytes:
+    """A picture's lot: those with the smallest are drawn, and more pictures in the data change little of it."""
+    return hashlib.sha256(f"{seed} {name}".encode("utf-8", "surrogateescape")).digest()
+
+
+def _is_done(row: Mapping[str, Any], sample: Sample, groups: Sequence[str]) -> bool:
+    """Whether an earlier run measured this very picture, and all that is asked for."""
+    return row["status"] == "measured" and row["stamp"] == sample.stamp() and set(groups) <= set(row["groups"])
+
+
+def _only(row: dict[str, Any], groups: Sequence[str]) -> dict[str, Any]:
+    """A row without the groups of metrics that this run does not measure on the picture."""
+    if row["status"] != "measured" or set(row["groups"]) <= set(groups):
+        return row
+    kept = {name: value for name, value in row.items() if name not in ("stages", "correlation")}
+    return kept | {"groups": list(groups)}

@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from vitflow.errors import stops_all
+from vitflow.evaluation.choices import Question
 from vitflow.evaluation.data.datasets import Labelled
 from vitflow.evaluation.measures import sanity
 from vitflow.evaluation.measures.correlation import rank_correlation
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.localisation import localise
-from vitflow.evaluation.questions import Question
 from vitflow.explaining.agreement import is_constant
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice
 from vitflow.explaining.saliency import Saliency
+from vitflow.folder.batches import Batches
 from vitflow.pictures.typesetting import drawable
 
 _LOCALISATION = ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou")
@@ -77,29 +77,19 @@ class Item:
     groups: tuple[str, ...]
 
 
-def measure(explainer: Explainer, items: Sequence[Item], protocol: Protocol) -> Iterator[dict[str, Any]]:
-    """Measure a batch of pictures, a row for each; what is wrong with one picture stands in its own row.
+def measure(batches: Batches, items: Sequence[Item], protocol: Protocol) -> Iterator[dict[str, Any]]:
+    """Measure pictures, a row for each; what is wrong with one picture stands in its own row.
 
     Raises:
         OptionError, UnsupportedModelError: no picture can be measured this way.
     """
-    try:
-        maps = _explain(explainer, items, protocol)
-    except Exception as error:
-        if stops_all(error, explainer.fit):
-            raise
-        if len(items) == 1:
-            yield failed_row(items[0].name, error)
-            return
-        # Out of memory: in halves. Anything else lies with one of the pictures: one by one, to find out which.
-        size = (len(items) + 1) // 2 if isinstance(error, torch.OutOfMemoryError) else 1
-        del error
-        for start in range(0, len(items), size):
-            yield from measure(explainer, items[start : start + size], protocol)
-        return
-    for item, own in zip(items, maps, strict=True):
+    explainer = batches.explainer
+    maps = batches.each(items, lambda own: _explain(explainer, own, protocol))
+    for item, found in zip(items, maps, strict=True):
         try:
-            row = _row(explainer, item, own, protocol)
+            row = (
+                failed_row(item.name, found) if isinstance(found, Exception) else _row(explainer, item, found, protocol)
+            )
         except Exception as error:
             if stops_all(error, explainer.fit):
                 raise

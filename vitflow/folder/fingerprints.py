@@ -1,10 +1,12 @@
 """Whether an output folder's run may be gone on with: only by one that would have given the same results."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from vitflow.errors import OptionError
-from vitflow.folder.manifest import VERSION, Journal, RunFolder
+from vitflow.folder.journal import VERSION
 
 _REMEDY = "Choose another folder, or replace that run with --overwrite (overwrite=True)."
 _KINDS = {"evaluation": "an evaluation", "folder": "a folder run"}
@@ -16,26 +18,54 @@ _IN_WORDS = {
 }
 
 
-def check_same_run(journal: Journal, folder: RunFolder, fingerprint: Mapping[str, Any]) -> None:
-    """Refuse a folder that holds a run with another fingerprint.
+def run_fingerprint(
+    kind: str,
+    source: Mapping[str, Any],
+    model: Mapping[str, Any],
+    methods: Iterable[tuple[str, str, Mapping[str, Any]]],
+    how: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Everything that the results of a run depend on, ready for JSON; two runs that agree in it may share a folder.
+
+    Args:
+        kind: "folder" or "evaluation".
+        source: what the pictures are.
+        model: the explainer's fingerprint.
+        methods: (label, name, options) of each.
+        how: what else the rows depend on.
+    """
+    methods = list(methods)
+    record = {
+        "kind": kind,
+        **source,
+        **model,
+        "methods": {label: name for label, name, _ in methods},
+        "options": {label: dict(options) for label, _, options in methods},
+        **how,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(record, default=str))
+    return plain
+
+
+def check_same_run(header: Mapping[str, Any], folder: Path, fingerprint: Mapping[str, Any]) -> None:
+    """Refuse a folder whose journal begins with the header of a run with another fingerprint.
 
     Raises:
-        OptionError: it does, or one of a version of vitflow that did not keep the whole fingerprint.
+        OptionError: it does, or with that of a version of vitflow that did not keep the whole fingerprint.
     """
-    header: Mapping[str, Any] = journal.header or {}
     if header["vitflow_journal"] != VERSION:
         raise OptionError(
-            f"The folder {str(folder.path)!r} holds a run of another version of vitflow, which did not note all that "
+            f"The folder {str(folder)!r} holds a run of another version of vitflow, which did not note all that "
             f"its results depend on. {_REMEDY}"
         )
     before = header["run"]
     kinds = [_KINDS.get(str(own.get("kind")), "another run") for own in (before, fingerprint)]
     if kinds[0] != kinds[1]:
-        raise OptionError(f"The folder {str(folder.path)!r} holds {kinds[0]}, not {kinds[1]}. {_REMEDY}")
+        raise OptionError(f"The folder {str(folder)!r} holds {kinds[0]}, not {kinds[1]}. {_REMEDY}")
     different = fingerprint_difference(before, fingerprint)
     if different:
         raise OptionError(
-            f"The folder {str(folder.path)!r} holds a run with other options: {'; '.join(different)}. {_REMEDY}"
+            f"The folder {str(folder)!r} holds a run with other options: {'; '.join(different)}. {_REMEDY}"
         )
 
 

@@ -12,8 +12,10 @@ from vitflow.errors import printable
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_table import is_slow
 from vitflow.explaining.progress import watched
+from vitflow.folder.batches import Batches
 from vitflow.folder.decoders import Decoded, DecoderPool
-from vitflow.folder.manifest import Journal
+from vitflow.folder.journal import Journal
+from vitflow.folder.keeper import Tally
 from vitflow.folder.plan import Item
 from vitflow.folder.work import Job, Maps, Picture, compute_maps, draw_files
 from vitflow.pictures.files import stays_inside, write_atomically
@@ -24,7 +26,6 @@ WAITING_BYTES = 192 * 2**20
 # Batches that wait to be written: with more the disk is the bottleneck, and waiting helps nobody.
 _BATCHES_BEHIND = 2
 
-OnRow = Callable[[dict[str, Any], float], None]
 _Writing = list[Future[dict[str, Any]]]
 
 
@@ -38,8 +39,8 @@ class Pipeline:
         journal: where rows go.
         batch_size: pictures in one forward pass; it is halved where memory is too small.
         decoders: the processes that read.
-        on_row: called with each row once it is in the journal, and the work that is under way, in pictures.
-        on_share: called with that work as methods that take long go on.
+        tally: told of each row once it is in the journal, and of the work that is under way, in pictures, as methods
+            that take long go on.
     """
 
     def __init__(
@@ -51,13 +52,12 @@ class Pipeline:
         *,
         batch_size: int,
         decoders: DecoderPool,
-        on_row: OnRow | None = None,
-        on_share: Callable[[float], None] = lambda _: None,
+        tally: Tally,
     ) -> None:
-        self._explainer, self._job, self._output, self._journal = explainer, job, output, journal
-        self._batch_size, self._decoders, self._on_row = batch_size, decoders, on_row
-        self._on_share, self._slow = on_share, sum(is_slow(name) for _, name, _ in job.methods)
-        self._fits = batch_size
+        self._job, self._output, self._journal = job, output, journal
+        self._batch_size, self._decoders, self._tally = batch_size, decoders, tally
+        self._batches = Batches(explainer, batch_size)
+        self._slow = sum(is_slow(name) for _, name, _ in job.methods)
         self._under_way = 0.0  # pictures whose maps are there, and that have no row yet
         self._writing: deque[tuple[int, _Writing]] = deque()  # (bytes of pixels, one future per picture)
 
@@ -75,7 +75,7 @@ class Pipeline:
                     if not wanted:
                         continue
                     with watched(partial(self._tell_share, len(wanted)), max(self._slow, 1)):
-                        found, self._fits = compute_maps(self._explainer, pictures, self._job)
+                        found = compute_maps(self._batches, pictures, self._job)
                     self._under_way += len(wanted)
                     self._hand_over(writers, zip(pictures, found, strict=True), missing)
             while self._writing:
@@ -136,7 +136,7 @@ class Pipeline:
         part: list[Picture] = []
         for picture in pictures:
             part.append(picture)
-            if len(part) >= self._fits or sum(own.decoded.nbytes for own in part) > WAITING_BYTES:
+            if len(part) >= self._batches.fits or sum(own.decoded.nbytes for own in part) > WAITING_BYTES:
                 yield part
                 part = []
         if part:
@@ -183,10 +183,9 @@ class Pipeline:
 
     def _keep(self, rows: Sequence[dict[str, Any]]) -> None:
         self._journal.append(rows)
-        if self._on_row is not None:
-            for row in rows:
-                self._under_way -= 1
-                self._on_row(row, self._under_way)
+        for row in rows:
+            self._under_way -= 1
+            self._tally.row(row, self._under_way)
 
     def _tell_share(self, pictures: int, share: float) -> None:
-        self._on_share(self._under_way + share * pictures)
+        self._tally.share(self._under_way + share * pictures)

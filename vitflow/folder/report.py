@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError
 from vitflow.folder.decoders import decode_file
-from vitflow.folder.manifest import Journal, RunFolder
+from vitflow.folder.journal import Journal
+from vitflow.folder.keeper import RunFolder
 from vitflow.folder.rows import is_folder_row, is_folder_run, is_whole
 from vitflow.pictures.images import MAX_PIXELS
 from vitflow.viewer.report import write_report

@@ -1,14 +1,11 @@
 """Explain folders of pictures: plan, run, and leave a manifest; what was done is not done again."""
 
 import itertools
-import json
 import os
-import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +18,10 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice
 from vitflow.explaining.targets import Target, resolve_targets
 from vitflow.folder.decoders import DecoderPool
-from vitflow.folder.fingerprints import check_same_run
-from vitflow.folder.manifest import FORMATS, Journal, RunFolder, load_pyarrow, write_json, write_manifest
+from vitflow.folder.fingerprints import run_fingerprint
+from vitflow.folder.journal import Journal
+from vitflow.folder.keeper import RunFolder, RunProgress, Tally, keep_rows, versions, write_json
+from vitflow.folder.manifest import MANIFEST_FORMATS, load_pyarrow, write_manifest
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Item, Plan, make_plan
 from vitflow.folder.rows import is_folder_row
@@ -33,27 +32,6 @@ from vitflow.pictures.overlay import blend
 
 # Pictures per forward pass: more do not make a CPU faster, and a GPU is busy with that many.
 _AUTO_BATCH = {"cpu": 16, "cuda": 64}
-
-# Distributions whose versions run.json tells.
-_VERSIONS = ("vitflow", "torch", "timm", "numpy", "opencv-python-headless", "pillow")
-
-
-@dataclass(frozen=True, slots=True)
-class FolderProgress:
-    """Where a run stands, for a progress callback: called at the start (without a row), then once per picture.
-
-    Attributes:
-        done: pictures with a row, those of earlier runs included.
-        total: pictures of the run.
-        row: the newest row, as in the manifest.
-        under_way: how many more pictures' worth of work is done, as far as it is known. Methods that take long are told
-            of in between, without a row.
-    """
-
-    done: int
-    total: int
-    row: Mapping[str, Any] | None
-    under_way: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +86,7 @@ def explain_folder(
     report: bool = False,
     max_pixels: int = MAX_PIXELS,
     drawing: Mapping[str, Any] | None = None,
-    progress: Callable[[FolderProgress], None] | None = None,
+    progress: Callable[[RunProgress], None] | None = None,
     command: Sequence[str] | None = None,
     **options: Any,
 ) -> FolderSummary:
@@ -168,15 +146,15 @@ def explain_folder(
     _check_target(job, explainer)
     fingerprint = _fingerprint(fresh.root, job, explainer)
     header = {"run": fingerprint, "max_pixels": max_pixels}
-    with folder.lock():
-        journal = Journal(folder.journal, is_folder_row)
-        if not _goes_on(journal, folder, fingerprint, overwrite):
-            if not overwrite:
-                _refuse_foreign_files(folder.path, fresh, job)
-            journal.start(header)
+
+    def clear(journal: Journal) -> None:
+        if overwrite:
+            _remove_outputs(journal, folder.path)
+        else:
+            _refuse_foreign_files(folder.path, fresh, job)
+
+    with keep_rows(folder, header, is_folder_row, overwrite=overwrite, clear=clear) as journal:
         plan = plan_with({row["input"]: row["stem"] for row in journal.rows()})
-        journal.header = header  # an earlier run may have had another max_pixels; written with the rows, at the end
-        folder.remove_leftovers()
         kept = _run(plan, journal, folder, explainer, job, batch_size, workers, max_pixels, progress)
         keys = [item.key for item in plan.items]
         journal.compact(keys)
@@ -193,7 +171,7 @@ def explain_folder(
         write_json(
             folder.run_json,
             {
-                "versions": _versions(),
+                "versions": versions(),
                 "command": list(command) if command else None,
                 "run": fingerprint | {"recursive": recursive, "glob": glob, "limit": limit, "manifest": manifest},
                 "totals": totals,
@@ -210,8 +188,8 @@ def explain_folder(
 
 def _check(job: Job, manifest: str, batch_size: int | None, workers: int | None, limit: int | None) -> None:
     """What can be known to be wrong before anything is loaded."""
-    if manifest not in FORMATS:
-        raise OptionError(f"Expected a manifest of {', '.join(FORMATS)}, got {manifest!r}.")
+    if manifest not in MANIFEST_FORMATS:
+        raise OptionError(f"Expected a manifest of {', '.join(MANIFEST_FORMATS)}, got {manifest!r}.")
     if manifest == "parquet":
         load_pyarrow()
     for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0), ("limit", limit, 1)):
@@ -237,32 +215,14 @@ def _check_target(job: Job, explainer: Explainer) -> None:
 
 
 def _fingerprint(root: Path, job: Job, explainer: Explainer) -> dict[str, Any]:
-    """Everything that the results depend on; two runs that agree in it may share a folder."""
-    record = {
-        "kind": "folder",
-        "root": os.fspath(root),
-        **explainer.fingerprint(),
-        "methods": {label: name for label, name, _ in job.methods},
-        "options": {label: dict(own) for label, _, own in job.methods},
-        "target": job.target,
-        "drawing": dict(job.drawing),
-        "format": job.format,
-        "save_map": job.save_map,
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(record))
-    return plain
+    drawn = {"target": job.target, "drawing": dict(job.drawing), "format": job.format, "save_map": job.save_map}
+    return run_fingerprint("folder", {"root": os.fspath(root)}, explainer.fingerprint(), job.methods, drawn)
 
 
-def _goes_on(journal: Journal, folder: RunFolder, fingerprint: Mapping[str, Any], overwrite: bool) -> bool:
-    """Whether the folder holds this very run; another one is refused, or its files are removed to begin anew."""
-    if journal.header is None:
-        return False
-    if not overwrite:
-        check_same_run(journal, folder, fingerprint)
-        return True
+def _remove_outputs(journal: Journal, output: Path) -> None:
+    """Remove the files that an earlier run has made."""
     for row in journal.rows():
-        remove_inside(folder.path, (*row.get("outputs", {}).values(), *(row.get("maps") or {}).values()))
-    return False
+        remove_inside(output, (*row.get("outputs", {}).values(), *(row.get("maps") or {}).values()))
 
 
 def _refuse_foreign_files(output: Path, plan: Plan, job: Job) -> None:
@@ -285,40 +245,24 @@ def _run(
     batch_size: int | None,
     workers: int | None,
     max_pixels: int,
-    progress: Callable[[FolderProgress], None] | None,
+    progress: Callable[[RunProgress], None] | None,
 ) -> int:
     """Do what is missing; how many pictures were done before."""
-    before = {item.key for item in plan.items if _is_done(item, journal, folder.path)}
-    done = len(before)
-    if progress is not None:
-        progress(FolderProgress(done, len(plan.items), None))
-
-    def on_row(row: dict[str, Any], under_way: float) -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(FolderProgress(done, len(plan.items), row, under_way))
-
-    def on_share(under_way: float) -> None:
-        if progress is not None:
-            progress(FolderProgress(done, len(plan.items), None, under_way))
-
-    if done < len(plan.items):
+    items = {item.key: item for item in plan.items}
+    before = {row["input"] for row in journal.rows(items) if _is_done(items[row["input"]], row, folder.path)}
+    tally = Tally(progress, len(items), len(before))
+    if len(before) < len(items):
         size = batch_size or _AUTO_BATCH.get(explainer.device.type, 16)
         count = min(8, max(1, (os.cpu_count() or 2) // 2)) if workers is None else workers
         with DecoderPool(count, max_pixels=max_pixels) as decoders:
-            told: dict[str, Any] = {} if progress is None else {"on_row": on_row, "on_share": on_share}
-            pipeline = Pipeline(explainer, job, folder.path, journal, batch_size=size, decoders=decoders, **told)
+            pipeline = Pipeline(explainer, job, folder.path, journal, batch_size=size, decoders=decoders, tally=tally)
             pipeline.run(plan.items, lambda item: item.key in before)
     return len(before)
 
 
-def _is_done(item: Item, journal: Journal, output: Path) -> bool:
+def _is_done(item: Item, row: Mapping[str, Any], output: Path) -> bool:
     """Whether an earlier run explained this very file, and its outputs are still there."""
-    if item.problem is not None or item.key not in journal:
-        return False
-    row = next(journal.rows([item.key]))
-    if row["status"] != "explained" or row["stem"] != item.stem or "written" not in row:
+    if item.problem is not None or row["status"] != "explained" or row["stem"] != item.stem or "written" not in row:
         return False
     try:
         status = os.stat(item.path)  # noqa: PTH116
@@ -354,17 +298,7 @@ def _write_manifest(
     }
     path = folder.manifest(kind)
     write_manifest(path, journal.rows(keys), {**shared, **common})
-    for other in FORMATS:
+    for other in MANIFEST_FORMATS:
         if other != kind:
             folder.manifest(other).unlink(missing_ok=True)
     return path
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in _VERSIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # built another way, such as opencv without its wheel
-            continue
-    return found

@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
-from vitflow.errors import OptionError, printable, stops_all
+from vitflow.errors import OptionError, printable
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Target
+from vitflow.folder.batches import Batches
 from vitflow.folder.decoders import Decoded
 from vitflow.pictures.images import _WRITE_OPTIONS
 
@@ -102,7 +104,7 @@ def explain_pictures(explainer: Explainer, pictures: Sequence[Picture], job: Job
     Raises:
         OptionError, UnsupportedModelError: no picture could be explained this way.
     """
-    maps, _ = compute_maps(explainer, pictures, job)
+    maps = compute_maps(Batches(explainer, len(pictures)), pictures, job)
     return [draw_files(picture, found, job) for picture, found in zip(pictures, maps, strict=True)]
 
 
@@ -116,53 +118,36 @@ class Maps:
     seconds: float = 0.0
 
 
-def compute_maps(explainer: Explainer, pictures: Sequence[Picture], job: Job) -> tuple[list[Maps], int]:
-    """Run the model over a batch; also returns how many pictures at once fitted into memory."""
-    readable = [index for index, picture in enumerate(pictures) if picture.decoded.image is not None]
-    found = [Maps(error=picture.decoded.error, message=picture.decoded.message) for picture in pictures]
-    size = start = 0
-    size = len(readable)
-    while start < len(readable):
-        members = readable[start : start + size]
-        started = time.perf_counter()
-        maps, error = _try(explainer, [pictures[index] for index in members], job)
-        if error is not None and len(members) > 1:
-            # Out of memory: half as many from here on. Anything else lies with one of the pictures: find out which.
-            size = (len(members) + 1) // 2 if isinstance(error, torch.OutOfMemoryError) else 1
-            continue
-        seconds = (time.perf_counter() - started) / len(members)
-        for index, own in zip(members, maps, strict=True):
-            found[index] = Maps(own, seconds=seconds) if error is None else _failed(error)
-        start += len(members)
-    return found, max(size, 1)
-
-
-def _try(explainer: Explainer, pictures: Sequence[Picture], job: Job) -> tuple[list[list[Saliency]], Exception | None]:
-    images = [picture.decoded.image for picture in pictures if picture.decoded.image is not None]
-    names = [printable(picture.key) for picture in pictures if picture.decoded.image is not None]
+def compute_maps(batches: Batches, pictures: Sequence[Picture], job: Job) -> list[Maps]:
+    """Run the model over a batch; what is wrong with one picture is told in its own place."""
     methods = [(name, options) for _, name, options in job.methods]
-    try:
-        flat = explainer.explain_batch(images, methods=methods, targets=job.target, names=names)
-    except torch.OutOfMemoryError as error:
-        # The traceback holds the tensors that did not fit.
-        problem: Exception = error.with_traceback(None)
-    except Exception as error:
-        if stops_all(error, explainer.fit):
-            raise
-        problem = error
-    else:
-        count = len(methods)
-        return [flat[start : start + count] for start in range(0, len(flat), count)], None
-    if explainer.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return [[] for _ in pictures], problem
+
+    def explain(members: Sequence[tuple[NDArray[np.uint8], str]]) -> list[Maps]:
+        started = time.perf_counter()
+        images, names = zip(*members, strict=True)
+        flat = batches.explainer.explain_batch(images, methods=methods, targets=job.target, names=names)
+        seconds = (time.perf_counter() - started) / len(images)
+        return [
+            Maps(flat[start : start + len(methods)], seconds=seconds) for start in range(0, len(flat), len(methods))
+        ]
+
+    readable = [(own.decoded.image, printable(own.key)) for own in pictures if own.decoded.image is not None]
+    found = batches.each(readable, explain)
+    return [
+        Maps(error=picture.decoded.error, message=picture.decoded.message)
+        if picture.decoded.image is None
+        else _or_failed(next(found))
+        for picture in pictures
+    ]
 
 
-def _failed(error: Exception) -> Maps:
-    message = str(error) or type(error).__name__
-    if isinstance(error, torch.OutOfMemoryError):
+def _or_failed(found: Maps | Exception) -> Maps:
+    if isinstance(found, Maps):
+        return found
+    message = str(found) or type(found).__name__
+    if isinstance(found, torch.OutOfMemoryError):
         message = f"The memory of the device is too small for this picture alone: {message.splitlines()[0]}"
-    return Maps(error=type(error).__name__, message=printable(message))
+    return Maps(error=type(found).__name__, message=printable(message))
 
 
 def draw_files(picture: Picture, found: Maps, job: Job) -> Explained:
