@@ -1,6 +1,8 @@
 """Folder runs as users meet them: counts, names, faults caused one by one, kills, Ctrl-C, resume."""
 
+import builtins
 import errno
+import hashlib
 import io
 import json
 import multiprocessing
@@ -26,7 +28,7 @@ from vitflow.folder import pipeline
 from vitflow.folder.decoders import DecoderPool, decode_file
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import RunFolder
-from vitflow.folder.plan import make_plan
+from vitflow.folder.plan import list_inputs
 from vitflow.folder.report import report_run
 from vitflow.folder.work import Picture, explain_pictures, make_job
 from vitflow.models.checkpoints import weights_sha256
@@ -153,8 +155,8 @@ def test_no_two_inputs_claim_one_output(tmp_path):
     for done in range(64):  # whatever part of a run was done before, the others get the names they would have got
         rows = [row for index, row in enumerate(summary) if done >> index & 1]
         taken = {row["input"]: row["stem"] for row in rows}
-        plan = make_plan([source], tmp_path / "other", ["-rollout.jpg"], taken=taken)
-        assert [item.stem for item in plan.items] == [row["stem"] for row in summary]
+        plan = list_inputs([source], tmp_path / "other").plan(["-rollout.jpg"], taken)
+        assert [one.stem for one in plan] == [row["stem"] for row in summary]
 
 
 def test_names_that_are_no_text_go_in_and_come_out_as_names_that_are(tmp_path):
@@ -673,3 +675,57 @@ def test_the_report_remembers_the_bound_on_pixels(tmp_path, monkeypatch):
     run(source, tmp_path / "out", max_pixels=6000)
     report_run(tmp_path / "out")
     assert bounds == [5000, 6000]
+
+
+def test_the_tree_of_inputs_is_walked_once_and_each_file_read_once(tmp_path, monkeypatch):
+    source = fill(tmp_path / "in", 3)
+    fill(source / "below", 1)
+    walked, opened = [], []
+    walk, opener = os.walk, builtins.open
+    monkeypatch.setattr(os, "walk", lambda top, **options: (walked.append(str(top)), walk(top, **options))[1])
+    monkeypatch.setattr(
+        builtins, "open", lambda file, *rest, **more: (opened.append(file), opener(file, *rest, **more))[1]
+    )
+    monkeypatch.setattr(io, "open", builtins.open)
+    assert run(source, tmp_path / "out", recursive=True, report=True).explained == 4
+    assert walked.count(str(source)) == 1
+    assert [str(file) for file in opened if str(file).startswith(str(source))] == [
+        *(str(source / f"{n}.jpg") for n in range(3)),
+        str(source / "below" / "0.jpg"),
+    ]
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_a_large_file_is_read_piece_by_piece_to_the_same_end(tmp_path, monkeypatch, format):
+    path = tmp_path / "picture"
+    path.write_bytes(picture_bytes(3, format))
+    whole = decode_file(str(path))
+    monkeypatch.setattr("vitflow.folder.decoders._AT_ONCE", 10)
+    pieces = decode_file(str(path))
+    assert whole.sha256 == pieces.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (whole.image == pieces.image).all()
+
+
+def test_what_is_wrong_with_a_file_is_told_by_its_name_however_it_was_read(tmp_path, monkeypatch):
+    Image.fromarray(np.full((4, 4), np.nan, np.float32)).save(tmp_path / "nan.tif")
+    (tmp_path / "empty.png").write_bytes(b"")
+    (tmp_path / "short.jpg").write_bytes(picture_bytes(1)[:400])
+    told = [decode_file(str(path)).message for path in sorted(tmp_path.iterdir())]
+    monkeypatch.setattr("vitflow.folder.decoders._AT_ONCE", -1)
+    assert told == [decode_file(str(path)).message for path in sorted(tmp_path.iterdir())]
+    assert [name in one for name, one in zip(("empty.png", "nan.tif", "short.jpg"), told, strict=True)] == [True] * 3
+
+
+def test_a_report_needs_no_photograph_that_the_run_had_in_hand(tmp_path, monkeypatch):
+    source, out = fill(tmp_path / "in", 4), tmp_path / "out"
+    run(source, out, limit=2)
+    decoded = []
+    monkeypatch.setattr(
+        "vitflow.folder.report.decode_file", lambda path, bound: (decoded.append(Path(path).name), decode_file(path))[1]
+    )
+    page = run(source, out, report=True, batch_size=2).report.read_bytes()
+    assert decoded == ["0.jpg", "1.jpg"]  # those of the run before
+    assert report_run(out).read_bytes() == page
+    shutil.rmtree(out)
+    assert run(source, out, report=True, batch_size=2).report.read_bytes() == page
+    assert sorted(path.name for path in (out / ".vitflow").iterdir()) == ["journal.jsonl", "lock"]

@@ -25,6 +25,9 @@ from vitflow.pictures.images import MAX_PIXELS, read_image
 #: A picture that takes longer than this to decode, in seconds, is given up.
 PATIENCE = 60.0
 
+# Bytes of a file that is read once, for its hash and its pixels; larger ones are read piece by piece, twice.
+_AT_ONCE = 2**28
+
 # Not `-m`, and not multiprocessing: both would run the caller's own script again, or put its folder on the path.
 _SERVE = "import sys; sys.path.append(sys.argv[1]); from vitflow.folder.decoders import serve; serve()"
 _PACKAGE_ROOT = str(Path(__file__).resolve().parent.parent.parent)
@@ -63,6 +66,7 @@ def decode_file(path: str, max_pixels: int = MAX_PIXELS) -> Decoded:
     'FileNotFoundError'
     """
     facts: dict[str, Any] = {}
+    content = None
     try:
         status = os.stat(path)  # noqa: PTH116 - a name that may not be text
         facts = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
@@ -70,8 +74,10 @@ def decode_file(path: str, max_pixels: int = MAX_PIXELS) -> Decoded:
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
         if stat.S_ISREG(status.st_mode):  # reading from a pipe would wait for ever; read_image refuses it
             with open(path, "rb") as file:  # noqa: PTH123
-                facts["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
-        return Decoded(read_image(path, max_pixels=max_pixels), **facts)
+                content = file.read(_AT_ONCE) if status.st_size <= _AT_ONCE else None
+                digest = hashlib.file_digest(file, "sha256") if content is None else hashlib.sha256(content)
+            facts["sha256"] = digest.hexdigest()
+        return Decoded(read_image(path, max_pixels=max_pixels, content=content), **facts)
     except ImageError as error:
         cause = error.__cause__ or error
         return Decoded(**facts, error=type(cause).__name__, message=printable(str(error)))

@@ -8,6 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vitflow.errors import printable
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_table import is_slow
@@ -16,7 +19,7 @@ from vitflow.folder.batches import Batches
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import Tally
-from vitflow.folder.plan import Item
+from vitflow.folder.plan import Input
 from vitflow.folder.work import Job, Maps, Picture, compute_maps, draw_files
 from vitflow.pictures.files import stays_inside, write_atomically
 
@@ -41,6 +44,7 @@ class Pipeline:
         decoders: the processes that read.
         tally: told of each row once it is in the journal, and of the work that is under way, in pictures, as methods
             that take long go on.
+        on_pixels: given each picture's key and pixels once its files are in place, by several threads.
     """
 
     def __init__(
@@ -53,23 +57,25 @@ class Pipeline:
         batch_size: int,
         decoders: DecoderPool,
         tally: Tally,
+        on_pixels: Callable[[str, NDArray[np.uint8]], None] | None = None,
     ) -> None:
         self._job, self._output, self._journal = job, output, journal
         self._batch_size, self._decoders, self._tally = batch_size, decoders, tally
+        self._on_pixels = on_pixels
         self._batches = Batches(explainer, batch_size)
         self._slow = sum(is_slow(name) for _, name, _ in job.methods)
         self._under_way = 0.0  # pictures whose maps are there, and that have no row yet
         self._writing: deque[tuple[int, _Writing]] = deque()  # (bytes of pixels, one future per picture)
 
-    def run(self, items: Sequence[Item], is_done: Callable[[Item], bool]) -> None:
-        """Explain what is not done.
+    def run(self, inputs: Sequence[Input], done: set[str]) -> None:
+        """Explain what is not done, by its key.
 
         Batches are the same in every run over the same inputs: a run that goes on where another one was stopped
         computes a torn batch whole, for a picture's neighbours in a batch may change the last bits of its result.
         """
         writers = ThreadPoolExecutor(min(os.cpu_count() or 1, 8), thread_name_prefix="vitflow-write")
         try:
-            for batch, missing, decoded in self._decoded_batches(items, is_done):
+            for batch, missing, decoded in self._decoded_batches(inputs, done):
                 for pictures in self._in_memory(self._complete(batch, missing, decoded)):
                     wanted = [picture for picture in pictures if picture.key in missing]
                     if not wanted:
@@ -87,19 +93,19 @@ class Pipeline:
                 self._keep([future.result() for future in futures if not future.cancelled()])
 
     def _decoded_batches(
-        self, items: Sequence[Item], is_done: Callable[[Item], bool]
-    ) -> Iterator[tuple[Sequence[Item], set[str], dict[str, Decoded]]]:
+        self, inputs: Sequence[Input], done: set[str]
+    ) -> Iterator[tuple[Sequence[Input], set[str], dict[str, Decoded]]]:
         """Batches with something to do, the missing pictures of each read; the next ones are read ahead."""
-        ahead: deque[tuple[Sequence[Item], dict[str, Future[Decoded]]]] = deque()
-        batches = (items[start : start + self._batch_size] for start in range(0, len(items), self._batch_size))
+        ahead: deque[tuple[Sequence[Input], dict[str, Future[Decoded]]]] = deque()
+        batches = (inputs[start : start + self._batch_size] for start in range(0, len(inputs), self._batch_size))
         exhausted = False
         while True:
             while not exhausted and (not ahead or self._room_ahead(ahead)):
                 batch = next(batches, None)
                 exhausted = batch is None
-                missing = [item for item in batch or () if not is_done(item)]
+                missing = [one for one in batch or () if one.key not in done]
                 if batch and missing:
-                    ahead.append((batch, {item.key: self._read(item) for item in missing}))
+                    ahead.append((batch, {one.key: self._read(one) for one in missing}))
             if not ahead:
                 return
             batch, futures = ahead.popleft()
@@ -107,7 +113,7 @@ class Pipeline:
             del futures  # they hold the pixels, too
             yield batch, set(decoded), decoded
 
-    def _room_ahead(self, ahead: deque[tuple[Sequence[Item], dict[str, Future[Decoded]]]]) -> bool:
+    def _room_ahead(self, ahead: deque[tuple[Sequence[Input], dict[str, Future[Decoded]]]]) -> bool:
         """Whether another batch may be read while the model is busy."""
         futures = [future for _, own in ahead for future in own.values()]
         done = [future.result().nbytes for future in futures if future.done()]
@@ -115,21 +121,21 @@ class Pipeline:
         expected = max(done, default=0) * (len(futures) + self._batch_size)
         return len(ahead) < 2 and bool(done) and expected < WAITING_BYTES
 
-    def _read(self, item: Item) -> Future[Decoded]:
-        if item.problem is not None:
+    def _read(self, one: Input) -> Future[Decoded]:
+        if one.problem is not None:
             known: Future[Decoded] = Future()
-            known.set_result(Decoded(error="PermissionError", message=printable(item.problem)))
+            known.set_result(Decoded(error="PermissionError", message=printable(one.problem)))
             return known
-        return self._decoders.submit(item.path)
+        return self._decoders.submit(one.path)
 
-    def _complete(self, batch: Sequence[Item], missing: set[str], decoded: dict[str, Decoded]) -> Iterator[Picture]:
+    def _complete(self, batch: Sequence[Input], missing: set[str], decoded: dict[str, Decoded]) -> Iterator[Picture]:
         """The pictures of a batch in order, with those that are done already read again where they are needed."""
         needed = any(own.image is not None for own in decoded.values())
-        for item in batch:
-            if item.key in missing:
-                yield Picture(item.key, item.stem, decoded.pop(item.key))
+        for one in batch:
+            if one.key in missing:
+                yield Picture(one.key, one.stem, decoded.pop(one.key))
             elif needed:
-                yield Picture(item.key, item.stem, self._read(item).result())
+                yield Picture(one.key, one.stem, self._read(one).result())
 
     def _in_memory(self, pictures: Iterator[Picture]) -> Iterator[list[Picture]]:
         """Cut a batch into parts that the memory holds; where depends on nothing but the batch itself."""
@@ -168,6 +174,9 @@ class Pipeline:
                     raise OSError(f"a link leads out of the folder {str(self._output)!r}")
                 with write_atomically(self._output / path) as file:
                     file.write(content)
+            pixels = picture.decoded.image
+            if self._on_pixels is not None and pixels is not None and explained.files:
+                self._on_pixels(picture.key, pixels)
             return explained.row
         except Exception as error:  # a full disk, above all
             reason = getattr(error, "strerror", None) or str(error)

@@ -17,7 +17,7 @@ _LONGEST_NAME = 255
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class Input:
     """One input of a run.
 
     Attributes:
@@ -35,24 +35,41 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The inputs of a run in natural order, and the folder that their keys are relative to."""
+class Listing:
+    """The files that a run reads, without the names of their outputs.
+
+    Attributes:
+        root: the folder that keys are relative to.
+        output: where outputs go, in the tree of the inputs.
+        files: (path, problem) by key, in natural order.
+        real: where all files that were found really are, those beyond the run's limit, too.
+    """
 
     root: Path
-    items: Sequence[Item]
+    output: Path
+    files: Mapping[str, tuple[str, str | None]]
+    real: frozenset[str]
+
+    def plan(self, endings: Sequence[str], taken: Mapping[str, str] | None = None) -> list[Input]:
+        """Give each input its outputs: no two inputs claim one output, and no output is an input.
+
+        Args:
+            endings: what is appended to a stem for each output, such as "-rollout.jpg".
+            taken: stems by key that an earlier run gave out.
+        """
+        name_for = _namer(self.output, endings, self.real, dict(taken or {}))
+        return [Input(key, path, name_for(key), problem) for key, (path, problem) in self.files.items()]
 
 
-def make_plan(
+def list_inputs(
     sources: Iterable[str | os.PathLike[str]],
     output: Path,
-    endings: Sequence[str],
     *,
     recursive: bool = False,
     glob: str | None = None,
     limit: int | None = None,
-    taken: Mapping[str, str] | None = None,
-) -> Plan:
-    """List the inputs and give each its outputs: no two inputs claim one output, and no output is an input.
+) -> Listing:
+    """Find the inputs of a run in natural order.
 
     Hidden files and folders and the output folder are left out; links to folders are followed, each folder once.
     What has the name of a picture but is none, such as a folder `x.jpg` or a broken link, is an input too, and will
@@ -60,12 +77,10 @@ def make_plan(
 
     Args:
         sources: folders, files, or patterns with * where nothing has that very name.
-        output: where outputs go, in the tree of the inputs.
-        endings: what is appended to a stem for each output, such as "-rollout.jpg".
+        output: where outputs go.
         recursive: look into the folders below, too.
         glob: take the files whose name, or path below the source, matches this pattern, whatever their suffix.
         limit: take no more than this many.
-        taken: stems by key that an earlier run gave out.
 
     Raises:
         OptionError: no sources, or an output folder that is a source.
@@ -91,8 +106,8 @@ def make_plan(
         what = f"file that matches {glob!r}" if glob else "picture"
         raise ImageError(f"Expected at least one {what} in {', '.join(map(repr, paths))}, found none.{below}")
     keys = sorted(found, key=lambda key: ([_natural(part) for part in key.split("/")], key))[:limit]
-    name_for = _namer(output, endings, {os.path.realpath(file) for file, _ in found.values()}, keys, dict(taken or {}))
-    return Plan(Path(root), [Item(key, found[key][0], name_for(key), found[key][1]) for key in keys])
+    real = frozenset(os.path.realpath(file) for file, _ in found.values())
+    return Listing(Path(root), output, {key: found[key] for key in keys}, real)
 
 
 def _expand(source: str) -> list[str]:
@@ -138,7 +153,7 @@ def _wanted(name: str, inside: str, glob: str | None, folder: bool) -> bool:
 
 
 def _namer(
-    output: Path, endings: Sequence[str], inputs: set[str], keys: Iterable[str], taken: dict[str, str]
+    output: Path, endings: Sequence[str], inputs: frozenset[str], taken: Mapping[str, str]
 ) -> Callable[[str], str]:
     """A function that gives each key a stem of its own, the one it had before if it had one."""
     claimed: set[str] = set()

@@ -1,8 +1,11 @@
 """The report of a folder run: its rows and photographs, handed to the viewer."""
 
+import contextlib
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -14,16 +17,59 @@ from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import RunFolder
 from vitflow.folder.rows import is_folder_row, is_folder_run, is_whole
 from vitflow.pictures.images import MAX_PIXELS
-from vitflow.viewer.report import write_report
+from vitflow.viewer.report import thumbnail, write_report
 
 
-def report_run(output: str | os.PathLike[str], *, keys: Sequence[str] | None = None, **options: Any) -> Path:
+class Thumbnails:
+    """The photographs that a run has in hand, made small for its report, so that none is decoded twice.
+
+    They wait in a file without a name, which is gone with the run however it ends; in memory are their places alone.
+
+    Args:
+        folder: where there is room for the file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = TemporaryFile(dir=folder)  # noqa: SIM115 - closed with the run
+        self._places: dict[str, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, key: str, pixels: NDArray[np.uint8]) -> None:
+        """Keep an input's photograph; on a full disk it will be decoded again."""
+        small = thumbnail(pixels)
+        with self._lock, contextlib.suppress(OSError):
+            place = self._file.seek(0, os.SEEK_END)
+            self._file.write(small)
+            self._file.flush()
+            self._places[key] = (place, len(small))
+
+    def get(self, key: str) -> bytes | None:
+        """The photograph of an input as JPEG; None where the run did not have it in hand."""
+        if key not in self._places:
+            return None
+        place, length = self._places[key]
+        self._file.seek(place)
+        return self._file.read(length)
+
+    def close(self) -> None:
+        """Give the room on the disk back."""
+        self._file.close()
+
+
+def report_run(
+    output: str | os.PathLike[str],
+    *,
+    keys: Sequence[str] | None = None,
+    thumbnails: Thumbnails | None = None,
+    **options: Any,
+) -> Path:
     """Write the report of the run in a folder, `report.html` and further pages; the first page's path.
 
     Args:
         output: the run's output folder.
         keys: inputs to show, in this order; by default all of the run.
-        options: per_page, thumbnail and embed_bytes as for `vitflow.viewer.report.write_report`.
+        thumbnails: the photographs that need not be read again.
+        options: per_page and embed_bytes as for `vitflow.viewer.report.write_report`.
 
     Raises:
         OptionError: the folder holds no run, or its record is damaged.
@@ -33,10 +79,13 @@ def report_run(output: str | os.PathLike[str], *, keys: Sequence[str] | None = N
     run, max_pixels = _run_of(journal, folder)
     states = {row["input"]: row["status"] for row in journal.rows(keys)}
 
-    def read_picture(path: str) -> NDArray[np.uint8] | None:
-        return decode_file(path, max_pixels).image
+    def photograph(key: str) -> bytes | None:
+        if thumbnails is not None and (small := thumbnails.get(key)) is not None:
+            return small
+        image = decode_file(os.path.join(run["root"], key), max_pixels).image  # noqa: PTH118 - a name that may not be text
+        return None if image is None else thumbnail(image)
 
-    return write_report(folder.path, run, states, journal.rows, read_picture, **options)
+    return write_report(folder.path, run, states, journal.rows, photograph, **options)
 
 
 def _run_of(journal: Journal, folder: RunFolder) -> tuple[Mapping[str, Any], int]:

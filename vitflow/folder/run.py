@@ -4,10 +4,11 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,12 +24,15 @@ from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import RunFolder, RunProgress, Tally, keep_rows, versions, write_json
 from vitflow.folder.manifest import MANIFEST_FORMATS, load_pyarrow, write_manifest
 from vitflow.folder.pipeline import Pipeline
-from vitflow.folder.plan import Item, Plan, make_plan
+from vitflow.folder.plan import Input, list_inputs
 from vitflow.folder.rows import is_folder_row
 from vitflow.folder.work import Job, make_job
 from vitflow.pictures.files import remove_inside
 from vitflow.pictures.images import MAX_PIXELS
 from vitflow.pictures.overlay import blend
+
+if TYPE_CHECKING:
+    from vitflow.folder.report import Thumbnails
 
 # Pictures per forward pass: more do not make a CPU faster, and a GPU is busy with that many.
 _AUTO_BATCH = {"cpu": 16, "cuda": 64}
@@ -136,27 +140,26 @@ def explain_folder(
     _check(job, manifest, batch_size, workers, limit)
     sources = [source] if isinstance(source, str | os.PathLike) else list(source)
     folder = RunFolder(Path(output))
-
-    def plan_with(taken: Mapping[str, str]) -> Plan:
-        endings = job.endings
-        return make_plan(sources, folder.path, endings, recursive=recursive, glob=glob, limit=limit, taken=taken)
-
-    fresh = plan_with({})  # what is wrong with the sources is told before a model is loaded, and nothing is written
+    # What is wrong with the sources is told before a model is loaded, and nothing is written.
+    listing = list_inputs(sources, folder.path, recursive=recursive, glob=glob, limit=limit)
     explainer = _explainer(model)
     _check_target(job, explainer)
-    fingerprint = _fingerprint(fresh.root, job, explainer)
+    fingerprint = _fingerprint(listing.root, job, explainer)
     header = {"run": fingerprint, "max_pixels": max_pixels}
 
     def clear(journal: Journal) -> None:
         if overwrite:
             _remove_outputs(journal, folder.path)
         else:
-            _refuse_foreign_files(folder.path, fresh, job)
+            _refuse_foreign_files(folder.path, listing.plan(job.endings), job)
 
-    with keep_rows(folder, header, is_folder_row, overwrite=overwrite, clear=clear) as journal:
-        plan = plan_with({row["input"]: row["stem"] for row in journal.rows()})
-        kept = _run(plan, journal, folder, explainer, job, batch_size, workers, max_pixels, progress)
-        keys = [item.key for item in plan.items]
+    with (
+        keep_rows(folder, header, is_folder_row, overwrite=overwrite, clear=clear) as journal,
+        _photographs(folder, report) as photographs,
+    ):
+        inputs = listing.plan(job.endings, {row["input"]: row["stem"] for row in journal.rows()})
+        kept = _run(inputs, journal, folder, explainer, job, batch_size, workers, max_pixels, progress, photographs)
+        keys = [one.key for one in inputs]
         journal.compact(keys)
         explained = sum(row["status"] == "explained" for row in journal.rows(keys))
         path = _write_manifest(folder, journal, keys, fingerprint, manifest)
@@ -164,7 +167,7 @@ def explain_folder(
         if report:
             from vitflow.folder.report import report_run
 
-            page = report_run(folder.path, keys=keys)
+            page = report_run(folder.path, keys=keys, thumbnails=photographs)
         totals = {"total": len(keys), "explained": explained, "failed": len(keys) - explained}
         seconds = time.perf_counter() - clock
         done_now = explained - kept
@@ -225,19 +228,19 @@ def _remove_outputs(journal: Journal, output: Path) -> None:
         remove_inside(output, (*row.get("outputs", {}).values(), *(row.get("maps") or {}).values()))
 
 
-def _refuse_foreign_files(output: Path, plan: Plan, job: Job) -> None:
+def _refuse_foreign_files(output: Path, inputs: Sequence[Input], job: Job) -> None:
     """A first run must not replace files that it did not make."""
-    for item in plan.items:
+    for one in inputs:
         for ending in job.endings:
-            if os.path.lexists(output / (item.stem + ending)):
+            if os.path.lexists(output / (one.stem + ending)):
                 raise OptionError(
-                    f"There is already a file {item.stem + ending!r} in {str(output)!r}, and no record of a run that "
+                    f"There is already a file {one.stem + ending!r} in {str(output)!r}, and no record of a run that "
                     "made it. Choose another folder, or replace it with --overwrite (overwrite=True)."
                 )
 
 
 def _run(
-    plan: Plan,
+    inputs: Sequence[Input],
     journal: Journal,
     folder: RunFolder,
     explainer: Explainer,
@@ -246,26 +249,37 @@ def _run(
     workers: int | None,
     max_pixels: int,
     progress: Callable[[RunProgress], None] | None,
+    photographs: "Thumbnails | None",
 ) -> int:
     """Do what is missing; how many pictures were done before."""
-    items = {item.key: item for item in plan.items}
-    before = {row["input"] for row in journal.rows(items) if _is_done(items[row["input"]], row, folder.path)}
-    tally = Tally(progress, len(items), len(before))
-    if len(before) < len(items):
+    by_key = {one.key: one for one in inputs}
+    before = {row["input"] for row in journal.rows(by_key) if _is_done(by_key[row["input"]], row, folder.path)}
+    tally = Tally(progress, len(inputs), len(before))
+    if len(before) < len(inputs):
         size = batch_size or _AUTO_BATCH.get(explainer.device.type, 16)
         count = min(8, max(1, (os.cpu_count() or 2) // 2)) if workers is None else workers
         with DecoderPool(count, max_pixels=max_pixels) as decoders:
-            pipeline = Pipeline(explainer, job, folder.path, journal, batch_size=size, decoders=decoders, tally=tally)
-            pipeline.run(plan.items, lambda item: item.key in before)
+            told: dict[str, Any] = {"tally": tally, "on_pixels": None if photographs is None else photographs.add}
+            pipeline = Pipeline(explainer, job, folder.path, journal, batch_size=size, decoders=decoders, **told)
+            pipeline.run(inputs, before)
     return len(before)
 
 
-def _is_done(item: Item, row: Mapping[str, Any], output: Path) -> bool:
+def _photographs(folder: RunFolder, report: bool) -> AbstractContextManager["Thumbnails | None"]:
+    """Where the photographs that the run has in hand wait for its report."""
+    if not report:
+        return nullcontext()
+    from vitflow.folder.report import Thumbnails
+
+    return closing(Thumbnails(folder.journal.parent))
+
+
+def _is_done(one: Input, row: Mapping[str, Any], output: Path) -> bool:
     """Whether an earlier run explained this very file, and its outputs are still there."""
-    if item.problem is not None or row["status"] != "explained" or row["stem"] != item.stem or "written" not in row:
+    if one.problem is not None or row["status"] != "explained" or row["stem"] != one.stem or "written" not in row:
         return False
     try:
-        status = os.stat(item.path)  # noqa: PTH116
+        status = os.stat(one.path)  # noqa: PTH116
     except OSError:
         return False
     return (status.st_size, status.st_mtime_ns) == (row["size"], row["mtime_ns"]) and all(

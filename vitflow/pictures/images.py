@@ -45,7 +45,7 @@ _UPRIGHT = {
 }
 
 
-def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
+def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: bytes | None = None) -> NDArray[np.uint8]:
     """Read a picture as RGB: uint8 [height, width, 3], upright as its EXIF orientation says.
 
     Of an animation or a multi-page file the first frame is read. Transparent pixels are laid over white. More than
@@ -57,6 +57,7 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS) -> NDArray[
         source: a path, the bytes of a file, a PIL image, or an array with values [height, width] (grey),
             [height, width, 3] (RGB) or [height, width, 4] (RGBA) of type uint8, uint16, or floats from 0 to 1.
         max_pixels: refuse files with more pixels than this.
+        content: the bytes of the file at the path, where they have been read already.
 
     Raises:
         ImageError: the file is missing, empty, truncated, too large, or no picture.
@@ -79,9 +80,9 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS) -> NDArray[
             _check_file(Path(source))
         with _pillow_settings(max_pixels):
             if isinstance(source, Image.Image):
-                return _from_pillow(source, max_pixels)
-            with _open(source) as opened:
-                return _from_pillow(opened, max_pixels)
+                return _from_pillow(source, max_pixels, image_name(source))
+            with _open(source if content is None else content) as opened:
+                return _from_pillow(opened, max_pixels, image_name(source))
     except VitflowError:
         raise
     except Exception as error:  # a malformed file makes Pillow raise nearly anything
@@ -265,7 +266,7 @@ def _open(source: str | os.PathLike[str] | bytes) -> Image.Image:
     return Image.open(io.BytesIO(source) if isinstance(source, bytes) else Path(source), formats=known)
 
 
-def _from_pillow(image: Image.Image, max_pixels: int) -> NDArray[np.uint8]:
+def _from_pillow(image: Image.Image, max_pixels: int, name: str) -> NDArray[np.uint8]:
     """RGB pixels of an opened picture, upright."""
     if image.format == "EPS" and getattr(image, "tile", None):  # not decoded yet, which would start Ghostscript
         raise UnidentifiedImageError
@@ -283,13 +284,13 @@ def _from_pillow(image: Image.Image, max_pixels: int) -> NDArray[np.uint8]:
     if image.mode == "La":
         image = image.convert("LA")
     if image.mode.startswith(("I", "F")):
-        return _grey_to_rgb(_eight_bits(image))
+        return _grey_to_rgb(_eight_bits(image, name))
     if image.has_transparency_data:
         return _over_white(np.asarray(image.convert("RGBA")))
     return np.array(image.convert("RGB"))
 
 
-def _eight_bits(image: Image.Image) -> NDArray[np.uint8]:
+def _eight_bits(image: Image.Image, name: str) -> NDArray[np.uint8]:
     """8-bit grey values [height, width] of a picture with one channel of 16 or 32 bits."""
     values = np.asarray(image)
     # Pillow gives a PGM of more than 8 bits as 32 bits, scaled to 16.
@@ -298,7 +299,7 @@ def _eight_bits(image: Image.Image) -> NDArray[np.uint8]:
     largest = float(values.max())
     if not np.isfinite(values).all():
         raise ImageError(
-            f"Expected finite pixel values in {image_name(image)!r}, got NaN or infinity in a 32-bit float picture. "
+            f"Expected finite pixel values in {name!r}, got NaN or infinity in a 32-bit float picture. "
             f"Replace them (for example by np.nan_to_num) and pass the array, scaled to 0 … 1."
         )
     scales = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)

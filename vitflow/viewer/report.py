@@ -17,31 +17,32 @@ from vitflow.pictures.files import stays_inside, write_atomically
 from vitflow.pictures.overlay import color_table, has_two_sides, scale_range
 from vitflow.viewer.pages import FAILURES_SHOWN, write_html
 
+# Longer side of the photographs, in pixels.
+_THUMBNAIL = 512
+
 
 def write_report(
     output: Path,
     run: Mapping[str, Any],
     states: Mapping[str, str],
     read_rows: Callable[[Iterable[str]], Iterable[Mapping[str, Any]]],
-    read_picture: Callable[[str], NDArray[np.uint8] | None],
+    photograph: Callable[[str], bytes | None],
     *,
     per_page: int = 300,
-    thumbnail: int = 512,
     embed_bytes: int = 24 * 2**20,
 ) -> Path:
     """Write `report.html` (and `report-2.html` …) for the rows of a folder run; the first page's path.
 
-    Each picture can be seen with each of its maps at any opacity, and each patch with its value. The photographs are
-    read again, for the thumbnails; where one is gone, its map stands alone.
+    Each picture can be seen with each of its maps at any opacity, and each patch with its value. Where a photograph is
+    gone, its map stands alone.
 
     Args:
         output: the run's output folder, into which the pages go.
         run: what the run computed: "root", "model", "methods", "options", "drawing", …
         states: "explained" or "failed" for each input to show, in this order.
         read_rows: the rows of some inputs, with their grids.
-        read_picture: the photograph at a path, uint8 RGB; None where it cannot be read.
+        photograph: an input made small, as JPEG (see `thumbnail`); None where it cannot be read.
         per_page: pictures on one page.
-        thumbnail: longer side of the photographs in pixels.
         embed_bytes: thumbnails beyond this sum on a page are written to `report-files/` and linked.
     """
     shown = [key for key, status in states.items() if status == "explained"]
@@ -50,7 +51,7 @@ def write_report(
     names = [f"report-{number}.html" if number > 1 else "report.html" for number in range(1, len(starts) + 1)]
     for number, (start, name) in enumerate(zip(starts, names, strict=True), start=1):
         rows = read_rows(shown[start : start + per_page])
-        entries = list(_entries(rows, run, output, read_picture, thumbnail, embed_bytes, f"{number}-"))
+        entries = list(_entries(rows, run, output, photograph, embed_bytes, f"{number}-"))
         write_html(
             output / name,
             "report",
@@ -72,8 +73,7 @@ def _entries(
     rows: Iterable[Mapping[str, Any]],
     run: Mapping[str, Any],
     output: Path,
-    read_picture: Callable[[str], NDArray[np.uint8] | None],
-    side: int,
+    photograph: Callable[[str], bytes | None],
     budget: int,
     prefix: str,
 ) -> Iterator[dict[str, Any]]:
@@ -81,18 +81,17 @@ def _entries(
     used = 0
     for index, row in enumerate(rows):
         source = os.path.join(run["root"], row["input"])  # noqa: PTH118 - a name that may not be text
-        pixels = read_picture(source)
-        photograph = None if pixels is None else _thumbnail(pixels, side)
-        used += len(photograph or b"")
+        small = photograph(row["input"])
+        used += len(small or b"")
         image = None
-        if photograph is not None and used <= budget:
-            image = f"data:image/jpeg;base64,{base64.b64encode(photograph).decode()}"
-        elif photograph is not None:
+        if small is not None and used <= budget:
+            image = f"data:image/jpeg;base64,{base64.b64encode(small).decode()}"
+        elif small is not None:
             image = f"report-files/{prefix}{index}.jpg"
             if not stays_inside(output, image):
                 raise OptionError(f"A link leads out of {str(output)!r}: remove {str(output / 'report-files')!r}.")
             with write_atomically(output / image) as file:
-                file.write(photograph)
+                file.write(small)
         label = row["class_name"] or ("" if row["class_index"] is None else f"class {row['class_index']}")
         yield {
             "name": printable(row["input"]),
@@ -107,10 +106,10 @@ def _entries(
         }
 
 
-def _thumbnail(pixels: NDArray[np.uint8], side: int) -> bytes:
-    """A photograph made small, as JPEG."""
+def thumbnail(pixels: NDArray[np.uint8]) -> bytes:
+    """A photograph, uint8 RGB, made small for a page, as JPEG."""
     picture = Image.fromarray(pixels)
-    picture.thumbnail((side, side), Image.Resampling.LANCZOS)
+    picture.thumbnail((_THUMBNAIL, _THUMBNAIL), Image.Resampling.LANCZOS)
     file = io.BytesIO()
     picture.save(file, "JPEG", quality=82)
     return file.getvalue()
