@@ -2,15 +2,13 @@
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowError, VitflowWarning
 from vitflow.evaluation.data.datasets import Dataset, Labelled, Sample
@@ -20,12 +18,10 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice, choose_methods
 from vitflow.explaining.method_table import BASELINES, get_method, list_methods
 from vitflow.explaining.targets import class_index
+from vitflow.folder.work import LabelledMethod
 
 _WORDNET = re.compile(r"n\\d{8}")
 _IMAGENET_CLASSES = 1000
-
-# (label, name, options) of a method.
-Column = tuple[str, str, Mapping[str, Any]]
 
 
 def check_options(points: int, sanity_pictures: int, batch_size: int | None, replace_by: str | None) -> None:
@@ -55,9 +51,9 @@ def choose_all(methods: str | Sequence[MethodChoice] | None) -> list[MethodChoic
     return [*ahead, *last, *(name for name in BASELINES if name not in names)]
 
 
-def label_methods(choices: Sequence[MethodChoice], options: Mapping[str, Any]) -> list[Column]:
+def label_methods(choices: Sequence[MethodChoice], options: Mapping[str, Any]) -> list[LabelledMethod]:
     """(label, name, options) of each method; a label tells the options that were given with the name."""
-    found: list[Column] = []
+    found: list[LabelledMethod] = []
     for choice, (method, complete) in zip(choices, choose_methods(choices, options), strict=True):
         own = {} if isinstance(choice, str) else choice[1]
         label = method.name + (":" + ",".join(f"{key}={value}" for key, value in own.items()) if own else "")
@@ -65,15 +61,6 @@ def label_methods(choices: Sequence[MethodChoice], options: Mapping[str, Any]) -
             raise OptionError(f"Expected different methods or options, got {label} twice.")
         found.append((label, method.name, complete))
     return found
-
-
-def make_explainer(model: str | Path | nn.Module | Explainer | Callable[[], Explainer]) -> Explainer:
-    """The explainer for whatever stands for a model."""
-    if isinstance(model, Explainer):
-        return model
-    if callable(model) and not isinstance(model, nn.Module):
-        return model()
-    return Explainer(model)
 
 
 def possible_groups(groups: Sequence[str], dataset: Dataset, explainer: Explainer) -> tuple[list[str], list[str]]:
@@ -91,13 +78,13 @@ def possible_groups(groups: Sequence[str], dataset: Dataset, explainer: Explaine
 
 
 def applicable_methods(
-    explainer: Explainer, dataset: Dataset, chosen: Sequence[Column]
-) -> tuple[list[Column], list[str]]:
+    explainer: Explainer, dataset: Dataset, chosen: Sequence[LabelledMethod]
+) -> tuple[list[LabelledMethod], list[str]]:
     """Of all methods those that apply to the model, tried on one picture; and what to tell of the others."""
     picture = next((image for sample in dataset.samples[:20] if (image := _image(sample)) is not None), None)
     if picture is None:
         return list(chosen), []  # the run will tell what is wrong with the pictures
-    kept: list[Column] = []
+    kept: list[LabelledMethod] = []
     refused: dict[str, list[str]] = {}
     for label, name, options in chosen:
         try:

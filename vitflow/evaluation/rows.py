@@ -7,38 +7,28 @@ from vitflow.evaluation.measures.correlation import LAYER_METHODS, REFERENCES
 from vitflow.evaluation.measures.randomisation import default_stages
 from vitflow.evaluation.scoring import CURVES, Protocol
 from vitflow.explaining.explainer import Explainer
-from vitflow.folder.rows import has, is_number, is_text, is_whole, or_none
-
-Check = Callable[[Any], bool]
+from vitflow.folder.rows import ANSWER, FAILED, Check, dict_of, has, is_number, is_text, list_of, or_none
 
 _VALUE = or_none(is_number)
-_FAILED: dict[str, Check] = {"error": is_text, "message": is_text}
-_SHOWN: dict[str, Check] = {
-    "class_index": or_none(is_whole),
-    "class_name": or_none(lambda value: isinstance(value, str)),
-    "probability": _VALUE,
-    "predicted_index": or_none(is_whole),
-    "width": is_whole,
-    "height": is_whole,
-    "region_share": _VALUE,
-    "asked": lambda value: value in ("label", "prediction"),
-}
+_numbers_by_name = dict_of(_VALUE)
 
 
 def accepts(protocol: Protocol, explainer: Explainer) -> Callable[[Mapping[str, Any]], bool]:
     """A check of rows, whether this protocol could have measured them on this model."""
     labels = set(protocol.labels)
     stages = default_stages(explainer.model) if "sanity" in protocol.groups else []
-    texts = _list_of(is_text)
+    texts = list_of(is_text)
     measured: dict[str, Check] = {
-        **_SHOWN,
+        **ANSWER,
+        "region_share": _VALUE,
+        "asked": lambda value: value in ("label", "prediction"),
         "groups": lambda value: texts(value) and set(value) <= set(protocol.groups),
         "constant": lambda value: texts(value) and set(value) <= labels,
-        "values": _by(labels, _numbers_by_name),
+        "values": dict_of(_numbers_by_name, labels),
     }
-    curves = _list_of(_VALUE, protocol.points)
+    curves = list_of(_VALUE, protocol.points)
     further: dict[str, Check] = {
-        "overlap": _by(labels, or_none(_list_of(is_number, 4))),
+        "overlap": dict_of(or_none(list_of(is_number, 4)), labels),
         "curves": lambda value: (
             isinstance(value, dict)
             and set(value) <= labels
@@ -52,22 +42,10 @@ def accepts(protocol: Protocol, explainer: Explainer) -> Callable[[Mapping[str, 
         if not isinstance(row.get("stamp"), list) or row.get("status") not in ("failed", "measured"):
             return False
         if row["status"] == "failed":
-            return has(row, _FAILED)
+            return has(row, FAILED)
         return has(row, measured) and all(check(row[name]) for name, check in further.items() if name in row)
 
     return accept
-
-
-def _list_of(check: Check, length: int | None = None) -> Check:
-    return lambda value: isinstance(value, list) and length in (None, len(value)) and all(map(check, value))
-
-
-def _by(labels: set[str], check: Check) -> Check:
-    return lambda value: isinstance(value, dict) and set(value) == labels and all(map(check, value.values()))
-
-
-def _numbers_by_name(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_VALUE, value.values()))
 
 
 def _are_stages(value: Any, names: Sequence[str]) -> bool:
@@ -83,5 +61,5 @@ def _is_correlation(value: Any) -> bool:
     layers = value.get("layers")
     if value.get("references") != references or not isinstance(layers, list) or layers != [*range(1, len(layers) + 1)]:
         return False
-    rows = _list_of(_list_of(_VALUE, len(layers)), len(LAYER_METHODS))
-    return _list_of(rows, len(references))(value.get("values"))
+    rows = list_of(list_of(_VALUE, len(layers)), len(LAYER_METHODS))
+    return list_of(rows, len(references))(value.get("values"))

@@ -18,7 +18,6 @@ from vitflow.evaluation.choices import (
     check_options,
     choose_all,
     label_methods,
-    make_explainer,
     possible_groups,
 )
 from vitflow.evaluation.collecting import collect
@@ -27,7 +26,7 @@ from vitflow.evaluation.measures.token_dropping import can_drop_tokens
 from vitflow.evaluation.metrics import choose_metrics
 from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.rows import accepts
-from vitflow.evaluation.scoring import Item, Protocol, failed_row, measure
+from vitflow.evaluation.scoring import Case, Protocol, failed_row, measure
 from vitflow.evaluation.statistics import RESAMPLES
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice
@@ -36,6 +35,7 @@ from vitflow.explaining.progress import watched
 from vitflow.folder.batches import Batches
 from vitflow.folder.fingerprints import run_fingerprint
 from vitflow.folder.keeper import RunFolder, RunProgress, Tally, keep_rows, versions
+from vitflow.folder.work import make_explainer
 from vitflow.pictures.images import ImageSource
 
 #: On how many pictures the costly groups are measured where nothing else is asked for.
@@ -212,7 +212,7 @@ class _Run:
         groups: Mapping[str, tuple[str, ...]],
         question_of: Callable[[Labelled], Question],
     ) -> Iterator[dict[str, Any]]:
-        items: list[Item] = []
+        cases: list[Case] = []
         stamps = {}
         for sample in samples:
             stamps[sample.name] = {"stamp": sample.stamp()}
@@ -222,8 +222,8 @@ class _Run:
             except (VitflowError, OSError) as error:
                 yield failed_row(sample.name, error) | stamps[sample.name]
             else:
-                items.append(Item(sample.name, picture, question, groups[sample.name]))
-        for row in measure(batches, items, self.protocol):
+                cases.append(Case(sample.name, picture, question, groups[sample.name]))
+        for row in measure(batches, cases, self.protocol):
             yield row | stamps[row["input"]]
 
     def _rounds(self, samples: Sequence[Sample], groups: Mapping[str, tuple[str, ...]]) -> float:

@@ -1,7 +1,7 @@
 """From pictures and the truth about them to numbers: everything that is measured on one picture, as a row."""
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice
 from vitflow.explaining.saliency import Saliency
 from vitflow.folder.batches import Batches
+from vitflow.folder.work import LabelledMethod
 from vitflow.pictures.typesetting import drawable
 
 _LOCALISATION = ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou")
@@ -41,7 +42,7 @@ class Protocol:
         unchecked: labels of the methods that are left out of the sanity checks.
     """
 
-    methods: tuple[tuple[str, str, Mapping[str, Any]], ...]
+    methods: tuple[LabelledMethod, ...]
     groups: tuple[str, ...]
     replace: str = "drop"
     points: int = 11
@@ -61,8 +62,8 @@ class Protocol:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Item:
-    """One picture of a batch.
+class Case:
+    """One picture with all that is asked of it.
 
     Attributes:
         name: of its sample.
@@ -77,23 +78,23 @@ class Item:
     groups: tuple[str, ...]
 
 
-def measure(batches: Batches, items: Sequence[Item], protocol: Protocol) -> Iterator[dict[str, Any]]:
+def measure(batches: Batches, cases: Sequence[Case], protocol: Protocol) -> Iterator[dict[str, Any]]:
     """Measure pictures, a row for each; what is wrong with one picture stands in its own row.
 
     Raises:
         OptionError, UnsupportedModelError: no picture can be measured this way.
     """
     explainer = batches.explainer
-    maps = batches.each(items, lambda own: _explain(explainer, own, protocol))
-    for item, found in zip(items, maps, strict=True):
+    maps = batches.each(cases, lambda own: _explain(explainer, own, protocol))
+    for case, found in zip(cases, maps, strict=True):
         try:
             row = (
-                failed_row(item.name, found) if isinstance(found, Exception) else _row(explainer, item, found, protocol)
+                failed_row(case.name, found) if isinstance(found, Exception) else _row(explainer, case, found, protocol)
             )
         except Exception as error:
             if stops_all(error, explainer.fit):
                 raise
-            row = failed_row(item.name, error)
+            row = failed_row(case.name, error)
         yield row
 
 
@@ -103,17 +104,17 @@ def failed_row(name: str, error: Exception) -> dict[str, Any]:
     return {"input": name, "status": "failed", "error": type(error).__name__, "message": message}
 
 
-def _explain(explainer: Explainer, items: Sequence[Item], protocol: Protocol) -> list[list[Saliency]]:
+def _explain(explainer: Explainer, cases: Sequence[Case], protocol: Protocol) -> list[list[Saliency]]:
     """The maps of each picture in the order of the methods, for the class that its question asks for."""
-    found: list[list[Saliency]] = [[] for _ in items]
-    asked = [number for number, item in enumerate(items) if item.question.target is not None]
-    others = [number for number, item in enumerate(items) if item.question.target is None]
+    found: list[list[Saliency]] = [[] for _ in cases]
+    asked = [number for number, case in enumerate(cases) if case.question.target is not None]
+    others = [number for number, case in enumerate(cases) if case.question.target is None]
     for numbers, targets in (
-        (asked, np.array([items[number].question.target for number in asked], dtype=np.int64)),
+        (asked, np.array([cases[number].question.target for number in asked], dtype=np.int64)),
         (others, None),
     ):
         if numbers:
-            images = [items[number].picture.image for number in numbers]
+            images = [cases[number].picture.image for number in numbers]
             flat = explainer.explain_batch(images, methods=protocol.choices, targets=targets)
             count = len(protocol.methods)
             for place, number in enumerate(numbers):
@@ -121,14 +122,14 @@ def _explain(explainer: Explainer, items: Sequence[Item], protocol: Protocol) ->
     return found
 
 
-def _row(explainer: Explainer, item: Item, maps: Sequence[Saliency], protocol: Protocol) -> dict[str, Any]:
+def _row(explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: Protocol) -> dict[str, Any]:
     first = maps[0]
-    region = item.question.region
+    region = case.question.region
     row: dict[str, Any] = {
-        "input": item.name,
+        "input": case.name,
         "status": "measured",
-        "groups": list(item.groups),
-        "asked": "prediction" if item.question.target is None else "label",
+        "groups": list(case.groups),
+        "asked": "prediction" if case.question.target is None else "label",
         "class_index": first.target,
         "class_name": first.class_name,
         "probability": _rounded(first.probability),
@@ -140,14 +141,14 @@ def _row(explainer: Explainer, item: Item, maps: Sequence[Saliency], protocol: P
         "seconds": {label: _rounded(one.seconds) for label, one in zip(protocol.labels, maps, strict=True)},
         "values": {label: {} for label in protocol.labels},
     }
-    if "localisation" in item.groups:
-        _add_localisation(row, item.question, maps, protocol)
-    if "faithfulness" in item.groups and first.target is not None:
+    if "localisation" in case.groups:
+        _add_localisation(row, case.question, maps, protocol)
+    if "faithfulness" in case.groups and first.target is not None:
         _add_faithfulness(row, explainer, maps, protocol)
-    if "sanity" in item.groups:
-        _add_sanity(row, explainer, item, maps, protocol)
-    if "correlation" in item.groups:
-        _add_correlation(row, explainer, item)
+    if "sanity" in case.groups:
+        _add_sanity(row, explainer, case, maps, protocol)
+    if "correlation" in case.groups:
+        _add_correlation(row, explainer, case)
     return row
 
 
@@ -196,13 +197,13 @@ def _add_faithfulness(row: dict[str, Any], explainer: Explainer, maps: Sequence[
 
 
 def _add_sanity(
-    row: dict[str, Any], explainer: Explainer, item: Item, maps: Sequence[Saliency], protocol: Protocol
+    row: dict[str, Any], explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: Protocol
 ) -> None:
     checked = [number for number, label in enumerate(protocol.labels) if label not in protocol.unchecked]
-    image, methods = item.picture.image, [protocol.choices[number] for number in checked]
+    image, methods = case.picture.image, [protocol.choices[number] for number in checked]
     maps = [maps[number] for number in checked]
     # Other random weights for every picture, the same in every run.
-    seed = (protocol.seed + zlib.crc32(item.name.encode("utf-8", "surrogateescape"))) % 2**31
+    seed = (protocol.seed + zlib.crc32(case.name.encode("utf-8", "surrogateescape"))) % 2**31
     stages = sanity.cascading_randomisation(explainer, image, methods, seed=seed, maps=maps)
     found = {
         "randomisation": [None if value is None else abs(value) for value in stages[-1][1]],
@@ -220,9 +221,9 @@ def _add_sanity(
             row["values"][label][name] = _rounded(value)
 
 
-def _add_correlation(row: dict[str, Any], explainer: Explainer, item: Item) -> None:
+def _add_correlation(row: dict[str, Any], explainer: Explainer, case: Case) -> None:
     """Spearman of each layer's attention, rollout and flow with the references: [references][methods][layers]."""
-    found = rank_correlation([item.picture.image], model=explainer, target=item.question.target)
+    found = rank_correlation([case.picture.image], model=explainer, target=case.question.target)
     values = found.values[..., 0]
     row["correlation"] = {
         "methods": list(found.methods),

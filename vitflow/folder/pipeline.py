@@ -20,7 +20,7 @@ from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import Tally
 from vitflow.folder.plan import Input
-from vitflow.folder.work import Job, Maps, Picture, compute_maps, draw_files
+from vitflow.folder.work import Job, Picture, PictureMaps, compute_maps, draw_files
 from vitflow.pictures.files import stays_inside, write_atomically
 
 #: Pixels that wait for the model, or to be written, take no more memory than this each (and one picture).
@@ -149,7 +149,7 @@ class Pipeline:
             yield part
 
     def _hand_over(
-        self, writers: ThreadPoolExecutor, explained: Iterator[tuple[Picture, Maps]], missing: set[str]
+        self, writers: ThreadPoolExecutor, explained: Iterator[tuple[Picture, PictureMaps]], missing: set[str]
     ) -> None:
         """Let a part be drawn and written, and wait where too much is still to be."""
         futures, size = [], 0
@@ -165,7 +165,7 @@ class Pipeline:
         ):
             self._commit()
 
-    def _write(self, picture: Picture, maps: Maps) -> dict[str, Any]:
+    def _write(self, picture: Picture, maps: PictureMaps) -> dict[str, Any]:
         """Draw, encode and write one picture; its row."""
         try:
             explained = draw_files(picture, maps, self._job)
@@ -181,7 +181,7 @@ class Pipeline:
         except Exception as error:  # a full disk, above all
             reason = getattr(error, "strerror", None) or str(error)
             message = f"The files of this picture could not be written: {reason}."
-            failed = Maps(error=type(error).__name__, message=printable(message))
+            failed = PictureMaps(error=type(error).__name__, message=printable(message))
             return draw_files(picture, failed, self._job).row
 
     def _commit(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vitflow.errors import ImageError, OptionError
-from vitflow.pictures.images import _READ_SUFFIXES, _natural
+from vitflow.pictures.images import is_image_name, natural_key
 
 # Longest file name that common file systems take, in bytes.
 _LONGEST_NAME = 255
@@ -105,7 +105,7 @@ def list_inputs(
         below = "" if recursive else " Folders below are read with --recursive (recursive=True)."
         what = f"file that matches {glob!r}" if glob else "picture"
         raise ImageError(f"Expected at least one {what} in {', '.join(map(repr, paths))}, found none.{below}")
-    keys = sorted(found, key=lambda key: ([_natural(part) for part in key.split("/")], key))[:limit]
+    keys = sorted(found, key=lambda key: ([natural_key(part) for part in key.split("/")], key))[:limit]
     real = frozenset(os.path.realpath(file) for file, _ in found.values())
     return Listing(Path(root), output, {key: found[key] for key in keys}, real)
 
@@ -148,7 +148,7 @@ def _files(source: str, recursive: bool, glob: str | None, output: str) -> Itera
 
 def _wanted(name: str, inside: str, glob: str | None, folder: bool) -> bool:
     if glob is None:
-        return os.path.splitext(name)[1].lower() in _READ_SUFFIXES  # noqa: PTH122
+        return is_image_name(name)
     return not folder and (fnmatch.fnmatch(name, glob) or fnmatch.fnmatch(Path(inside).as_posix(), glob))
 
 

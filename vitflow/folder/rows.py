@@ -7,15 +7,18 @@ import base64
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import numpy as np
 
+Check = Callable[[Any], bool]
+
 # Deeper values are none of ours, and could not be written again.
 _DEEPEST = 12
 _WHOLE = 2**63
-_OUTPUTS = ("jpg", "png", "webp")
+#: How overlays can be written.
+OVERLAY_FORMATS = ("jpg", "png", "webp")
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
@@ -83,24 +86,36 @@ def is_number(value: Any) -> bool:
     return isinstance(value, float) or is_whole(value)
 
 
-def or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def or_none(check: Check) -> Check:
     """The same check, which None passes as well."""
     return lambda value: value is None or check(value)
 
 
-def _is_mapping(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(map(is_text, value)) and all(map(check, value.values()))
+def dict_of(check: Check, names: Set[str] | None = None) -> Check:
+    """A check for a dict of such values by name, with exactly these names where they are given."""
+
+    def is_dict(value: Any) -> bool:
+        named = isinstance(value, dict) and (all(map(is_text, value)) if names is None else set(value) == names)
+        return named and all(map(check, value.values()))
+
+    return is_dict
+
+
+def list_of(check: Check, length: int | None = None) -> Check:
+    """A check for a list of such values, of this length where one is given."""
+    return lambda value: isinstance(value, list) and length in (None, len(value)) and all(map(check, value))
 
 
 def _is_side(value: Any) -> bool:
     return is_whole(value) and 0 < value < 2**31
 
 
+_is_shape = list_of(_is_side, 2)
+
+
 def _is_grid(value: Any) -> bool:
     """Whether a value is a map as the journal keeps it: a shape, and so many finite float32 in base 64."""
-    if not isinstance(value, dict) or not isinstance(value.get("shape"), list) or len(value["shape"]) != 2:
-        return False
-    if not all(map(_is_side, value["shape"])) or not isinstance(value.get("values"), str):
+    if not isinstance(value, dict) or not _is_shape(value.get("shape")) or not isinstance(value.get("values"), str):
         return False
     try:
         values = base64.b64decode(value["values"], validate=True)
@@ -110,53 +125,54 @@ def _is_grid(value: Any) -> bool:
     return len(values) == 4 * rows * cols and bool(np.isfinite(np.frombuffer(values, "<f4")).all())
 
 
-def _is_window(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 4 and all(map(is_number, value))
-
-
-def has(row: Mapping[str, Any], fields: Mapping[str, Callable[[Any], bool]]) -> bool:
+def has(row: Mapping[str, Any], fields: Mapping[str, Check]) -> bool:
     """Whether a row has all of these fields, each of its kind."""
     return all(name in row and check(row[name]) for name, check in fields.items())
 
 
-_EVERY: dict[str, Callable[[Any], bool]] = {
+_EVERY: dict[str, Check] = {
     "input": is_inside,
     "stem": lambda value: is_inside(value) and is_text(value),
     "size": or_none(is_whole),
     "mtime_ns": or_none(is_whole),
     "sha256": or_none(is_text),
 }
-_FAILED: dict[str, Callable[[Any], bool]] = {"error": or_none(is_text), "message": or_none(is_text)}
-_EXPLAINED: dict[str, Callable[[Any], bool]] = {
+#: What the row of a failed picture says.
+FAILED: dict[str, Check] = {"error": is_text, "message": is_text}
+#: What every run notes of a picture and of what the model answered.
+ANSWER: dict[str, Check] = {
     "width": _is_side,
     "height": _is_side,
     "class_index": or_none(is_whole),
     "class_name": or_none(is_text),
     "probability": or_none(is_number),
     "predicted_index": or_none(is_whole),
-    "outputs": _is_mapping(is_text),
-    "maps": or_none(_is_mapping(is_text)),
-    "facts": _is_mapping(lambda value: isinstance(value, dict)),
+}
+_EXPLAINED: dict[str, Check] = {
+    **ANSWER,
+    "outputs": dict_of(is_text),
+    "maps": or_none(dict_of(is_text)),
+    "facts": dict_of(lambda value: isinstance(value, dict)),
     "saturated_share": or_none(is_number),
-    "grids": _is_mapping(_is_grid),
-    "window": _is_window,
+    "grids": dict_of(_is_grid),
+    "window": list_of(is_number, 4),
     "seconds": is_number,
 }
 
 
-_DRAWING: dict[str, Callable[[Any], bool]] = {
+_DRAWING: dict[str, Check] = {
     "cmap": is_text,
     "alpha": is_number,
     "vmin": or_none(is_number),
     "vmax": or_none(is_number),
 }
-_RUN: dict[str, Callable[[Any], bool]] = {
+_RUN: dict[str, Check] = {
     "root": is_name,
     "model": is_text,
     "weights_sha256": is_text,
     "fit": is_text,
-    "methods": _is_mapping(is_text),
-    "options": _is_mapping(lambda value: isinstance(value, dict)),
+    "methods": dict_of(is_text),
+    "options": dict_of(lambda value: isinstance(value, dict)),
     "drawing": lambda value: isinstance(value, dict) and all(_DRAWING.get(k, is_text)(v) for k, v in value.items()),
 }
 
@@ -174,10 +190,12 @@ def is_folder_row(row: Mapping[str, Any]) -> bool:
     if not has(row, _EVERY) or row.get("status") not in ("failed", "explained"):
         return False
     if row["status"] == "failed":
-        return has(row, _FAILED)
+        return has(row, FAILED)
     if not has(row, _EXPLAINED):
         return False
-    named: list[tuple[str, str, tuple[str, ...]]] = [(label, path, _OUTPUTS) for label, path in row["outputs"].items()]
+    named: list[tuple[str, str, tuple[str, ...]]] = [
+        (label, path, OVERLAY_FORMATS) for label, path in row["outputs"].items()
+    ]
     named += [(label, path, ("npz",)) for label, path in (row["maps"] or {}).items()]
     return (
         all(path in {f"{row['stem']}-{label}.{ending}" for ending in endings} for label, path, endings in named)

@@ -26,7 +26,7 @@ from vitflow.folder.manifest import MANIFEST_FORMATS, load_pyarrow, write_manife
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, list_inputs
 from vitflow.folder.rows import is_folder_row
-from vitflow.folder.work import Job, make_job
+from vitflow.folder.work import Job, make_explainer, make_job
 from vitflow.pictures.files import remove_inside
 from vitflow.pictures.images import MAX_PIXELS
 from vitflow.pictures.overlay import blend
@@ -142,7 +142,7 @@ def explain_folder(
     folder = RunFolder(Path(output))
     # What is wrong with the sources is told before a model is loaded, and nothing is written.
     listing = list_inputs(sources, folder.path, recursive=recursive, glob=glob, limit=limit)
-    explainer = _explainer(model)
+    explainer = make_explainer(model)
     _check_target(job, explainer)
     fingerprint = _fingerprint(listing.root, job, explainer)
     header = {"run": fingerprint, "max_pixels": max_pixels}
@@ -200,14 +200,6 @@ def _check(job: Job, manifest: str, batch_size: int | None, workers: int | None,
             raise OptionError(f"Expected {name} of at least {least}, got {value}.")
     drawing = {name: value for name, value in job.drawing.items() if name in ("cmap", "alpha", "vmin", "vmax")}
     blend(np.zeros((1, 2, 3), np.uint8), np.array([[0.0, 1.0]]), **drawing)  # raises for a wrong one
-
-
-def _explainer(model: str | Path | nn.Module | Explainer | Callable[[], Explainer]) -> Explainer:
-    if isinstance(model, Explainer):
-        return model
-    if callable(model) and not isinstance(model, nn.Module):
-        return model()
-    return Explainer(model)
 
 
 def _check_target(job: Job, explainer: Explainer) -> None:

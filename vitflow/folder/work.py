@@ -5,14 +5,16 @@ import io
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import nn
 
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.explainer import Explainer
@@ -21,9 +23,11 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Target
 from vitflow.folder.batches import Batches
 from vitflow.folder.decoders import Decoded
-from vitflow.pictures.images import _WRITE_OPTIONS
+from vitflow.folder.rows import OVERLAY_FORMATS
+from vitflow.pictures.images import WRITE_OPTIONS
 
-FORMATS = ("jpg", "png", "webp")
+# (label, name, options) of a method that a run computes; no two labels of a run are equal.
+LabelledMethod = tuple[str, str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class Job:
         save_map: write each unscaled map as .npz, too.
     """
 
-    methods: tuple[tuple[str, str, Mapping[str, Any]], ...]
+    methods: tuple[LabelledMethod, ...]
     target: Target = None
     drawing: Mapping[str, Any] = field(default_factory=dict)
     format: str = "jpg"
@@ -82,17 +86,26 @@ def make_job(
     Raises:
         OptionError: an unknown method, option or format, or several targets.
     """
-    if format not in FORMATS:
-        raise OptionError(f"Expected a format of {', '.join(FORMATS)}, got {format!r}.")
+    if format not in OVERLAY_FORMATS:
+        raise OptionError(f"Expected a format of {', '.join(OVERLAY_FORMATS)}, got {format!r}.")
     if not (target is None or isinstance(target, int | str)) or re.fullmatch(r"top([2-9]|\d{2,})", str(target)):
         raise OptionError(f"Expected one class for all pictures, got {target!r}.")
-    labelled: list[tuple[str, str, Mapping[str, Any]]] = []
+    labelled: list[LabelledMethod] = []
     for method, chosen in choose_methods(methods, options):
         if any((method.name, chosen) == (name, others) for _, name, others in labelled):
             raise OptionError(f"Method {method.name} was asked for twice with the same options.")
         count = 1 + sum(name == method.name for _, name, _ in labelled)
         labelled.append((method.name if count == 1 else f"{method.name}-{count}", method.name, chosen))
     return Job(tuple(labelled), target, dict(drawing or {}), format, save_map)
+
+
+def make_explainer(model: str | Path | nn.Module | Explainer | Callable[[], Explainer]) -> Explainer:
+    """The explainer for whatever stands for a model."""
+    if isinstance(model, Explainer):
+        return model
+    if callable(model) and not isinstance(model, nn.Module):
+        return model()
+    return Explainer(model)
 
 
 def explain_pictures(explainer: Explainer, pictures: Sequence[Picture], job: Job) -> list[Explained]:
@@ -109,7 +122,7 @@ def explain_pictures(explainer: Explainer, pictures: Sequence[Picture], job: Job
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Maps:
+class PictureMaps:
     """A picture's maps, or why there are none."""
 
     maps: Sequence[Saliency] = ()
@@ -118,39 +131,40 @@ class Maps:
     seconds: float = 0.0
 
 
-def compute_maps(batches: Batches, pictures: Sequence[Picture], job: Job) -> list[Maps]:
+def compute_maps(batches: Batches, pictures: Sequence[Picture], job: Job) -> list[PictureMaps]:
     """Run the model over a batch; what is wrong with one picture is told in its own place."""
     methods = [(name, options) for _, name, options in job.methods]
 
-    def explain(members: Sequence[tuple[NDArray[np.uint8], str]]) -> list[Maps]:
+    def explain(members: Sequence[tuple[NDArray[np.uint8], str]]) -> list[PictureMaps]:
         started = time.perf_counter()
         images, names = zip(*members, strict=True)
         flat = batches.explainer.explain_batch(images, methods=methods, targets=job.target, names=names)
         seconds = (time.perf_counter() - started) / len(images)
         return [
-            Maps(flat[start : start + len(methods)], seconds=seconds) for start in range(0, len(flat), len(methods))
+            PictureMaps(flat[start : start + len(methods)], seconds=seconds)
+            for start in range(0, len(flat), len(methods))
         ]
 
     readable = [(own.decoded.image, printable(own.key)) for own in pictures if own.decoded.image is not None]
     found = batches.each(readable, explain)
     return [
-        Maps(error=picture.decoded.error, message=picture.decoded.message)
+        PictureMaps(error=picture.decoded.error, message=picture.decoded.message)
         if picture.decoded.image is None
         else _or_failed(next(found))
         for picture in pictures
     ]
 
 
-def _or_failed(found: Maps | Exception) -> Maps:
-    if isinstance(found, Maps):
+def _or_failed(found: PictureMaps | Exception) -> PictureMaps:
+    if isinstance(found, PictureMaps):
         return found
     message = str(found) or type(found).__name__
     if isinstance(found, torch.OutOfMemoryError):
         message = f"The memory of the device is too small for this picture alone: {message.splitlines()[0]}"
-    return Maps(error=type(found).__name__, message=printable(message))
+    return PictureMaps(error=type(found).__name__, message=printable(message))
 
 
-def draw_files(picture: Picture, found: Maps, job: Job) -> Explained:
+def draw_files(picture: Picture, found: PictureMaps, job: Job) -> Explained:
     """Draw and encode a picture's overlays, and write down what is known of it."""
     decoded = picture.decoded
     known = {"size": decoded.size, "mtime_ns": decoded.mtime_ns, "sha256": decoded.sha256}
@@ -196,7 +210,7 @@ def _saturated_share(facts: Mapping[str, Mapping[str, Any]]) -> float | None:
 
 def _encode(overlay: Any, format: str) -> bytes:
     file = io.BytesIO()
-    Image.fromarray(overlay).save(file, **_WRITE_OPTIONS[f".{format}"])
+    Image.fromarray(overlay).save(file, **WRITE_OPTIONS[f".{format}"])
     return file.getvalue()
 
 

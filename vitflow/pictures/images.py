@@ -28,7 +28,8 @@ _READ_SUFFIXES = frozenset(
     {".avif", ".bmp", ".dib", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg"}
     | {".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"}
 )
-_WRITE_OPTIONS: dict[str, dict[str, Any]] = {
+#: What Pillow is told for each suffix that pictures are written with.
+WRITE_OPTIONS: dict[str, dict[str, Any]] = {
     ".jpeg": {"format": "JPEG", "quality": 95, "subsampling": 0},
     ".jpg": {"format": "JPEG", "quality": 95, "subsampling": 0},
     ".png": {"format": "PNG"},
@@ -138,11 +139,11 @@ def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
         ShapeError: the array is no such picture.
     """
     target = Path(path)
-    options = _WRITE_OPTIONS.get(target.suffix.lower())
+    options = WRITE_OPTIONS.get(target.suffix.lower())
     if options is None:
         raise ImageError(
             f"Cannot write a picture as {image_name(path)!r}: expected a name that ends in "
-            f"{', '.join(sorted(_WRITE_OPTIONS))}, got {target.suffix or 'no suffix'!r}."
+            f"{', '.join(sorted(WRITE_OPTIONS))}, got {target.suffix or 'no suffix'!r}."
         )
     if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)) or not array.size:
         raise ShapeError(
@@ -193,7 +194,7 @@ def find_images(path: str | os.PathLike[str], *, recursive: bool = False) -> lis
         visited.add((status.st_dev, status.st_ino))
         subfolders[:] = sorted(name for name in subfolders if recursive and not name.startswith("."))
         found += [here / name for name in names if is_image_name(name) and (here / name).is_file()]
-    return sorted(found, key=lambda file: ([_natural(part) for part in file.relative_to(root).parts], str(file)))
+    return sorted(found, key=lambda file: ([natural_key(part) for part in file.relative_to(root).parts], str(file)))
 
 
 def is_image_name(name: str) -> bool:
@@ -216,7 +217,7 @@ def image_name(source: object) -> str:
     return {np.ndarray: "array", bytes: "bytes"}.get(type(source), type(source).__name__)
 
 
-def _natural(name: str) -> list[str | int]:
+def natural_key(name: str) -> list[str | int]:
     """Sort key that compares runs of digits as numbers."""
     return [int(part) if part.isdecimal() else part.casefold() for part in re.split(r"(\d+)", name)]
 
