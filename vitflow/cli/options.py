@@ -188,8 +188,9 @@ def given_options(values: Mapping[str, Any], names: Any) -> dict[str, Any]:
 
 def make_explainer(given: Mapping[str, Any]) -> Any:
     """The explainer that the options of `model_options` ask for."""
-    from vitflow.explaining.explainer import Explainer, default_device
+    from vitflow.explaining.explainer import Explainer
     from vitflow.models.loading import load_model
+    from vitflow.recording.isolation import default_device
 
     model = load_model(
         given["model"],

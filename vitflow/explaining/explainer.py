@@ -32,7 +32,7 @@ from vitflow.models.loading import load_model
 from vitflow.pictures.geometry import FITS, Fit
 from vitflow.pictures.images import ImageSource, read_image
 from vitflow.pictures.preprocessing import InputSpec, Preprocessing
-from vitflow.recording.isolation import evaluating, move_to
+from vitflow.recording.isolation import default_device, evaluating, move_to
 from vitflow.recording.trace import Trace
 
 
@@ -336,13 +336,6 @@ def _preprocessing(facts: ModelFacts, fit: str) -> Preprocessing:
 
 def _name(source: ImageSource, number: int) -> str:
     return str(source) if isinstance(source, str | Path) else f"picture {number}"
-
-
-def default_device() -> str:
-    """The accelerator that is there, or the CPU."""
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def _refuse_inference_tensors(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from vitflow.methods import occlusion as blank_out
 from vitflow.methods import rollout as rollouts
 from vitflow.methods.attention import check_layer, one_head
 from vitflow.methods.flow.attention_flow import Solver, attention_flow
-from vitflow.methods.flow.layers import Window
+from vitflow.methods.flow.layers import LayerRange
 from vitflow.methods.fusion import HeadFusion, normalize_rows
 from vitflow.methods.staged_rollout import staged_attention, staged_rollout
 from vitflow.methods.values import ValueWeighting
@@ -27,7 +27,7 @@ Patch = Sequence[int]
 # A flow map with a larger saturated share is told to say little.
 MOSTLY_SATURATED = 0.5
 # Layers that a flow runs through where nothing else is asked; the default in the table of methods.
-DEFAULT_WINDOW = 4
+DEFAULT_LAYERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def rollout(
 def flow(
     trace: Trace,
     *,
-    layers: Window,
+    layers: LayerRange,
     below: str,
     head_fusion: HeadFusion,
     discard_ratio: float,
@@ -97,7 +97,7 @@ def flow(
     solver: Solver,
     patch: Patch | None,
 ) -> Maps:
-    """Attention flow of the readout through a window of layers, carried on to the input by rollout below it.
+    """Attention flow of the readout through a range of layers, carried on to the input by rollout below it.
 
     Through many layers nearly every flow is saturated, and the map says nothing of the layers above the first. So the
     flow runs through the upper layers, where it is not, and attention rollout takes what arrives down to the patches.
@@ -109,8 +109,8 @@ def flow(
             "gradcam."
         )
     matrices = trace.fused(head_fusion, value_weighted=value_weighted)
-    if layers == DEFAULT_WINDOW:
-        layers = min(DEFAULT_WINDOW, len(matrices))  # a shallower model has no more
+    if layers == DEFAULT_LAYERS:
+        layers = min(DEFAULT_LAYERS, len(matrices))  # a shallower model has no more
     prefix, readout = trace.layout.num_prefix_tokens, readout_of(trace, patch)
     options: dict[str, Any] = {"discard_ratio": discard_ratio, "residual": residual, "num_prefix_tokens": prefix}
     with tracking("attention flow", len(readout) * trace.layout.num_tokens) as progress:

@@ -20,14 +20,14 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 Size = tuple[int, int]
 Coordinate = TypeVar("Coordinate", float, NDArray[np.float64])
 
-# Above this many pixels only the window that the model sees is resized, not the whole picture: the short side of a
+# Above this many pixels only the part that the model sees is resized, not the whole picture: the short side of a
 # 1 × 10,000 picture resized to 256 makes a long side of 2,560,000.
 _MAX_RESIZED_PIXELS = 2**26
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a picture became a model input: resized whole, then a window cut out, padded where it sticks out.
+    """How a picture became a model input: resized whole, then a part cut out, padded where it sticks out.
 
     Coordinates are continuous (y, x) in the pixel-edge convention: pixel k covers [k, k + 1) and has its centre at
     k + 0.5. Sizes are (height, width) in pixels.
@@ -54,7 +54,7 @@ class Placement:
         for name in ("image_size", "resized_size", "input_size"):
             _check_size(name, getattr(self, name))
         sides = zip(self.offset, self.input_size, self.resized_size, strict=True)
-        if not all(-window < start < resized for start, window, resized in sides):
+        if not all(-length < start < resized for start, length, resized in sides):
             raise ShapeError(
                 f"Expected a model input that overlaps the picture, got the offset {self.offset} of an input of "
                 f"{self.input_size} in a picture resized to {self.resized_size}."
@@ -68,8 +68,8 @@ class Placement:
         as in a picture a few pixels high and a thousand times as wide.
         """
         (top, bottom), (left, right) = (
-            (_first_centre(size, resized, start), _first_centre(size, resized, start + window))
-            for size, resized, start, window in zip(
+            (_first_centre(size, resized, start), _first_centre(size, resized, start + length))
+            for size, resized, start, length in zip(
                 self.image_size, self.resized_size, self.offset, self.input_size, strict=True
             )
         )
@@ -322,10 +322,10 @@ def _border(image_size: Size, scale_size: Size, input_size: Size) -> Placement:
     return Placement(image_size, resized, _centred(resized, input_size), input_size)
 
 
-def _centred(resized: Size, window: Size) -> tuple[int, int]:
-    """(top, left) of a centred window; padding puts the odd pixel behind, cropping rounds half to even."""
+def _centred(resized: Size, input_size: Size) -> tuple[int, int]:
+    """(top, left) of a centred model input; padding puts the odd pixel behind, cropping rounds half to even."""
     top, left = (
         -((inner - outer) // 2) if inner > outer else round((outer - inner) / 2)
-        for outer, inner in zip(resized, window, strict=True)
+        for outer, inner in zip(resized, input_size, strict=True)
     )
     return top, left

@@ -34,6 +34,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                 module.training = True
 
 
+def default_device() -> str:
+    """The accelerator that is there, or the CPU."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
 def move_to(model: nn.Module, device: str | torch.device | None) -> torch.device:
     """Move a model, in its turn; returns where it lies then, also where it stays.
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, unknown_name, whole_number
-from vitflow.methods.flow.layers import Window, check_window, layer_capacities, window_below
+from vitflow.methods.flow.layers import LayerRange, check_window, layer_capacities, window_below
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, kind_of, layers_of
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def attention_flow(
     *,
     source: Source = 0,
     sinks: Sequence[int] | None = None,
-    layers: Window = "all",
+    layers: LayerRange = "all",
     start_layer: int | None = None,
     head_fusion: HeadFusion = "mean",
     discard_ratio: float = 0.0,

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import ShapeError, whole_number
-from vitflow.methods.flow.layers import Window, check_window, layer_capacities
+from vitflow.methods.flow.layers import LayerRange, check_window, layer_capacities
 from vitflow.methods.fusion import HeadFusion
 from vitflow.methods.tokens import TokenLayout, check_layout
 
@@ -26,7 +26,7 @@ def attention_graph(
     head_fusion: HeadFusion = "mean",
     discard_ratio: float = 0.0,
     residual: float = 0.5,
-    layers: Window = "all",
+    layers: LayerRange = "all",
     num_prefix_tokens: int = 1,
     batch_index: int = 0,
     layout: TokenLayout | None = None,

@@ -20,13 +20,13 @@ from vitflow.methods.fusion import (
 )
 
 # "all", the last N layers, (first, last), or what the command line writes: "4", "9:12", "9:".
-Window = str | int | Sequence[int]
+LayerRange = str | int | Sequence[int]
 
 # Layers are taken together up to so many entries: few large steps where matrices are small, little memory where not.
 TOGETHER = 2**20
 
 
-def parse_window(layers: Window, count: int, start_layer: int | None = None) -> tuple[int, int]:
+def parse_window(layers: LayerRange, count: int, start_layer: int | None = None) -> tuple[int, int]:
     """The first and the last layer that are meant, counted from 1, both included.
 
     Args:
@@ -75,7 +75,7 @@ def parse_window(layers: Window, count: int, start_layer: int | None = None) -> 
     return begin, end
 
 
-def window_below(layer: int, layers: Window, count: int, start_layer: int | None = None) -> tuple[int, int]:
+def window_below(layer: int, layers: LayerRange, count: int, start_layer: int | None = None) -> tuple[int, int]:
     """The part of a window that lies below a node of this layer; OptionError if the window does not reach up to it."""
     first, last = parse_window(layers, count, start_layer)
     if not first <= layer <= last:
@@ -84,7 +84,7 @@ def window_below(layer: int, layers: Window, count: int, start_layer: int | None
 
 
 def check_window(
-    attentions: Sequence[Tensor] | Tensor, layers: Window, start_layer: int | None = None
+    attentions: Sequence[Tensor] | Tensor, layers: LayerRange, start_layer: int | None = None
 ) -> tuple[list[Tensor], int]:
     """The checked layers of the window, and the number of the first of them.
 
