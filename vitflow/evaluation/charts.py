@@ -1,7 +1,6 @@
 """Charts of an evaluation: bars with intervals for each group of metrics, curves, stages of randomisation."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,25 +124,22 @@ def _series(evaluation: Tables, x: NDArray[Any], lines: NDArray[np.float64]) -> 
     ]
 
 
-def charts_of(evaluation: Tables) -> dict[str, Callable[[], Figure]]:
-    """The charts that this evaluation has, by name."""
-    found: dict[str, Callable[[], Figure]] = {}
+def draw_all(evaluation: Tables) -> Iterator[tuple[str, Figure]]:
+    """The charts that this evaluation has, each with its name."""
     for group in evaluation.groups:
-        found[group] = partial(draw_bars, evaluation, [group])
+        yield group, draw_bars(evaluation, [group])
         if group == "faithfulness" and evaluation.fractions is not None:
-            found["curves"] = partial(draw_curves, evaluation)
+            yield "curves", draw_curves(evaluation)
         if group == "sanity" and evaluation.randomisation is not None:
-            found["randomisation"] = partial(draw_stages, evaluation)
+            yield "randomisation", draw_stages(evaluation)
     if evaluation.correlation is not None:
-        found["correlation"] = evaluation.correlation.figure
-    return found
+        yield "correlation", evaluation.correlation.figure()
 
 
 def save_charts(evaluation: Tables, folder: Path) -> dict[str, bytes]:
     """Write every chart as PNG and SVG; the SVG of each by its name."""
     drawn = {}
-    for name, draw in charts_of(evaluation).items():
-        figure = draw()
+    for name, figure in draw_all(evaluation):
         save_figure(figure, folder / f"{name}.png")
         drawn[name] = figure_bytes(figure, ".svg")
         with write_atomically(folder / f"{name}.svg") as file:

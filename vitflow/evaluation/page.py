@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from vitflow.evaluation.metrics import CORRELATION_SILENT, Metric
-from vitflow.evaluation.statistics import CONFIDENCE, Difference, Estimate
+from vitflow.evaluation.statistics import CONFIDENCE, Difference
 from vitflow.evaluation.tables import Tables
 from vitflow.pictures.charts import darkened
+from vitflow.pictures.typesetting import decimal
 from vitflow.viewer.pages import write_html
 
 _TITLES = {
@@ -94,25 +95,16 @@ def _rows(evaluation: Tables, metrics: Sequence[Metric]) -> list[dict[str, Any]]
             "method": method,
             "baseline": evaluation.is_baseline(method),
             "cells": [
-                _cell(tables[metric.name][number].estimate)
-                | {"best": best[metric.name] == method, "level": method in level[metric.name]}
+                {
+                    "estimate": tables[metric.name][number].estimate,
+                    "best": best[metric.name] == method,
+                    "level": method in level[metric.name],
+                }
                 for metric in metrics
             ],
         }
         for number, method in enumerate(evaluation.methods)
     ]
-
-
-def _cell(estimate: Estimate) -> dict[str, Any]:
-    interval = (
-        "" if estimate.low is None or estimate.high is None else f"{_number(estimate.low)} … {_number(estimate.high)}"
-    )
-    return {
-        "mean": _number(estimate.mean),
-        "error": "" if estimate.standard_error is None else f"± {estimate.standard_error:.3f}",
-        "interval": interval,
-        "undefined": estimate.undefined,
-    }
 
 
 def _best(evaluation: Tables, metric: Metric) -> str | None:
@@ -161,12 +153,5 @@ def _difference(one: Difference, metric: Metric, sign: float) -> dict[str, str]:
     state = ("better" if better else "worse") if one.is_clear else "unclear"
     ends = sorted((low * sign, high * sign))
     above = one.above if sign > 0 else 1.0 - one.above
-    title = f"{_number(ends[0])} … {_number(ends[1])}; higher on {above:.0%} of {one.estimate.count} pictures"
-    return {"text": _number(mean * sign, signed=True), "state": state, "title": title}
-
-
-def _number(value: float | None, *, signed: bool = False) -> str:
-    if value is None:
-        return "–"
-    # Adding 0.0 makes −0.0 a plain zero.
-    return f"{round(value, 3) + 0.0:{'+' if signed else ''}.3f}".replace("-", "−")
+    title = f"{decimal(ends[0])} … {decimal(ends[1])}; higher on {above:.0%} of {one.estimate.count} pictures"
+    return {"text": decimal(mean * sign, signed=True), "state": state, "title": title}

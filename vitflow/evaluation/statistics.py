@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError
+from vitflow.pictures.typesetting import decimal
 
 #: Resamples of the pictures behind every interval.
 RESAMPLES = 2000
@@ -39,10 +40,7 @@ class Estimate:
     undefined: int
 
     def __str__(self) -> str:
-        if self.mean is None:
-            return "–"
-        spread = "" if self.standard_error is None else f" ± {self.standard_error:.3f}"
-        return f"{round(self.mean, 3) + 0.0:.3f}{spread}".replace("-", "−")
+        return decimal(self.mean) + ("" if self.standard_error is None else f" ± {self.standard_error:.3f}")
 
 
 @dataclass(frozen=True, slots=True)

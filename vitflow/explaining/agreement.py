@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from vitflow.errors import OptionError, ShapeError
+from vitflow.pictures.typesetting import decimal
 
 Values = NDArray[np.floating[Any]]
 
@@ -128,14 +129,14 @@ class Agreement:
         lines.append(f"below the diagonal: Spearman's rank correlation of the patches; {_of(self.maps)}")
         lines.append(f"above: share of the highest {self.top:.0%} of patches in common; {self.top:.2f} is chance")
         if self.between_classes:
-            found = ", ".join(f"{label} {_number(value)}" for label, value in self.between_classes.items())
+            found = ", ".join(f"{label} {decimal(value, 2)}" for label, value in self.between_classes.items())
             lines.append(f"between the classes of a picture, Spearman: {found}")
         return "\n".join(lines)
 
     def _cell(self, row: int, col: int) -> str:
         if row == col:
             return "·"
-        return _number((self.spearman if row > col else self.overlap)[row][col])
+        return decimal((self.spearman if row > col else self.overlap)[row][col], 2)
 
     def to_dict(self) -> dict[str, Any]:
         """The pairs as numbers, ready for JSON."""
@@ -146,11 +147,6 @@ class Agreement:
             if i < j
         ]
         return {"top": self.top, "maps": self.maps, "pairs": pairs, "between_classes": dict(self.between_classes)}
-
-
-def _number(value: float | None) -> str:
-    # Adding 0.0 makes −0.0 a plain zero.
-    return "–" if value is None else f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
 
 
 def _of(maps: int) -> str:

@@ -128,6 +128,17 @@ def font_families() -> list[str]:
     return ["DejaVu Sans", *(name for name in _WIDE_FONTS if name in installed)]
 
 
+def decimal(value: float | None, digits: int = 3, *, signed: bool = False) -> str:
+    """A number as it stands in tables: a true minus sign, no −0, and a dash where there is none.
+
+    >>> decimal(-0.0004), decimal(-0.25, 2), decimal(0.5, 1, signed=True), decimal(None)
+    ('0.000', '−0.25', '+0.5', '–')
+    """
+    if value is None:
+        return "–"
+    return f"{round(value, digits) + 0.0:{'+' if signed else ''}.{digits}f}".replace("-", "−")
+
+
 def drawable(text: str) -> str:
     """A text that can be drawn and stand in XML: control characters and broken UTF-8 become question marks.
 

@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from vitflow.errors import printable
 from vitflow.pictures.files import write_atomically
+from vitflow.pictures.typesetting import decimal
 
 #: Failed inputs listed on a page; what is kept beside it has them all.
 FAILURES_SHOWN = 200
@@ -43,7 +44,7 @@ def _environment() -> Environment:
     loader = PackageLoader("vitflow.viewer")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.globals["most_failures"] = FAILURES_SHOWN
-    environment.filters |= {"printable": printable, "count": "{:,}".format}
+    environment.filters |= {"printable": printable, "count": "{:,}".format, "decimal": decimal}
     return environment
 
 

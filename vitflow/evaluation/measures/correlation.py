@@ -33,6 +33,7 @@ from vitflow.pictures import figures
 from vitflow.pictures.charts import Series, draw_lines
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource, find_images
+from vitflow.pictures.typesetting import decimal
 from vitflow.recording.isolation import evaluating
 from vitflow.recording.recorder import record_attention
 
@@ -253,9 +254,7 @@ class RankCorrelation:
 
     def _shown(self, reference: str, method: str, layer: int) -> str:
         mean, spread = self.mean(reference, method, layer), self.spread(reference, method, layer)
-        if mean is None:
-            return "–"
-        return (f"{round(mean, 2) + 0.0:.2f}" + ("" if spread is None else f" ± {spread:.2f}")).replace("-", "−")
+        return decimal(mean, 2) + ("" if spread is None else f" ± {spread:.2f}")
 
     def figure(self) -> Figure:
         """A chart per reference: a line per method over the layers, with a band of ± one standard deviation."""
