@@ -67,7 +67,7 @@ def test_every_public_name_exists():
 
 
 def test_explaining_two_pictures(pictures, tmp_path):
-    done = run("explain", *pictures, "-o", tmp_path / "out", "--save-map")
+    done = run("explain", "--model", "demo", *pictures, "-o", tmp_path / "out", "--save-map")
     assert done.returncode == 0, done.stderr
     files = done.stdout.splitlines()
     assert len(files) == 4
@@ -84,7 +84,9 @@ def test_explaining_two_pictures(pictures, tmp_path):
 
 def test_json_is_data_on_stdout(pictures, tmp_path):
     output = tmp_path / "own name.jpg"
-    done = run("explain", pictures[0], "--json", "-o", output, "--head-fusion", "max", "--patch", "3,4")
+    done = run(
+        "explain", "--model", "demo", pictures[0], "--json", "-o", output, "--head-fusion", "max", "--patch", "3,4"
+    )
     assert done.returncode == 0, done.stderr
     [record] = [json.loads(line) for line in done.stdout.splitlines()]
     assert record["input"] == str(pictures[0])
@@ -96,16 +98,25 @@ def test_json_is_data_on_stdout(pictures, tmp_path):
 
 
 def test_a_class_that_was_asked_for_is_reported(pictures, tmp_path):
-    done = run("explain", pictures[0], "--class", "0", "-o", tmp_path, "--json")
+    done = run("explain", "--model", "demo", pictures[0], "--class", "0", "-o", tmp_path, "--json")
     assert json.loads(done.stdout)["class_index"] == 0
-    wrong = run("explain", pictures[0], "--class", "zebra", "-o", tmp_path)
+    wrong = run("explain", "--model", "demo", pictures[0], "--class", "zebra", "-o", tmp_path)
     assert wrong.returncode == 2
     assert "Unknown class 'zebra'" in wrong.stderr
 
 
 def test_bad_pictures_fail_and_the_others_go_on(pictures, tmp_path):
     (tmp_path / "bad.png").write_bytes(b"no picture")
-    done = run("explain", tmp_path / "bad.png", pictures[0], tmp_path / "missing.png", "-o", tmp_path / "out")
+    done = run(
+        "explain",
+        "--model",
+        "demo",
+        tmp_path / "bad.png",
+        pictures[0],
+        tmp_path / "missing.png",
+        "-o",
+        tmp_path / "out",
+    )
     assert done.returncode == 1
     assert "1 explained, 2 failed" in done.stderr
     assert "Traceback" not in done.stderr
@@ -118,7 +129,7 @@ def test_two_pictures_never_claim_one_output(pictures, tmp_path):
         (tmp_path / folder).mkdir()
         twins.append(tmp_path / folder / "same.png")
         twins[-1].write_bytes(pictures[0].read_bytes())
-    done = run("explain", *twins, "-o", tmp_path / "out")
+    done = run("explain", "--model", "demo", *twins, "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert len(set(done.stdout.splitlines())) == 2 == len(list((tmp_path / "out").iterdir()))
 
@@ -126,11 +137,11 @@ def test_two_pictures_never_claim_one_output(pictures, tmp_path):
 def test_a_picture_is_never_overwritten(pictures, tmp_path):
     mine = tmp_path / "mine.png"
     mine.write_bytes(pictures[0].read_bytes())
-    done = run("explain", mine, "-o", mine)
+    done = run("explain", "--model", "demo", mine, "-o", mine)
     assert done.returncode == 2
     assert "would overwrite the picture" in done.stderr
     assert mine.read_bytes() == pictures[0].read_bytes()
-    assert run("explain", mine, pictures[0], "-o", tmp_path / "one.png").returncode == 2
+    assert run("explain", "--model", "demo", mine, pictures[0], "-o", tmp_path / "one.png").returncode == 2
 
 
 @pytest.mark.parametrize(
@@ -146,7 +157,7 @@ def test_a_picture_is_never_overwritten(pictures, tmp_path):
     ],
 )
 def test_usage_errors_are_one_line_and_exit_2(pictures, tmp_path, arguments, message):
-    done = run("explain", pictures[0], "-o", tmp_path / "out", *arguments)
+    done = run("explain", "--model", "demo", pictures[0], "-o", tmp_path / "out", *arguments)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -174,26 +185,26 @@ def here(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize("command", ["explain", "compare"])
 def test_a_folder_among_the_pictures_names_the_command_for_folders(command, here, tmp_path):
     (tmp_path / "cats").mkdir()
-    code, out, err = here(command, "cats")
+    code, out, err = here(command, "--model", "demo", "cats")
     assert (code, out) == (2, "")
     assert err.startswith("error: Expected pictures, got the folder cats: vitflow folder cats -o OUTPUT explains every")
 
 
 def test_layers_are_told_in_the_words_of_the_command_line(here, pictures):
     for layers in ("99", "3:x", "0", "5:2", "most"):
-        code, _, err = here("explain", pictures[0], "--method", "flow", "--layers", layers)
+        code, _, err = here("explain", "--model", "demo", pictures[0], "--method", "flow", "--layers", layers)
         expected = "all, a number from 1 to 6 (the last ones), or FIRST:LAST from 1 to 6, such as 3:6"
         assert (code, err) == (2, f"error: Expected layers as {expected}, got {layers}.\n")
-    code, _, err = here("explain", pictures[0], "--layers", "3")
+    code, _, err = here("explain", "--model", "demo", pictures[0], "--layers", "3")
     assert code == 2 and "'layers' is an option of flow." in err
 
 
 def test_an_output_with_an_unknown_suffix_is_no_folder(here, pictures, tmp_path):
-    code, out, err = here("explain", pictures[0], "-o", "foo.xyz")
+    code, out, err = here("explain", "--model", "demo", pictures[0], "-o", "foo.xyz")
     assert (code, out, list(tmp_path.iterdir())) == (2, "", [])
     assert "Expected an output that ends in .png, .jpg, .jpeg, .webp, or a folder" in err and "got 'foo.xyz'" in err
     (tmp_path / "run.2").mkdir()
-    assert here("explain", pictures[0], "-o", "run.2")[0] == 0
+    assert here("explain", "--model", "demo", pictures[0], "-o", "run.2")[0] == 0
     assert [file.suffix for file in (tmp_path / "run.2").iterdir()] == [".png"]
 
 
@@ -207,7 +218,7 @@ def test_an_output_that_cannot_be_written_is_told_in_one_line_with_its_own_name_
     (tmp_path / "taken.png").mkdir()
     for output in ("file/map.png", "taken.png/map.png/x.png" if command == "compare" else "file/x.png"):
         monkeypatch.setattr("pathlib.Path.replace", refuse_to_replace)
-        code, out, err = here(command, "wide.png", "--method", "rollout", "-o", output)
+        code, out, err = here(command, "--model", "demo", "wide.png", "--method", "rollout", "-o", output)
         [line] = [line for line in err.splitlines() if line.startswith("error")]
         assert (code, out) == (1, "") and ".part" not in err and "unfinished" not in err
         assert "Choose another place" in line
@@ -221,20 +232,20 @@ def refuse_to_replace(self, target):
 
 def test_a_map_that_cannot_be_written_names_the_map(here, pictures, tmp_path, monkeypatch):
     (tmp_path / "one.npz").mkdir()
-    code, out, err = here("explain", pictures[0], "-o", "one.png", "--save-map")
+    code, out, err = here("explain", "--model", "demo", pictures[0], "-o", "one.png", "--save-map")
     assert (code, out) == (1, "") and "error: Cannot write one.npz: " in err and ".part" not in err
 
 
 @pytest.mark.parametrize("command", ["explain", "compare"])
 def test_a_missing_picture_is_named_once(command, here):
-    code, _, err = here(command, "no-such-cat.png")
+    code, _, err = here(command, "--model", "demo", "no-such-cat.png")
     assert code == 1 and err.splitlines()[0].count("no-such-cat.png") == 1
     assert err.startswith("error: Expected a picture at 'no-such-cat.png', but there is no such file.")
 
 
 @pytest.mark.parametrize("command", ["explain", "compare"])
 def test_a_class_that_the_model_all_but_rules_out_gets_a_note(command, here, pictures):
-    code, _, err = here(command, pictures[0], "--method", "gae", "--class", "purple ring")
+    code, _, err = here(command, "--model", "demo", pictures[0], "--method", "gae", "--class", "purple ring")
     assert code == 0
     [note] = [line for line in err.splitlines() if line.startswith("note: ")]
     assert (
@@ -242,7 +253,7 @@ def test_a_class_that_the_model_all_but_rules_out_gets_a_note(command, here, pic
         and "shows what would raise it, not what it saw" in note
     )
     for arguments in (["--method", "gae"], ["--method", "rollout", "--class", "purple ring"]):
-        assert "note: " not in here(command, pictures[0], *arguments)[2]
+        assert "note: " not in here(command, "--model", "demo", pictures[0], *arguments)[2]
 
 
 def test_a_folder_run_keeps_the_note_with_the_map(pictures, tmp_path):
@@ -254,7 +265,7 @@ def test_a_folder_run_keeps_the_note_with_the_map(pictures, tmp_path):
 
 def test_json_says_which_size_is_the_width(here, tmp_path):
     Image.fromarray(np.zeros((20, 50, 3), dtype=np.uint8)).save(tmp_path / "wide.png")
-    code, out, _ = here("explain", "wide.png", "--json", "--fit", "native")
+    code, out, _ = here("explain", "--model", "demo", "wide.png", "--json", "--fit", "native")
     record = json.loads(out)
     assert code == 0 and (record["image_width"], record["image_height"]) == (50, 20)
     assert record["grid_columns"] > record["grid_rows"]
@@ -279,7 +290,17 @@ def test_names_that_terminals_cannot_print(pictures, tmp_path):
     with open(odd, "wb") as file:  # noqa: PTH123 - a name that is not text
         file.write(pictures[0].read_bytes())
     done = subprocess.run(
-        [sys.executable, "-c", "from vitflow.cli import main; main()", "explain", odd, "-o", str(tmp_path / "out")],
+        [
+            sys.executable,
+            "-c",
+            "from vitflow.cli import main; main()",
+            "explain",
+            odd,
+            "--model",
+            "demo",
+            "-o",
+            str(tmp_path / "out"),
+        ],
         capture_output=True,
         timeout=300,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},

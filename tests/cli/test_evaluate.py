@@ -74,22 +74,25 @@ def test_methods_have_options_of_their_own_and_in_common():
 
 def test_a_folder_with_an_output(folder, tmp_path):
     out = tmp_path / "out"
-    result = invoke(folder, *SHORT, "-o", out)
+    result = invoke(folder, "--model", "demo", *SHORT, "-o", out)
     assert "(failed)" not in result.stdout
     assert (out / "report.html").is_file()
     assert "report: " in result.stderr
-    again = invoke(folder, *SHORT, "-o", out)
+    again = invoke(folder, "--model", "demo", *SHORT, "-o", out)
     assert again.stdout == result.stdout
-    other = invoke(folder, *SHORT, "--method", "gradcam", "-o", out)
+    other = invoke(folder, "--model", "demo", *SHORT, "--method", "gradcam", "-o", out)
     assert other.exit_code == 2
     assert "holds a run with other options" in other.stderr
     assert "--overwrite" in other.stderr
-    assert "| gradcam |" in invoke(folder, *SHORT, "--method", "gradcam", "-o", out, "--overwrite").stdout
+    assert (
+        "| gradcam |"
+        in invoke(folder, "--model", "demo", *SHORT, "--method", "gradcam", "-o", out, "--overwrite").stdout
+    )
 
 
 def test_a_failed_picture_makes_the_exit_code_1(folder, tmp_path):
     (folder / "1.png").write_bytes(b"nothing")
-    result = invoke(folder, *SHORT, "-o", tmp_path / "out")
+    result = invoke(folder, "--model", "demo", *SHORT, "-o", tmp_path / "out")
     assert result.exit_code == 1
     assert "| gae |" in result.stdout
     assert "error: ImageError: Expected '1.png' to be a picture" in result.stderr
@@ -99,7 +102,7 @@ def test_a_failed_picture_makes_the_exit_code_1(folder, tmp_path):
 def test_no_masks_are_told(folder):
     for mask in folder.glob("*-mask.png"):
         mask.unlink()
-    result = invoke(folder, *SHORT)
+    result = invoke(folder, "--model", "demo", *SHORT)
     assert result.exit_code == 2
     assert (
         "error: None of the metrics can be measured. Left out: localisation, for the data says nothing" in result.stderr

@@ -526,7 +526,7 @@ def run(monkeypatch, capsys, tmp_path):
 
     def call(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["vitflow", "compare", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["vitflow", "compare", "--model", "demo", *map(str, arguments)])
         try:
             main()
             code = 0

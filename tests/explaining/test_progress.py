@@ -120,7 +120,10 @@ def test_ctrl_c_says_how_to_go_on(capsys):
 def test_an_output_that_cannot_be_written_is_told_with_a_remedy(tmp_path):
     source = fill(tmp_path / "in", 1)
     (tmp_path / "file").write_text("")
-    for verb in (["folder", str(source), "--method", "centre"], ["evaluate", "demo:1", "--method", "centre"]):
+    for verb in (
+        ["folder", str(source), "--model", "demo", "--method", "centre"],
+        ["evaluate", "demo:1", "--method", "centre"],
+    ):
         found = CliRunner().invoke(cli, [*verb, "-o", str(tmp_path / "file" / "out")])
         assert found.exit_code == 2, found.output
         assert "cannot be written to: Not a directory. Choose another" in found.stderr and ".part" not in found.stderr

@@ -340,7 +340,7 @@ def command(*arguments: object, **options) -> subprocess.Popen:
 
 def test_ctrl_c_ends_soon_keeps_what_is_done_and_leaves_no_process(tmp_path):
     source = fill(tmp_path / "in", 400)
-    process = command("folder", source, "-o", tmp_path / "out", "--batch-size", 4)
+    process = command("folder", source, "--model", "demo", "-o", tmp_path / "out", "--batch-size", 4)
     journal = RunFolder(tmp_path / "out").journal
     deadline = time.monotonic() + 120
     while not (journal.exists() and journal.read_bytes().count(b"\n") > 5):
@@ -361,7 +361,9 @@ def test_ctrl_c_ends_soon_keeps_what_is_done_and_leaves_no_process(tmp_path):
 def test_the_command_tells_counts_and_exit_codes(tmp_path):
     source = fill(tmp_path / "in", 3)
     (source / "bad.png").write_bytes(b"no picture")
-    process = command("folder", source, "-o", tmp_path / "out", "--manifest", "csv", "--method", "centre")
+    process = command(
+        "folder", source, "--model", "demo", "-o", tmp_path / "out", "--manifest", "csv", "--method", "centre"
+    )
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 1, errors
     assert output == f"{tmp_path / 'out' / 'manifest.csv'}\n"
@@ -369,10 +371,10 @@ def test_the_command_tells_counts_and_exit_codes(tmp_path):
     assert errors.splitlines()[-1] == f"3 explained, 1 failed (see {tmp_path / 'out' / 'manifest.csv'})"
     assert "error: UnidentifiedImageError: Expected 'bad.png'" in errors
     (source / "bad.png").unlink()
-    process = command("folder", source, "-o", tmp_path / "out", "--method", "centre", "--resume")
+    process = command("folder", source, "--model", "demo", "-o", tmp_path / "out", "--method", "centre", "--resume")
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0 and errors.splitlines()[-1] == "3 explained (3 of them before)"
-    process = command("folder", source, "-o", tmp_path / "out", "--method", "random")
+    process = command("folder", source, "--model", "demo", "-o", tmp_path / "out", "--method", "random")
     assert process.communicate(timeout=120)[1].startswith("error: The folder") and process.returncode == 2
 
 

@@ -21,6 +21,7 @@ from vitflow.cli.options import (
     notes_on,
     printable,
     talking,
+    tell_limits,
 )
 from vitflow.errors import OptionError, VitflowError
 from vitflow.explaining.method_table import OPTIONS, Method
@@ -116,6 +117,7 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
         for note in notes_on(comparison.saliencies):
             click.echo(f"note: {note}", err=True)
         click.echo(str(comparison.agreement()), err=True)
+        tell_limits(comparison.saliencies[0].model)
         if not given["as_json"]:
             click.echo(printable(output))
         for record in comparison.records() if given["as_json"] else ():

@@ -103,7 +103,8 @@ def evaluate(data: str | None, **given: Any) -> None:
 
     DATA is demo:500 for so many drawn pictures with exact masks; a folder of pictures with masks (cat_mask.png or
     masks/cat.png), with boxes.json, with labels.csv, or with nothing; a COCO or plain JSON file; Pascal VOC or ImageNet
-    XML or CSV. A picture that fails is told, and the others go on.
+    XML or CSV. A picture that fails is told, and the others go on. Drawn pictures are measured with the demo model,
+    unless --model names another.
     """
     with talking():
         if (data is None) == (given["data_option"] is None):
@@ -135,6 +136,8 @@ def _run(data: str, given: dict[str, Any]) -> Any:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vitflow.evaluation.run import evaluate
 
+    if data.startswith("demo:"):
+        given["model"] = given["model"] or "demo"
     methods: Any = list(given["methods"]) or None
     if methods and "all" in methods:
         if len(methods) > 1:

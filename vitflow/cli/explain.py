@@ -22,6 +22,7 @@ from vitflow.cli.options import (
     notes_on,
     printable,
     talking,
+    tell_limits,
 )
 from vitflow.errors import ImageError, OptionError
 from vitflow.explaining.method_table import OPTIONS
@@ -62,6 +63,8 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
             not _explain_one(explainer, image, target, options, given)
             for image, target in zip(images, targets, strict=True)
         )
+        if failed < len(images):
+            tell_limits(explainer.model_id)
         if failed:
             click.echo(f"{len(images) - failed} explained, {failed} failed", err=True)
             sys.exit(1)

@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from vitflow.cli.options import (
     pictures_bar,
     printable,
     talking,
+    tell_limits,
 )
 from vitflow.errors import OptionError
 from vitflow.explaining.method_table import OPTIONS
@@ -103,8 +106,10 @@ def folder(sources: tuple[Path, ...], **given: Any) -> None:
             if not any(method.accepts(name) for method in methods):
                 methods[0].complete({name: options[name]})  # raises
         _check_sources(sources)
+        model = cache(lambda: make_explainer(given))
         with going_on(kept=True), pictures_bar() as progress:
-            summary = _run(sources, given, options, progress)
+            summary = _run(sources, given, options, progress, model)
+        tell_limits(model().model_id)
         click.echo(printable(summary.manifest))
         if summary.report:
             click.echo(printable(summary.report))
@@ -125,7 +130,13 @@ def _check_sources(sources: tuple[Path, ...]) -> None:
             raise OptionError(f"Expected a folder or a picture, but there is nothing at {printable(source)!r}.")
 
 
-def _run(sources: tuple[Path, ...], given: dict[str, Any], options: dict[str, Any], progress: Any) -> Any:
+def _run(
+    sources: tuple[Path, ...],
+    given: dict[str, Any],
+    options: dict[str, Any],
+    progress: Any,
+    model: Callable[[], Any],
+) -> Any:
     # Threads of the model that wait for each other shall not take the cores from those that read and write pictures;
     # it counts only before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -136,7 +147,7 @@ def _run(sources: tuple[Path, ...], given: dict[str, Any], options: dict[str, An
     return explain_folder(
         sources,
         given["output"],
-        model=lambda: make_explainer(given),
+        model=model,
         methods=given["method_names"],
         overwrite=not given["resume"],
         max_pixels=given["max_pixels"] or MAX_PIXELS,

@@ -17,6 +17,8 @@ from vitflow.explaining.method_table import OPTIONS, Method, get_method, list_me
 from vitflow.explaining.progress import shown_by
 
 FITS = ("crop", "squash", "pad", "native")
+# Knows photographs, and is small enough to fetch for a first look.
+DEFAULT_MODEL = "vit_small_patch16_224.augreg_in21k_ft_in1k"
 DRAWING = ("cmap", "alpha", "vmin", "vmax", "interpolation")
 
 
@@ -116,10 +118,9 @@ def model_options(command: Callable[..., None]) -> Callable[..., None]:
     options = (
         click.option(
             "--model",
-            default="demo",
-            show_default=True,
             metavar="ID|demo|PATH",
-            help="timm id, hf-hub:…, local-dir:…, a folder, a weights file, or the bundled demo model.",
+            help="timm id, hf-hub:…, local-dir:…, a folder, a weights file, or demo, the bundled model, which knows "
+            f"eight drawn shapes only.  [default: {DEFAULT_MODEL}]",
         ),
         click.option(
             "--checkpoint",
@@ -192,14 +193,24 @@ def make_explainer(given: Mapping[str, Any]) -> Any:
     from vitflow.models.loading import load_model
     from vitflow.recording.isolation import default_device
 
+    if given["model"] is None:
+        click.echo(f"model: {DEFAULT_MODEL} (--model takes another)", err=True)
     model = load_model(
-        given["model"],
+        given["model"] or DEFAULT_MODEL,
         checkpoint=given["checkpoint"],
         num_classes=given["num_classes"],
         class_names=given["class_names"],
         dynamic_img_size=given["fit"] == "native",
     )
     return Explainer(model, device=given["device"] or default_device(), fit=given["fit"])
+
+
+def tell_limits(model_id: str) -> None:
+    """Say on stderr what a reader must know of the model before any of its maps."""
+    from vitflow.demo import limits_of
+
+    if limits := limits_of(model_id):
+        click.echo(f"model: {model_id} {limits}: of other pictures its maps tell nothing", err=True)
 
 
 def check_pictures(images: Iterable[Path], command: str) -> None:

@@ -21,6 +21,8 @@ CLASS_NAMES: tuple[str, ...] = (
     "pink crescent",
 )
 
+DEMO_MODEL = "vitflow_demo"  # what the model that was trained on them calls itself
+
 # Pictures of smaller seeds are never trained on: they are free for evaluation, for tests and for samples.
 FIRST_TRAINING_SEED = 1_000_000
 
@@ -75,6 +77,15 @@ class _Shape:
     contours: list[Points]  # x, y around the centre; a second contour is a hole
     colour: Float  # RGB, 0 to 1
     light: tuple[float, float]  # direction in which the object brightens
+
+
+def limits_of(model_id: str) -> str:
+    """What a model by this name knows, where that is less than a reader would take it for; else nothing.
+
+    >>> limits_of("vitflow_demo"), limits_of("vit_tiny_patch16_224")
+    ('knows eight drawn shapes only', '')
+    """
+    return "knows eight drawn shapes only" if model_id == DEMO_MODEL else ""
 
 
 def draw_picture(seed: int, size: int | tuple[int, int] = 96) -> DemoPicture:

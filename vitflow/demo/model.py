@@ -6,6 +6,7 @@ from pathlib import Path
 from safetensors import safe_open
 from timm.models.vision_transformer import VisionTransformer
 
+from vitflow.demo.drawing import DEMO_MODEL
 from vitflow.errors import ModelError
 
 DEMO_WEIGHTS = Path(__file__).with_name("vitflow_demo.safetensors")
@@ -79,7 +80,7 @@ def _pretrained_cfg(metadata: dict[str, str]) -> dict[str, object]:
     """The header in timm's own words, so that timm.data.resolve_model_data_config understands the model."""
     class_names = json.loads(metadata["class_names"])
     return {
-        "architecture": "vitflow_demo",
+        "architecture": DEMO_MODEL,
         "input_size": tuple(json.loads(metadata["input_size"])),
         "mean": tuple(json.loads(metadata["mean"])),
         "std": tuple(json.loads(metadata["std"])),

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from vitflow.demo import limits_of
 from vitflow.explaining.method_table import BASELINES, get_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.pictures import figures, overlay
@@ -189,4 +190,6 @@ def _note(
         limits = f"Colours run from the {ends} of the patches, {_SCALED[scaling]}; these limits stand below each map."
     seen = "" if all(p[0].placement.sees_everything for p in pictures) else (" The line bounds what the model saw.")
     around = "\nA map with negative values has colours on both sides of 0, which is clear." if two_sides else ""
-    return f"{limits}{seen}{around}\nModel: {pictures[0][0].model}."
+    first = pictures[0][0]
+    known = f", which {told}" if (told := limits_of(first.model)) else ""
+    return f"{limits}{seen}{around}\nModel: {first.model}{known}."

@@ -1,16 +1,10 @@
 """Load a model: a timm id, hf-hub:, local-dir:, a folder or file, or `demo`."""
 
-import logging
-import socket
 import sys
-import urllib.request
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 import timm
 import torch
@@ -19,6 +13,7 @@ from torch import Tensor, nn
 from vitflow.errors import ModelError, OptionError, VitflowWarning
 from vitflow.models import fitting
 from vitflow.models.checkpoints import Checkpoint, read_checkpoint, read_class_names
+from vitflow.models.hub import create_model
 from vitflow.models.libraries import class_count
 
 # Numbers that a model may have beyond twice those of a file: classes that the file lacks.
@@ -68,7 +63,7 @@ def load_model(
         else:
             if num_classes is not None:
                 options["num_classes"] = num_classes
-            model = _create(name, pretrained=True, **options)
+            model = create_model(name, pretrained=True, **options)
     if class_names is not None:
         _name_classes(model, class_names)
     model.eval()
@@ -117,58 +112,6 @@ def _folder_weights(name: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _create(name: str, **options: Any) -> Any:
-    """`timm.create_model`, with errors that name the remedy."""
-    known = not name.startswith(("hf-hub:", "hf_hub:", "local-dir:"))
-    if known and not timm.is_model(name):
-        close = get_close_matches(name.split(".")[0], timm.list_models(), n=3)
-        hint = f" Did you mean {' or '.join(close)}?" if close else ""
-        raise ModelError(f"Unknown model {name!r}.{hint} `vitflow models PATTERN` lists the known ones.")
-    try:
-        with _quiet_hub():
-            return timm.create_model(name, **options)
-    except RuntimeError as error:
-        if "pretrained tag" in str(error):
-            tags = ", ".join(sorted(timm.list_pretrained(f"{name.split('.')[0]}.*"))) or "none"
-            raise ModelError(f"No pretrained weights are known for {name!r}. Known: {tags}.") from error
-        raise ModelError(f"{name!r} cannot be loaded: {error}") from error
-    except TypeError as error:
-        raise ModelError(f"{name!r} cannot be built with these options: {error}.") from error
-    except (KeyError, AttributeError, AssertionError, IndexError, RecursionError) as error:  # of a hostile config.json
-        raise ModelError(f"{name!r} cannot be built: {type(error).__name__}: {error}.") from error
-    except (OSError, ValueError) as error:  # every network and file error of the hub client is an OSError
-        if name.startswith("local-dir:"):
-            raise ModelError(
-                f"{name!r} cannot be loaded: {error}. Expected a folder with config.json and model.safetensors."
-            ) from error
-        raise ModelError(
-            f"The weights of {name!r} cannot be fetched from the Hugging Face hub ({type(error).__name__}) and are not "
-            "in its cache. Remedies: a weights file (--checkpoint FILE, checkpoint=…), a folder (local-dir:FOLDER), or "
-            "the bundled model (demo)."
-        ) from error
-
-
-@contextmanager
-def _quiet_hub() -> Iterator[None]:
-    """Keep the hub client from minutes of retries where there is no network: the cache is then used alone."""
-    from huggingface_hub import constants
-
-    logger, offline = logging.getLogger("huggingface_hub"), constants.HF_HUB_OFFLINE
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    if not offline and not urllib.request.getproxies():
-        host = urlparse(constants.ENDPOINT).hostname
-        try:
-            socket.getaddrinfo(host, 443)
-        except OSError:
-            constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = offline
-        logger.setLevel(level)
-
-
 def _from_checkpoint(
     name: str, checkpoint: Checkpoint, path: Path, num_classes: int | None, options: dict[str, Any]
 ) -> nn.Module:
@@ -177,7 +120,7 @@ def _from_checkpoint(
     options = {**fitting.architecture_options(checkpoint.metadata, path), **options}
     config = fitting.input_config(checkpoint.metadata, path)
     with torch.device("meta"):
-        draft = _create(name, pretrained=False, **options)
+        draft = create_model(name, pretrained=False, **options)
     fitting.check_numbers(weights, draft, path)
     if _count(draft.state_dict()) > 2 * _count(weights) + _SLACK:
         raise fitting.misfit(weights, weights, draft, path, name)  # before memory is taken for such a model
@@ -196,7 +139,7 @@ def _from_checkpoint(
         notes.append(
             f"{path.name} was trained on {side} × {side} pixels, {name} by default on others: taking the file's size."
         )
-    model: nn.Module = _create(name, pretrained=False, **options)
+    model: nn.Module = create_model(name, pretrained=False, **options)
     _load_weights(model, weights, path, name)
     for note in notes:  # of weights that do not fit, they would be wrong
         warnings.warn(note, VitflowWarning, stacklevel=3)

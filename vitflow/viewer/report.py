@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from vitflow.demo import limits_of
 from vitflow.errors import OptionError, printable
 from vitflow.pictures.files import stays_inside, write_atomically
 from vitflow.pictures.overlay import color_table, has_two_sides, scale_range
@@ -57,6 +58,7 @@ def write_report(
             "report",
             title=output.resolve().name,
             run=run,
+            limits=limits_of(run["model"]),
             explained=len(shown),
             failed=len(failed),
             failures=list(read_rows(failed[:FAILURES_SHOWN])) if number == 1 else [],

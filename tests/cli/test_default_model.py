@@ -1,0 +1,150 @@
+"""Without --model: a model that knows photographs where the hub or its cache has it, and never another in silence."""
+
+import sys
+import time
+
+import pytest
+import timm
+import torch
+from huggingface_hub import constants
+
+from vitflow.cli import main
+from vitflow.cli.options import DEFAULT_MODEL
+from vitflow.demo import sample_pictures
+from vitflow.errors import ModelError
+from vitflow.models import hub
+
+VERBS = {"explain": ["-o", "out"], "compare": ["-o", "out/strip.png"], "folder": ["-o", "out"]}
+LIMITS = "model: vitflow_demo knows eight drawn shapes only"
+
+
+@pytest.fixture
+def here(monkeypatch, capsys, tmp_path):
+    """A command in this process and in an empty folder: its exit code, stdout and stderr."""
+
+    def call(verb: str, *arguments: object) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        words = [verb, sample_pictures()[0], "--method", "centre", *VERBS[verb], *arguments]
+        monkeypatch.setattr(sys, "argv", ["vitflow", *map(str, words)])
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def away(monkeypatch, tmp_path):
+    """The hub is away, and its cache is empty."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "hub_answers", lambda: False)
+
+
+@pytest.fixture
+def there(monkeypatch):
+    """The hub hands out every model: a small one under the name that was asked for."""
+    asked, build = [], timm.create_model
+
+    def create(name: str, *, pretrained: bool, **options: object) -> torch.nn.Module:
+        asked.append((name, pretrained))
+        torch.manual_seed(0)
+        model = build("vit_tiny_patch16_224", depth=2, img_size=64, num_classes=5)
+        architecture, _, tag = name.partition(".")
+        model.pretrained_cfg = {**model.pretrained_cfg, "architecture": architecture, "tag": tag}
+        return model
+
+    monkeypatch.setattr(hub.timm, "create_model", create)
+    return asked
+
+
+def test_without_a_hub_the_demo_model_is_offered_and_not_taken(here, away, tmp_path):
+    code, out, err = here("explain")
+    assert (code, out) == (2, "")
+    [error] = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert f"The weights of {DEFAULT_MODEL!r} cannot be fetched" in error
+    assert "--checkpoint FILE" in error and "which knows eight drawn shapes only (--model demo)" in error
+    assert not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_by_default_the_model_knows_photographs_and_its_name_is_told(verb, here, there):
+    code, _, err = here(verb)
+    assert code == 0, err
+    assert there == [(DEFAULT_MODEL, True)]
+    assert err.startswith(f"model: {DEFAULT_MODEL} (--model takes another)\n") and "shapes" not in err
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_demo_model_says_what_it_knows_once(verb, here):
+    code, _, err = here(verb, "--model", "demo")
+    assert code == 0, err
+    assert err.count(LIMITS) == 1 == err.count("model: ")
+
+
+def test_strip_and_report_say_what_the_demo_model_knows(here, there, tmp_path):
+    for options, told in ((["--model", "demo"], True), ([], False)):
+        assert here("compare", "-o", "strip.svg", *options)[0] == 0
+        assert here("folder", "--report", "--overwrite", *options)[0] == 0
+        for file in ("strip.svg", "out/report.html"):
+            text = (tmp_path / file).read_text()
+            assert ("knows eight drawn shapes only" in text) == told, file
+
+
+def test_a_resume_never_switches_the_model(here, there, monkeypatch):
+    assert here("folder")[0] == 0
+    code, _, err = here("folder", "--model", "demo")
+    assert code == 2 and f"model was '{DEFAULT_MODEL}' and is 'vitflow_demo'" in err
+    monkeypatch.setattr(hub.timm, "create_model", _no_hub)
+    code, _, err = here("folder")
+    assert code == 2 and "cannot be fetched" in err
+
+
+def test_a_run_of_the_demo_model_goes_on_with_it_alone(here, there, monkeypatch):
+    assert here("folder", "--model", "demo")[0] == 0
+    code, _, err = here("folder")
+    assert code == 2 and f"model was 'vitflow_demo' and is '{DEFAULT_MODEL}'" in err
+
+
+def _no_hub(*_: object, **__: object) -> None:
+    raise OSError("no route")
+
+
+def test_weights_without_a_model_are_those_of_the_default_one(here, monkeypatch, tmp_path):
+    def load(name: str, *, checkpoint: object, **_: object) -> None:
+        raise ModelError(f"{checkpoint} into {name}")
+
+    monkeypatch.setattr("vitflow.models.loading.load_model", load)
+    (tmp_path / "mine.pth").touch()
+    code, _, err = here("explain", "--checkpoint", "mine.pth")
+    assert code == 2 and f"error: mine.pth into {DEFAULT_MODEL}" in err
+
+
+def test_the_hub_is_asked_only_for_what_it_has_and_its_silence_costs_seconds(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    asked, states = [], []
+    monkeypatch.setattr(hub, "hub_answers", lambda: bool(asked.append(1)))
+    monkeypatch.setattr(hub.timm, "create_model", lambda *_, **__: states.append(constants.HF_HUB_OFFLINE))
+    hub.create_model("vit_tiny_patch16_224", pretrained=False)
+    hub.create_model(f"local-dir:{tmp_path}", pretrained=True)
+    assert (asked, states) == ([], [False, False])
+    hub.create_model("vit_tiny_patch16_224", pretrained=True)
+    hub.create_model("hf-hub:somebody/a-model", pretrained=False)
+    assert (len(asked), states[2:], constants.HF_HUB_OFFLINE) == (2, [True, True], False)
+
+
+@pytest.mark.parametrize("does", ["answers", "fails", "hangs"])
+def test_whether_the_hub_answers(does, monkeypatch):
+    class Client:
+        def head(self, address: str, timeout: float) -> str:
+            if does == "fails":
+                raise OSError("no such host")
+            if does == "hangs":
+                time.sleep(1)
+            return "503"
+
+    monkeypatch.setattr(hub, "get_session", Client)
+    assert hub.hub_answers(0.2) == (does == "answers")

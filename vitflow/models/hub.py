@@ -1,0 +1,80 @@
+"""Models by name, from timm and from its hub: errors name the remedy, and a hub that is away costs seconds."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from difflib import get_close_matches
+from typing import Any
+
+import timm
+from huggingface_hub import constants
+from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
+
+from vitflow.errors import ModelError
+
+# Seconds within which the hub must answer; else what its cache holds is used alone.
+_PATIENCE = 4.0
+
+
+def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
+    """`timm.create_model`, with errors that name the remedy.
+
+    Raises:
+        ModelError: no such model, it cannot be built so, or its weights are neither on the hub nor in its cache.
+    """
+    local, online = name.startswith("local-dir:"), name.startswith(("hf-hub:", "hf_hub:"))
+    if not local and not online and not timm.is_model(name):
+        close = get_close_matches(name.split(".")[0], timm.list_models(), n=3)
+        hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        raise ModelError(f"Unknown model {name!r}.{hint} `vitflow models PATTERN` lists the known ones.")
+    try:
+        with _quiet_hub(asked=online or (pretrained and not local)):
+            return timm.create_model(name, pretrained=pretrained, **options)
+    except RuntimeError as error:
+        if "pretrained tag" in str(error):
+            tags = ", ".join(sorted(timm.list_pretrained(f"{name.split('.')[0]}.*"))) or "none"
+            raise ModelError(f"No pretrained weights are known for {name!r}. Known: {tags}.") from error
+        raise ModelError(f"{name!r} cannot be loaded: {error}") from error
+    except TypeError as error:
+        raise ModelError(f"{name!r} cannot be built with these options: {error}.") from error
+    except (KeyError, AttributeError, AssertionError, IndexError, RecursionError) as error:  # of a hostile config.json
+        raise ModelError(f"{name!r} cannot be built: {type(error).__name__}: {error}.") from error
+    except (OSError, ValueError) as error:  # every network and file error of the hub client is an OSError
+        if local:
+            raise ModelError(
+                f"{name!r} cannot be loaded: {error}. Expected a folder with config.json and model.safetensors."
+            ) from error
+        raise ModelError(
+            f"The weights of {name!r} cannot be fetched from the Hugging Face hub ({type(error).__name__}) and are not "
+            "in its cache. Remedies: a weights file (--checkpoint FILE, checkpoint=…), a folder (local-dir:FOLDER), or "
+            "the bundled model, which knows eight drawn shapes only (--model demo)."
+        ) from error
+
+
+@contextmanager
+def _quiet_hub(*, asked: bool) -> Iterator[None]:
+    """Keep the hub client from minutes of retries where the hub is away: its cache is then used alone."""
+    logger, offline = logging.getLogger("huggingface_hub"), constants.HF_HUB_OFFLINE
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    constants.HF_HUB_OFFLINE = offline or (asked and not hub_answers())
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = offline
+        logger.setLevel(level)
+
+
+def hub_answers(seconds: float = _PATIENCE) -> bool:
+    """Whether the hub answers in time, whatever it says; names that nobody resolves cost no more than this."""
+    heard: list[object] = []
+
+    def ask() -> None:
+        with suppress(Exception):  # any error of the client, a proxy or a resolver is no answer
+            heard.append(get_session().head(constants.ENDPOINT, timeout=seconds))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return bool(heard)
