@@ -22,9 +22,9 @@ from PIL import Image
 
 import vitflow
 from vitflow.cli import cli
-from vitflow.cli.options import known_method
 from vitflow.demo import sample_pictures
 from vitflow.errors import VitflowWarning
+from vitflow.explaining.method_table import get_method
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -165,7 +165,7 @@ def test_a_command_line_of_a_page_is_understood(words, desk):
     with cli.commands[arguments[0]].make_context(arguments[0], arguments[1:]) as context:
         names = [context.params.get("method"), *(context.params.get("method_names") or ())]
     for name in filter(None, names):
-        known_method(name)
+        get_method(name)
 
 
 def links(page: Path) -> Iterator[tuple[int, str]]:

@@ -14,7 +14,6 @@ from vitflow.cli.options import (
     check_suffix,
     drawing_options,
     given_options,
-    known_method,
     make_explainer,
     method_options,
     model_options,
@@ -24,12 +23,13 @@ from vitflow.cli.options import (
     tell_limits,
 )
 from vitflow.errors import OptionError, VitflowError
-from vitflow.explaining.method_table import OPTIONS, Method
+from vitflow.explaining.method_choices import check_methods, choose_methods
+from vitflow.explaining.method_table import DEFAULT_METHODS, OPTIONS, Method
 
 _SUFFIXES = (".png", ".pdf", ".svg", ".json")
 
 
-class _MethodChoice(click.ParamType[tuple[str, dict[str, Any]]]):
+class MethodWithOptions(click.ParamType[tuple[str, dict[str, Any]]]):
     """NAME or NAME:OPTION=VALUE,…, each value read as the command line reads that option."""
 
     name = "NAME[:OPTION=VALUE,…]"
@@ -37,23 +37,22 @@ class _MethodChoice(click.ParamType[tuple[str, dict[str, Any]]]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[str, dict[str, Any]]:
+        """The method's name and its options; a usage error where there is no such one."""
         if isinstance(value, tuple):
             return value
         name, _, told = str(value).partition(":")
-        method = known_method(name)
         options = {}
         # A comma separates options only where a name and "=" follow: a patch is written 3,7.
         for part in re.split(r",(?=[\w-]+=)", told) if told else []:
             key, equals, text = part.partition("=")
-            key = key.strip().replace("-", "_")
             if not equals:
                 self.fail(f"expected OPTION=VALUE after {name}:, got {part!r}.", param, ctx)
-            try:
-                method.complete({key: text})
-            except OptionError as error:
-                self.fail(str(error), param, ctx)
-            options[key] = _type_of(key, method, ctx).convert(text.strip(), param, ctx)
-        return name, options
+            options[key.strip().replace("-", "_")] = text.strip()
+        try:
+            [(method, _)] = choose_methods([(name, options)], {})
+        except OptionError as error:
+            self.fail(str(error), param, ctx)
+        return name, {key: _type_of(key, method, ctx).convert(text, param, ctx) for key, text in options.items()}
 
 
 def _type_of(option: str, method: Method, ctx: click.Context | None) -> click.ParamType[Any]:
@@ -70,7 +69,7 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> click.Pa
 @click.option(
     "--method",
     "methods",
-    type=_MethodChoice(),
+    type=MethodWithOptions(),
     multiple=True,
     help="A method to show, also with options of its own: rollout:head_fusion=max,discard_ratio=0.9. Repeat it for "
     "more columns.  [default: all quick ones and two baselines]",
@@ -102,10 +101,10 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
     with talking():
         check_pictures(images, "compare")
         output = _output_path(images, given["output"])
-        from vitflow.explaining.comparison import DEFAULT_METHODS, check_methods, compare
-
         methods = given["methods"] or None
-        check_methods(methods or DEFAULT_METHODS, options)  # before a model is loaded
+        check_methods(methods or DEFAULT_METHODS, options)  # before torch is loaded
+        from vitflow.explaining.comparison import compare
+
         comparison = compare(
             images, model=make_explainer(given), methods=methods, targets=list(given["targets"]) or None, **options
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from vitflow.cli.compare import _MethodChoice
+from vitflow.cli.compare import MethodWithOptions
 from vitflow.cli.options import (
     given_options,
     going_on,
@@ -23,7 +23,7 @@ from vitflow.errors import OptionError
 from vitflow.explaining.method_table import OPTIONS
 
 
-class _MethodOrAll(_MethodChoice):
+class _MethodOrAll(MethodWithOptions):
     """A method, or all of them."""
 
     name = "NAME[:OPTION=VALUE,…]|all"

@@ -15,7 +15,6 @@ from vitflow.cli.options import (
     check_suffix,
     drawing_options,
     given_options,
-    known_method,
     make_explainer,
     method_options,
     model_options,
@@ -25,6 +24,7 @@ from vitflow.cli.options import (
     tell_limits,
 )
 from vitflow.errors import ImageError, OptionError
+from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.method_table import OPTIONS
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -52,12 +52,11 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per picture.")
 def explain(images: tuple[Path, ...], **given: Any) -> None:
     """Lay a saliency map over each IMAGE."""
-    method = known_method(given["method"])
     options = given_options(given, OPTIONS)
     with talking():
-        method.complete(options)  # before torch is loaded
+        choose_methods([given["method"]], options)  # before torch is loaded
         check_pictures(images, "explain")
-        targets = _output_paths(images, given["output"], method.name)
+        targets = _output_paths(images, given["output"], given["method"])
         explainer = make_explainer(given)
         failed = sum(
             not _explain_one(explainer, image, target, options, given)

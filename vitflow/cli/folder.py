@@ -14,7 +14,6 @@ from vitflow.cli.options import (
     drawing_options,
     given_options,
     going_on,
-    known_method,
     make_explainer,
     method_options,
     model_options,
@@ -24,6 +23,7 @@ from vitflow.cli.options import (
     tell_limits,
 )
 from vitflow.errors import OptionError
+from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.method_table import OPTIONS
 
 
@@ -97,14 +97,9 @@ def folder(sources: tuple[Path, ...], **given: Any) -> None:
     A picture that fails gets a row with its error, and the others go on. What an earlier run with the same options has
     done is kept; Ctrl-C keeps what is done, too.
     """
-    methods = [known_method(name) for name in given["method_names"]]
     options = given_options(given, OPTIONS)
     with talking():
-        for method in methods:
-            method.complete({name: value for name, value in options.items() if method.accepts(name)})
-        for name in options:
-            if not any(method.accepts(name) for method in methods):
-                methods[0].complete({name: options[name]})  # raises
+        choose_methods(given["method_names"], options)  # before torch is loaded
         _check_sources(sources)
         model = cache(lambda: make_explainer(given))
         with going_on(kept=True), pictures_bar() as progress:

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning
-from vitflow.explaining.method_table import OPTIONS, Method, get_method, list_methods
+from vitflow.explaining.method_table import OPTIONS, Method, list_methods
 from vitflow.explaining.progress import shown_by
 
 FITS = ("crop", "squash", "pad", "native")
@@ -172,14 +172,6 @@ def drawing_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
     )
     return reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
-
-
-def known_method(name: str) -> Method:
-    """The method of that name; a usage error that lists the known ones if there is none."""
-    try:
-        return get_method(name)
-    except OptionError as error:
-        raise click.UsageError(str(error)) from error
 
 
 def given_options(values: Mapping[str, Any], names: Any) -> dict[str, Any]:

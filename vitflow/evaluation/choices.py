@@ -20,7 +20,7 @@ from vitflow.explaining.method_table import BASELINES, get_method, list_methods
 from vitflow.explaining.targets import class_index
 from vitflow.folder.work import LabelledMethod
 
-_WORDNET = re.compile(r"n\\d{8}")
+_WORDNET = re.compile(r"n\d{8}")
 _IMAGENET_CLASSES = 1000
 
 

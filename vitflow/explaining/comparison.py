@@ -3,7 +3,7 @@
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -16,17 +16,14 @@ from torch import nn
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, unknown_name
 from vitflow.explaining.agreement import Agreement, mean_of_defined, measure_agreement, spearman
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_choices import MethodChoice, choose_methods
-from vitflow.explaining.method_table import get_method
+from vitflow.explaining.method_choices import MethodChoice, check_methods
+from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import SCALINGS, Pen, Scaling, columns_of, draw_pictures, own_options
 from vitflow.explaining.targets import Targets, is_per_picture
 from vitflow.pictures import figures, overlay
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource
-
-#: What is compared unless the caller chooses, as far as the model has classes; baselines last.
-DEFAULT_METHODS = ("attention", "rollout", "flow", "gradient_rollout", "gae", "gradcam", "random", "centre")
 
 
 def compare(
@@ -94,14 +91,6 @@ def _applicable(explainer: Explainer, names: Sequence[MethodChoice]) -> list[Met
         left_out = ", ".join(name for name, why in refused.items() if why == reason)
         warnings.warn(f"Left out: {left_out}. {reason}", VitflowWarning, stacklevel=3)
     return [name for name in names if name not in refused]
-
-
-def check_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) -> None:
-    """Raise OptionError for an unknown method or option, or for the same method with the same options twice."""
-    chosen = choose_methods(methods, options)
-    for number, one in enumerate(chosen):
-        if one in chosen[:number]:
-            raise OptionError(f"Expected different methods or options, got {one[0].name} twice with the same options.")
 
 
 @dataclass(frozen=True, slots=True, repr=False)

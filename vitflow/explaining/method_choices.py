@@ -41,3 +41,11 @@ def choose_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) 
         (method, method.complete({**{k: v for k, v in options.items() if method.accepts(k)}, **own}))
         for method, own in pairs
     ]
+
+
+def check_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) -> None:
+    """Raise OptionError for an unknown method or option, or for the same method with the same options twice."""
+    chosen = choose_methods(methods, options)
+    for number, one in enumerate(chosen):
+        if one in chosen[:number]:
+            raise OptionError(f"Expected different methods or options, got {one[0].name} twice with the same options.")

@@ -134,8 +134,11 @@ OPTIONS: dict[str, Option] = {
 
 #: Maps that know nothing of the model's answer: a map that looks no better than these says nothing.
 BASELINES = ("random", "centre")
+#: What is compared unless the caller chooses, as far as the model has classes; baselines last.
+DEFAULT_METHODS = ("attention", "rollout", "flow", "gradient_rollout", "gae", "gradcam", *BASELINES)
 
 _PAPER = "Abnar & Zuidema, ACL 2020"
+_NEEDS = frozenset({"attention", "heads", "gradients", "features", "predict"})
 _METHODS: dict[str, Method] = {}
 
 
@@ -167,13 +170,7 @@ def register_method(
         name: what callers write.
         function: called as `function(trace, **options)`; `trace` is a `Trace` that has `targets` and `predict`, too.
             It returns maps [batch, rows, cols], or `Maps` with facts.
-        summary: one line for `vitflow methods`.
-        defaults: its options with their default values.
-        needs: any of "attention", "heads", "gradients", "features", "predict".
-        class_specific: whether the map depends on the asked class.
-        paper: where it comes from.
-        presets: named sets of options.
-        implies: option values that ask for a preset by themselves, {(option, value): preset}.
+        summary, defaults, needs, class_specific, paper, presets, implies: as for `Method`.
         replace: allow an existing name to be taken over.
 
     Raises:
@@ -181,23 +178,12 @@ def register_method(
     """
     if name in _METHODS and not replace:
         raise OptionError(f"There is already a method {name!r}: choose another name, or pass replace=True.")
-    known = {"attention", "heads", "gradients", "features", "predict"}
-    for need in needs:
-        if need not in known:
-            raise OptionError(unknown_name("need", need, known))
-    method = Method(
-        name,
-        summary,
-        function,
-        dict(defaults or {}),
-        frozenset(needs),
-        class_specific,
-        paper,
-        dict(presets or {}),
-        dict(implies or {}),
-    )
-    _METHODS[name] = method
-    return method
+    needs = frozenset(needs)
+    for need in needs - _NEEDS:
+        raise OptionError(unknown_name("need", need, _NEEDS))
+    own = dict(defaults or {}), needs, class_specific, paper, dict(presets or {}), dict(implies or {})
+    _METHODS[name] = Method(name, summary, function, *own)
+    return _METHODS[name]
 
 
 def get_method(name: str) -> Method:

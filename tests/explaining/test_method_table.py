@@ -1,0 +1,63 @@
+"""The table of methods: looked up, completed and added to without torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from vitflow.errors import OptionError
+from vitflow.explaining import method_table
+from vitflow.explaining.method_choices import check_methods
+from vitflow.explaining.method_table import register_method
+
+
+@pytest.fixture(autouse=True)
+def _own_table(monkeypatch):
+    monkeypatch.setattr(method_table, "_METHODS", dict(method_table._METHODS))
+
+
+def test_needs_may_come_from_any_iterable():
+    method = register_method("mine", "module:function", needs=(need for need in ["attention", "heads"]))
+    assert method.needs == {"attention", "heads"}
+    with pytest.raises(OptionError, match="Unknown need 'atention'"):
+        register_method("other", "module:function", needs=iter(["atention"]))
+    with pytest.raises(OptionError, match="Unknown method 'other'"):
+        method_table.get_method("other")
+
+
+def test_methods_are_chosen_and_checked_without_torch():
+    code = (
+        "import sys\nfrom vitflow.explaining.method_table import choose_methods\n"
+        "[(method, options)] = choose_methods([('rollout', {'residual': 0.3})], {'head_fusion': 'min'})\n"
+        "print(method.name, options['residual'], options['head_fusion'], {'torch', 'numpy'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "rollout 0.3 min set()\n", done.stderr
+
+
+def test_one_method_twice_is_refused_unless_its_options_differ():
+    check_methods(["rollout", ("rollout", {"residual": 0.3})], {})
+    with pytest.raises(OptionError, match="got rollout twice with the same options"):
+        check_methods(["rollout", ("rollout", {"residual": 0.3})], {"residual": 0.3})
+
+
+UNKNOWN = ["--method", "rolout"], "Unknown method 'rolout'. Did you mean 'rollout'?"
+FOREIGN = ["--method", "centre", "--layers", "3"], "Unknown option of method centre 'layers'"
+
+
+@pytest.mark.parametrize(
+    ("command", "choice", "told"),
+    [
+        *(("explain x.png", *UNKNOWN), ("compare x.png", *UNKNOWN), ("evaluate demo:1", *UNKNOWN)),
+        *(("folder x -o out", *FOREIGN), ("explain x.png", *FOREIGN), ("compare x.png", *FOREIGN)),
+    ],
+)
+def test_every_command_refuses_what_the_table_does_not_have_before_it_loads_torch(command, choice, told):
+    code = (
+        "import sys\nfrom vitflow.cli import main\ntry:\n    main()\nexcept SystemExit as stop:\n"
+        "    print(stop.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.split(), *choice], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "2 False\n" and told in done.stderr, done.stderr
