@@ -1,5 +1,7 @@
 """The errors that vitflow raises: each says what was expected, what came, and what to do."""
 
+import os
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from operator import index
@@ -64,13 +66,24 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
     return f"Unknown {kind} {str(name)!r}.{hint} Known: {', '.join(names)}."
 
 
-def printable(text: str) -> str:
-    """Text that can be written as UTF-8: bytes of a name that are not text become escapes.
+# Control characters, separators of lines, marks that turn the direction of writing, broken UTF-8, and what XML forbids.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 
-    >>> printable("caf\\udce9.jpg")
-    'caf\\\\xe9.jpg'
+
+def printable(text: str | os.PathLike[str]) -> str:
+    """One line that any terminal, file or page can show: what is no text, or would be no mark on it, becomes escapes.
+
+    >>> printable("caf\\udce9.jpg"), printable("two\\nlines")
+    ('caf\\\\xe9.jpg', 'two\\\\nlines')
     """
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return _UNPRINTABLE.sub(_escape, os.fspath(text))
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if 0xDC80 <= code <= 0xDCFF:  # a byte of a file's name that is not UTF-8
+        return f"\\x{code - 0xDC00:02x}"
+    return match[0].encode("unicode_escape").decode()
 
 
 def whole_number(name: str, value: object, least: int | None = None, most: int | None = None) -> int:

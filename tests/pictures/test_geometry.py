@@ -16,8 +16,9 @@ from PIL import ExifTags, Image
 
 from vitflow.errors import OptionError, ShapeError
 from vitflow.pictures import geometry
-from vitflow.pictures.geometry import CROP_MODES, FITS, INTERPOLATIONS, Placement, place, prepare
+from vitflow.pictures.geometry import CROP_MODES, FILTERS, Placement, place, prepare
 from vitflow.pictures.images import read_image
+from vitflow.pictures.options import FITS
 from vitflow.pictures.overlay import upsample
 
 HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
@@ -78,7 +79,7 @@ def test_prepare_equals_timm(size, crop_mode, crop_pct):
             same_as_timm(noise(*size), {**config, "interpolation": interpolation})
 
 
-@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+@pytest.mark.parametrize("interpolation", FILTERS)
 def test_prepare_equals_timm_for_every_filter(interpolation):
     config = {"input_size": (3, 48, 48), "crop_pct": 0.9, "crop_mode": "center", **HALF}
     same_as_timm(noise(75, 131), {**config, "interpolation": interpolation})

@@ -18,15 +18,15 @@ from vitflow.cli.options import (
     method_options,
     model_options,
     notes_on,
-    printable,
     talking,
     tell_limits,
 )
-from vitflow.errors import OptionError, VitflowError
+from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.explaining.method_choices import check_methods, choose_methods
 from vitflow.explaining.method_table import DEFAULT_METHODS, OPTIONS, Method
+from vitflow.pictures.options import FIGURE_FORMATS, SCALINGS
 
-_SUFFIXES = (".png", ".pdf", ".svg", ".json")
+_SUFFIXES = (*FIGURE_FORMATS, ".json")
 
 
 class MethodWithOptions(click.ParamType[tuple[str, dict[str, Any]]]):
@@ -85,7 +85,7 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> click.Pa
 @drawing_options
 @click.option(
     "--scaling",
-    type=click.Choice(["picture", "column", "map"]),
+    type=click.Choice(SCALINGS),
     help="Which maps of one method have the limits of their colours in common.  [default: those of one picture]",
 )
 @click.option(

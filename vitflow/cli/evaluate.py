@@ -16,10 +16,9 @@ from vitflow.cli.options import (
     method_options,
     model_options,
     pictures_bar,
-    printable,
     talking,
 )
-from vitflow.errors import OptionError
+from vitflow.errors import OptionError, printable
 from vitflow.explaining.method_table import OPTIONS
 
 

@@ -19,15 +19,15 @@ from vitflow.cli.options import (
     method_options,
     model_options,
     notes_on,
-    printable,
     talking,
     tell_limits,
 )
-from vitflow.errors import ImageError, OptionError
+from vitflow.errors import ImageError, OptionError, printable
 from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.method_table import OPTIONS
+from vitflow.pictures.options import WRITE_OPTIONS
 
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+_SUFFIXES = tuple(WRITE_OPTIONS)
 
 
 @click.command()

@@ -18,13 +18,13 @@ from vitflow.cli.options import (
     method_options,
     model_options,
     pictures_bar,
-    printable,
     talking,
     tell_limits,
 )
-from vitflow.errors import OptionError
+from vitflow.errors import OptionError, printable
 from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.method_table import OPTIONS
+from vitflow.pictures.options import OVERLAY_FORMATS
 
 
 class _BatchSize(click.ParamType[int | None]):
@@ -75,9 +75,7 @@ class _BatchSize(click.ParamType[int | None]):
     help="Do what is missing or changed since an earlier run with the same options, or do all of it anew.",
 )
 @click.option("--save-map", is_flag=True, help="Write each unscaled map as .npz, too.")
-@click.option(
-    "--format", type=click.Choice(["jpg", "png", "webp"]), default="jpg", show_default=True, help="Of the overlays."
-)
+@click.option("--format", type=click.Choice(OVERLAY_FORMATS), default="jpg", show_default=True, help="Of the overlays.")
 @click.option(
     "--manifest",
     type=click.Choice(["jsonl", "csv", "parquet"]),
@@ -148,7 +146,7 @@ def _run(
         max_pixels=given["max_pixels"] or MAX_PIXELS,
         drawing=given_options(given, DRAWING),
         progress=progress,
-        command=[printable(Path(word)) for word in ["vitflow", *sys.argv[1:]]],
+        command=[printable(word) for word in ["vitflow", *sys.argv[1:]]],
         **{name: given[name] for name in same},
         **options,
     )

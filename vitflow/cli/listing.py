@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from vitflow.cli.options import printable, shown, talking
+from vitflow.cli.options import shown, talking
+from vitflow.errors import printable
 from vitflow.explaining.method_table import list_methods
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import click
 
-from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning
+from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning, printable
 from vitflow.explaining.method_table import OPTIONS, Method, list_methods
 from vitflow.explaining.progress import shown_by
+from vitflow.pictures.options import FITS, INTERPOLATIONS
 
-FITS = ("crop", "squash", "pad", "native")
 # Knows photographs, and is small enough to fetch for a first look.
 DEFAULT_MODEL = "vit_small_patch16_224.augreg_in21k_ft_in1k"
 DRAWING = ("cmap", "alpha", "vmin", "vmax", "interpolation")
@@ -167,7 +167,7 @@ def drawing_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--interpolation",
-            type=click.Choice(["linear", "cubic", "nearest"]),
+            type=click.Choice(INTERPOLATIONS),
             help="How patches become pixels.  [default: linear]",
         ),
     )
@@ -230,17 +230,9 @@ def notes_on(saliencies: Iterable[Any]) -> list[str]:
     """What a reader of these maps should bear in mind, each class of a picture once."""
     return list(
         dict.fromkeys(
-            f"{printable(Path(one.source))}, {one.label}: {one.facts['note']}."
-            for one in saliencies
-            if "note" in one.facts
+            f"{printable(one.source)}, {one.label}: {one.facts['note']}." for one in saliencies if "note" in one.facts
         )
     )
-
-
-def printable(path: Path) -> str:
-    """A path that any terminal can print: invalid UTF-8 and control characters are escaped."""
-    text = str(path).encode("utf-8", "backslashreplace").decode()
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _told(name: str, row: Mapping[str, Any]) -> str:
@@ -295,7 +287,7 @@ def pictures_bar() -> Iterator[Any]:
                 "{pace}{postfix}",
             )
         if state.row is not None:
-            name = printable(Path(state.row["input"]))
+            name = printable(state.row["input"])
             bar.set_postfix_str(name[-40:], refresh=False)
             if state.row["status"] == "failed":
                 bar.write(f"error: {_told(name, state.row)}", file=sys.stderr)

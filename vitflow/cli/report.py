@@ -4,7 +4,8 @@ from pathlib import Path
 
 import click
 
-from vitflow.cli.options import printable, talking
+from vitflow.cli.options import talking
+from vitflow.errors import printable
 
 
 @click.command()

@@ -19,11 +19,12 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice, check_methods
 from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.strips import SCALINGS, Pen, Scaling, columns_of, draw_pictures, own_options
+from vitflow.explaining.strips import Pen, columns_of, draw_pictures, own_options
 from vitflow.explaining.targets import Targets, is_per_picture
-from vitflow.pictures import figures, overlay
+from vitflow.pictures import figures
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource
+from vitflow.pictures.options import SCALINGS, Interpolation, Scaling
 
 
 def compare(
@@ -150,7 +151,7 @@ class Comparison:
         robust: bool = True,
         vmin: float | None = None,
         vmax: float | None = None,
-        interpolation: overlay.Interpolation = "linear",
+        interpolation: Interpolation = "linear",
         width: float = 1.5,
         dpi: int = figures.DPI,
         **blending: Any,

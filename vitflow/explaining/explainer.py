@@ -29,8 +29,8 @@ from vitflow.models.checkpoints import architecture_sha256, weights_sha256
 from vitflow.models.facts import ModelFacts, read_facts
 from vitflow.models.libraries import forward_options
 from vitflow.models.loading import load_model
-from vitflow.pictures.geometry import FITS, Fit
 from vitflow.pictures.images import ImageSource, read_image
+from vitflow.pictures.options import FITS, Fit
 from vitflow.pictures.preprocessing import InputSpec, Preprocessing
 from vitflow.recording.isolation import default_device, evaluating, move_to
 from vitflow.recording.trace import Trace

@@ -15,6 +15,7 @@ from vitflow.pictures import overlay
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.images import write_image
+from vitflow.pictures.options import Interpolation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +75,7 @@ class Saliency:
     def overlay(
         self,
         *,
-        interpolation: overlay.Interpolation = "linear",
+        interpolation: Interpolation = "linear",
         vmin: float | None = None,
         vmax: float | None = None,
         robust: bool = True,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import cv2
 import numpy as np
@@ -15,9 +15,7 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.pictures import figures, overlay
 from vitflow.pictures.figures import Bar, Cell, Column
 from vitflow.pictures.images import image_name
-
-Scaling = Literal["picture", "column", "map"]
-SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
+from vitflow.pictures.options import Interpolation, Scaling
 
 # For each picture its maps.
 Pictures = Sequence[Sequence[Saliency]]
@@ -73,7 +71,7 @@ class Pen:
 
     width: float
     dpi: int
-    interpolation: overlay.Interpolation
+    interpolation: Interpolation
     blending: Mapping[str, Any]
 
     def photograph(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from vitflow.pictures.options import OVERLAY_FORMATS
+
 Check = Callable[[Any], bool]
 
 # Deeper values are none of ours, and could not be written again.
 _DEEPEST = 12
 _WHOLE = 2**63
-#: How overlays can be written.
-OVERLAY_FORMATS = ("jpg", "png", "webp")
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:

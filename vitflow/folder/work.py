@@ -23,8 +23,7 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Target
 from vitflow.folder.batches import Batches
 from vitflow.folder.decoders import Decoded
-from vitflow.folder.rows import OVERLAY_FORMATS
-from vitflow.pictures.images import WRITE_OPTIONS
+from vitflow.pictures.options import OVERLAY_FORMATS, WRITE_OPTIONS
 
 # (label, name, options) of a method that a run computes; no two labels of a run are equal.
 LabelledMethod = tuple[str, str, Mapping[str, Any]]

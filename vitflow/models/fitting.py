@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError
-from vitflow.pictures.geometry import CROP_MODES, INTERPOLATIONS
+from vitflow.pictures.geometry import CROP_MODES, FILTERS
 
 Weights = Mapping[str, Tensor]
 
@@ -220,7 +220,7 @@ def input_config(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
         ModelError: a value makes no sense.
     """
     found: dict[str, Any] = {}
-    words = {"interpolation": INTERPOLATIONS, "crop_mode": CROP_MODES, "activation": ("softmax", "sigmoid")}
+    words = {"interpolation": FILTERS, "crop_mode": CROP_MODES, "activation": ("softmax", "sigmoid")}
     for key, known in words.items():
         if key in metadata:
             if metadata[key] not in known:

@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, unknown_name
 from vitflow.pictures.files import write_atomically
+from vitflow.pictures.options import FIGURE_FORMATS
 from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, Page
 
-FORMATS = (".pdf", ".png", ".svg")
+#: What figures can be written as.
+FORMATS = FIGURE_FORMATS
 
 #: Pixels per inch of the pictures in a strip, in every format; text and lines are vectors in PDF and SVG.
 DPI = 200

@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitflow.errors import OptionError, OutsideGridError, ShapeError, unknown_name
+from vitflow.pictures.options import FITS, Fit
 
-Fit = Literal["crop", "squash", "pad", "native"]
-FITS: tuple[Fit, ...] = get_args(Fit)
 CropMode = Literal["center", "squash", "border"]
 CROP_MODES: tuple[CropMode, ...] = get_args(CropMode)
-INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+FILTERS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
 Size = tuple[int, int]
 Coordinate = TypeVar("Coordinate", float, NDArray[np.float64])
@@ -236,8 +235,8 @@ def cut(
     >>> cut(np.zeros((2, 6, 3), np.uint8), place((2, 6), (2, 2)), mean=(0.5, 0.5, 0.5)).shape
     (2, 2, 3)
     """
-    if interpolation not in INTERPOLATIONS:
-        raise OptionError(unknown_name("interpolation", interpolation, INTERPOLATIONS))
+    if interpolation not in FILTERS:
+        raise OptionError(unknown_name("interpolation", interpolation, FILTERS))
     if image.dtype != np.uint8 or image.shape != (*placement.image_size, 3):
         raise ShapeError(
             f"Expected a uint8 RGB picture of shape {(*placement.image_size, 3)}, as the placement was made for, "

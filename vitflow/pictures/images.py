@@ -1,12 +1,8 @@
 """Read pictures as RGB and masks, write pictures without half-written files, and find the pictures of a folder."""
 
-import contextlib
 import io
 import os
 import re
-import threading
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +12,8 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from vitflow.errors import ImageError, ShapeError, VitflowError
 from vitflow.pictures.files import write_atomically
+from vitflow.pictures.options import WRITE_OPTIONS
+from vitflow.pictures.pillow_settings import pillow_settings
 
 ImageSource = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
 
@@ -24,17 +22,11 @@ MAX_PIXELS = 178_956_970
 
 # Raster formats only: Pillow also opens EPS through Ghostscript, and formats without a signature.
 _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "HEIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
-_READ_SUFFIXES = frozenset(
+#: What files of pictures are called.
+READ_SUFFIXES = frozenset(
     {".avif", ".bmp", ".dib", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg"}
     | {".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"}
 )
-#: What Pillow is told for each suffix that pictures are written with.
-WRITE_OPTIONS: dict[str, dict[str, Any]] = {
-    ".jpeg": {"format": "JPEG", "quality": 95, "subsampling": 0},
-    ".jpg": {"format": "JPEG", "quality": 95, "subsampling": 0},
-    ".png": {"format": "PNG"},
-    ".webp": {"format": "WEBP", "quality": 95},
-}
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -79,7 +71,7 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: by
     try:
         if isinstance(source, str | os.PathLike):
             _check_file(Path(source))
-        with _pillow_settings(max_pixels):
+        with pillow_settings(max_pixels):
             if isinstance(source, Image.Image):
                 return _from_pillow(source, max_pixels, image_name(source))
             with _open(source if content is None else content) as opened:
@@ -106,7 +98,7 @@ def read_mask(path: str | os.PathLike[str], size: tuple[int, int]) -> NDArray[An
     path = Path(path)
     try:
         _check_file(path)
-        with _pillow_settings(MAX_PIXELS), _open(path) as opened:
+        with pillow_settings(MAX_PIXELS), _open(path) as opened:
             check_mask_size((opened.height, opened.width), size)
             values = np.asarray(opened)
             transparent = opened.getbands()[-1] in ("A", "a")
@@ -199,7 +191,7 @@ def find_images(path: str | os.PathLike[str], *, recursive: bool = False) -> lis
 
 def is_image_name(name: str) -> bool:
     """Whether a file is called like a picture, and is not hidden."""
-    return not name.startswith(".") and Path(name).suffix.lower() in _READ_SUFFIXES
+    return not name.startswith(".") and Path(name).suffix.lower() in READ_SUFFIXES
 
 
 def image_name(source: object) -> str:
@@ -220,44 +212,6 @@ def image_name(source: object) -> str:
 def natural_key(name: str) -> list[str | int]:
     """Sort key that compares runs of digits as numbers."""
     return [int(part) if part.isdecimal() else part.casefold() for part in re.split(r"(\d+)", name)]
-
-
-class _PillowSettings:
-    """Pillow's global size limit and its warnings, set while any thread reads a picture and restored afterwards.
-
-    Both are global to the process, so that threads which read at the same time must share them.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._limits: list[int] = []
-        self._restore = contextlib.ExitStack()
-
-    @contextlib.contextmanager
-    def __call__(self, max_pixels: int) -> Iterator[None]:
-        with self._lock:
-            if not self._limits:
-                self._restore.callback(setattr, Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
-                self._restore.enter_context(warnings.catch_warnings())
-                warnings.filterwarnings("ignore", module=r"PIL\.")
-            self._limits.append(max_pixels)
-            self._set_limit()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._limits.remove(max_pixels)
-                if self._limits:
-                    self._set_limit()
-                else:
-                    self._restore.close()
-
-    def _set_limit(self) -> None:
-        # Pillow warns above its limit and refuses above twice its limit.
-        Image.MAX_IMAGE_PIXELS = max(-(-max(self._limits) // 2), 1)
-
-
-_pillow_settings = _PillowSettings()
 
 
 def _open(source: str | os.PathLike[str] | bytes) -> Image.Image:

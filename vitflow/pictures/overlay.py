@@ -1,6 +1,6 @@
 """Lay a saliency map over the photograph: upsample, scale, colour, blend. RGB everywhere."""
 
-from typing import Any, Literal, get_args
+from typing import Any
 
 import cv2
 import matplotlib
@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 from vitflow.compiled import compiled
 from vitflow.errors import OptionError, ShapeError, unknown_name
 from vitflow.pictures.geometry import Placement
-
-Interpolation = Literal["linear", "cubic", "nearest"]
-INTERPOLATIONS: tuple[Interpolation, ...] = get_args(Interpolation)
+from vitflow.pictures.options import INTERPOLATIONS, Interpolation
 
 #: The lower and upper percentile between which robust scaling spreads the colours; the same as seaborn's.
 ROBUST_PERCENTILES = (2.0, 98.0)

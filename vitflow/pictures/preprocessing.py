@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.pictures import geometry
-from vitflow.pictures.geometry import CropMode, Fit, Placement, Size
+from vitflow.pictures.geometry import CropMode, Placement, Size
+from vitflow.pictures.options import Fit
 
 
 @dataclass(frozen=True, slots=True)

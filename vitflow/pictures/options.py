@@ -1,0 +1,29 @@
+"""What may be chosen of how pictures are placed, drawn and written; loads neither NumPy nor OpenCV."""
+
+from typing import Any, Literal, get_args
+
+#: How a picture becomes the model's input.
+Fit = Literal["crop", "squash", "pad", "native"]
+FITS: tuple[Fit, ...] = get_args(Fit)
+
+#: How the patches of a map become pixels.
+Interpolation = Literal["linear", "cubic", "nearest"]
+INTERPOLATIONS: tuple[Interpolation, ...] = get_args(Interpolation)
+
+#: Which maps of one method have the limits of their colours in common.
+Scaling = Literal["picture", "column", "map"]
+SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
+
+#: How a picture is written, by the suffix of its file: arguments of Pillow's `save`.
+WRITE_OPTIONS: dict[str, dict[str, Any]] = {
+    ".png": {"format": "PNG"},
+    ".jpg": {"format": "JPEG", "quality": 95, "subsampling": 0},
+    ".jpeg": {"format": "JPEG", "quality": 95, "subsampling": 0},
+    ".webp": {"format": "WEBP", "quality": 95},
+}
+
+#: Suffixes of figures.
+FIGURE_FORMATS = (".png", ".pdf", ".svg")
+
+#: Overlays of a folder run, by their suffix without the dot.
+OVERLAY_FORMATS = ("jpg", "png", "webp")
