@@ -2,6 +2,7 @@
 
 import io
 import os
+import struct
 import threading
 import warnings
 from pathlib import Path
@@ -297,6 +298,14 @@ def test_orientations_that_do_not_exist(value):
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = value
     np.testing.assert_array_equal(read_image(encode(RGB, exif=exif)), RGB)
+
+
+def test_an_odd_tag_beside_the_orientation_does_not_keep_a_picture_from_being_turned():
+    turn_right = struct.pack("<HHII", ExifTags.Base.Orientation, 3, 1, 6)
+    double_without_a_place = struct.pack("<HHII", ExifTags.Base.BitsPerSample, 12, 1, 8)
+    tags = struct.pack("<H", 2) + turn_right + double_without_a_place + struct.pack("<I", 0)
+    image = read_image(encode(np.zeros((32, 48, 3), np.uint8), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0" + tags))
+    assert image.shape == (48, 32, 3)
 
 
 @pytest.mark.parametrize("fmt", ["JPEG", "PNG", "WEBP"])

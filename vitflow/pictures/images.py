@@ -229,6 +229,7 @@ def _from_pillow(image: Image.Image, max_pixels: int, name: str) -> NDArray[np.u
         raise Image.DecompressionBombError
     image.load()
     # After load(): Pillow's TIFF reader turns the picture itself and then forgets the orientation.
+    # ImageOps.exif_transpose writes the EXIF anew, which fails where another tag is odd, and its copy has no format.
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
     except Exception:  # malformed EXIF, while the picture itself may be sound
