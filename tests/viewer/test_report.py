@@ -219,6 +219,15 @@ def test_light_and_dark_follow_the_reader(page):
     assert sum(map(int, re.findall(r"\d+", light))) > 700 > 120 > sum(map(int, re.findall(r"\d+", dark)))
 
 
+def test_failures_can_be_read_on_a_phone(page):
+    page.set_viewport_size({"width": 390, "height": 800})
+    inside = "(cell) => { const box = cell.getBoundingClientRect(); return box.left >= 0 && box.right <= innerWidth; }"
+    cells = page.locator("#failed td").all()
+    assert len(cells) == 3 and all(cell.evaluate(inside) for cell in cells)
+    name = page.locator("#failed td").first
+    assert name.evaluate("(cell) => cell.getBoundingClientRect().height") < 40  # one line, and not one per letter
+
+
 def test_long_runs_get_several_pages_and_large_thumbnails_are_linked(tmp_path):
     summary = make_run(tmp_path, report=False)
     first = report_run(summary.output, per_page=3, embed_bytes=0)

@@ -167,12 +167,8 @@ def paired_differences(
         return []
     apart = np.stack([values[:, i] - values[:, j] for i, j in pairs], axis=1)
     estimates = estimate_means(apart, resamples=resamples, seed=seed)
-    above = [
-        float(np.mean((column[~np.isnan(column)] > 0) + 0.5 * (column[~np.isnan(column)] == 0)))
-        if estimate.count
-        else None
-        for column, estimate in zip(apart.T, estimates, strict=True)
-    ]
+    higher = np.where(np.isnan(apart), np.nan, (apart > 0) + 0.5 * (apart == 0))
+    above = map(_number, defined_means(higher))
     return [
         Difference(labels[i], labels[j], estimate, share)
         for (i, j), estimate, share in zip(pairs, estimates, above, strict=True)

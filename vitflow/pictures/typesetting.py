@@ -89,7 +89,11 @@ class Page:
         return self._widths[key]
 
     def wrap(self, text: str, width: float, size: float, lines: int = 2, weight: str = "normal") -> list[str]:
-        """Break a text into at most so many lines of a width; what does not fit ends in an ellipsis."""
+        """Break a text into at most so many lines of a width; what does not fit ends in an ellipsis.
+
+        Words are measured: lines of equally many characters, as textwrap makes them, would stand out of their column
+        for one class name of ImageNet in forty.
+        """
         words = drawable(text).split()
         broken: list[str] = []
         while words and len(broken) < lines:
