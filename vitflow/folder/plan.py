@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vitflow.errors import ImageError, OptionError
-from vitflow.pictures.images import is_image_name, natural_key
+from vitflow.pictures.images import is_image_name, natural_order
 
 # Longest file name that common file systems take, in bytes.
 _LONGEST_NAME = 255
@@ -105,7 +105,7 @@ def list_inputs(
         below = "" if recursive else " Folders below are read with --recursive (recursive=True)."
         what = f"file that matches {glob!r}" if glob else "picture"
         raise ImageError(f"Expected at least one {what} in {', '.join(map(repr, paths))}, found none.{below}")
-    keys = sorted(found, key=lambda key: ([natural_key(part) for part in key.split("/")], key))[:limit]
+    keys = sorted(found, key=lambda key: ([natural_order(part) for part in key.split("/")], key))[:limit]
     real = frozenset(os.path.realpath(file) for file, _ in found.values())
     return Listing(Path(root), output, {key: found[key] for key in keys}, real)
 

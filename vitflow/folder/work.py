@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
 
@@ -134,9 +133,10 @@ def compute_maps(batches: Batches, pictures: Sequence[Picture], job: Job) -> lis
     """Run the model over a batch; what is wrong with one picture is told in its own place."""
     methods = [(name, options) for _, name, options in job.methods]
 
-    def explain(members: Sequence[tuple[NDArray[np.uint8], str]]) -> list[PictureMaps]:
+    def explain(members: Sequence[Picture]) -> list[PictureMaps]:
         started = time.perf_counter()
-        images, names = zip(*members, strict=True)
+        images = [picture.decoded.image for picture in members if picture.decoded.image is not None]
+        names = [printable(picture.key) for picture in members]
         flat = batches.explainer.explain_batch(images, methods=methods, targets=job.target, names=names)
         seconds = (time.perf_counter() - started) / len(images)
         return [
@@ -144,8 +144,7 @@ def compute_maps(batches: Batches, pictures: Sequence[Picture], job: Job) -> lis
             for start in range(0, len(flat), len(methods))
         ]
 
-    readable = [(own.decoded.image, printable(own.key)) for own in pictures if own.decoded.image is not None]
-    found = batches.each(readable, explain)
+    found = batches.each([picture for picture in pictures if picture.decoded.image is not None], explain)
     return [
         PictureMaps(error=picture.decoded.error, message=picture.decoded.message)
         if picture.decoded.image is None

@@ -186,7 +186,7 @@ def find_images(path: str | os.PathLike[str], *, recursive: bool = False) -> lis
         visited.add((status.st_dev, status.st_ino))
         subfolders[:] = sorted(name for name in subfolders if recursive and not name.startswith("."))
         found += [here / name for name in names if is_image_name(name) and (here / name).is_file()]
-    return sorted(found, key=lambda file: ([natural_key(part) for part in file.relative_to(root).parts], str(file)))
+    return sorted(found, key=lambda file: ([natural_order(part) for part in file.relative_to(root).parts], str(file)))
 
 
 def is_image_name(name: str) -> bool:
@@ -209,7 +209,7 @@ def image_name(source: object) -> str:
     return {np.ndarray: "array", bytes: "bytes"}.get(type(source), type(source).__name__)
 
 
-def natural_key(name: str) -> list[str | int]:
+def natural_order(name: str) -> list[str | int]:
     """Sort key that compares runs of digits as numbers."""
     return [int(part) if part.isdecimal() else part.casefold() for part in re.split(r"(\d+)", name)]
 
