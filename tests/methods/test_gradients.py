@@ -99,6 +99,20 @@ def test_from_a_patch_instead_of_the_answer():
     assert_equal(rolled, literal_vit.gradient_rollout(found))
 
 
+def test_what_is_asked_is_not_written_onto_the_record():
+    model = literal_vit.timm_model()
+    with record_attention(model, gradients=True) as trace:
+        model(pictures())
+    one, other = (AskedTrace.of(trace, torch.full((BATCH,), target)) for target in (1, 2))
+    assert not hasattr(trace, "targets")
+    for asked in (one, other):
+        found, expected = asked.backward().attentions, trace.backward(asked.wanted).attentions
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert not torch.equal(one.backward().attentions[0], other.backward().attentions[0])
+    with pytest.raises(OptionError, match="this model has no classes"):
+        AskedTrace.of(trace, None).backward()
+
+
 def test_unfused_attention_gives_the_same_gradients():
     model, pixels = literal_vit.timm_model(), pictures()
     expected = [grid(recorded(model, pixels), name) for name in ("gae", "gradient_rollout", "gradcam")]

@@ -214,6 +214,19 @@ def test_overlapping_windows_add_up():
     np.testing.assert_allclose(found[0], readout[0].numpy() @ references.residual(matrix, 0.5), atol=1e-12)
 
 
+@pytest.mark.parametrize("additive", [False, True])
+def test_one_window_of_all_tokens_is_the_whole_matrix(additive):
+    """The fast path over whole matrices gives what the path through windows gives."""
+    generator = torch.Generator().manual_seed(0)
+    layers = [torch.rand(2, 1, 7, 7, generator=generator, dtype=torch.float64).softmax(-1) for _ in range(3)]
+    layout, every = TokenLayout(1, 2, 3), torch.arange(7).unsqueeze(0)
+    readout = torch.rand(2, 7, generator=generator, dtype=torch.float64)
+    options = {"readout": readout, "additive": additive} | ({} if additive else {"discard_ratio": 0.5, "residual": 0.2})
+    whole, _ = staged_rollout(layers, [LayerTokens(layout, layout)] * 3, **options)
+    windowed, _ = staged_rollout(layers, [LayerTokens(layout, layout, every, every)] * 3, **options)
+    torch.testing.assert_close(whole, windowed, rtol=0, atol=1e-12)
+
+
 def test_padding_passes_nothing_on():
     layout = TokenLayout(0, 1, 2)
     index = torch.tensor([[0, 1, -1]])
