@@ -174,9 +174,9 @@ def captured(request) -> Iterator[dict[str, str]]:
 def test_a_family_is_captured_exactly(name, options, side, prefix, grid, captured):
     model = build(name, **options)
     pixels = torch.randn(2, 3, side, side)
-    before = state_of(model), generators()
     with Applied() as applied:
         plain = answer(model, pixels)
+    before = state_of(model), generators()  # a first pass may fill buffers by itself, as ConViT's does
     with record_attention(model) as trace:
         logits = answer(model, pixels)
     assert (logits - plain).abs().max() <= 1e-5 * plain.abs().max()
