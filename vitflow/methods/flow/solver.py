@@ -21,16 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError
-from vitflow.methods.flow.kernel import (
-    Floats,
-    Graph,
-    Workspace,
-    count_edges,
-    fill_edges,
-    share_out,
-    solve,
-    workspace,
-)
+from vitflow.methods.flow.edges import Floats, Graph, count_edges, fill_edges, share_out
+from vitflow.methods.flow.kernel import Workspace, solve, workspace
 
 Progress = Callable[[int], object]
 Indices = NDArray[np.intp]
