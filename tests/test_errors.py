@@ -23,6 +23,7 @@ from vitflow.errors import printable
 )
 def test_names_are_shown_on_one_line_with_escapes_for_what_is_no_text(name, shown):
     assert printable(name) == shown
+    assert printable(name, lines=True) == shown.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def test_every_character_comes_out_as_one_line_of_utf_8_that_xml_takes():

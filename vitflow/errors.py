@@ -70,20 +70,23 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 
 
-def printable(text: str | os.PathLike[str]) -> str:
+def printable(text: str | os.PathLike[str], *, lines: bool = False) -> str:
     """One line that any terminal, file or page can show: what is no text, or would be no mark on it, becomes escapes.
+
+    With `lines`, for a page, ends of lines and tabs stay as they are.
 
     >>> printable("caf\\udce9.jpg"), printable("two\\nlines")
     ('caf\\\\xe9.jpg', 'two\\\\nlines')
     """
-    return _UNPRINTABLE.sub(_escape, os.fspath(text))
+    return _UNPRINTABLE.sub(
+        lambda found: found[0] if lines and found[0] in "\t\n" else _escape(found[0]), os.fspath(text)
+    )
 
 
-def _escape(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    if 0xDC80 <= code <= 0xDCFF:  # a byte of a file's name that is not UTF-8
-        return f"\\x{code - 0xDC00:02x}"
-    return match[0].encode("unicode_escape").decode()
+def _escape(character: str) -> str:
+    if "\udc80" <= character <= "\udcff":  # a byte of a file's name that is not UTF-8
+        return f"\\x{ord(character) - 0xDC00:02x}"
+    return character.encode("unicode_escape").decode()
 
 
 def whole_number(name: str, value: object, least: int | None = None, most: int | None = None) -> int:

@@ -27,7 +27,7 @@ def test_needs_may_come_from_any_iterable():
 
 def test_methods_are_chosen_and_checked_without_torch():
     code = (
-        "import sys\nfrom vitflow.explaining.method_table import choose_methods\n"
+        "import sys\nfrom vitflow.explaining.method_choices import choose_methods\n"
         "[(method, options)] = choose_methods([('rollout', {'residual': 0.3})], {'head_fusion': 'min'})\n"
         "print(method.name, options['residual'], options['head_fusion'], {'torch', 'numpy'} & {*sys.modules})"
     )

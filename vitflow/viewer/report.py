@@ -96,7 +96,7 @@ def _entries(
                 file.write(small)
         label = row["class_name"] or ("" if row["class_index"] is None else f"class {row['class_index']}")
         yield {
-            "name": printable(row["input"]),
+            "name": printable(row["input"], lines=True),
             "link": _link(os.path.relpath(source, output)),
             "image": image,
             "size": [row["width"], row["height"]],
