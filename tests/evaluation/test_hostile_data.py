@@ -361,7 +361,7 @@ def test_a_hostile_file_is_refused_in_a_sentence(folder, name, text, told):
 @pytest.mark.parametrize("text", ["[" * 100_000, "[[[1]]]", '{"0": {"a": 1}}', '{"a": "b"}', "3", "[null]"])
 def test_nested_class_names_are_refused(tmp_path, text):
     (tmp_path / "names.json").write_text(text)
-    with pytest.raises(ModelError, match="Expected one class name per line, or a JSON list"):
+    with pytest.raises(ModelError, match="Expected a JSON list of names, or an object"):
         read_class_names(tmp_path / "names.json")
 
 
