@@ -3,6 +3,7 @@ from .errors import VitflowWarning as VitflowWarning
 from .evaluation.run import evaluate as evaluate
 from .explaining.comparison import Comparison as Comparison
 from .explaining.comparison import compare as compare
+from .explaining.contrast import Contrast as Contrast
 from .explaining.explainer import Explainer as Explainer
 from .explaining.explainer import explain as explain
 from .explaining.method_table import list_methods as list_methods

@@ -34,7 +34,7 @@ def with_rollout(model: torch.nn.Module, pixels: torch.Tensor, **chosen: str) ->
     options = rollout.complete(chosen)
     with record_attention(model, fusions=[(options["head_fusion"], options["value_weighted"])]) as trace:
         model(pixels)
-    rollout.load()(trace, **options)
+    rollout.load()(trace, **rollout.own(options))
 
 
 # As published: heads averaged, nothing discarded. Default: as `vitflow explain` does it.

@@ -64,7 +64,7 @@ def constant_method():
 
 
 def test_the_values_are_those_of_the_parts(explainer):
-    found = evaluate("demo:2", model=explainer, methods=QUICK, sanity_pictures=2)
+    found = evaluate("demo:2", model=explainer, methods=QUICK, sanity_pictures=2, blurred_twin=False)
     assert found.methods == ("rollout", "gae", "random", "centre")
     assert [metric.name for metric in found.metrics] == list(METRICS)
     for number in range(2):
@@ -86,7 +86,7 @@ def test_the_values_are_those_of_the_parts(explainer):
 
 
 def test_tables_and_differences_follow_from_the_values(explainer):
-    found = evaluate("demo:5", model=explainer, methods=QUICK, metrics=["roc_auc", "energy"])
+    found = evaluate("demo:5", model=explainer, methods=QUICK, metrics=["roc_auc", "energy"], blurred_twin=False)
     assert [metric.name for metric in found.metrics] == ["energy", "roc_auc"]
     values = found.values["roc_auc"]
     for row, column in zip(found.table("roc_auc"), values.T, strict=True):
@@ -98,6 +98,29 @@ def test_tables_and_differences_follow_from_the_values(explainer):
     assert [row.baseline for row in found.table("energy")] == [False, False, True, True]
     with pytest.raises(OptionError, match="Unknown metric of this evaluation 'gap'"):
         found.table("gap")
+
+
+def test_each_method_has_a_blurred_twin_beside_it(explainer):
+    found = evaluate("demo:2", model=explainer, methods=QUICK, metrics=["roc_auc", "deletion_auc", "flip_stability"])
+    assert found.methods == ("rollout", "rollout (blurred)", "gae", "gae (blurred)", "random", "centre")
+    largest = draw_picture(1).labels[int(draw_picture(1).masks.sum(axis=(1, 2)).argmax())]
+    [one] = explainer.explain_batch([draw_picture(1).image], methods=["gae"], targets=largest)
+    grid = np.pad(one.grid.astype(np.float64), 4, mode="symmetric")
+    bell = np.exp(-0.5 * np.arange(-4, 5) ** 2)
+    for axis in (0, 1):
+        grid = np.apply_along_axis(lambda line: np.convolve(line, bell / bell.sum(), "valid"), axis, grid)
+    twin = replace(one, grid=grid.astype(np.float32))
+    truth = localise(twin.heatmap, draw_picture(1).mask_of(largest))
+    assert found.values["roc_auc"][1, 3] == pytest.approx(truth.roc_auc, abs=1e-4)
+    [curve] = faithfulness_curves(explainer, [twin])
+    assert found.values["deletion_auc"][1, 3] == pytest.approx(curve.deletion_auc, abs=1e-3)
+    checked = found.values["flip_stability"][~np.isnan(found.values["flip_stability"]).all(axis=1)]
+    assert np.isnan(checked).all(axis=0).tolist() == [False, True, False, True, False, False]  # no sanity of controls
+    pairs = {(one.first, one.second) for one in found.differences("roc_auc")}
+    assert ("gae", "gae (blurred)") in pairs and ("rollout", "gae") in pairs
+    assert not {("rollout", "gae (blurred)"), ("rollout (blurred)", "gae"), ("gae (blurred)", "random")} & pairs
+    assert any("blurred twin" in note for note in found.notes)
+    assert found.settings["blurred_twin"] is True
 
 
 def test_class_specific_methods_find_the_asked_object_and_baselines_do_not(explainer):
@@ -123,7 +146,8 @@ def test_the_batch_changes_no_value_and_the_seed_only_the_interval(explainer):
 
 def test_options_reach_the_methods_and_name_them(explainer):
     choices = ["rollout", ("rollout", {"preset": "paper"}), ("random", {"random_seed": 3})]
-    found = evaluate("demo:2", model=explainer, methods=choices, metrics=["roc_auc"], start_layer=2)
+    own = {"methods": choices, "metrics": ["roc_auc"], "blurred_twin": False}
+    found = evaluate("demo:2", model=explainer, start_layer=2, **own)
     assert found.methods == ("rollout", "rollout:preset=paper", "random:random_seed=3", "centre")
     assert [found.is_baseline(method) for method in found.methods] == [False, False, True, True]
     assert found.settings["options"]["rollout"]["start_layer"] == 2
@@ -198,7 +222,8 @@ def test_a_model_without_classes_has_no_answer_to_follow(folder):
 
 
 def test_constant_maps_are_counted_and_told(explainer, constant_method):
-    found = evaluate("demo:3", model=explainer, methods=[constant_method, "gae"], sanity_pictures=1)
+    methods = [constant_method, "gae"]
+    found = evaluate("demo:3", model=explainer, methods=methods, sanity_pictures=1, blurred_twin=False)
     for name in ("deletion_auc", "gap", "negative_perturbation"):
         estimate = found.table(name)[0].estimate
         assert (estimate.mean, estimate.undefined) == (None, 3)
@@ -456,7 +481,8 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, explainer) -> tuple[Evaluation, Path]:
     place = tmp_path_factory.mktemp("saved") / "out"
-    return evaluate("demo:4", model=explainer, methods=QUICK, sanity_pictures=2, output=place), place
+    own = {"methods": QUICK, "sanity_pictures": 2, "blurred_twin": False}
+    return evaluate("demo:4", model=explainer, output=place, **own), place
 
 
 def test_a_saved_evaluation_holds_every_number(saved):

@@ -35,7 +35,8 @@ def recorded(model: nn.Module, pixels: Tensor, targets: list[int] | None = None,
 
 def grid(trace: Trace, method: str, **options) -> np.ndarray:
     function = getattr(maps, method)
-    return function(trace, **get_method(method).complete(options)).grids.numpy()
+    chosen = get_method(method)
+    return function(trace, **chosen.own(chosen.complete(options))).grids.numpy()
 
 
 def assert_equal(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-6) -> None:

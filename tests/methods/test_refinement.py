@@ -147,3 +147,21 @@ def test_steps_and_names_are_checked():
         refine(torch.rand(1, 1, 2), affinity_of("keys"), -1)
     with pytest.raises(OptionError, match="Unknown affinity 'key'. Did you mean 'keys'"):
         refinement.check_affinity("key")
+
+
+def test_sums_are_kept_where_balancing_does_not_come_to_an_end(monkeypatch):
+    """Two blocks that hardly touch: a hundred rounds are not enough, and a few even less."""
+    matrix = torch.rand(1, 8, 8, dtype=torch.float64)
+    matrix[:, :4, 4:] *= 1e-5
+    matrix[:, 4:, :4] *= 1e-5
+    monkeypatch.setattr(refinement, "ROUNDS", 5)
+    for in_memory in (True, False):
+        monkeypatch.setattr(refinement, "_in_memory", lambda matrices, found=in_memory: found)
+        found = balance(matrix)
+        assert (found.matrix.sum(dim=-1) - 1).abs().max() > 1e-4
+        ones = torch.ones(1, 8, dtype=torch.float64)
+        np.testing.assert_allclose(found.spread(ones), ones, rtol=0, atol=1e-14)
+        np.testing.assert_allclose(found.symmetric.sum(dim=-2), ones, rtol=0, atol=1e-14)
+        values = torch.rand(1, 8, dtype=torch.float64)
+        expected = (found.symmetric @ values.unsqueeze(-1)).squeeze(-1)
+        np.testing.assert_allclose(found.spread(values), expected, rtol=0, atol=1e-14)

@@ -9,6 +9,8 @@ import click
 
 from vitflow.cli.options import (
     DRAWING,
+    against_option,
+    asked_for,
     cannot_write,
     check_pictures,
     check_suffix,
@@ -81,6 +83,7 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> click.Pa
     multiple=True,
     help="Class to explain; repeat it for more rows.  [default: the predicted class]",
 )
+@against_option
 @method_options
 @drawing_options
 @click.option(
@@ -105,9 +108,7 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
         check_methods(methods or DEFAULT_METHODS, options)  # before torch is loaded
         from vitflow.explaining.comparison import compare
 
-        comparison = compare(
-            images, model=make_explainer(given), methods=methods, targets=list(given["targets"]) or None, **options
-        )
+        comparison = compare(images, model=make_explainer(given), methods=methods, targets=_targets(given), **options)
         drawing = {} if output.suffix.lower() == ".json" else given_options(given, (*DRAWING, "scaling"))
         try:
             comparison.save(output, **drawing)
@@ -121,6 +122,13 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
             click.echo(printable(output))
         for record in comparison.records() if given["as_json"] else ():
             click.echo(json.dumps(record | {"output": str(output)}, ensure_ascii=False))
+
+
+def _targets(given: dict[str, Any]) -> Any:
+    """The classes that were asked for, or each of them against another."""
+    if given["against"] is None:
+        return list(given["targets"]) or None
+    return [asked_for(target, given) for target in given["targets"] or (None,)]
 
 
 def _output_path(images: tuple[Path, ...], output: Path | None) -> Path:

@@ -75,6 +75,12 @@ class _MethodOrAll(MethodWithOptions):
     "--points", type=click.IntRange(min=2), default=11, show_default=True, help="Of deletion and insertion curves."
 )
 @click.option(
+    "--blurred-twin/--no-blurred-twin",
+    default=True,
+    show_default=True,
+    help="Measure each map blurred, too: the control that tells what comes of smoothness alone.",
+)
+@click.option(
     "--sanity-pictures",
     type=click.IntRange(min=0),
     default=24,
@@ -142,7 +148,10 @@ def _run(data: str, given: dict[str, Any]) -> Any:
         if len(methods) > 1:
             raise OptionError("Expected --method all alone, or methods by name, got both.")
         methods = "all"
-    same = ("output", "images", "limit", "replace_by", "points", "sanity_pictures", "batch_size", "resamples", "seed")
+    same = (
+        *("output", "images", "limit", "replace_by", "points", "blurred_twin", "sanity_pictures", "batch_size"),
+        *("resamples", "seed"),
+    )
     with going_on(kept=given["output"] is not None), pictures_bar() as progress:
         return evaluate(
             data,

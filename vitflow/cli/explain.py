@@ -10,6 +10,8 @@ import click
 
 from vitflow.cli.options import (
     DRAWING,
+    against_option,
+    asked_for,
     cannot_write,
     check_pictures,
     check_suffix,
@@ -43,6 +45,7 @@ _SUFFIXES = tuple(WRITE_OPTIONS)
 @click.option(
     "--class", "target", metavar="NAME|INDEX", help="Class to explain and report.  [default: the predicted class]"
 )
+@against_option
 @method_options
 @drawing_options
 @click.option(
@@ -75,7 +78,7 @@ def _explain_one(
     """Explain one picture and say so; whether it worked."""
     drawing, files = given_options(given, DRAWING), [output]
     try:
-        saliency = explainer.explain(image, method=given["method"], target=given["target"], **options)
+        saliency = explainer.explain(image, method=given["method"], target=asked_for(given["target"], given), **options)
         saliency.save(output, **drawing)
         if given["save_map"]:
             files.append(output.with_suffix(".npz"))
@@ -101,6 +104,8 @@ def _explain_one(
 
 def _answer(saliency: Any, class_names: list[str] | None) -> str:
     """What the model said of a picture, in words."""
+    if saliency.contrast is not None:
+        return f"{saliency.label}, {saliency.contrast.told}"
     if saliency.target is None:
         return f"{saliency.method} (the model has no classes)"
     words = f"{saliency.label} ({saliency.target}), {saliency.probability:.1%}"

@@ -11,6 +11,8 @@ import click
 
 from vitflow.cli.options import (
     DRAWING,
+    against_option,
+    asked_for,
     drawing_options,
     given_options,
     going_on,
@@ -58,6 +60,7 @@ class _BatchSize(click.ParamType[int | None]):
     help="What to compute; may be given several times.",
 )
 @click.option("--class", "target", metavar="NAME|INDEX", help="Class to explain.  [default: the predicted class]")
+@against_option
 @click.option("--recursive", "-r", is_flag=True, help="Read the folders below, too.")
 @click.option("--glob", metavar="PATTERN", help="Read the files whose name or path matches, whatever their suffix.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Take the first N pictures only.")
@@ -136,7 +139,7 @@ def _run(
     from vitflow.folder.run import explain_folder
     from vitflow.pictures.images import MAX_PIXELS
 
-    same = {"target", "recursive", "glob", "limit", "batch_size", "workers", "save_map", "format", "manifest", "report"}
+    same = {"recursive", "glob", "limit", "batch_size", "workers", "save_map", "format", "manifest", "report"}
     return explain_folder(
         sources,
         given["output"],
@@ -147,6 +150,7 @@ def _run(
         drawing=given_options(given, DRAWING),
         progress=progress,
         command=[printable(word) for word in ["vitflow", *sys.argv[1:]]],
+        target=asked_for(given["target"], given),
         **{name: given[name] for name in same},
         **options,
     )

@@ -174,6 +174,24 @@ def drawing_options(command: Callable[..., None]) -> Callable[..., None]:
     return reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
 
 
+def against_option(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the option that sets another class against the one to explain."""
+    return click.option(
+        "--against",
+        metavar="NAME|INDEX",
+        help="Show what speaks for the class less what speaks for this one; class-specific methods only.",
+    )(command)
+
+
+def asked_for(target: Any, given: Mapping[str, Any]) -> Any:
+    """The class to explain, or a contrast of it and the one that was set against it."""
+    if given["against"] is None:
+        return target
+    from vitflow.explaining.contrast import Contrast
+
+    return Contrast(target, against=given["against"])
+
+
 def given_options(values: Mapping[str, Any], names: Any) -> dict[str, Any]:
     """The options that the user gave."""
     return {name: values[name] for name in names if values.get(name) is not None}

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, unknown_name
+from vitflow.evaluation.controls import is_twin
 from vitflow.evaluation.metrics import Metric
 from vitflow.evaluation.statistics import defined_means
 from vitflow.evaluation.tables import Tables
@@ -34,7 +35,7 @@ _ROW, _PANEL, _AROUND = 0.19, 1.65, 0.55
 
 
 def draw_bars(evaluation: Tables, names: Sequence[str], *, theme: Theme = LIGHT) -> Figure:
-    """A panel per metric: each method's mean with its bootstrap interval; baselines are grey.
+    """A panel per metric: each method's mean with its bootstrap interval; baselines and controls are grey.
 
     A thin line marks the random map's mean in every panel.
 
@@ -68,7 +69,7 @@ def draw_bars(evaluation: Tables, names: Sequence[str], *, theme: Theme = LIGHT)
 def _draw_panel(axes: Axes, evaluation: Tables, metric: Metric, theme: Theme) -> None:
     rows = evaluation.table(metric.name)
     means = np.array([np.nan if row.estimate.mean is None else row.estimate.mean for row in rows])
-    colors = [theme.baseline if row.baseline else theme.bar for row in rows]
+    colors = [theme.baseline if row.baseline or is_twin(row.method) else theme.bar for row in rows]
     places = np.arange(len(rows))
     axes.barh(places, np.nan_to_num(means), height=0.68, color=colors, zorder=2)
     for place, row in zip(places, rows, strict=True):
@@ -116,11 +117,11 @@ def draw_stages(evaluation: Tables, *, theme: Theme = LIGHT) -> Figure:
 
 
 def _series(evaluation: Tables, x: NDArray[Any], lines: NDArray[np.float64]) -> list[Series]:
-    """A line per method that has values, such as all that were not left out of the sanity checks."""
+    """A line per method that has values; the controls stand in the tables and bars, and would hide the methods here."""
     return [
         Series(method, x.tolist(), values.tolist(), baseline=evaluation.is_baseline(method))
         for method, values in zip(evaluation.methods, lines, strict=True)
-        if not np.isnan(values).all()
+        if not (np.isnan(values).all() or is_twin(method))
     ]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitflow.evaluation.controls import SAYS, is_twin
 from vitflow.evaluation.data.datasets import Dataset
 from vitflow.evaluation.measures.correlation import RankCorrelation
 from vitflow.evaluation.metrics import METRICS, Metric
@@ -136,6 +137,8 @@ def _notes(
         told.append("Class-specific methods are asked for the class that the model predicts.")
     if "faithfulness" in protocol.groups:
         told.append(f"{_REPLACED[protocol.replace]} Curves have {protocol.points} points.")
+    if protocol.blurred_twin:
+        told.append(SAYS)
     checked = sum("sanity" in picture["groups"] for picture in pictures)
     if checked:
         told.append(f"The sanity checks were made on {_count(checked, 'picture')}.")
@@ -174,7 +177,11 @@ def _undefined(
     for metric in metrics:
         if metric.group == "sanity":
             counts = dict(zip(protocol.labels, missing[metric.name].sum(axis=0).tolist(), strict=True))
-            counts = {label: count for label, count in counts.items() if label not in protocol.unchecked}
+            counts = {
+                label: count
+                for label, count in counts.items()
+                if label not in protocol.unchecked and not is_twin(label)
+            }
             if any(counts.values()):
                 why = ", or does not move by whole patches" if metric.name == "shift_stability" else ""
                 told.append(f"No value for {metric.title}, because a map is constant{why}: {_listed(counts)}.")

@@ -61,6 +61,7 @@ def evaluate(
     limit: int | None = None,
     replace_by: str | None = None,
     points: int = 11,
+    blurred_twin: bool = True,
     sanity_pictures: int = SANITY_PICTURES,
     batch_size: int | None = None,
     resamples: int = RESAMPLES,
@@ -89,6 +90,7 @@ def evaluate(
         replace_by: what is left of removed patches: "drop" (their tokens leave the sequence), "blank" or "blur"; by
             default "drop" where the model can, else "blank".
         points: of the deletion and insertion curves, both ends included.
+        blurred_twin: measure each map blurred, too: the control that tells what comes of smoothness alone.
         sanity_pictures: on how many pictures sanity and rank correlation are measured, which take many forward passes;
             they are drawn at random.
         batch_size: pictures per forward pass; by default 8 on a CPU and 64 on a GPU, halved where memory runs out.
@@ -105,7 +107,7 @@ def evaluate(
 
     >>> found = evaluate("demo:4", model="demo", methods=["gae"], metrics=["localisation"])
     >>> [(row.method, row.estimate.mean > 0.9) for row in found.table("roc_auc")]
-    [('gae', True), ('random', False), ('centre', False)]
+    [('gae', True), ('gae (blurred)', True), ('random', False), ('centre', False)]
     """
     shown, groups = choose_metrics(metrics)
     check_options(points, sanity_pictures, batch_size, replace_by)
@@ -119,7 +121,8 @@ def evaluate(
     how = replace_by or ("drop" if "faithfulness" in groups and can_drop_tokens(explainer) else "blank")
     # Of "all" methods those that run the model once per patch would take longer than all others together.
     slow = [label for label, name, _ in chosen if methods == "all" and "predict" in get_method(name).needs]
-    protocol = Protocol(tuple(chosen), tuple(groups), how, points, seed=seed, unchecked=tuple(slow))
+    twins = blurred_twin and bool({"localisation", "faithfulness"} & set(groups))
+    protocol = Protocol(tuple(chosen), tuple(groups), how, points, 32, seed, tuple(slow), twins)
     settings = _settings(dataset, explainer, protocol, sanity_pictures)
     run = _Run(dataset, explainer, protocol, sanity_pictures, batch_size, progress)
     evaluation = collect(
@@ -149,7 +152,13 @@ def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol, sanity
     costly = {"sanity_pictures": sanity_pictures} if set(_COSTLY) & set(protocol.groups) else {}
     removing = {"replace_by": protocol.replace, "points": protocol.points} if "faithfulness" in protocol.groups else {}
     data = {"data": dict(dataset.identity) or {"own": dataset.name}}
-    measured = {"groups": list(protocol.groups), "seed": protocol.seed, **costly, **removing}
+    measured = {
+        "groups": list(protocol.groups),
+        "seed": protocol.seed,
+        "blurred_twin": protocol.blurred_twin,
+        **costly,
+        **removing,
+    }
     return run_fingerprint("evaluation", data, explainer.fingerprint(), protocol.methods, measured)
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import stops_all
 from vitflow.evaluation.choices import Question
+from vitflow.evaluation.controls import blurred, twin_of
 from vitflow.evaluation.data.datasets import Labelled
 from vitflow.evaluation.measures import sanity
 from vitflow.evaluation.measures.correlation import rank_correlation
@@ -18,6 +19,7 @@ from vitflow.evaluation.measures.localisation import localise
 from vitflow.explaining.agreement import is_constant
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice
+from vitflow.explaining.method_table import BASELINES
 from vitflow.explaining.saliency import Saliency
 from vitflow.folder.batches import Batches
 from vitflow.folder.work import LabelledMethod
@@ -40,6 +42,7 @@ class Protocol:
         batch_size: shortened sequences or changed pictures per forward pass.
         seed: of the random weights.
         unchecked: labels of the methods that are left out of the sanity checks.
+        blurred_twin: whether each map is measured blurred, too, as a control; baselines and sanity checks are not.
     """
 
     methods: tuple[LabelledMethod, ...]
@@ -49,11 +52,23 @@ class Protocol:
     batch_size: int = 32
     seed: int = 0
     unchecked: tuple[str, ...] = ()
+    blurred_twin: bool = False
 
     @property
     def labels(self) -> list[str]:
-        """What the methods are called in tables."""
-        return [label for label, _, _ in self.methods]
+        """What the methods are called in tables, each followed by its control."""
+        return [label for own, name, _ in self.methods for label in self._with_control(own, name)]
+
+    def _with_control(self, label: str, name: str) -> tuple[str, ...]:
+        return (label, twin_of(label)) if self.blurred_twin and name not in BASELINES else (label,)
+
+    def with_controls(self, maps: Sequence[Saliency]) -> list[Saliency]:
+        """The maps of the methods with those of their controls, in the order of the labels."""
+        return [
+            found
+            for one in maps
+            for found in ((one, blurred(one)) if self.blurred_twin and one.method not in BASELINES else (one,))
+        ]
 
     @property
     def choices(self) -> list[MethodChoice]:
@@ -118,7 +133,7 @@ def _explain(explainer: Explainer, cases: Sequence[Case], protocol: Protocol) ->
             flat = explainer.explain_batch(images, methods=protocol.choices, targets=targets)
             count = len(protocol.methods)
             for place, number in enumerate(numbers):
-                found[number] = flat[place * count : (place + 1) * count]
+                found[number] = protocol.with_controls(flat[place * count : (place + 1) * count])
     return found
 
 
@@ -199,9 +214,11 @@ def _add_faithfulness(row: dict[str, Any], explainer: Explainer, maps: Sequence[
 def _add_sanity(
     row: dict[str, Any], explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: Protocol
 ) -> None:
-    checked = [number for number, label in enumerate(protocol.labels) if label not in protocol.unchecked]
-    image, methods = case.picture.image, [protocol.choices[number] for number in checked]
-    maps = [maps[number] for number in checked]
+    labels = [label for label, _, _ in protocol.methods if label not in protocol.unchecked]
+    image = case.picture.image
+    methods: list[MethodChoice] = [(name, own) for label, name, own in protocol.methods if label in labels]
+    by_label = dict(zip(protocol.labels, maps, strict=True))
+    maps = [by_label[label] for label in labels]
     # Other random weights for every picture, the same in every run.
     seed = (protocol.seed + zlib.crc32(case.name.encode("utf-8", "surrogateescape"))) % 2**31
     stages = sanity.cascading_randomisation(explainer, image, methods, seed=seed, maps=maps)
@@ -212,7 +229,6 @@ def _add_sanity(
     }
     if maps[0].target is not None:
         found["class_sensitivity"] = sanity.class_sensitivity(explainer, image, methods)
-    labels = [protocol.labels[number] for number in checked]
     row["stages"] = [
         [name, {label: _rounded(value) for label, value in zip(labels, values, strict=True)}] for name, values in stages
     ]

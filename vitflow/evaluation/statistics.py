@@ -140,9 +140,14 @@ def estimate_means(
 
 
 def paired_differences(
-    labels: list[str], values: NDArray[np.float64], *, resamples: int = RESAMPLES, seed: int = 0
+    labels: list[str],
+    values: NDArray[np.float64],
+    pairs: list[tuple[int, int]] | None = None,
+    *,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
 ) -> list[Difference]:
-    """Estimate the differences between all pairs of methods on the same pictures.
+    """Estimate the differences between pairs of methods on the same pictures.
 
     Pairing takes out what makes a picture easy or hard for every method, so that these intervals are narrower than
     the ones around two means; that those overlap says nothing. With many pairs some intervals leave out 0 by chance:
@@ -151,6 +156,7 @@ def paired_differences(
     Args:
         labels: the methods.
         values: [pictures, methods]; NaN where a value is not defined.
+        pairs: numbers of the methods to compare; by default all pairs.
         resamples, seed: as for `estimate_means`.
 
     Raises:
@@ -162,7 +168,7 @@ def paired_differences(
     """
     if values.ndim != 2 or values.shape[1] != len(labels):
         raise ShapeError(f"Expected values [pictures, {len(labels)} methods], got shape {values.shape}.")
-    pairs = list(combinations(range(len(labels)), 2))
+    pairs = list(combinations(range(len(labels)), 2)) if pairs is None else pairs
     if not pairs:
         return []
     apart = np.stack([values[:, i] - values[:, j] for i, j in pairs], axis=1)

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, unknown_name
+from vitflow.evaluation.controls import is_twin, twin_of
 from vitflow.evaluation.measures.correlation import RankCorrelation
 from vitflow.evaluation.measures.localisation import accumulated_iou
 from vitflow.evaluation.metrics import METRICS, Metric
@@ -93,16 +95,25 @@ class Tables:
         return list(self._known["table", metric])
 
     def differences(self, metric: str) -> list[Difference]:
-        """All pairs of methods, compared on the same pictures.
+        """All pairs of methods, and each method with its blurred twin, compared on the same pictures.
 
         Raises:
             OptionError: the metric was not measured.
         """
         if ("differences", metric) not in self._known:
             self._known["differences", metric] = paired_differences(
-                list(self.methods), self._values_of(metric), resamples=self._resamples, seed=self._seed
+                list(self.methods), self._values_of(metric), self._pairs, resamples=self._resamples, seed=self._seed
             )
         return list(self._known["differences", metric])
+
+    @property
+    def _pairs(self) -> list[tuple[int, int]]:
+        """The methods that are compared: a blurred twin is compared with its own method alone."""
+        return [
+            (i, j)
+            for (i, first), (j, second) in combinations(enumerate(self.methods), 2)
+            if second == twin_of(first) or not (is_twin(first) or is_twin(second))
+        ]
 
     def accumulated_mean_iou(self) -> dict[str, float | None]:
         """The mean IoU with intersections and unions added up over all pictures, as Chefer et al. report it."""

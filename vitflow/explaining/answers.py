@@ -12,9 +12,9 @@ from torch import Tensor
 
 from vitflow.errors import ModelError, ShapeError
 from vitflow.explaining.asked import AskedTrace
-from vitflow.explaining.maps import Maps
 from vitflow.explaining.method_choices import Chosen
 from vitflow.explaining.method_table import Method
+from vitflow.explaining.refining import make_maps
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import doubt
 from vitflow.models.facts import ModelFacts
@@ -42,6 +42,7 @@ class Answered:
         probabilities: [batch, classes]; None where the model has no classes.
         predict: maps model inputs to probabilities, by running the model again.
         seconds: that the pass took.
+        refinement_asked: whether refinement was asked for, and is no mere default.
     """
 
     trace: Trace
@@ -50,6 +51,7 @@ class Answered:
     probabilities: Tensor | None
     predict: Callable[[Tensor], Tensor]
     seconds: float
+    refinement_asked: bool = False
 
 
 def activate(logits: Tensor, activation: str) -> Tensor:
@@ -113,8 +115,7 @@ def _apply(
     """One method for the trace's targets: a map for each picture. `seconds` is what the batch has taken before."""
     started = time.perf_counter()
     pictures = answered.pictures
-    maps = method.load()(trace, **options)
-    maps = maps if isinstance(maps, Maps) else Maps(maps)
+    maps, used = make_maps(method, options, trace, asked=answered.refinement_asked)
     grids = _check_grids(maps.grids, method, len(pictures))
     seconds = (seconds + time.perf_counter() - started) / len(pictures)
     readout = {"readout": trace.pooling} if method.needs & {"attention", "heads"} else {}
@@ -127,7 +128,7 @@ def _apply(
             source=picture.name,
             model=answered.facts.id,
             method=method.name,
-            options=options,
+            options=used[index],
             class_specific=method.class_specific,
             facts=readout | (maps.facts[index] if maps.facts else {}) | _doubts(method, answers[index], answered),
             seconds=seconds,

@@ -15,6 +15,7 @@ from torch import nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, unknown_name
 from vitflow.explaining.agreement import Agreement, mean_of_defined, measure_agreement, spearman
+from vitflow.explaining.contrast import Contrast, contrasts_among
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice, check_methods
 from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
@@ -32,7 +33,7 @@ def compare(
     *,
     model: str | Path | nn.Module | Explainer,
     methods: Sequence[MethodChoice] | None = None,
-    targets: Targets = None,
+    targets: Targets | Contrast | Sequence[Contrast] = None,
     fit: str = "crop",
     device: str | torch.device | None = None,
     **options: Any,
@@ -46,6 +47,7 @@ def compare(
             the model has no classes, and with a warning without those that do not apply to the model. Name "random" and
             "centre" to keep the baselines beside a choice of your own.
         targets: one class or several, by index or name, or "top5", or an array with the class index of each picture;
+            or contrasts of two classes, which only class-specific methods show;
             by default the predicted class. Methods that are not class-specific give one map per picture all the same.
         fit: "crop" (the model's own preprocessing), "squash", "pad" or "native".
         device: where to run, by default the model's own device, or a GPU if there is one.
@@ -68,7 +70,12 @@ def compare(
     check_methods(DEFAULT_METHODS if methods is None else methods, options)  # before a model is loaded
     explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
     has_classes = explainer.num_classes > 0
-    chosen = methods or [name for name in DEFAULT_METHODS if has_classes or not get_method(name).class_specific]
+    contrasting = bool(contrasts_among(targets))  # of which only class-specific methods know
+    chosen = methods or [
+        name
+        for name in DEFAULT_METHODS
+        if (has_classes or not get_method(name).class_specific) and (get_method(name).class_specific or not contrasting)
+    ]
     pictures = []
     for number, source in enumerate(sources):
         # One by one: no picture waits for the memory of another, and the seconds are its own.

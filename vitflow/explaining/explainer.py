@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from vitflow.errors import (
     unknown_name,
 )
 from vitflow.explaining.answers import Answered, Picture, activate, apply_methods, probabilities_of
+from vitflow.explaining.contrast import Contrast, contrasts_among, explain_contrasts
 from vitflow.explaining.method_choices import Chosen, MethodChoice, choose_methods
+from vitflow.explaining.method_table import get_method
 from vitflow.explaining.needs import Needs
 from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.shifting import mean_map, moved, moves
 from vitflow.explaining.targets import Target, Targets, is_per_picture, resolve_targets
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import logits_of, unwrap
@@ -41,7 +45,7 @@ def explain(
     *,
     model: str | Path | nn.Module,
     method: str = "rollout",
-    target: Target = None,
+    target: Target | Contrast = None,
     fit: str = "crop",
     device: str | torch.device | None = None,
     data_config: Mapping[str, Any] | None = None,
@@ -53,7 +57,7 @@ def explain(
         image: a path, bytes, a PIL picture, or an RGB array.
         model: a model id (see `load_model`), or a module of your own.
         method: a name from `list_methods()`.
-        target: class index or name; by default the predicted class.
+        target: class index or name, or `Contrast(one, against=another)`; by default the predicted class.
         fit: "crop" (the model's own preprocessing), "squash", "pad" or "native".
         device: where to run, by default the model's own device, or a GPU if there is one.
         data_config: what a model that does not say so itself wants to see, as for `Explainer`.
@@ -153,7 +157,7 @@ class Explainer:
         return self.preprocessing.fit
 
     def explain(
-        self, image: ImageSource, *, method: str = "rollout", target: Target = None, **options: Any
+        self, image: ImageSource, *, method: str = "rollout", target: Target | Contrast = None, **options: Any
     ) -> Saliency:
         """Explain one picture with one method; arguments as for `vitflow.explain`."""
         found = self.explain_batch([image], methods=[method], targets=target, **options)
@@ -166,7 +170,7 @@ class Explainer:
         images: Sequence[ImageSource],
         *,
         methods: Sequence[MethodChoice] = ("rollout",),
-        targets: Targets = None,
+        targets: Targets | Contrast | Sequence[Contrast] = None,
         names: Sequence[str] | None = None,
         **options: Any,
     ) -> list[Saliency]:
@@ -190,7 +194,9 @@ class Explainer:
             images = list(images) if isinstance(images, Iterable) else [images]
         chosen = choose_methods(methods, options)
         given = [options, *(choice[1] for choice in methods if not isinstance(choice, str))]
-        weighting_asked = any(own.get("value_weighted") for own in given)
+        asked = frozenset(name for name in ("value_weighted", "refine") if any(own.get(name) for own in given))
+        if contrasts := contrasts_among(targets):
+            return explain_contrasts(self, images, contrasts, chosen, methods, options, names)
         per_picture: Any = targets if is_per_picture(targets) else images
         if len(per_picture) != len(images):
             raise OptionError(f"Expected one class index for each of {len(images)} pictures, got {len(per_picture)}.")
@@ -198,6 +204,15 @@ class Explainer:
         if len(names) != len(images):
             raise OptionError(f"Expected one name for each of {len(images)} pictures, got {len(names)}.")
         pictures = [self._read(image, name) for image, name in zip(images, names, strict=True)]
+        found = self._explain_read(pictures, chosen, targets, asked)
+        if any(own.get("shifts") for _, own in chosen):
+            found = [self._shifted(picture, maps, asked) for picture, maps in zip(pictures, found, strict=True)]
+        return [saliency for maps in found for saliency in maps]
+
+    def _explain_read(
+        self, pictures: Sequence[Picture], chosen: Chosen, targets: Any, asked: frozenset[str]
+    ) -> list[list[Saliency]]:
+        """Explain pictures that were read, those of one input size as one batch: [pictures][methods and targets]."""
         results: list[list[Saliency]] = [[] for _ in pictures]
         groups: dict[tuple[int, int], list[int]] = {}
         for index, picture in enumerate(pictures):
@@ -206,10 +221,25 @@ class Explainer:
             wanted: Any = targets
             if is_per_picture(targets):
                 wanted = wanted[members]
-            found_by_picture = self._run([pictures[i] for i in members], chosen, wanted, weighting_asked)
+            found_by_picture = self._run([pictures[i] for i in members], chosen, wanted, asked)
             for index, found in zip(members, found_by_picture, strict=True):
                 results[index] = found
-        return [saliency for found in results for saliency in found]
+        return results
+
+    def _shifted(self, picture: Picture, maps: Sequence[Saliency], asked: frozenset[str]) -> list[Saliency]:
+        """One picture's maps, for those methods that ask for shifts their means over the moved crops, as one batch."""
+        pixels = moves(self.spec)
+        crops = [replace(picture, placement=moved(picture.placement, move)) for move in pixels]
+        found = []
+        for one in maps:
+            if one.options.get("shifts"):
+                targets = None if one.target is None else np.full(len(crops), one.target)
+                own = [(get_method(one.method), {**one.options, "shifts": 0})]
+                shifted = [of_crop[0] for of_crop in self._explain_read(crops, own, targets, asked)]
+                grid = mean_map([each.grid for each in shifted], pixels, picture.placement.input_size)
+                one = replace(one, grid=grid, seconds=one.seconds + sum(each.seconds for each in shifted))
+            found.append(one)
+        return found
 
     def refusals(self, methods: Sequence[MethodChoice]) -> dict[str, str]:
         """Which of these methods do not apply to this model, and why: tried one by one on a grey picture."""
@@ -262,7 +292,7 @@ class Explainer:
         return stacked.to(self.device, parameter.dtype)
 
     def _run(
-        self, pictures: Sequence[Picture], chosen: Chosen, targets: Any, weighting_asked: bool
+        self, pictures: Sequence[Picture], chosen: Chosen, targets: Any, asked: frozenset[str]
     ) -> list[list[Saliency]]:
         """Explain pictures of one input size: [pictures][methods and targets]."""
         gradients = Needs.of(chosen).gradients
@@ -271,12 +301,14 @@ class Explainer:
         # Leaving inference mode lets a caller's torch.inference_mode() stand around this.
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(self.model):
             started = time.perf_counter()
-            trace, chosen = self._record_weighted(self._tensor(pictures), chosen, weighting_asked)
+            trace, chosen = self._record_weighted(self._tensor(pictures), chosen, "value_weighted" in asked)
             answered = probabilities_of(trace.logits, self.facts)
             seconds = time.perf_counter() - started
             wanted = resolve_targets(targets, answered, self.facts.class_names)
             return apply_methods(
-                Answered(trace, pictures, self.facts, answered, self._predict, seconds), chosen, wanted
+                Answered(trace, pictures, self.facts, answered, self._predict, seconds, "refine" in asked),
+                chosen,
+                wanted,
             )
 
     def _record_weighted(self, pixels: Tensor, chosen: Chosen, weighting_asked: bool) -> tuple[Trace, Chosen]:

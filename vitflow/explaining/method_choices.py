@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vitflow.errors import OptionError
-from vitflow.explaining.method_table import Method, get_method
+from vitflow.explaining.method_table import Method, check_common, get_method
 
 # What callers may call the class to explain, which is `target` here.
 _CALLED_TARGET = ("class_", "class_id", "class_idx", "class_index", "class_name", "category", "cls", "label")
@@ -37,10 +37,13 @@ def choose_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) 
             )
         if not any(method.accepts(name) for method, _ in pairs):
             pairs[0][0].complete({name: None})  # raises, naming the options that there are
-    return [
+    chosen = [
         (method, method.complete({**{k: v for k, v in options.items() if method.accepts(k)}, **own}))
         for method, own in pairs
     ]
+    for _, complete in chosen:
+        check_common(complete)
+    return chosen
 
 
 def check_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) -> None:

@@ -6,9 +6,25 @@ This module imports no torch: a method's function is loaded when it first runs.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
-from vitflow.errors import OptionError, unknown_name
+from vitflow.errors import OptionError, unknown_name, whole_number
+
+# When a method's map is spread among the patches that the model treats alike; and the options of that step.
+Refined = Literal["after", "within", "never"]
+REFINING: Mapping[str, Any] = {"refine": 0, "affinity": "attention"}
+# Options of every method but the baselines.
+COMMON: Mapping[str, Any] = {**REFINING, "shifts": 0}
+
+
+def check_common(options: Mapping[str, Any]) -> None:
+    """Raise OptionError unless those of the common options that are there can be used."""
+    whole_number("refine", options.get("refine", 0), 0)
+    affinities = OPTIONS["affinity"].choices
+    if options.get("affinity", affinities[0]) not in affinities:
+        raise OptionError(unknown_name("affinity", options["affinity"], affinities))
+    if options.get("shifts", 0) not in (0, 4) or isinstance(options.get("shifts"), bool):
+        raise OptionError(f"Expected shifts of 0 or 4, got {options['shifts']!r}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +62,8 @@ class Method:
         paper: where it comes from.
         presets: named sets of options for `preset`; "paper" is the published definition where the defaults differ.
         implies: option values that ask for a preset by themselves, {(option, value): preset}.
+        refined: "after" its function, by the step that all methods have in common; "within" its function, which is
+            given the options of that step; or "never". Else `refine`, `affinity` and `shifts` are among its options.
     """
 
     name: str
@@ -57,6 +75,7 @@ class Method:
     paper: str = ""
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     implies: Mapping[tuple[str, Any], str] = field(default_factory=dict)
+    refined: Refined = "after"
 
     def load(self) -> Callable[..., Any]:
         """The function itself."""
@@ -65,6 +84,11 @@ class Method:
         module, _, name = self.function.partition(":")
         loaded: Callable[..., Any] = getattr(import_module(module), name)
         return loaded
+
+    def own(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options that its function is called with: those of the common step are not among them."""
+        common = COMMON.keys() - (REFINING.keys() if self.refined == "within" else ())
+        return {name: value for name, value in options.items() if name not in common}
 
     def accepts(self, name: str) -> bool:
         """Whether it has an option of that name; `preset` is one where there are presets."""
@@ -128,6 +152,25 @@ OPTIONS: dict[str, Option] = {
         ),
         Option("below", "choice", "What carries the flow on to the input below its layers.", ("rollout", "none")),
         Option("solver", "choice", "What solves the maximum flows.", ("exact", "networkx")),
+        Option(
+            "refine",
+            int,
+            "Steps that spread the map among the patches that the model treats alike; 0: none.",
+            metavar="N",
+        ),
+        Option(
+            "affinity",
+            "choice",
+            "What tells which patches are alike for --refine: that they attend to the same patches, that their keys "
+            "point the same way, or both.",
+            ("attention", "keys", "both"),
+        ),
+        Option(
+            "shifts",
+            int,
+            "Mean over so many crops, each moved by half a patch: 4, or 0 for the model's own crop alone.",
+            metavar="0|4",
+        ),
         Option("preset", "choice", "The published definition, where the defaults differ.", ("paper",)),
     )
 }
@@ -162,6 +205,7 @@ def register_method(
     paper: str = "",
     presets: Mapping[str, Mapping[str, Any]] | None = None,
     implies: Mapping[tuple[str, Any], str] | None = None,
+    refined: Refined = "after",
     replace: bool = False,
 ) -> Method:
     """Add a method to the table, so that every verb of the toolkit can use it by name.
@@ -169,8 +213,10 @@ def register_method(
     Args:
         name: what callers write.
         function: called as `function(trace, **options)`; `trace` is a `Trace` that has `targets` and `predict`, too.
-            It returns maps [batch, rows, cols], or `Maps` with facts.
-        summary, defaults, needs, class_specific, paper, presets, implies: as for `Method`.
+            It returns maps [batch, rows, cols], or `Maps` with facts. The options that all methods have in common are
+            not passed on (see `refined`).
+        summary, needs, class_specific, paper, presets, implies, refined: as for `Method`.
+        defaults: as for `Method`; `refine`, `affinity` and `shifts` need not be among them.
         replace: allow an existing name to be taken over.
 
     Raises:
@@ -181,7 +227,10 @@ def register_method(
     needs = frozenset(needs)
     for need in needs - _NEEDS:
         raise OptionError(unknown_name("need", need, _NEEDS))
-    own = dict(defaults or {}), needs, class_specific, paper, dict(presets or {}), dict(implies or {})
+    common = {} if refined == "never" else {**COMMON, **{k: v for k, v in (defaults or {}).items() if k in COMMON}}
+    plain = {"refine": 0, "shifts": 0} if common else {}
+    named = {preset: {**plain, **options} for preset, options in (presets or {}).items()}
+    own = {**(defaults or {}), **common}, needs, class_specific, paper, named, dict(implies or {}), refined
     _METHODS[name] = Method(name, summary, function, *own)
     return _METHODS[name]
 
@@ -277,6 +326,15 @@ register_method(
     presets={"paper": {"head_fusion": "mean", "value_weighted": False}},
 )
 register_method(
+    "consensus",
+    "vitflow.explaining.consensus:consensus",
+    summary="Consensus: the geometric mean of GAE, gradient rollout and rollout, each refined.",
+    defaults={"value_weighted": "output", "patch": None, "refine": 1},
+    needs={"attention", "heads", "gradients"},
+    class_specific=True,
+    refined="within",
+)
+register_method(
     "gradcam",
     "vitflow.explaining.maps:gradcam",
     summary="Grad-CAM on the tokens of one block.",
@@ -308,10 +366,12 @@ register_method(
     "vitflow.explaining.maps:random",
     summary="Baseline: random numbers.",
     defaults={"random_seed": 0},
+    refined="never",
 )
 register_method(
     "centre",
     "vitflow.explaining.maps:centre",
     summary="Baseline: a bump in the middle of the picture.",
     defaults={"sigma": 0.25},
+    refined="never",
 )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from vitflow.explaining.method_choices import Chosen
+from vitflow.explaining.refining import HEAD_MEANS, needs_head_means, needs_keys
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import block_norm
 from vitflow.recording.layers import FusionKey
@@ -22,6 +23,7 @@ class Needs:
         values: the value vectors that single heads are weighted by.
         fusions: the (head fusion, value weighted) pairs that suffice where the heads are not needed.
         feature_layers: the blocks whose first norm is looked at.
+        keys: the key vectors of each layer.
     """
 
     attention: bool
@@ -30,6 +32,7 @@ class Needs:
     values: bool
     fusions: frozenset[FusionKey]
     feature_layers: frozenset[int]
+    keys: bool
 
     @classmethod
     def of(cls, chosen: Chosen) -> "Needs":
@@ -45,9 +48,13 @@ class Needs:
             for method, options in chosen
             if "attention" in method.needs
         )
+        if means := any(needs_head_means(options) for _, options in chosen):
+            fusions |= {HEAD_MEANS}
+        keys = any(needs_keys(options) for _, options in chosen)
         weighted = any(options.get("value_weighted") for _, options in chosen)
         layers = frozenset(options["layer"] for method, options in chosen if "features" in method.needs)
-        return cls(attention, every_head, gradients, every_head and weighted, fusions, layers)
+        attention = attention or means or keys
+        return cls(attention, every_head, gradients, every_head and weighted, fusions, layers, keys)
 
     def record(self, model: nn.Module, layout: TokenLayout | None) -> record_attention:
         """A recording of the model that keeps it."""
@@ -59,4 +66,5 @@ class Needs:
             features=sorted({block_norm(model, layer) for layer in self.feature_layers}),
             attention=self.attention,
             layout=layout,
+            keys=self.keys,
         )

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError
+from vitflow.explaining.contrast import Class, Contrast
 from vitflow.pictures import overlay
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.geometry import Placement
@@ -35,6 +36,8 @@ class Saliency:
         class_name: its name, where known.
         probability: the model's probability of it.
         predicted: class index that the model finds most probable.
+        contrast: the classes that were set against each other, with the difference of their logits; then target,
+            class_name and probability are None.
         facts: what else belongs beside the map, such as how the answer is read out or the saturated share of a flow.
         seconds: time of the forward pass (the picture's share of its batch) and of the method.
     """
@@ -51,21 +54,31 @@ class Saliency:
     class_name: str | None = None
     probability: float | None = None
     predicted: int | None = None
+    contrast: Contrast | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
     def __repr__(self) -> str:
         rows, cols = self.grid.shape
         height, width = self.image.shape[:2]
-        target = "" if self.target is None else f", class={self.label!r}"
+        target = f", class={self.label!r}" if self.label else ""
         return f"Saliency({self.source!r}, {self.method}, {rows} × {cols} patches on {width} × {height} pixels{target})"
 
     @property
     def label(self) -> str:
         """The target's name, or its number where names are not known; empty where the model has no classes."""
+        if self.contrast is not None:
+            return self.contrast.name
         if self.class_name is not None:
             return self.class_name
         return "" if self.target is None else f"class {self.target}"
+
+    @property
+    def asked(self) -> Class | Contrast | None:
+        """What the map is about, with a name and a number; None where the model has no classes."""
+        if self.contrast is not None or self.probability is None:
+            return self.contrast
+        return Class(self.label, self.probability)
 
     @property
     def heatmap(self) -> NDArray[np.float32]:
@@ -128,6 +141,8 @@ class Saliency:
             "class_index": self.target,
             "class_name": self.class_name,
             "probability": self.probability,
+            "target": None if self.asked is None else self.asked.name,
+            "value": None if self.asked is None else self.asked.value,
             "predicted_index": self.predicted,
             "grid_size": [rows, cols],
             "grid_rows": rows,

@@ -26,6 +26,7 @@ _TITLES = {
     "flow": "Attention flow",
     "gradient_rollout": "Gradient rollout",
     "gae": "GAE",
+    "consensus": "Consensus",
     "gradcam": "Grad-CAM",
     "input_gradient": "Input gradient",
     "occlusion": "Blank-out",
@@ -45,7 +46,7 @@ def columns_of(picture: Sequence[Saliency]) -> list[list[Saliency]]:
     for one in picture:
         if not columns or (columns[-1][0].method, columns[-1][0].options) != (one.method, one.options):
             columns.append([one])
-        elif one.target not in [other.target for other in columns[-1]]:
+        elif (one.target, one.contrast) not in [(other.target, other.contrast) for other in columns[-1]]:
             columns[-1].append(one)
     return columns
 
@@ -123,6 +124,8 @@ def _photograph(columns: Sequence[Sequence[Saliency]], pen: Pen) -> Cell:
 
 
 def _class_lines(saliency: Saliency) -> Iterator[str]:
+    if saliency.contrast is not None:
+        yield from (saliency.label, saliency.contrast.told)
     if saliency.target is not None and saliency.probability is not None:
         chance = "<0.1%" if saliency.probability < 0.0005 else f"{saliency.probability:.1%}"
         # The probability of a long name gets a line of its own, so that it is not cut off.

@@ -35,6 +35,8 @@ COLUMNS = {
     "class_index": "whole",
     "class_name": "text",
     "probability": "number",
+    "target": "text",
+    "value": "number",
     "predicted_index": "whole",
     "model": "text",
     "weights_sha256": "text",

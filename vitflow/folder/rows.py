@@ -146,6 +146,8 @@ ANSWER: dict[str, Check] = {
     "class_index": or_none(is_whole),
     "class_name": or_none(is_text),
     "probability": or_none(is_number),
+    "target": or_none(is_text),
+    "value": or_none(is_number),
     "predicted_index": or_none(is_whole),
 }
 _EXPLAINED: dict[str, Check] = {

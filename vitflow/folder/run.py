@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from vitflow.errors import OptionError
+from vitflow.explaining.contrast import Contrast
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice
 from vitflow.explaining.targets import Target, resolve_targets
@@ -77,7 +78,7 @@ def explain_folder(
     *,
     model: str | Path | nn.Module | Explainer | Callable[[], Explainer],
     methods: Sequence[MethodChoice] = ("rollout",),
-    target: Target = None,
+    target: Target | Contrast = None,
     recursive: bool = False,
     glob: str | None = None,
     limit: int | None = None,
@@ -206,11 +207,13 @@ def _check_target(job: Job, explainer: Explainer) -> None:
     """A class that does not exist stops the run, not each picture of it."""
     if job.target is not None:
         count = explainer.num_classes
-        resolve_targets(job.target, torch.zeros(1, count) if count else None, explainer.class_names)
+        sides = [job.target.target, job.target.against] if isinstance(job.target, Contrast) else job.target
+        resolve_targets(sides, torch.zeros(1, count) if count else None, explainer.class_names)
 
 
 def _fingerprint(root: Path, job: Job, explainer: Explainer) -> dict[str, Any]:
-    drawn = {"target": job.target, "drawing": dict(job.drawing), "format": job.format, "save_map": job.save_map}
+    target = [job.target.target, job.target.against] if isinstance(job.target, Contrast) else job.target
+    drawn = {"target": target, "drawing": dict(job.drawing), "format": job.format, "save_map": job.save_map}
     return run_fingerprint("folder", {"root": os.fspath(root)}, explainer.fingerprint(), job.methods, drawn)
 
 

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import nn
 
 from vitflow.errors import OptionError, printable
+from vitflow.explaining.contrast import Contrast, check_class_specific, contrasts_among
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.saliency import Saliency
@@ -34,14 +35,14 @@ class Job:
 
     Attributes:
         methods: (label, name, options) for each map; the label is the name, numbered where a method is asked twice.
-        target: class to explain; by default each picture's predicted one.
+        target: class to explain, or one against another; by default each picture's predicted class.
         drawing: options of `Saliency.overlay`.
         format: of the overlays, "jpg", "png" or "webp".
         save_map: write each unscaled map as .npz, too.
     """
 
     methods: tuple[LabelledMethod, ...]
-    target: Target = None
+    target: Target | Contrast = None
     drawing: Mapping[str, Any] = field(default_factory=dict)
     format: str = "jpg"
     save_map: bool = False
@@ -74,7 +75,7 @@ def make_job(
     methods: Sequence[Any],
     options: Mapping[str, Any],
     *,
-    target: Target = None,
+    target: Target | Contrast = None,
     drawing: Mapping[str, Any] | None = None,
     format: str = "jpg",
     save_map: bool = False,
@@ -86,10 +87,15 @@ def make_job(
     """
     if format not in OVERLAY_FORMATS:
         raise OptionError(f"Expected a format of {', '.join(OVERLAY_FORMATS)}, got {format!r}.")
-    if not (target is None or isinstance(target, int | str)) or re.fullmatch(r"top([2-9]|\d{2,})", str(target)):
+    contrasting = bool(contrasts_among(target))
+    one_class = target is None or isinstance(target, int | str)
+    if not (contrasting or one_class) or re.fullmatch(r"top([2-9]|\d{2,})", str(target)):
         raise OptionError(f"Expected one class for all pictures, got {target!r}.")
     labelled: list[LabelledMethod] = []
-    for method, chosen in choose_methods(methods, options):
+    every = choose_methods(methods, options)
+    if contrasting:
+        check_class_specific(method for method, _ in every)
+    for method, chosen in every:
         if any((method.name, chosen) == (name, others) for _, name, others in labelled):
             raise OptionError(f"Method {method.name} was asked for twice with the same options.")
         count = 1 + sum(name == method.name for _, name, _ in labelled)
@@ -188,6 +194,8 @@ def draw_files(picture: Picture, found: PictureMaps, job: Job) -> Explained:
         "class_index": first.target,
         "class_name": first.class_name,
         "probability": None if first.probability is None else round(first.probability, 6),
+        "target": None if first.asked is None else first.asked.name,
+        "value": None if first.asked is None else round(first.asked.value or 0.0, 6),
         "predicted_index": first.predicted,
         "outputs": outputs,
         "maps": saved or None,

@@ -46,19 +46,30 @@ class Balanced:
     Attributes:
         matrices: W, [batch, tokens, tokens]; the last `size` rows and columns count.
         rows, cols: the factors, float64 [batch, size].
+        rest: half of what each row lacks to sum to 1 when the rounds end, float64 [batch, size]; the columns lack
+            nothing. It counts on the diagonal of the symmetric matrix, so that this one keeps sums and constants.
     """
 
     matrices: Tensor
     rows: Tensor
     cols: Tensor
+    rest: Tensor
 
     @property
     def matrix(self) -> Tensor:
         """P itself, float64 [batch, size, size]."""
         return self.rows.unsqueeze(-1) * _inner(self.matrices, self.rows.shape[-1]).double() * self.cols.unsqueeze(-2)
 
+    @property
+    def symmetric(self) -> Tensor:
+        """S = (P + Pᵀ)/2, what the rows lack on its diagonal, float64 [batch, size, size]."""
+        return (self.matrix + self.matrix.mT) / 2 + torch.diag_embed(self.rest)
+
     def spread(self, values: Tensor) -> Tensor:
-        """(P + Pᵀ)/2 times values, float64 [batch, size]."""
+        """S times values, float64 [batch, size]."""
+        return self._spread(values) + self.rest * values
+
+    def _spread(self, values: Tensor) -> Tensor:
         if not _in_memory(self.matrices):
             inner = _inner(self.matrices, self.rows.shape[-1]).double()
             down = self.rows * (inner @ (self.cols * values).unsqueeze(-1)).squeeze(-1)
@@ -101,10 +112,15 @@ def balance(matrices: Tensor, size: int | None = None) -> Balanced | None:
     size = matrices.shape[-1] if size is None else size
     if not _in_memory(matrices):
         return _balance_on_device(matrices, size)
-    rows, cols = np.ones((len(matrices), size)), np.ones((len(matrices), size))
+    rows, cols, sums = (np.ones((len(matrices), size)) for _ in range(3))
     array = _array(matrices)
-    possible = _each(len(rows), lambda number: _balance(array[number], rows[number], cols[number], TOLERANCE, ROUNDS))
-    return Balanced(matrices, torch.from_numpy(rows), torch.from_numpy(cols)) if all(possible) else None
+
+    def work(number: int) -> bool:
+        return bool(_balance(array[number], rows[number], cols[number], sums[number], TOLERANCE, ROUNDS))
+
+    if not all(_each(len(rows), work)):
+        return None
+    return Balanced(matrices, torch.from_numpy(rows), torch.from_numpy(cols), torch.from_numpy((1 - sums) / 2))
 
 
 def _balance_on_device(matrices: Tensor, size: int) -> Balanced | None:
@@ -121,7 +137,7 @@ def _balance_on_device(matrices: Tensor, size: int) -> Balanced | None:
             break
         rows = torch.where(open_, 1 / sums, rows)
         cols = torch.where(open_, 1 / (inner.mT @ rows.unsqueeze(-1)).squeeze(-1), cols)
-    return Balanced(matrices, rows, cols)
+    return Balanced(matrices, rows, cols, (1 - rows * sums) / 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,10 +157,10 @@ class Affinity:
         """The affinity itself, float64 [batch, patches, patches]: memory for patches² numbers."""
         found = []
         if self.attention:
-            halves = [(layer.matrix + layer.matrix.mT) / 2 for layer in self.attention]
+            halves = [layer.symmetric for layer in self.attention]
             found.append(sum((half @ half for half in halves[1:]), halves[0] @ halves[0]) / len(halves))
         if self.keys is not None:
-            found.append((self.keys.matrix + self.keys.matrix.mT) / 2)
+            found.append(self.keys.symmetric)
         return found[0] if len(found) == 1 else (found[0] + found[1]) / 2
 
     def spread(self, values: Tensor) -> Tensor:
@@ -275,8 +291,11 @@ def _each(count: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 @compiled_loosely
-def _balance(matrix: Any, rows: Any, cols: Any, tolerance: float, rounds: int) -> bool:
-    """`balance` of one picture into `rows` and `cols`, which begin as ones; False where it cannot be."""
+def _balance(matrix: Any, rows: Any, cols: Any, reached: Any, tolerance: float, rounds: int) -> bool:
+    """`balance` of one picture into `rows` and `cols`, which begin as ones, and the sums that its rows have reached.
+
+    False where it cannot be.
+    """
     size = rows.size
     first = matrix.shape[0] - size
     before, sums = np.empty(size), np.empty(size)
@@ -291,7 +310,8 @@ def _balance(matrix: Any, rows: Any, cols: Any, tolerance: float, rounds: int) -
                 total += row[j] * cols[j]
             if not total > 0.0:
                 return False
-            worst = max(worst, abs(rows[i] * total - 1.0))
+            reached[i] = rows[i] * total
+            worst = max(worst, abs(reached[i] - 1.0))
             rows[i] = 1.0 / total
             for j in range(size):
                 sums[j] += rows[i] * row[j]

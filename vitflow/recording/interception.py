@@ -24,6 +24,7 @@ class Listener(Protocol):
     """Who is told of the attention of a running model."""
 
     gradients: bool
+    wants_keys: bool
 
     def running(self) -> str | None:
         """Name of the module that runs now; None if what it computes is no attention between tokens."""
@@ -31,10 +32,11 @@ class Listener(Protocol):
     def streams(self, query: Tensor, key: Tensor) -> bool:
         """Whether this call's probabilities are only needed fused, some pictures at a time."""
 
-    def saw(self, probabilities: Tensor, value: Tensor | None, mixed: bool = False) -> None:
+    def saw(self, probabilities: Tensor, value: Tensor | None, mixed: bool = False, key: Tensor | None = None) -> None:
         """Take in attention [..., queries, keys] and the values [..., keys, width] that it is applied to.
 
-        It is mixed where it was made of a softmax, instead of being one.
+        It is mixed where it was made of a softmax, instead of being one. The key vectors [..., keys, width] are told
+        where they were seen.
         """
 
     def saw_part(self, probabilities: Tensor, value: Tensor, output: Tensor) -> None:
@@ -43,8 +45,8 @@ class Listener(Protocol):
         The memory of the probabilities is used again for the next part.
         """
 
-    def saw_parts(self, batch: int) -> None:
-        """All pictures of the batch have been taken in."""
+    def saw_parts(self, batch: int, key: Tensor) -> None:
+        """All pictures of the batch have been taken in; their key vectors."""
 
 
 class Interception(TorchFunctionMode):
@@ -53,8 +55,10 @@ class Interception(TorchFunctionMode):
     def __init__(self, listener: Listener) -> None:
         super().__init__()
         self.listener = listener
-        # Softmaxes and their scores by module, which no product has applied yet.
-        self._pending: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        # Softmaxes, their scores and the keys of these by module, which no product has applied yet.
+        self._pending: dict[str, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
+        # The latest product by module, with what stands on its right: scores and keys, where a softmax follows.
+        self._products: dict[str, tuple[torch.Size, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -67,16 +71,24 @@ class Interception(TorchFunctionMode):
         if func in _PRODUCTS:
             if self._pending.get(name) and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
                 self._multiplied(name, args[0], args[1])
-            return func(*args, **kwargs)
+            output = func(*args, **kwargs)
+            if self.listener.wants_keys and len(args) > 1:
+                self._products[name] = output.shape, args[1]
+            return output
         output = func(*args, **kwargs)
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if output.ndim >= 3 and dim in (-1, output.ndim - 1):
-            self._pending.setdefault(name, []).append((output, args[0]))
+            self._pending.setdefault(name, []).append((output, args[0], self._keys_of(name, args[0])))
         return output
+
+    def _keys_of(self, name: str, scores: Tensor) -> Tensor | None:
+        """The keys [..., keys, width] of the product that made the scores, as far as their shapes tell."""
+        shape, right = self._products.pop(name, (None, scores))
+        return right.mT if shape == scores.shape else None
 
     def _multiplied(self, name: str, first: Tensor, second: Tensor) -> None:
         """Recognise the product that applies a softmax, or what was made of it, to values."""
-        probabilities, scores = self._pending[name][-1]
+        probabilities, scores, key = self._pending[name][-1]
         turned = second.ndim >= 2 and second.mT.shape == probabilities.shape
         if turned and (first.shape != probabilities.shape or second.data_ptr() == probabilities.data_ptr()):
             first, second = second.mT, first.mT  # values · attentionᵀ
@@ -84,13 +96,14 @@ class Interception(TorchFunctionMode):
             return
         del self._pending[name]
         itself = first.data_ptr() == probabilities.data_ptr() or _is_copy(first, probabilities)
-        self.listener.saw(self._precise(first, scores if itself else None), second, not itself)
+        self.listener.saw(self._precise(first, scores if itself else None), second, not itself, key)
 
     def ended(self, name: str) -> None:
         """A module has run: of a softmax that met no product there, the softmax itself is all that can be told."""
-        for probabilities, scores in self._pending.pop(name, ()):
+        self._products.pop(name, None)
+        for probabilities, scores, key in self._pending.pop(name, ()):
             if probabilities.ndim == 4:
-                self.listener.saw(self._precise(probabilities, scores), None)
+                self.listener.saw(self._precise(probabilities, scores), None, key=key)
 
     def _precise(self, probabilities: Tensor, scores: Tensor | None) -> Tensor:
         """Probabilities in float32 at least, from their scores, if they are plainly the softmax of those.
@@ -129,7 +142,7 @@ def _attend(
     probabilities = _probabilities(query, key, attn_mask, is_causal, scale, enable_gqa)
     if listener.gradients and not probabilities.requires_grad:
         probabilities = probabilities.detach().requires_grad_()  # a frozen model: the graph begins here
-    listener.saw(probabilities, value)
+    listener.saw(probabilities, value, key=key)
     if dropout_p == 0.0 and (exact or listener.gradients):
         if enable_gqa:
             value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
@@ -164,7 +177,7 @@ def _attend_in_parts(listener: Listener, query: Tensor, key: Tensor, value: Tens
             mixed = probabilities @ value[part]
             output[part, :, top : top + rows] = mixed
             listener.saw_part(probabilities, value[part], mixed)
-    listener.saw_parts(batch)
+    listener.saw_parts(batch, key)
     return output
 
 

@@ -29,12 +29,14 @@ class ModuleAttention:
         values: the value vectors that they were applied to, where asked for.
         mixed: whether the heads were mixed or re-weighed after the softmax (CaiT, ConViT, EfficientFormerV2). Rows need
             not sum to 1 then, and entries may be negative; in fused matrices those count as 0.
+        keys: the key vectors, heads side by side, [batch · windows, keys, width], where asked for and seen.
     """
 
     tensor: Tensor
     arrange: Arrange | None = None
     values: Values | None = None
     mixed: bool = False
+    keys: Tensor | None = None
 
     @property
     def heads(self) -> Tensor:
@@ -57,6 +59,8 @@ class AttentionLayer:
         fused: fused matrices [batch · windows, queries, keys] by (head fusion, value weighted).
         values: the value vectors that this attention passes on, where asked for.
         located: which tokens it attends between, and where they lie; None where that is not known.
+        keys: the key vectors, heads side by side, [batch · windows, keys, width], where asked for and seen.
+        mixed: whether its heads were mixed or re-weighed after the softmax.
     """
 
     name: str
@@ -64,6 +68,8 @@ class AttentionLayer:
     fused: dict[FusionKey, Tensor] = field(default_factory=dict)
     values: Values | None = None
     located: LayerTokens | None = None
+    keys: Tensor | None = None
+    mixed: bool = False
 
     @property
     def heads(self) -> Tensor | None:
@@ -101,13 +107,16 @@ def close_layer(
     """
     seen = [part.values for part in parts if part.values is not None]
     values = seen[0] if len(seen) == 1 else join_values(seen, module) if seen else None
-    layer = AttentionLayer(name, tuple(parts), values=values)
+    vectors = [part.keys for part in parts if part.keys is not None]
+    keys = torch.cat(vectors, dim=-1) if len(vectors) == len(parts) else None
+    mixed = any(part.mixed for part in parts)
+    layer = AttentionLayer(name, tuple(parts), values=values, keys=keys, mixed=mixed)
     if not fusions:
         return layer
     heads = layer.heads
     assert heads is not None
     fused = {key: fuse_parts(heads.detach(), key, values, parts) for key in fusions}
-    return AttentionLayer(name, fused=fused)
+    return AttentionLayer(name, fused=fused, keys=keys, mixed=mixed)
 
 
 def fuse_parts(heads: Tensor, key: FusionKey, values: Values | None, parts: Sequence[ModuleAttention]) -> Tensor:

@@ -74,6 +74,7 @@ class record_attention:
         features: module paths whose outputs to keep, such as "blocks.11.norm1".
         attention: False records no attention, only pixels, features and their gradients; any model will do.
         layout: prefix tokens and patch grid, for a model that does not tell its own.
+        keys: keep the key vectors of each layer where they can be seen.
 
     Raises:
         NoAttentionError: on leaving the block, when a forward pass ran and no attention between tokens was seen.
@@ -100,14 +101,15 @@ class record_attention:
         features: Iterable[str] = (),
         attention: bool = True,
         layout: TokenLayout | None = None,
+        keys: bool = False,
     ) -> None:
         check_layout(layout)
-        keys = _checked(fusions if head_fusion is None else [*fusions, (head_fusion, value_weighted)])
+        kept = _checked(fusions if head_fusion is None else [*fusions, (head_fusion, value_weighted)])
         self._called, self._model = model, unwrap(model)
-        self._fusions = keys
-        self._keep_heads = gradients or not keys
-        self.gradients = gradients
-        self._values = values or bool(value_weighted) or any(weighting for _, weighting in keys)
+        self._fusions = kept
+        self._keep_heads = gradients or not kept
+        self.gradients, self.wants_keys = gradients, keys
+        self._values = values or bool(value_weighted) or any(weighting for _, weighting in kept)
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention = attention
         self._layout = layout
@@ -274,7 +276,7 @@ class record_attention:
             return None
         return name
 
-    def saw(self, probabilities: Tensor, value: Tensor | None, mixed: bool = False) -> None:
+    def saw(self, probabilities: Tensor, value: Tensor | None, mixed: bool = False, key: Tensor | None = None) -> None:
         """Take in the attention of one module and the values that it is applied to."""
         name, module = self._path[-1]
         if self._pools():
@@ -287,7 +289,8 @@ class record_attention:
                 "attention matrices has negative entries, and rollout and flow are not defined on it."
             )
         arrange = arrangement(module, probabilities, self._batch)
-        part = ModuleAttention(probabilities, arrange, self._values_of(value, arrange), mixed)
+        values, keys = self._values_of(value, arrange), self._keys_of(key, arrange)
+        part = ModuleAttention(probabilities, arrange, values, mixed, keys)
         self._open.setdefault(layer, []).append(part)
 
     def streams(self, query: Tensor, key: Tensor) -> bool:
@@ -311,13 +314,13 @@ class record_attention:
             part = fuse_weighted(probabilities.detach(), fusion, weighting, values, mixed=output.detach())  # type: ignore[arg-type]
             self._streamed.setdefault((fusion, weighting), []).append(part)
 
-    def saw_parts(self, batch: int) -> None:
+    def saw_parts(self, batch: int, key: Tensor) -> None:
         """Take in a layer that was fused part by part."""
         name = self._path[-1][0]
         self._open[name] = []
         joined = {key: join_pieces(pieces, batch, bool(key[1])) for key, pieces in self._streamed.items()}
         self._streamed = {}
-        self.trace.layers.append(AttentionLayer(name, fused=joined))
+        self.trace.layers.append(AttentionLayer(name, fused=joined, keys=self._keys_of(key, None)))
 
     def _pools(self) -> bool:
         """Whether what runs is the attention of a pooling head, or a part of one."""
@@ -337,6 +340,13 @@ class record_attention:
             )
         around = self._path[-2][1] if len(self._path) > 1 else None
         return read_values(value if arrange is None else arrange(value), module, name, around)
+
+    def _keys_of(self, key: Tensor | None, arrange: Arrange | None) -> Tensor | None:
+        """The key vectors with the heads side by side, [batch · windows, keys, width], where they are asked for."""
+        if key is None or not self.wants_keys:
+            return None
+        key = (key if arrange is None else arrange(key)).detach()
+        return key.to(torch.promote_types(key.dtype, torch.float32)).transpose(1, 2).flatten(2)
 
     def _close(self, name: str) -> None:
         """A layer has run."""

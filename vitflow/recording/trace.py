@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError
 from vitflow.methods.cells import cell_grid
+from vitflow.methods.refinement import Affinity
 from vitflow.methods.tokens import TokenLayout
 from vitflow.methods.values import Values, ValueWeighting, check_value_weighting
 from vitflow.recording.layers import AttentionLayer, fuse_parts
@@ -46,6 +47,7 @@ class Trace:
         logits: what the model returned.
         model: the model itself, for methods that run it again.
         refusal: why rollout and flow do not apply to this model, or None.
+        affinities: how alike the patches are by kind, for each patch grid, as far as it was asked for.
     """
 
     layers: list[AttentionLayer] = field(default_factory=list)
@@ -57,6 +59,7 @@ class Trace:
     pooling: str = ""
     model: Any = None
     refusal: str | None = None
+    affinities: dict[tuple[str, tuple[int, int]], Affinity] = field(default_factory=dict)
     _layout: TokenLayout | None = None
     _top: TokenLayout | None = None
     _readout: Tensor | None = None
@@ -65,6 +68,7 @@ class Trace:
     def begin(self, pixels: Tensor | None, block_norms: Sequence[str] = ()) -> None:
         """Forget the pass before: another one begins, with this model input."""
         self.layers, self.features, self.feature_layouts, self._backward = [], {}, {}, {}
+        self.affinities = {}
         self.pixels, self.block_norms = pixels, block_norms
         self.logits = self.refusal = self._layout = self._top = self._readout = None
 

@@ -94,7 +94,7 @@ def _entries(
                 raise OptionError(f"A link leads out of {str(output)!r}: remove {str(output / 'report-files')!r}.")
             with write_atomically(output / image) as file:
                 file.write(small)
-        label = row["class_name"] or ("" if row["class_index"] is None else f"class {row['class_index']}")
+        label = row["target"] or ""
         yield {
             "name": printable(row["input"], lines=True),
             "link": _link(os.path.relpath(source, output)),

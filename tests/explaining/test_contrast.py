@@ -1,0 +1,143 @@
+"""One class against another: the map, its number, and where it is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from vitflow import Contrast, Explainer, compare
+from vitflow.cli import cli
+from vitflow.demo import draw_picture, sample_pictures
+from vitflow.errors import OptionError
+from vitflow.explaining.method_table import list_methods
+from vitflow.pictures.images import write_image
+
+PICTURE = draw_picture(0)
+FIRST, SECOND = PICTURE.labels[:2]
+SPECIFIC = [method.name for method in list_methods() if method.class_specific]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return Explainer("demo")
+
+
+@pytest.mark.parametrize("method", SPECIFIC)
+def test_a_contrast_is_the_difference_of_the_two_maps_scaled(demo, method):
+    found = demo.explain(PICTURE.image, method=method, target=Contrast(FIRST, against=SECOND))
+    shares = []
+    for target in (FIRST, SECOND):
+        grid = demo.explain(PICTURE.image, method=method, target=target).grid.astype(np.float64)
+        shares.append(grid / np.abs(grid).sum())
+    np.testing.assert_allclose(found.grid, shares[0] - shares[1], rtol=0, atol=1e-6)
+    turned = demo.explain(PICTURE.image, method=method, target=Contrast(SECOND, against=FIRST))
+    np.testing.assert_allclose(turned.grid, -found.grid, rtol=0, atol=1e-6)
+
+
+def test_it_lies_on_the_first_object_and_off_the_second(demo):
+    grid = demo.explain(PICTURE.image, method="gae", target=Contrast(FIRST, against=SECOND)).heatmap
+    first, second = (np.nanmean(grid[PICTURE.mask_of(label)]) for label in (FIRST, SECOND))
+    assert first > 0 > second
+
+
+def test_its_number_is_the_difference_of_the_logits_and_it_has_a_name(demo):
+    found = demo.explain(PICTURE.image, method="gae", target=Contrast(FIRST, against=SECOND))
+    with torch.no_grad():
+        logits = demo.logits(demo.pixels(PICTURE.image))[0]
+    assert found.asked is found.contrast
+    assert found.asked.value == pytest.approx(float(logits[FIRST] - logits[SECOND]), abs=1e-4)
+    names = demo.class_names
+    assert found.label == found.asked.name == f"{names[FIRST]} against {names[SECOND]}"
+    assert (found.contrast.target, found.contrast.against) == (FIRST, SECOND)
+    record = json.loads(json.dumps(found.to_dict()))
+    assert (record["class_index"], record["class_name"], record["probability"]) == (None, None, None)
+    assert (record["target"], record["value"]) == (found.asked.name, found.asked.value)
+    plain = demo.explain(PICTURE.image, method="gae", target=FIRST)
+    assert (plain.to_dict()["target"], plain.to_dict()["value"]) == (names[FIRST], plain.probability)
+    assert plain.asked.told == f"{plain.probability:.1%}"
+
+
+def test_of_a_multi_label_model_the_number_is_the_difference_of_the_logits_too(demo):
+    sigmoid = Explainer(demo.model, activation="sigmoid")
+    found = sigmoid.explain(PICTURE.image, method="gradcam", target=Contrast(FIRST, against=SECOND))
+    with torch.no_grad():
+        logits = demo.logits(demo.pixels(PICTURE.image))[0]
+    assert found.asked.value == pytest.approx(float(logits[FIRST] - logits[SECOND]), abs=1e-4)
+
+
+def test_names_several_contrasts_and_the_predicted_class(demo):
+    predicted = demo.explain(PICTURE.image).predicted
+    other = next(index for index in range(demo.num_classes) if index != predicted)
+    contrasts = [Contrast(None, against=other), Contrast(demo.class_names[other].upper(), against="top1")]
+    found = demo.explain_batch([PICTURE.image] * 2, methods=["gae", "gradcam"], targets=contrasts)
+    assert [one.method for one in found] == ["gae", "gae", "gradcam", "gradcam"] * 2
+    assert [(one.contrast.target, one.contrast.against) for one in found] == [
+        (predicted, other),
+        (other, predicted),
+    ] * 4
+
+
+@pytest.mark.parametrize(
+    ("method", "targets", "words"),
+    [
+        ("rollout", Contrast(1, 2), "class-specific methods .* got rollout"),
+        ("gae", Contrast(1, 1), "two classes .* twice"),
+        ("gae", [Contrast(1, 2), 3], "either classes or contrasts"),
+        ("gae", Contrast("top2", 1), "one class on each side"),
+        ("gae", Contrast(1, "no such class"), "Unknown class"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(demo, method, targets, words):
+    with pytest.raises(OptionError, match=words):
+        demo.explain_batch([PICTURE.image], methods=[method], targets=targets)
+
+
+def test_a_comparison_shows_contrasts_in_two_colours(demo, tmp_path):
+    found = compare(sample_pictures()[0], model=demo, targets=[Contrast(1, 2), Contrast(1, 3)])
+    assert {one.method for one in found.saliencies} == {"gradient_rollout", "gae", "gradcam"}
+    assert len(found.saliencies) == 6
+    assert all(one.grid.min() < 0 < one.grid.max() for one in found.saliencies)
+    found.save(tmp_path / "strip.png")
+
+
+def test_the_command_line_sets_a_class_against_the_class(tmp_path, demo):
+    picture = tmp_path / "one.png"
+    write_image(picture, PICTURE.image)
+    names = demo.class_names
+    own = [str(picture), "--against", str(SECOND), "-o", str(tmp_path / "map.png"), "--json"]
+    result = CliRunner().invoke(cli, ["explain", "--model", "demo", "--method", "gae", "--class", names[FIRST], *own])
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(result.stdout)
+    assert record["target"] == f"{names[FIRST]} against {names[SECOND]}"
+    assert record["class_index"] is None and record["value"] == pytest.approx(record["value"])
+    assert "in logits" in result.stderr
+    own = [str(picture), "--against", str(SECOND), "--method", "gae", "-o", str(tmp_path / "strip.png"), "--json"]
+    result = CliRunner().invoke(cli, ["compare", "--model", "demo", "--class", str(FIRST), *own])
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["maps"][0]["target"] == f"{names[FIRST]} against {names[SECOND]}"
+    refused = CliRunner().invoke(
+        cli, ["explain", "--model", "demo", str(picture), "--against", "1", "-o", str(tmp_path / "x.png")]
+    )
+    assert refused.exit_code == 2 and "class-specific" in refused.stderr
+
+
+def test_a_folder_and_its_report_show_contrasts(tmp_path, demo):
+    (tmp_path / "in").mkdir()
+    write_image(tmp_path / "in" / "one.png", PICTURE.image)
+    own = [str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--class", str(FIRST), "--against", str(SECOND)]
+    result = CliRunner().invoke(cli, ["folder", "--model", "demo", *own, "--method", "gae", "--report"])
+    assert result.exit_code == 0, result.output
+    row = json.loads((tmp_path / "out" / "manifest.jsonl").read_text())
+    assert row["target"] == f"{demo.class_names[FIRST]} against {demo.class_names[SECOND]}"
+    assert (row["class_index"], row["probability"]) == (None, None)
+    contrast = demo.explain(PICTURE.image, method="gae", target=Contrast(FIRST, against=SECOND)).contrast
+    assert row["value"] == pytest.approx(contrast.value, abs=1e-3)
+    assert row["target"] in (tmp_path / "out" / "report.html").read_text()
+    result = CliRunner().invoke(
+        cli, ["folder", "--model", "demo", *own, "--method", "gae", "--overwrite", "--against", "nothing"]
+    )
+    assert result.exit_code == 2 and "Unknown class 'nothing'" in result.stderr
+    result = CliRunner().invoke(cli, ["folder", "--model", "demo", *own, "--method", "rollout", "--overwrite"])
+    assert result.exit_code == 2 and "class-specific" in result.stderr

@@ -1,0 +1,241 @@
+"""Refinement as a step of every method: what is recorded for it, where it applies, and what is told of it."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+from tests import references
+from vitflow import Explainer, register_method
+from vitflow.demo import sample_pictures
+from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning
+from vitflow.explaining import method_table
+from vitflow.explaining.consensus import FLOOR, PARTS, geometric_mean
+from vitflow.recording.recorder import record_attention
+
+PICTURES = sample_pictures()[:2]
+KINDS = ("attention", "keys", "both")
+METHODS = [method.name for method in method_table.list_methods() if method.refined == "after"]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return Explainer("demo")
+
+
+def sharp(model):
+    """A model of random weights that are large enough for its patches not to be all alike."""
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def small(name="vit_tiny_patch16_224", **options):
+    torch.manual_seed(0)
+    sizes = {"depth": 2, **options} if name.startswith("vit") else options
+    model = sharp(timm.create_model(name, num_classes=5, img_size=64, **sizes))
+    return Explainer(model, data_config={"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3})
+
+
+def of_transformers(attention="sdpa"):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        image_size=64,
+        patch_size=16,
+        num_labels=5,
+        attn_implementation=attention,
+    )
+    model = sharp(transformers.ViTForImageClassification(config))
+    return Explainer(model, data_config={"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3})
+
+
+def literal(explainer, affinity):
+    """The affinity of the first picture's patches by the definition, from all heads and the projected keys."""
+    attended, keys, hooks = [], [], []
+    for name, module in explainer.model.named_modules():
+        if name.endswith(".qkv"):  # timm's: queries, keys and values of all heads by one projection
+            hooks.append(module.register_forward_hook(lambda m, a, out: keys.append(out[0].chunk(3, -1)[1])))
+        elif name.endswith((".key", ".k_proj")):
+            hooks.append(module.register_forward_hook(lambda m, a, out: keys.append(out[0])))
+    with torch.no_grad(), record_attention(explainer.model) as trace:
+        explainer.model(explainer.pixels(PICTURES[0]))
+    for hook in hooks:
+        hook.remove()
+    patches = trace.layout.num_patches
+    attended = [heads[0].mean(dim=0)[-patches:, -patches:].double().numpy() for heads in trace.heads()]
+    of_keys = references.key_affinity([layer[-patches:].double().numpy() for layer in keys])
+    of_attention = references.co_attention(attended)
+    return {"attention": of_attention, "keys": of_keys, "both": (of_attention + of_keys) / 2}[affinity]
+
+
+@pytest.mark.parametrize("make", [small, of_transformers], ids=["timm", "transformers"])
+@pytest.mark.parametrize("affinity", KINDS)
+@pytest.mark.parametrize("method", ["rollout", "gae"])  # one keeps fused matrices, the other every head
+def test_a_map_is_refined_by_the_definition(make, affinity, method):
+    explainer = make()
+    plain = explainer.explain(PICTURES[0], method=method, refine=0).grid
+    refined = explainer.explain(PICTURES[0], method=method, refine=2, affinity=affinity)
+    matrix = literal(explainer, affinity)
+    expected = (matrix @ matrix @ plain.ravel().astype(np.float64)).reshape(plain.shape)
+    np.testing.assert_allclose(refined.grid, expected, rtol=0, atol=1e-4 * plain.max())  # cosines in float32
+    assert (refined.options["refine"], refined.options["affinity"]) == (2, affinity)
+
+
+@pytest.mark.parametrize("affinity", KINDS)
+def test_unfused_attention_shows_the_same_keys(affinity):
+    fused, eager = of_transformers(), of_transformers("eager")
+    for method in ("rollout", "gae"):
+        own = {"method": method, "refine": 1, "affinity": affinity}
+        first, second = (one.explain(PICTURES[0], **own).grid for one in (fused, eager))
+        np.testing.assert_allclose(first, second, rtol=0, atol=1e-5 * first.max())
+    model = small().model
+    expected = Explainer(model).explain(PICTURES[0], method="rollout", refine=1, affinity=affinity).grid
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    found = Explainer(model).explain(PICTURES[0], method="rollout", refine=1, affinity=affinity).grid
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * expected.max())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_map_keeps_its_sum_and_a_batch_gives_what_its_pictures_give_alone(demo, method):
+    plain = demo.explain_batch(PICTURES, methods=[method], refine=0)
+    for affinity in KINDS:
+        together = demo.explain_batch(PICTURES, methods=[method], refine=1, affinity=affinity)
+        for before, after, picture in zip(plain, together, PICTURES, strict=True):
+            scale = np.abs(before.grid).sum()
+            assert (
+                abs(after.grid.sum(dtype=np.float64) - before.grid.sum(dtype=np.float64)) < 1e-5 * scale
+            )  # the recorded pass itself rounds otherwise
+            assert not np.allclose(after.grid, before.grid, rtol=0, atol=1e-3 * np.abs(before.grid).max())
+            alone = demo.explain(picture, method=method, refine=1, affinity=affinity)
+            np.testing.assert_allclose(alone.grid, after.grid, rtol=0, atol=1e-5 * np.abs(after.grid).max())
+
+
+@pytest.fixture
+def table(monkeypatch):
+    monkeypatch.setattr(method_table, "_METHODS", dict(method_table._METHODS))
+
+
+def test_a_method_of_the_users_own_is_refined_and_signs_are_kept(demo, table):
+    def signed(trace, *, weight):
+        grid = torch.zeros(len(trace.pixels), trace.layout.rows, trace.layout.cols)
+        grid[:, 2, 3], grid[:, 8, 8] = weight, -weight
+        return grid
+
+    register_method("signed", signed, defaults={"weight": 3.0})
+    plain, refined = (demo.explain(PICTURES[0], method="signed", refine=steps) for steps in (0, 1))
+    assert plain.options == {"weight": 3.0, "refine": 0, "affinity": "attention", "shifts": 0}
+    assert np.count_nonzero(plain.grid) == 2 and refined.grid.min() < 0 < refined.grid.max()
+    np.testing.assert_allclose(refined.grid.sum(), 0.0, atol=1e-6)
+    constant = register_method("constant", lambda trace: torch.ones(len(trace.pixels), 12, 12)).name
+    np.testing.assert_allclose(demo.explain(PICTURES[0], method=constant, refine=3).grid, 1.0, rtol=0, atol=1e-7)
+
+
+def test_a_patch_of_the_top_layer_is_explained_refined(demo):
+    own = {"method": "rollout", "patch": (3, 4)}
+    plain, refined = (demo.explain(PICTURES[0], refine=steps, **own).grid for steps in (0, 1))
+    assert plain.sum() == pytest.approx(refined.sum(), rel=1e-6)
+    assert not np.allclose(plain, refined)
+
+
+def test_the_papers_definition_is_not_refined(demo, table):
+    rollout = method_table.get_method("rollout")
+    own = {"needs": rollout.needs, "presets": rollout.presets}
+    register_method("eager", rollout.function, defaults={**rollout.defaults, "refine": 2}, **own)
+    assert demo.explain(PICTURES[0], method="eager").options["refine"] == 2
+    assert demo.explain(PICTURES[0], method="eager", preset="paper").options["refine"] == 0
+    assert demo.explain(PICTURES[0], method="eager", preset="paper", refine=1).options["refine"] == 1
+    assert method_table.get_method("flow").complete({"layers": "all"})["refine"] == 0
+
+
+def test_where_it_does_not_apply_it_is_refused_if_asked_and_else_left_out_and_told(table):
+    explainer = small("swin_tiny_patch4_window7_224", window_size=4, depths=(2, 2, 2, 2))
+    with pytest.raises(UnsupportedModelError, match="in no layer of SwinTransformer do all 16 × 16 .* refine=0"):
+        explainer.explain(PICTURES[0], method="rollout", refine=1)
+    rollout = method_table.get_method("rollout")
+    register_method("eager", rollout.function, defaults={**rollout.defaults, "refine": 1}, needs=rollout.needs)
+    found = explainer.explain(PICTURES[0], method="eager")
+    assert found.options["refine"] == 0
+    assert found.facts["refinement"].startswith("left out: Refinement does not apply: in no layer of SwinTransformer")
+    np.testing.assert_array_equal(found.grid, explainer.explain(PICTURES[0], method="rollout", refine=0).grid)
+
+
+def test_heads_that_are_mixed_are_left_out_and_their_keys_are_not():
+    explainer = small("cait_xxs24_224", depth=2)  # its class token joins late, in attention of its own
+    with pytest.raises(UnsupportedModelError, match="Cait mixes its heads .* affinity='keys'"):
+        explainer.explain(PICTURES[0], method="rollout", refine=1, value_weighted=False)
+    plain, refined = (
+        explainer.explain(PICTURES[0], method="rollout", value_weighted=False, refine=steps, affinity="keys").grid
+        for steps in (0, 1)
+    )
+    assert refined.shape == (4, 4)
+    assert refined.sum() == pytest.approx(plain.sum(), rel=1e-6)
+
+
+def test_maps_on_another_grid_are_refused_by_its_size(demo):
+    with pytest.raises(UnsupportedModelError, match="do all 6 × 6 patches of the map attend to each other"):
+        demo.explain(PICTURES[0], method="input_gradient", patch_size=16, refine=1)
+
+
+def test_patches_that_are_all_alike_are_told(table):
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=64, depth=2).eval()
+    for block in model.blocks:
+        torch.nn.init.zeros_(block.attn.qkv.weight[:384])  # queries and keys
+    explainer = Explainer(model)
+    with pytest.warns(VitflowWarning, match="treats all patches nearly alike"):
+        found = explainer.explain(PICTURES[0], method="input_gradient", refine=1)
+    assert found.facts["refinement"] == "the model treats all patches nearly alike"
+    assert np.ptp(found.grid) < 1e-4 * found.grid.max()
+    consensus = explainer.explain(PICTURES[0], method="consensus")  # only a default there
+    assert consensus.options["refine"] == 0
+    assert consensus.facts["refinement"] == "left out: the model treats all patches nearly alike"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"refine": -1}, "at least 0, got -1"), ({"refine": 1.5}, "whole number"), ({"affinity": "key"}, "Unknown affin")],
+)
+def test_steps_and_affinity_are_checked(demo, options, words):
+    with pytest.raises(OptionError, match=words):
+        demo.explain(PICTURES[0], method="rollout", **options)
+
+
+def test_baselines_are_never_refined(demo):
+    with pytest.raises(OptionError, match="Unknown option of method random 'refine'"):
+        demo.explain(PICTURES[0], method="random", refine=1)
+    assert "refine" not in demo.explain(PICTURES[0], method="centre").options
+
+
+def test_keys_are_recorded_only_when_asked():
+    model = small().model
+    for asked in (False, True):
+        with torch.no_grad(), record_attention(model, head_fusion="mean", keys=asked) as trace:
+            model(torch.zeros(2, 3, 64, 64))
+        shapes = [None if layer.keys is None else tuple(layer.keys.shape) for layer in trace.layers]
+        assert shapes == [(2, 17, 192) if asked else None] * 2
+
+
+# --- Consensus ---
+
+
+def test_consensus_is_the_geometric_mean_of_its_parts_refined(demo):
+    shares = []
+    for part in PARTS:
+        grid = demo.explain(PICTURES[0], method=part, refine=1).grid.astype(np.float64)
+        shares.append(grid / grid.sum())
+    expected = np.cbrt(np.prod(np.maximum(shares, FLOOR / grid.size), axis=0))
+    found = demo.explain(PICTURES[0], method="consensus")
+    np.testing.assert_allclose(found.grid, expected, rtol=2e-4, atol=1e-9)
+    assert found.class_specific and found.options["refine"] == 1
+
+
+def test_a_zero_in_one_map_leaves_the_order_of_the_others():
+    zero, other = torch.tensor([[[0.0, 0.0, 1.0]]]), torch.tensor([[[0.2, 0.3, 0.5]]])
+    found = geometric_mean([zero, other, other])[0, 0]
+    assert found[0] < found[1] < found[2]
+    assert torch.isfinite(geometric_mean([torch.zeros(1, 1, 3), other])).all()

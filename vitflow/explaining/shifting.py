@@ -1,0 +1,81 @@
+"""Shifts: the mean map over crops of the picture that are moved by half a patch, so that no patch border decides."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitflow.errors import UnsupportedModelError
+from vitflow.pictures.geometry import Placement
+from vitflow.pictures.preprocessing import InputSpec
+
+
+def moves(spec: InputSpec) -> list[tuple[int, int]]:
+    """The moves down and right, in pixels of the model input: half a patch each way, in all four combinations.
+
+    Raises:
+        UnsupportedModelError: the model does not tell its patch size, or has patches of one pixel.
+    """
+    size: Any = spec.patch_size
+    height, width = (size, size) if isinstance(size, int) else size or (0, 0)
+    if min(height, width) < 2:
+        raise UnsupportedModelError(
+            f"Shifts move the crop by half a patch, and this model tells no patch size (got {size}): use shifts=0."
+        )
+    return [(down * (height // 2), right * (width // 2)) for down in (-1, 1) for right in (-1, 1)]
+
+
+def moved(placement: Placement, move: tuple[int, int]) -> Placement:
+    """The same crop moved by (down, right) pixels of the model input; what leaves the picture is padded.
+
+    >>> moved(Placement((100, 100), (64, 64), (8, 8), (48, 48)), (4, -4)).offset
+    (12, 4)
+    """
+    return replace(placement, offset=(placement.offset[0] + move[0], placement.offset[1] + move[1]))
+
+
+def realigned(grid: NDArray[np.floating[Any]], move: tuple[float, float]) -> NDArray[np.float64]:
+    """A moved crop's map on the patches of the crop that was not moved, by the area that they have in common.
+
+    Args:
+        grid: the map of the moved crop, [rows, cols].
+        move: how far it was moved down and right, in patches, less than 1 each.
+
+    Returns:
+        [rows, cols]: each patch is the mean of what covers it, as far as it is covered.
+
+    >>> realigned(np.array([[1.0, 3.0]]), (0.0, 0.5))
+    array([[1., 2.]])
+    """
+    rows, cols = (_overlap(count, by) for count, by in zip(grid.shape, move, strict=True))
+    aligned: NDArray[np.float64] = rows @ grid.astype(np.float64) @ cols.T
+    return aligned
+
+
+def _overlap(count: int, move: float) -> NDArray[np.float64]:
+    """Share of each place that each moved place covers, [places, moved places]; rows sum to 1."""
+    places = np.arange(count)
+    shared = np.clip(1.0 - np.abs(places[:, None] - (places + move)), 0.0, None)
+    shares: NDArray[np.float64] = shared / shared.sum(axis=1, keepdims=True)
+    return shares
+
+
+def mean_map(
+    grids: Sequence[NDArray[np.floating[Any]]], pixels: Sequence[tuple[int, int]], input_size: tuple[int, int]
+) -> NDArray[np.float32]:
+    """The mean of the maps of moved crops, on the patches of the crop that was not moved.
+
+    Args:
+        grids: a map for each move, [rows, cols].
+        pixels: the moves down and right, in pixels of the model input.
+        input_size: its height and width.
+    """
+    rows, cols = grids[0].shape
+    found = [
+        realigned(grid, (down * rows / input_size[0], right * cols / input_size[1]))
+        for grid, (down, right) in zip(grids, pixels, strict=True)
+    ]
+    mean: NDArray[np.float32] = np.mean(found, axis=0).astype(np.float32)
+    return mean
