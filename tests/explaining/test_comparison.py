@@ -548,6 +548,13 @@ def test_the_command_writes_a_strip_and_prints_its_path_and_the_agreement(run, t
     assert "between the classes of a picture" in err
 
 
+def test_the_command_reads_whole_numbers_of_a_method(run):
+    code, out, err = run(sample_pictures()[0], "--method", "gae:refine=1,affinity=keys", "--json")
+    assert code == 0, err
+    options = json.loads(out)["maps"][0]["options"]
+    assert (options["refine"], options["affinity"]) == (1, "keys")
+
+
 def test_the_command_prints_an_object_per_picture(run, tmp_path):
     images = sample_pictures()[:2]
     methods = ["--method", "gae", "--method", "random"]

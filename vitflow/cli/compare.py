@@ -24,8 +24,8 @@ from vitflow.cli.options import (
     tell_limits,
 )
 from vitflow.errors import OptionError, VitflowError, printable
-from vitflow.explaining.method_choices import check_methods, choose_methods
-from vitflow.explaining.method_table import DEFAULT_METHODS, OPTIONS, Method
+from vitflow.explaining.method_choices import check_methods
+from vitflow.explaining.method_table import DEFAULT_METHODS, OPTIONS, Method, get_method
 from vitflow.pictures.options import FIGURE_FORMATS, SCALINGS
 
 _SUFFIXES = (*FIGURE_FORMATS, ".json")
@@ -51,7 +51,8 @@ class MethodWithOptions(click.ParamType[tuple[str, dict[str, Any]]]):
                 self.fail(f"expected OPTION=VALUE after {name}:, got {part!r}.", param, ctx)
             options[key.strip().replace("-", "_")] = text.strip()
         try:
-            [(method, _)] = choose_methods([(name, options)], {})
+            method = get_method(name)
+            method.complete(dict.fromkeys(options))  # the names alone; values are still text
         except OptionError as error:
             self.fail(str(error), param, ctx)
         return name, {key: _type_of(key, method, ctx).convert(text, param, ctx) for key, text in options.items()}
