@@ -41,7 +41,9 @@ def density(values: np.ndarray) -> np.ndarray:
     return mass / max(float(mass.sum()), 1e-300)
 
 
-def localise(count: int, methods: Sequence[str], seed: int = FIRST_SEED) -> dict[str, dict[str, np.ndarray]]:
+def localise(
+    count: int, methods: Sequence[str], seed: int = FIRST_SEED, **options: object
+) -> dict[str, dict[str, np.ndarray]]:
     """Per method: "own", "other" and "pointing" as [pictures, 2 classes], "change" as [pictures]."""
     explainer, pictures = Explainer(load_demo_model()), several_objects(count, seed)
     rows: dict[str, dict[str, list]] = {
@@ -52,7 +54,7 @@ def localise(count: int, methods: Sequence[str], seed: int = FIRST_SEED) -> dict
         found = []
         for which in (0, 1):  # one class after the other, also where the method does not care
             targets = np.array([picture.labels[which] for picture in batch])
-            heatmaps = [s.heatmap for s in explainer.explain_batch(images, methods=methods, targets=targets)]
+            heatmaps = [s.heatmap for s in explainer.explain_batch(images, methods=methods, targets=targets, **options)]
             found.append([heatmaps[start : start + len(methods)] for start in range(0, len(heatmaps), len(methods))])
         for number, picture in enumerate(batch):
             masks = [picture.mask_of(label) for label in picture.labels[:2]]

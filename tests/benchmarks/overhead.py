@@ -1,6 +1,7 @@
 """What recording costs: the plain fused forward pass beside the forward pass with rollout, in one run.
 
     python -m tests.benchmarks.overhead [--models …] [--batch-sizes 1 8] [--repeats 15] [--preset paper|default]
+    python -m tests.benchmarks.overhead --refinement [--models …] [--batch-sizes 8]
 
 The two are timed in turn, round by round, so that a noisy machine meets both alike; the table shows the ratio of the
 fastest rounds and the median of the rounds' own ratios. Peak memory is what a fresh process needs beyond what it
@@ -18,8 +19,10 @@ from pathlib import Path
 import timm
 import torch
 
-from vitflow import record_attention
+from vitflow.explaining.asked import AskedTrace
 from vitflow.explaining.method_table import get_method
+from vitflow.explaining.needs import Needs
+from vitflow.explaining.refining import make_maps
 
 MODELS = ("vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224")
 
@@ -28,13 +31,29 @@ def plain(model: torch.nn.Module, pixels: torch.Tensor) -> None:
     model(pixels)
 
 
-def with_rollout(model: torch.nn.Module, pixels: torch.Tensor, **chosen: str) -> None:
+def with_rollout(model: torch.nn.Module, pixels: torch.Tensor, **chosen: object) -> None:
     """Rollout of the table of methods, through windows where the model has them, with its defaults or a preset."""
     rollout = get_method("rollout")
     options = rollout.complete(chosen)
-    with record_attention(model, fusions=[(options["head_fusion"], options["value_weighted"])]) as trace:
+    with Needs.of([(rollout, options)]).record(model, None) as trace:
         model(pixels)
-    rollout.load()(trace, **rollout.own(options))
+    make_maps(rollout, options, AskedTrace.of(trace, None), asked=True)
+
+
+def refinement_share(name: str, batch: int, repeats: int) -> float:
+    """The part that refinement has in the processor time of the default rollout: the median over paired rounds."""
+    model, pixels = prepare(name, batch)
+    shares = []
+    with torch.inference_mode():
+        for number in range(repeats + 1):
+            seconds = []
+            for steps in (0, 1):
+                started = time.process_time()
+                with_rollout(model, pixels, refine=steps)
+                seconds.append(time.process_time() - started)
+            if number:  # the first round compiles
+                shares.append(1 - seconds[0] / seconds[1])
+    return statistics.median(shares)
 
 
 # As published: heads averaged, nothing discarded. Default: as `vitflow explain` does it.
@@ -79,6 +98,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument(
+        "--refinement", action="store_true", help="print refinement's share of the processor time alone"
+    )
     parser.add_argument("--memory-of", choices=list(WORK), help=argparse.SUPPRESS)
     parser.add_argument("--preset", choices=["paper", "default"], default="paper", help="which rollout")
     given = parser.parse_args()
@@ -92,6 +114,11 @@ def main() -> None:
             for _ in range(5):
                 WORK[given.memory_of](model, pixels)
         print(memory("VmHWM") - before)
+        return
+    if given.refinement:
+        for name in given.models:
+            for batch in given.batch_sizes:
+                print(f"{name}, batch {batch}: {refinement_share(name, batch, given.repeats):.1%}", flush=True)
         return
     print(f"torch {torch.__version__}, timm {timm.__version__}, {torch.get_num_threads()} threads, float32\n")
     print("| model | batch | plain, images/s | with rollout, images/s | time × | median × | peak MiB | memory × |")

@@ -108,7 +108,7 @@ def test_the_maps_are_those_that_the_explainer_gives_alone(explainer):
 def test_a_preset_is_told_by_its_name(explainer):
     compared = compare(PICTURES[0], model=explainer, methods=["rollout", ("rollout", {"preset": "paper"})])
     assert compared.labels == ("rollout", "rollout (as in the paper)")
-    paper = {"head_fusion": "mean", "discard_ratio": 0.0, "value_weighted": False}
+    paper = {"head_fusion": "mean", "discard_ratio": 0.0, "value_weighted": False, "refine": 0}
     spelled = compare(PICTURES[0], model=explainer, methods=[("rollout", paper)])
     assert spelled.labels == ("rollout (as in the paper)",)
 
@@ -581,7 +581,7 @@ def test_options_of_a_registered_method_are_read_as_their_defaults_are(peers, ru
     peers.register_peers()
     code, out, err = run(sample_pictures()[0], "--method", "Integrated gradients (captum):steps=3", "--json")
     assert code == 0, err
-    assert json.loads(out)["maps"][0]["options"] == {"steps": 3}
+    assert json.loads(out)["maps"][0]["options"] == {"steps": 3, **method_table.COMMON}
     assert run(sample_pictures()[0], "--method", "Integrated gradients (captum):steps=many")[0] == 2
 
 
