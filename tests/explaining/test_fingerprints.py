@@ -104,6 +104,8 @@ def other_value(option, method):
         return next(choice for choice in option.choices if choice != default)
     if option.kind is bool:
         return not default
+    if option.name == "shifts":
+        return 4
     return (0, 1) if option.kind == "patch" else 2 if default != 2 else 1
 
 
@@ -157,6 +159,7 @@ def test_every_option_of_an_evaluation_changes_its_fingerprint(tmp_path, monkeyp
         "metrics": ["faithfulness"],
         "replace_by": "blur",
         "points": 4,
+        "blurred_twin": False,
         "sanity_pictures": 1,
         "seed": 1,
         "options": {"residual": 0.3},

@@ -146,12 +146,12 @@ ANSWER: dict[str, Check] = {
     "class_index": or_none(is_whole),
     "class_name": or_none(is_text),
     "probability": or_none(is_number),
-    "target": or_none(is_text),
-    "value": or_none(is_number),
     "predicted_index": or_none(is_whole),
 }
 _EXPLAINED: dict[str, Check] = {
     **ANSWER,
+    "target": or_none(is_text),
+    "value": or_none(is_number),
     "outputs": dict_of(is_text),
     "maps": or_none(dict_of(is_text)),
     "facts": dict_of(lambda value: isinstance(value, dict)),
