@@ -6,7 +6,7 @@ import timm
 import torch
 
 from tests import references
-from vitflow import Explainer, register_method
+from vitflow import Explainer, explain_folder, register_method
 from vitflow.demo import sample_pictures
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning
 from vitflow.explaining import method_table
@@ -163,6 +163,16 @@ def test_where_it_does_not_apply_it_is_refused_if_asked_and_else_left_out_and_to
     assert found.options["refine"] == 0
     assert found.facts["refinement"].startswith("left out: Refinement does not apply: in no layer of SwinTransformer")
     np.testing.assert_array_equal(found.grid, explainer.explain(PICTURES[0], method="rollout", refine=0).grid)
+
+
+def test_a_run_leaves_out_what_is_only_a_default_as_a_single_map_does(tmp_path):
+    """Runs over folders and evaluations hand over each method with all its options."""
+    explainer = small("swin_tiny_patch4_window7_224", window_size=4, depths=(2, 2, 2, 2))
+    summary = explain_folder(PICTURES, tmp_path, model=explainer, methods=["rollout"])
+    assert [row["status"] for row in summary] == ["explained"] * 2
+    assert all("left out" in row["facts"]["rollout"]["refinement"] for row in summary)
+    with pytest.raises(UnsupportedModelError, match="Refinement does not apply"):
+        explain_folder(PICTURES, tmp_path / "asked", model=explainer, methods=["rollout"], refine=2)
 
 
 def test_heads_that_are_mixed_are_left_out_and_their_keys_are_not():

@@ -21,7 +21,7 @@ from vitflow.errors import (
 )
 from vitflow.explaining.answers import Answered, Picture, activate, apply_methods, probabilities_of
 from vitflow.explaining.contrast import Contrast, contrasts_among, explain_contrasts
-from vitflow.explaining.method_choices import Chosen, MethodChoice, choose_methods
+from vitflow.explaining.method_choices import Chosen, MethodChoice, asked_for, choose_methods
 from vitflow.explaining.method_table import get_method
 from vitflow.explaining.needs import Needs
 from vitflow.explaining.saliency import Saliency
@@ -193,8 +193,7 @@ class Explainer:
         if not isinstance(images, Sequence | np.ndarray):
             images = list(images) if isinstance(images, Iterable) else [images]
         chosen = choose_methods(methods, options)
-        given = [options, *(choice[1] for choice in methods if not isinstance(choice, str))]
-        asked = frozenset(name for name in ("value_weighted", "refine") if any(own.get(name) for own in given))
+        asked = asked_for(("value_weighted", "refine"), methods, options)
         if contrasts := contrasts_among(targets):
             return explain_contrasts(self, images, contrasts, chosen, methods, options, names)
         per_picture: Any = targets if is_per_picture(targets) else images

@@ -46,6 +46,24 @@ def choose_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) 
     return chosen
 
 
+def asked_for(names: Sequence[str], methods: Sequence[MethodChoice], options: Mapping[str, Any]) -> frozenset[str]:
+    """Which of these options are asked for, and are no mere defaults: what does not apply is then refused.
+
+    A run hands over each method with all its options, so that one that equals its method's default was not asked for.
+
+    >>> sorted(asked_for(["refine"], ["gae"], {"refine": 1}))
+    ['refine']
+    >>> sorted(asked_for(["refine"], [("gae", {"refine": 1})], {}))
+    []
+    """
+    pairs = [(get_method(choice[0]), choice[1]) for choice in methods if not isinstance(choice, str)]
+    return frozenset(
+        name
+        for name in names
+        if options.get(name) or any(own.get(name) and own[name] != method.defaults.get(name) for method, own in pairs)
+    )
+
+
 def check_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) -> None:
     """Raise OptionError for an unknown method or option, or for the same method with the same options twice."""
     chosen = choose_methods(methods, options)
