@@ -3,6 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from vitflow.pictures.geometry import Placement
+
 Array = NDArray[np.float64]
 
 
@@ -87,3 +89,19 @@ def key_affinity(layers: list[Array]) -> Array:
             ]
             powers[i, j] = max(sum(cosines) / len(cosines), 0.0) ** 4
     return balanced(powers)
+
+
+def seen_mask(placement: Placement) -> NDArray[np.bool_]:
+    """Which pixels of the original the model saw: [height, width]."""
+    left, top, right, bottom = placement.seen_box
+    mask = np.zeros(placement.image_size, dtype=np.bool_)
+    mask[top:bottom, left:right] = True
+    return mask
+
+
+def patch_box(placement: Placement, row: int, col: int, rows: int, cols: int) -> tuple[float, float, float, float]:
+    """(left, top, right, bottom) of one patch of a rows × cols grid, in pixels of the original picture."""
+    height, width = placement.input_size
+    top, left = placement.to_image(row * height / rows, col * width / cols)
+    bottom, right = placement.to_image((row + 1) * height / rows, (col + 1) * width / cols)
+    return left, top, right, bottom

@@ -15,8 +15,8 @@ from tests.recording.test_recorder import generators, state_of
 from vitflow import Explainer, record_attention
 from vitflow.errors import OptionError
 from vitflow.evaluation import RankCorrelation, rank_correlation
-from vitflow.pictures import figures
 from vitflow.pictures.images import write_image
+from vitflow.pictures.options import FIGURE_FORMATS
 
 OWN = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9}
@@ -185,7 +185,7 @@ def test_the_table_is_that_of_the_paper():
 
 def test_it_is_saved_as_chart_table_and_numbers(tmp_path):
     found = result()
-    for suffix in figures.FORMATS:
+    for suffix in FIGURE_FORMATS:
         assert found.save(tmp_path / f"chart{suffix}").stat().st_size > 1000
     assert found.save(tmp_path / "table.md").read_text(encoding="utf-8") == found.to_markdown()
     text = found.save(tmp_path / "values.json").read_text(encoding="utf-8")

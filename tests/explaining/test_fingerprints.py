@@ -20,7 +20,8 @@ from vitflow.evaluation.choices import label_methods
 from vitflow.evaluation.data.datasets import Dataset, open_dataset
 from vitflow.evaluation.run import _settings
 from vitflow.evaluation.scoring import Protocol
-from vitflow.explaining.method_table import OPTIONS, list_methods
+from vitflow.explaining.method_options import OPTIONS
+from vitflow.explaining.method_table import list_methods
 from vitflow.folder.fingerprints import fingerprint_difference
 from vitflow.folder.keeper import RunFolder
 from vitflow.folder.run import _fingerprint

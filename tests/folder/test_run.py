@@ -25,12 +25,13 @@ import vitflow
 from vitflow import explain_folder
 from vitflow.errors import ImageError, ModelError, OptionError, VitflowError
 from vitflow.folder import pipeline
+from vitflow.folder.batches import Batches
 from vitflow.folder.decoders import DecoderPool, decode_file
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import RunFolder
 from vitflow.folder.plan import list_inputs
 from vitflow.folder.report import report_run
-from vitflow.folder.work import Picture, explain_pictures, make_job
+from vitflow.folder.work import Picture, compute_maps, draw_files, make_job
 from vitflow.models.checkpoints import weights_sha256
 
 
@@ -134,7 +135,9 @@ def test_one_plain_function_does_the_work_of_a_batch(tmp_path):
         Picture(f"{n}.jpg", str(n), decode_file(str(source / name)))
         for n, name in enumerate(["0.jpg", "1.jpg", "2.jpg", "3.jpg"])
     ]
-    *explained, failed = explain_pictures(vitflow.Explainer(tiny_model()), pictures, make_job(["rollout"], {}))
+    job = make_job(["rollout"], {})
+    maps = compute_maps(Batches(vitflow.Explainer(tiny_model()), len(pictures)), pictures, job)
+    *explained, failed = [draw_files(picture, found, job) for picture, found in zip(pictures, maps, strict=True)]
     for one, row in zip(explained, summary, strict=True):
         assert {k: v for k, v in one.row.items() if k != "seconds"} == {k: v for k, v in row.items() if k != "seconds"}
         assert {path: (tmp_path / "out" / path).read_bytes() for path in one.files} == one.files

@@ -1,6 +1,7 @@
 """Gradient methods against a hand-written Vision Transformer, against grad-cam and captum, and their properties."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from vitflow.explaining.asked import AskedTrace
 from vitflow.explaining.method_table import get_method
 from vitflow.methods import cells
 from vitflow.methods.gradients import grad_cam, input_gradient
-from vitflow.methods.rollout import attention_rollout, gae, gradient_rollout
+from vitflow.methods.rollout import attention_rollout, for_the_class, relevance
 from vitflow.models.anatomy import block_norm
 from vitflow.recording.trace import Trace
 
@@ -205,6 +206,14 @@ def test_input_gradient_equals_captums_saliency():
 def random_pair(layers: int = 4, heads: int = 2, tokens: int = 7) -> tuple[Tensor, Tensor]:
     shape = (layers, 2, heads, tokens, tokens)
     return torch.randn(shape, dtype=torch.float64).softmax(-1), torch.randn(shape, dtype=torch.float64)
+
+
+def gae(attention: Tensor, gradients: Tensor, head_fusion: Any = "mean", **options: Any) -> Tensor:
+    return relevance(for_the_class(attention, gradients, head_fusion), **options)
+
+
+def gradient_rollout(attention: Tensor, gradients: Tensor, head_fusion: Any = "mean", **options: Any) -> Tensor:
+    return attention_rollout(for_the_class(attention, gradients, head_fusion), **options)
 
 
 @pytest.mark.parametrize("function", [gae, gradient_rollout])

@@ -14,9 +14,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
 from vitflow.errors import OptionError, ShapeError
-from vitflow.pictures import figures, typesetting
+from vitflow.pictures import typesetting
 from vitflow.pictures.charts import Series, draw_lines
 from vitflow.pictures.figures import Bar, Cell, Column, draw_strip, panel_size, save_figure
+from vitflow.pictures.options import FIGURE_FORMATS
 
 NAMES = [
     "tabby",
@@ -52,7 +53,7 @@ def boxes(figure):
         return [(text.get_text(), text.get_window_extent(renderer)) for text in figure.axes[0].texts if text.get_text()]
 
 
-@pytest.mark.parametrize("suffix", figures.FORMATS)
+@pytest.mark.parametrize("suffix", FIGURE_FORMATS)
 def test_every_name_can_be_drawn_in_every_format_without_a_warning(suffix, tmp_path):
     figure = strip(NAMES, size=(20, 20))
     assert save_figure(figure, tmp_path / f"strip{suffix}").stat().st_size > 1000
@@ -134,7 +135,7 @@ def test_wrapping_keeps_the_words_and_the_width():
     assert cut.endswith("…") and page.measure(cut + "iii", 7) > 1.0
 
 
-@pytest.mark.parametrize("suffix", figures.FORMATS)
+@pytest.mark.parametrize("suffix", FIGURE_FORMATS)
 def test_the_same_strip_gives_the_same_bytes(suffix, tmp_path):
     first = save_figure(strip(NAMES[:3]), tmp_path / f"a{suffix}").read_bytes()
     again = save_figure(strip(NAMES[:3]), tmp_path / f"b{suffix}").read_bytes()
@@ -241,7 +242,7 @@ def test_a_chart_shows_values_bands_and_gaps(tmp_path):
     assert first.get_ylim() == second.get_ylim()
     [legend] = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["rollout", "虎 $x"]
-    for suffix in figures.FORMATS:
+    for suffix in FIGURE_FORMATS:
         once = save_figure(figure, tmp_path / f"a{suffix}").read_bytes()
         assert once == save_figure(figure, tmp_path / f"b{suffix}").read_bytes()
     words = Path(tmp_path / "a.svg").read_text(encoding="utf-8")

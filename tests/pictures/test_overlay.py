@@ -7,9 +7,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests.references import seen_mask
 from vitflow.errors import OptionError, ShapeError
 from vitflow.pictures.geometry import Placement, place
-from vitflow.pictures.overlay import NAN_COLOR, blend, colorize, has_two_sides, scale_range, upsample
+from vitflow.pictures.overlay import blend, has_two_sides, scale_range, upsample
 
 INTERPOLATIONS = ["linear", "cubic", "nearest"]
 
@@ -20,6 +21,12 @@ def random_grid(rows: int, cols: int, seed: int = 0) -> np.ndarray:
 
 def photograph(height: int, width: int) -> np.ndarray:
     return np.random.default_rng(1).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def colors_of(values: np.ndarray, *, cmap: str | None = None, vmin: float, vmax: float) -> np.ndarray:
+    """The colour that each value is drawn in where nothing of the photograph shows: uint8 RGB [height, width, 3]."""
+    black = np.zeros((*values.shape, 3), dtype=np.uint8)
+    return blend(black, values, cmap=cmap, alpha=1.0, fade=False, vmin=vmin, vmax=vmax, mark_unseen=False)
 
 
 # --- upsample --------------------------------------------------------------------------------------------------------
@@ -49,7 +56,7 @@ def literal_upsample(grid: np.ndarray, placement: Placement) -> np.ndarray:
         ]
     )
     heatmap = np.full(placement.image_size, np.nan)
-    for y, x in np.argwhere(placement.seen_mask()):
+    for y, x in np.argwhere(seen_mask(placement)):
         heatmap[y, x] = bilinear(on_input, *placement.to_input(y + 0.5, x + 0.5))
     return heatmap
 
@@ -71,7 +78,7 @@ def test_linear_upsampling_equals_the_literal_reference(placement):
     heatmap = upsample(grid, placement)
     expected = literal_upsample(grid, placement)
     assert heatmap.dtype == np.float32
-    np.testing.assert_array_equal(np.isnan(heatmap), ~placement.seen_mask())
+    np.testing.assert_array_equal(np.isnan(heatmap), ~seen_mask(placement))
     # OpenCV 4 reads the model input at steps of 1/32 pixel, of which 6 make up one patch here.
     np.testing.assert_allclose(heatmap, expected, atol=1 / 64 / 6 * 2)
 
@@ -84,7 +91,7 @@ def test_a_ramp_stays_the_same_ramp(placement):
     heatmap = upsample(ramp, placement)
     _, x = placement.to_input(0.0, np.arange(placement.image_size[1]) + 0.5)
     expected = np.broadcast_to(np.clip(x, 0.5, width - 0.5), heatmap.shape)
-    seen = placement.seen_mask()
+    seen = seen_mask(placement)
     np.testing.assert_allclose(heatmap[seen], expected[seen], atol=1 / 32)
 
 
@@ -111,7 +118,7 @@ def test_linear_and_nearest_stay_within_the_grid(grid, image_size, interpolation
 def test_a_constant_grid_gives_a_constant_heatmap(interpolation):
     placement = place((50, 81), (32, 32), crop_pct=0.9)
     heatmap = upsample(np.full((4, 4), 0.3), placement, interpolation=interpolation)
-    np.testing.assert_allclose(heatmap[placement.seen_mask()], 0.3, rtol=1e-6)
+    np.testing.assert_allclose(heatmap[seen_mask(placement)], 0.3, rtol=1e-6)
 
 
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
@@ -201,8 +208,8 @@ def test_constant_maps_draw_constant():
         low, high = scale_range(grid)
         assert low == high
         heatmap = upsample(grid, placement)
-        colors = colorize(heatmap, vmin=low, vmax=high)[placement.seen_mask()]
-        assert (colors == colorize(np.zeros((1, 1)), vmin=0, vmax=1)[0, 0]).all()
+        colors = colors_of(heatmap, vmin=low, vmax=high)[seen_mask(placement)]
+        assert (colors == colors_of(np.zeros((1, 1)), vmin=0, vmax=1)[0, 0]).all()
         np.testing.assert_array_equal(blend(image, heatmap, mark_unseen=False), image)
 
 
@@ -283,23 +290,22 @@ def test_limits_that_make_no_sense(limits, message):
         scale_range(np.arange(3.0), **limits)
 
 
-# --- colorize --------------------------------------------------------------------------------------------------------
+# --- colours ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cmap", ["turbo", "viridis", "gray", "tab10", "inferno_r"])
 def test_colors_equal_matplotlib(cmap):
     values = np.concatenate([np.linspace(-0.2, 1.2, 999), [0, 1, 0.5]])[None]
     expected = matplotlib.colormaps[cmap](np.clip(values, 0, 1), bytes=True)[..., :3]
-    np.testing.assert_array_equal(colorize(values, cmap=cmap, vmin=0, vmax=1), expected)
-    scaled = colorize(values * 4e-9 - 7e-9, cmap=cmap, vmin=-7e-9, vmax=-3e-9)
+    np.testing.assert_array_equal(colors_of(values, cmap=cmap, vmin=0, vmax=1), expected)
+    scaled = colors_of(values * 4e-9 - 7e-9, cmap=cmap, vmin=-7e-9, vmax=-3e-9)
     assert (scaled == expected).all(axis=-1).mean() > 0.99  # rounding moves a few values over the edge of a colour
 
 
-def test_rgb_order_and_nan():
-    red, blue = colorize(np.array([[1.0, 0.0]]), cmap="bwr", vmin=0, vmax=1)[0]
+def test_rgb_order():
+    red, blue = colors_of(np.array([[1.0, 0.0]]), cmap="bwr", vmin=0, vmax=1)[0]
     assert red.tolist() == [255, 0, 0]
     assert blue.tolist() == [0, 0, 255]
-    assert colorize(np.array([[np.nan]]), vmin=0, vmax=1)[0, 0].tolist() == list(NAN_COLOR)
 
 
 @given(
@@ -309,12 +315,13 @@ def test_rgb_order_and_nan():
 )
 @example(np.full((3, 3), 5e-324), 0.0, 5e-324)
 def test_any_value_has_a_color(values, vmin, vmax):
-    assert colorize(values, vmin=vmin, vmax=vmax).shape == (3, 3, 3)
+    low, high = sorted((vmin, vmax))
+    assert colors_of(values, vmin=low, vmax=high).shape == (3, 3, 3)
 
 
 def test_unknown_colormap():
     with pytest.raises(OptionError, match=r"Unknown colormap 'vridis'.*Did you mean 'viridis'"):
-        colorize(np.zeros((1, 1)), cmap="vridis", vmin=0, vmax=1)
+        colors_of(np.zeros((1, 1)), cmap="vridis", vmin=0, vmax=1)
 
 
 # --- blend -----------------------------------------------------------------------------------------------------------
@@ -343,7 +350,7 @@ def test_blend_equals_the_literal_formula(alpha, fade):
 def test_unseen_pixels_are_untouched_and_their_border_is_marked(size, fit_options):
     placement = place(size, (32, 32), **fit_options)
     image = photograph(*size)
-    seen = placement.seen_mask()
+    seen = seen_mask(placement)
     before = image.copy()
     heatmap = upsample(random_grid(4, 4), placement)
     overlay = blend(image, heatmap)

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from tests.folder.test_run import fill, picture_bytes, tiny_model
+from tests.pictures.test_overlay import colors_of
+from tests.references import patch_box
 from vitflow import explain_folder
 from vitflow.errors import OptionError
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import RunFolder
 from vitflow.folder.report import report_run
 from vitflow.pictures.geometry import Placement, place
-from vitflow.pictures.overlay import colorize, scale_range, upsample
+from vitflow.pictures.overlay import scale_range, upsample
 
 HOSTILE = "<img src=x onerror=alert(1)>.jpg"
 CLASSES = ["cat", "dog", "</script><script>alert(2)</script>", "'\"&amp;", "bird"]
@@ -117,7 +119,7 @@ def test_pointing_at_a_patch_tells_its_value(page, summary):
     grid, box = grid_of(row, "rollout"), page.locator("#frame").bounding_box()
     placement = place((40, 48), (32, 32))
     for line, column in ((0, 0), (1, 2), (3, 3)):
-        left, top, right, bottom = placement.patch_box(line, column, 4, 4)
+        left, top, right, bottom = patch_box(placement, line, column, 4, 4)
         scale = box["width"] / 48
         page.mouse.move(box["x"] + scale * (left + right) / 2, box["y"] + scale * (top + bottom) / 2)
         reading = page.locator("#reading").text_content()
@@ -150,7 +152,7 @@ def test_the_heat_is_the_overlay_of_vitflow(page, summary, method):
         heatmap = upsample(grid, Placement((40, 48), (32, 38), (0, 3), (32, 32)))
         seen = ~np.isnan(heatmap)
         assert ((drawn[..., 3] == 0) | seen).all()
-        expected = colorize(heatmap, vmin=low, vmax=high).astype(int)
+        expected = colors_of(heatmap, vmin=low, vmax=high).astype(int)
         solid = seen & (drawn[..., 3] > 200)  # browsers keep colours multiplied by their opacity, in 8 bits
         assert solid.any()
         difference = np.abs(drawn[..., :3].astype(int) - expected)[solid]
@@ -166,7 +168,7 @@ def test_the_colour_bar_is_that_of_the_map(page):
         copy.drawImage($("bar"), 0, 0);
         return [...copy.getImageData(0, 0, 1, 1).data].slice(0, 3);
     }"""
-    assert page.evaluate(first) == colorize(np.zeros((1, 1)), vmin=0, vmax=1)[0, 0].tolist()
+    assert page.evaluate(first) == colors_of(np.zeros((1, 1)), vmin=0, vmax=1)[0, 0].tolist()
     page.get_by_role("tab", name="occlusion").click()
     assert page.evaluate(first) == [0, 0, 255]
     low, high = (page.locator(end).text_content() for end in ("#low", "#high"))

@@ -25,7 +25,8 @@ from vitflow.cli.options import (
 )
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.explaining.method_choices import check_methods
-from vitflow.explaining.method_table import DEFAULT_METHODS, OPTIONS, Method, get_method
+from vitflow.explaining.method_options import OPTIONS
+from vitflow.explaining.method_table import DEFAULT_METHODS, Method, get_method
 from vitflow.pictures.options import FIGURE_FORMATS, SCALINGS
 
 _SUFFIXES = (*FIGURE_FORMATS, ".json")

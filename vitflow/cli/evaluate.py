@@ -19,7 +19,7 @@ from vitflow.cli.options import (
     talking,
 )
 from vitflow.errors import OptionError, printable
-from vitflow.explaining.method_table import OPTIONS
+from vitflow.explaining.method_options import OPTIONS
 
 
 class _MethodOrAll(MethodWithOptions):

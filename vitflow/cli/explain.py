@@ -26,7 +26,7 @@ from vitflow.cli.options import (
 )
 from vitflow.errors import ImageError, OptionError, printable
 from vitflow.explaining.method_choices import choose_methods
-from vitflow.explaining.method_table import OPTIONS
+from vitflow.explaining.method_options import OPTIONS
 from vitflow.pictures.options import WRITE_OPTIONS
 
 _SUFFIXES = tuple(WRITE_OPTIONS)

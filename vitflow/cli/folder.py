@@ -25,7 +25,7 @@ from vitflow.cli.options import (
 )
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.method_choices import choose_methods
-from vitflow.explaining.method_table import OPTIONS
+from vitflow.explaining.method_options import OPTIONS
 from vitflow.pictures.options import OVERLAY_FORMATS
 
 

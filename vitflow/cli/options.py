@@ -13,7 +13,8 @@ from typing import Any
 import click
 
 from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning, printable
-from vitflow.explaining.method_table import OPTIONS, Method, list_methods
+from vitflow.explaining.method_options import OPTIONS
+from vitflow.explaining.method_table import Method, list_methods
 from vitflow.explaining.progress import shown_by
 from vitflow.pictures.options import FITS, INTERPOLATIONS
 

@@ -35,7 +35,7 @@ from vitflow.explaining.progress import watched
 from vitflow.folder.batches import Batches
 from vitflow.folder.fingerprints import run_fingerprint
 from vitflow.folder.keeper import RunFolder, RunProgress, Tally, keep_rows, versions
-from vitflow.folder.work import make_explainer
+from vitflow.folder.work import explainer_for
 from vitflow.pictures.images import ImageSource
 
 #: On how many pictures the costly groups are measured where nothing else is asked for.
@@ -113,7 +113,7 @@ def evaluate(
     check_options(points, sanity_pictures, batch_size, replace_by)
     chosen = label_methods(choose_all(methods), options)
     dataset = open_dataset(data, images=images, limit=limit)
-    explainer = make_explainer(model)
+    explainer = explainer_for(model)
     groups, notes = possible_groups(groups, dataset, explainer)
     if methods is None or methods == "all":
         chosen, left_out = applicable_methods(explainer, dataset, chosen)

@@ -25,7 +25,7 @@ from vitflow.explaining.targets import Targets, is_per_picture
 from vitflow.pictures import figures
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource
-from vitflow.pictures.options import SCALINGS, Interpolation, Scaling
+from vitflow.pictures.options import FIGURE_FORMATS, SCALINGS, Interpolation, Scaling
 
 
 def compare(
@@ -194,7 +194,7 @@ class Comparison:
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the strip (.png, .pdf, .svg; options as for `strip`) or everything as numbers (.json)."""
         path = Path(path)
-        if figures.check_format(path, (*figures.FORMATS, ".json")) != ".json":
+        if figures.check_format(path, (*FIGURE_FORMATS, ".json")) != ".json":
             self.strip(path, **options)
             return path
         if options:

@@ -3,7 +3,7 @@
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,20 @@ from vitflow.errors import (
 from vitflow.explaining.answers import Answered, Picture, activate, apply_methods, probabilities_of
 from vitflow.explaining.contrast import Contrast, contrasts_among, explain_contrasts
 from vitflow.explaining.method_choices import Chosen, MethodChoice, asked_for, choose_methods
-from vitflow.explaining.method_table import get_method
 from vitflow.explaining.needs import Needs
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.shifting import mean_map, moved, moves
+from vitflow.explaining.shifting import explain_shifted
 from vitflow.explaining.targets import Target, Targets, is_per_picture, resolve_targets
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import logits_of, unwrap
 from vitflow.models.checkpoints import architecture_sha256, weights_sha256
-from vitflow.models.facts import ModelFacts, read_facts
+from vitflow.models.facts import read_facts
 from vitflow.models.libraries import forward_options
 from vitflow.models.loading import load_model
 from vitflow.pictures.images import ImageSource, read_image
 from vitflow.pictures.options import FITS, Fit
-from vitflow.pictures.preprocessing import InputSpec, Preprocessing
-from vitflow.recording.isolation import default_device, evaluating, move_to
+from vitflow.pictures.preprocessing import InputSpec
+from vitflow.recording.isolation import default_device, evaluating, move_to, refuse_inference_tensors
 from vitflow.recording.trace import Trace
 
 
@@ -122,7 +121,7 @@ class Explainer:
         self.facts = read_facts(
             self.model, data_config=data_config, class_names=class_names, activation=activation, layout=layout
         )
-        self.preprocessing = _preprocessing(self.facts, fit)
+        self.preprocessing = self.facts.preprocessing(fit)
         self._weighable = True
 
     @property
@@ -205,7 +204,10 @@ class Explainer:
         pictures = [self._read(image, name) for image, name in zip(images, names, strict=True)]
         found = self._explain_read(pictures, chosen, targets, asked)
         if any(own.get("shifts") for _, own in chosen):
-            found = [self._shifted(picture, maps, asked) for picture, maps in zip(pictures, found, strict=True)]
+            found = [
+                explain_shifted(partial(self._explain_read, asked=asked), picture, maps, self.spec)
+                for picture, maps in zip(pictures, found, strict=True)
+            ]
         return [saliency for maps in found for saliency in maps]
 
     def _explain_read(
@@ -224,21 +226,6 @@ class Explainer:
             for index, found in zip(members, found_by_picture, strict=True):
                 results[index] = found
         return results
-
-    def _shifted(self, picture: Picture, maps: Sequence[Saliency], asked: frozenset[str]) -> list[Saliency]:
-        """One picture's maps, for those methods that ask for shifts their means over the moved crops, as one batch."""
-        pixels = moves(self.spec)
-        crops = [replace(picture, placement=moved(picture.placement, move)) for move in pixels]
-        found = []
-        for one in maps:
-            if one.options.get("shifts"):
-                targets = None if one.target is None else np.full(len(crops), one.target)
-                own = [(get_method(one.method), {**one.options, "shifts": 0})]
-                shifted = [of_crop[0] for of_crop in self._explain_read(crops, own, targets, asked)]
-                grid = mean_map([each.grid for each in shifted], pixels, picture.placement.input_size)
-                one = replace(one, grid=grid, seconds=one.seconds + sum(each.seconds for each in shifted))
-            found.append(one)
-        return found
 
     def refusals(self, methods: Sequence[MethodChoice]) -> dict[str, str]:
         """Which of these methods do not apply to this model, and why: tried one by one on a grey picture."""
@@ -296,7 +283,7 @@ class Explainer:
         """Explain pictures of one input size: [pictures][methods and targets]."""
         gradients = Needs.of(chosen).gradients
         if gradients:
-            _refuse_inference_tensors(self.model)
+            refuse_inference_tensors(self.model)
         # Leaving inference mode lets a caller's torch.inference_mode() stand around this.
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(self.model):
             started = time.perf_counter()
@@ -355,23 +342,5 @@ class Explainer:
             return activate(self.logits(pixels), self.activation)
 
 
-def _preprocessing(facts: ModelFacts, fit: str) -> Preprocessing:
-    spec = facts.input
-    if fit == "native" and (spec.patch_size is None or not spec.dynamic):
-        raise UnsupportedModelError(
-            f"fit='native' needs a model that takes pictures of any size, and {facts.id} was built for "
-            f"{spec.size[0]} × {spec.size[1]} pixels. Build it with dynamic_img_size=True, or use fit='pad'."
-        )
-    return Preprocessing(spec, fit)  # type: ignore[arg-type]
-
-
 def _name(source: ImageSource, number: int) -> str:
     return str(source) if isinstance(source, str | Path) else f"picture {number}"
-
-
-def _refuse_inference_tensors(model: nn.Module) -> None:
-    if any(parameter.is_inference() for parameter in model.parameters()):
-        raise ModelError(
-            f"The weights of {type(model).__name__} were made under torch.inference_mode(), and no gradient can pass "
-            "them. Build or load the model outside of it; explaining inside is fine."
-        )

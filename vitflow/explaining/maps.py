@@ -73,15 +73,12 @@ def rollout(
     trace: Trace,
     *,
     head_fusion: HeadFusion,
-    discard_ratio: float,
-    residual: float,
-    start_layer: int,
     value_weighted: ValueWeighting,
     patch: Patch | None,
+    **options: Any,
 ) -> Maps:
     """Attention rollout of the readout, on the patch grid; on the finest one where stages differ."""
     readout, matrices = readout_of(trace, patch), trace.fused(head_fusion, value_weighted=value_weighted)
-    options = {"discard_ratio": discard_ratio, "residual": residual, "start_layer": start_layer}
     return _through_layers(trace, matrices, readout, **options)
 
 
@@ -158,15 +155,12 @@ def gradient_rollout(
     trace: AskedTrace,
     *,
     head_fusion: HeadFusion,
-    discard_ratio: float,
-    residual: float,
-    start_layer: int,
     value_weighted: ValueWeighting,
     patch: Patch | None,
+    **options: Any,
 ) -> Maps:
     """Gradient rollout of the readout for the target, on the patch grid; on the finest one where stages differ."""
     readout, matrices = readout_of(trace, patch), _for_the_class(trace, head_fusion, value_weighted)
-    options = {"discard_ratio": discard_ratio, "residual": residual, "start_layer": start_layer}
     return _through_layers(trace, matrices, readout, **options)
 
 

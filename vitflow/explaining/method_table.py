@@ -8,42 +8,11 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
-from vitflow.errors import OptionError, unknown_name, whole_number
+from vitflow.errors import OptionError, unknown_name
+from vitflow.explaining.method_options import COMMON, REFINING
 
-# When a method's map is spread among the patches that the model treats alike; and the options of that step.
+# When a method's map is spread among the patches that the model treats alike.
 Refined = Literal["after", "within", "never"]
-REFINING: Mapping[str, Any] = {"refine": 0, "affinity": "attention"}
-# Options of every method but the baselines.
-COMMON: Mapping[str, Any] = {**REFINING, "shifts": 0}
-
-
-def check_common(options: Mapping[str, Any]) -> None:
-    """Raise OptionError unless those of the common options that are there can be used."""
-    whole_number("refine", options.get("refine", 0), 0)
-    affinities = OPTIONS["affinity"].choices
-    if options.get("affinity", affinities[0]) not in affinities:
-        raise OptionError(unknown_name("affinity", options["affinity"], affinities))
-    if options.get("shifts", 0) not in (0, 4) or isinstance(options.get("shifts"), bool):
-        raise OptionError(f"Expected shifts of 0 or 4, got {options['shifts']!r}.")
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One option that methods may have; the command line and the checks are made from it.
-
-    Attributes:
-        name: its Python name; the command line writes dashes.
-        kind: the Python type of a value; "choice" takes one of `choices`.
-        help: one sentence for the command line.
-        choices: the values of a "choice".
-        metavar: what stands for the value in the help.
-    """
-
-    name: str
-    kind: type | str
-    help: str
-    choices: tuple[str, ...] = ()
-    metavar: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,65 +84,6 @@ class Method:
             defaults |= self.presets[preset]
         return {name: default if options.get(name) is None else options[name] for name, default in defaults.items()}
 
-
-OPTIONS: dict[str, Option] = {
-    option.name: option
-    for option in (
-        Option("head_fusion", "choice", "How the heads of a layer become one matrix.", ("mean", "max", "min")),
-        Option("discard_ratio", float, "Share of the smallest attention values to set to 0.", metavar="0…<1"),
-        Option("residual", float, "Share of the residual connection in each layer.", metavar="0…<1"),
-        Option("start_layer", int, "First layer of the product, counted from 1; 2 leaves out layer 1.", metavar="N"),
-        Option("layer", int, "Layer to look at, counted from 1; -1 is the last.", metavar="N"),
-        Option("head", int, "One head's own attention instead of the fused heads, counted from 0.", metavar="N"),
-        Option(
-            "value_weighted",
-            bool,
-            "Weight attention by the norm of the value vectors that it passes on; off: attention as it is; output: by "
-            "what these vectors add to the attention's output, along that output.",
-        ),
-        Option(
-            "patch",
-            "patch",
-            "Explain what this patch of the top layer holds, not the whole answer; row and column count from 0.",
-            (),
-            "ROW,COL",
-        ),
-        Option("patch_size", int, "Pixels per side of a patch, where it need not be the model's own.", metavar="N"),
-        Option("occlusion_batch", int, "Pictures with a hidden patch per forward pass.", metavar="N"),
-        Option("random_seed", int, "Seed of the random map.", metavar="N"),
-        Option("sigma", float, "Width of the centre prior, as a share of the picture's side.", metavar="S"),
-        Option(
-            "layers",
-            "text",
-            "Layers that the flow runs through: the last N, FIRST:LAST counted from 1, or all; alone, all stands for "
-            "the paper's definition.",
-            (),
-            "N|A:B|all",
-        ),
-        Option("below", "choice", "What carries the flow on to the input below its layers.", ("rollout", "none")),
-        Option("solver", "choice", "What solves the maximum flows.", ("exact", "networkx")),
-        Option(
-            "refine",
-            int,
-            "Steps that spread the map among the patches that the model treats alike; 0: none.",
-            metavar="N",
-        ),
-        Option(
-            "affinity",
-            "choice",
-            "What tells which patches are alike for --refine: that they attend to the same patches, that their keys "
-            "point the same way, or both.",
-            ("attention", "keys", "both"),
-        ),
-        Option(
-            "shifts",
-            int,
-            "Mean over so many crops, each moved by half a patch: 4, or 0 for the model's own crop alone.",
-            metavar="0|4",
-        ),
-        Option("preset", "choice", "The published definition, where the defaults differ.", ("paper",)),
-    )
-}
 
 #: Maps that know nothing of the model's answer: a map that looks no better than these says nothing.
 BASELINES = ("random", "centre")

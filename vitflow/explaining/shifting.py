@@ -1,6 +1,6 @@
 """Shifts: the mean map over crops of the picture that are moved by half a patch, so that no patch border decides."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,8 +8,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import UnsupportedModelError
+from vitflow.explaining.answers import Picture
+from vitflow.explaining.method_choices import Chosen
+from vitflow.explaining.method_table import get_method
+from vitflow.explaining.saliency import Saliency
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.preprocessing import InputSpec
+
+
+def explain_shifted(
+    explain: Callable[[Sequence[Picture], Chosen, Any], list[list[Saliency]]],
+    picture: Picture,
+    maps: Sequence[Saliency],
+    spec: InputSpec,
+) -> list[Saliency]:
+    """One picture's maps, for those methods that ask for shifts their means over the moved crops, as one batch.
+
+    Args:
+        explain: gives the maps of some pictures, by method and target: [pictures][methods and targets].
+        picture: the picture, placed without a shift.
+        maps: its maps without a shift.
+        spec: the input of the model.
+
+    Raises:
+        UnsupportedModelError: as for `moves`.
+    """
+    pixels = moves(spec)
+    crops = [replace(picture, placement=moved(picture.placement, move)) for move in pixels]
+    found = []
+    for one in maps:
+        if one.options.get("shifts"):
+            targets = None if one.target is None else np.full(len(crops), one.target)
+            own = [(get_method(one.method), {**one.options, "shifts": 0})]
+            shifted = [of_crop[0] for of_crop in explain(crops, own, targets)]
+            grid = mean_map([each.grid for each in shifted], pixels, picture.placement.input_size)
+            one = replace(one, grid=grid, seconds=one.seconds + sum(each.seconds for each in shifted))
+        found.append(one)
+    return found
 
 
 def moves(spec: InputSpec) -> list[tuple[int, int]]:

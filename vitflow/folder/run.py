@@ -27,7 +27,7 @@ from vitflow.folder.manifest import MANIFEST_FORMATS, load_pyarrow, write_manife
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, list_inputs
 from vitflow.folder.rows import is_folder_row
-from vitflow.folder.work import Job, make_explainer, make_job
+from vitflow.folder.work import Job, explainer_for, make_job
 from vitflow.pictures.files import remove_inside
 from vitflow.pictures.images import MAX_PIXELS
 from vitflow.pictures.overlay import blend
@@ -143,7 +143,7 @@ def explain_folder(
     folder = RunFolder(Path(output))
     # What is wrong with the sources is told before a model is loaded, and nothing is written.
     listing = list_inputs(sources, folder.path, recursive=recursive, glob=glob, limit=limit)
-    explainer = make_explainer(model)
+    explainer = explainer_for(model)
     _check_target(job, explainer)
     fingerprint = _fingerprint(listing.root, job, explainer)
     header = {"run": fingerprint, "max_pixels": max_pixels}

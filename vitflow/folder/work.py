@@ -103,26 +103,13 @@ def make_job(
     return Job(tuple(labelled), target, dict(drawing or {}), format, save_map)
 
 
-def make_explainer(model: str | Path | nn.Module | Explainer | Callable[[], Explainer]) -> Explainer:
+def explainer_for(model: str | Path | nn.Module | Explainer | Callable[[], Explainer]) -> Explainer:
     """The explainer for whatever stands for a model."""
     if isinstance(model, Explainer):
         return model
     if callable(model) and not isinstance(model, nn.Module):
         return model()
     return Explainer(model)
-
-
-def explain_pictures(explainer: Explainer, pictures: Sequence[Picture], job: Job) -> list[Explained]:
-    """Explain a batch: a row for every picture, and the encoded files of those that worked.
-
-    What is wrong with one picture goes into its row. The result depends on the arguments alone, so that the same work
-    can be done by any process that holds the model.
-
-    Raises:
-        OptionError, UnsupportedModelError: no picture could be explained this way.
-    """
-    maps = compute_maps(Batches(explainer, len(pictures)), pictures, job)
-    return [draw_files(picture, found, job) for picture, found in zip(pictures, maps, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,7 +123,11 @@ class PictureMaps:
 
 
 def compute_maps(batches: Batches, pictures: Sequence[Picture], job: Job) -> list[PictureMaps]:
-    """Run the model over a batch; what is wrong with one picture is told in its own place."""
+    """Run the model over a batch; what is wrong with one picture is told in its own place.
+
+    Raises:
+        OptionError, UnsupportedModelError: no picture could be explained this way.
+    """
     methods = [(name, options) for _, name, options in job.methods]
 
     def explain(members: Sequence[Picture]) -> list[PictureMaps]:

@@ -92,69 +92,13 @@ def attention_rollout(
     return row.squeeze(1)
 
 
-def gradient_rollout(
-    attentions: Sequence[Tensor] | Tensor,
-    gradients: Sequence[Tensor] | Tensor,
-    *,
-    head_fusion: HeadFusion = "mean",
-    discard_ratio: float = 0.0,
-    residual: float = 0.5,
-    start_layer: int = 1,
-    num_prefix_tokens: int = 1,
-    readout: Tensor | None = None,
-) -> Tensor:
-    """Gradient rollout: rollout over W_l = mean over heads of (A_l ⊙ ∇A_l)⁺, which speaks for one class.
-
-    The entries of W_l are as small as the gradients, and its rows do not sum to 1, so that `residual` decides how much
-    longer paths count: near 1 the map is a sum of the layers' own rows.
-
-    Args:
-        attentions: layers of [batch, heads, tokens, tokens], first layer first; weighted by their values, if wished.
-        gradients: of each picture's target logit with respect to the attention probabilities, of the same shapes.
-        head_fusion: "mean" (the original), "max" or "min" over heads of (A_l ⊙ ∇A_l)⁺.
-        discard_ratio, residual, start_layer, num_prefix_tokens, readout: as for `attention_rollout`.
-
-    Returns:
-        As for `attention_rollout`.
-
-    Raises:
-        OptionError: an option lies outside its range.
-        ShapeError: wrong shapes, or values that are not finite.
-
-    Source: J. Gildenblat, "Exploring Explainability for Vision Transformers", 2020; with the gradient of the
-    probabilities, per picture, and its layers in the order of the attention.
-
-    >>> layer = torch.tensor([[[[0.5, 0.5], [0.5, 0.5]]]])
-    >>> gradient_rollout([layer], [torch.tensor([[[[0.0, 2.0], [-1.0, 0.0]]]])])
-    tensor([[[0.5000, 0.5000],
-             [0.0000, 1.0000]]])
-    """
-    return attention_rollout(
-        for_the_class(attentions, gradients, head_fusion),
-        discard_ratio=discard_ratio,
-        residual=residual,
-        start_layer=start_layer,
-        num_prefix_tokens=num_prefix_tokens,
-        readout=readout,
-    )
-
-
-def gae(
-    attentions: Sequence[Tensor] | Tensor,
-    gradients: Sequence[Tensor] | Tensor,
-    *,
-    head_fusion: HeadFusion = "mean",
-    start_layer: int = 1,
-    readout: Tensor | None = None,
-) -> Tensor:
-    """Generic attention explainability: R ← R + mean over heads of (A_l ⊙ ∇A_l)⁺ R from R = I, without normalisation.
+def relevance(layers: Sequence[Tensor], *, start_layer: int = 1, readout: Tensor | None = None) -> Tensor:
+    """Generic attention explainability: R ← R + W_l R from R = I, without normalisation.
 
     With a `readout` q only the row qᵀ (I + W_L) ⋯ (I + W_s) is computed, from the top, in O(L · N²).
 
     Args:
-        attentions: layers of [batch, heads, tokens, tokens], first layer first; weighted by their values, if wished.
-        gradients: of each picture's target logit with respect to the attention probabilities, of the same shapes.
-        head_fusion: "mean" (the paper), "max" or "min" over heads of (A_l ⊙ ∇A_l)⁺.
+        layers: W_l as `for_the_class` makes them, [batch, tokens, tokens], first layer first.
         start_layer: s, the first layer that counts; 1 is the paper.
         readout: weight of each token of the top layer in the model's answer, [tokens] or [batch, tokens].
 
@@ -168,17 +112,6 @@ def gae(
 
     Source: Chefer, Gur & Wolf, "Generic Attention-model Explainability for Interpreting Bi-Modal and Encoder-Decoder
     Transformers", ICCV 2021, §3, self-attention.
-
-    >>> layer = torch.tensor([[[[0.5, 0.5], [0.5, 0.5]]]])
-    >>> gae([layer], [torch.tensor([[[[0.0, 2.0], [-1.0, 0.0]]]])])
-    tensor([[[1., 1.],
-             [0., 1.]]])
-    """
-    return relevance(for_the_class(attentions, gradients, head_fusion), start_layer=start_layer, readout=readout)
-
-
-def relevance(layers: Sequence[Tensor], *, start_layer: int = 1, readout: Tensor | None = None) -> Tensor:
-    """R ← R + W_l R from R = I, through fused layers W_l [batch, tokens, tokens]; arguments and result as for `gae`.
 
     >>> relevance([torch.tensor([[[0.0, 0.5], [0.0, 0.0]]])], readout=torch.tensor([1.0, 0.0]))
     tensor([[1.0000, 0.5000]])
@@ -200,7 +133,30 @@ def relevance(layers: Sequence[Tensor], *, start_layer: int = 1, readout: Tensor
 def for_the_class(
     attentions: Sequence[Tensor] | Tensor, gradients: Sequence[Tensor] | Tensor, head_fusion: HeadFusion
 ) -> list[Tensor]:
-    """W_l, the fused (A_l ⊙ ∇A_l)⁺ of each layer, [batch, tokens, tokens]; ShapeError unless the shapes agree."""
+    """W_l, the fused (A_l ⊙ ∇A_l)⁺ of each layer, [batch, tokens, tokens], which speaks for one class.
+
+    Gradient rollout is `attention_rollout` over them. Their entries are as small as the gradients, and their rows do
+    not sum to 1, so that `residual` decides how much longer paths count: near 1 the map is a sum of the layers' rows.
+
+    Args:
+        attentions: layers of [batch, heads, tokens, tokens], first layer first; weighted by their values, if wished.
+        gradients: of each picture's target logit with respect to the attention probabilities, of the same shapes.
+        head_fusion: "mean" (both papers), "max" or "min" over heads.
+
+    Raises:
+        OptionError: an unknown head fusion.
+        ShapeError: the shapes do not agree.
+
+    Source: J. Gildenblat, "Exploring Explainability for Vision Transformers", 2020; with the gradient of the
+    probabilities, per picture, and its layers in the order of the attention.
+
+    >>> layer = torch.tensor([[[[0.5, 0.5], [0.5, 0.5]]]])
+    >>> weights = for_the_class([layer], [torch.tensor([[[[0.0, 2.0], [-1.0, 0.0]]]])], "mean")
+    >>> attention_rollout(weights), relevance(weights)
+    (tensor([[[0.5000, 0.5000],
+             [0.0000, 1.0000]]]), tensor([[[1., 1.],
+             [0., 1.]]]))
+    """
     attentions, gradients = layers_of(attentions), layers_of(gradients)
     if len(attentions) != len(gradients):
         raise ShapeError(

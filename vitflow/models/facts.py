@@ -11,7 +11,7 @@ from typing import Any
 from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_model_data_config
 from torch import nn
 
-from vitflow.errors import ModelError, OptionError
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.models.anatomy import transformer_of, unwrap
 from vitflow.models.libraries import (
@@ -23,7 +23,8 @@ from vitflow.models.libraries import (
     library_data_config,
     library_id,
 )
-from vitflow.pictures.preprocessing import InputSpec
+from vitflow.pictures.options import Fit
+from vitflow.pictures.preprocessing import InputSpec, Preprocessing
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,20 @@ class ModelFacts:
             "class_names_sha256": None if names is None else hashlib.sha256(names).hexdigest(),
             "layout": None if self.layout is None else asdict(self.layout),
         }
+
+    def preprocessing(self, fit: Fit) -> Preprocessing:
+        """How pictures become its input.
+
+        Raises:
+            UnsupportedModelError: it does not take the pictures of this fit.
+        """
+        if fit == "native" and (self.input.patch_size is None or not self.input.dynamic):
+            raise UnsupportedModelError(
+                f"fit='native' needs a model that takes pictures of any size, and {self.id} was built for "
+                f"{self.input.size[0]} × {self.input.size[1]} pixels. Build it with dynamic_img_size=True, or use "
+                "fit='pad'."
+            )
+        return Preprocessing(self.input, fit)
 
 
 def read_facts(

@@ -20,9 +20,6 @@ from vitflow.pictures.files import write_atomically
 from vitflow.pictures.options import FIGURE_FORMATS
 from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, Page
 
-#: What figures can be written as.
-FORMATS = FIGURE_FORMATS
-
 #: Pixels per inch of the pictures in a strip, in every format; text and lines are vectors in PDF and SVG.
 DPI = 200
 
@@ -223,7 +220,7 @@ def _draw_foot(page: Page, bars: Sequence[Bar], note: str, y: float) -> float:
     return y + max(len(lines), len(bars), 1) * step + _ROW_GAP
 
 
-def check_format(path: str | os.PathLike[str], formats: Sequence[str] = FORMATS) -> str:
+def check_format(path: str | os.PathLike[str], formats: Sequence[str] = FIGURE_FORMATS) -> str:
     """The suffix of a file to write, in lower case; OptionError if it is none of the formats."""
     suffix = Path(path).suffix.lower()
     if suffix not in formats:
@@ -247,7 +244,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
 
 def figure_bytes(figure: Figure, suffix: str) -> bytes:
-    """A figure as a file of one of the `FORMATS`."""
+    """A figure as a file of one of the `FIGURE_FORMATS`."""
     metadata: dict[str, Any] = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}, ".png": {}}[suffix]
     settings: Any = {"savefig.bbox": None, "svg.fonttype": "none", "svg.hashsalt": "vitflow", "pdf.fonttype": 42}
     # Packing harder than this takes three times as long and saves a tenth of the file.

@@ -1,7 +1,7 @@
 """Placement: which part of a picture the model sees, and where each of its pixels lies in the model input."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar, get_args
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitflow.errors import OptionError, OutsideGridError, ShapeError, unknown_name
+from vitflow.errors import OptionError, ShapeError, unknown_name
 from vitflow.pictures.options import FITS, Fit
 
 CropMode = Literal["center", "squash", "border"]
@@ -79,13 +79,6 @@ class Placement:
         """Whether the centre of every pixel of the original lies inside the model input."""
         return self.seen_box == (0, 0, self.image_size[1], self.image_size[0])
 
-    def seen_mask(self) -> NDArray[np.bool_]:
-        """Which pixels of the original the model saw: [height, width]."""
-        left, top, right, bottom = self.seen_box
-        mask = np.zeros(self.image_size, dtype=np.bool_)
-        mask[top:bottom, left:right] = True
-        return mask
-
     def to_input(self, y: Coordinate, x: Coordinate) -> tuple[Coordinate, Coordinate]:
         """Map a point of the original picture to the model input; it may lie outside of it.
 
@@ -108,40 +101,9 @@ class Placement:
             (x + self.offset[1]) * self.image_size[1] / self.resized_size[1],
         )
 
-    def patch_box(self, row: int, col: int, rows: int, cols: int) -> tuple[float, float, float, float]:
-        """(left, top, right, bottom) of one patch of a rows × cols grid, in pixels of the original picture.
-
-        It reaches beyond the picture where the model input was padded.
-
-        Raises:
-            OutsideGridError: the patch lies outside the grid.
-
-        >>> place((480, 640), (224, 224), fit="squash").patch_box(0, 13, 14, 14)
-        (594.2857142857143, 0.0, 640.0, 34.285714285714285)
-        """
-        if not (0 <= row < rows and 0 <= col < cols):
-            raise OutsideGridError(f"Patch ({row}, {col}) lies outside the grid of {rows} × {cols} patches.")
-        height, width = self.input_size
-        top, left = self.to_image(row * height / rows, col * width / cols)
-        bottom, right = self.to_image((row + 1) * height / rows, (col + 1) * width / cols)
-        return left, top, right, bottom
-
     def to_dict(self) -> dict[str, Any]:
         """The fields as lists and strings, ready for JSON."""
         return {name: value if isinstance(value, str) else list(value) for name, value in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "Placement":
-        """Rebuild a placement from what to_dict() gave.
-
-        >>> placement = place((480, 640), (224, 224))
-        >>> Placement.from_dict(placement.to_dict()) == placement
-        True
-        """
-        values: dict[str, Any] = {
-            name: value if isinstance(value, str) else tuple(value) for name, value in fields.items()
-        }
-        return cls(**values)
 
 
 def place(

@@ -21,9 +21,6 @@ SEQUENTIAL, DIVERGING = "turbo", "bwr"
 #: Negative values up to this share of the largest are rounding, and do not make a map one with two signs.
 _ROUNDING = 1e-6
 
-#: Colour of NaN where a map is drawn on its own.
-NAN_COLOR = (128, 128, 128)
-
 _OPENCV_FLAGS = {"linear": cv2.INTER_LINEAR, "cubic": cv2.INTER_CUBIC}
 
 
@@ -91,7 +88,7 @@ def scale_range(
     darken all others; where both fall on the same value, as in a map that is almost everywhere 0, the extremes are
     used. Without it they are the extremes. A map with negative values gets limits at equal distances from 0: the 98th
     percentile of its absolute values, or the largest. A map that is constant up to the rounding of float32 gives two
-    equal limits, and colorize() draws it in the one colour of low values.
+    equal limits, and blend() draws it in the one colour of low values.
 
     Args:
         values: the map, of any shape.
@@ -148,31 +145,6 @@ def has_two_sides(vmin: float, vmax: float) -> bool:
     (True, False)
     """
     return vmin < 0 < vmax
-
-
-def colorize(
-    values: NDArray[np.floating[Any]], *, cmap: str | None = None, vmin: float, vmax: float
-) -> NDArray[np.uint8]:
-    """Give each value its colour: [height, width] → uint8 RGB [height, width, 3].
-
-    Values beyond the limits take the colour of the limit. Where 0 lies between the limits, it takes the colour in the
-    middle, and each side has its half. Where vmin equals vmax, what lies above takes the upper colour and the rest the
-    lower one. NaN is drawn grey.
-
-    Args:
-        values: the map.
-        cmap: name of a colormap of matplotlib; by default "turbo", or "bwr" where 0 lies between the limits.
-        vmin, vmax: the values of the first and the last colour; scale_range() proposes them.
-
-    Raises:
-        OptionError: the colormap is unknown.
-
-    >>> colorize(np.array([[0.0, 1.0, np.nan]]), cmap="gray", vmin=0, vmax=1).tolist()
-    [[[0, 0, 0], [255, 255, 255], [128, 128, 128]]]
-    """
-    table, _ = color_table(cmap, has_two_sides(vmin, vmax))
-    colors = np.concatenate([table, np.array([NAN_COLOR], dtype=np.uint8)])
-    return colors[_color_index(values, vmin, vmax, len(colors) - 1)]
 
 
 def blend(
@@ -269,13 +241,6 @@ def _lookup_table(cmap: str) -> NDArray[np.uint8]:
     return table
 
 
-def _color_index(values: NDArray[np.floating[Any]], vmin: float, vmax: float, steps: int) -> NDArray[np.intp]:
-    """Which of `steps` colours each value takes: 0 at vmin, steps − 1 at vmax, steps for NaN."""
-    index = np.empty(values.shape, dtype=np.intp)
-    _find_steps(_floats(values).reshape(-1), float(vmin), float(vmax), steps, index.reshape(-1))
-    return index
-
-
 def _floats(values: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
     """The values as the compiled functions take them: in order, and as float32 or float64."""
     return np.ascontiguousarray(values, dtype=values.dtype if values.dtype == np.float32 else np.float64)
@@ -295,12 +260,6 @@ def _step(value: float, vmin: float, vmax: float, steps: int) -> int:
         side = position / -vmin if position < 0 else position / vmax
         return int(min((side + 1) / 2 * steps, steps - 1.0))
     return int(min((position - vmin) / (vmax - vmin) * steps, steps - 1.0))
-
-
-@compiled
-def _find_steps(values: Any, vmin: float, vmax: float, steps: int, index: Any) -> None:
-    for place in range(values.size):
-        index[place] = _step(values[place], vmin, vmax, steps)
 
 
 @compiled

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from vitflow.errors import OptionError
+from vitflow.errors import ModelError, OptionError
 
 _guard = threading.Lock()
 _turns: WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = WeakKeyDictionary()
@@ -164,3 +164,12 @@ def _no_fast_path() -> Iterator[None]:
 no_fast_path = _WhileAny(_no_fast_path)
 #: Have compiled code run as it was written: compiled code shows no calls.
 uncompiled = _WhileAny(lambda: torch.compiler.set_stance("force_eager"))
+
+
+def refuse_inference_tensors(model: nn.Module) -> None:
+    """Raise ModelError if the weights were made where no gradient can pass them."""
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ModelError(
+            f"The weights of {type(model).__name__} were made under torch.inference_mode(), and no gradient can pass "
+            "them. Build or load the model outside of it; explaining inside is fine."
+        )

@@ -33,6 +33,7 @@ from vitflow.pictures import figures
 from vitflow.pictures.charts import Series, draw_lines
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource, find_images
+from vitflow.pictures.options import FIGURE_FORMATS
 from vitflow.pictures.typesetting import decimal
 from vitflow.recording.isolation import evaluating
 from vitflow.recording.recorder import record_attention
@@ -275,8 +276,8 @@ class RankCorrelation:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the chart (.png, .pdf, .svg), the tables (.md) or all values (.json)."""
         path = Path(path)
-        suffix = figures.check_format(path, (*figures.FORMATS, ".md", ".json"))
-        if suffix in figures.FORMATS:
+        suffix = figures.check_format(path, (*FIGURE_FORMATS, ".md", ".json"))
+        if suffix in FIGURE_FORMATS:
             return figures.save_figure(self.figure(), path)
         text = self.to_markdown() if suffix == ".md" else json.dumps(self.to_dict())
         with write_atomically(path) as file:
