@@ -48,6 +48,8 @@ class Workspace(NamedTuple):
     queue: Ints  # [nodes]: the labelled nodes, by level
     path: Ints  # the nodes of a path, from the sink upwards
     steps: Ints  # its edges, −1 − e for those that it goes back on
+    room: Floats  # [layers of edges]: what each node of a straight path is still asked for
+    sent: Floats  # [layers of edges]: what it has passed on
 
 
 def workspace(graph: Graph) -> Workspace:
@@ -72,6 +74,8 @@ def workspace(graph: Graph) -> Workspace:
         queue=np.empty(nodes, np.int32),
         path=np.empty(nodes + 1, np.int32),
         steps=np.empty(nodes + 1, np.int32),
+        room=np.empty(len(graph.full)),
+        sent=np.empty(len(graph.full)),
     )
 
 
@@ -146,15 +150,17 @@ def _push(
 
 
 @compiled
-def _push_straight(graph: Graph, dust: float, work: Workspace) -> None:
+def _push_straight(graph: Graph, dust: float, enough: float, work: Workspace) -> None:
     """Block every path that goes straight up and whose supply, demand and edges all exceed the dust.
 
-    A depth-first search upwards from each demand. A node from which no supply can be reached is of no use from then on.
+    A depth-first search upwards from each demand: a node passes on, edge by edge, as much as it was asked for, and an
+    edge is written once for all that comes down through its upper node. A node that cannot pass on all has no supply
+    left above it, and is of no use from then on. It stops early when the flow is `enough`.
     """
     base, row, above, full = graph.base, graph.row, graph.above, graph.full
     residual, slot, log, carried, below = work.residual, work.slot, work.log, work.carried, work.below
     following, first, supply, demand = work.following, work.first, work.supply, work.demand
-    arc, live, path, steps = work.arc, work.live, work.path, work.steps
+    arc, live, path, steps, room, sent = work.arc, work.live, work.path, work.steps, work.room, work.sent
     layers = len(base) - 2
     top = base[layers]
     used, flow = work.used[0], work.flow[0]
@@ -165,35 +171,48 @@ def _push_straight(graph: Graph, dust: float, work: Workspace) -> None:
         if not supply[i] > dust:
             live[top + i] = top + i + 1
     for sink in range(len(demand)):
-        path[0] = sink
-        while demand[sink] > dust and live[sink] == sink:
-            q = 0
-            while 0 <= q < layers:
-                v = path[q]
-                end, shift = row[v + 1], base[q + 1] - row[v]
+        if flow >= enough:
+            break
+        if not demand[sink] > dust:
+            continue
+        q = 0
+        path[0], room[0], sent[0] = sink, demand[sink], 0.0
+        while True:
+            v = path[q]
+            e = end = row[v + 1]
+            if room[q] > 0.0:
+                shift = base[q + 1] - row[v]
                 e = _open_edge(arc[v], end, full[q], shift, above, live, residual, dust)
                 arc[v] = e
-                if e < end:
-                    steps[q] = e
-                    q += 1
-                    path[q] = e + shift if full[q - 1] else above[e]
-                else:
+                if e == end:
                     live[v] = v + 1
-                    q -= 1
-            if q < 0:
+            if e < end:
+                upper = e + shift if full[q] else above[e]
+                amount = min(room[q], residual[e])
+                steps[q] = e
+                if q + 1 < layers:
+                    q += 1
+                    path[q], room[q], sent[q] = upper, amount, 0.0
+                    continue
+                amount = min(amount, supply[upper - top])
+                supply[upper - top] -= amount
+                if not supply[upper - top] > dust:
+                    live[upper] = upper + 1
+            elif q > 0:
+                upper = v
+                q -= 1
+                amount = min(room[q], residual[steps[q]])
+                if room[q + 1] > 0.0:  # all that was asked for is not its sum, to the last bit
+                    amount = min(amount, sent[q + 1])
+            else:
                 break
-            source = path[layers]
-            amount = min(demand[sink], supply[source - top])
-            for q in range(layers):
-                amount = min(amount, residual[steps[q]])
-            for q in range(layers):
-                v, e, upper = path[q], steps[q], path[q + 1]
+            if amount > 0.0:
+                v, e = path[q], steps[q]
                 used = _push(residual, slot, log, carried, below, following, first, used, v, e, upper, amount)
-            flow += amount
-            demand[sink] -= amount
-            supply[source - top] -= amount
-            if not supply[source - top] > dust:
-                live[source] = source + 1
+                room[q] -= amount
+                sent[q] += amount
+        demand[sink] = room[0]
+        flow += sent[0]
     work.used[0], work.flow[0] = used, flow
 
 
@@ -412,7 +431,7 @@ def solve(
         work.flow[0] = 0.0
         work.used[0] = 0
         work.first[:] = -1
-        _push_straight(graph, least, work)
+        _push_straight(graph, least, enough, work)
         if search and work.flow[0] < enough:
             _search(graph, demands[j], least, crossing[j], work)
             if len(labels) > 0:
