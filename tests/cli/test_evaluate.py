@@ -35,7 +35,7 @@ def folder(tmp_path) -> Path:
 
 
 def test_data_may_be_an_argument_or_an_option():
-    first, second = invoke("demo:3", *SHORT), invoke("--data", "demo:3", *SHORT)
+    first, second = (invoke(*data, *SHORT, "--refine", "0") for data in (["demo:3"], ["--data", "demo:3"]))
     assert (first.return_value, second.return_value) == (None, None)
     assert first.stdout == second.stdout
     assert "| method | pointing game ↑ | energy in object ↑ | ROC-AUC ↑ |" in first.stdout
