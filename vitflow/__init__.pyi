@@ -3,12 +3,12 @@ from .errors import VitflowWarning as VitflowWarning
 from .evaluation.run import evaluate as evaluate
 from .explaining.comparison import Comparison as Comparison
 from .explaining.comparison import compare as compare
-from .explaining.contrast import Contrast as Contrast
 from .explaining.explainer import Explainer as Explainer
 from .explaining.explainer import explain as explain
 from .explaining.method_table import list_methods as list_methods
 from .explaining.method_table import register_method as register_method
 from .explaining.saliency import Saliency as Saliency
+from .explaining.targets import Contrast as Contrast
 from .folder.run import FolderSummary as FolderSummary
 from .folder.run import explain_folder as explain_folder
 from .methods.flow.attention_flow import FlowResult as FlowResult

@@ -1,6 +1,7 @@
 """One class against another: the map, its number, and where it is refused."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from vitflow import Contrast, Explainer, compare
 from vitflow.cli import cli
 from vitflow.demo import draw_picture, sample_pictures
 from vitflow.errors import OptionError
+from vitflow.explaining.contrast import contrasted
 from vitflow.explaining.method_table import list_methods
 from vitflow.pictures.images import write_image
 
@@ -141,3 +143,10 @@ def test_a_folder_and_its_report_show_contrasts(tmp_path, demo):
     assert result.exit_code == 2 and "Unknown class 'nothing'" in result.stderr
     result = CliRunner().invoke(cli, ["folder", "--model", "demo", *own, "--method", "rollout", "--overwrite"])
     assert result.exit_code == 2 and "class-specific" in result.stderr
+
+
+def test_a_probability_that_was_rounded_to_0_gives_no_number(demo):
+    first, second = demo.explain_batch([PICTURE.image], methods=["gae"], targets=[0, 1])
+    told = contrasted(Contrast(0, 1), first, replace(second, probability=0.0))
+    assert told.contrast.value is None and told.contrast.told == ""
+    assert json.loads(json.dumps(told.to_dict(), allow_nan=False))["value"] is None

@@ -188,7 +188,7 @@ def asked_for(target: Any, given: Mapping[str, Any]) -> Any:
     """The class to explain, or a contrast of it and the one that was set against it."""
     if given["against"] is None:
         return target
-    from vitflow.explaining.contrast import Contrast
+    from vitflow.explaining.targets import Contrast
 
     return Contrast(target, against=given["against"])
 

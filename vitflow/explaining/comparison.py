@@ -15,13 +15,12 @@ from torch import nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, unknown_name
 from vitflow.explaining.agreement import Agreement, mean_of_defined, measure_agreement, spearman
-from vitflow.explaining.contrast import Contrast, contrasts_among
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice, check_methods
 from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import Pen, columns_of, draw_pictures, own_options
-from vitflow.explaining.targets import Targets, is_per_picture
+from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_picture
 from vitflow.pictures import figures
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource

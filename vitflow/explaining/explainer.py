@@ -20,12 +20,12 @@ from vitflow.errors import (
     unknown_name,
 )
 from vitflow.explaining.answers import Answered, Picture, activate, apply_methods, probabilities_of
-from vitflow.explaining.contrast import Contrast, contrasts_among, explain_contrasts
+from vitflow.explaining.contrast import explain_contrasts
 from vitflow.explaining.method_choices import Chosen, MethodChoice, asked_for, choose_methods
 from vitflow.explaining.needs import Needs
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.shifting import explain_shifted
-from vitflow.explaining.targets import Target, Targets, is_per_picture, resolve_targets
+from vitflow.explaining.targets import Contrast, Target, Targets, contrasts_among, is_per_picture, resolve_targets
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import logits_of, unwrap
 from vitflow.models.checkpoints import architecture_sha256, weights_sha256
@@ -194,7 +194,8 @@ class Explainer:
         chosen = choose_methods(methods, options)
         asked = asked_for(("value_weighted", "refine"), methods, options)
         if contrasts := contrasts_among(targets):
-            return explain_contrasts(self, images, contrasts, chosen, methods, options, names)
+            explain = partial(self.explain_batch, images, methods=methods, names=names, **options)
+            return explain_contrasts(explain, contrasts, chosen, self.activation)
         per_picture: Any = targets if is_per_picture(targets) else images
         if len(per_picture) != len(images):
             raise OptionError(f"Expected one class index for each of {len(images)} pictures, got {len(per_picture)}.")

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError
-from vitflow.explaining.contrast import Class, Contrast
+from vitflow.explaining.targets import Class, Contrast
 from vitflow.pictures import overlay
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.geometry import Placement

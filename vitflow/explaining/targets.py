@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import OptionError
+from vitflow.explaining.method_table import Method
 
 # A class index, a class name, "top1" … for the most probable ones, or None for the predicted class.
 Target = int | str | None
@@ -118,3 +120,83 @@ def _top(target: Target) -> int | None:
         return 1
     match = re.fullmatch(r"top([1-9]\d*)", target) if isinstance(target, str) else None
     return int(match.group(1)) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class Class:
+    """A class that a map is about.
+
+    Attributes:
+        name: of the class, or "class 3" where names are not known.
+        value: the model's probability of it.
+    """
+
+    name: str
+    value: float
+
+    @property
+    def told(self) -> str:
+        """Its number as people read it.
+
+        >>> Class("cat", 0.873).told
+        '87.3%'
+        """
+        return f"{self.value:.1%}"
+
+
+@dataclass(frozen=True, slots=True)
+class Contrast:
+    """One class against another: what speaks for the first, less what speaks for the second.
+
+    Attributes:
+        target: class index or name; None for the predicted class.
+        against: class index or name.
+        name: both names, once the model was asked.
+        value: the difference of their logits, likewise.
+
+    >>> Contrast("orange disc", against=2)
+    Contrast(target='orange disc', against=2, name='', value=None)
+    """
+
+    target: Target
+    against: Target
+    name: str = ""
+    value: float | None = None
+
+    @property
+    def told(self) -> str:
+        """Its number as people read it.
+
+        >>> Contrast(3, 5, "cat against dog", -1.234).told
+        '−1.23 in logits'
+        """
+        return "" if self.value is None else f"{self.value:+.2f} in logits".replace("-", "−")
+
+
+def contrasts_among(targets: Any) -> list[Contrast]:
+    """The contrasts that targets ask for; none where they ask for classes.
+
+    Raises:
+        OptionError: contrasts and classes are mixed, or a contrast names more than one class on a side.
+    """
+    several = list(targets) if isinstance(targets, list | tuple) else [targets]
+    found = [one for one in several if isinstance(one, Contrast)]
+    if found and len(found) != len(several):
+        raise OptionError(
+            "Expected either classes or contrasts as targets, got both: ask for them one after the other."
+        )
+    for one in found:
+        for side in (one.target, one.against):
+            if isinstance(side, str) and side.startswith("top") and side[3:].isdigit() and side != "top1":
+                raise OptionError(f"Expected one class on each side of a contrast, got {side!r}.")
+    return found
+
+
+def check_class_specific(methods: Iterable[Method]) -> None:
+    """Raise OptionError for a method whose map is the same for every class."""
+    for method in methods:
+        if not method.class_specific:
+            raise OptionError(
+                f"Expected class-specific methods for one class against another, got {method.name}, whose map is the "
+                "same for every class: use gae, gradient_rollout, consensus or gradcam."
+            )

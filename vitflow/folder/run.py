@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from vitflow.errors import OptionError
-from vitflow.explaining.contrast import Contrast
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice
-from vitflow.explaining.targets import Target, resolve_targets
+from vitflow.explaining.targets import Contrast, Target, resolve_targets
 from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.fingerprints import run_fingerprint
 from vitflow.folder.journal import Journal

@@ -16,11 +16,10 @@ from PIL import Image
 from torch import nn
 
 from vitflow.errors import OptionError, printable
-from vitflow.explaining.contrast import Contrast, check_class_specific, contrasts_among
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import Target
+from vitflow.explaining.targets import Contrast, Target, check_class_specific, contrasts_among
 from vitflow.folder.batches import Batches
 from vitflow.folder.decoders import Decoded
 from vitflow.pictures.options import OVERLAY_FORMATS, WRITE_OPTIONS
