@@ -100,7 +100,7 @@ def fused(model: torch.nn.Module, picture: Path, fusion: str, weighted: bool) ->
     if hasattr(model, "patch_embed"):
         config["input_size"] = (3, *model.patch_embed.img_size)  # type: ignore[misc]
     transform = create_transform(**config, is_training=False)
-    with Image.open(picture) as image, record_attention(model, value_norms=weighted) as trace, torch.no_grad():
+    with Image.open(picture) as image, record_attention(model, values=weighted) as trace, torch.no_grad():
         model(transform(image.convert("RGB"))[None])
     return trace.fused(fusion, value_weighted="output" if weighted else False)
 
