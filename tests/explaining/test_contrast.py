@@ -14,6 +14,8 @@ from vitflow.demo import draw_picture, sample_pictures
 from vitflow.errors import OptionError
 from vitflow.explaining.contrast import contrasted
 from vitflow.explaining.method_table import list_methods
+from vitflow.folder.decoders import Decoded
+from vitflow.folder.work import Picture, PictureMaps, draw_files, make_job
 from vitflow.pictures.images import write_image
 
 PICTURE = draw_picture(0)
@@ -150,3 +152,13 @@ def test_a_probability_that_was_rounded_to_0_gives_no_number(demo):
     told = contrasted(Contrast(0, 1), first, replace(second, probability=0.0))
     assert told.contrast.value is None and told.contrast.told == ""
     assert json.loads(json.dumps(told.to_dict(), allow_nan=False))["value"] is None
+
+
+def test_the_row_of_such_a_contrast_has_no_number_rather_than_0(demo):
+    first, second = demo.explain_batch([PICTURE.image], methods=["gae"], targets=[0, 1])
+    told = contrasted(Contrast(0, 1), first, replace(second, probability=0.0))
+    job = make_job(["gae"], {}, target=Contrast(0, 1))
+    picture = Picture("one.png", "one", Decoded(image=PICTURE.image))
+    row = draw_files(picture, PictureMaps([told]), job).row
+    assert row["target"] == told.contrast.name and row["value"] is None
+    assert draw_files(picture, PictureMaps([replace(told, contrast=Contrast(0, 1, "a", 0.0))]), job).row["value"] == 0.0

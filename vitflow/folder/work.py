@@ -183,9 +183,9 @@ def draw_files(picture: Picture, found: PictureMaps, job: Job) -> Explained:
         "height": first.image.shape[0],
         "class_index": first.target,
         "class_name": first.class_name,
-        "probability": None if first.probability is None else round(first.probability, 6),
+        "probability": _rounded(first.probability),
         "target": None if first.asked is None else first.asked.name,
-        "value": None if first.asked is None else round(first.asked.value or 0.0, 6),
+        "value": None if first.asked is None else _rounded(first.asked.value),
         "predicted_index": first.predicted,
         "outputs": outputs,
         "maps": saved or None,
@@ -197,6 +197,10 @@ def draw_files(picture: Picture, found: PictureMaps, job: Job) -> Explained:
         "seconds": round(found.seconds + time.perf_counter() - started, 4),
     }
     return Explained(row, files)
+
+
+def _rounded(number: float | None) -> float | None:
+    return None if number is None else round(number, 6)
 
 
 def _saturated_share(facts: Mapping[str, Mapping[str, Any]]) -> float | None:
