@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError
 from vitflow.explaining.method_choices import Chosen
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import Contrast, Target, check_class_specific
+from vitflow.explaining.targets import Contrast, check_class_specific
 
 
 def explain_contrasts(
@@ -28,8 +28,7 @@ def explain_contrasts(
         OptionError: a method does not depend on the class, or both sides are one class.
     """
     check_class_specific(method for method, _ in chosen)
-    sides: list[Target] = [side for one in contrasts for side in (one.target, one.against)]
-    maps = explain(targets=sides)
+    maps = explain(targets=[side for one in contrasts for side in one.sides])
     asked = [contrasts[number % len(contrasts)] for number in range(len(maps) // 2)]
     return [
         contrasted(one, first, second, activation)

@@ -77,6 +77,15 @@ def is_per_picture(targets: Any) -> bool:
     return isinstance(targets, np.ndarray | Tensor) and targets.ndim > 0
 
 
+def is_several(target: Any) -> bool:
+    """Whether one target stands for several classes, as "top2" does.
+
+    >>> is_several("top2"), is_several("top1"), is_several(None)
+    (True, False, False)
+    """
+    return (_top(target) or 1) > 1
+
+
 def _own_targets(targets: Any, probabilities: Tensor) -> Tensor:
     found = torch.as_tensor(targets, device=probabilities.device)
     batch, count = probabilities.shape
@@ -164,6 +173,11 @@ class Contrast:
     value: float | None = None
 
     @property
+    def sides(self) -> list[Target]:
+        """What is set against each other: the class, and the one against it."""
+        return [self.target, self.against]
+
+    @property
     def told(self) -> str:
         """Its number as people read it.
 
@@ -186,8 +200,8 @@ def contrasts_among(targets: Any) -> list[Contrast]:
             "Expected either classes or contrasts as targets, got both: ask for them one after the other."
         )
     for one in found:
-        for side in (one.target, one.against):
-            if isinstance(side, str) and side.startswith("top") and side[3:].isdigit() and side != "top1":
+        for side in one.sides:
+            if is_several(side):
                 raise OptionError(f"Expected one class on each side of a contrast, got {side!r}.")
     return found
 

@@ -206,13 +206,15 @@ def _check_target(job: Job, explainer: Explainer) -> None:
     """A class that does not exist stops the run, not each picture of it."""
     if job.target is not None:
         count = explainer.num_classes
-        sides = [job.target.target, job.target.against] if isinstance(job.target, Contrast) else job.target
-        resolve_targets(sides, torch.zeros(1, count) if count else None, explainer.class_names)
+        resolve_targets(_sides(job), torch.zeros(1, count) if count else None, explainer.class_names)
+
+
+def _sides(job: Job) -> Target | list[Target]:
+    return job.target.sides if isinstance(job.target, Contrast) else job.target
 
 
 def _fingerprint(root: Path, job: Job, explainer: Explainer) -> dict[str, Any]:
-    target = [job.target.target, job.target.against] if isinstance(job.target, Contrast) else job.target
-    drawn = {"target": target, "drawing": dict(job.drawing), "format": job.format, "save_map": job.save_map}
+    drawn = {"target": _sides(job), "drawing": dict(job.drawing), "format": job.format, "save_map": job.save_map}
     return run_fingerprint("folder", {"root": os.fspath(root)}, explainer.fingerprint(), job.methods, drawn)
 
 

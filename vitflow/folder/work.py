@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from vitflow.errors import OptionError, printable
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import Contrast, Target, check_class_specific, contrasts_among
+from vitflow.explaining.targets import Contrast, Target, check_class_specific, contrasts_among, is_several
 from vitflow.folder.batches import Batches
 from vitflow.folder.decoders import Decoded
 from vitflow.pictures.options import OVERLAY_FORMATS, WRITE_OPTIONS
@@ -88,7 +87,7 @@ def make_job(
         raise OptionError(f"Expected a format of {', '.join(OVERLAY_FORMATS)}, got {format!r}.")
     contrasting = bool(contrasts_among(target))
     one_class = target is None or isinstance(target, int | str)
-    if not (contrasting or one_class) or re.fullmatch(r"top([2-9]|\d{2,})", str(target)):
+    if not (contrasting or one_class) or is_several(target):
         raise OptionError(f"Expected one class for all pictures, got {target!r}.")
     labelled: list[LabelledMethod] = []
     every = choose_methods(methods, options)
