@@ -10,7 +10,6 @@ import click
 from vitflow.cli.options import (
     DRAWING,
     against_option,
-    asked_for,
     cannot_write,
     check_pictures,
     check_suffix,
@@ -21,6 +20,7 @@ from vitflow.cli.options import (
     model_options,
     notes_on,
     talking,
+    target_of,
     tell_limits,
 )
 from vitflow.errors import OptionError, VitflowError, printable
@@ -130,7 +130,7 @@ def _targets(given: dict[str, Any]) -> Any:
     """The classes that were asked for, or each of them against another."""
     if given["against"] is None:
         return list(given["targets"]) or None
-    return [asked_for(target, given) for target in given["targets"] or (None,)]
+    return [target_of(target, given) for target in given["targets"] or (None,)]
 
 
 def _output_path(images: tuple[Path, ...], output: Path | None) -> Path:

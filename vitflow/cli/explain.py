@@ -11,7 +11,6 @@ import click
 from vitflow.cli.options import (
     DRAWING,
     against_option,
-    asked_for,
     cannot_write,
     check_pictures,
     check_suffix,
@@ -22,6 +21,7 @@ from vitflow.cli.options import (
     model_options,
     notes_on,
     talking,
+    target_of,
     tell_limits,
 )
 from vitflow.errors import ImageError, OptionError, printable
@@ -78,7 +78,7 @@ def _explain_one(
     """Explain one picture and say so; whether it worked."""
     drawing, files = given_options(given, DRAWING), [output]
     try:
-        saliency = explainer.explain(image, method=given["method"], target=asked_for(given["target"], given), **options)
+        saliency = explainer.explain(image, method=given["method"], target=target_of(given["target"], given), **options)
         saliency.save(output, **drawing)
         if given["save_map"]:
             files.append(output.with_suffix(".npz"))

@@ -12,7 +12,6 @@ import click
 from vitflow.cli.options import (
     DRAWING,
     against_option,
-    asked_for,
     drawing_options,
     given_options,
     going_on,
@@ -21,6 +20,7 @@ from vitflow.cli.options import (
     model_options,
     pictures_bar,
     talking,
+    target_of,
     tell_limits,
 )
 from vitflow.errors import OptionError, printable
@@ -150,7 +150,7 @@ def _run(
         drawing=given_options(given, DRAWING),
         progress=progress,
         command=[printable(word) for word in ["vitflow", *sys.argv[1:]]],
-        target=asked_for(given["target"], given),
+        target=target_of(given["target"], given),
         **{name: given[name] for name in same},
         **options,
     )

@@ -184,7 +184,7 @@ def against_option(command: Callable[..., None]) -> Callable[..., None]:
     )(command)
 
 
-def asked_for(target: Any, given: Mapping[str, Any]) -> Any:
+def target_of(target: Any, given: Mapping[str, Any]) -> Any:
     """The class to explain, or a contrast of it and the one that was set against it."""
     if given["against"] is None:
         return target

@@ -1,6 +1,5 @@
 """What an evaluation asks: which methods and metrics, and of each picture which class and which pixels are right."""
 
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowError, VitflowWarning
 from vitflow.evaluation.data.datasets import Dataset, Labelled, Sample
-from vitflow.evaluation.data.regions import Label, Region, union
+from vitflow.evaluation.data.regions import WORDNET_ID, Label, Region, union
 from vitflow.evaluation.measures.perturbation import REPLACEMENTS
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice, choose_methods
@@ -20,7 +19,6 @@ from vitflow.explaining.method_table import BASELINES, get_method, list_methods
 from vitflow.explaining.targets import class_index
 from vitflow.folder.work import LabelledMethod
 
-_WORDNET = re.compile(r"n\d{8}")
 _IMAGENET_CLASSES = 1000
 
 
@@ -167,7 +165,7 @@ def _index(label: Label, num_classes: int, class_names: Sequence[str] | None) ->
     """The model's class of that label; None where it has no such class, or several."""
     if label is None or not num_classes:
         return None
-    if isinstance(label, str) and _WORDNET.fullmatch(label) and num_classes == _IMAGENET_CLASSES:
+    if isinstance(label, str) and WORDNET_ID.fullmatch(label) and num_classes == _IMAGENET_CLASSES:
         return _imagenet_synsets().get(label)
     try:
         return class_index(label, num_classes, class_names)

@@ -23,7 +23,7 @@ from vitflow.recording.trace import Trace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Picture:
+class PlacedPicture:
     """A picture that was read and placed, ready for the model."""
 
     name: str
@@ -46,7 +46,7 @@ class Answered:
     """
 
     trace: Trace
-    pictures: Sequence[Picture]
+    pictures: Sequence[PlacedPicture]
     facts: ModelFacts
     probabilities: Tensor | None
     predict: Callable[[Tensor], Tensor]

@@ -19,7 +19,7 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice, check_methods
 from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.strips import Pen, columns_of, draw_pictures, own_options
+from vitflow.explaining.strips import Pen, columns_of, draw_comparison, own_options
 from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_picture
 from vitflow.pictures import figures
 from vitflow.pictures.files import write_atomically
@@ -185,7 +185,7 @@ class Comparison:
         if path is not None:
             figures.check_format(path)
         pen = Pen(width, dpi, interpolation, blending)
-        figure = draw_pictures(self.pictures, pen, scaling, vmin=vmin, vmax=vmax, robust=robust)
+        figure = draw_comparison(self.pictures, pen, scaling, vmin=vmin, vmax=vmax, robust=robust)
         if path is not None:
             figures.save_figure(figure, path)
         return figure

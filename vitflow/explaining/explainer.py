@@ -19,7 +19,7 @@ from vitflow.errors import (
     VitflowWarning,
     unknown_name,
 )
-from vitflow.explaining.answers import Answered, Picture, activate, apply_methods, probabilities_of
+from vitflow.explaining.answers import Answered, PlacedPicture, activate, apply_methods, probabilities_of
 from vitflow.explaining.contrast import explain_contrasts
 from vitflow.explaining.method_choices import Chosen, MethodChoice, asked_for, choose_methods
 from vitflow.explaining.needs import Needs
@@ -212,7 +212,7 @@ class Explainer:
         return [saliency for maps in found for saliency in maps]
 
     def _explain_read(
-        self, pictures: Sequence[Picture], chosen: Chosen, targets: Any, asked: frozenset[str]
+        self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, asked: frozenset[str]
     ) -> list[list[Saliency]]:
         """Explain pictures that were read, those of one input size as one batch: [pictures][methods and targets]."""
         results: list[list[Saliency]] = [[] for _ in pictures]
@@ -268,18 +268,18 @@ class Explainer:
         """The model input that a picture becomes, [1, channels, height, width], on the explainer's device."""
         return self._tensor([self._read(image, "")])
 
-    def _read(self, source: ImageSource, name: str) -> Picture:
+    def _read(self, source: ImageSource, name: str) -> PlacedPicture:
         image = read_image(source)
-        return Picture(name, image, self.preprocessing.place((image.shape[0], image.shape[1])))
+        return PlacedPicture(name, image, self.preprocessing.place((image.shape[0], image.shape[1])))
 
-    def _tensor(self, pictures: Sequence[Picture]) -> Tensor:
+    def _tensor(self, pictures: Sequence[PlacedPicture]) -> Tensor:
         arrays = [self.preprocessing.prepare(picture.image, picture.placement) for picture in pictures]
         stacked = torch.from_numpy(np.stack(arrays))
         parameter = next(self.model.parameters(), stacked)
         return stacked.to(self.device, parameter.dtype)
 
     def _run(
-        self, pictures: Sequence[Picture], chosen: Chosen, targets: Any, asked: frozenset[str]
+        self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, asked: frozenset[str]
     ) -> list[list[Saliency]]:
         """Explain pictures of one input size: [pictures][methods and targets]."""
         gradients = Needs.of(chosen).gradients

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import UnsupportedModelError
-from vitflow.explaining.answers import Picture
+from vitflow.explaining.answers import PlacedPicture
 from vitflow.explaining.method_choices import Chosen
 from vitflow.explaining.method_table import get_method
 from vitflow.explaining.saliency import Saliency
@@ -17,8 +17,8 @@ from vitflow.pictures.preprocessing import InputSpec
 
 
 def explain_shifted(
-    explain: Callable[[Sequence[Picture], Chosen, Any], list[list[Saliency]]],
-    picture: Picture,
+    explain: Callable[[Sequence[PlacedPicture], Chosen, Any], list[list[Saliency]]],
+    picture: PlacedPicture,
     maps: Sequence[Saliency],
     spec: InputSpec,
 ) -> list[Saliency]:

@@ -99,7 +99,7 @@ class Pen:
         return Bar(overlay.blend(white, ramp, vmin=low, vmax=1, **self.blending), labels)
 
 
-def draw_pictures(
+def draw_comparison(
     pictures: Pictures, pen: Pen, scaling: Scaling, *, vmin: float | None, vmax: float | None, robust: bool
 ) -> Figure:
     """Draw the maps of pictures as a strip; the options are those of `Comparison.strip`."""

@@ -28,8 +28,6 @@ _KEY_POWER = 4
 # Matrices nearer to the uniform one than this (squared distance, the mean over layers) make every map nearly constant.
 _NEARLY_UNIFORM = 0.1
 
-Floats = NDArray[np.float64]
-
 
 def check_affinity(name: object) -> None:
     """Raise OptionError unless the name is one of attention, keys, both."""

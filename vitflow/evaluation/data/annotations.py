@@ -6,7 +6,6 @@ They may come from anywhere: what is wrong with one picture's entry stands in th
 import csv
 import json
 import os
-import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +17,11 @@ from xml.etree.ElementTree import Element
 from defusedxml import DefusedXmlException, ElementTree
 
 from vitflow.errors import OptionError, VitflowError
-from vitflow.evaluation.data.regions import Label, Region, box_region, read_box, read_polygons_or_runs
+from vitflow.evaluation.data.regions import WORDNET_ID, Label, Region, box_region, read_box, read_polygons_or_runs
 from vitflow.pictures.images import MAX_PIXELS
 
 _LONGEST_NAME = 4096  # bytes of a path
 _LONGEST_TOLD = 200  # characters of an error's own words, which may quote the file
-
-_WORDNET = re.compile(r"n\d{8}")
 
 # What a column or key may be called.
 _FILE_KEYS = ("file", "file_name", "filename", "image", "ImageId")
@@ -219,7 +216,7 @@ def _read_xml(path: Path) -> Iterator[Annotation]:
 def _voc_region(item: Element) -> Region:
     label = (item.findtext("name") or "").strip() or None
     left, top, right, bottom = read_box([item.findtext(f"bndbox/{edge}") for edge in _EDGE_KEYS[1]])
-    if label is None or not _WORDNET.fullmatch(label):
+    if label is None or not WORDNET_ID.fullmatch(label):
         left, top = left - 1, top - 1  # VOC counts from 1, and its last pixel is inside
     return box_region(label, (left, top, right, bottom))
 

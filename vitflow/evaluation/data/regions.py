@@ -1,6 +1,7 @@
 """Regions: which pixels belong to a labelled object, painted from boxes, polygons, run lengths or masks."""
 
 import math
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ Mask = NDArray[np.bool_]
 
 # A class index of the model, a class name or WordNet id, or None where nothing is known.
 Label = int | str | None
+WORDNET_ID = re.compile(r"n\d{8}")
 
 # Far beyond any honest annotation; more of it would fill the memory or take for ever.
 _MOST_OBJECTS = 10_000  # of one picture
