@@ -9,8 +9,9 @@ STAMP := $(VENV)/.installed
 demo: install
 	$(BIN)/vitflow demo -o demo-output
 
+# Two processes of one thread each: one with two threads leaves a core idle for much of the run.
 test: install check
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 # The core tests with the oldest dependencies that pyproject.toml allows, in an environment that is removed afterwards.
 test-lowest:
