@@ -89,9 +89,8 @@ def test_a_patch_can_be_asked_instead_of_the_answer():
     explaining, image = explainer(), picture(50, 50)
     with torch.no_grad(), vitflow.record_attention(explaining.model) as trace:
         explaining.model(explaining.pixels(image))
-    found = explaining.explain(
-        image, method="attention", patch=(1, 2), layer=2, value_weighted=False, discard_ratio=0.0
-    )
+    plain = {"value_weighted": False, "refine": 0}
+    found = explaining.explain(image, method="attention", patch=(1, 2), layer=2, discard_ratio=0.0, **plain)
     expected = trace.attentions[1][0].mean(0)[1 + 1 * 4 + 2, 1:]
     np.testing.assert_allclose(found.grid.ravel(), expected.numpy(), rtol=1e-5)
     with pytest.raises(OptionError, match=r"Patch \(4, 0\) lies outside the grid of 4 × 4"):

@@ -31,7 +31,7 @@ def recorded(explainer, picture, **options):
 
 
 def test_the_default_runs_through_the_upper_layers_and_is_carried_on_by_rollout(explainer, picture):
-    options = {"layers": 3, "head_fusion": "max", "discard_ratio": 0.5, "value_weighted": False}
+    options = {"layers": 3, "head_fusion": "max", "discard_ratio": 0.5, "value_weighted": False, "refine": 0}
     found = explainer.explain(picture, method="flow", **options)
     fused = [layer[0].double() for layer in recorded(explainer, picture, head_fusion="max").attentions]
     flow = vitflow.attention_flow([layer[None] for layer in fused], layers=3, discard_ratio=0.5).values
@@ -42,7 +42,7 @@ def test_the_default_runs_through_the_upper_layers_and_is_carried_on_by_rollout(
 
 def test_nothing_below_gives_the_flow_itself(explainer, picture):
     found = explainer.explain(
-        picture, method="flow", layers="5:6", below="none", discard_ratio=0.0, value_weighted=False
+        picture, method="flow", layers="5:6", below="none", discard_ratio=0.0, value_weighted=False, refine=0
     )
     trace = recorded(explainer, picture)
     expected = vitflow.attention_flow(trace.attentions, layers=2).values[0, 1:]

@@ -15,6 +15,7 @@ from vitflow.recording.recorder import record_attention
 
 PICTURES = sample_pictures()[:2]
 KINDS = ("attention", "keys", "both")
+ALL = [method.name for method in method_table.list_methods()]
 METHODS = [method.name for method in method_table.list_methods() if method.refined == "after"]
 
 
@@ -141,6 +142,13 @@ def test_a_patch_of_the_top_layer_is_explained_refined(demo):
     plain, refined = (demo.explain(PICTURES[0], refine=steps, **own).grid for steps in (0, 1))
     assert plain.sum() == pytest.approx(refined.sum(), rel=1e-6)
     assert not np.allclose(plain, refined)
+
+
+def test_what_moves_along_attention_is_refined_once_by_default():
+    """As the rule in tests/benchmarks/defaults.py found it for these, and for no other was asked."""
+    steps = {name: method_table.get_method(name).complete({}).get("refine", 0) for name in ALL}
+    attentive = {"attention", "rollout", "flow", "gradient_rollout", "gae", "consensus"}
+    assert steps == {name: int(name in attentive) for name in steps}
 
 
 def test_the_papers_definition_is_not_refined(demo, table):
