@@ -16,7 +16,8 @@ The rule, written down before anything was measured by it:
 5. A default falls back to 0 if a gain on the telling half of a model is clearly negative.
 
 Consensus is measured beside them, refined by each candidate; its parts are always refined as the others are.
-With --earlier the same is asked of the options that the methods had before: each against its published definition.
+The same can be asked of other options: `--of earlier` of those that the methods had before refinement, each against its
+published definition; `--of shifts` of the mean over four shifted crops, on top of the other defaults.
 """
 
 import argparse
@@ -34,7 +35,12 @@ from vitflow.evaluation.statistics import estimate_means
 from vitflow.explaining.method_table import get_method
 
 METHODS = ("rollout", "attention", "flow", "gradient_rollout", "gae", "consensus")
-CANDIDATES = ((1, "attention"), (1, "keys"), (1, "both"))
+#: What can be asked: the options that candidates are measured against, and the candidates.
+QUESTIONS: dict[str, tuple[dict, list[dict]]] = {
+    "refine": ({"refine": 0}, [{"refine": 1, "affinity": affinity} for affinity in ("attention", "keys", "both")]),
+    "earlier": ({"preset": "paper"}, [{"refine": 0}]),
+    "shifts": ({"shifts": 0}, [{"shifts": 4}]),
+}
 MEASURES = {"roc_auc": 1.0, "deletion_auc": -1.0}
 CHECKPOINT = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
 
@@ -44,8 +50,12 @@ def choosing(name: str) -> bool:
     return hashlib.sha256(Path(name).name.encode()).digest()[0] % 2 == 0
 
 
-def label(method: str, steps: int, affinity: str) -> str:
-    return f"{method}:refine={steps}" + (f",affinity={affinity}" if steps else "")
+def label(method: str, own: dict) -> str:
+    return f"{method}:{told(own)}"
+
+
+def told(own: dict) -> str:
+    return ",".join(f"{name}={value}" for name, value in own.items())
 
 
 def measured(data: str, model: object, methods: list, output: Path) -> Evaluation:
@@ -75,38 +85,30 @@ def words(found: dict) -> str:
     return " | ".join(f"{e.mean:+.3f} [{e.low:+.3f}, {e.high:+.3f}]" for e in found.values())
 
 
-def choose(runs: dict[str, Evaluation], methods: list[str]) -> None:
+def choose(runs: dict[str, Evaluation], methods: list[str], base: dict, candidates: list[dict]) -> None:
     """Apply the rule and print what it finds."""
-    totals = {}
-    for candidate in CANDIDATES:
+    totals = []
+    for candidate in candidates:
         own = [
-            gains(found, label(method, *candidate), label(method, 0, ""), True)
+            gains(found, label(method, candidate), label(method, base), True)
             for found in runs.values()
             for method in methods
             if method != "consensus"
         ]
-        totals[candidate] = sum(one.mean for each in own for one in each.values())
-        print(f"refine={candidate[0]}, affinity={candidate[1]}: summed gain {totals[candidate]:+.3f}")
-    best = max(totals, key=lambda candidate: totals[candidate])
-    print(f"\nchosen: refine={best[0]}, affinity={best[1]}\n")
+        totals.append(sum(one.mean for each in own for one in each.values()))
+        print(f"{told(candidate)}: summed gain {totals[-1]:+.3f}")
+    best = candidates[int(np.argmax(totals))]
+    print(f"\nchosen: {told(best)}; gains over {told(base)}\n")
     print("| method | data | half | gain in ROC-AUC | gain in deletion AUC |\n|---|---|---|---|---|")
     for method in methods:
         held = True
         for name, found in runs.items():
-            chosen, told = (gains(found, label(method, *best), label(method, 0, ""), half) for half in (True, False))
+            chosen, other = (gains(found, label(method, best), label(method, base), half) for half in (True, False))
             held &= all(one.mean > 0 for one in chosen.values()) and any(one.low > 0 for one in chosen.values())
-            held &= all(one.high >= 0 for one in told.values())
-            print(f"| {method} | {name} | chosen on | {words(chosen)} |\n| {method} | {name} | other | {words(told)} |")
-        print(f"| **{method}** | default refine={best[0] if held else 0} | | | |", flush=True)
-
-
-def earlier(runs: dict[str, Evaluation], methods: list[str]) -> None:
-    print("| method | data | half | gain in ROC-AUC over the paper's | gain in deletion AUC |\n|---|---|---|---|---|")
-    for method in methods:
-        for name, found in runs.items():
-            for half, told in ((True, "chosen on"), (False, "other")):
-                own = gains(found, f"{method}:refine=0", f"{method}:preset=paper", half)
-                print(f"| {method} | {name} | {told} | {words(own)} |")
+            held &= all(one.high >= 0 for one in other.values())
+            for half, own in (("chosen on", chosen), ("other", other)):
+                print(f"| {method} | {name} | {half} | {words(own)} |")
+        print(f"| **{method}** | default {told(best if held else base)} | | | |", flush=True)
 
 
 def means(found: Evaluation) -> None:
@@ -126,25 +128,19 @@ def main() -> None:
         "-o", "--output", type=Path, required=True, help="folder for the rows: a run goes on from there"
     )
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    parser.add_argument("--earlier", action="store_true", help="measure the options that the methods had before")
+    parser.add_argument("--of", choices=QUESTIONS, default="refine", help="which options are asked about")
     given = parser.parse_args()
     warnings.simplefilter("ignore", vitflow.VitflowWarning)
-    methods = [name for name in given.methods if not given.earlier or get_method(name).presets]
-    if given.earlier:
-        asked = [(name, own) for name in methods for own in ({"refine": 0}, {"preset": "paper"})]
-    else:
-        asked = [
-            (name, {"refine": steps} | ({"affinity": affinity} if steps else {}))
-            for name in methods
-            for steps, affinity in ((0, ""), *CANDIDATES)
-        ]
-    kind = "earlier" if given.earlier else "-".join(["refine", *methods])
+    base, candidates = QUESTIONS[given.of]
+    methods = [name for name in given.methods if "preset" not in base or get_method(name).presets]
+    asked = [(name, own) for name in methods for own in (base, *candidates)]
+    kind = "-".join([given.of, *methods])
     photographs = vitflow.load_model(CHECKPOINT, checkpoint=given.checkpoint)
     runs = {
         "drawn": measured(given.drawn, "demo", asked, given.output / f"{kind}-drawn"),
         "photographs": measured(given.boxes, photographs, asked, given.output / f"{kind}-photographs"),
     }
-    (earlier if given.earlier else choose)(runs, methods)
+    choose(runs, methods, base, candidates)
     for name, found in runs.items():
         print(f"\nAll pictures, {name}:\n")
         means(found)
