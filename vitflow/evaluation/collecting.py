@@ -11,7 +11,7 @@ from vitflow.evaluation.data.datasets import Dataset
 from vitflow.evaluation.measures.correlation import RankCorrelation
 from vitflow.evaluation.metrics import METRICS, Metric
 from vitflow.evaluation.results import Evaluation
-from vitflow.evaluation.scoring import Protocol
+from vitflow.evaluation.scoring import CURVES, Protocol
 
 Array = NDArray[np.float64]
 
@@ -19,7 +19,6 @@ _KEPT = (
     *("input", "groups", "asked", "class_index", "class_name", "probability", "predicted_index", "width", "height"),
     *("region_share", "constant"),
 )
-_CURVES = ("deletion", "insertion", "least_first")
 _REPLACED = {
     "drop": "Removed patches leave the model's sequence of tokens.",
     "blank": "Removed patches are painted in the picture's mean colour.",
@@ -66,9 +65,9 @@ def collect(
         if "overlap" in row:
             overlaps.append(_array([row["overlap"][label] or [None] * 4 for label in labels]))
         if "curves" in row:
-            empty = {name: [None] * protocol.points for name in _CURVES}
+            empty = {name: [None] * protocol.points for name in CURVES}
             own = [row["curves"].get(label, empty) for label in labels]
-            curves.append(_array([[one[name] for one in own] for name in _CURVES]))
+            curves.append(_array([[one[name] for one in own] for name in CURVES]))
         if "stages" in row:
             names = tuple(name for name, _ in row["stages"])
             stages.append(_array([[values.get(label) for label in labels] for _, values in row["stages"]]))
@@ -87,7 +86,7 @@ def collect(
         values={metric.name: by_metric[metric.name] for metric in shown},
         overlaps=np.array(overlaps) if overlaps else None,
         fractions=np.linspace(0.0, 1.0, protocol.points) if curves else None,
-        curves={name: np.array([one[number] for one in curves]) for number, name in enumerate(_CURVES)}
+        curves={name: np.array([one[number] for one in curves]) for number, name in enumerate(CURVES)}
         if curves
         else {},
         stages=names,

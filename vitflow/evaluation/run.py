@@ -122,9 +122,18 @@ def evaluate(
     # Of "all" methods those that run the model once per patch would take longer than all others together.
     slow = [label for label, name, _ in chosen if methods == "all" and "predict" in get_method(name).needs]
     twins = blurred_twin and bool({"localisation", "faithfulness"} & set(groups))
-    protocol = Protocol(tuple(chosen), tuple(groups), how, points, 32, seed, tuple(slow), twins)
+    protocol = Protocol(
+        methods=tuple(chosen),
+        groups=tuple(groups),
+        replace=how,
+        points=points,
+        seed=seed,
+        unchecked=tuple(slow),
+        blurred_twin=twins,
+    )
     settings = _settings(dataset, explainer, protocol, sanity_pictures)
-    run = _Run(dataset, explainer, protocol, sanity_pictures, batch_size, progress)
+    asked = _groups_of(dataset, protocol, sanity_pictures)
+    run = _Run(dataset, explainer, protocol, asked, batch_size, progress)
     evaluation = collect(
         list(run.rows()) if output is None else run.kept_rows(RunFolder(Path(output)), settings, overwrite),
         dataset=dataset,
@@ -174,12 +183,12 @@ def _nothing_measured(failures: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Measures the pictures of a data set, one batch after the other."""
+    """Measures the pictures of a data set, one batch after the other; `groups` tells what is measured on each."""
 
     dataset: Dataset
     explainer: Explainer
     protocol: Protocol
-    sanity_pictures: int
+    groups: Mapping[str, tuple[str, ...]]
     batch_size: int | None
     progress: Callable[[RunProgress], None] | None
 
@@ -188,20 +197,18 @@ class _Run:
         accept = accepts(self.protocol, self.explainer)
         with keep_rows(folder, {"run": settings}, accept, overwrite=overwrite) as journal:
             samples = {sample.name: sample for sample in self.dataset.samples}
-            groups = self._groups()
             before = {
-                name for row in journal.rows(samples) if _is_done(row, samples[name := row["input"]], groups[name])
+                name for row in journal.rows(samples) if _is_done(row, samples[name := row["input"]], self.groups[name])
             }
             for row in self.rows(before):
                 journal.append([row])
             journal.compact(samples)
         # What an earlier, longer run measured beyond this one's share does not count.
-        return (_only(row, groups[row["input"]]) for row in journal.rows(samples))
+        return (_only(row, self.groups[row["input"]]) for row in journal.rows(samples))
 
     def rows(self, before: Iterable[str] = ()) -> Iterator[dict[str, Any]]:
         """Measure all pictures but those of before, in batches, a row for each."""
         done = set(before)
-        groups = self._groups()
         missing = [sample for sample in self.dataset.samples if sample.name not in done]
         tally = Tally(self.progress, len(self.dataset), len(done))
         size = self.batch_size or _AUTO_BATCH.get(self.explainer.device.type, 8)
@@ -209,17 +216,13 @@ class _Run:
         question_of = partial(ask, num_classes=self.explainer.num_classes, class_names=self.explainer.class_names)
         for start in range(0, len(missing), size):
             samples = missing[start : start + size]
-            with watched(partial(_tell_share, tally, tally.done, len(samples)), self._rounds(samples, groups)):
-                for row in self._measure(batches, samples, groups, question_of):
+            with watched(partial(_tell_share, tally, tally.done, len(samples)), self._rounds(samples)):
+                for row in self._measure(batches, samples, question_of):
                     tally.row(row)
                     yield row
 
     def _measure(
-        self,
-        batches: Batches,
-        samples: Sequence[Sample],
-        groups: Mapping[str, tuple[str, ...]],
-        question_of: Callable[[Labelled], Question],
+        self, batches: Batches, samples: Sequence[Sample], question_of: Callable[[Labelled], Question]
     ) -> Iterator[dict[str, Any]]:
         cases: list[Case] = []
         stamps = {}
@@ -231,23 +234,24 @@ class _Run:
             except (VitflowError, OSError) as error:
                 yield failed_row(sample.name, error) | stamps[sample.name]
             else:
-                cases.append(Case(sample.name, picture, question, groups[sample.name]))
+                cases.append(Case(sample.name, picture, question, self.groups[sample.name]))
         for row in measure(batches, cases, self.protocol):
             yield row | stamps[row["input"]]
 
-    def _rounds(self, samples: Sequence[Sample], groups: Mapping[str, tuple[str, ...]]) -> float:
+    def _rounds(self, samples: Sequence[Sample]) -> float:
         """How many times the work of the methods that take long, on the whole batch, is expected of it."""
         slow = [label for label, name, _ in self.protocol.methods if is_slow(name)]
         checked = len([label for label in slow if label not in self.protocol.unchecked])
-        share = sum("sanity" in groups[sample.name] for sample in samples) / len(samples)
+        share = sum("sanity" in self.groups[sample.name] for sample in samples) / len(samples)
         return max(len(slow) + checked * share * _SANITY_ROUNDS, 1)
 
-    def _groups(self) -> dict[str, tuple[str, ...]]:
-        """What is measured on each picture: the costly groups on some of them."""
-        quick = tuple(group for group in self.protocol.groups if group not in _COSTLY)
-        names = [sample.name for sample in self.dataset.samples]
-        drawn = set(sorted(names, key=lambda name: _draw(name, self.protocol.seed))[: self.sanity_pictures])
-        return {name: self.protocol.groups if name in drawn else quick for name in names}
+
+def _groups_of(dataset: Dataset, protocol: Protocol, sanity_pictures: int) -> dict[str, tuple[str, ...]]:
+    """What is measured on each picture: the costly groups on some of them."""
+    quick = tuple(group for group in protocol.groups if group not in _COSTLY)
+    names = [sample.name for sample in dataset.samples]
+    drawn = set(sorted(names, key=lambda name: _draw(name, protocol.seed))[:sanity_pictures])
+    return {name: protocol.groups if name in drawn else quick for name in names}
 
 
 def _tell_share(tally: Tally, before: int, pictures: int, share: float) -> None:

@@ -1,9 +1,9 @@
 """From pictures and the truth about them to numbers: everything that is measured on one picture, as a row."""
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.folder.batches import Batches
 from vitflow.folder.work import LabelledMethod
 from vitflow.pictures.typesetting import drawable
+
+One = TypeVar("One")
 
 _LOCALISATION = ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou")
 _FAITHFULNESS = ("deletion_auc", "insertion_auc", "gap", "positive_perturbation", "negative_perturbation")
@@ -57,18 +59,14 @@ class Protocol:
     @property
     def labels(self) -> list[str]:
         """What the methods are called in tables, each followed by its control."""
-        return [label for own, name, _ in self.methods for label in self._with_control(own, name)]
-
-    def _with_control(self, label: str, name: str) -> tuple[str, ...]:
-        return (label, twin_of(label)) if self.blurred_twin and name not in BASELINES else (label,)
+        return [found for label, name, _ in self.methods for found in self._with_control(name, label, twin_of)]
 
     def with_controls(self, maps: Sequence[Saliency]) -> list[Saliency]:
         """The maps of the methods with those of their controls, in the order of the labels."""
-        return [
-            found
-            for one in maps
-            for found in ((one, blurred(one)) if self.blurred_twin and one.method not in BASELINES else (one,))
-        ]
+        return [found for one in maps for found in self._with_control(one.method, one, blurred)]
+
+    def _with_control(self, method: str, one: One, control: Callable[[One], One]) -> tuple[One, ...]:
+        return (one, control(one)) if self.blurred_twin and method not in BASELINES else (one,)
 
     @property
     def choices(self) -> list[MethodChoice]:
