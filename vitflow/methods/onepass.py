@@ -5,7 +5,6 @@ What is compiled is for float32 in a processor's memory, where the time goes int
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.compiled import compiled_loosely
+from vitflow.methods.by_picture import as_array, each_picture
 
 Floats = NDArray[np.float32]
 
@@ -50,7 +50,7 @@ def fuse_products(lengths: Tensor, attention: Tensor, head_fusion: str) -> Tenso
     """
     batch, _, queries, keys = attention.shape
     fused = torch.empty(batch, queries, keys)
-    _fuse(_array(lengths), _array(attention), _FUSIONS[head_fusion], fused.numpy())
+    _fuse(as_array(lengths), as_array(attention), _FUSIONS[head_fusion], fused.numpy())
     return fused
 
 
@@ -71,7 +71,7 @@ def carry_rows(
     >>> carry_rows(torch.tensor([[1.0, 0.0]]), [layer], discard_ratio=0.0, residual=0.5, num_prefix_tokens=1)
     tensor([[0.7500, 0.2500]])
     """
-    matrices, starts = [_array(layer) for layer in layers], _array(rows)
+    matrices, starts = [as_array(layer) for layer in layers], as_array(rows)
     carried = np.empty_like(starts)
 
     def carry(picture: int) -> None:
@@ -80,13 +80,7 @@ def carry_rows(
             row = _carry(row, matrix[picture], discard_ratio, residual, num_prefix_tokens)
         carried[picture] = row
 
-    workers = min(len(starts), torch.get_num_threads())
-    if workers <= 1:
-        for picture in range(len(starts)):
-            carry(picture)
-    else:
-        with ThreadPoolExecutor(workers, thread_name_prefix="vitflow-rollout") as threads:
-            list(threads.map(carry, range(len(starts))))
+    each_picture(len(starts), carry)
     return torch.from_numpy(carried)
 
 
@@ -108,11 +102,6 @@ def _carry(row: Floats, matrix: Floats, discard_ratio: float, residual: float, p
     arrived = np.zeros_like(row)
     _multiply(row, matrix, prefix, limit, residual, arrived)
     return arrived
-
-
-def _array(tensor: Tensor) -> Floats:
-    array: Floats = tensor.detach().contiguous().numpy()
-    return array
 
 
 @compiled_loosely

@@ -5,18 +5,17 @@ point the same way. Either affinity is a doubly stochastic matrix: a map that it
 map stays constant.
 """
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.compiled import compiled_loosely
 from vitflow.errors import OptionError, ShapeError, unknown_name
+from vitflow.methods.by_picture import as_array, each_picture
 
 AffinityName = Literal["attention", "keys", "both"]
 AFFINITIES: tuple[AffinityName, ...] = get_args(AffinityName)
@@ -73,16 +72,16 @@ class Balanced:
             down = self.rows * (inner @ (self.cols * values).unsqueeze(-1)).squeeze(-1)
             return (down + self.cols * (inner.mT @ (self.rows * values).unsqueeze(-1)).squeeze(-1)) / 2
         out = np.empty(tuple(values.shape))
-        arrays = (_array(self.matrices), _array(self.rows), _array(self.cols), _array(values), out)
-        _each(len(out), lambda number: _spread(*(array[number] for array in arrays)))
+        arrays = (as_array(self.matrices), as_array(self.rows), as_array(self.cols), as_array(values), out)
+        each_picture(len(out), lambda number: _spread(*(array[number] for array in arrays)))
         return torch.from_numpy(out)
 
     def beside_uniform(self) -> Tensor:
         """‖P − 1/size‖², the squared distance to what makes every map constant, float64 [batch]."""
         if not _in_memory(self.matrices):
             return self.matrix.square().sum(dim=(-2, -1)) - 1
-        arrays = (_array(self.matrices), _array(self.rows), _array(self.cols))
-        squares = _each(len(self.rows), lambda number: _square(*(array[number] for array in arrays)))
+        arrays = (as_array(self.matrices), as_array(self.rows), as_array(self.cols))
+        squares = each_picture(len(self.rows), lambda number: _square(*(array[number] for array in arrays)))
         return torch.tensor(squares, dtype=torch.float64) - 1
 
 
@@ -111,12 +110,12 @@ def balance(matrices: Tensor, size: int | None = None) -> Balanced | None:
     if not _in_memory(matrices):
         return _balance_on_device(matrices, size)
     rows, cols, sums = (np.ones((len(matrices), size)) for _ in range(3))
-    array = _array(matrices)
+    array = as_array(matrices)
 
     def work(number: int) -> bool:
         return bool(_balance(array[number], rows[number], cols[number], sums[number], TOLERANCE, ROUNDS))
 
-    if not all(_each(len(rows), work)):
+    if not all(each_picture(len(rows), work)):
         return None
     return Balanced(matrices, torch.from_numpy(rows), torch.from_numpy(cols), torch.from_numpy((1 - sums) / 2))
 
@@ -272,20 +271,6 @@ def _inner(matrices: Tensor, size: int) -> Tensor:
 
 def _in_memory(matrices: Tensor) -> bool:
     return matrices.device.type == "cpu" and matrices.dtype in (torch.float32, torch.float64)
-
-
-def _array(tensor: Tensor) -> NDArray[Any]:
-    array: NDArray[Any] = tensor.detach().contiguous().numpy()
-    return array
-
-
-def _each(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """`work` for each picture, several at once; compiled code lets other threads run."""
-    workers = min(count, torch.get_num_threads())
-    if workers <= 1:
-        return [work(number) for number in range(count)]
-    with ThreadPoolExecutor(workers, thread_name_prefix="vitflow-refine") as threads:
-        return list(threads.map(work, range(count)))
 
 
 @compiled_loosely
