@@ -102,6 +102,19 @@ def test_unfused_attention_shows_the_same_keys(affinity):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * expected.max())
 
 
+@pytest.mark.parametrize("affinity", KINDS)
+def test_the_order_of_heads_does_not_matter(affinity):
+    explainer = small()
+    expected = explainer.explain(PICTURES[0], method="gae", refine=1, affinity=affinity).grid
+    order = [2, 0, 1]
+    for block in explainer.model.blocks:
+        for parameter in (block.attn.qkv.weight, block.attn.qkv.bias):
+            parameter.data = parameter.data.unflatten(0, (3, 3, -1))[:, order].flatten(0, 2)
+        block.attn.proj.weight.data = block.attn.proj.weight.data.unflatten(1, (3, -1))[:, order].flatten(1)
+    found = explainer.explain(PICTURES[0], method="gae", refine=1, affinity=affinity).grid
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * expected.max())  # cosines in float32
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_map_keeps_its_sum_and_a_batch_gives_what_its_pictures_give_alone(demo, method):
     plain = demo.explain_batch(PICTURES, methods=[method], refine=0)
