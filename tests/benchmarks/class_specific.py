@@ -1,6 +1,6 @@
 """Whether class-specific maps light up the object that was asked for, on freshly drawn pictures with exact masks.
 
-    python -m tests.benchmarks.class_specific [--pictures 500] [--occlusion]
+    python -m tests.benchmarks.class_specific [--pictures 500] [--occlusion] [--refine 0 | --affinity keys]
 
 Every picture has two objects or three, of different classes; each method explains two of them. The table shows, with
 standard errors over pictures: the share of the map's energy (its mass above its minimum, or above 0 where that lies
@@ -17,6 +17,7 @@ import numpy as np
 from vitflow import Explainer
 from vitflow.demo import DemoPicture, draw_pictures, load_demo_model
 from vitflow.explaining.method_table import get_method, list_methods
+from vitflow.methods.refinement import AFFINITIES
 
 BATCH = 10
 FIRST_SEED = 500_000  # far from the pictures of other tests, and below those that the model was trained on
@@ -71,9 +72,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pictures", type=int, default=500)
     parser.add_argument("--occlusion", action="store_true", help="blank-out too: 145 forward passes per picture")
+    parser.add_argument("--refine", type=int, help="steps, instead of each method's default")
+    parser.add_argument("--affinity", choices=AFFINITIES, help="of the refinement, instead of each method's default")
     given = parser.parse_args()
+    options = {"refine": given.refine, "affinity": given.affinity}
     names = [method.name for method in list_methods() if given.occlusion or method.name != "occlusion"]
-    found = localise(given.pictures, names)
+    found = localise(given.pictures, names, **options)
     print(f"{given.pictures} fresh pictures with two or three objects, two classes asked of each.\n")
     print("| method | class-specific | energy in the asked object | in the other | pointing | change with the class |")
     print("|---|---|---|---|---|---|")
