@@ -16,8 +16,9 @@ The rule, written down before anything was measured by it:
 5. A default falls back to 0 if a gain on the telling half of a model is clearly negative.
 
 Consensus is measured beside them, refined by each candidate; its parts are always refined as the others are.
-The same can be asked of other options: `--of earlier` of those that the methods had before refinement, each against its
-published definition; `--of shifts` of the mean over four shifted crops, on top of the other defaults.
+The same can be asked of other options. `--of earlier`: those that the methods had before refinement, each against its
+published definition; `--of beneath`: the same where both are refined, as the defaults are now; `--of shifts`: the mean
+over four shifted crops, on top of the other defaults.
 """
 
 import argparse
@@ -39,6 +40,7 @@ METHODS = ("rollout", "attention", "flow", "gradient_rollout", "gae", "consensus
 QUESTIONS: dict[str, tuple[dict, list[dict]]] = {
     "refine": ({"refine": 0}, [{"refine": 1, "affinity": affinity} for affinity in ("attention", "keys", "both")]),
     "earlier": ({"preset": "paper"}, [{"refine": 0}]),
+    "beneath": ({"preset": "paper", "refine": 1}, [{"refine": 1}, {"refine": 1, "head_fusion": "mean"}]),
     "shifts": ({"shifts": 0}, [{"shifts": 4}]),
 }
 MEASURES = {"roc_auc": 1.0, "deletion_auc": -1.0}
