@@ -9,10 +9,10 @@ from hypothesis.extra import numpy as hnp
 
 from tests.references import seen_mask
 from vitflow.errors import OptionError, ShapeError
+from vitflow.pictures.contours import mass_level
 from vitflow.pictures.geometry import Placement, place
+from vitflow.pictures.options import BACKGROUNDS, INTERPOLATIONS
 from vitflow.pictures.overlay import blend, has_two_sides, scale_range, upsample
-
-INTERPOLATIONS = ["linear", "cubic", "nearest"]
 
 
 def random_grid(rows: int, cols: int, seed: int = 0) -> np.ndarray:
@@ -27,6 +27,14 @@ def colors_of(values: np.ndarray, *, cmap: str | None = None, vmin: float, vmax:
     """The colour that each value is drawn in where nothing of the photograph shows: uint8 RGB [height, width, 3]."""
     black = np.zeros((*values.shape, 3), dtype=np.uint8)
     return blend(black, values, cmap=cmap, alpha=1.0, fade=False, vmin=vmin, vmax=vmax, mark_unseen=False)
+
+
+def on_background(image: np.ndarray, background: str, alpha: float = 1.0) -> np.ndarray:
+    """What lies under the colours: the photograph, its luminance, or the mean of both, the latter two darkened."""
+    grey = (image @ np.array([0.299, 0.587, 0.114]))[..., None]
+    whole = {"photo": image, "grey": 0.625 * grey.repeat(3, axis=-1), "dim": 0.625 * (grey + image) / 2}[background]
+    strength = min(alpha / 0.5, 1.0)
+    return (1 - strength) * image + strength * whole
 
 
 # --- upsample --------------------------------------------------------------------------------------------------------
@@ -61,6 +69,30 @@ def literal_upsample(grid: np.ndarray, placement: Placement) -> np.ndarray:
     return heatmap
 
 
+def quadratic_spline(distance: float) -> float:
+    """The B-spline of degree 2 at a distance from its centre."""
+    away = abs(distance)
+    return 0.75 - away**2 if away <= 0.5 else (1.5 - away) ** 2 / 2 if away <= 1.5 else 0.0
+
+
+def literal_smooth(grid: np.ndarray, placement: Placement) -> np.ndarray:
+    """At the centre of every pixel the sum of all patches, weighted by the spline, the outermost continued outwards."""
+    rows, cols = grid.shape
+    height, width = placement.input_size
+    heatmap = np.full(placement.image_size, np.nan)
+    for y, x in np.argwhere(seen_mask(placement)):
+        on_input = placement.to_input(y + 0.5, x + 0.5)
+        row, col = on_input[0] * rows / height - 0.5, on_input[1] * cols / width - 0.5
+        heatmap[y, x] = sum(
+            quadratic_spline(row - r)
+            * quadratic_spline(col - c)
+            * grid[min(max(r, 0), rows - 1), min(max(c, 0), cols - 1)]
+            for r in range(-2, rows + 2)
+            for c in range(-2, cols + 2)
+        )
+    return heatmap
+
+
 PLACEMENTS = [
     place((51, 73), (32, 32), crop_pct=0.875),
     place((73, 51), (32, 32), crop_pct=0.9),
@@ -84,6 +116,14 @@ def test_linear_upsampling_equals_the_literal_reference(placement):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
+def test_smooth_upsampling_equals_the_literal_reference(placement):
+    grid = random_grid(4, 5)
+    np.testing.assert_allclose(
+        upsample(grid, placement, interpolation="smooth"), literal_smooth(grid, placement), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_ramp_stays_the_same_ramp(placement):
     """A map that grows by 1 per pixel of the model input must do so at every pixel centre of the original."""
     height, width = placement.input_size
@@ -97,7 +137,7 @@ def test_a_ramp_stays_the_same_ramp(placement):
 
 def test_an_identity_placement_changes_nothing():
     grid = random_grid(30, 40)
-    for interpolation in INTERPOLATIONS:
+    for interpolation in ("linear", "cubic", "nearest"):
         np.testing.assert_array_equal(
             upsample(grid, place((30, 40), (30, 40), fit="squash"), interpolation=interpolation), grid
         )
@@ -106,9 +146,9 @@ def test_an_identity_placement_changes_nothing():
 @given(
     hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=2, max_side=6), elements=st.floats(-8, 8, width=16)),
     st.tuples(st.integers(1, 50), st.integers(1, 50)),
-    st.sampled_from(["linear", "nearest"]),
+    st.sampled_from(["smooth", "linear", "nearest"]),
 )
-def test_linear_and_nearest_stay_within_the_grid(grid, image_size, interpolation):
+def test_all_but_cubic_stay_within_the_grid(grid, image_size, interpolation):
     heatmap = upsample(grid, place(image_size, (24, 24), fit="pad"), interpolation=interpolation)
     assert heatmap.min() >= grid.min() - 1e-5
     assert heatmap.max() <= grid.max() + 1e-5
@@ -210,7 +250,11 @@ def test_constant_maps_draw_constant():
         heatmap = upsample(grid, placement)
         colors = colors_of(heatmap, vmin=low, vmax=high)[seen_mask(placement)]
         assert (colors == colors_of(np.zeros((1, 1)), vmin=0, vmax=1)[0, 0]).all()
-        np.testing.assert_array_equal(blend(image, heatmap, mark_unseen=False), image)
+        np.testing.assert_array_equal(blend(image, heatmap, background="photo", mark_unseen=False), image)
+        for background in BACKGROUNDS:
+            bare = on_background(image, background).round()
+            drawn = blend(image, heatmap, background=background, contours=True, mark_unseen=False)
+            assert np.abs(drawn - bare)[seen_mask(placement)].max() <= 1
 
 
 # --- maps with negative values ---------------------------------------------------------------------------------------
@@ -250,12 +294,17 @@ def test_zero_of_a_map_with_negative_values_is_clear():
     image = photograph(56, 56)
     placement = place((56, 56), (56, 56))
     heatmap = upsample(signed_grid(), placement, interpolation="nearest")
-    overlay = blend(image, heatmap)
+    for background in BACKGROUNDS:
+        clear = on_background(image, background)[:8, :8]
+        assert np.abs(blend(image, heatmap, background=background)[:8, :8] - clear).max() <= 0.501
+    overlay = blend(image, heatmap, background="photo")
     np.testing.assert_array_equal(overlay[:8, :8], image[:8, :8])
     assert (overlay[36:40, 36:40] != image[36:40, 36:40]).any(axis=-1).mean() > 0.9
     np.testing.assert_array_equal(blend(image, heatmap, alpha=0), image)
     white = np.full_like(image, 255)
-    reddish, bluish = (blend(white, np.full((56, 56), value), vmin=-1, vmax=1)[0, 0] for value in (0.7, -0.7))
+    reddish, bluish = (
+        blend(white, np.full((56, 56), value), vmin=-1, vmax=1, background="photo")[0, 0] for value in (0.7, -0.7)
+    )
     assert reddish[0] == 255 > reddish[2] and bluish[2] == 255 > bluish[0]
 
 
@@ -265,6 +314,7 @@ def test_zero_of_a_map_with_negative_values_is_clear():
 def test_blend_around_0_equals_the_literal_formula(vmin, vmax, fade, cmap):
     image, heatmap = photograph(7, 9), random_grid(7, 9) - 0.5
     got = blend(image, heatmap, cmap=cmap, alpha=0.7, fade=fade, vmin=vmin, vmax=vmax)
+    image = on_background(image, "grey")
     colormap = matplotlib.colormaps[cmap or "bwr"]
     for y in range(7):
         for x in range(9):
@@ -274,6 +324,8 @@ def test_blend_around_0_equals_the_literal_formula(vmin, vmax, fade, cmap):
             distance = step - 128 if step >= 128 else 127 - step  # from the two steps that meet at 0
             opacity = 0.7 * (distance / 127 if fade else 1.0)
             color = np.array(colormap(step, bytes=True)[:3], dtype=np.float64)
+            if fade and not cmap:
+                color = np.array([255.0, 0, 0] if step >= 128 else [0, 0, 255.0])
             assert np.abs(got[y, x] - (image[y, x] * (1 - opacity) + color * opacity)).max() <= 0.501
 
 
@@ -327,34 +379,49 @@ def test_unknown_colormap():
 # --- blend -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fade", [True, False])
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.6, 1.0])
-def test_blend_equals_the_literal_formula(alpha, fade):
+@pytest.mark.parametrize("background", BACKGROUNDS)
+@pytest.mark.parametrize(("fade", "soft"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6, 1.0])
+def test_blend_equals_the_literal_formula(alpha, fade, soft, background):
     image, heatmap = photograph(7, 9), random_grid(7, 9)
-    got = blend(image, heatmap, alpha=alpha, fade=fade, vmin=0.1, vmax=0.8)
-    colormap = matplotlib.colormaps["turbo"]
+    got = blend(image, heatmap, alpha=alpha, fade=fade, vmin=0.1, vmax=0.6, soft=soft, background=background)
+    colormap, under = matplotlib.colormaps["plasma"], on_background(image, background, alpha)
     for y in range(7):
         for x in range(9):
-            share = min(max((float(heatmap[y, x]) - 0.1) / 0.7, 0.0), 1.0)
-            step = min(int(share * 256), 255)
+            share = max((float(heatmap[y, x]) - 0.1) / 0.5, 0.0)
+            if soft and share > 0.8:
+                share = 0.8 + 0.2 * (1 - np.exp(-(share - 0.8) / 0.2))
+            step = min(int(min(share, 1.0) * 256), 255)
             opacity = alpha * (step / 255 if fade else 1.0)
             color = np.array(colormap(step, bytes=True)[:3], dtype=np.float64)
-            expected = image[y, x] * (1 - opacity) + color * opacity
-            assert np.abs(got[y, x] - expected).max() <= 0.501
+            assert np.abs(got[y, x] - (under[y, x] * (1 - opacity) + color * opacity)).max() <= 0.502
     if alpha == 0:
         np.testing.assert_array_equal(got, image)
 
 
+def test_beyond_a_soft_limit_colours_still_differ_and_never_fall_back():
+    """As the highest patches of a map do, which a cut at the 98th percentile draws as one blob."""
+    values = np.concatenate([np.linspace(0, 1, 980), np.linspace(1, 1.5, 20)])[None]
+    black = np.zeros((*values.shape, 3), dtype=np.uint8)
+    for one in (values, -values):
+        soft, hard = (blend(black, one, cmap="gray", alpha=1, fade=False, soft=soft)[0, :, 0] for soft in (None, False))
+        assert len(np.unique(soft[980:])) > 5 and len(np.unique(hard[980:])) == 1
+        assert (np.diff(soft.astype(int) * (1 if one is values else -1)) >= 0).all()
+    own = blend(black, values, cmap="gray", alpha=1, fade=False, vmax=1)[0, :, 0]  # a limit of the caller's is kept
+    assert (own[980:] == 255).all() and own[970] < 255
+
+
 @pytest.mark.parametrize("fit_options", [{"crop_pct": 0.7}, {"crop_pct": 0.9, "crop_mode": "squash"}])
 @pytest.mark.parametrize("size", [(90, 140), (140, 90), (1001, 40)])
-def test_unseen_pixels_are_untouched_and_their_border_is_marked(size, fit_options):
+@pytest.mark.parametrize("options", [{"background": name} for name in BACKGROUNDS] + [{"contours": True}])
+def test_unseen_pixels_are_untouched_and_their_border_is_marked(size, fit_options, options):
     placement = place(size, (32, 32), **fit_options)
     image = photograph(*size)
     seen = seen_mask(placement)
     before = image.copy()
     heatmap = upsample(random_grid(4, 4), placement)
-    overlay = blend(image, heatmap)
-    plain = blend(image, heatmap, mark_unseen=False)
+    overlay = blend(image, heatmap, **options)
+    plain = blend(image, heatmap, **options, mark_unseen=False)
     np.testing.assert_array_equal(image, before)
     np.testing.assert_array_equal(overlay[~seen], image[~seen])
     np.testing.assert_array_equal(plain[~seen], image[~seen])
@@ -393,7 +460,7 @@ def test_nothing_is_marked_where_everything_was_seen():
 def test_the_line_grows_with_the_picture():
     image = np.full((2000, 3000, 3), 90, dtype=np.uint8)
     heatmap = upsample(np.zeros((4, 4)), place((2000, 3000), (32, 32)))
-    overlay = blend(image, heatmap)
+    overlay = blend(image, heatmap, background="photo")
     row = overlay[1000, 500:520, 0].tolist()
     assert row == [255] * 4 + [0] * 4 + [90] * 12
 
@@ -408,6 +475,10 @@ def test_blend_refuses_what_does_not_fit():
         blend(image, heatmap, alpha=1.5)
     with pytest.raises(OptionError, match="0 <= alpha <= 1, got nan"):
         blend(image, heatmap, alpha=float("nan"))
+    with pytest.raises(OptionError, match="Unknown background 'gray'.*'grey'"):
+        blend(image, heatmap, background="gray")
+    with pytest.raises(OptionError, match="between 0 and 1, got 10"):
+        blend(image, heatmap, contours=[10])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -433,3 +504,45 @@ def test_limits_that_are_both_given_are_taken_as_they_are():
     image = np.zeros((1, 3, 3), dtype=np.uint8)
     drawn = blend(image, heatmap, cmap="gray", alpha=1.0, fade=False, vmin=0, vmax=4, mark_unseen=False)
     assert drawn[0, :, 0].tolist() == [0, 128, 0]
+
+
+# --- contours --------------------------------------------------------------------------------------------------------
+
+
+@given(hnp.arrays(np.float32, (5, 6), elements=st.floats(-4, 8, width=16)), st.floats(0.05, 0.95))
+def test_the_highest_values_down_to_a_level_are_the_fewest_that_make_up_the_share(values, share):
+    level = mass_level(values, share)
+    finite = sorted((float(value) for value in values.ravel() if value > 0), reverse=True)
+    if level is None:
+        assert not finite or min(values.ravel()) >= max(finite) * (1 - 1e-6)
+        return
+    inside = [value for value in finite if value >= level]
+    assert sum(inside) >= share * sum(finite) * (1 - 1e-9)
+    assert sum(value for value in inside if value > level) < share * sum(finite)
+
+
+def test_a_contour_lies_where_the_map_crosses_its_level():
+    """On a cone the highest values are a disc: the line is a circle of that radius, and nothing else changes."""
+    rows, cols = np.mgrid[:200, :260] + 0.5
+    radius = np.hypot(rows - 100, cols - 130)
+    cone = np.maximum(90 - radius, 0)
+    image = photograph(200, 260) // 2
+    drawn, plain = (blend(image, cone, contours=lines) for lines in ([0.5], False))
+    level = mass_level(cone, 0.5)
+    assert (cone[cone >= level].sum() / cone.sum()) == pytest.approx(0.5, abs=0.01)
+    circle = 90 - level
+    changed = (drawn != plain).any(axis=-1)
+    assert np.abs(radius[changed] - circle).max() < 3
+    assert (drawn[np.abs(radius - circle) < 0.4] > 150).all()  # all but the edge of a pixel-wide line is white
+    np.testing.assert_array_equal(drawn[~changed], plain[~changed])
+    three = blend(image, cone, contours=True)
+    for share in (0.1, 0.25, 0.5):
+        assert (three[np.abs(radius - 90 + mass_level(cone, share)) < 0.4] > 150).all()
+
+
+def test_contours_alone_leave_the_photograph():
+    image, heatmap = photograph(60, 80), upsample(random_grid(4, 5), place((60, 80), (32, 40), fit="squash"))
+    drawn = blend(image, heatmap, alpha=0, contours=True)
+    share = (drawn != image).any(axis=-1).mean()
+    assert 0.05 < share < 0.6
+    np.testing.assert_array_equal(blend(image, -np.abs(heatmap), alpha=0, contours=True), image)  # no mass

@@ -16,11 +16,11 @@ from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning
 from vitflow.explaining.method_options import OPTIONS
 from vitflow.explaining.method_table import Method, list_methods
 from vitflow.explaining.progress import shown_by
-from vitflow.pictures.options import FITS, INTERPOLATIONS
+from vitflow.pictures.options import BACKGROUNDS, FITS, INTERPOLATIONS
 
 # Knows photographs, and is small enough to fetch for a first look.
 DEFAULT_MODEL = "vit_small_patch16_224.augreg_in21k_ft_in1k"
-DRAWING = ("cmap", "alpha", "vmin", "vmax", "interpolation")
+DRAWING = ("cmap", "alpha", "vmin", "vmax", "interpolation", "background", "contours")
 
 
 class _Patch(click.ParamType[tuple[int, int]]):
@@ -153,7 +153,7 @@ def drawing_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--cmap",
             metavar="NAME",
-            help="Colour map of matplotlib.  [default: turbo; bwr, around 0, for a map with negative values]",
+            help="Colour map of matplotlib.  [default: plasma; red above and blue below 0 where a map has both]",
         ),
         click.option("--alpha", type=click.FloatRange(0, 1), help="Strength of the colours.  [default: 0.6]"),
         click.option(
@@ -169,7 +169,19 @@ def drawing_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--interpolation",
             type=click.Choice(INTERPOLATIONS),
-            help="How patches become pixels.  [default: linear]",
+            help="How patches become pixels.  [default: smooth]",
+        ),
+        click.option(
+            "--background",
+            type=click.Choice(BACKGROUNDS),
+            help="What stands under the colours: the photograph as it is, in darkened grey, or darkened with half its "
+            "colour.  [default: grey]",
+        ),
+        click.option(
+            "--contours",
+            is_flag=True,
+            default=None,
+            help="Draw lines around the highest values that make up 10, 25 and 50 % of the map's mass.",
         ),
     )
     return reduce(lambda wrapped, option: option(wrapped), reversed(options), command)

@@ -21,7 +21,7 @@ from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import Pen, columns_of, draw_comparison, own_options
 from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_picture
-from vitflow.pictures import figures
+from vitflow.pictures import figures, overlay
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource
 from vitflow.pictures.options import FIGURE_FORMATS, SCALINGS, Interpolation, Scaling
@@ -157,7 +157,7 @@ class Comparison:
         robust: bool = True,
         vmin: float | None = None,
         vmax: float | None = None,
-        interpolation: Interpolation = "linear",
+        interpolation: Interpolation = "smooth",
         width: float = 1.5,
         dpi: int = figures.DPI,
         **blending: Any,
@@ -172,10 +172,10 @@ class Comparison:
             robust: limits at the 2nd and the 98th percentile of the patches instead of at the extremes; for maps with
                 negative values at equal distances from 0, as in `vitflow.pictures.overlay.scale_range`.
             vmin, vmax: limits for all maps instead.
-            interpolation: "linear", "cubic", or "nearest" to see the patches.
+            interpolation: "smooth", "linear", "cubic", or "nearest" to see the patches.
             width: of a column, in inches.
             dpi: pixels per inch of the pictures.
-            blending: cmap, alpha, fade and mark_unseen as for `vitflow.pictures.overlay.blend`.
+            blending: cmap, alpha, fade, background, contours and mark_unseen as for `vitflow.pictures.overlay.blend`.
 
         Raises:
             OptionError: an unknown scaling, a drawing option out of range, or another file type.
@@ -184,7 +184,8 @@ class Comparison:
             raise OptionError(unknown_name("scaling", scaling, SCALINGS))
         if path is not None:
             figures.check_format(path)
-        pen = Pen(width, dpi, interpolation, blending)
+        soft = overlay.is_soft(vmin, vmax, robust)
+        pen = Pen(width, dpi, interpolation, soft, blending)
         figure = draw_comparison(self.pictures, pen, scaling, vmin=vmin, vmax=vmax, robust=robust)
         if path is not None:
             figures.save_figure(figure, path)

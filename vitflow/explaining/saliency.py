@@ -88,7 +88,7 @@ class Saliency:
     def overlay(
         self,
         *,
-        interpolation: Interpolation = "linear",
+        interpolation: Interpolation = "smooth",
         vmin: float | None = None,
         vmax: float | None = None,
         robust: bool = True,
@@ -97,15 +97,17 @@ class Saliency:
         """The map in colour over the original picture, uint8 RGB [height, width, 3].
 
         Args:
-            interpolation: "linear", "cubic", or "nearest" to see the patches.
+            interpolation: "smooth", "linear" (as `heatmap` is), "cubic", or "nearest" to see the patches.
             vmin, vmax: values that get the first and last colour; by default the range of the map's patches. Where it
                 holds 0 between them, as of a map with negative values, 0 is clear and each side has its own colours.
-            robust: take that range between percentiles, so that one artefact patch does not own it.
-            options: cmap, alpha, fade and mark_unseen as for `vitflow.pictures.overlay.blend`.
+            robust: take that range between percentiles, so that one artefact patch does not own it; what lies beyond
+                them nears the last colour.
+            options: cmap, alpha, fade, background, contours and mark_unseen as for `vitflow.pictures.overlay.blend`.
         """
         heatmap = overlay.upsample(self.grid, self.placement, interpolation=interpolation)
         low, high = overlay.scale_range(self.grid, vmin=vmin, vmax=vmax, robust=robust)
-        return overlay.blend(self.image, heatmap, vmin=low, vmax=high, **options)
+        soft = overlay.is_soft(vmin, vmax, robust)
+        return overlay.blend(self.image, heatmap, vmin=low, vmax=high, soft=soft, **options)
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the overlay (.png, .jpg, .webp; options as for `overlay`) or the map itself (.npz); return the path.

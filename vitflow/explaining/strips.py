@@ -73,6 +73,7 @@ class Pen:
     width: float
     dpi: int
     interpolation: Interpolation
+    soft: bool
     blending: Mapping[str, Any]
 
     def photograph(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -88,15 +89,18 @@ class Pen:
         # The placement's coordinates are continuous, so that it fits the picture in any size.
         placement = replace(saliency.placement, image_size=picture.shape[:2])
         heatmap = overlay.upsample(saliency.grid, placement, interpolation=self.interpolation)
-        return overlay.blend(picture, heatmap, vmin=limits[0], vmax=limits[1], **self.blending)
+        return overlay.blend(picture, heatmap, vmin=limits[0], vmax=limits[1], soft=self.soft, **self.blending)
 
     def bar(self, two_sides: bool) -> Bar:
-        """The colours from low to high, or from below 0 to above it, as they look over white."""
-        height, width = round(0.07 * self.dpi), round(1.1 * self.dpi)
-        low, labels = (-1, ("below 0", "above 0")) if two_sides else (0, ("low", "high"))
-        ramp = np.tile(np.linspace(low, 1, width), (height, 1))
-        white = np.full((height, width, 3), 255, np.uint8)
-        return Bar(overlay.blend(white, ramp, vmin=low, vmax=1, **self.blending), labels)
+        """The colours from low to high, or from below 0 to above it, as they look over a photograph's mid-grey."""
+        size = round(0.07 * self.dpi), round(1.1 * self.dpi)
+        labels = ("below 0", "above 0") if two_sides else ("low", "high")
+        reach = 1.5 if self.soft else 1.0  # beyond a soft limit colours go on
+        low = -1 if two_sides else 0
+        blending = {**self.blending, "contours": False}
+        ramp = np.tile(np.linspace(low * reach, reach, size[1]), (size[0], 1))
+        grey = np.full((*size, 3), 128, np.uint8)
+        return Bar(overlay.blend(grey, ramp, vmin=low, vmax=1, soft=self.soft, **blending), labels)
 
 
 def draw_comparison(

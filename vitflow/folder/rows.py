@@ -167,6 +167,7 @@ _DRAWING: dict[str, Check] = {
     "alpha": is_number,
     "vmin": or_none(is_number),
     "vmax": or_none(is_number),
+    "contours": lambda value: isinstance(value, bool),
 }
 _RUN: dict[str, Check] = {
     "root": is_name,

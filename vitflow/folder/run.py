@@ -198,7 +198,7 @@ def _check(job: Job, manifest: str, batch_size: int | None, workers: int | None,
     for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0), ("limit", limit, 1)):
         if value is not None and value < least:
             raise OptionError(f"Expected {name} of at least {least}, got {value}.")
-    drawing = {name: value for name, value in job.drawing.items() if name in ("cmap", "alpha", "vmin", "vmax")}
+    drawing = {name: value for name, value in job.drawing.items() if name != "interpolation"}
     blend(np.zeros((1, 2, 3), np.uint8), np.array([[0.0, 1.0]]), **drawing)  # raises for a wrong one
 
 

@@ -7,8 +7,12 @@ Fit = Literal["crop", "squash", "pad", "native"]
 FITS: tuple[Fit, ...] = get_args(Fit)
 
 #: How the patches of a map become pixels.
-Interpolation = Literal["linear", "cubic", "nearest"]
+Interpolation = Literal["smooth", "linear", "cubic", "nearest"]
 INTERPOLATIONS: tuple[Interpolation, ...] = get_args(Interpolation)
+
+#: What stands under the colours of a map: the photograph as it is, in darkened grey, or darkened with half its colour.
+Background = Literal["photo", "grey", "dim"]
+BACKGROUNDS: tuple[Background, ...] = get_args(Background)
 
 #: Which maps of one method have the limits of their colours in common.
 Scaling = Literal["picture", "column", "map"]

@@ -1,5 +1,7 @@
 """Lay a saliency map over the photograph: upsample, scale, colour, blend. RGB everywhere."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import cv2
@@ -9,14 +11,28 @@ from numpy.typing import NDArray
 
 from vitflow.compiled import compiled
 from vitflow.errors import OptionError, ShapeError, unknown_name
+from vitflow.pictures.contours import CONTOURS, draw_contours
 from vitflow.pictures.geometry import Placement
-from vitflow.pictures.options import INTERPOLATIONS, Interpolation
+from vitflow.pictures.options import BACKGROUNDS, INTERPOLATIONS, Background, Interpolation
 
 #: The lower and upper percentile between which robust scaling spreads the colours; the same as seaborn's.
 ROBUST_PERCENTILES = (2.0, 98.0)
 
-#: Colour maps where the caller names none: for a range on one side of 0, and for one on both sides.
-SEQUENTIAL, DIVERGING = "turbo", "bwr"
+#: The colour map where the caller names none and the range lies on one side of 0.
+SEQUENTIAL = "plasma"
+
+#: The colours where the caller names none and the range lies on both sides of 0: blue below and red above. How far a
+#: value lies from 0 is told by its opacity alone, so that no pale colour makes what is next to 0 look like something.
+_TWO_HUES = np.repeat(np.array([[0, 0, 255], [255, 0, 0]], dtype=np.uint8), 128, axis=0)
+
+#: The same where all colours have one opacity.
+DIVERGING = "bwr"
+
+#: The share of the way to a soft limit from which on colours grow slower, so that values beyond the limit differ, too.
+KNEE = 0.8
+
+#: What a background keeps of the photograph: of its brightness, and of its colour beside grey.
+_KEPT: dict[Background, tuple[float, float]] = {"photo": (1.0, 1.0), "grey": (0.625, 0.0), "dim": (0.625, 0.5)}
 
 #: Negative values up to this share of the largest are rounding, and do not make a map one with two signs.
 _ROUNDING = 1e-6
@@ -35,8 +51,9 @@ def upsample(
     Args:
         grid: one value per patch, [rows, cols].
         placement: how the picture became the model input.
-        interpolation: "linear" stays within the values of the grid; "cubic" is smoother and may overshoot them;
-            "nearest" gives each pixel the value of the patch in which its centre lies.
+        interpolation: "linear" stays within the values of the grid; so does "smooth", without edges or corners but
+            with lower peaks; "cubic" is smooth and may overshoot; "nearest" gives each pixel the value of the patch in
+            which its centre lies.
 
     Returns:
         float32 [height, width] of the original picture, NaN where the model saw nothing.
@@ -67,6 +84,12 @@ def upsample(
         )
         heatmap[top:bottom, left:right] = grid[np.ix_(rows, cols)]
         return heatmap
+    if interpolation == "smooth":
+        centres = np.arange(top, bottom, dtype=np.float64) + 0.5, np.arange(left, right, dtype=np.float64) + 0.5
+        y, x = placement.to_input(centres[0], centres[1])
+        over_rows = _spline(y / placement.input_size[0], grid.shape[0])
+        heatmap[top:bottom, left:right] = over_rows @ grid @ _spline(x / placement.input_size[1], grid.shape[1]).T
+        return np.clip(heatmap, grid.min(), grid.max(), out=heatmap)  # of what rounding leaves beyond them
     flags = _OPENCV_FLAGS[interpolation]
     on_input = cv2.resize(grid, placement.input_size[::-1], interpolation=flags)
     heatmap[top:bottom, left:right] = cv2.warpAffine(
@@ -77,6 +100,21 @@ def upsample(
         borderMode=cv2.BORDER_REPLICATE,
     )
     return heatmap
+
+
+def _spline(places: NDArray[np.float64], count: int) -> NDArray[np.float32]:
+    """The weight of each patch at places from 0 to 1 along an axis, by the quadratic B-spline: [places, patches].
+
+    The weights are those of the three nearest patch centres, none below 0, and sum to 1; the outermost patches are
+    continued outwards.
+    """
+    at = places * count - 0.5
+    nearest = np.rint(at).astype(np.int64)
+    beside = at - nearest
+    weights, rows = np.zeros((len(at), count)), np.arange(len(at))
+    for step, weight in ((-1, (0.5 - beside) ** 2 / 2), (0, 0.75 - beside**2), (1, (0.5 + beside) ** 2 / 2)):
+        np.add.at(weights, (rows, np.clip(nearest + step, 0, count - 1)), weight)
+    return weights.astype(np.float32)
 
 
 def scale_range(
@@ -157,6 +195,9 @@ def blend(
     vmin: float | None = None,
     vmax: float | None = None,
     robust: bool = True,
+    soft: bool | None = None,
+    background: Background = "grey",
+    contours: bool | Sequence[float] = False,
     mark_unseen: bool = True,
 ) -> NDArray[np.uint8]:
     """Lay a heatmap in colours over its photograph: uint8 RGB [height, width, 3].
@@ -165,19 +206,27 @@ def blend(
         image: the photograph, uint8 RGB [height, width, 3].
         heatmap: values per pixel, [height, width]; NaN where the model saw nothing. The photograph stays as it is
             there.
-        cmap: name of a colormap of matplotlib; by default "turbo", or "bwr" where 0 lies between the limits.
-        alpha: opacity of the colours, from 0 to 1; with fade, of the colour of the highest values.
+        cmap: name of a colormap of matplotlib; by default "plasma", or red above and blue below 0 where 0 lies
+            between the limits ("bwr" without fade).
+        alpha: opacity of the colours, from 0 to 1; with fade, of the colour of the highest values. 0 leaves the
+            photograph as it is.
         fade: let the opacity grow in proportion to the value, so that the photograph stays clear where the map is
             low, or where it is 0 and 0 lies between the limits; otherwise all colours have the same opacity.
         vmin, vmax, robust: limits of the colours, as in scale_range().
+        soft: let values beyond the limits differ in colour, too: the last colours are neared, not reached at the limit.
+            By default where the limits are robust and the caller sets none of them.
+        background: what the model saw of the photograph is drawn in "grey", darkened to five eighths, so that every
+            colour is the map's; or "dim", as dark, with half its colour; or as it is, "photo". An alpha below 0.5
+            brings the photograph back in proportion.
+        contours: draw lines around the highest values that make up 10, 25 and 50 % of the map's mass, or these shares.
         mark_unseen: draw a thin white and black line just inside the border to what the model did not see.
 
     Raises:
-        OptionError: an unknown colormap, or alpha, vmin or vmax out of range.
+        OptionError: an unknown colormap or background, or alpha, vmin, vmax or a contour out of range.
         ShapeError: the picture is not uint8 RGB, or the heatmap is not of its size.
 
     >>> image = np.zeros((1, 2, 3), dtype=np.uint8)
-    >>> blend(image, np.array([[0.0, 1.0]]), cmap="gray", alpha=0.8).tolist()
+    >>> blend(image, np.array([[0.0, 1.0]]), cmap="gray", alpha=0.8, robust=False).tolist()
     [[[0, 0, 0], [204, 204, 204]]]
     """
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or heatmap.shape != image.shape[:2]:
@@ -187,16 +236,41 @@ def blend(
         )
     if not 0.0 <= alpha <= 1.0:
         raise OptionError(f"Expected 0 <= alpha <= 1, got {alpha}.")
+    if background not in BACKGROUNDS:
+        raise OptionError(unknown_name("background", background, BACKGROUNDS))
     low, high = scale_range(heatmap, vmin=vmin, vmax=vmax, robust=robust)
-    colors, shares = color_table(cmap, has_two_sides(low, high))
+    soft = is_soft(vmin, vmax, robust) if soft is None else soft
+    two_sides = has_two_sides(low, high)
+    colors, shares = color_table(DIVERGING if two_sides and not (cmap or fade) else cmap, two_sides)
     opacity = np.float32(alpha) * (shares if fade else np.ones_like(shares))
     overlay = np.empty_like(image, order="C")
     values = _floats(heatmap)
-    _paint(np.ascontiguousarray(image), values, low, high, 1 - opacity, opacity[:, None] * colors, overlay)
+    kept = _kept(background, alpha)
+    limits = (low, high, KNEE if soft else 1.0)
+    _paint(np.ascontiguousarray(image), values, limits, kept, 1 - opacity, opacity[:, None] * colors, overlay)
+    if contours is not False:
+        draw_contours(overlay, values, CONTOURS if contours is True else contours)
     unseen = np.isnan(values)
     if mark_unseen and unseen.any():
         _mark_border(overlay, ~unseen)
     return overlay
+
+
+def is_soft(vmin: float | None, vmax: float | None, robust: bool) -> bool:
+    """Whether the limits that these make are ones to go beyond: percentiles, and none that the caller set.
+
+    >>> is_soft(None, None, True), is_soft(None, 0.5, True)
+    (True, False)
+    """
+    return robust and vmin is None and vmax is None
+
+
+def _kept(background: Background, alpha: float) -> tuple[np.float32, np.float32]:
+    """What of a pixel's own value, and of its brightness, its background is made of."""
+    strength = min(2 * alpha, 1.0)
+    brightness, color = _KEPT[background]
+    own = 1 - strength + strength * brightness * color
+    return np.float32(own), np.float32(strength * brightness * (1 - color))
 
 
 def _mark_border(picture: NDArray[np.uint8], seen: NDArray[np.bool_]) -> None:
@@ -213,7 +287,7 @@ def _mark_border(picture: NDArray[np.uint8], seen: NDArray[np.bool_]) -> None:
 
 
 def color_table(cmap: str | None, two_sides: bool) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """The colours of a colormap of matplotlib, uint8 RGB [steps, 3], and how opaque fading leaves each, [steps].
+    """The colours of a colormap of matplotlib, or the default, uint8 RGB [steps, 3], and how opaque each is when faded.
 
     Opacity grows from the lowest value on, or from 0 to both sides: the steps that meet at 0 are clear.
 
@@ -223,7 +297,7 @@ def color_table(cmap: str | None, two_sides: bool) -> tuple[NDArray[np.uint8], N
     >>> color_table("tab10", two_sides=True)[1].tolist()
     [1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.25, 0.5, 0.75, 1.0]
     """
-    table = _lookup_table(cmap or (DIVERGING if two_sides else SEQUENTIAL))
+    table = _TWO_HUES if two_sides and not cmap else _lookup_table(cmap or SEQUENTIAL)
     last = len(table) - 1
     steps = np.arange(len(table), dtype=np.float32)
     if two_sides:
@@ -247,33 +321,48 @@ def _floats(values: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
 
 
 @compiled
-def _step(value: float, vmin: float, vmax: float, steps: int) -> int:
+def _step(value: float, vmin: float, vmax: float, knee: float, steps: int) -> int:
     """Which of `steps` colours a value takes; `steps` for NaN."""
     if np.isnan(value):
         return steps
     if not vmax > vmin:
         # Rounding must not lift a constant map above its own value.
         return steps - 1 if value > vmax + 1e-5 * abs(vmax) else 0
-    # In float64, and clipped first: the range of a map may be too small for float32 to divide by.
-    position = min(max(np.float64(value), vmin), vmax)
+    # In float64: the range of a map may be too small for float32 to divide by.
+    position = np.float64(value)
     if vmin < 0 < vmax:  # as has_two_sides(): each side has its half of the colours
-        side = position / -vmin if position < 0 else position / vmax
+        side = -_curve(position / vmin, knee) if position < 0 else _curve(position / vmax, knee)
         return int(min((side + 1) / 2 * steps, steps - 1.0))
-    return int(min((position - vmin) / (vmax - vmin) * steps, steps - 1.0))
+    return int(min(_curve((position - vmin) / (vmax - vmin), knee) * steps, steps - 1.0))
 
 
 @compiled
-def _paint(image: Any, heatmap: Any, vmin: float, vmax: float, clear: Any, tint: Any, overlay: Any) -> None:
-    """Each pixel times what its step leaves clear, plus the step's tint; where the map is NaN, the pixel itself."""
+def _curve(share: float, knee: float) -> float:
+    """From 0 to 1: the share of the way to the limit itself up to the knee, then what nears 1; NaN counts as beyond."""
+    if share <= knee:
+        return max(share, 0.0)
+    if knee < 1 and share < 16:
+        return knee + (1 - knee) * (1 - math.exp((knee - share) / (1 - knee)))
+    return 1.0
+
+
+@compiled
+def _paint(image: Any, heatmap: Any, limits: Any, kept: Any, clear: Any, tint: Any, overlay: Any) -> None:
+    """Each pixel's background times what its step leaves clear, plus the step's tint; the pixel itself at NaN."""
     height, width = heatmap.shape
     steps = clear.size
+    vmin, vmax, knee = limits
+    own, shared = kept
     for row in range(height):
         for column in range(width):
-            step = _step(heatmap[row, column], vmin, vmax, steps)
+            step = _step(heatmap[row, column], vmin, vmax, knee, steps)
+            red, green, blue = image[row, column, 0], image[row, column, 1], image[row, column, 2]
+            # Luminance by ITU-R 601-2, as Pillow's convert("L").
+            grey = shared * (np.float32(0.299) * red + np.float32(0.587) * green + np.float32(0.114) * blue)
             for channel in range(3):
                 value = image[row, column, channel]
                 if step < steps:  # rounded, not cut, to whole values
-                    value = np.uint8(value * clear[step] + tint[step, channel] + np.float32(0.5))
+                    value = np.uint8((own * value + grey) * clear[step] + tint[step, channel] + np.float32(0.5))
                 overlay[row, column, channel] = value
 
 
