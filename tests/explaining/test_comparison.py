@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -25,9 +26,11 @@ from vitflow import Comparison, Explainer
 from vitflow.cli import main
 from vitflow.demo import sample_pictures
 from vitflow.errors import ImageError, NoAttentionError, OptionError, ShapeError, VitflowWarning
-from vitflow.explaining import method_table, strips
+from vitflow.explaining import method_table
 from vitflow.explaining.agreement import Agreement, measure_agreement, spearman, top_overlap
+from vitflow.explaining.captions import readable
 from vitflow.explaining.comparison import DEFAULT_METHODS, compare
+from vitflow.explaining.figure import Pen
 from vitflow.pictures import figures, overlay
 
 OWN = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
@@ -66,13 +69,13 @@ def words(compared: Comparison, tmp_path: Path, **options) -> list[str]:
 def drawn(monkeypatch):
     """What a strip is drawn from."""
     calls = []
-    original = figures.draw_strip
+    original = figures.draw_bands
 
-    def keep(columns, blocks, **options):
-        calls.append((columns, blocks, options))
-        return original(columns, blocks, **options)
+    def keep(bands, **options):
+        calls.extend((columns, blocks, options) for columns, blocks in bands)
+        return original(bands, **options)
 
-    monkeypatch.setattr(figures, "draw_strip", keep)
+    monkeypatch.setattr(figures, "draw_bands", keep)
     return calls
 
 
@@ -167,21 +170,37 @@ def test_faults_are_named(explainer, error, message, arguments):
 # --- How they are drawn ----------------------------------------------------------------------------------------------
 
 
-def test_rows_are_classes_and_maps_without_a_class_are_drawn_once(explainer, drawn):
+def test_rows_are_classes_and_maps_without_a_class_stand_apart_so_that_nothing_is_blank(explainer, drawn):
     compared = compare(
         PICTURES[:2], model=explainer, methods=["attention", "gae", "gradcam", "random"], targets=[0, 1, 2]
     )
     compared.strip()
-    [(columns, blocks, _)] = drawn
-    assert [column.title for column in columns] == ["Photograph", "Raw attention", "GAE", "Grad-CAM", "Random map"]
-    assert [column.group for column in columns] == [
-        "",
-        "not class-specific",
-        "class-specific",
-        "class-specific",
-        "baselines, not class-specific",
-    ]
-    assert [[len(cells) for cells in block] for block in blocks] == [[1, 1, 3, 3, 1]] * 2
+    (above, first, _), (below, second, _) = drawn
+    assert [column.title for column in above] == ["Photograph", "Raw attention", "Random map"]
+    assert [column.group for column in above] == ["", "not class-specific", "baselines, not class-specific"]
+    assert [column.title for column in below] == ["Photograph", "GAE", "Grad-CAM"]
+    assert [column.group for column in below] == ["", "class-specific", "class-specific"]
+    assert [[len(cells) for cells in block] for block in first] == [[1, 1, 1]] * 2
+    assert [[len(cells) for cells in block] for block in second] == [[3, 3, 3]] * 2
+    for block, maps in zip(second, compared.pictures, strict=True):
+        told = [cell.caption[0].partition(",")[0] for cell in block[0]]
+        assert told == [saliency.label for saliency in maps if saliency.method == "gae"]
+
+
+def test_more_columns_than_can_be_read_stand_in_two_rows_each_beside_the_photograph(explainer, drawn):
+    figure = compare(PICTURES[0], model=explainer, layers=2).strip()
+    assert [len(columns) for columns, _, _ in drawn] == [5, 5]
+    assert [columns[0].title for columns, _, _ in drawn] == ["Photograph"] * 2
+    assert figure.get_size_inches()[0] < 8.5
+    drawn.clear()
+    compare(PICTURES[0], model=explainer, methods=["rollout", "gae", "gradcam", "random", "centre"]).strip()
+    assert [len(columns) for columns, _, _ in drawn] == [6]
+
+
+def test_a_strip_tells_times_only_where_they_are_asked_for(explainer, tmp_path):
+    compared = compare(PICTURES[0], model=explainer, methods=["rollout"])
+    assert not any(re.search(r"\d m?s$", word) for word in words(compared, tmp_path))
+    assert any(re.search(r"^\d+(\.\d)? m?s$", word) for word in words(compared, tmp_path, timings=True))
 
 
 def test_every_caption_says_what_it_must(explainer, tmp_path):
@@ -201,7 +220,6 @@ def test_every_caption_says_what_it_must(explainer, tmp_path):
         "discard ratio 0.37",
         "patch (1, 2)",
         "2nd to the 98th percentile",
-        " ms",
         "low",
         "high",
     ):
@@ -223,8 +241,8 @@ def test_a_saturated_flow_says_so(explainer, tmp_path):
 
 
 def limits_of(cell) -> tuple[str, str]:
-    low, _, high = cell.details[0].partition(" · ")[0].partition(" – ")
-    return low, high
+    low, _, high = cell.details[0].partition(" – ")
+    return low, high.split(" ×")[0]
 
 
 def test_classes_of_a_picture_share_their_colours_and_the_caption_states_them(explainer, drawn):
@@ -238,14 +256,14 @@ def test_classes_of_a_picture_share_their_colours_and_the_caption_states_them(ex
         for robust in (True, False):
             drawn.clear()
             compared.strip(scaling=scaling, robust=robust)
-            [(_, blocks, _)] = drawn
+            _, (_, blocks, _) = drawn  # those with a row for each class stand below
             for number, block in enumerate(blocks):
-                for row, cell in enumerate(block[2]):
+                for row, cell in enumerate(block[1]):
                     values = shared[number][row].astype(float)
                     low, high = np.percentile(values, [2, 98]) if robust else (values.min(), values.max())
-                    assert limits_of(cell) == (strips.format_number(low), strips.format_number(high))
+                    assert limits_of(cell) == readable(low, high)[0]
                     one = [s for s in compared.pictures[number] if s.method == "gae"][row]
-                    expected = strips.Pen(1.5, figures.DPI, "smooth", robust, {}).overlay(one, (low, high))
+                    expected = Pen(1.5, figures.DPI, "smooth", robust, {}).overlay(one, (low, high))
                     assert np.abs(cell.image.astype(int) - expected).max() <= 1
     drawn.clear()
     compared.strip(vmin=0, vmax=0.5)
@@ -262,7 +280,7 @@ def test_maps_with_negative_values_have_colours_on_both_sides_of_0_and_a_bar_of_
     assert all(label in text for label in ("low", "high", "below 0", "above 0", "both sides of 0, which is clear"))
     [(_, [block], options)] = drawn
     limit = np.percentile(np.abs(signed), 98)
-    assert limits_of(block[2][0]) == (strips.format_number(-limit), strips.format_number(limit))
+    assert limits_of(block[2][0]) == readable(-limit, limit)[0]
     one_side, two_sides = (bar.image for bar in options["bars"])
     assert (one_side[0, 0] == 80).all() and (two_sides[0, 109:111] == 80).all()  # mid-grey, darkened
     red, _, blue = two_sides[0, -1].astype(int) - two_sides[0, 0]
@@ -279,7 +297,7 @@ def test_a_map_lies_in_the_strip_where_it_lies_on_the_picture(fit, size):
     explaining = Explainer(own_model(), data_config=DATA, fit=fit)
     saliency = explaining.explain(cv2.GaussianBlur(picture(*size), (0, 0), 5), method="rollout")
     limits = overlay.scale_range(saliency.grid)
-    pen = strips.Pen(1.5, figures.DPI, "smooth", True, {"mark_unseen": False})
+    pen = Pen(1.5, figures.DPI, "smooth", True, {"mark_unseen": False})
     small = pen.overlay(saliency, limits)
     assert small.shape[:2] == figures.panel_size(size)
     full = saliency.overlay(mark_unseen=False)
@@ -428,10 +446,16 @@ def test_agreement_is_the_mean_over_pictures_and_classes(explainer):
     assert found.spearman[0][1] == found.spearman[1][0] == pytest.approx(np.mean(rho), abs=1e-12)
     assert found.overlap[1][2] == found.overlap[2][1] == pytest.approx(np.mean(share), abs=1e-12)
     assert found.between_classes == {"gae": pytest.approx(np.mean(between), abs=1e-12)}
-    table = str(found).splitlines()
+    title, sentence, *table = str(found).splitlines()
+    assert title == "How far the methods agree about which patches matter (the mean over 6 maps each)"
+    pairs = [
+        (found.spearman[i][j], f"{('attention', 'gae', 'centre')[j]} and {('gae', 'centre')[i - 1]}")
+        for i in (1, 2)
+        for j in range(i)
+    ]
+    assert sentence.startswith(f"Most alike are {max(pairs)[1]} (") and f"least alike {min(pairs)[1]} (" in sentence
     assert table[2].split()[:3] == ["2", "gae", f"{found.spearman[1][0]:.2f}".replace("-", "−")]
     assert table[2].split()[-1] == f"{found.overlap[1][2]:.2f}"
-    assert "6 maps each" in str(found)
 
 
 def test_maps_on_different_grids_are_not_compared():
@@ -514,7 +538,7 @@ def test_the_example_runs_with_the_demo_model(peers, monkeypatch, capsys, tmp_pa
     assert told.splitlines()[-1] == str(path)
     assert "Integrated gradients (captum)" in told
     with Image.open(path) as file:
-        assert file.width > 8 * 1.5 * figures.DPI
+        assert file.width > 5 * 1.5 * figures.DPI
 
 
 # --- The command line ------------------------------------------------------------------------------------------------
@@ -546,6 +570,13 @@ def test_the_command_writes_a_strip_and_prints_its_path_and_the_agreement(run, t
     assert (tmp_path / out.strip()).is_file()
     assert "1  rollout (head fusion min, discard ratio 0.37, residual 0.4, patch (3, 7))" in err
     assert "between the classes of a picture" in err
+
+
+def test_a_strip_of_several_pictures_is_named_after_them(run, tmp_path):
+    images = sample_pictures()[:3]
+    code, out, err = run(*images, "--method", "centre")
+    assert (code, out) == (0, f"{images[0].stem}-and-2-more-compare.png\n"), err
+    assert (tmp_path / out.strip()).is_file()
 
 
 def test_the_command_reads_whole_numbers_of_a_method(run):

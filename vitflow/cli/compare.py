@@ -93,11 +93,13 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> click.Pa
     type=click.Choice(SCALINGS),
     help="Which maps of one method have the limits of their colours in common.  [default: those of one picture]",
 )
+@click.option("--timings", is_flag=True, default=None, help="Tell below each map how long it took.")
 @click.option(
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File for the strip: .png, .pdf, .svg; or .json for the numbers.  [default: IMAGE-compare.png here]",
+    help="File for the strip: .png, .pdf, .svg; or .json for the numbers.  [default: IMAGE-compare.png here; of "
+    "several, IMAGE-and-N-more-compare.png]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per picture.")
 def compare(images: tuple[Path, ...], **given: Any) -> None:
@@ -111,7 +113,7 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
         from vitflow.explaining.comparison import compare
 
         comparison = compare(images, model=make_explainer(given), methods=methods, targets=_targets(given), **options)
-        drawing = {} if output.suffix.lower() == ".json" else given_options(given, (*DRAWING, "scaling"))
+        drawing = {} if output.suffix.lower() == ".json" else given_options(given, (*DRAWING, "scaling", "timings"))
         try:
             comparison.save(output, **drawing)
         except OSError as error:
@@ -136,7 +138,8 @@ def _targets(given: dict[str, Any]) -> Any:
 def _output_path(images: tuple[Path, ...], output: Path | None) -> Path:
     """Where the strip goes; it overwrites none of the pictures."""
     if output is None:
-        output = Path(f"{images[0].stem}-compare.png" if len(images) == 1 else "compare.png")
+        others = len(images) - 1
+        output = Path(f"{images[0].stem}{f'-and-{others}-more' if others else ''}-compare.png")
     check_suffix(output, _SUFFIXES)
     if output.resolve() in {image.resolve() for image in images}:
         raise OptionError(f"The strip would overwrite the picture {str(output)!r}: choose another output.")

@@ -27,7 +27,7 @@ from vitflow.cli.options import (
 from vitflow.errors import ImageError, OptionError, printable
 from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.method_options import OPTIONS
-from vitflow.pictures.options import WRITE_OPTIONS
+from vitflow.pictures.options import FIGURE_FORMATS, WRITE_OPTIONS
 
 _SUFFIXES = tuple(WRITE_OPTIONS)
 
@@ -51,6 +51,12 @@ _SUFFIXES = tuple(WRITE_OPTIONS)
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="File for one picture, folder for several.  [default: here]"
 )
+@click.option(
+    "--figure",
+    is_flag=True,
+    help="Write a figure that stands alone: the overlay with its method, what was asked, and a colour bar; also as "
+    ".pdf or .svg.",
+)
 @click.option("--save-map", is_flag=True, help="Write the unscaled map as .npz beside the overlay.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per picture.")
 def explain(images: tuple[Path, ...], **given: Any) -> None:
@@ -59,7 +65,9 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
     with talking():
         choose_methods([given["method"]], options)  # before torch is loaded
         check_pictures(images, "explain")
-        targets = _output_paths(images, given["output"], given["method"])
+        targets = _output_paths(
+            images, given["output"], given["method"], FIGURE_FORMATS if given["figure"] else _SUFFIXES
+        )
         explainer = make_explainer(given)
         failed = sum(
             not _explain_one(explainer, image, target, options, given)
@@ -79,7 +87,7 @@ def _explain_one(
     drawing, files = given_options(given, DRAWING), [output]
     try:
         saliency = explainer.explain(image, method=given["method"], target=target_of(given["target"], given), **options)
-        saliency.save(output, **drawing)
+        (saliency.figure if given["figure"] else saliency.save)(output, **drawing)
         if given["save_map"]:
             files.append(output.with_suffix(".npz"))
             saliency.save(files[1])
@@ -117,15 +125,17 @@ def _answer(saliency: Any, class_names: list[str] | None) -> str:
     return words
 
 
-def _output_paths(images: tuple[Path, ...], output: Path | None, method: str) -> list[Path]:
+def _output_paths(
+    images: tuple[Path, ...], output: Path | None, method: str, suffixes: tuple[str, ...] = _SUFFIXES
+) -> list[Path]:
     """Where each overlay goes: no two pictures claim one file, and none overwrites a picture that is read."""
-    if output is not None and output.suffix.lower() in _SUFFIXES and not output.is_dir():
+    if output is not None and output.suffix.lower() in suffixes and not output.is_dir():
         if len(images) > 1:
             raise OptionError(f"Expected a folder for {len(images)} pictures, got the file name {str(output)!r}.")
         paths = [output]
     else:
         if output is not None and output.suffix and not output.is_dir():
-            check_suffix(output, _SUFFIXES, ", or a folder (one with a dot in its name must be there already)")
+            check_suffix(output, suffixes, ", or a folder (one with a dot in its name must be there already)")
         folder, taken, paths = output or Path(), set[str](), []
         for image in images:
             stem, number = f"{image.stem}-{method}", 2

@@ -119,19 +119,34 @@ class Agreement:
     between_classes: Mapping[str, float | None] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """A table for the terminal."""
+        """A table for the terminal, with a title and one sentence that says what it shows."""
         width = max(len(label) for label in self.labels)
         numbers = [str(number) for number in range(1, len(self.labels) + 1)]
-        lines = [" " * (width + 4) + "".join(f"{number:>7}" for number in numbers)]
+        lines = [f"How far the methods agree about which patches matter ({_of(self.maps)})"]
+        if told := self._in_words():
+            lines.append(told)
+        lines += [" " * (width + 4) + "".join(f"{number:>7}" for number in numbers)]
         for row, label in enumerate(self.labels):
             cells = "".join(f"{self._cell(row, col):>7}" for col in range(len(self.labels)))
             lines.append(f"{numbers[row]:>2}  {label:{width}}{cells}")
-        lines.append(f"below the diagonal: Spearman's rank correlation of the patches; {_of(self.maps)}")
+        lines.append("below the diagonal: Spearman's rank correlation of the patches; 1 is the same order, 0 is none")
         lines.append(f"above: share of the highest {self.top:.0%} of patches in common; {self.top:.2f} is chance")
         if self.between_classes:
             found = ", ".join(f"{label} {decimal(value, 2)}" for label, value in self.between_classes.items())
             lines.append(f"between the classes of a picture, Spearman: {found}")
         return "\n".join(lines)
+
+    def _in_words(self) -> str:
+        """The pairs that are the most and the least alike; empty where there are not two pairs to tell apart."""
+        pairs = [
+            (rho, f"{first} and {second} ({decimal(rho, 2)})")
+            for i, first in enumerate(self.labels)
+            for j, second in enumerate(self.labels)
+            if i < j and (rho := self.spearman[i][j]) is not None
+        ]
+        if len(pairs) < 2:
+            return ""
+        return f"Most alike are {max(pairs)[1]}, least alike {min(pairs)[1]}."
 
     def _cell(self, row: int, col: int) -> str:
         if row == col:

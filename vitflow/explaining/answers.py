@@ -1,7 +1,7 @@
 """From a recorded pass to results: what the model answered, and each method's maps beside that answer."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,12 +130,22 @@ def _apply(
             method=method.name,
             options=used[index],
             class_specific=method.class_specific,
-            facts=readout | (maps.facts[index] if maps.facts else {}) | _doubts(method, answers[index], answered),
+            facts=readout
+            | _patch_grid(trace, used[index], grids[index].shape)
+            | (maps.facts[index] if maps.facts else {})
+            | _doubts(method, answers[index], answered),
             seconds=seconds,
             **answers[index],
         )
         for index, picture in enumerate(pictures)
     ]
+
+
+def _patch_grid(trace: Trace, options: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, list[int]]:
+    """The patches among which one was asked for, where the map has others."""
+    if options.get("patch") is None or (trace.top.rows, trace.top.cols) == shape:
+        return {}
+    return {"patch_grid": [trace.top.rows, trace.top.cols]}
 
 
 def _answer(answered: Answered, target: Tensor | None, index: int) -> dict[str, Any]:

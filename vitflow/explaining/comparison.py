@@ -15,11 +15,13 @@ from torch import nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, unknown_name
 from vitflow.explaining.agreement import Agreement, mean_of_defined, measure_agreement, spearman
+from vitflow.explaining.captions import own_options
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.figure import Pen
 from vitflow.explaining.method_choices import MethodChoice, check_methods
 from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.strips import Pen, columns_of, draw_comparison, own_options
+from vitflow.explaining.strips import columns_of, draw_comparison
 from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_picture
 from vitflow.pictures import figures, overlay
 from vitflow.pictures.files import write_atomically
@@ -160,9 +162,12 @@ class Comparison:
         interpolation: Interpolation = "smooth",
         width: float = 1.5,
         dpi: int = figures.DPI,
+        timings: bool = False,
         **blending: Any,
     ) -> Figure:
         """Draw the maps over their photographs: rows are pictures, or classes of a picture; columns are methods.
+
+        More than five methods stand in several rows; those with a map for each class stand below the others.
 
         Args:
             path: also write the figure here: .png, .pdf or .svg.
@@ -175,6 +180,7 @@ class Comparison:
             interpolation: "smooth", "linear", "cubic", or "nearest" to see the patches.
             width: of a column, in inches.
             dpi: pixels per inch of the pictures.
+            timings: tell below each map how long it took.
             blending: cmap, alpha, fade, background, contours and mark_unseen as for `vitflow.pictures.overlay.blend`.
 
         Raises:
@@ -186,7 +192,7 @@ class Comparison:
             figures.check_format(path)
         soft = overlay.is_soft(vmin, vmax, robust)
         pen = Pen(width, dpi, interpolation, soft, blending)
-        figure = draw_comparison(self.pictures, pen, scaling, vmin=vmin, vmax=vmax, robust=robust)
+        figure = draw_comparison(self.pictures, pen, scaling, vmin=vmin, vmax=vmax, robust=robust, timings=timings)
         if path is not None:
             figures.save_figure(figure, path)
         return figure

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError
+from vitflow.explaining.figure import Pen, draw_figure
 from vitflow.explaining.targets import Class, Contrast
-from vitflow.pictures import overlay
+from vitflow.pictures import figures, overlay
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.images import write_image
@@ -108,6 +110,53 @@ class Saliency:
         low, high = overlay.scale_range(self.grid, vmin=vmin, vmax=vmax, robust=robust)
         soft = overlay.is_soft(vmin, vmax, robust)
         return overlay.blend(self.image, heatmap, vmin=low, vmax=high, soft=soft, **options)
+
+    @property
+    def patch_box(self) -> tuple[float, float, float, float] | None:
+        """Where the patch lies that the map was asked of, (left, top, right, bottom) in pixels of the picture.
+
+        None where the model's own readout was taken.
+        """
+        patch = self.options.get("patch")
+        if patch is None:
+            return None
+        rows, cols = self.facts.get("patch_grid", self.grid.shape)
+        height, width = self.placement.input_size[0] / rows, self.placement.input_size[1] / cols
+        top, left = self.placement.to_image(patch[0] * height, patch[1] * width)
+        bottom, right = self.placement.to_image((patch[0] + 1) * height, (patch[1] + 1) * width)
+        return left, top, right, bottom
+
+    def figure(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        vmin: float | None = None,
+        vmax: float | None = None,
+        robust: bool = True,
+        interpolation: Interpolation = "smooth",
+        width: float = 3.5,
+        dpi: int = figures.DPI,
+        **blending: Any,
+    ) -> Figure:
+        """Draw a figure that stands alone: the overlay with its method, what was asked, and a bar of its colours.
+
+        Args:
+            path: also write the figure here: .png, .pdf or .svg.
+            vmin, vmax, robust, interpolation: as for `overlay`.
+            width: of the picture, in inches.
+            dpi: pixels per inch of the picture.
+            blending: cmap, alpha, fade, background, contours and mark_unseen as for `vitflow.pictures.overlay.blend`.
+
+        Raises:
+            OptionError: a drawing option is out of range, or another file type.
+        """
+        if path is not None:
+            figures.check_format(path)
+        pen = Pen(width, dpi, interpolation, overlay.is_soft(vmin, vmax, robust), blending)
+        figure = draw_figure(self, pen, vmin=vmin, vmax=vmax, robust=robust)
+        if path is not None:
+            figures.save_figure(figure, path)
+        return figure
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the overlay (.png, .jpg, .webp; options as for `overlay`) or the map itself (.npz); return the path.

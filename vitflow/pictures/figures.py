@@ -109,30 +109,44 @@ def draw_strip(
     >>> [text.get_text() for text in figure.axes[0].texts]
     ['Photograph', 'Rollout', 'cat']
     """
-    for block in blocks:
-        rows = max((len(cells) for cells in block), default=0)
-        if len(block) != len(columns) or any(len(cells) not in (1, rows) for cells in block):
-            raise ShapeError(
-                f"Expected {len(columns)} columns of 1 or {rows} cells each, got {[len(cells) for cells in block]}."
-            )
-    images = [cell.image for block in blocks for cells in block for cell in cells]
+    return draw_bands([(columns, blocks)], bars=bars, note=note, dpi=dpi)
+
+
+def draw_bands(
+    bands: Sequence[tuple[Sequence[Column], Sequence[Block]]],
+    *,
+    bars: Sequence[Bar] = (),
+    note: str = "",
+    dpi: int = DPI,
+) -> Figure:
+    """Lay several strips, (columns, blocks) each, below each other on one page; else as `draw_strip`."""
+    for columns, blocks in bands:
+        for block in blocks:
+            rows = max((len(cells) for cells in block), default=0)
+            if len(block) != len(columns) or any(len(cells) not in (1, rows) for cells in block):
+                raise ShapeError(
+                    f"Expected {len(columns)} columns of 1 or {rows} cells each, got {[len(cells) for cells in block]}."
+                )
+    images = [cell.image for _, blocks in bands for block in blocks for cells in block for cell in cells]
     width = max(_NARROWEST, *(image.shape[1] / dpi for image in images))
-    page = Page(dpi, 2 * _MARGIN + len(columns) * (width + _COLUMN_GAP) - _COLUMN_GAP)
-    lefts = [_MARGIN + index * (width + _COLUMN_GAP) for index in range(len(columns))]
-    y = _draw_heads(page, columns, lefts, width)
-    for number, block in enumerate(blocks):
-        if number and max(len(cells) for cells in block) > 1:
-            page.rule(_MARGIN, page.width - _MARGIN, y)
-            y += _ROW_GAP
-        y = _draw_block(page, block, lefts, width, y)
+    most = max(len(columns) for columns, _ in bands)
+    page = Page(dpi, 2 * _MARGIN + most * (width + _COLUMN_GAP) - _COLUMN_GAP)
+    y = _MARGIN
+    for columns, blocks in bands:
+        lefts = [_MARGIN + index * (width + _COLUMN_GAP) for index in range(len(columns))]
+        y = _draw_heads(page, columns, lefts, width, y)
+        for number, block in enumerate(blocks):
+            if number and max(len(cells) for cells in block) > 1:
+                page.rule(_MARGIN, page.width - _MARGIN, y)
+                y += _ROW_GAP
+            y = _draw_block(page, block, lefts, width, y)
     if bars or note:
         y = _draw_foot(page, bars, note, y)
     return page.finish(y - _ROW_GAP + _MARGIN)
 
 
-def _draw_heads(page: Page, columns: Sequence[Column], lefts: Sequence[float], width: float) -> float:
-    """Draw the heads of the columns; return where the pictures begin."""
-    y = _MARGIN
+def _draw_heads(page: Page, columns: Sequence[Column], lefts: Sequence[float], width: float, y: float) -> float:
+    """Draw the heads of the columns from y on; return where the pictures begin."""
     if any(column.group for column in columns):
         y += SMALL * LEADING
         for first, last in _runs([column.group for column in columns]):
@@ -214,7 +228,7 @@ def _draw_foot(page: Page, bars: Sequence[Bar], note: str, y: float) -> float:
             page.line(bar.labels[1], end + 0.05, baseline, SMALL, ha="left", color=GREY)
             left = max(left, end + 0.05 + high + 0.2)
     room = page.width - _MARGIN - left
-    lines = [text for paragraph in note.splitlines() for text in page.wrap(paragraph, room, SMALL, lines=6)]
+    lines = [text for paragraph in note.splitlines() for text in page.wrap(paragraph, room, SMALL, lines=10)]
     for number, text in enumerate(lines, start=1):
         page.line(text, left, y + number * step - 0.02, SMALL, ha="left", color=GREY)
     return y + max(len(lines), len(bars), 1) * step + _ROW_GAP

@@ -79,6 +79,10 @@ class Page:
         """Draw a thin line across."""
         self.axes.plot([left, right], [y, y], color=RULE, linewidth=0.5, solid_capstyle="butt")
 
+    def tick(self, x: float, top: float, length: float) -> None:
+        """Draw a short thin line down."""
+        self.axes.plot([x, x], [top, top + length], color=INK, linewidth=0.6, solid_capstyle="butt")
+
     def measure(self, text: str, size: float, weight: str = "normal") -> float:
         """Width of a line of type in inches."""
         key = (text, size, weight)

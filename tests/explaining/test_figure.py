@@ -1,0 +1,143 @@
+"""Figures of one map: its words, its colours, and the patch that was asked about."""
+
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitflow import Explainer
+from vitflow.cli import main
+from vitflow.demo import sample_pictures
+from vitflow.errors import OptionError
+from vitflow.explaining.captions import readable
+from vitflow.explaining.figure import Pen
+from vitflow.explaining.saliency import Saliency
+from vitflow.pictures.geometry import place
+
+
+@pytest.fixture(scope="module")
+def explainer() -> Explainer:
+    return Explainer("demo")
+
+
+def map_of(grid: np.ndarray, size: tuple[int, int] = (96, 96), **fields) -> Saliency:
+    """A map over a photograph of one grey, all of which was seen."""
+    placement = place(size, (48, 48), fit="squash")
+    given = {"source": "grey.png", "model": "own", "method": "rollout", "options": {}} | fields
+    return Saliency(np.float32(grid), placement, np.full((*size, 3), 128, np.uint8), **given)
+
+
+def words(saliency: Saliency, tmp_path, **options) -> list[str]:
+    saliency.figure(tmp_path / "words.svg", **options)
+    nodes = ET.parse(tmp_path / "words.svg").iter("{http://www.w3.org/2000/svg}text")
+    return ["".join(node.itertext()) for node in nodes]
+
+
+def test_a_figure_says_what_it_shows(explainer, tmp_path):
+    picture = sample_pictures()[0]
+    for method in ("gae", "rollout"):
+        saliency = explainer.explain(picture, method=method, discard_ratio=0.3) if method == "rollout" else None
+        saliency = saliency or explainer.explain(picture, method=method)
+        found = words(saliency, tmp_path)
+        joined = " ".join(found)
+        assert found[0] == {"gae": "GAE", "rollout": "Attention rollout"}[method]
+        assert found[1] == f"{saliency.label}, {saliency.probability:.1%}"
+        assert picture.name in joined and saliency.model in joined and "98th percentile" in joined
+        assert ("the same for every class" in joined) == (method == "rollout")
+        assert ("discard ratio 0.3" in joined) == (method == "rollout")
+        limits, unit = readable(*np.percentile(saliency.grid.astype(float), [2, 98]))
+        assert limits[0] in found and f"{limits[1]} {unit}".strip() in found
+
+
+@pytest.mark.parametrize("limits", [{}, {"vmax": 0.5}, {"robust": False}])
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("background", ["grey", "photo"])
+def test_the_colours_of_the_bar_are_those_of_the_overlay(signed, background, limits):
+    grid = np.random.default_rng(0).random((6, 6)) - 0.4 * signed
+    figure = map_of(grid).figure(background=background, **limits)
+    picture, bar = (np.asarray(image.get_array()) for image in figure.axes[0].images)
+    known = np.unique(bar.reshape(-1, 3), axis=0).astype(int)
+    # The bar has a colour for each pixel of its length: no colour of the overlay lies far from all of these.
+    for color in np.unique(picture.reshape(-1, 3), axis=0).astype(int):
+        assert np.abs(known - color).max(axis=1).min() <= 2
+    assert len(known) > 40
+
+
+def test_a_constant_map_and_one_of_a_model_without_classes_have_figures(tmp_path):
+    found = words(map_of(np.full((4, 4), 0.25)), tmp_path)
+    assert found[0] == "Attention rollout" and "0.25" in found
+    assert sum(text.startswith("0.25") for text in found) == 1
+
+
+def test_the_asked_patch_is_framed(explainer, tmp_path):
+    picture = sample_pictures()[3]
+    saliency = explainer.explain(picture, method="attention", patch=(2, 7))
+    left, top, right, bottom = saliency.patch_box
+    middle = saliency.placement.to_input((top + bottom) / 2, (left + right) / 2)
+    size = saliency.placement.input_size[0] / saliency.grid.shape[0]
+    assert middle == pytest.approx((2.5 * size, 7.5 * size))
+    height, width = saliency.image.shape[:2]
+    pen = Pen(width / 100, 100, "smooth", True, {})  # the photograph's own size
+    plain = replace(saliency, options={**saliency.options, "patch": None})
+    limits = (0.0, float(saliency.grid.max()))
+    framed, bare = pen.overlay(saliency, limits), pen.overlay(plain, limits)
+    assert framed.shape == (height, width, 3)
+    rows, cols = np.nonzero((framed != bare).any(axis=-1))
+    for edges, ends in ((rows, (top, bottom)), (cols, (left, right))):
+        assert edges.min() == pytest.approx(ends[0], abs=4) and edges.max() == pytest.approx(ends[1], abs=4)
+        assert edges.min() < ends[0] and edges.max() > ends[1]
+    inside = np.s_[round(top) : round(bottom), round(left) : round(right)]
+    np.testing.assert_array_equal(framed[inside], bare[inside])
+    assert plain.patch_box is None
+    joined = " ".join(words(saliency, tmp_path))
+    assert "patch (2, 7)" in joined and "The frame is the patch" in joined
+
+
+def test_a_patch_of_a_coarser_grid_than_the_map_has_its_own_size():
+    coarse = map_of(np.zeros((12, 12)), options={"patch": (1, 2)}, facts={"patch_grid": [3, 3]})
+    assert coarse.patch_box == pytest.approx((64, 32, 96, 64))
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ((0.00203, 0.0072), ("0.002", "0.0072")),
+        ((2.9e-5, 0.0352), ("0", "0.035")),
+        ((0.0, 0.5), ("0", "0.5")),
+        ((-12.0, 12.0), ("−12", "12")),
+        ((150.0, 12345.0), ("150", "12345")),
+        ((0.0, 0.0), ("0", "0")),
+        ((3.1e-7, 4.2e-6), ("0.3", "4.2", "× 10⁻⁶")),
+        ((0.0, 2.5e7), ("0", "25", "× 10⁶")),
+    ],
+)
+def test_numbers_people_can_read(values, told):
+    numbers, unit = readable(*values)
+    assert (*numbers, unit) == (*told, "")[:3]
+
+
+def test_the_command_writes_figures(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    picture = str(sample_pictures()[0])
+    for arguments, name in (
+        (["--figure"], f"{sample_pictures()[0].stem}-rollout.png"),
+        (["--figure", "-o", "one.pdf", "--contours", "--background", "photo"], "one.pdf"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["vitflow", "explain", picture, "--model", "demo", *arguments])
+        main()
+        assert capsys.readouterr().out == f"{name}\n"
+        assert (tmp_path / name).stat().st_size > 5000
+    with Image.open(tmp_path / f"{sample_pictures()[0].stem}-rollout.png") as file:
+        assert file.height > 1.15 * file.width * 0.9  # words above and below a square picture
+    monkeypatch.setattr(sys, "argv", ["vitflow", "explain", picture, "--model", "demo", "-o", "one.pdf"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "ends in .png, .jpg" in capsys.readouterr().err
+
+
+def test_another_file_type_is_refused_before_anything_is_drawn():
+    with pytest.raises(OptionError, match=r"Unknown file type '.jpg'"):
+        map_of(np.zeros((2, 2))).figure("figure.jpg")
