@@ -13,6 +13,7 @@ from vitflow.cli.compare import compare
 from vitflow.cli.evaluate import evaluate
 from vitflow.cli.explain import explain
 from vitflow.cli.folder import folder
+from vitflow.cli.layers import layers
 from vitflow.cli.listing import demo, methods, models
 from vitflow.cli.report import report
 
@@ -28,7 +29,7 @@ def cli() -> None:
     """
 
 
-for _command in (explain, compare, evaluate, folder, report, demo, methods, models):
+for _command in (explain, compare, layers, evaluate, folder, report, demo, methods, models):
     cli.add_command(_command)
 
 

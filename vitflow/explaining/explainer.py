@@ -21,6 +21,7 @@ from vitflow.errors import (
 )
 from vitflow.explaining.answers import Answered, PlacedPicture, activate, apply_methods, probabilities_of
 from vitflow.explaining.contrast import explain_contrasts
+from vitflow.explaining.layer_maps import LayerMaps, explain_layers
 from vitflow.explaining.method_choices import Chosen, MethodChoice, asked_for, choose_methods
 from vitflow.explaining.needs import Needs
 from vitflow.explaining.saliency import Saliency
@@ -163,6 +164,33 @@ class Explainer:
         if len(found) != 1:
             raise OptionError(f"One map was expected, and {target!r} asks for {len(found)}: use explain_batch.")
         return found[0]
+
+    def layers(
+        self,
+        image: ImageSource,
+        *,
+        method: str = "rollout",
+        layer: int = -1,
+        target: Target | Contrast = None,
+        **options: Any,
+    ) -> LayerMaps:
+        """Show one picture's map layer by layer as it builds up, and the heads of one layer.
+
+        Args:
+            image: a path, bytes, a PIL picture, or an RGB array.
+            method: one that goes through the layers: "rollout", "gradient_rollout" or "gae".
+            layer: whose heads are shown, counted from 1; -1 is the last.
+            target: class index or name; by default the predicted class.
+            options: of the method and of raw attention, such as patch=(3, 7).
+
+        Raises:
+            VitflowError: the picture, the model or an option is wrong.
+
+        >>> from vitflow.demo import sample_pictures
+        >>> Explainer("demo").layers(sample_pictures()[0], layer=2).heads[0].grid.shape
+        (12, 12)
+        """
+        return explain_layers(self, image, method=method, layer=layer, target=target, options=options)
 
     def explain_batch(
         self,

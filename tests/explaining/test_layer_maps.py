@@ -1,0 +1,104 @@
+"""Sheets of layers and heads: which maps they hold, and how they are drawn and asked for."""
+
+import json
+import sys
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+import timm
+from PIL import Image
+
+import vitflow
+from vitflow import Explainer
+from vitflow.cli import main
+from vitflow.demo import sample_pictures
+from vitflow.errors import NoAttentionError, OptionError
+
+PICTURE = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def explainer() -> Explainer:
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=64, depth=3).eval()
+    return Explainer(model)
+
+
+@pytest.mark.parametrize("method", ["rollout", "gae"])
+def test_the_maps_are_those_of_each_layer_of_the_layers_together_and_of_each_head(explainer, method):
+    found = explainer.layers(PICTURE, method=method, layer=2, target=3)
+    assert isinstance(found, vitflow.LayerMaps) and found.layer == 2
+    assert [len(maps) for maps in (found.alone, found.built_up, found.heads)] == [3, 3, 3]
+    expected = [explainer.explain(PICTURE, method="attention", layer=layer) for layer in (1, 2, 3)]
+    expected += [explainer.explain(PICTURE, method=method, target=3, start_layer=start) for start in (3, 2, 1)]
+    expected += [explainer.explain(PICTURE, method="attention", layer=2, head=head) for head in range(3)]
+    for one, alone in zip(found.saliencies, expected, strict=True):
+        np.testing.assert_allclose(one.grid, alone.grid, rtol=1e-4, atol=1e-7)
+    whole = explainer.explain(PICTURE, method=method, target=3)
+    np.testing.assert_allclose(found.built_up[-1].grid, whole.grid, rtol=1e-4, atol=1e-7)
+
+
+def test_options_reach_the_methods_that_have_them(explainer):
+    found = explainer.layers(PICTURE, patch=(1, 2), residual=0.3)
+    assert all(one.options["patch"] == (1, 2) for one in found.saliencies)
+    assert all(one.options["residual"] == 0.3 for one in found.built_up)
+    assert found.layer == 3
+
+
+def test_the_sheet_names_every_map(explainer, tmp_path):
+    figure = explainer.layers(PICTURE, layer=1).figure(tmp_path / "sheet.svg", contours=True)
+    nodes = ET.parse(tmp_path / "sheet.svg").iter("{http://www.w3.org/2000/svg}text")
+    words = ["".join(node.itertext()) for node in nodes]
+    told = ["Layer 1", "Layer 2", "Layer 3", "Layers 2–3", "Layers 1–3", "Head 0", "Head 1", "Head 2", "Photograph"]
+    assert set(told) <= set(words) and words.count("Layer 3") == 2  # alone, and where building up begins
+    assert "raw attention of each head of layer 1" in words
+    assert len(figure.axes[0].images) == 3 + 3 + 3 + 1 + 1  # the photograph, and a bar
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "gradcam"}, r"goes through the layers \(rollout, gradient_rollout, gae\), got 'gradcam'"),
+        ({"layer": 4}, "Expected layer from 1 to 3"),
+        ({"head": 1}, "Expected no head"),
+        ({"residul": 0.3}, "Did you mean 'residual'"),
+        ({"method": "gae", "target": [0, 1]}, "Expected one class"),
+    ],
+)
+def test_what_makes_no_sheet_is_refused(explainer, options, message):
+    with pytest.raises(OptionError, match=message):
+        explainer.layers(PICTURE, **options)
+
+
+def test_a_model_without_attention_is_refused():
+    with pytest.raises(NoAttentionError):
+        Explainer(timm.create_model("test_resnet", num_classes=3).eval()).layers(PICTURE)
+
+
+def test_the_command_writes_a_sheet(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(
+            sys, "argv", ["vitflow", "layers", str(sample_pictures()[0]), "--model", "demo", *arguments]
+        )
+        try:
+            main()
+            return 0, *capsys.readouterr()
+        except SystemExit as stop:
+            return int(stop.code or 0), *capsys.readouterr()
+
+    code, out, err = run("--layer", "2")
+    assert (code, out) == (0, f"{sample_pictures()[0].stem}-layers.png\n"), err
+    with Image.open(tmp_path / out.strip()) as file:
+        assert file.width > 800
+    code, out, err = run("--method", "gae", "-o", "sheet.svg", "--json")
+    assert code == 0 and (tmp_path / "sheet.svg").is_file()
+    record = json.loads(out)
+    assert record["output"] == "sheet.svg" and {one["method"] for one in record["maps"]} == {"attention", "gae"}
+    for arguments, message in (
+        (["-o", "sheet.jpg"], "ends in .png, .pdf, .svg"),
+        (["--head", "1"], "Expected no head"),
+    ):
+        code, out, err = run(*arguments)
+        assert (code, out) == (2, "") and message in err

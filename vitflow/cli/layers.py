@@ -1,0 +1,72 @@
+"""`vitflow layers`: a map as it builds up through the layers, and the heads of one layer, on one sheet."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vitflow.cli.options import (
+    DRAWING,
+    cannot_write,
+    check_pictures,
+    check_suffix,
+    drawing_options,
+    given_options,
+    make_explainer,
+    method_options,
+    model_options,
+    talking,
+    tell_limits,
+)
+from vitflow.errors import OptionError, VitflowError, printable
+from vitflow.explaining.method_choices import choose_methods
+from vitflow.explaining.method_options import OPTIONS
+from vitflow.pictures.options import FIGURE_FORMATS
+
+
+@click.command()
+@click.argument("image", metavar="IMAGE", type=click.Path(path_type=Path))
+@model_options
+@click.option(
+    "--method",
+    default="rollout",
+    show_default=True,
+    metavar="NAME",
+    help="What is built up: rollout, gradient_rollout or gae.",
+)
+@click.option(
+    "--class", "target", metavar="NAME|INDEX", help="Class to explain and report.  [default: the predicted class]"
+)
+@method_options
+@drawing_options
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File for the sheet: .png, .pdf or .svg.  [default: IMAGE-layers.png here]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def layers(image: Path, **given: Any) -> None:
+    """Show what each layer looks at, how the map of IMAGE builds up, and each head of one layer (--layer)."""
+    options = given_options(given, OPTIONS)
+    layer = options.pop("layer", -1)
+    with talking():
+        choose_methods([given["method"], "attention"], options)  # before torch is loaded
+        check_pictures([image], "layers")
+        output = given["output"] or Path(f"{image.stem}-layers.png")
+        check_suffix(output, FIGURE_FORMATS)
+        if output.resolve() == image.resolve():
+            raise OptionError(f"The sheet would overwrite the picture {str(output)!r}: choose another output.")
+        explainer = make_explainer(given)
+        found = explainer.layers(image, method=given["method"], layer=layer, target=given["target"], **options)
+        try:
+            found.figure(output, **given_options(given, DRAWING))
+        except OSError as error:
+            raise VitflowError(cannot_write(output, error)) from error
+        tell_limits(explainer.model_id)
+        if given["as_json"]:
+            maps = [saliency.to_dict() for saliency in found.saliencies]
+            click.echo(json.dumps({"input": str(image), "output": str(output), "maps": maps}, ensure_ascii=False))
+        else:
+            click.echo(printable(output))

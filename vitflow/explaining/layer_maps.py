@@ -1,0 +1,167 @@
+"""Maps layer by layer and head by head: what each layer looks at, and how a map comes of them, on one sheet."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+from vitflow.demo import limits_of
+from vitflow.errors import OptionError
+from vitflow.explaining.captions import class_lines, method_title, own_options
+from vitflow.explaining.figure import Pen
+from vitflow.explaining.method_choices import choose_methods
+from vitflow.explaining.method_table import list_methods
+from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.strips import map_cell
+from vitflow.methods.attention import check_layer
+from vitflow.pictures import figures, overlay
+from vitflow.pictures.figures import Block, Cell, Column
+from vitflow.pictures.images import ImageSource, image_name
+from vitflow.pictures.options import Interpolation
+from vitflow.recording.isolation import evaluating
+from vitflow.recording.recorder import record_attention
+
+if TYPE_CHECKING:
+    from vitflow.explaining.explainer import Explainer
+
+# What the sheet itself varies.
+_OWN = ("layer", "head", "start_layer")
+_MOST_COLUMNS = 6
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LayerMaps:
+    """Maps of one picture, layer by layer and head by head.
+
+    Attributes:
+        alone: the raw attention of each layer, first layer first.
+        built_up: the method's map of the last layer only, then of one more below it each time; the last is the whole.
+        heads: the raw attention of each head of one layer.
+        layer: that layer, counted from 1.
+    """
+
+    alone: tuple[Saliency, ...]
+    built_up: tuple[Saliency, ...]
+    heads: tuple[Saliency, ...]
+    layer: int
+
+    def __repr__(self) -> str:
+        whole = self.built_up[-1]
+        return f"LayerMaps({whole.source!r}, {whole.method}, {len(self.alone)} layers, {len(self.heads)} heads)"
+
+    @property
+    def saliencies(self) -> tuple[Saliency, ...]:
+        """All maps: layers alone, built up, heads."""
+        return self.alone + self.built_up + self.heads
+
+    def figure(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        vmin: float | None = None,
+        vmax: float | None = None,
+        robust: bool = True,
+        interpolation: Interpolation = "smooth",
+        width: float = 1.15,
+        dpi: int = figures.DPI,
+        **blending: Any,
+    ) -> Figure:
+        """Draw all of them on one sheet, each in the colours of its own values.
+
+        Args:
+            path: also write the figure here: .png, .pdf or .svg.
+            vmin, vmax, robust, interpolation: as for `Saliency.overlay`.
+            width: of a picture, in inches.
+            dpi: pixels per inch of the pictures.
+            blending: cmap, alpha, fade, background, contours and mark_unseen as for `vitflow.pictures.overlay.blend`.
+
+        Raises:
+            OptionError: a drawing option is out of range, or another file type.
+        """
+        if path is not None:
+            figures.check_format(path)
+        pen = Pen(width, dpi, interpolation, overlay.is_soft(vmin, vmax, robust), blending)
+        limits = {
+            id(one): overlay.scale_range(one.grid, vmin=vmin, vmax=vmax, robust=robust) for one in self.saliencies
+        }
+        cells = [
+            [(column, map_cell(one, limits[id(one)], pen)) for column, one in section] for section in self._sections()
+        ]
+        whole = self.built_up[-1]
+        photograph = Cell(pen.photograph(whole.image), tuple(class_lines(whole)), (image_name(whole.source),))
+        cells[-1].insert(0, (Column("Photograph"), photograph))
+        bands = [band for section in cells for band in _bands(section)]
+        sides = sorted({overlay.has_two_sides(low, high) for low, high in limits.values()})
+        figure = figures.draw_bands(bands, bars=[pen.bar(two) for two in sides], note=self._note(), dpi=dpi)
+        if path is not None:
+            figures.save_figure(figure, path)
+        return figure
+
+    def _sections(self) -> Iterator[list[tuple[Column, Saliency]]]:
+        """The heads of the columns with their maps, section by section."""
+        count = len(self.alone)
+        yield [
+            (Column(f"Layer {number}", group="raw attention of each layer"), one)
+            for number, one in enumerate(self.alone, start=1)
+        ]
+        built = f"{method_title(self.built_up[0].method)} of these layers together"
+        yield [
+            (Column(f"Layers {first}–{count}" if first < count else f"Layer {count}", group=built), one)
+            for first, one in zip(range(count, 0, -1), self.built_up, strict=True)
+        ]
+        yield [
+            (Column(f"Head {number}", group=f"raw attention of each head of layer {self.layer}"), one)
+            for number, one in enumerate(self.heads)
+        ]
+
+    def _note(self) -> str:
+        whole = self.built_up[-1]
+        told = f" ({options})" if (options := own_options(whole)) else ""
+        known = f", which {limits}" if (limits := limits_of(whole.model)) else ""
+        return (
+            "Each map has colours of its own: the values of the first and the last stand below it.\n"
+            f"{method_title(whole.method)}{told}. Model: {whole.model}{known}."
+        )
+
+
+def _bands(cells: list[tuple[Column, Cell]]) -> Iterator[tuple[list[Column], list[Block]]]:
+    """Columns in rows of about equal length."""
+    for part in np.array_split(np.arange(len(cells)), -(-len(cells) // _MOST_COLUMNS)):
+        columns = [cells[index] for index in part]
+        yield [column for column, _ in columns], [[[cell] for _, cell in columns]]
+
+
+def explain_layers(
+    explainer: "Explainer", image: ImageSource, *, method: str, layer: int, target: Any, options: dict[str, Any]
+) -> LayerMaps:
+    """The maps of `Explainer.layers`: one pass that counts layers and heads, and one for all maps."""
+    through = [one.name for one in list_methods() if one.accepts("start_layer")]
+    if method not in through:
+        raise OptionError(f"Expected a method that goes through the layers ({', '.join(through)}), got {method!r}.")
+    if own := [name for name in _OWN if name in options]:
+        raise OptionError(f"Expected no {own[0]}: the sheet shows every one of them. Choose the layer of the heads.")
+    choose_methods([method, "attention"], options)  # before the model runs
+    heads = _count_heads(explainer, image)
+    number = check_layer("layer", layer, len(heads)) + 1
+    choices: list[tuple[str, dict[str, Any]]] = [
+        *(("attention", {"layer": one}) for one in range(1, len(heads) + 1)),
+        *((method, {"start_layer": one}) for one in range(len(heads), 0, -1)),
+        *(("attention", {"layer": number, "head": one}) for one in range(heads[number - 1])),
+    ]
+    maps = tuple(explainer.explain_batch([image], methods=choices, targets=target, **options))
+    if len(maps) != len(choices):
+        raise OptionError(f"Expected one class, got {target!r}, which asks for several.")
+    count = len(heads)
+    return LayerMaps(maps[:count], maps[count : 2 * count], maps[2 * count :], number)
+
+
+def _count_heads(explainer: "Explainer", image: ImageSource) -> list[int]:
+    """How many heads each layer has."""
+    with torch.no_grad(), evaluating(explainer.model):
+        with record_attention(explainer.model, layout=explainer.layout) as trace:
+            explainer.forward(explainer.pixels(image))
+        return [heads.shape[1] for heads in trace.heads(value_weighted=False)]
