@@ -65,8 +65,8 @@ def readable(*values: float) -> tuple[tuple[str, ...], str]:
 
     The power is empty unless the numbers are too small or too large to be written out.
 
-    >>> readable(0.00021, 0.0134), readable(-0.25, 0.0, 2.0), readable(1.2e-7, 3.45e-5)
-    ((('0', '0.013'), ''), (('−0.2', '0', '2'), ''), (('0.1', '35'), '× 10⁻⁶'))
+    >>> readable(0.00021, 0.0134), readable(-0.5, 0.0, 2.0), readable(1.2e-6, 3.4e-5)
+    ((('0', '0.013'), ''), (('−0.5', '0', '2'), ''), (('1', '34'), '× 10⁻⁶'))
     """
     largest = max(map(abs, values))
     magnitude = math.floor(math.log10(largest)) if 0 < largest < math.inf else 0
