@@ -153,6 +153,8 @@ def test_the_heat_is_the_overlay_of_vitflow(page, summary, method):
         seen = ~np.isnan(heatmap)
         assert ((drawn[..., 3] == 0) | seen).all()
         expected = colors_of(heatmap, vmin=low, vmax=high).astype(int)
+        if low < 0:  # two hues, whose opacity tells how far a value lies from 0
+            expected = np.where(heatmap[..., None] < 0, [0, 0, 255], [255, 0, 0])
         solid = seen & (drawn[..., 3] > 200)  # browsers keep colours multiplied by their opacity, in 8 bits
         assert solid.any()
         difference = np.abs(drawn[..., :3].astype(int) - expected)[solid]
