@@ -1,6 +1,6 @@
 """Work on many pictures at once, as many as the memory holds, where one that fails takes no other along."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -10,6 +10,9 @@ from vitflow.explaining.explainer import Explainer
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+#: Pixels that wait for the model, or to be written, take no more memory than this each (and one picture).
+WAITING_BYTES = 192 * 2**20
 
 
 class Batches:
@@ -23,6 +26,22 @@ class Batches:
     def __init__(self, explainer: Explainer, size: int) -> None:
         self.explainer = explainer
         self.fits = size
+
+    def parts(self, pictures: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
+        """Cut pictures into parts that the memory holds; where depends on nothing but the pictures themselves.
+
+        Args:
+            pictures: read one by one as they are needed.
+            nbytes: memory of a picture's pixels.
+        """
+        part: list[T] = []
+        for picture in pictures:
+            part.append(picture)
+            if len(part) >= self.fits or sum(map(nbytes, part)) > WAITING_BYTES:
+                yield part
+                part = []
+        if part:
+            yield part
 
     def each(self, pictures: Sequence[T], work: Callable[[Sequence[T]], Sequence[R]]) -> Iterator[R | Exception]:
         """What `work` gives for each picture, in order, or the error that is the picture's own.

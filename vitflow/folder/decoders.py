@@ -78,14 +78,33 @@ def decode_file(path: str, max_pixels: int = MAX_PIXELS) -> Decoded:
                 digest = hashlib.file_digest(file, "sha256") if content is None else hashlib.sha256(content)
             facts["sha256"] = digest.hexdigest()
         return Decoded(read_image(path, max_pixels=max_pixels, content=content), **facts)
-    except ImageError as error:
-        cause = error.__cause__ or error
-        return Decoded(**facts, error=type(cause).__name__, message=printable(str(error)))
-    except OSError as error:
-        reason = error.strerror or str(error)
-        return Decoded(**facts, error=type(error).__name__, message=f"Could not read {printable(path)!r}: {reason}.")
     except Exception as error:  # nothing that a file holds may stop the others
-        return Decoded(**facts, error=type(error).__name__, message=printable(str(error)) or type(error).__name__)
+        return _failed(error, path, facts)
+
+
+def decode_given(source: Any, name: str, max_pixels: int = MAX_PIXELS) -> Decoded:
+    """Read a picture that is at hand, as the bytes of a file or an array; what is wrong with it becomes an error, too.
+
+    >>> decode_given(b"no picture", "a.png").error, decode_given(np.zeros((2, 3)), "b").image.shape
+    ('UnidentifiedImageError', (2, 3, 3))
+    """
+    facts: dict[str, Any] = {}
+    if isinstance(source, bytes):
+        facts = {"size": len(source), "sha256": hashlib.sha256(source).hexdigest()}
+    try:
+        return Decoded(read_image(source, max_pixels=max_pixels), **facts)
+    except Exception as error:
+        return _failed(error, name, facts)
+
+
+def _failed(error: Exception, name: str, facts: dict[str, Any]) -> Decoded:
+    """Why there are no pixels."""
+    cause, message = error, printable(str(error)) or type(error).__name__
+    if isinstance(error, ImageError):
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    elif isinstance(error, OSError):
+        message = f"Could not read {printable(name)!r}: {error.strerror or error}."
+    return Decoded(**facts, error=type(cause).__name__, message=message)
 
 
 class DecoderPool:

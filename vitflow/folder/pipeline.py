@@ -15,16 +15,13 @@ from vitflow.errors import printable
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_table import is_slow
 from vitflow.explaining.progress import watched
-from vitflow.folder.batches import Batches
+from vitflow.folder.batches import WAITING_BYTES, Batches
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import Tally
 from vitflow.folder.plan import Input
 from vitflow.folder.work import Job, Picture, PictureMaps, compute_maps, draw_files
 from vitflow.pictures.files import stays_inside, write_atomically
-
-#: Pixels that wait for the model, or to be written, take no more memory than this each (and one picture).
-WAITING_BYTES = 192 * 2**20
 
 # Batches that wait to be written: with more the disk is the bottleneck, and waiting helps nobody.
 _BATCHES_BEHIND = 2
@@ -76,7 +73,8 @@ class Pipeline:
         writers = ThreadPoolExecutor(min(os.cpu_count() or 1, 8), thread_name_prefix="vitflow-write")
         try:
             for batch, missing, decoded in self._decoded_batches(inputs, done):
-                for pictures in self._in_memory(self._complete(batch, missing, decoded)):
+                complete = self._complete(batch, missing, decoded)
+                for pictures in self._batches.parts(complete, lambda picture: picture.decoded.nbytes):
                     wanted = [picture for picture in pictures if picture.key in missing]
                     if not wanted:
                         continue
@@ -136,17 +134,6 @@ class Pipeline:
                 yield Picture(one.key, one.stem, decoded.pop(one.key))
             elif needed:
                 yield Picture(one.key, one.stem, self._read(one).result())
-
-    def _in_memory(self, pictures: Iterator[Picture]) -> Iterator[list[Picture]]:
-        """Cut a batch into parts that the memory holds; where depends on nothing but the batch itself."""
-        part: list[Picture] = []
-        for picture in pictures:
-            part.append(picture)
-            if len(part) >= self._batches.fits or sum(own.decoded.nbytes for own in part) > WAITING_BYTES:
-                yield part
-                part = []
-        if part:
-            yield part
 
     def _hand_over(
         self, writers: ThreadPoolExecutor, explained: Iterator[tuple[Picture, PictureMaps]], missing: set[str]

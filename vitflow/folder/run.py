@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from vitflow.errors import OptionError
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice
-from vitflow.explaining.targets import Contrast, Target, resolve_targets
+from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.fingerprints import run_fingerprint
 from vitflow.folder.journal import Journal
@@ -26,16 +25,13 @@ from vitflow.folder.manifest import MANIFEST_FORMATS, load_pyarrow, write_manife
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, list_inputs
 from vitflow.folder.rows import is_folder_row
-from vitflow.folder.work import Job, explainer_for, make_job
+from vitflow.folder.work import Job, auto_batch, check_target, explainer_for, make_job, sides_of
 from vitflow.pictures.files import remove_inside
 from vitflow.pictures.images import MAX_PIXELS
 from vitflow.pictures.overlay import blend
 
 if TYPE_CHECKING:
     from vitflow.folder.report import Thumbnails
-
-# Pictures per forward pass: more do not make a CPU faster, and a GPU is busy with that many.
-_AUTO_BATCH = {"cpu": 16, "cuda": 64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +139,7 @@ def explain_folder(
     # What is wrong with the sources is told before a model is loaded, and nothing is written.
     listing = list_inputs(sources, folder.path, recursive=recursive, glob=glob, limit=limit)
     explainer = explainer_for(model)
-    _check_target(job, explainer)
+    check_target(job, explainer)
     fingerprint = _fingerprint(listing.root, job, explainer)
     header = {"run": fingerprint, "max_pixels": max_pixels}
 
@@ -202,19 +198,8 @@ def _check(job: Job, manifest: str, batch_size: int | None, workers: int | None,
     blend(np.zeros((1, 2, 3), np.uint8), np.array([[0.0, 1.0]]), **drawing)  # raises for a wrong one
 
 
-def _check_target(job: Job, explainer: Explainer) -> None:
-    """A class that does not exist stops the run, not each picture of it."""
-    if job.target is not None:
-        count = explainer.num_classes
-        resolve_targets(_sides(job), torch.zeros(1, count) if count else None, explainer.class_names)
-
-
-def _sides(job: Job) -> Target | list[Target]:
-    return job.target.sides if isinstance(job.target, Contrast) else job.target
-
-
 def _fingerprint(root: Path, job: Job, explainer: Explainer) -> dict[str, Any]:
-    drawn = {"target": _sides(job), "drawing": dict(job.drawing), "format": job.format, "save_map": job.save_map}
+    drawn = {"target": sides_of(job), "drawing": dict(job.drawing), "format": job.format, "save_map": job.save_map}
     return run_fingerprint("folder", {"root": os.fspath(root)}, explainer.fingerprint(), job.methods, drawn)
 
 
@@ -252,7 +237,7 @@ def _run(
     before = {row["input"] for row in journal.rows(by_key) if _is_done(by_key[row["input"]], row, folder.path)}
     tally = Tally(progress, len(inputs), len(before))
     if len(before) < len(inputs):
-        size = batch_size or _AUTO_BATCH.get(explainer.device.type, 16)
+        size = batch_size or auto_batch(explainer)
         count = min(8, max(1, (os.cpu_count() or 2) // 2)) if workers is None else workers
         with DecoderPool(count, max_pixels=max_pixels) as decoders:
             told: dict[str, Any] = {"tally": tally, "on_pixels": None if photographs is None else photographs.add}

@@ -11,17 +11,28 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
 
-from vitflow.errors import OptionError, printable
+from vitflow.errors import OptionError, printable, unknown_name
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import Contrast, Target, check_class_specific, contrasts_among, is_several
+from vitflow.explaining.targets import (
+    Contrast,
+    Target,
+    check_class_specific,
+    contrasts_among,
+    is_several,
+    resolve_targets,
+)
 from vitflow.folder.batches import Batches
 from vitflow.folder.decoders import Decoded
 from vitflow.pictures.options import OVERLAY_FORMATS, WRITE_OPTIONS
+
+#: What a run keeps of a map: an overlay on its photograph, or its grid.
+STORES = ("grids", "overlays")
 
 # (label, name, options) of a method that a run computes; no two labels of a run are equal.
 LabelledMethod = tuple[str, str, Mapping[str, Any]]
@@ -37,6 +48,7 @@ class Job:
         drawing: options of `Saliency.overlay`.
         format: of the overlays, "jpg", "png" or "webp".
         save_map: write each unscaled map as .npz, too.
+        store: "overlays" writes a picture per map; "grids" keeps the maps alone, to be drawn on demand.
     """
 
     methods: tuple[LabelledMethod, ...]
@@ -44,12 +56,18 @@ class Job:
     drawing: Mapping[str, Any] = field(default_factory=dict)
     format: str = "jpg"
     save_map: bool = False
+    store: str = "overlays"
+
+    @property
+    def labels(self) -> list[str]:
+        """What the maps of a picture are called."""
+        return [label for label, _, _ in self.methods]
 
     @property
     def endings(self) -> list[str]:
         """What is appended to a picture's stem for each of its files."""
         suffixes = [self.format, "npz"] if self.save_map else [self.format]
-        return [f"-{label}.{suffix}" for label, _, _ in self.methods for suffix in suffixes]
+        return [f"-{label}.{suffix}" for label in self.labels for suffix in suffixes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,12 +95,19 @@ def make_job(
     drawing: Mapping[str, Any] | None = None,
     format: str = "jpg",
     save_map: bool = False,
+    store: str = "overlays",
 ) -> Job:
     """Complete and check what was asked for, before anything is loaded or read.
 
     Raises:
-        OptionError: an unknown method, option or format, or several targets.
+        OptionError: an unknown method, option, format or store, or several targets.
     """
+    if store not in STORES:
+        raise OptionError(unknown_name("store", store, STORES))
+    if store == "grids" and save_map:
+        raise OptionError(
+            "Expected save_map=False with store='grids', which keeps the maps without files of their own."
+        )
     if format not in OVERLAY_FORMATS:
         raise OptionError(f"Expected a format of {', '.join(OVERLAY_FORMATS)}, got {format!r}.")
     contrasting = bool(contrasts_among(target))
@@ -98,7 +123,7 @@ def make_job(
             raise OptionError(f"Method {method.name} was asked for twice with the same options.")
         count = 1 + sum(name == method.name for _, name, _ in labelled)
         labelled.append((method.name if count == 1 else f"{method.name}-{count}", method.name, chosen))
-    return Job(tuple(labelled), target, dict(drawing or {}), format, save_map)
+    return Job(tuple(labelled), target, dict(drawing or {}), format, save_map, store)
 
 
 def explainer_for(model: str | Path | nn.Module | Explainer | Callable[[], Explainer]) -> Explainer:
@@ -108,6 +133,27 @@ def explainer_for(model: str | Path | nn.Module | Explainer | Callable[[], Expla
     if callable(model) and not isinstance(model, nn.Module):
         return model()
     return Explainer(model)
+
+
+def auto_batch(explainer: Explainer) -> int:
+    """Pictures per forward pass: more do not make a CPU faster, and a GPU is busy with that many."""
+    return {"cuda": 64}.get(explainer.device.type, 16)
+
+
+def check_target(job: Job, explainer: Explainer) -> None:
+    """A class that does not exist stops the run, not each picture of it.
+
+    Raises:
+        OptionError: the model has no such class.
+    """
+    if job.target is not None:
+        count = explainer.num_classes
+        resolve_targets(sides_of(job), torch.zeros(1, count) if count else None, explainer.class_names)
+
+
+def sides_of(job: Job) -> Target | list[Target]:
+    """The class to explain, or both of a contrast."""
+    return job.target.sides if isinstance(job.target, Contrast) else job.target
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,26 +203,16 @@ def _or_failed(found: PictureMaps | Exception) -> PictureMaps:
     return PictureMaps(error=type(found).__name__, message=printable(message))
 
 
-def draw_files(picture: Picture, found: PictureMaps, job: Job) -> Explained:
-    """Draw and encode a picture's overlays, and write down what is known of it."""
+def describe(picture: Picture, found: PictureMaps, job: Job) -> dict[str, Any]:
+    """What is known of a picture, without its maps: what became of it, its answer, and where its maps lie on it."""
     decoded = picture.decoded
     known = {"size": decoded.size, "mtime_ns": decoded.mtime_ns, "sha256": decoded.sha256}
     row: dict[str, Any] = {"input": picture.key, "stem": picture.stem, "status": "failed", **known}
     if not found.maps:
-        return Explained(row | {"error": found.error, "message": found.message}, {})
-    started = time.perf_counter()
-    files: dict[str, bytes] = {}
-    outputs: dict[str, str] = {}
-    saved: dict[str, str] = {}
-    for (label, _, _), saliency in zip(job.methods, found.maps, strict=True):
-        outputs[label] = f"{picture.stem}-{label}.{job.format}"
-        files[outputs[label]] = _encode(saliency.overlay(**job.drawing), job.format)
-        if job.save_map:
-            saved[label] = f"{picture.stem}-{label}.npz"
-            files[saved[label]] = _encode_map(saliency)
+        return row | {"error": found.error, "message": found.message}
     first = found.maps[0]
-    facts = {label: dict(saliency.facts) for (label, _, _), saliency in zip(job.methods, found.maps, strict=True)}
-    row |= {
+    facts = {label: dict(saliency.facts) for label, saliency in zip(job.labels, found.maps, strict=True)}
+    return row | {
         "status": "explained",
         "width": first.image.shape[1],
         "height": first.image.shape[0],
@@ -186,13 +222,35 @@ def draw_files(picture: Picture, found: PictureMaps, job: Job) -> Explained:
         "target": None if first.asked is None else first.asked.name,
         "value": None if first.asked is None else _rounded(first.asked.value),
         "predicted_index": first.predicted,
+        "facts": json.loads(json.dumps(facts, default=float)),
+        "saturated_share": _saturated_share(facts),
+        "window": _window(first),
+        "placement": first.placement.to_dict(),
+        "seconds": round(found.seconds, 4),
+    }
+
+
+def draw_files(picture: Picture, found: PictureMaps, job: Job) -> Explained:
+    """A picture's row with its maps, and its overlays drawn and encoded where they are asked for."""
+    row = describe(picture, found, job)
+    if not found.maps:
+        return Explained(row, {})
+    started = time.perf_counter()
+    maps = dict(zip(job.labels, found.maps, strict=True))
+    files: dict[str, bytes] = {}
+    outputs: dict[str, str] = {}
+    saved: dict[str, str] = {}
+    for label, saliency in maps.items() if job.store == "overlays" else ():
+        outputs[label] = f"{picture.stem}-{label}.{job.format}"
+        files[outputs[label]] = encode_overlay(saliency.overlay(**job.drawing), job.format)
+        if job.save_map:
+            saved[label] = f"{picture.stem}-{label}.npz"
+            files[saved[label]] = _encode_map(saliency)
+    row |= {
         "outputs": outputs,
         "maps": saved or None,
         "written": {path: len(content) for path, content in files.items()},
-        "facts": json.loads(json.dumps(facts, default=float)),
-        "saturated_share": _saturated_share(facts),
-        "grids": {label: _pack(saliency) for (label, _, _), saliency in zip(job.methods, found.maps, strict=True)},
-        "window": _window(first),
+        "grids": {label: pack_grid(saliency.grid) for label, saliency in maps.items()},
         "seconds": round(found.seconds + time.perf_counter() - started, 4),
     }
     return Explained(row, files)
@@ -207,7 +265,8 @@ def _saturated_share(facts: Mapping[str, Mapping[str, Any]]) -> float | None:
     return float(shares[0]) if shares and isinstance(shares[0], int | float) else None
 
 
-def _encode(overlay: Any, format: str) -> bytes:
+def encode_overlay(overlay: NDArray[np.uint8], format: str) -> bytes:
+    """An overlay as the bytes of a file."""
     file = io.BytesIO()
     Image.fromarray(overlay).save(file, **WRITE_OPTIONS[f".{format}"])
     return file.getvalue()
@@ -223,10 +282,9 @@ def _encode_map(saliency: Saliency) -> bytes:
     return file.getvalue()
 
 
-def _pack(saliency: Saliency) -> dict[str, Any]:
-    """The unscaled grid for the journal, from which the report draws."""
-    values = base64.b64encode(saliency.grid.astype("<f4").tobytes()).decode()
-    return {"shape": list(saliency.grid.shape), "values": values}
+def pack_grid(grid: NDArray[np.floating[Any]]) -> dict[str, Any]:
+    """An unscaled grid for the journal, from which the report draws."""
+    return {"shape": list(grid.shape), "values": base64.b64encode(grid.astype("<f4").tobytes()).decode()}
 
 
 def _window(saliency: Saliency) -> list[float]:

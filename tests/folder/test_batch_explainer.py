@@ -1,0 +1,119 @@
+"""Batches out of a loop, datasets and Ray Data: a row for every row, with the maps of the explainer."""
+
+import io
+import pickle
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from examples.datasets_map import explain as explain_dataset
+from examples.ray_data import explain as explain_with_ray
+from tests.folder.test_run import Picky, fill, picture_bytes, tiny_model
+from vitflow import BatchExplainer, Explainer
+from vitflow.errors import OptionError, ShapeError
+from vitflow.folder.grids import map_of, pack_half
+
+BAD = picture_bytes(3)[:400]
+
+
+def is_the_map_of(grid, picture, explainer, method="rollout", **options) -> bool:
+    expected = explainer.explain(picture, method=method, **options).grid
+    return np.abs(grid - expected).max() <= 1e-3 * np.abs(expected).max()
+
+
+def test_a_row_for_every_input_with_its_id_its_fault_and_its_maps():
+    explainer = Explainer(tiny_model())
+    array = np.asarray(Image.open(io.BytesIO(picture_bytes(5, "PNG"))))
+    images = [picture_bytes(1), BAD, array, {"bytes": picture_bytes(2), "path": None}, None]
+    batch = {"name": np.array([7, 8, 9, 10, 11]), "picture": images, "other": [0] * 5}
+    made = BatchExplainer(tiny_model, ["rollout", "gae"], image="picture", id="name", target=2)
+    found = made(batch)
+    assert found["id"].tolist() == [7, 8, 9, 10, 11]
+    assert found["status"].tolist() == ["explained", "failed", "explained", "explained", "failed"]
+    assert found["error"][1] == "OSError" and "damaged" in found["message"][1] and found["error"][4] == "ImageError"
+    for row, picture in ((0, images[0]), (2, array), (3, images[3]["bytes"])):
+        for method in ("rollout", "gae"):
+            grid, placement = made.map_of(found, row, method)
+            assert is_the_map_of(grid, picture, explainer, method, target=2)
+            assert placement == explainer.explain(picture).placement
+        assert found["class_index"][row] == 2 and len(found["grid_gae"][row]) == 2 * 16
+    with pytest.raises(ShapeError, match="which has none"):
+        made.map_of(found, 1, "rollout")
+    assert {len(column) for column in found.values()} == {5}
+
+
+def test_it_is_small_to_send_and_loads_the_model_where_it_runs():
+    made = BatchExplainer(tiny_model)
+    first = made({"id": ["a"], "image": [picture_bytes(1)]})
+    sent = pickle.dumps(made)
+    assert len(sent) < 1000
+    second = pickle.loads(sent)({"id": ["a"], "image": [picture_bytes(1)]})
+    assert {name: column.tolist() for name, column in first.items()} == {
+        name: column.tolist() for name, column in second.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "message"),
+    [
+        (lambda: BatchExplainer(tiny_model()), None, "a function that makes the model where it runs"),
+        (lambda: BatchExplainer(tiny_model, ["rolout"]), None, "Did you mean 'rollout'"),
+        (lambda: BatchExplainer(tiny_model, batch_size=0), None, "batch_size of at least 1"),
+        (lambda: BatchExplainer(tiny_model), {"id": [1], "bytes": [b""]}, "a column 'image', got 'id', 'bytes'"),
+        (lambda: BatchExplainer(tiny_model, target=9), {"id": [1], "image": [b""]}, "from 0 to 4, got 9"),
+    ],
+)
+def test_what_is_wrong_with_all_is_told(make, batch, message):
+    with pytest.raises(OptionError, match=message):
+        make()(batch)
+
+
+def picky_model():
+    return tiny_model(Picky)
+
+
+def test_a_picture_on_which_the_model_fails_fails_alone():
+    white = np.full((40, 40, 3), 255, np.uint8)
+    batch = {"id": [1, 2, 3], "image": [picture_bytes(1), white, picture_bytes(2)]}
+    found = BatchExplainer(picky_model)(batch)
+    assert found["error"].tolist() == ["", "ModelError", ""]
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-9, 1.0, 70_000.0, 1e30])
+def test_half_precision_keeps_maps_of_any_scale(scale):
+    grid = (np.random.default_rng(0).normal(size=(14, 14)) * scale).astype(np.float32)
+    values, rows, cols, own = pack_half(grid)
+    record = {f"{name}_m": value for name, value in zip(("grid", "rows", "cols", "scale"), (values, rows, cols, own))}
+    placement = '{"image_size": [4, 4], "resized_size": [4, 4], "offset": [0, 0], "input_size": [4, 4]}'
+    found, _ = map_of(record | {"placement": placement}, "m")
+    assert len(values) == 392
+    assert np.abs(found - grid).max() <= np.abs(grid).max() / 2**11
+    assert (pack_half(np.zeros((2, 2)))[0], pack_half(np.zeros((2, 2)))[3]) == (bytes(8), 1.0)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_datasets_map_streaming_included(streaming):
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    pictures = [picture_bytes(n) for n in range(5)]
+    # The first batch holds faults alone, so that no column has a type from its values.
+    rows = [{"bytes": content, "path": None} for content in (BAD, b"", *pictures)]
+    table = datasets.Dataset.from_dict({"id": list("abcdefg"), "label": list(range(7)), "image": rows})
+    table = table.to_iterable_dataset() if streaming else table
+    found = list(explain_dataset(table, tiny_model, batch_size=2))
+    assert [(row["id"], row["label"]) for row in found] == list(zip("abcdefg", range(7), strict=True))
+    assert [row["status"] for row in found] == ["failed"] * 2 + ["explained"] * 5
+    explainer = Explainer(tiny_model())
+    assert all(is_the_map_of(map_of(row, "rollout")[0], own, explainer) for row, own in zip(found[2:], pictures))
+
+
+def test_ray_data_maps_batches_in_an_actor_pool(ray_cluster, tmp_path):
+    source = fill(tmp_path / "in", 6)
+    (source / "bad.jpg").write_bytes(BAD)
+    explain_with_ray(str(source), str(tmp_path / "maps"), tiny_model)
+    rows = {row["id"].rpartition("/")[2]: row for row in ray_cluster.data.read_parquet(tmp_path / "maps").iter_rows()}
+    assert sorted(rows) == [*(f"{n}.jpg" for n in range(6)), "bad.jpg"]
+    assert rows.pop("bad.jpg")["error"] == "OSError"
+    explainer = Explainer(tiny_model())
+    assert all(is_the_map_of(map_of(row, "rollout")[0], source / name, explainer) for name, row in rows.items())

@@ -1,0 +1,168 @@
+"""Explain batches of pictures in whatever hands them over: Ray Data, Daft, datasets, or a loop."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from vitflow.errors import OptionError, printable
+from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_choices import MethodChoice
+from vitflow.explaining.targets import Contrast, Target
+from vitflow.folder.batches import Batches
+from vitflow.folder.decoders import Decoded, decode_file, decode_given
+from vitflow.folder.grids import columns_of, record_of
+from vitflow.folder.work import Picture, auto_batch, check_target, compute_maps, describe, make_job
+from vitflow.pictures.images import MAX_PIXELS
+
+# What stands for "none" in a column, so that a column has one type whatever a batch holds.
+_NOTHING: dict[str, Any] = {"text": "", "json": "", "bytes": b"", "whole": -1, "number": float("nan")}
+
+
+class BatchExplainer:
+    """Explains batches that are dicts of columns, a row out for every row in: the work of a folder run, without files.
+
+    It is small to pickle: the model is loaded where the first batch comes, once, and is left behind when the object is
+    sent elsewhere. A picture that cannot be read or explained is a row with its error, and the others go on.
+
+    Args:
+        model: a model id (see `load_model`) or a folder or file of weights; or a function that makes a module or an
+            Explainer where it runs.
+        methods: names, or (name, options) pairs.
+        target: class that class-specific methods explain; by default each picture's predicted one.
+        image: the column of the pictures: bytes of files, arrays [height, width, 3], paths, PIL pictures, or dicts with
+            `bytes` or `path` as those of datasets.
+        id: the column whose values name the rows; they come out as `id`.
+        device, fit: as for `Explainer`, of a model by name.
+        batch_size: pictures per forward pass; by default 16 on a CPU and 64 on a GPU, halved where memory runs out.
+        max_pixels: pictures of more pixels are refused.
+        options: options for every method that has them.
+
+    Raises:
+        OptionError: an option is wrong, or the model is one in memory.
+
+    >>> from vitflow.demo import sample_pictures
+    >>> explainer = BatchExplainer("demo", ["rollout"], image="path", id="path")
+    >>> found = explainer({"path": [str(path) for path in sample_pictures()[:2]] + ["nowhere.png"]})
+    >>> found["status"].tolist(), len(found["grid_rollout"][0])
+    (['explained', 'explained', 'failed'], 288)
+    >>> grid, placement = explainer.map_of(found, 0, "rollout")
+    >>> grid.shape, placement.input_size
+    ((12, 12), (96, 96))
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Callable[[], nn.Module | Explainer],
+        methods: Sequence[MethodChoice] = ("rollout",),
+        *,
+        target: Target | Contrast = None,
+        image: str = "image",
+        id: str = "id",
+        device: str | None = None,
+        fit: str = "crop",
+        batch_size: int | None = None,
+        max_pixels: int = MAX_PIXELS,
+        **options: Any,
+    ) -> None:
+        if isinstance(model, nn.Module | Explainer):
+            raise OptionError(
+                f"Expected a model's id, a path of weights, or a function that makes the model where it runs, got "
+                f"{type(model).__name__}, which would be sent along with every batch: pass a function that makes it."
+            )
+        if batch_size is not None and batch_size < 1:
+            raise OptionError(f"Expected batch_size of at least 1, got {batch_size}.")
+        self._job = make_job(methods, options, target=target)
+        self._model = model
+        self._made_with: dict[str, Any] = {"device": device, "fit": fit}
+        self._image, self._id = image, id
+        self._batch_size, self._max_pixels = batch_size, max_pixels
+        self._batches: Batches | None = None
+
+    @property
+    def labels(self) -> list[str]:
+        """What the maps are called: the methods, numbered where one is asked for twice."""
+        return self._job.labels
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_batches": None}
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+        """Explain a batch.
+
+        Args:
+            batch: columns of one length; those of the pictures and of the ids are read.
+
+        Returns:
+            A column each for `id` (as it came in), `status` ("explained" or "failed"), `error`, `message`, `width`,
+            `height`, `class_index`, `class_name`, `probability`, `target`, `value`, `predicted_index`, `facts` and
+            `placement` (JSON); and for each method `grid_METHOD` (float16, little-endian, in bytes), `rows_METHOD`,
+            `cols_METHOD` and `scale_METHOD`. Where there is none, text is empty, a whole number −1, and a number NaN.
+
+        Raises:
+            OptionError: the batch has no such column, or no picture can be explained this way.
+            ModelError: the model cannot be loaded.
+        """
+        ids, images = (self._column(batch, name) for name in (self._id, self._image))
+        batches = self._loaded()
+        records = []
+        for part in batches.parts(self._pictures(ids, images), lambda picture: picture.decoded.nbytes):
+            for picture, found in zip(part, compute_maps(batches, part, self._job), strict=True):
+                maps = {label: own.grid for label, own in zip(self.labels, found.maps, strict=bool(found.maps))}
+                records.append(record_of(describe(picture, found, self._job), maps, self.labels))
+        columns = {name: _column_of(records, name, kind) for name, kind in columns_of(self.labels).items()}
+        return columns | {"id": np.asarray(ids)}
+
+    @staticmethod
+    def map_of(found: Mapping[str, Any], row: int, label: str) -> Any:
+        """A map out of what a call gave: float32 [rows, cols], and where it lies on its picture.
+
+        Raises:
+            ShapeError: the picture of that row has no such map.
+        """
+        from vitflow.folder.grids import map_of
+
+        return map_of({name: values[row] for name, values in found.items()}, label)
+
+    def _loaded(self) -> Batches:
+        if self._batches is None:
+            made: Any = self._model
+            if callable(made):
+                made = made()
+            explainer = made if isinstance(made, Explainer) else Explainer(made, **self._made_with)
+            check_target(self._job, explainer)
+            self._batches = Batches(explainer, self._batch_size or auto_batch(explainer))
+        return self._batches
+
+    def _column(self, batch: Mapping[str, Any], name: str) -> Any:
+        if name not in batch:
+            raise OptionError(
+                f"Expected a batch with a column {name!r}, got {', '.join(map(repr, batch))}: name the columns of the "
+                "pictures and of their names with image=… and id=…."
+            )
+        return batch[name]
+
+    def _pictures(self, ids: Sequence[Any], images: Sequence[Any]) -> Iterator[Picture]:
+        for own, image in zip(ids, images, strict=True):
+            name = str(own)
+            yield Picture(name, "", self._read(image, printable(name)))
+
+    def _read(self, image: Any, name: str) -> Decoded:
+        if isinstance(image, Mapping):  # of a dataset that leaves decoding to its user
+            image = image.get("path") if image.get("bytes") is None else image["bytes"]
+        if isinstance(image, str | Path):
+            return decode_file(str(image), self._max_pixels)
+        return decode_given(
+            bytes(image) if isinstance(image, bytearray | memoryview) else image, name, self._max_pixels
+        )
+
+
+def _column_of(records: Sequence[Mapping[str, Any]], name: str, kind: str) -> np.ndarray[Any, Any]:
+    values = [_NOTHING[kind] if record[name] is None else record[name] for record in records]
+    if kind in ("whole", "number"):
+        return np.array(values, np.int64 if kind == "whole" else np.float64)
+    column = np.empty(len(values), object)  # NumPy's own text and bytes would lose zeros at their end
+    column[:] = values
+    return column

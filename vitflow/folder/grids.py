@@ -1,0 +1,110 @@
+"""Maps as records: one flat row per picture, its grids in half precision, as Arrow, Parquet, Ray and SQL know them.
+
+A grid of 14 × 14 patches takes 392 bytes. Its values are divided by a power of two, the least that no value exceeds, so
+that maps of any scale keep the precision of float16 (`scale_METHOD` times the stored values is the map).
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitflow.errors import ShapeError
+from vitflow.pictures.geometry import Placement
+
+Grid = NDArray[np.float32]
+AnyGrid = NDArray[np.floating[Any]]
+
+#: The columns of a record and what they hold; "json" is text. Each map adds those of `grid_columns`.
+COLUMNS = {
+    "id": "text",
+    "status": "text",
+    "error": "text",
+    "message": "text",
+    "width": "whole",
+    "height": "whole",
+    "class_index": "whole",
+    "class_name": "text",
+    "probability": "number",
+    "target": "text",
+    "value": "number",
+    "predicted_index": "whole",
+    "facts": "json",
+    "placement": "json",
+}
+
+
+def grid_columns(label: str) -> dict[str, str]:
+    """The columns that hold one map of a picture: its values, how many rows and columns they are, and their scale."""
+    return {f"grid_{label}": "bytes", f"rows_{label}": "whole", f"cols_{label}": "whole", f"scale_{label}": "number"}
+
+
+def columns_of(labels: Sequence[str]) -> dict[str, str]:
+    """The columns of the records of a run with these maps."""
+    return COLUMNS | {name: kind for label in labels for name, kind in grid_columns(label).items()}
+
+
+def record_of(
+    row: Mapping[str, Any], maps: Mapping[str, NDArray[np.floating[Any]]], labels: Sequence[str]
+) -> dict[str, Any]:
+    """A picture's row and maps as a record; what it does not have is None.
+
+    Args:
+        row: as a folder run notes it; its `input` is the record's `id`.
+        maps: the unscaled grid of each map, [rows, cols].
+        labels: the maps of every record.
+    """
+    record = {"id": row["input"], **{name: row.get(name) for name in COLUMNS if name != "id"}}
+    for name in ("facts", "placement"):
+        record[name] = None if record[name] is None else json.dumps(record[name])
+    for label in labels:
+        values = pack_half(maps[label]) if label in maps else (None,) * 4
+        record |= dict(zip(grid_columns(label), values, strict=True))
+    return record
+
+
+def pack_half(grid: AnyGrid) -> tuple[bytes, int, int, float]:
+    """A grid as the bytes of little-endian float16, its rows and columns, and its scale.
+
+    >>> pack_half(np.array([[1.0, 3.0]]))
+    (b'\\x004\\x00:', 1, 2, 4.0)
+    """
+    largest = float(np.abs(grid).max())
+    scale = 2.0 ** math.frexp(largest)[1] if largest else 1.0
+    rows, cols = grid.shape
+    return (grid.astype(np.float64) / scale).astype("<f2").tobytes(), rows, cols, scale
+
+
+def map_of(record: Mapping[str, Any], label: str) -> tuple[Grid, Placement]:
+    """A record's map, float32 [rows, cols], and where it lies on the picture.
+
+    Args:
+        record: a row of a `BatchExplainer`, of a shard, or of a table that was made of them.
+        label: the map, such as "rollout".
+
+    Raises:
+        ShapeError: the record has no such map, as that of a picture which failed, or it is damaged.
+    """
+    values, rows, cols, scale = (record.get(name) for name in grid_columns(label))
+    if not values or not isinstance(rows, int | np.integer) or not isinstance(cols, int | np.integer):
+        raise ShapeError(f"Expected a record with a map {label!r}, got {record.get('id')!r}, which has none.")
+    if len(values) != 2 * rows * cols or not isinstance(scale, float) or not math.isfinite(scale):
+        raise ShapeError(f"Expected {rows} × {cols} values in half precision, got {len(values)} bytes: it is damaged.")
+    grid = np.frombuffer(values, "<f2").reshape(rows, cols).astype(np.float32) * np.float32(scale)
+    return grid, placement_of(json.loads(record["placement"]))
+
+
+def placement_of(known: Mapping[str, Any]) -> Placement:
+    """The placement that `Placement.to_dict` gave.
+
+    Raises:
+        ShapeError: it is none.
+    """
+    try:
+        found = {name: value if isinstance(value, str) else tuple(map(int, value)) for name, value in known.items()}
+        return Placement(**found)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise ShapeError(f"Expected the placement of a map, got {known!r}.") from error
