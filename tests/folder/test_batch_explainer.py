@@ -84,7 +84,7 @@ def test_a_picture_on_which_the_model_fails_fails_alone():
 def test_half_precision_keeps_maps_of_any_scale(scale):
     grid = (np.random.default_rng(0).normal(size=(14, 14)) * scale).astype(np.float32)
     values, rows, cols, own = pack_half(grid)
-    record = {f"{name}_m": value for name, value in zip(("grid", "rows", "cols", "scale"), (values, rows, cols, own))}
+    record = {"grid_m": values, "rows_m": rows, "cols_m": cols, "scale_m": own}
     placement = '{"image_size": [4, 4], "resized_size": [4, 4], "offset": [0, 0], "input_size": [4, 4]}'
     found, _ = map_of(record | {"placement": placement}, "m")
     assert len(values) == 392
@@ -105,7 +105,8 @@ def test_datasets_map_streaming_included(streaming):
     assert [(row["id"], row["label"]) for row in found] == list(zip("abcdefg", range(7), strict=True))
     assert [row["status"] for row in found] == ["failed"] * 2 + ["explained"] * 5
     explainer = Explainer(tiny_model())
-    assert all(is_the_map_of(map_of(row, "rollout")[0], own, explainer) for row, own in zip(found[2:], pictures))
+    for row, own in zip(found[2:], pictures, strict=True):
+        assert is_the_map_of(map_of(row, "rollout")[0], own, explainer)
 
 
 def test_ray_data_maps_batches_in_an_actor_pool(ray_cluster, tmp_path):

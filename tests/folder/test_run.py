@@ -274,10 +274,10 @@ def forked_run(source: Path, output: Path) -> None:
     run(source, output, workers=1, save_map=True)
 
 
-def start(source: Path, output: Path):
+def start(source: Path, output: Path, work=forked_run, *arguments):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.folder.test_run"])  # so that torch is imported once, not at every start
-    process = context.Process(target=forked_run, args=(source, output))
+    process = context.Process(target=work, args=(source, output, *arguments))
     process.start()
     return process
 

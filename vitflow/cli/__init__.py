@@ -10,6 +10,7 @@ import click
 
 from vitflow import __version__
 from vitflow.cli.compare import compare
+from vitflow.cli.draw import draw
 from vitflow.cli.evaluate import evaluate
 from vitflow.cli.explain import explain
 from vitflow.cli.folder import folder
@@ -29,7 +30,7 @@ def cli() -> None:
     """
 
 
-for _command in (explain, compare, layers, evaluate, folder, report, demo, methods, models):
+for _command in (explain, compare, layers, evaluate, folder, draw, report, demo, methods, models):
     cli.add_command(_command)
 
 

@@ -26,7 +26,7 @@ from vitflow.cli.options import (
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.method_options import OPTIONS
-from vitflow.pictures.options import OVERLAY_FORMATS
+from vitflow.pictures.options import OVERLAY_FORMATS, STORES
 
 
 class _BatchSize(click.ParamType[int | None]):
@@ -78,6 +78,13 @@ class _BatchSize(click.ParamType[int | None]):
     help="Do what is missing or changed since an earlier run with the same options, or do all of it anew.",
 )
 @click.option("--save-map", is_flag=True, help="Write each unscaled map as .npz, too.")
+@click.option(
+    "--store",
+    type=click.Choice(STORES),
+    default="overlays",
+    show_default=True,
+    help="Draw each map, or keep the maps alone, as Parquet, for vitflow draw to draw on demand.",
+)
 @click.option("--format", type=click.Choice(OVERLAY_FORMATS), default="jpg", show_default=True, help="Of the overlays.")
 @click.option(
     "--manifest",
@@ -139,7 +146,7 @@ def _run(
     from vitflow.folder.run import explain_folder
     from vitflow.pictures.images import MAX_PIXELS
 
-    same = {"recursive", "glob", "limit", "batch_size", "workers", "save_map", "format", "manifest", "report"}
+    same = {"recursive", "glob", "limit", "batch_size", "workers", "save_map", "store", "format", "manifest", "report"}
     return explain_folder(
         sources,
         given["output"],

@@ -4,8 +4,11 @@ A grid of 14 × 14 patches takes 392 bytes. Its values are divided by a power of
 that maps of any scale keep the precision of float16 (`scale_METHOD` times the stored values is the map).
 """
 
+import base64
+import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +20,10 @@ from vitflow.pictures.geometry import Placement
 
 Grid = NDArray[np.float32]
 AnyGrid = NDArray[np.floating[Any]]
+
+#: Where shards of records lie below an output folder.
+SHARDS = "grids"
+_SHARD = re.compile(SHARDS + r"/[0-9a-f]{16}\.parquet")
 
 #: The columns of a record and what they hold; "json" is text. Each map adds those of `grid_columns`.
 COLUMNS = {
@@ -35,6 +42,16 @@ COLUMNS = {
     "facts": "json",
     "placement": "json",
 }
+
+
+def shard_name(content: bytes) -> str:
+    """The path of a shard below the output folder: that of its content."""
+    return f"{SHARDS}/{hashlib.sha256(content).hexdigest()[:16]}.parquet"
+
+
+def is_shard(path: Any) -> bool:
+    """Whether a path below an output folder is one that a shard may have."""
+    return isinstance(path, str) and _SHARD.fullmatch(path) is not None
 
 
 def grid_columns(label: str) -> dict[str, str]:
@@ -66,6 +83,16 @@ def record_of(
     return record
 
 
+def pack_grid(grid: AnyGrid) -> dict[str, Any]:
+    """An unscaled grid as a row holds it: its shape, and float32 in base 64."""
+    return {"shape": list(grid.shape), "values": base64.b64encode(grid.astype("<f4").tobytes()).decode()}
+
+
+def unpack_grid(packed: Mapping[str, Any]) -> AnyGrid:
+    """The grid that a row holds, float32 [rows, cols]."""
+    return np.frombuffer(base64.b64decode(packed["values"]), "<f4").reshape(packed["shape"])
+
+
 def pack_half(grid: AnyGrid) -> tuple[bytes, int, int, float]:
     """A grid as the bytes of little-endian float16, its rows and columns, and its scale.
 
@@ -88,13 +115,17 @@ def map_of(record: Mapping[str, Any], label: str) -> tuple[Grid, Placement]:
     Raises:
         ShapeError: the record has no such map, as that of a picture which failed, or it is damaged.
     """
+    return grid_of(record, label), placement_of(json.loads(record["placement"]))
+
+
+def grid_of(record: Mapping[str, Any], label: str) -> Grid:
+    """A record's map alone; arguments and errors as for `map_of`."""
     values, rows, cols, scale = (record.get(name) for name in grid_columns(label))
     if not values or not isinstance(rows, int | np.integer) or not isinstance(cols, int | np.integer):
         raise ShapeError(f"Expected a record with a map {label!r}, got {record.get('id')!r}, which has none.")
     if len(values) != 2 * rows * cols or not isinstance(scale, float) or not math.isfinite(scale):
         raise ShapeError(f"Expected {rows} × {cols} values in half precision, got {len(values)} bytes: it is damaged.")
-    grid = np.frombuffer(values, "<f2").reshape(rows, cols).astype(np.float32) * np.float32(scale)
-    return grid, placement_of(json.loads(record["placement"]))
+    return np.frombuffer(values, "<f2").reshape(rows, cols).astype(np.float32) * np.float32(scale)
 
 
 def placement_of(known: Mapping[str, Any]) -> Placement:
@@ -106,5 +137,5 @@ def placement_of(known: Mapping[str, Any]) -> Placement:
     try:
         found = {name: value if isinstance(value, str) else tuple(map(int, value)) for name, value in known.items()}
         return Placement(**found)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise ShapeError(f"Expected the placement of a map, got {known!r}.") from error

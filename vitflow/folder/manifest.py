@@ -125,7 +125,7 @@ def load_pyarrow() -> tuple[Any, Any]:
         import pyarrow.parquet
     except ImportError as error:
         raise OptionError(
-            "A Parquet manifest needs pyarrow: pip install 'vitflow[parquet]', or take --manifest csv or jsonl."
+            "Parquet needs pyarrow: pip install 'vitflow[parquet]', or take --manifest jsonl and --store overlays."
         ) from error
     return pyarrow, pyarrow.parquet
 
@@ -135,8 +135,16 @@ def _as_text(row: dict[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
     for name, kind in kinds.items():
         if kind == "json" and row[name] is not None:
             row[name] = json.dumps(row[name])
-    raw = os.fsencode(row["input"])
-    shown = raw.decode("utf-8", "backslashreplace")
-    if shown.encode() != raw:
-        row |= {"input": shown, "input_hex": raw.hex()}
+    shown = shown_name(row["input"])
+    if shown != row["input"]:
+        row |= {"input": shown, "input_hex": os.fsencode(row["input"]).hex()}
     return row
+
+
+def shown_name(name: str) -> str:
+    """An input's name as text; bytes that are none become escapes.
+
+    >>> shown_name("caf\\udce9.jpg")
+    'caf\\\\xe9.jpg'
+    """
+    return os.fsencode(name).decode("utf-8", "backslashreplace")

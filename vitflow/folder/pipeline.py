@@ -20,11 +20,25 @@ from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import Tally
 from vitflow.folder.plan import Input
+from vitflow.folder.shards import ShardWriter
 from vitflow.folder.work import Job, Picture, PictureMaps, compute_maps, draw_files
 from vitflow.pictures.files import stays_inside, write_atomically
 
 # Batches that wait to be written: with more the disk is the bottleneck, and waiting helps nobody.
 _BATCHES_BEHIND = 2
+
+
+def put_file(output: Path, path: str, content: bytes) -> None:
+    """Write a file below the output folder, whole or not at all, and never through a link that leads out of it.
+
+    Raises:
+        OSError: a link does, or the disk is full.
+    """
+    if not stays_inside(output, path):
+        raise OSError(f"a link leads out of the folder {str(output)!r}")
+    with write_atomically(output / path) as file:
+        file.write(content)
+
 
 _Writing = list[Future[dict[str, Any]]]
 
@@ -56,10 +70,12 @@ class Pipeline:
         tally: Tally,
         on_pixels: Callable[[str, NDArray[np.uint8]], None] | None = None,
     ) -> None:
-        self._job, self._output, self._journal = job, output, journal
+        self._job, self._journal = job, journal
         self._batch_size, self._decoders, self._tally = batch_size, decoders, tally
         self._on_pixels = on_pixels
         self._batches = Batches(explainer, batch_size)
+        self._put = partial(put_file, output)
+        self._shards = ShardWriter(self._put, job.labels) if job.store == "grids" else None
         self._slow = sum(is_slow(name) for _, name, _ in job.methods)
         self._under_way = 0.0  # pictures whose maps are there, and that have no row yet
         self._writing: deque[tuple[int, _Writing]] = deque()  # (bytes of pixels, one future per picture)
@@ -89,6 +105,8 @@ class Pipeline:
             writers.shutdown(wait=True, cancel_futures=True)
             for _, futures in self._writing:
                 self._keep([future.result() for future in futures if not future.cancelled()])
+            if self._shards is not None:
+                self._tell(self._shards.flush())
 
     def _decoded_batches(
         self, inputs: Sequence[Input], done: set[str]
@@ -157,12 +175,9 @@ class Pipeline:
         try:
             explained = draw_files(picture, maps, self._job)
             for path, content in explained.files.items():
-                if not stays_inside(self._output, path):
-                    raise OSError(f"a link leads out of the folder {str(self._output)!r}")
-                with write_atomically(self._output / path) as file:
-                    file.write(content)
+                self._put(path, content)
             pixels = picture.decoded.image
-            if self._on_pixels is not None and pixels is not None and explained.files:
+            if self._on_pixels is not None and pixels is not None and maps.maps:
                 self._on_pixels(picture.key, pixels)
             return explained.row
         except Exception as error:  # a full disk, above all
@@ -178,6 +193,13 @@ class Pipeline:
         self._keep(rows)
 
     def _keep(self, rows: Sequence[dict[str, Any]]) -> None:
+        if self._shards is None:
+            self._tell(rows)
+        else:
+            self._tell(self._shards.add(rows))
+            self._tally.share(self._under_way)  # those that wait for their shard
+
+    def _tell(self, rows: Sequence[dict[str, Any]]) -> None:
         self._journal.append(rows)
         for row in rows:
             self._under_way -= 1

@@ -3,7 +3,8 @@
 import contextlib
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -11,12 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError
 from vitflow.folder.decoders import decode_file
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import RunFolder
-from vitflow.folder.rows import is_folder_row, is_folder_run, is_whole
-from vitflow.pictures.images import MAX_PIXELS
+from vitflow.folder.rows import folder_run, is_folder_row
+from vitflow.folder.shards import ShardReader, read_file
 from vitflow.viewer.report import thumbnail, write_report
 
 
@@ -76,7 +76,7 @@ def report_run(
     """
     folder = RunFolder(Path(output))
     journal = Journal(folder.journal, is_folder_row)
-    run, max_pixels = _run_of(journal, folder)
+    run, max_pixels = folder_run(journal.header, folder.path)
     states = {row["input"]: row["status"] for row in journal.rows(keys)}
 
     def photograph(key: str) -> bytes | None:
@@ -85,20 +85,9 @@ def report_run(
         image = decode_file(os.path.join(run["root"], key), max_pixels).image  # noqa: PTH118 - a name that may not be text
         return None if image is None else thumbnail(image)
 
-    return write_report(folder.path, run, states, journal.rows, photograph, **options)
+    reader = ShardReader(partial(read_file, folder.path))
 
+    def rows(keys: Iterable[str]) -> Iterator[dict[str, Any]]:
+        return reader.with_grids(journal.rows(keys))
 
-def _run_of(journal: Journal, folder: RunFolder) -> tuple[Mapping[str, Any], int]:
-    """What the folder's run was asked for, and its bound on pixels."""
-    header = journal.header or {}
-    run = header.get("run", {})
-    if not run or run.get("kind") == "evaluation":
-        raise OptionError(
-            f"There is no folder run in {str(folder.path)!r}: make one with vitflow folder IN -o OUT, and name OUT."
-        )
-    max_pixels = header.get("max_pixels", MAX_PIXELS)  # runs of earlier versions did not keep it
-    if not is_folder_run(run) or not is_whole(max_pixels) or max_pixels < 1:
-        raise OptionError(
-            f"The record of the run in {str(folder.path)!r} is damaged: do it again with vitflow folder --overwrite."
-        )
-    return run, max_pixels
+    return write_report(folder.path, run, states, rows, photograph, **options)

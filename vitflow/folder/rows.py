@@ -8,10 +8,14 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Set
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from vitflow.errors import OptionError
+from vitflow.folder.grids import is_shard
+from vitflow.pictures.images import MAX_PIXELS
 from vitflow.pictures.options import OVERLAY_FORMATS
 
 Check = Callable[[Any], bool]
@@ -40,11 +44,9 @@ def _finite(text: str) -> float:
 _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
-def _is_flat(value: Any, deepest: int) -> bool:
-    if not isinstance(value, dict | list):
-        return True
+def _is_flat(value: dict[str, Any] | list[Any], deepest: int) -> bool:
     inside = value.values() if isinstance(value, dict) else value
-    return deepest > 0 and all(_is_flat(one, deepest - 1) for one in inside)
+    return deepest > 0 and all(_is_flat(one, deepest - 1) for one in inside if isinstance(one, dict | list))
 
 
 def is_name(value: Any) -> bool:
@@ -108,6 +110,10 @@ def list_of(check: Check, length: int | None = None) -> Check:
 
 def _is_side(value: Any) -> bool:
     return is_whole(value) and 0 < value < 2**31
+
+
+def _is_count(value: Any) -> bool:
+    return is_whole(value) and value >= 0
 
 
 _is_shape = list_of(_is_side, 2)
@@ -180,9 +186,24 @@ _RUN: dict[str, Check] = {
 }
 
 
-def is_folder_run(run: Mapping[str, Any]) -> bool:
-    """Whether the record of a folder run has all that a report of it needs."""
-    return has(run, _RUN)
+def folder_run(header: Mapping[str, Any] | None, folder: Path) -> tuple[Mapping[str, Any], int]:
+    """What the folder run with this journal's header was asked for, and its bound on pixels.
+
+    Raises:
+        OptionError: there is no folder run, or its record is damaged.
+    """
+    header = header or {}
+    run = header.get("run", {})
+    if not run or run.get("kind") == "evaluation":
+        raise OptionError(
+            f"There is no folder run in {str(folder)!r}: make one with vitflow folder IN -o OUT, and name OUT."
+        )
+    max_pixels = header.get("max_pixels", MAX_PIXELS)  # runs of earlier versions did not keep it
+    if not has(run, _RUN) or not is_whole(max_pixels) or max_pixels < 1:
+        raise OptionError(
+            f"The record of the run in {str(folder)!r} is damaged: do it again with vitflow folder --overwrite."
+        )
+    return run, max_pixels
 
 
 def is_folder_row(row: Mapping[str, Any]) -> bool:
@@ -200,6 +221,10 @@ def is_folder_row(row: Mapping[str, Any]) -> bool:
         (label, path, OVERLAY_FORMATS) for label, path in row["outputs"].items()
     ]
     named += [(label, path, ("npz",)) for label, path in (row["maps"] or {}).items()]
+    if "shard" in row:
+        shard = row["shard"]
+        in_shard = isinstance(shard, list) and len(shard) == 3 and is_shard(shard[0]) and not named and not row["grids"]
+        return in_shard and all(map(_is_count, shard[1:])) and _is_of_these(row.get("written"), {shard[0]})
     return (
         all(path in {f"{row['stem']}-{label}.{ending}" for ending in endings} for label, path, endings in named)
         and all(is_inside(path) for _, path, _ in named)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,14 @@ from vitflow.explaining.method_choices import MethodChoice
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.fingerprints import run_fingerprint
+from vitflow.folder.grids import SHARDS
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import RunFolder, RunProgress, Tally, keep_rows, versions, write_json
 from vitflow.folder.manifest import MANIFEST_FORMATS, load_pyarrow, write_manifest
-from vitflow.folder.pipeline import Pipeline
+from vitflow.folder.pipeline import Pipeline, put_file
 from vitflow.folder.plan import Input, list_inputs
 from vitflow.folder.rows import is_folder_row
+from vitflow.folder.shards import ShardReader, ShardWriter, read_file, tidy
 from vitflow.folder.work import Job, auto_batch, check_target, explainer_for, make_job, sides_of
 from vitflow.pictures.files import remove_inside
 from vitflow.pictures.images import MAX_PIXELS
@@ -81,6 +84,7 @@ def explain_folder(
     workers: int | None = None,
     overwrite: bool = False,
     save_map: bool = False,
+    store: str = "overlays",
     format: str = "jpg",
     manifest: str = "jsonl",
     report: bool = False,
@@ -110,6 +114,8 @@ def explain_folder(
             and a file that crashes the decoder takes the run with it.
         overwrite: do everything anew; the outputs of an earlier run with other options are removed.
         save_map: write each unscaled map as .npz, too.
+        store: "overlays" draws each map; "grids" keeps the maps alone, in Parquet files of some hundred pictures each
+            (see `read_grids`), from which `draw_run` and the report draw.
         format: of the overlays: "jpg", "png" or "webp".
         manifest: "jsonl", "csv" or "parquet".
         report: write a report in HTML, too.
@@ -132,7 +138,7 @@ def explain_folder(
     (2, 0, ['disc_star_and_crescent.png', 'ring_and_triangle.png'])
     """
     started, clock = datetime.now(UTC), time.perf_counter()
-    job = make_job(methods, options, target=target, drawing=drawing, format=format, save_map=save_map)
+    job = make_job(methods, options, target=target, drawing=drawing, format=format, save_map=save_map, store=store)
     _check(job, manifest, batch_size, workers, limit)
     sources = [source] if isinstance(source, str | os.PathLike) else list(source)
     folder = RunFolder(Path(output))
@@ -156,6 +162,8 @@ def explain_folder(
         inputs = listing.plan(job.endings, {row["input"]: row["stem"] for row in journal.rows()})
         kept = _run(inputs, journal, folder, explainer, job, batch_size, workers, max_pixels, progress, photographs)
         keys = [one.key for one in inputs]
+        if job.store == "grids":
+            _tidy(journal, folder.path, job)
         journal.compact(keys)
         explained = sum(row["status"] == "explained" for row in journal.rows(keys))
         path = _write_manifest(folder, journal, keys, fingerprint, manifest)
@@ -189,7 +197,7 @@ def _check(job: Job, manifest: str, batch_size: int | None, workers: int | None,
     """What can be known to be wrong before anything is loaded."""
     if manifest not in MANIFEST_FORMATS:
         raise OptionError(f"Expected a manifest of {', '.join(MANIFEST_FORMATS)}, got {manifest!r}.")
-    if manifest == "parquet":
+    if manifest == "parquet" or job.store == "grids":
         load_pyarrow()
     for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0), ("limit", limit, 1)):
         if value is not None and value < least:
@@ -200,13 +208,25 @@ def _check(job: Job, manifest: str, batch_size: int | None, workers: int | None,
 
 def _fingerprint(root: Path, job: Job, explainer: Explainer) -> dict[str, Any]:
     drawn = {"target": sides_of(job), "drawing": dict(job.drawing), "format": job.format, "save_map": job.save_map}
+    if job.store != "overlays":  # runs of earlier versions know no other
+        drawn["store"] = job.store
     return run_fingerprint("folder", {"root": os.fspath(root)}, explainer.fingerprint(), job.methods, drawn)
 
 
 def _remove_outputs(journal: Journal, output: Path) -> None:
     """Remove the files that an earlier run has made."""
     for row in journal.rows():
-        remove_inside(output, (*row.get("outputs", {}).values(), *(row.get("maps") or {}).values()))
+        files = (*row.get("outputs", {}).values(), *(row.get("maps") or {}).values(), *row.get("shard", ())[:1])
+        remove_inside(output, files)
+
+
+def _tidy(journal: Journal, output: Path, job: Job) -> None:
+    """Take away the shards that no row lies in, and put what lies in small ones together."""
+    reader = ShardReader(partial(read_file, output))
+    writer = ShardWriter(partial(put_file, output), job.labels)
+    # Shards of a run that was killed before it told of them are among these.
+    names = [f"{SHARDS}/{path.name}" for path in (output / SHARDS).glob("*.parquet")]
+    remove_inside(output, tidy(journal, reader, writer, names))
 
 
 def _refuse_foreign_files(output: Path, inputs: Sequence[Input], job: Job) -> None:

@@ -1,6 +1,5 @@
 """The work on one batch of a folder run: from decoded pictures to rows and files, without touching the disk."""
 
-import base64
 import io
 import json
 import time
@@ -29,10 +28,8 @@ from vitflow.explaining.targets import (
 )
 from vitflow.folder.batches import Batches
 from vitflow.folder.decoders import Decoded
-from vitflow.pictures.options import OVERLAY_FORMATS, WRITE_OPTIONS
-
-#: What a run keeps of a map: an overlay on its photograph, or its grid.
-STORES = ("grids", "overlays")
+from vitflow.folder.grids import pack_grid
+from vitflow.pictures.options import OVERLAY_FORMATS, STORES, WRITE_OPTIONS
 
 # (label, name, options) of a method that a run computes; no two labels of a run are equal.
 LabelledMethod = tuple[str, str, Mapping[str, Any]]
@@ -280,11 +277,6 @@ def _encode_map(saliency: Saliency) -> bytes:
     text = np.array(json.dumps(metadata, ensure_ascii=False))
     np.savez_compressed(file, grid=saliency.grid, heatmap=saliency.heatmap, metadata=text)
     return file.getvalue()
-
-
-def pack_grid(grid: NDArray[np.floating[Any]]) -> dict[str, Any]:
-    """An unscaled grid for the journal, from which the report draws."""
-    return {"shape": list(grid.shape), "values": base64.b64encode(grid.astype("<f4").tobytes()).decode()}
 
 
 def _window(saliency: Saliency) -> list[float]:

@@ -31,3 +31,6 @@ FIGURE_FORMATS = (".png", ".pdf", ".svg")
 
 #: Overlays of a folder run, by their suffix without the dot.
 OVERLAY_FORMATS = ("jpg", "png", "webp")
+
+#: What a folder run keeps of a map: its grid, or an overlay on its photograph.
+STORES = ("grids", "overlays")

@@ -111,7 +111,8 @@ function show() {
   $("probability").textContent = percent(picture.probability);
   $("low").textContent = short(map.low); $("high").textContent = short(map.high);
   $("reading").textContent = `${map.shape[0]} × ${map.shape[1]} patches; point at one for its value`;
-  $("original").href = picture.link; $("overlay").href = picture.overlays[method];
+  $("original").href = picture.link; $("overlay").href = picture.overlays[method] || "";
+  $("overlay").hidden = !picture.overlays[method];  // of a run that keeps the maps alone
   $("facts").textContent = Object.entries(map.facts).map(([name, value]) => `${name.replaceAll("_", " ")}: ${typeof value === "number" ? short(value) : value}`).join(" · ");
   for (const tab of document.querySelectorAll("#tabs button")) tab.setAttribute("aria-selected", String(tab.dataset.method === method));
   setOpacity(picture.opacity);

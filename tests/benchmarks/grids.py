@@ -1,0 +1,106 @@
+"""What grids cost: reading the maps of a run back, and drawing some of them on demand.
+
+    python -m tests.benchmarks.grids [--grids 10000] [--draw 100]
+
+The run is made up: random maps of 14 × 14 patches for JPEGs of about 500 × 375 pixels, of which as many are there as
+are drawn. Drawing is held against its parts on the same pictures, one after the other: reading and decoding the file,
+the overlay, and encoding it. CPU seconds are those of this process, over all threads.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from tests.benchmarks.folder import draw_photographs
+from vitflow.explaining.saliency import Saliency
+from vitflow.folder.decoders import decode_file
+from vitflow.folder.draw import draw_run, read_grids
+from vitflow.folder.grids import pack_grid
+from vitflow.folder.journal import Journal
+from vitflow.folder.keeper import RunFolder
+from vitflow.folder.pipeline import put_file
+from vitflow.folder.shards import ShardWriter
+from vitflow.folder.work import Decoded, Picture, PictureMaps, describe, encode_overlay, make_job
+from vitflow.pictures.geometry import place
+
+
+def make_run(source: Path, output: Path, count: int, drawn: int) -> None:
+    """What a run with --store grids leaves."""
+    job, dice = make_job(["rollout"], {}, store="grids"), np.random.default_rng(0)
+    run = {"root": str(source), "model": "m", "weights_sha256": "", "fit": "crop", "methods": {"rollout": "rollout"}}
+    journal = Journal(RunFolder(output).journal)
+    journal.start({"run": run | {"options": {"rollout": {}}, "drawing": {}, "format": "jpg", "kind": "folder"}})
+    writer = ShardWriter(partial(put_file, output), job.labels)
+    for number in range(count):
+        name = f"{number:05}.jpg"
+        decoded = decode_file(str(source / name)) if number < drawn else None
+        pixels = np.broadcast_to(np.uint8(0), (375, 500, 3)) if decoded is None else decoded.image
+        placement = place(pixels.shape[:2], (224, 224), crop_pct=0.875)
+        grid = dice.random((14, 14), np.float32)
+        maps = [Saliency(grid, placement, pixels, name, "m", "rollout", {}, target=1, probability=number / count)]
+        row = describe(Picture(name, name[:-4], decoded or Decoded(size=1, mtime_ns=1)), PictureMaps(maps), job)
+        journal.append(writer.add([row | {"outputs": {}, "maps": None, "grids": {"rollout": pack_grid(grid)}}]))
+    journal.append(writer.flush())
+
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds, and CPU seconds."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def parts_of(source: Path, output: Path, drawn: int) -> dict[str, tuple[float, float]]:
+    """What drawing consists of, each part alone over all the pictures."""
+    every = list(islice(read_grids(output), drawn))
+    decoded: list = []
+    overlays: list = []
+
+    def overlay() -> None:
+        for (row, maps), own in zip(every, decoded, strict=True):
+            placement = place(own.image.shape[:2], (224, 224), crop_pct=0.875)
+            saliency = Saliency(maps["rollout"], placement, own.image, row["input"], "m", "rollout", {})
+            overlays.append(saliency.overlay())
+
+    return {
+        "decode": timed(lambda: decoded.extend(decode_file(str(source / row["input"])) for row, _ in every)),
+        "overlay": timed(overlay),
+        "encode": timed(lambda: [encode_overlay(one, "jpg") for one in overlays]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--grids", type=int, default=10_000)
+    parser.add_argument("--draw", type=int, default=100)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place_:
+        source, output = Path(place_) / "photographs", Path(place_) / "run"
+        draw_photographs(source, given.draw)
+        make_run(source, output, given.grids, given.draw)
+        shards = sum(path.stat().st_size for path in (output / "grids").iterdir())
+        journal = RunFolder(output).journal.stat().st_size
+        sizes = f"{shards / given.grids:.0f} bytes each in shards, {journal / given.grids:.0f} in the journal"
+        print(f"{given.grids} maps: {sizes}")
+        timed(lambda: list(read_grids(output)))
+        wall, cpu = timed(lambda: list(read_grids(output)))
+        print(f"read back: {wall:.2f} s, {cpu:.2f} s of CPU")
+        parts = parts_of(source, output, given.draw)
+        told = ", ".join(
+            f"{name} {1000 * wall:.0f} ms ({1000 * cpu:.0f} of CPU)" for name, (wall, cpu) in parts.items()
+        )
+        walls, cpus = (sum(one[index] for one in parts.values()) for index in (0, 1))
+        wall, cpu = timed(lambda: draw_run(output, Path(place_) / "drawn", limit=given.draw))
+        print(f"{given.draw} drawn: {1000 * wall:.0f} ms ({1000 * cpu:.0f} of CPU) on {os.cpu_count()} cores")
+        print(f"their parts, one after the other: {1000 * walls:.0f} ms ({1000 * cpus:.0f} of CPU): {told}")
+
+
+if __name__ == "__main__":
+    main()

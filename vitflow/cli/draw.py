@@ -1,0 +1,53 @@
+"""`vitflow draw`: overlays of what a folder run found, for the pictures that are asked for."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vitflow.cli.options import DRAWING, drawing_options, given_options, talking
+from vitflow.errors import printable
+from vitflow.pictures.options import OVERLAY_FORMATS
+
+
+@click.command()
+@click.argument("run", metavar="RUN", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "-o", "--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for the overlays."
+)
+@click.option("--where", metavar="CONDITION", help='Draw where this holds, such as "probability < 0.5".')
+@click.option("--method", "methods", multiple=True, metavar="NAME", help="Draw this map.  [default: all of the run]")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Draw the first N pictures only.")
+@click.option("--format", type=click.Choice(OVERLAY_FORMATS), help="Of the overlays.  [default: as the run was asked]")
+@drawing_options
+def draw(run: Path, **given: Any) -> None:
+    """Draw overlays from RUN, the output folder of `vitflow folder`, without running the model again.
+
+    A run with --store grids keeps maps without overlays: this draws those that are worth a look.
+    """
+    with talking():
+        from vitflow.folder.draw import Drawn, draw_run
+
+        def tell(drawn: Drawn) -> None:
+            for path in drawn.paths:
+                click.echo(printable(path))
+            if drawn.error is not None:
+                click.echo(f"error: {printable(drawn.input)}: {drawn.error}", err=True)
+
+        drawing = given_options(given, DRAWING)
+        found = draw_run(
+            run,
+            given["output"],
+            where=given["where"],
+            methods=given["methods"] or None,
+            limit=given["limit"],
+            format=given["format"],
+            drawing=drawing,
+            progress=tell,
+        )
+        failed = sum(one.error is not None for one in found)
+        line = f"{len(found) - failed} drawn"
+        click.echo(f"{line}, {failed} failed" if failed else line, err=True)
+        if failed:
+            sys.exit(1)

@@ -1,0 +1,162 @@
+"""Draw what a run has found, for the pictures that are asked for: grids first, overlays on demand."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from vitflow.errors import OptionError, ShapeError, VitflowError, printable, unknown_name
+from vitflow.explaining.saliency import Saliency
+from vitflow.folder.conditions import parse_condition
+from vitflow.folder.decoders import decode_file
+from vitflow.folder.grids import Grid, placement_of
+from vitflow.folder.journal import Journal
+from vitflow.folder.keeper import RunFolder
+from vitflow.folder.pipeline import put_file
+from vitflow.folder.rows import folder_run, is_folder_row
+from vitflow.folder.shards import ShardReader, read_file
+from vitflow.folder.work import encode_overlay
+from vitflow.pictures.options import OVERLAY_FORMATS
+
+# A picture's row and its maps by their labels.
+Explained = tuple[dict[str, Any], Mapping[str, Grid]]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What became of one picture that was to be drawn.
+
+    Attributes:
+        input: its name in the run.
+        paths: the overlays that were written.
+        error: why there are none.
+    """
+
+    input: str
+    paths: tuple[Path, ...] = ()
+    error: str | None = None
+
+
+def read_grids(run: str | os.PathLike[str], where: str | None = None) -> Iterator[Explained]:
+    """Read the maps of a run back: (row, maps by their labels) for each explained picture, in the order of the inputs.
+
+    Args:
+        run: the output folder of `explain_folder`, whatever it stores.
+        where: take the pictures for which this holds, such as "probability < 0.5".
+
+    Raises:
+        OptionError: the folder holds no run, or the condition is none.
+        VitflowError: a file with maps is gone or damaged.
+
+    >>> import tempfile
+    >>> from vitflow.demo import SAMPLE_FOLDER
+    >>> from vitflow.folder.run import explain_folder
+    >>> summary = explain_folder(SAMPLE_FOLDER, tempfile.mkdtemp(), model="demo", store="grids", limit=3)
+    >>> [maps["rollout"].shape for row, maps in read_grids(summary.output, "probability > 0")]
+    [(12, 12), (12, 12), (12, 12)]
+    """
+    folder = RunFolder(Path(run))
+    journal = Journal(folder.journal, is_folder_row)
+    folder_run(journal.header, folder.path)
+    yield from _maps(folder, journal, where)
+
+
+def _maps(folder: RunFolder, journal: Journal, where: str | None) -> Iterator[Explained]:
+    holds = parse_condition(where) if where else None
+    reader = ShardReader(partial(read_file, folder.path))
+    for row in journal.rows():
+        if row["status"] == "explained" and (holds is None or holds(row)):
+            yield row, reader.maps(row)
+
+
+def draw_run(
+    run: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    where: str | None = None,
+    methods: Sequence[str] | None = None,
+    limit: int | None = None,
+    format: str | None = None,
+    drawing: Mapping[str, Any] | None = None,
+    progress: Callable[[Drawn], None] = lambda _: None,
+) -> list[Drawn]:
+    """Draw overlays of the pictures of a run into a folder, named as the run would have named them.
+
+    Args:
+        run: the output folder of `explain_folder`.
+        output: where the overlays go.
+        where: draw the pictures for which this holds, such as "probability < 0.5 and class_name != 'cat'".
+        methods: the maps to draw, by their labels; by default all of the run.
+        limit: draw the first so many only.
+        format: "jpg", "png" or "webp"; by default what the run was asked for.
+        drawing: options of `Saliency.overlay`, which come before those that the run was asked for.
+        progress: called for each picture as it is done.
+
+    Raises:
+        OptionError: the folder holds no run, or an option is wrong.
+        VitflowError: a file with maps is gone or damaged.
+    """
+    folder, target = RunFolder(Path(run)), Path(output)
+    journal = Journal(folder.journal, is_folder_row)
+    asked, max_pixels = folder_run(journal.header, folder.path)
+    root = os.path.realpath(asked["root"])
+    labels = list(asked["methods"]) if methods is None else list(methods)
+    for label in labels:
+        if label not in asked["methods"]:
+            raise OptionError(unknown_name("map of this run", label, asked["methods"]))
+    format = format or str(asked.get("format", "jpg"))
+    if format not in OVERLAY_FORMATS:
+        raise OptionError(f"Expected a format of {', '.join(OVERLAY_FORMATS)}, got {format!r}.")
+    options = {**asked["drawing"], **(drawing or {})}
+
+    def draw(row: Mapping[str, Any], maps: Mapping[str, Grid]) -> Drawn:
+        try:
+            pixels, placement = _photograph(row, asked["root"], max_pixels), placement_of(row.get("placement", {}))
+            paths = []
+            for label in labels:
+                saliency = Saliency(maps[label], placement, pixels, row["input"], asked["model"], label, {})
+                path = f"{row['stem']}-{label}.{format}"
+                if os.path.relpath(os.path.realpath(target / path), root) in journal:
+                    raise ShapeError(f"The overlay {path!r} would replace a photograph: choose another folder with -o.")
+                put_file(target, path, encode_overlay(saliency.overlay(**options), format))
+                paths.append(target / path)
+            return Drawn(row["input"], tuple(paths))
+        except OptionError:
+            raise  # of every picture
+        except (VitflowError, OSError, KeyError) as error:
+            return Drawn(row["input"], error=printable(str(error)))
+
+    found = []
+    for drawn in _side_by_side(draw, islice(_maps(folder, journal, where), limit)):
+        found.append(drawn)
+        progress(drawn)
+    return found
+
+
+def _photograph(row: Mapping[str, Any], root: str, max_pixels: int) -> Any:
+    """The pixels of the very file that was explained."""
+    decoded = decode_file(os.path.join(root, row["input"]), max_pixels)  # noqa: PTH118 - a name that may not be text
+    if decoded.image is None:
+        raise VitflowError(decoded.message)
+    if decoded.sha256 != row["sha256"] or decoded.image.shape[:2] != (row["height"], row["width"]):
+        raise ShapeError("The photograph has changed since the run: run vitflow folder again.")
+    return decoded.image
+
+
+def _side_by_side(
+    draw: Callable[[Mapping[str, Any], Mapping[str, Grid]], Drawn], found: Iterable[Explained]
+) -> Iterator[Drawn]:
+    """Draw on every core, in order, with a few pictures in memory at once."""
+    count = os.cpu_count() or 1
+    with ThreadPoolExecutor(count, thread_name_prefix="vitflow-draw") as threads:
+        ahead: list[Future[Drawn]] = []
+        for row, maps in found:
+            ahead.append(threads.submit(draw, row, maps))
+            if len(ahead) > 2 * count:
+                yield ahead.pop(0).result()
+        for future in ahead:
+            yield future.result()

@@ -1,0 +1,205 @@
+"""Shards: the maps of a run in Parquet files of some hundred pictures each, instead of a file per overlay.
+
+A shard is there whole or not at all, and has the name of its content. Its rows come into the journal when it is there,
+so that what is told as done is on the disk; the journal says of each picture where its maps are. What a kill leaves
+between the two, or an older state of a picture, is taken away when the run ends.
+"""
+
+import io
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from vitflow.errors import ShapeError, VitflowError, printable
+from vitflow.folder.grids import (
+    AnyGrid,
+    columns_of,
+    grid_columns,
+    grid_of,
+    is_shard,
+    pack_grid,
+    record_of,
+    shard_name,
+    unpack_grid,
+)
+from vitflow.folder.journal import Journal
+from vitflow.folder.manifest import load_pyarrow, shown_name
+from vitflow.pictures.files import stays_inside
+
+# Pictures of a shard, and seconds after which one that is not full is written all the same: what a kill may cost.
+_ROWS, _PATIENCE = 1024, 30.0
+
+Row = dict[str, Any]
+
+
+class ShardWriter:
+    """Takes the maps out of rows and into shards.
+
+    Args:
+        write: puts a file with this content at a path below the output folder, whole or not at all.
+        labels: the maps of every row.
+        rows: pictures of a shard.
+        patience: seconds after which a shard is written, full or not.
+    """
+
+    def __init__(
+        self, write: Callable[[str, bytes], None], labels: Sequence[str], rows: int = _ROWS, patience: float = _PATIENCE
+    ) -> None:
+        self._write, self._labels, self._rows, self._patience = write, labels, rows, patience
+        self._waiting: list[Row] = []
+        self._since = 0.0
+
+    def add(self, rows: Iterable[Row]) -> list[Row]:
+        """Take rows in; those whose maps are on the disk now, earlier ones among them, and those that have none."""
+        told = []
+        for row in rows:
+            if row["status"] != "explained":
+                told.append(row)
+                continue
+            if not self._waiting:
+                self._since = time.monotonic()
+            self._waiting.append(row)
+            if len(self._waiting) >= self._rows or time.monotonic() - self._since > self._patience:
+                told += self.flush()
+        return told
+
+    def flush(self) -> list[Row]:
+        """Write what waits; its rows, which say where their maps are, or why they could not be written."""
+        rows, self._waiting = self._waiting, []
+        if not rows:
+            return []
+        content = _encode(rows, self._labels)
+        path = shard_name(content)
+        try:
+            self._write(path, content)
+        except Exception as error:  # a full disk, above all
+            reason = printable(getattr(error, "strerror", None) or str(error))
+            told = {"error": type(error).__name__, "message": f"The maps could not be written: {reason}."}
+            names = ("input", "stem", "size", "mtime_ns", "sha256")
+            return [{name: row[name] for name in names} | {"status": "failed"} | told for row in rows]
+        place = {"grids": {}, "written": {path: len(content)}}
+        return [row | place | {"shard": [path, index, len(rows)]} for index, row in enumerate(rows)]
+
+
+def _encode(rows: Sequence[Row], labels: Sequence[str]) -> bytes:
+    pyarrow, parquet = load_pyarrow()
+    types = {"whole": pyarrow.int64(), "number": pyarrow.float64(), "bytes": pyarrow.binary()}
+    kinds = columns_of(labels)
+    schema = pyarrow.schema([(name, types.get(kind, pyarrow.string())) for name, kind in kinds.items()])
+    records = []
+    for row in rows:
+        maps = {label: unpack_grid(grid) for label, grid in row["grids"].items()}
+        records.append(record_of(row | {"input": shown_name(row["input"])}, maps, labels))
+    file = io.BytesIO()
+    # Grids hardly repeat or compress; the words beside them do.
+    words = [name for name, kind in kinds.items() if kind in ("text", "json")]
+    parquet.write_table(
+        pyarrow.Table.from_pylist(records, schema=schema),
+        file,
+        use_dictionary=words,
+        compression={name: "zstd" if name in words else "none" for name in kinds},
+        write_statistics=[name for name, kind in kinds.items() if kind != "bytes"],
+        write_page_checksum=True,
+    )
+    return file.getvalue()
+
+
+class ShardReader:
+    """Finds the maps of rows again.
+
+    Args:
+        read: the content of a file below the output folder.
+    """
+
+    def __init__(self, read: Callable[[str], bytes]) -> None:
+        self._read = read
+        self._maps = lru_cache(maxsize=4)(self._load)
+
+    def _load(self, path: str) -> list[tuple[str, dict[str, AnyGrid]]]:
+        """The name and the maps of each picture of a shard."""
+        pyarrow, parquet = load_pyarrow()
+        try:
+            file = parquet.ParquetFile(io.BytesIO(self._read(path)), page_checksum_verification=True)
+            labels = [name.removeprefix("grid_") for name in file.schema_arrow.names if name.startswith("grid_")]
+            names = ["id", *(name for label in labels for name in grid_columns(label))]
+            table = file.read(columns=names)
+            columns = {name: table[name].to_pylist() for name in names}
+            return [
+                (own, {label: grid_of({name: columns[name][row] for name in names}, label) for label in labels})
+                for row, own in enumerate(columns["id"])
+            ]
+        except (OSError, KeyError, ShapeError, pyarrow.ArrowException) as error:
+            raise _damaged(path) from error
+
+    def maps(self, row: Mapping[str, Any]) -> dict[str, AnyGrid]:
+        """The maps of an explained picture by their labels, float32 [rows, cols].
+
+        Raises:
+            VitflowError: its shard is gone, damaged, or another.
+        """
+        if "shard" not in row:
+            return {label: unpack_grid(packed) for label, packed in row["grids"].items()}
+        path, index, _ = row["shard"]
+        found = self._maps(path)
+        if index >= len(found) or found[index][0] != shown_name(row["input"]):
+            raise _damaged(path)
+        return found[index][1]
+
+    def with_grids(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """The rows, each with its maps in it."""
+        for row in rows:
+            if "shard" in row:
+                row = row | {"grids": {label: pack_grid(grid) for label, grid in self.maps(row).items()}}
+            yield row
+
+
+def read_file(output: Path, path: str) -> bytes:
+    """The content of a file below an output folder.
+
+    Raises:
+        OSError: it cannot be read, or a link leads out of the folder.
+    """
+    if not stays_inside(output, path):
+        raise OSError(f"a link leads out of the folder {str(output)!r}")
+    return (output / path).read_bytes()
+
+
+def _damaged(path: str) -> VitflowError:
+    return VitflowError(
+        f"The maps in {path!r} are gone, damaged, or others than the journal tells: remove that file and run the same "
+        "vitflow folder command again, which does what is missing."
+    )
+
+
+def tidy(journal: Journal, reader: ShardReader, writer: ShardWriter, names: Iterable[str]) -> list[str]:
+    """Leave each picture in one shard, and shards that are worth a file; the shards that are of no more use.
+
+    Args:
+        journal: of the run; it tells of the new places afterwards.
+        reader, writer: of its shards.
+        names: the files that are there.
+    """
+    live: Counter[str] = Counter()
+    held: dict[str, int] = {}
+    for row in journal.rows():
+        if "shard" in row:
+            path, _, count = row["shard"]
+            live[path] += 1
+            held[path] = count
+    small = {path for path, count in live.items() if count < _ROWS // 2}
+    again = {path for path, count in live.items() if count < held[path]} | (small if len(small) > 1 else set())
+    moved = [row["input"] for row in journal.rows() if "shard" in row and row["shard"][0] in again]
+    for start in range(0, len(moved), _ROWS):
+        try:
+            rows = list(reader.with_grids(journal.rows(moved[start : start + _ROWS])))
+        except VitflowError:
+            break  # whoever asks for these maps is told
+        told = [*writer.add(rows), *writer.flush()]
+        if any(row["status"] != "explained" for row in told):
+            break  # the disk is full: they stay where they are
+        journal.append(told)
+    kept = {row["shard"][0] for row in journal.rows() if "shard" in row}
+    return [name for name in names if is_shard(name) and name not in kept]
