@@ -2,14 +2,14 @@
 
 import os
 import sys
-from collections.abc import Callable
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import click
 
 from vitflow.cli.options import (
+    DEFAULT_MODEL,
     DRAWING,
     against_option,
     drawing_options,
@@ -26,7 +26,8 @@ from vitflow.cli.options import (
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.method_options import OPTIONS
-from vitflow.pictures.options import OVERLAY_FORMATS, STORES
+from vitflow.pictures.files import is_remote
+from vitflow.pictures.options import ENGINES, OVERLAY_FORMATS, STORES
 
 
 class _BatchSize(click.ParamType[int | None]):
@@ -40,14 +41,38 @@ class _BatchSize(click.ParamType[int | None]):
         return int(value)
 
 
+class _Model:
+    """Makes the explainer, once where it is; what is sent to other processes makes one there."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._given = given
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_given": self._given | {"model": self._given["model"] or DEFAULT_MODEL}}
+
+    @cached_property
+    def _explainer(self) -> Any:
+        return make_explainer(self._given)
+
+    def __call__(self) -> Any:
+        return self._explainer
+
+
+class _PathOrURL(click.Path):
+    """A path as a Path, a URL as text."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if is_remote(value) else super().convert(value, param, ctx)
+
+
 @click.command()
-@click.argument("sources", nargs=-1, required=True, metavar="IN…", type=click.Path(path_type=Path))
+@click.argument("sources", nargs=-1, required=True, metavar="IN…", type=_PathOrURL(path_type=Path))
 @click.option(
     "-o",
     "--output",
     required=True,
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the overlays, the manifest and run.json.",
+    type=_PathOrURL(file_okay=False, path_type=Path),
+    help="Folder for the overlays, the manifest and run.json; a URL goes through fsspec.",
 )
 @model_options
 @click.option(
@@ -95,12 +120,26 @@ class _BatchSize(click.ParamType[int | None]):
 )
 @click.option("--report", is_flag=True, help="Write a report in HTML at the end.")
 @click.option(
+    "--engine",
+    type=click.Choice(ENGINES),
+    default="local",
+    show_default=True,
+    help="Work in this process, or on a cluster of Ray with the same rows.",
+)
+@click.option("--address", metavar="HOST:PORT", help="Of the cluster.  [default: Ray is started on this machine]")
+@click.option(
+    "--actors",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Processes of the cluster with a model each.  [default: one for each GPU, or for each core]",
+)
+@click.option(
     "--max-pixels", type=click.IntRange(min=1), metavar="N", help="Refuse larger pictures.  [default: 178956970]"
 )
 @method_options
 @drawing_options
-def folder(sources: tuple[Path, ...], **given: Any) -> None:
-    """Explain every picture in IN…: folders, pictures, or patterns.
+def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
+    """Explain every picture in IN…: folders, pictures, or patterns; or one folder at a URL, such as s3://bucket/in.
 
     A picture that fails gets a row with its error, and the others go on. What an earlier run with the same options has
     done is kept; Ctrl-C keeps what is done, too.
@@ -109,7 +148,7 @@ def folder(sources: tuple[Path, ...], **given: Any) -> None:
     with talking():
         choose_methods(given["method_names"], options)  # before torch is loaded
         _check_sources(sources)
-        model = cache(lambda: make_explainer(given))
+        model = _Model(given)
         with going_on(kept=True), pictures_bar() as progress:
             summary = _run(sources, given, options, progress, model)
         tell_limits(model().model_id)
@@ -126,19 +165,21 @@ def folder(sources: tuple[Path, ...], **given: Any) -> None:
             sys.exit(1)
 
 
-def _check_sources(sources: tuple[Path, ...]) -> None:
+def _check_sources(sources: tuple[Path | str, ...]) -> None:
     """A mistyped path is told before torch is loaded."""
     for source in sources:
+        if isinstance(source, str):
+            continue
         if not source.exists() and not source.is_symlink() and not set("*?[") & set(str(source)):
             raise OptionError(f"Expected a folder or a picture, but there is nothing at {printable(source)!r}.")
 
 
 def _run(
-    sources: tuple[Path, ...],
+    sources: tuple[Path | str, ...],
     given: dict[str, Any],
     options: dict[str, Any],
     progress: Any,
-    model: Callable[[], Any],
+    model: _Model,
 ) -> Any:
     # Threads of the model that wait for each other shall not take the cores from those that read and write pictures;
     # it counts only before torch is loaded.
@@ -147,6 +188,7 @@ def _run(
     from vitflow.pictures.images import MAX_PIXELS
 
     same = {"recursive", "glob", "limit", "batch_size", "workers", "save_map", "store", "format", "manifest", "report"}
+    same |= {"engine", "address", "actors"}
     return explain_folder(
         sources,
         given["output"],

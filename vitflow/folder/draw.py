@@ -12,14 +12,16 @@ from typing import Any
 from vitflow.errors import OptionError, ShapeError, VitflowError, printable, unknown_name
 from vitflow.explaining.saliency import Saliency
 from vitflow.folder.conditions import parse_condition
-from vitflow.folder.decoders import decode_file
+from vitflow.folder.decoders import decode_file, decode_given
 from vitflow.folder.grids import Grid, placement_of
 from vitflow.folder.journal import Journal
-from vitflow.folder.keeper import RunFolder
+from vitflow.folder.keeper import RunFolder, open_folder
 from vitflow.folder.pipeline import put_file
+from vitflow.folder.remote import RemoteFolder
 from vitflow.folder.rows import folder_run, is_folder_row
 from vitflow.folder.shards import ShardReader, read_file
 from vitflow.folder.work import encode_overlay
+from vitflow.pictures.files import is_remote
 from vitflow.pictures.options import OVERLAY_FORMATS
 
 # A picture's row and its maps by their labels.
@@ -59,15 +61,15 @@ def read_grids(run: str | os.PathLike[str], where: str | None = None) -> Iterato
     >>> [maps["rollout"].shape for row, maps in read_grids(summary.output, "probability > 0")]
     [(12, 12), (12, 12), (12, 12)]
     """
-    folder = RunFolder(Path(run))
-    journal = Journal(folder.journal, is_folder_row)
-    folder_run(journal.header, folder.path)
+    folder = open_folder(run)
+    journal = folder.open_journal(is_folder_row)
+    folder_run(journal.header, folder.place)
     yield from _maps(folder, journal, where)
 
 
 def _maps(folder: RunFolder, journal: Journal, where: str | None) -> Iterator[Explained]:
     holds = parse_condition(where) if where else None
-    reader = ShardReader(partial(read_file, folder.path))
+    reader = ShardReader(partial(read_file, folder.place))
     for row in journal.rows():
         if row["status"] == "explained" and (holds is None or holds(row)):
             yield row, reader.maps(row)
@@ -100,9 +102,9 @@ def draw_run(
         OptionError: the folder holds no run, or an option is wrong.
         VitflowError: a file with maps is gone or damaged.
     """
-    folder, target = RunFolder(Path(run)), Path(output)
-    journal = Journal(folder.journal, is_folder_row)
-    asked, max_pixels = folder_run(journal.header, folder.path)
+    folder, target = open_folder(run), Path(output)
+    journal = folder.open_journal(is_folder_row)
+    asked, max_pixels = folder_run(journal.header, folder.place)
     root = os.path.realpath(asked["root"])
     labels = list(asked["methods"]) if methods is None else list(methods)
     for label in labels:
@@ -139,7 +141,10 @@ def draw_run(
 
 def _photograph(row: Mapping[str, Any], root: str, max_pixels: int) -> Any:
     """The pixels of the very file that was explained."""
-    decoded = decode_file(os.path.join(root, row["input"]), max_pixels)  # noqa: PTH118 - a name that may not be text
+    if is_remote(root):
+        decoded = decode_given(RemoteFolder(root).read(row["input"]), row["input"], max_pixels)
+    else:
+        decoded = decode_file(os.path.join(root, row["input"]), max_pixels)  # noqa: PTH118 - a name that may not be text
     if decoded.image is None:
         raise VitflowError(decoded.message)
     if decoded.sha256 != row["sha256"] or decoded.image.shape[:2] != (row["height"], row["width"]):

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from vitflow.errors import OptionError
@@ -47,7 +46,7 @@ def run_fingerprint(
     return plain
 
 
-def check_same_run(header: Mapping[str, Any], folder: Path, fingerprint: Mapping[str, Any]) -> None:
+def check_same_run(header: Mapping[str, Any], folder: object, fingerprint: Mapping[str, Any]) -> None:
     """Refuse a folder whose journal begins with the header of a run with another fingerprint.
 
     Raises:

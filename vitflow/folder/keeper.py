@@ -17,7 +17,8 @@ from typing import IO, Any
 from vitflow.errors import OptionError
 from vitflow.folder.fingerprints import check_same_run
 from vitflow.folder.journal import Journal
-from vitflow.pictures.files import write_atomically
+from vitflow.folder.remote import RemoteFolder, RemoteJournal
+from vitflow.pictures.files import is_remote, write_atomically
 
 _RECORD = ".vitflow"
 # Distributions whose versions a run's record tells.
@@ -26,9 +27,31 @@ _DISTRIBUTIONS = ("vitflow", "torch", "timm", "numpy", "opencv-python-headless",
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The output folder of a run, and where things are in it."""
+    """The output folder of a run, and where things are in it.
+
+    Attributes:
+        path: the folder; of one that is elsewhere, a folder on this machine for what is put together here.
+        remote: the folder that is elsewhere.
+    """
 
     path: Path
+    remote: RemoteFolder | None = None
+
+    @property
+    def place(self) -> Path | RemoteFolder:
+        """Where the run's files go."""
+        return self.remote or self.path
+
+    def open_journal(self, accepts: Callable[[Mapping[str, Any]], bool]) -> Journal:
+        """The journal, with the rows that are there."""
+        return Journal(self.journal, accepts) if self.remote is None else RemoteJournal(self.remote, accepts)
+
+    def publish(self, path: Path) -> Path | str:
+        """Where users find a file that was put together: in a folder that is elsewhere it is put there first."""
+        if self.remote is None:
+            return path
+        self.remote.put(path.name, path.read_bytes())
+        return f"{self.remote}/{path.name}"
 
     @property
     def journal(self) -> Path:
@@ -89,6 +112,14 @@ class RunFolder:
         return file
 
 
+def open_folder(output: str | os.PathLike[str]) -> RunFolder:
+    """The output folder at a path or a URL."""
+    if not is_remote(output):
+        return RunFolder(Path(output))
+    remote = RemoteFolder(os.fspath(output))
+    return RunFolder(remote.scratch, remote)
+
+
 @contextmanager
 def keep_rows(
     folder: RunFolder,
@@ -111,12 +142,12 @@ def keep_rows(
         OptionError: the folder holds another run, another one is working in it, or it cannot be written to.
     """
     with folder.lock():
-        journal = Journal(folder.journal, accepts)
+        journal = folder.open_journal(accepts)
         if journal.header is None or overwrite:
             clear(journal)
             journal.start(header)
         else:
-            check_same_run(journal.header, folder.path, header["run"])
+            check_same_run(journal.header, folder.place, header["run"])
             journal.header = dict(header)  # what no row depends on may have changed; it is written at the end
         folder.remove_leftovers()
         yield journal

@@ -20,20 +20,27 @@ from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import Tally
 from vitflow.folder.plan import Input
+from vitflow.folder.remote import Fetcher, RemoteFolder
 from vitflow.folder.shards import ShardWriter
 from vitflow.folder.work import Job, Picture, PictureMaps, compute_maps, draw_files
-from vitflow.pictures.files import stays_inside, write_atomically
+from vitflow.pictures.files import is_remote, stays_inside, write_atomically
 
 # Batches that wait to be written: with more the disk is the bottleneck, and waiting helps nobody.
 _BATCHES_BEHIND = 2
 
+#: Where files of a run go.
+Place = Path | RemoteFolder
 
-def put_file(output: Path, path: str, content: bytes) -> None:
+
+def put_file(output: Place, path: str, content: bytes) -> None:
     """Write a file below the output folder, whole or not at all, and never through a link that leads out of it.
 
     Raises:
         OSError: a link does, or the disk is full.
     """
+    if isinstance(output, RemoteFolder):
+        output.put(path, content)
+        return
     if not stays_inside(output, path):
         raise OSError(f"a link leads out of the folder {str(output)!r}")
     with write_atomically(output / path) as file:
@@ -62,7 +69,7 @@ class Pipeline:
         self,
         explainer: Explainer,
         job: Job,
-        output: Path,
+        output: Place,
         journal: Journal,
         *,
         batch_size: int,
@@ -74,6 +81,7 @@ class Pipeline:
         self._batch_size, self._decoders, self._tally = batch_size, decoders, tally
         self._on_pixels = on_pixels
         self._batches = Batches(explainer, batch_size)
+        self._fetcher: Fetcher | None = None
         self._put = partial(put_file, output)
         self._shards = ShardWriter(self._put, job.labels) if job.store == "grids" else None
         self._slow = sum(is_slow(name) for _, name, _ in job.methods)
@@ -107,6 +115,9 @@ class Pipeline:
                 self._keep([future.result() for future in futures if not future.cancelled()])
             if self._shards is not None:
                 self._tell(self._shards.flush())
+            if self._fetcher is not None:
+                self._fetcher.close()
+                self._fetcher = None
 
     def _decoded_batches(
         self, inputs: Sequence[Input], done: set[str]
@@ -142,7 +153,11 @@ class Pipeline:
             known: Future[Decoded] = Future()
             known.set_result(Decoded(error="PermissionError", message=printable(one.problem)))
             return known
-        return self._decoders.submit(one.path)
+        if not is_remote(one.path):
+            return self._decoders.submit(one.path)
+        if self._fetcher is None:
+            self._fetcher = Fetcher(self._decoders)
+        return self._fetcher.submit(one.path, one.known[1] if one.known else None)
 
     def _complete(self, batch: Sequence[Input], missing: set[str], decoded: dict[str, Decoded]) -> Iterator[Picture]:
         """The pictures of a batch in order, with those that are done already read again where they are needed."""

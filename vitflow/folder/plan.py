@@ -6,10 +6,12 @@ import os
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from vitflow.errors import ImageError, OptionError
+from vitflow.folder.remote import find_remote
+from vitflow.pictures.files import is_remote
 from vitflow.pictures.images import is_image_name, natural_order
 
 # Longest file name that common file systems take, in bytes.
@@ -26,12 +28,14 @@ class Input:
         path: where it is read.
         stem: the outputs' path below the output folder, without "-method.suffix"; always valid UTF-8.
         problem: why it cannot be read, where that is known before.
+        known: its size in bytes and when it was last changed, in nanoseconds, where the store's listing told.
     """
 
     key: str
     path: str
     stem: str
     problem: str | None = None
+    known: tuple[int, int | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +47,14 @@ class Listing:
         output: where outputs go, in the tree of the inputs.
         files: (path, problem) by key, in natural order.
         real: where all files that were found really are, those beyond the run's limit, too.
+        known: size and last change of the files of a store.
     """
 
-    root: Path
+    root: Path | str
     output: Path
     files: Mapping[str, tuple[str, str | None]]
     real: frozenset[str]
+    known: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
 
     def plan(self, endings: Sequence[str], taken: Mapping[str, str] | None = None) -> list[Input]:
         """Give each input its outputs: no two inputs claim one output, and no output is an input.
@@ -58,7 +64,9 @@ class Listing:
             taken: stems by key that an earlier run gave out.
         """
         name_for = _namer(self.output, endings, self.real, dict(taken or {}))
-        return [Input(key, path, name_for(key), problem) for key, (path, problem) in self.files.items()]
+        return [
+            Input(key, path, name_for(key), problem, self.known.get(key)) for key, (path, problem) in self.files.items()
+        ]
 
 
 def list_inputs(
@@ -76,7 +84,7 @@ def list_inputs(
     fail with a row of its own.
 
     Args:
-        sources: folders, files, or patterns with * where nothing has that very name.
+        sources: folders, files, or patterns with * where nothing has that very name; or one folder at a URL.
         output: where outputs go.
         recursive: look into the folders below, too.
         glob: take the files whose name, or path below the source, matches this pattern, whatever their suffix.
@@ -86,7 +94,10 @@ def list_inputs(
         OptionError: no sources, or an output folder that is a source.
         ImageError: there is nothing at a source, or no picture in any.
     """
-    paths = [found for source in sources for found in _expand(os.fspath(source))]
+    given = [os.fspath(source) for source in sources]
+    if any(map(is_remote, given)):
+        return _list_remote(given, output, recursive, glob, limit)
+    paths = [found for source in given for found in _expand(source)]
     if not paths:
         raise OptionError("Expected at least one folder or picture, got none.")
     absolute = [os.path.abspath(path) for path in paths]  # noqa: PTH100 - links stay as they are written
@@ -101,13 +112,35 @@ def list_inputs(
     for path in absolute:
         for file, problem in _files(path, recursive, glob, os.path.realpath(output)):
             found.setdefault(Path(os.path.relpath(file, root)).as_posix(), (file, problem))
-    if not found:
-        below = "" if recursive else " Folders below are read with --recursive (recursive=True)."
-        what = f"file that matches {glob!r}" if glob else "picture"
-        raise ImageError(f"Expected at least one {what} in {', '.join(map(repr, paths))}, found none.{below}")
-    keys = sorted(found, key=lambda key: ([natural_order(part) for part in key.split("/")], key))[:limit]
+    keys = _in_order(found, paths, recursive, glob)[:limit]
     real = frozenset(os.path.realpath(file) for file, _ in found.values())
     return Listing(Path(root), output, {key: found[key] for key in keys}, real)
+
+
+def _in_order(found: Iterable[str], sources: Sequence[str], recursive: bool, glob: str | None) -> list[str]:
+    keys = sorted(found, key=lambda key: ([natural_order(part) for part in key.split("/")], key))
+    if not keys:
+        below = "" if recursive else " Folders below are read with --recursive (recursive=True)."
+        what = f"file that matches {glob!r}" if glob else "picture"
+        raise ImageError(f"Expected at least one {what} in {', '.join(map(repr, sources))}, found none.{below}")
+    return keys
+
+
+def _list_remote(sources: Sequence[str], output: Path, recursive: bool, glob: str | None, limit: int | None) -> Listing:
+    if len(sources) > 1:
+        raise OptionError(
+            f"Expected one folder where it is a URL, got {len(sources)}: {', '.join(map(repr, sources))}."
+        )
+    found = find_remote(sources[0], recursive)
+    wanted = [
+        key
+        for key in found
+        if not any(part.startswith(".") for part in key.split("/"))
+        and _wanted(key.rpartition("/")[2], key, glob, folder=False)
+    ]
+    keys = _in_order(wanted, sources, recursive, glob)[:limit]
+    known = {key: found[key][1:] for key in keys}
+    return Listing(sources[0], output, {key: (found[key][0], None) for key in keys}, frozenset(), known)
 
 
 def _expand(source: str) -> list[str]:

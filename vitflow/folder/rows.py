@@ -8,7 +8,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Set
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -186,7 +185,7 @@ _RUN: dict[str, Check] = {
 }
 
 
-def folder_run(header: Mapping[str, Any] | None, folder: Path) -> tuple[Mapping[str, Any], int]:
+def folder_run(header: Mapping[str, Any] | None, folder: object) -> tuple[Mapping[str, Any], int]:
     """What the folder run with this journal's header was asked for, and its bound on pixels.
 
     Raises:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
 
-from vitflow.errors import OptionError
+from vitflow.errors import OptionError, unknown_name
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice
 from vitflow.explaining.targets import Contrast, Target
@@ -22,15 +22,18 @@ from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.fingerprints import run_fingerprint
 from vitflow.folder.grids import SHARDS
 from vitflow.folder.journal import Journal
-from vitflow.folder.keeper import RunFolder, RunProgress, Tally, keep_rows, versions, write_json
+from vitflow.folder.keeper import RunFolder, RunProgress, Tally, keep_rows, open_folder, versions, write_json
 from vitflow.folder.manifest import MANIFEST_FORMATS, load_pyarrow, write_manifest
-from vitflow.folder.pipeline import Pipeline, put_file
+from vitflow.folder.pipeline import Pipeline, Place, put_file
 from vitflow.folder.plan import Input, list_inputs
+from vitflow.folder.ray_engine import Asked, Cluster, load_ray, run_on_ray
+from vitflow.folder.remote import RemoteFolder
 from vitflow.folder.rows import is_folder_row
 from vitflow.folder.shards import ShardReader, ShardWriter, read_file, tidy
 from vitflow.folder.work import Job, auto_batch, check_target, explainer_for, make_job, sides_of
-from vitflow.pictures.files import remove_inside
+from vitflow.pictures.files import is_remote, remove_inside
 from vitflow.pictures.images import MAX_PIXELS
+from vitflow.pictures.options import ENGINES
 from vitflow.pictures.overlay import blend
 
 if TYPE_CHECKING:
@@ -42,7 +45,7 @@ class FolderSummary:
     """What a folder run left behind; iterate over it for the rows of its manifest, in the order of the inputs.
 
     Attributes:
-        output: the folder.
+        output: the folder, a path or a URL.
         manifest: the manifest's file.
         total: inputs, which are `explained + failed`.
         explained: pictures whose files are there.
@@ -52,8 +55,8 @@ class FolderSummary:
         report: the report's first page, where one was asked for.
     """
 
-    output: Path
-    manifest: Path
+    output: Path | str
+    manifest: Path | str
     total: int
     explained: int
     failed: int
@@ -63,7 +66,7 @@ class FolderSummary:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Every input's row, read from the disk as it is needed; `grids` and `window` are the journal's own."""
-        return itertools.islice(Journal(RunFolder(self.output).journal, is_folder_row).rows(), self.total)
+        return itertools.islice(open_folder(self.output).open_journal(is_folder_row).rows(), self.total)
 
     def failures(self) -> Iterator[dict[str, Any]]:
         """The rows of the pictures that failed."""
@@ -90,6 +93,9 @@ def explain_folder(
     report: bool = False,
     max_pixels: int = MAX_PIXELS,
     drawing: Mapping[str, Any] | None = None,
+    engine: str = "local",
+    address: str | None = None,
+    actors: int | None = None,
     progress: Callable[[RunProgress], None] | None = None,
     command: Sequence[str] | None = None,
     **options: Any,
@@ -101,8 +107,9 @@ def explain_folder(
     others go on. Failed pictures are tried again by the next run.
 
     Args:
-        source: a folder, a picture, a pattern with *, or several of them.
-        output: folder for the results.
+        source: a folder, a picture, a pattern with *, or several of them; or the URL of a folder, such as
+            s3://bucket/photographs, which fsspec reads.
+        output: folder for the results, a path or a URL.
         model: a model id (see `load_model`), a module, an Explainer, or a function that makes one when it is needed.
         methods: names, or (name, options) pairs.
         target: class that class-specific methods explain; by default each picture's predicted one.
@@ -121,6 +128,10 @@ def explain_folder(
         report: write a report in HTML, too.
         max_pixels: pictures of more pixels are refused.
         drawing: options of `Saliency.overlay`, such as cmap.
+        engine: "local", or "ray" for a cluster, whose machines must all reach the source and the output; the rows are
+            the same.
+        address: of the cluster; by default Ray is started on this machine, or the one in use is taken.
+        actors: processes of the cluster with a model each; by default one for each GPU, or for each core.
         progress: called as pictures are done.
         command: the command line, for run.json.
         options: options for every method that has them.
@@ -140,8 +151,11 @@ def explain_folder(
     started, clock = datetime.now(UTC), time.perf_counter()
     job = make_job(methods, options, target=target, drawing=drawing, format=format, save_map=save_map, store=store)
     _check(job, manifest, batch_size, workers, limit)
+    cluster = _cluster(engine, address, actors)
     sources = [source] if isinstance(source, str | os.PathLike) else list(source)
-    folder = RunFolder(Path(output))
+    if report and any(map(is_remote, [*sources, output])):
+        raise OptionError("A report links the files beside it: leave it out where the source or the output is a URL.")
+    folder = open_folder(output)
     # What is wrong with the sources is told before a model is loaded, and nothing is written.
     listing = list_inputs(sources, folder.path, recursive=recursive, glob=glob, limit=limit)
     explainer = explainer_for(model)
@@ -151,22 +165,37 @@ def explain_folder(
 
     def clear(journal: Journal) -> None:
         if overwrite:
-            _remove_outputs(journal, folder.path)
+            _remove_outputs(journal, folder.place)
         else:
-            _refuse_foreign_files(folder.path, listing.plan(job.endings), job)
+            _refuse_foreign_files(folder.place, listing.plan(job.endings), job)
 
     with (
         keep_rows(folder, header, is_folder_row, overwrite=overwrite, clear=clear) as journal,
         _photographs(folder, report) as photographs,
     ):
         inputs = listing.plan(job.endings, {row["input"]: row["stem"] for row in journal.rows()})
-        kept = _run(inputs, journal, folder, explainer, job, batch_size, workers, max_pixels, progress, photographs)
+        length = cache(partial(_length, folder.place))
+        by_key = {one.key: one for one in inputs}
+        before = {row["input"] for row in journal.rows(by_key) if _is_done(by_key[row["input"]], row, length)}
+        tally, kept = Tally(progress, len(inputs), len(before)), len(before)
+        size = batch_size or auto_batch(explainer)
+        if cluster is None:
+            count = min(8, max(1, (os.cpu_count() or 2) // 2)) if workers is None else workers
+            with DecoderPool(count if kept < len(inputs) else 0, max_pixels=max_pixels) as decoders:
+                told: dict[str, Any] = {"tally": tally, "on_pixels": None if photographs is None else photographs.add}
+                pipeline = Pipeline(explainer, job, folder.place, journal, batch_size=size, decoders=decoders, **told)
+                pipeline.run(inputs, before)
+        elif kept < len(inputs):
+            workers = 1 if workers is None else workers
+            asked = Asked(model, explainer.fingerprint(), job, folder.place, size, workers, max_pixels)
+            run_on_ray(inputs, before, asked, cluster, journal, tally)
+            folder.remove_leftovers()  # of actors that were killed
         keys = [one.key for one in inputs]
         if job.store == "grids":
-            _tidy(journal, folder.path, job)
+            _tidy(journal, folder.place, job)
         journal.compact(keys)
         explained = sum(row["status"] == "explained" for row in journal.rows(keys))
-        path = _write_manifest(folder, journal, keys, fingerprint, manifest)
+        table = _write_manifest(folder, journal, keys, fingerprint, manifest)
         page = None
         if report:
             from vitflow.folder.report import report_run
@@ -190,7 +219,9 @@ def explain_folder(
                 },
             },
         )
-    return FolderSummary(folder.path, path, **totals, kept=kept, seconds=seconds, report=page)
+        folder.publish(folder.run_json)
+    where = folder.path if folder.remote is None else str(folder.remote)
+    return FolderSummary(where, table, **totals, kept=kept, seconds=seconds, report=page)
 
 
 def _check(job: Job, manifest: str, batch_size: int | None, workers: int | None, limit: int | None) -> None:
@@ -206,64 +237,67 @@ def _check(job: Job, manifest: str, batch_size: int | None, workers: int | None,
     blend(np.zeros((1, 2, 3), np.uint8), np.array([[0.0, 1.0]]), **drawing)  # raises for a wrong one
 
 
-def _fingerprint(root: Path, job: Job, explainer: Explainer) -> dict[str, Any]:
+def _fingerprint(root: Path | str, job: Job, explainer: Explainer) -> dict[str, Any]:
     drawn = {"target": sides_of(job), "drawing": dict(job.drawing), "format": job.format, "save_map": job.save_map}
     if job.store != "overlays":  # runs of earlier versions know no other
         drawn["store"] = job.store
     return run_fingerprint("folder", {"root": os.fspath(root)}, explainer.fingerprint(), job.methods, drawn)
 
 
-def _remove_outputs(journal: Journal, output: Path) -> None:
+def _remove_outputs(journal: Journal, output: Place) -> None:
     """Remove the files that an earlier run has made."""
     for row in journal.rows():
-        files = (*row.get("outputs", {}).values(), *(row.get("maps") or {}).values(), *row.get("shard", ())[:1])
-        remove_inside(output, files)
+        _remove(
+            output, (*row.get("outputs", {}).values(), *(row.get("maps") or {}).values(), *row.get("shard", ())[:1])
+        )
 
 
-def _tidy(journal: Journal, output: Path, job: Job) -> None:
+def _remove(output: Place, paths: Iterable[str]) -> None:
+    if isinstance(output, RemoteFolder):
+        output.remove(paths)
+    else:
+        remove_inside(output, paths)
+
+
+def _tidy(journal: Journal, output: Place, job: Job) -> None:
     """Take away the shards that no row lies in, and put what lies in small ones together."""
     reader = ShardReader(partial(read_file, output))
     writer = ShardWriter(partial(put_file, output), job.labels)
     # Shards of a run that was killed before it told of them are among these.
-    names = [f"{SHARDS}/{path.name}" for path in (output / SHARDS).glob("*.parquet")]
-    remove_inside(output, tidy(journal, reader, writer, names))
+    if isinstance(output, RemoteFolder):
+        names = output.names(SHARDS)
+    else:
+        names = [f"{SHARDS}/{path.name}" for path in (output / SHARDS).glob("*.parquet")]
+    _remove(output, tidy(journal, reader, writer, names))
 
 
-def _refuse_foreign_files(output: Path, inputs: Sequence[Input], job: Job) -> None:
+def _refuse_foreign_files(output: Place, inputs: Sequence[Input], job: Job) -> None:
     """A first run must not replace files that it did not make."""
+    if isinstance(output, RemoteFolder):
+        is_there: Callable[[str], bool] = set(output.every()).__contains__
+    else:
+        is_there = lambda path: os.path.lexists(os.path.join(output, path))  # noqa: E731, PTH118
     for one in inputs:
         for ending in job.endings:
-            if os.path.lexists(output / (one.stem + ending)):
+            if is_there(one.stem + ending):
                 raise OptionError(
                     f"There is already a file {one.stem + ending!r} in {str(output)!r}, and no record of a run that "
                     "made it. Choose another folder, or replace it with --overwrite (overwrite=True)."
                 )
 
 
-def _run(
-    inputs: Sequence[Input],
-    journal: Journal,
-    folder: RunFolder,
-    explainer: Explainer,
-    job: Job,
-    batch_size: int | None,
-    workers: int | None,
-    max_pixels: int,
-    progress: Callable[[RunProgress], None] | None,
-    photographs: "Thumbnails | None",
-) -> int:
-    """Do what is missing; how many pictures were done before."""
-    by_key = {one.key: one for one in inputs}
-    before = {row["input"] for row in journal.rows(by_key) if _is_done(by_key[row["input"]], row, folder.path)}
-    tally = Tally(progress, len(inputs), len(before))
-    if len(before) < len(inputs):
-        size = batch_size or auto_batch(explainer)
-        count = min(8, max(1, (os.cpu_count() or 2) // 2)) if workers is None else workers
-        with DecoderPool(count, max_pixels=max_pixels) as decoders:
-            told: dict[str, Any] = {"tally": tally, "on_pixels": None if photographs is None else photographs.add}
-            pipeline = Pipeline(explainer, job, folder.path, journal, batch_size=size, decoders=decoders, **told)
-            pipeline.run(inputs, before)
-    return len(before)
+def _cluster(engine: str, address: str | None, actors: int | None) -> Cluster | None:
+    """Where a run goes; None for this process."""
+    if engine not in ENGINES:
+        raise OptionError(unknown_name("engine", engine, ENGINES))
+    if engine == "local":
+        if address is not None or actors is not None:
+            raise OptionError("An address and a number of actors are of a cluster: take --engine ray (engine='ray').")
+        return None
+    if actors is not None and actors < 1:
+        raise OptionError(f"Expected actors of at least 1, got {actors}.")
+    load_ray()
+    return Cluster(address, actors)
 
 
 def _photographs(folder: RunFolder, report: bool) -> AbstractContextManager["Thumbnails | None"]:
@@ -275,29 +309,34 @@ def _photographs(folder: RunFolder, report: bool) -> AbstractContextManager["Thu
     return closing(Thumbnails(folder.journal.parent))
 
 
-def _is_done(one: Input, row: Mapping[str, Any], output: Path) -> bool:
+def _is_done(one: Input, row: Mapping[str, Any], length: Callable[[str], int | None]) -> bool:
     """Whether an earlier run explained this very file, and its outputs are still there."""
     if one.problem is not None or row["status"] != "explained" or row["stem"] != one.stem or "written" not in row:
         return False
+    known = one.known
     try:
-        status = os.stat(one.path)  # noqa: PTH116
+        if known is None:
+            status = os.stat(one.path)  # noqa: PTH116
+            known = (status.st_size, status.st_mtime_ns)
     except OSError:
         return False
-    return (status.st_size, status.st_mtime_ns) == (row["size"], row["mtime_ns"]) and all(
-        _length(output / path) == length for path, length in row["written"].items()
+    return known == (row["size"], row["mtime_ns"]) and all(
+        length(path) == written for path, written in row["written"].items()
     )
 
 
-def _length(path: Path) -> int | None:
+def _length(output: Place, path: str) -> int | None:
+    if isinstance(output, RemoteFolder):
+        return output.length(path)
     try:
-        return path.stat().st_size
+        return (output / path).stat().st_size
     except OSError:
         return None
 
 
 def _write_manifest(
     folder: RunFolder, journal: Journal, keys: Sequence[str], fingerprint: Mapping[str, Any], kind: str
-) -> Path:
+) -> Path | str:
     """Write the manifest, and take those of other formats away: they would be of an earlier state."""
     options = fingerprint["options"]
     shared: dict[str, Any] = {}
@@ -316,4 +355,6 @@ def _write_manifest(
     for other in MANIFEST_FORMATS:
         if other != kind:
             folder.manifest(other).unlink(missing_ok=True)
-    return path
+            if folder.remote is not None:
+                folder.remote.remove([folder.manifest(other).name])
+    return folder.publish(path)

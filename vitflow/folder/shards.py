@@ -27,6 +27,7 @@ from vitflow.folder.grids import (
 )
 from vitflow.folder.journal import Journal
 from vitflow.folder.manifest import load_pyarrow, shown_name
+from vitflow.folder.remote import RemoteFolder
 from vitflow.pictures.files import stays_inside
 
 # Pictures of a shard, and seconds after which one that is not full is written all the same: what a kill may cost.
@@ -146,7 +147,8 @@ class ShardReader:
         found = self._maps(path)
         if index >= len(found) or found[index][0] != shown_name(row["input"]):
             raise _damaged(path)
-        return found[index][1]
+        maps: dict[str, AnyGrid] = found[index][1]
+        return maps
 
     def with_grids(self, rows: Iterable[Row]) -> Iterator[Row]:
         """The rows, each with its maps in it."""
@@ -156,12 +158,14 @@ class ShardReader:
             yield row
 
 
-def read_file(output: Path, path: str) -> bytes:
+def read_file(output: Path | RemoteFolder, path: str) -> bytes:
     """The content of a file below an output folder.
 
     Raises:
         OSError: it cannot be read, or a link leads out of the folder.
     """
+    if isinstance(output, RemoteFolder):
+        return output.read(path)
     if not stays_inside(output, path):
         raise OSError(f"a link leads out of the folder {str(output)!r}")
     return (output / path).read_bytes()

@@ -36,6 +36,15 @@ def write_atomically(path: str | os.PathLike[str], *, durable: bool = False) -> 
         unfinished.unlink(missing_ok=True)
 
 
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a URL.
+
+    >>> is_remote("s3://bucket/photographs"), is_remote("photographs")
+    (True, False)
+    """
+    return "://" in os.fspath(path)
+
+
 def stays_inside(folder: Path, path: str) -> bool:
     """Whether a file of that path below a folder lies in the folder, wherever links on the way to it lead."""
     base = os.path.realpath(folder)

@@ -34,3 +34,6 @@ OVERLAY_FORMATS = ("jpg", "png", "webp")
 
 #: What a folder run keeps of a map: its grid, or an overlay on its photograph.
 STORES = ("grids", "overlays")
+
+#: Where a folder run works: in this process, or on a cluster of Ray.
+ENGINES = ("local", "ray")

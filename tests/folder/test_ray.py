@@ -1,0 +1,163 @@
+"""A folder run on Ray: the rows and maps of the local run, whatever is killed on the way."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from tests.conftest import ROOT
+from tests.folder.test_run import fill, picture_bytes, run, tiny_model
+from vitflow import explain_folder
+from vitflow.cli import cli
+from vitflow.cli.folder import _Model
+from vitflow.errors import OptionError
+from vitflow.folder.draw import read_grids
+from vitflow.folder.journal import Journal
+from vitflow.folder.keeper import RunFolder
+
+PICTURES, BAD = 300, 10
+
+
+class NotedModel:
+    """Makes the model, and notes in which process."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __call__(self):
+        (self.place / str(os.getpid())).touch()
+        import vitflow
+
+        return vitflow.Explainer(tiny_model())
+
+    def processes(self) -> set[int]:
+        return {int(path.name) for path in self.place.iterdir()} - {os.getpid()}
+
+
+def slow_driver(source: str, output: str, place: str, address: str) -> None:
+    """A run that takes its rows one by one, to be killed at it."""
+    model = NotedModel(Path(place))
+    options = {"batch_size": 4, "workers": 0, "engine": "ray", "address": address}
+    explain_folder(source, output, model=model, progress=lambda _: time.sleep(0.05), **options)
+
+
+@pytest.fixture(scope="module")
+def results(ray_cluster, tmp_path_factory):
+    """The same files by the local engine and by Ray, whose driver is killed, and then an actor of the run after it."""
+    place = tmp_path_factory.mktemp("ray")
+    (place / "pids").mkdir()
+    source, model = fill(place / "in", PICTURES - BAD), NotedModel(place / "pids")
+    for number in range(BAD):
+        (source / f"bad{number}.jpg").write_bytes(picture_bytes(number)[: 40 * number])
+    local = run(source, place / "local")
+    address = ray_cluster.get_runtime_context().gcs_address
+    code = "import sys; from tests.folder.test_ray import slow_driver; slow_driver(*sys.argv[1:])"
+    words = [str(source), str(place / "ray"), str(place / "pids"), address]
+    driver = subprocess.Popen([sys.executable, "-c", code, *words], cwd=ROOT, stderr=subprocess.PIPE)
+    journal, deadline = RunFolder(place / "ray").journal, time.monotonic() + 240
+    while not (journal.exists() and journal.read_bytes().count(b"\n") > 30):
+        assert time.monotonic() < deadline and driver.poll() is None, driver.stderr.read()
+        time.sleep(0.05)
+    driver.kill()
+    driver.communicate()
+    told = {row["input"] for row in Journal(journal).rows() if row["status"] == "explained"}
+    before = model.processes() | {driver.pid}
+    killed: list[int] = []
+
+    def kill_one(state) -> None:
+        if state.row is not None and not killed and (actors := model.processes() - before):
+            killed.append(min(actors))
+            os.kill(killed[0], signal.SIGKILL)
+
+    options = {"batch_size": 4, "workers": 0, "engine": "ray"}
+    resumed = explain_folder(source, place / "ray", model=model, progress=kill_one, **options)
+    return local, resumed, told, killed, model
+
+
+def test_ray_gives_the_rows_and_the_maps_of_a_local_run(results):
+    local, resumed, _, _, _ = results
+    assert (resumed.total, resumed.explained, resumed.failed) == (PICTURES, PICTURES - BAD, BAD)
+    timeless = [[{**row, "seconds": 0, "grids": 0, "written": 0} for row in summary] for summary in (local, resumed)]
+    assert timeless[0] == timeless[1]
+    pairs = zip(read_grids(local.output), read_grids(resumed.output), strict=True)
+    for (row, own), (_, its) in pairs:
+        assert np.abs(own["rollout"] - its["rollout"]).max() <= 2**-11 * own["rollout"].max()
+        name = row["outputs"]["rollout"]
+        drawn = [np.asarray(Image.open(place.output / name)).astype(int) for place in (local, resumed)]
+        assert np.abs(drawn[0] - drawn[1]).max() <= 2
+    files = [{path.name for path in place.output.rglob("*") if path.is_file()} for place in (local, resumed)]
+    assert files[0] == files[1]
+    assert json.loads((resumed.output / "run.json").read_text())["totals"]["failed"] == BAD
+
+
+def test_after_a_killed_driver_it_does_only_what_is_missing(results):
+    _, resumed, told, _, _ = results
+    assert 20 < len(told) < PICTURES - BAD
+    assert resumed.kept == len(told)
+
+
+def test_an_actor_that_is_killed_changes_nothing(results):
+    _, _, _, killed, model = results
+    assert len(killed) == 1
+    # Two of the first run, two of the second, and the one that took the place of the killed one.
+    assert len(model.processes()) >= 5
+
+
+def test_what_concerns_all_stops_the_run_in_its_own_words(ray_cluster, tmp_path):
+    source = fill(tmp_path / "in", 2)
+    odd = NotedModel(tmp_path / "pids")
+    odd.place.mkdir()
+    # The driver has the model, the actors have another.
+    import vitflow
+
+    class Other(NotedModel):
+        def __call__(self):
+            model = tiny_model()
+            if os.getpid() != driver:
+                model.head.bias.data += 1
+            return vitflow.Explainer(model)
+
+    driver = os.getpid()
+    with pytest.raises(OptionError, match="another model: the model has other weights"):
+        run(source, tmp_path / "out", model=Other(odd.place), engine="ray", actors=1, store="grids")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine": "spark"}, "Unknown engine 'spark'"),
+        ({"actors": 2}, "take --engine ray"),
+        ({"address": "auto"}, "take --engine ray"),
+        ({"engine": "ray", "actors": 0}, "actors of at least 1"),
+    ],
+)
+def test_what_does_not_fit_an_engine_is_refused(tmp_path, options, message):
+    with pytest.raises(OptionError, match=message):
+        run(fill(tmp_path / "in", 1), tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_sends_no_model(tmp_path):
+    found = CliRunner().invoke(cli, ["folder", str(tmp_path), "-o", str(tmp_path / "out"), "--actors", "2"])
+    assert found.exit_code == 2
+    given = {
+        "model": "demo",
+        "checkpoint": None,
+        "num_classes": None,
+        "class_names": None,
+        "fit": "crop",
+        "device": "cpu",
+    }
+    model = _Model(given)
+    assert model() is model()
+    sent = pickle.dumps(model)
+    assert len(sent) < 1000 and pickle.loads(sent)().model_id == model().model_id

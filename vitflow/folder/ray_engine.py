@@ -1,0 +1,205 @@
+"""The same folder run on a cluster: Ray Data hands out batches to actors, each with a model; the journal stays here.
+
+An actor runs the very pipeline of a local run over the inputs that it is handed, in the same batches, and sends back
+the rows. One that is killed is started anew, and what it was at is done again: files appear whole or not at all, so
+that nothing changes for it. A row is in the journal once its files are there, and a run whose driver was killed goes on
+from there.
+"""
+
+import json
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vitflow import errors
+from vitflow.errors import OptionError, VitflowError
+from vitflow.folder.decoders import DecoderPool
+from vitflow.folder.fingerprints import fingerprint_difference
+from vitflow.folder.journal import Journal, json_line
+from vitflow.folder.keeper import Tally
+from vitflow.folder.pipeline import Pipeline, Place
+from vitflow.folder.plan import Input
+from vitflow.folder.work import Job, explainer_for
+
+# Batches that an actor gets at once, at most; a task that is lost is done again whole.
+_MOST_BATCHES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What an actor needs to know of the run.
+
+    Attributes:
+        model: whatever stands for one, to be sent.
+        fingerprint: of the driver's explainer, that all actors must have.
+        job, output, batch_size, workers, max_pixels: as for the local run.
+    """
+
+    model: Any
+    fingerprint: Mapping[str, Any]
+    job: Job
+    output: Place
+    batch_size: int
+    workers: int
+    max_pixels: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Where a run goes.
+
+    Attributes:
+        address: of the cluster; by default one is started on this machine, or the one in use is taken.
+        actors: how many; by default one for each GPU, or for each core where there is none.
+    """
+
+    address: str | None = None
+    actors: int | None = None
+
+
+class _Rows:
+    """Stands in for the journal where an actor works: keeps the rows, to be sent."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def append(self, rows: Iterable[dict[str, Any]]) -> None:
+        self.rows += rows
+
+
+class Worker:
+    """An actor: explains the inputs of a batch, writes their files, and gives their rows."""
+
+    def __init__(self, asked: bytes) -> None:
+        self._asked: Asked = pickle.loads(asked)
+        self._rows = _Rows()
+        self._pipeline: Pipeline | None = None
+
+    def __call__(self, batch: Mapping[str, Sequence[bytes]]) -> dict[str, Any]:
+        """Do some tasks: the lines of JSON of their rows."""
+        sent: list[bytes] = []
+        try:
+            for task in batch["task"]:
+                inputs, done = pickle.loads(task)
+                self._loaded().run(inputs, done)
+                sent += map(json_line, self._rows.rows)
+                self._rows.rows.clear()
+        except VitflowError as error:  # what stops all stops the run with its own words
+            sent = [json_line({"stopped": type(error).__name__, "message": str(error)})]
+        column = np.empty(len(sent), object)
+        column[:] = sent
+        return {"row": column}
+
+    def _loaded(self) -> Pipeline:
+        if self._pipeline is None:
+            asked = self._asked
+            explainer = explainer_for(asked.model)
+            # The driver need not have the devices of the actors.
+            device = {"device": asked.fingerprint["device"]}
+            if different := fingerprint_difference(asked.fingerprint, explainer.fingerprint() | device):
+                raise OptionError(f"A machine of the cluster has another model: {'; '.join(different)}.")
+            decoders = DecoderPool(asked.workers, max_pixels=asked.max_pixels)  # they end with the actor
+            options: dict[str, Any] = {"batch_size": asked.batch_size, "decoders": decoders, "tally": Tally(None, 0)}
+            journal: Any = self._rows
+            self._pipeline = Pipeline(explainer, asked.job, asked.output, journal, **options)
+        return self._pipeline
+
+
+def run_on_ray(
+    inputs: Sequence[Input],
+    done: set[str],
+    asked: Asked,
+    cluster: Cluster,
+    journal: Journal,
+    tally: Tally,
+) -> None:
+    """Explain what is not done on a cluster.
+
+    Args:
+        inputs: all of the run, in their order.
+        done: the keys of those that are done.
+        asked: what to do with each.
+        cluster: where.
+        journal, tally: take the rows as they come.
+
+    Raises:
+        OptionError: ray is not installed.
+        VitflowError: no picture can be explained this way.
+    """
+    ray = load_ray()
+    started = not ray.is_initialized()
+    if started:
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+    try:
+        import ray.data as data
+
+        context = data.DataContext.get_current()
+        context.enable_progress_bars = False
+        resources = ray.cluster_resources()
+        gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
+        actors = cluster.actors or gpus or max(cpus, 1)
+        tasks = [pickle.dumps(task) for task in _tasks(inputs, done, asked.batch_size, actors)]
+        found = data.from_items([{"task": task} for task in tasks], override_num_blocks=len(tasks)).map_batches(
+            Worker,
+            fn_constructor_args=(_dumps(asked),),
+            batch_size=1,
+            compute=data.ActorPoolStrategy(size=actors),
+            num_gpus=1 if gpus else 0,
+            num_cpus=max(1, cpus // actors) if gpus else 1,
+        )
+        for batch in found.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0):
+            rows = [_row(line) for line in batch["row"]]
+            journal.append(rows)
+            for row in rows:
+                tally.row(row)
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def load_ray() -> Any:
+    """The module ray; OptionError that says how to get it if it is not installed."""
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise OptionError(
+            "The engine ray needs Ray Data: pip install 'vitflow[ray]', or take --engine local."
+        ) from error
+    return ray
+
+
+def _dumps(asked: Asked) -> bytes:
+    cloudpickle: Any = load_ray().cloudpickle
+    try:
+        found: bytes = cloudpickle.dumps(asked)
+    except Exception as error:
+        raise OptionError(
+            f"Expected a model that can be sent to other processes, got one that cannot ({error}): give its id, a "
+            "path, or a function that makes it."
+        ) from error
+    return found
+
+
+def _tasks(
+    inputs: Sequence[Input], done: set[str], size: int, actors: int
+) -> Iterator[tuple[Sequence[Input], set[str]]]:
+    """Inputs for one actor at a time: the batches of a local run, several together, each with something to do."""
+    batches = [inputs[start : start + size] for start in range(0, len(inputs), size)]
+    missing = [batch for batch in batches if any(one.key not in done for one in batch)]
+    together = min(max(len(missing) // (8 * actors), 1), _MOST_BATCHES)
+    for start in range(0, len(missing), together):
+        # The pipeline cuts them at the same places again, for all but the last are full.
+        own = [one for batch in missing[start : start + together] for one in batch]
+        yield own, {one.key for one in own if one.key in done}
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    row: dict[str, Any] = json.loads(line)
+    if "stopped" in row:
+        kind = getattr(errors, row["stopped"], VitflowError)
+        raise kind(row["message"])
+    return row
