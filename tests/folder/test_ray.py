@@ -16,13 +16,16 @@ from PIL import Image
 
 from tests.conftest import ROOT
 from tests.folder.test_run import fill, picture_bytes, run, tiny_model
-from vitflow import explain_folder
+from vitflow import Explainer, explain_folder
 from vitflow.cli import cli
 from vitflow.cli.folder import _Model
 from vitflow.errors import OptionError
 from vitflow.folder.draw import read_grids
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import RunFolder
+from vitflow.folder.plan import list_inputs
+from vitflow.folder.ray_engine import Asked, Worker, row_of
+from vitflow.folder.work import make_job
 
 PICTURES, BAD = 300, 10
 
@@ -35,9 +38,7 @@ class NotedModel:
 
     def __call__(self):
         (self.place / str(os.getpid())).touch()
-        import vitflow
-
-        return vitflow.Explainer(tiny_model())
+        return Explainer(tiny_model())
 
     def processes(self) -> set[int]:
         return {int(path.name) for path in self.place.iterdir()} - {os.getpid()}
@@ -46,7 +47,7 @@ class NotedModel:
 def slow_driver(source: str, output: str, place: str, address: str) -> None:
     """A run that takes its rows one by one, to be killed at it."""
     model = NotedModel(Path(place))
-    options = {"batch_size": 4, "workers": 0, "engine": "ray", "address": address}
+    options = {"batch_size": 4, "workers": 0, "engine": "ray", "address": address, "actors": 1}
     explain_folder(source, output, model=model, progress=lambda _: time.sleep(0.05), **options)
 
 
@@ -108,27 +109,30 @@ def test_after_a_killed_driver_it_does_only_what_is_missing(results):
 def test_an_actor_that_is_killed_changes_nothing(results):
     _, _, _, killed, model = results
     assert len(killed) == 1
-    # Two of the first run, two of the second, and the one that took the place of the killed one.
-    assert len(model.processes()) >= 5
+    # One of the first run and its driver, two of the second, and the one that took the place of the killed one.
+    assert len(model.processes()) == 5
 
 
-def test_what_concerns_all_stops_the_run_in_its_own_words(ray_cluster, tmp_path):
-    source = fill(tmp_path / "in", 2)
-    odd = NotedModel(tmp_path / "pids")
-    odd.place.mkdir()
-    # The driver has the model, the actors have another.
-    import vitflow
-
-    class Other(NotedModel):
-        def __call__(self):
-            model = tiny_model()
-            if os.getpid() != driver:
-                model.head.bias.data += 1
-            return vitflow.Explainer(model)
-
-    driver = os.getpid()
-    with pytest.raises(OptionError, match="another model: the model has other weights"):
-        run(source, tmp_path / "out", model=Other(odd.place), engine="ray", actors=1, store="grids")
+@pytest.mark.parametrize(
+    ("options", "change", "error", "message"),
+    [
+        ({}, {"weights_sha256": "0"}, OptionError, "another model: the model has other weights"),
+        ({}, {"device": "cuda"}, None, ""),  # the driver need not have the devices of the actors
+        ({"patch": (0, 9)}, {}, OptionError, "outside the grid"),
+    ],
+)
+def test_what_concerns_all_stops_the_run_in_its_own_words(tmp_path, options, change, error, message):
+    """An actor, without a cluster around it."""
+    source, explainer = fill(tmp_path / "in", 3), Explainer(tiny_model())
+    inputs = list_inputs([source], tmp_path / "out").plan(["-rollout.jpg"])
+    job = make_job(["rollout"], options)
+    asked = Asked(explainer, explainer.fingerprint() | change, job, tmp_path / "out", 2, 0, 10**6)
+    found = Worker(pickle.dumps(asked))({"task": [pickle.dumps((inputs, {"1.jpg"}))]})["row"]
+    if error is None:
+        assert [row_of(line)["input"] for line in found] == ["0.jpg", "2.jpg"]
+    else:
+        with pytest.raises(error, match=message):
+            row_of(found[0])
 
 
 @pytest.mark.parametrize(

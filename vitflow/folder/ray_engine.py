@@ -151,7 +151,7 @@ def run_on_ray(
             num_cpus=max(1, cpus // actors) if gpus else 1,
         )
         for batch in found.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0):
-            rows = [_row(line) for line in batch["row"]]
+            rows = [row_of(line) for line in batch["row"]]
             journal.append(rows)
             for row in rows:
                 tally.row(row)
@@ -197,7 +197,12 @@ def _tasks(
         yield own, {one.key for one in own if one.key in done}
 
 
-def _row(line: bytes) -> dict[str, Any]:
+def row_of(line: bytes) -> dict[str, Any]:
+    """The row that an actor sent.
+
+    Raises:
+        VitflowError: what it sent says that no picture can be explained this way.
+    """
     row: dict[str, Any] = json.loads(line)
     if "stopped" in row:
         kind = getattr(errors, row["stopped"], VitflowError)
