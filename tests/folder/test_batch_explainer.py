@@ -8,8 +8,7 @@ import pytest
 from PIL import Image
 
 from examples.datasets_map import explain as explain_dataset
-from examples.ray_data import explain as explain_with_ray
-from tests.folder.test_run import Picky, fill, picture_bytes, tiny_model
+from tests.folder.test_run import Picky, picture_bytes, tiny_model
 from vitflow import BatchExplainer, Explainer
 from vitflow.errors import OptionError, ShapeError
 from vitflow.folder.grids import map_of, pack_half
@@ -107,14 +106,3 @@ def test_datasets_map_streaming_included(streaming):
     explainer = Explainer(tiny_model())
     for row, own in zip(found[2:], pictures, strict=True):
         assert is_the_map_of(map_of(row, "rollout")[0], own, explainer)
-
-
-def test_ray_data_maps_batches_in_an_actor_pool(ray_cluster, tmp_path):
-    source = fill(tmp_path / "in", 6)
-    (source / "bad.jpg").write_bytes(BAD)
-    explain_with_ray(str(source), str(tmp_path / "maps"), tiny_model)
-    rows = {row["id"].rpartition("/")[2]: row for row in ray_cluster.data.read_parquet(tmp_path / "maps").iter_rows()}
-    assert sorted(rows) == [*(f"{n}.jpg" for n in range(6)), "bad.jpg"]
-    assert rows.pop("bad.jpg")["error"] == "OSError"
-    explainer = Explainer(tiny_model())
-    assert all(is_the_map_of(map_of(row, "rollout")[0], source / name, explainer) for name, row in rows.items())

@@ -14,13 +14,17 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+from examples.ray_data import explain as explain_with_ray
 from tests.conftest import ROOT
+from tests.folder.test_batch_explainer import BAD as DAMAGED
+from tests.folder.test_batch_explainer import is_the_map_of
 from tests.folder.test_run import fill, picture_bytes, run, tiny_model
 from vitflow import Explainer, explain_folder
 from vitflow.cli import cli
 from vitflow.cli.folder import _Model
 from vitflow.errors import OptionError
 from vitflow.folder.draw import read_grids
+from vitflow.folder.grids import map_of
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import RunFolder
 from vitflow.folder.plan import list_inputs
@@ -28,6 +32,24 @@ from vitflow.folder.ray_engine import Asked, Worker, row_of
 from vitflow.folder.work import make_job
 
 PICTURES, BAD = 300, 10
+
+
+@pytest.fixture(scope="module")
+def ray_cluster():
+    """Ray on two cores of this machine, started once: it takes some seconds."""
+    ray = pytest.importorskip("ray")
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # or it warns of what it will do with GPUs some day
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        object_store_memory=2**27,
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}},
+    )
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    yield ray
+    ray.shutdown()
 
 
 class NotedModel:
@@ -165,3 +187,14 @@ def test_the_command_sends_no_model(tmp_path):
     assert model() is model()
     sent = pickle.dumps(model)
     assert len(sent) < 1000 and pickle.loads(sent)().model_id == model().model_id
+
+
+def test_ray_data_maps_batches_in_an_actor_pool(ray_cluster, tmp_path):
+    source = fill(tmp_path / "in", 6)
+    (source / "bad.jpg").write_bytes(DAMAGED)
+    explain_with_ray(str(source), str(tmp_path / "maps"), tiny_model)
+    rows = {row["id"].rpartition("/")[2]: row for row in ray_cluster.data.read_parquet(tmp_path / "maps").iter_rows()}
+    assert sorted(rows) == [*(f"{n}.jpg" for n in range(6)), "bad.jpg"]
+    assert rows.pop("bad.jpg")["error"] == "OSError"
+    explainer = Explainer(tiny_model())
+    assert all(is_the_map_of(map_of(row, "rollout")[0], source / name, explainer) for name, row in rows.items())

@@ -114,6 +114,8 @@ def test_what_cannot_be_is_told(tmp_path, explainer, store):
         run([f"{store}/in", f"{store}/more"], tmp_path / "out")
     with pytest.raises(OptionError, match="leave it out where"):
         run(f"{store}/in", tmp_path / "out", report=True)
+    with pytest.raises(OptionError, match="lies in .* which is read"):
+        run(f"{store}/in/", f"{store}/in/out")
     with pytest.raises(OptionError, match="Cannot reach 'nosuch://x'"):
         run("nosuch://x", tmp_path / "out")
     RemoteFolder(f"{store}/out").put("0-rollout.jpg", b"mine")

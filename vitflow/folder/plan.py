@@ -140,7 +140,7 @@ def _list_remote(sources: Sequence[str], output: Path, recursive: bool, glob: st
     ]
     keys = _in_order(wanted, sources, recursive, glob)[:limit]
     known = {key: found[key][1:] for key in keys}
-    return Listing(sources[0], output, {key: (found[key][0], None) for key in keys}, frozenset(), known)
+    return Listing(sources[0].rstrip("/"), output, {key: (found[key][0], None) for key in keys}, frozenset(), known)
 
 
 def _expand(source: str) -> list[str]:

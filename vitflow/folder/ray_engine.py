@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from vitflow import errors
-from vitflow.errors import OptionError, VitflowError
+from vitflow.errors import OptionError, VitflowError, unknown_name
 from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.fingerprints import fingerprint_difference
 from vitflow.folder.journal import Journal, json_line
@@ -23,6 +23,7 @@ from vitflow.folder.keeper import Tally
 from vitflow.folder.pipeline import Pipeline, Place
 from vitflow.folder.plan import Input
 from vitflow.folder.work import Job, explainer_for
+from vitflow.pictures.options import ENGINES
 
 # Batches that an actor gets at once, at most; a task that is lost is done again whole.
 _MOST_BATCHES = 64
@@ -30,12 +31,14 @@ _MOST_BATCHES = 64
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What an actor needs to know of the run.
+    """What is asked of a run, and an actor needs to know.
 
     Attributes:
         model: whatever stands for one, to be sent.
         fingerprint: of the driver's explainer, that all actors must have.
-        job, output, batch_size, workers, max_pixels: as for the local run.
+        job: what is computed.
+        output: where files go.
+        batch_size, workers, max_pixels: as for `explain_folder`; where no workers are asked for, an actor has one.
     """
 
     model: Any
@@ -43,7 +46,7 @@ class Asked:
     job: Job
     output: Place
     batch_size: int
-    workers: int
+    workers: int | None
     max_pixels: int
 
 
@@ -58,6 +61,24 @@ class Cluster:
 
     address: str | None = None
     actors: int | None = None
+
+
+def choose_engine(engine: str, address: str | None, actors: int | None) -> Cluster | None:
+    """Where a run goes; None for this process.
+
+    Raises:
+        OptionError: an unknown engine, what a local run does not have, or ray is not installed.
+    """
+    if engine not in ENGINES:
+        raise OptionError(unknown_name("engine", engine, ENGINES))
+    if engine == "local":
+        if address is not None or actors is not None:
+            raise OptionError("An address and a number of actors are of a cluster: take --engine ray (engine='ray').")
+        return None
+    if actors is not None and actors < 1:
+        raise OptionError(f"Expected actors of at least 1, got {actors}.")
+    load_ray()
+    return Cluster(address, actors)
 
 
 class _Rows:
@@ -101,7 +122,9 @@ class Worker:
             device = {"device": asked.fingerprint["device"]}
             if different := fingerprint_difference(asked.fingerprint, explainer.fingerprint() | device):
                 raise OptionError(f"A machine of the cluster has another model: {'; '.join(different)}.")
-            decoders = DecoderPool(asked.workers, max_pixels=asked.max_pixels)  # they end with the actor
+            decoders = DecoderPool(
+                1 if asked.workers is None else asked.workers, max_pixels=asked.max_pixels
+            )  # they end with the actor
             options: dict[str, Any] = {"batch_size": asked.batch_size, "decoders": decoders, "tally": Tally(None, 0)}
             journal: Any = self._rows
             self._pipeline = Pipeline(explainer, asked.job, asked.output, journal, **options)

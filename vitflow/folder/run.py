@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
-from vitflow.errors import OptionError, unknown_name
+from vitflow.errors import OptionError
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice
 from vitflow.explaining.targets import Contrast, Target
@@ -26,14 +26,13 @@ from vitflow.folder.keeper import RunFolder, RunProgress, Tally, keep_rows, open
 from vitflow.folder.manifest import MANIFEST_FORMATS, load_pyarrow, write_manifest
 from vitflow.folder.pipeline import Pipeline, Place, put_file
 from vitflow.folder.plan import Input, list_inputs
-from vitflow.folder.ray_engine import Asked, Cluster, load_ray, run_on_ray
+from vitflow.folder.ray_engine import Asked, Cluster, choose_engine, run_on_ray
 from vitflow.folder.remote import RemoteFolder
 from vitflow.folder.rows import is_folder_row
 from vitflow.folder.shards import ShardReader, ShardWriter, read_file, tidy
 from vitflow.folder.work import Job, auto_batch, check_target, explainer_for, make_job, sides_of
 from vitflow.pictures.files import is_remote, remove_inside
 from vitflow.pictures.images import MAX_PIXELS
-from vitflow.pictures.options import ENGINES
 from vitflow.pictures.overlay import blend
 
 if TYPE_CHECKING:
@@ -151,10 +150,9 @@ def explain_folder(
     started, clock = datetime.now(UTC), time.perf_counter()
     job = make_job(methods, options, target=target, drawing=drawing, format=format, save_map=save_map, store=store)
     _check(job, manifest, batch_size, workers, limit)
-    cluster = _cluster(engine, address, actors)
+    cluster = choose_engine(engine, address, actors)
     sources = [source] if isinstance(source, str | os.PathLike) else list(source)
-    if report and any(map(is_remote, [*sources, output])):
-        raise OptionError("A report links the files beside it: leave it out where the source or the output is a URL.")
+    _check_urls(sources, output, report)
     folder = open_folder(output)
     # What is wrong with the sources is told before a model is loaded, and nothing is written.
     listing = list_inputs(sources, folder.path, recursive=recursive, glob=glob, limit=limit)
@@ -174,22 +172,10 @@ def explain_folder(
         _photographs(folder, report) as photographs,
     ):
         inputs = listing.plan(job.endings, {row["input"]: row["stem"] for row in journal.rows()})
-        length = cache(partial(_length, folder.place))
-        by_key = {one.key: one for one in inputs}
-        before = {row["input"] for row in journal.rows(by_key) if _is_done(by_key[row["input"]], row, length)}
-        tally, kept = Tally(progress, len(inputs), len(before)), len(before)
         size = batch_size or auto_batch(explainer)
-        if cluster is None:
-            count = min(8, max(1, (os.cpu_count() or 2) // 2)) if workers is None else workers
-            with DecoderPool(count if kept < len(inputs) else 0, max_pixels=max_pixels) as decoders:
-                told: dict[str, Any] = {"tally": tally, "on_pixels": None if photographs is None else photographs.add}
-                pipeline = Pipeline(explainer, job, folder.place, journal, batch_size=size, decoders=decoders, **told)
-                pipeline.run(inputs, before)
-        elif kept < len(inputs):
-            workers = 1 if workers is None else workers
-            asked = Asked(model, explainer.fingerprint(), job, folder.place, size, workers, max_pixels)
-            run_on_ray(inputs, before, asked, cluster, journal, tally)
-            folder.remove_leftovers()  # of actors that were killed
+        asked = Asked(model, explainer.fingerprint(), job, folder.place, size, workers, max_pixels)
+        kept = _run(inputs, journal, explainer, asked, cluster, progress, photographs)
+        folder.remove_leftovers()  # of actors that were killed
         keys = [one.key for one in inputs]
         if job.store == "grids":
             _tidy(journal, folder.place, job)
@@ -235,6 +221,15 @@ def _check(job: Job, manifest: str, batch_size: int | None, workers: int | None,
             raise OptionError(f"Expected {name} of at least {least}, got {value}.")
     drawing = {name: value for name, value in job.drawing.items() if name != "interpolation"}
     blend(np.zeros((1, 2, 3), np.uint8), np.array([[0.0, 1.0]]), **drawing)  # raises for a wrong one
+
+
+def _check_urls(sources: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str], report: bool) -> None:
+    """What a store cannot do, and a folder can."""
+    if report and any(map(is_remote, [*sources, output])):
+        raise OptionError("A report links the files beside it: leave it out where the source or the output is a URL.")
+    inside = [one for one in sources if is_remote(one) and f"{output}/".startswith(f"{os.fspath(one).rstrip('/')}/")]
+    if inside:
+        raise OptionError(f"The output {os.fspath(output)!r} lies in {inside[0]!r}, which is read: choose another one.")
 
 
 def _fingerprint(root: Path | str, job: Job, explainer: Explainer) -> dict[str, Any]:
@@ -286,18 +281,28 @@ def _refuse_foreign_files(output: Place, inputs: Sequence[Input], job: Job) -> N
                 )
 
 
-def _cluster(engine: str, address: str | None, actors: int | None) -> Cluster | None:
-    """Where a run goes; None for this process."""
-    if engine not in ENGINES:
-        raise OptionError(unknown_name("engine", engine, ENGINES))
-    if engine == "local":
-        if address is not None or actors is not None:
-            raise OptionError("An address and a number of actors are of a cluster: take --engine ray (engine='ray').")
-        return None
-    if actors is not None and actors < 1:
-        raise OptionError(f"Expected actors of at least 1, got {actors}.")
-    load_ray()
-    return Cluster(address, actors)
+def _run(
+    inputs: Sequence[Input],
+    journal: Journal,
+    explainer: Explainer,
+    asked: Asked,
+    cluster: Cluster | None,
+    progress: Callable[[RunProgress], None] | None,
+    photographs: "Thumbnails | None",
+) -> int:
+    """Do what is missing; how many pictures were done before."""
+    by_key, length = {one.key: one for one in inputs}, cache(partial(_length, asked.output))
+    before = {row["input"] for row in journal.rows(by_key) if _is_done(by_key[row["input"]], row, length)}
+    tally = Tally(progress, len(inputs), len(before))
+    if len(before) < len(inputs) and cluster is not None:
+        run_on_ray(inputs, before, asked, cluster, journal, tally)
+    elif len(before) < len(inputs):
+        count = min(8, max(1, (os.cpu_count() or 2) // 2)) if asked.workers is None else asked.workers
+        with DecoderPool(count, max_pixels=asked.max_pixels) as decoders:
+            told: dict[str, Any] = {"tally": tally, "on_pixels": None if photographs is None else photographs.add}
+            told |= {"batch_size": asked.batch_size, "decoders": decoders}
+            Pipeline(explainer, asked.job, asked.output, journal, **told).run(inputs, before)
+    return len(before)
 
 
 def _photographs(folder: RunFolder, report: bool) -> AbstractContextManager["Thumbnails | None"]:
