@@ -138,9 +138,11 @@ def test_a_picture_that_vanishes_is_a_row(tmp_path, explainer, store, monkeypatc
     assert summary.explained == 2
 
 
-def test_the_command_takes_urls(tmp_path, store):
+def test_the_commands_take_urls(tmp_path, store):
     put(store, 2)
     words = ["folder", f"{store}/in", "-o", f"{store}/out", "--model", "demo", "--workers", "0", "--glob", "?.jpg"]
     found = CliRunner().invoke(cli, words)
     assert found.exit_code == 0, found.output
     assert found.stdout.splitlines() == [f"{store}/out/manifest.jsonl"]
+    found = CliRunner().invoke(cli, ["draw", f"{store}/out", "-o", str(tmp_path / "drawn"), "--limit", "1"])
+    assert found.exit_code == 0 and found.stdout.splitlines() == [str(tmp_path / "drawn/0-rollout.jpg")]

@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from vitflow.cli.options import DRAWING, drawing_options, given_options, talking
+from vitflow.cli.options import DRAWING, PathOrURL, drawing_options, given_options, talking
 from vitflow.errors import printable
 from vitflow.pictures.options import OVERLAY_FORMATS
 
 
 @click.command()
-@click.argument("run", metavar="RUN", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("run", metavar="RUN", type=PathOrURL(exists=True, file_okay=False, path_type=Path))
 @click.option(
     "-o", "--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for the overlays."
 )
@@ -21,7 +21,7 @@ from vitflow.pictures.options import OVERLAY_FORMATS
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Draw the first N pictures only.")
 @click.option("--format", type=click.Choice(OVERLAY_FORMATS), help="Of the overlays.  [default: as the run was asked]")
 @drawing_options
-def draw(run: Path, **given: Any) -> None:
+def draw(run: Path | str, **given: Any) -> None:
     """Draw overlays from RUN, the output folder of `vitflow folder`, without running the model again.
 
     A run with --store grids keeps maps without overlays: this draws those that are worth a look.

@@ -11,6 +11,7 @@ import click
 from vitflow.cli.options import (
     DEFAULT_MODEL,
     DRAWING,
+    PathOrURL,
     against_option,
     drawing_options,
     given_options,
@@ -26,7 +27,6 @@ from vitflow.cli.options import (
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.method_options import OPTIONS
-from vitflow.pictures.files import is_remote
 from vitflow.pictures.options import ENGINES, OVERLAY_FORMATS, STORES
 
 
@@ -58,20 +58,13 @@ class _Model:
         return self._explainer
 
 
-class _PathOrURL(click.Path):
-    """A path as a Path, a URL as text."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return value if is_remote(value) else super().convert(value, param, ctx)
-
-
 @click.command()
-@click.argument("sources", nargs=-1, required=True, metavar="IN…", type=_PathOrURL(path_type=Path))
+@click.argument("sources", nargs=-1, required=True, metavar="IN…", type=PathOrURL(path_type=Path))
 @click.option(
     "-o",
     "--output",
     required=True,
-    type=_PathOrURL(file_okay=False, path_type=Path),
+    type=PathOrURL(file_okay=False, path_type=Path),
     help="Folder for the overlays, the manifest and run.json; a URL goes through fsspec.",
 )
 @model_options

@@ -16,6 +16,7 @@ from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning
 from vitflow.explaining.method_options import OPTIONS
 from vitflow.explaining.method_table import Method, list_methods
 from vitflow.explaining.progress import shown_by
+from vitflow.pictures.files import is_remote
 from vitflow.pictures.options import BACKGROUNDS, FITS, INTERPOLATIONS
 
 # Knows photographs, and is small enough to fetch for a first look.
@@ -34,6 +35,14 @@ class _Patch(click.ParamType[tuple[int, int]]):
         except ValueError:
             self.fail(f"expected ROW,COL counted from 0, such as 3,7, got {value!r}.", param, ctx)
         return row, col
+
+
+class PathOrURL(click.Path):
+    """A path as a Path, a URL as text."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The value as what it is."""
+        return value if is_remote(value) else super().convert(value, param, ctx)
 
 
 def method_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -7,6 +7,7 @@ from there.
 """
 
 import json
+import logging
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -156,6 +157,9 @@ def run_on_ray(
     started = not ray.is_initialized()
     if started:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+    talk = logging.getLogger("ray.data")
+    level = talk.level
+    talk.setLevel(logging.ERROR)  # it tells of its plans on stderr
     try:
         import ray.data as data
 
@@ -179,6 +183,7 @@ def run_on_ray(
             for row in rows:
                 tally.row(row)
     finally:
+        talk.setLevel(level)
         if started:
             ray.shutdown()
 
