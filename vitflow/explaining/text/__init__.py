@@ -1,0 +1,1 @@
+"""Texts: what a language model's reading or writing of them rests on."""
