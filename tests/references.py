@@ -105,3 +105,31 @@ def patch_box(placement: Placement, row: int, col: int, rows: int, cols: int) ->
     top, left = placement.to_image(row * height / rows, col * width / cols)
     bottom, right = placement.to_image((row + 1) * height / rows, (col + 1) * width / cols)
     return left, top, right, bottom
+
+
+def among_visible(layers: list[Array], visible: NDArray[np.bool_], ratio: float, alpha: float = 0.5) -> Array:
+    """Rollout of layers of [heads, N, N] in which each row discards its ⌊ratio · visible⌋ smallest visible entries."""
+    size = layers[0].shape[-1]
+    product = np.eye(size)
+    for layer in layers:
+        fused = fuse(layer, "mean")
+        for i in range(size):
+            entries = sorted((fused[i, j], j) for j in range(size) if visible[i, j])
+            for _, j in entries[: int(np.floor(ratio * len(entries)))]:
+                fused[i, j] = 0.0
+            for j in range(size):
+                fused[i, j] = fused[i, j] if visible[i, j] else 0.0
+        product = residual(fused, alpha) @ product
+    return product
+
+
+def relative(found: Array, reference: Array, own: list[int] | None = None) -> Array:
+    """Quotients row by row, 0/0 = 0, the row's own token left out, divided by their sum."""
+    result = np.zeros_like(found)
+    for i, row in enumerate(found):
+        mine = i if own is None else own[i]
+        for j in range(len(row)):
+            result[i, j] = row[j] / reference[i, j] if reference[i, j] > 0 and j != mine else 0.0
+        total = sum(result[i])
+        result[i] = result[i] / total if total > 0 else result[i]
+    return result

@@ -202,7 +202,9 @@ def _rows(features: Tensor) -> Tensor:
 def input_gradient(trace: AskedTrace, *, patch_size: int | None) -> Maps:
     """Absolute gradients of the target by the pixels, summed per patch."""
     rows, cols = trace.grid(patch_size)
-    return Maps(gradients.input_gradient(trace.backward().pixels, rows=rows, cols=cols))
+    pixels = trace.backward().pixels
+    assert pixels is not None
+    return Maps(gradients.input_gradient(pixels, rows=rows, cols=cols))
 
 
 def occlusion(trace: AskedTrace, *, patch_size: int | None, occlusion_batch: int) -> Maps:

@@ -1,6 +1,7 @@
 """Attention rollout, gradient rollout, generic attention explainability: attention multiplied through the layers."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from vitflow.methods.fusion import (
     layers_of,
 )
 from vitflow.methods.gradients import at_least_float32
+from vitflow.methods.visibility import Causal, matrix_among, own_token, relative_to, uniform_attention, visible_keys
 
 
 def attention_rollout(
@@ -29,6 +31,9 @@ def attention_rollout(
     start_layer: int = 1,
     num_prefix_tokens: int = 1,
     readout: Tensor | None = None,
+    causal: Causal | None = None,
+    attention_mask: Tensor | None = None,
+    visible: Sequence[Tensor] | Tensor | None = None,
 ) -> Tensor:
     """Attention rollout: the product Â_L Â_{L−1} ⋯ Â_s of the layers' attention, each with its residual connection.
 
@@ -43,10 +48,17 @@ def attention_rollout(
         start_layer: s, the first layer of the product; 1 is the paper, 2 leaves out the first layer.
         num_prefix_tokens: tokens before the patches, which are never discarded as keys.
         readout: weight of each token of the top layer in the model's answer, [tokens] or [batch, tokens].
+        causal: for attention among the keys that each query may see, as of a decoder: "raw", or "receptive_field", what
+            comes of it divided by what uniform attention among the same keys gives; a row's own token has 0 there and
+            the others sum to 1. Either way, values are discarded in each row by itself.
+        attention_mask: [batch, tokens], 1 for tokens and 0 for padding, as transformers takes it; padding changes
+            nothing then.
+        visible: which keys each query may see, layers of bool [batch, tokens, tokens] or one for all; by default those
+            that some head attends to.
 
     Returns:
         [batch, tokens, tokens], rows sum to 1: how much of each input token (column) each top token (row) holds. With a
-        readout, [batch, tokens].
+        readout, [batch, tokens]. In float64 relative to the receptive field.
 
     Raises:
         OptionError: an option lies outside its range.
@@ -65,6 +77,12 @@ def attention_rollout(
     first = check_layer("start_layer", start_layer, len(layers))
     batch, tokens = layers[0].shape[0], layers[0].shape[-1]
     check_prefix(num_prefix_tokens, tokens)
+    row = None if readout is None else check_readout(readout, batch, tokens).to(layers[0])
+    seen = visible_keys(layers, causal, attention_mask, visible)
+    if seen is not None:
+        fused = [fuse_heads(layer, head_fusion) if layer.ndim == 4 else layer for layer in layers[first:]]
+        options = {"discard_ratio": discard_ratio, "residual": residual, "num_prefix_tokens": num_prefix_tokens}
+        return _among_visible(fused, seen[first:], row, causal, options)
 
     def matrix(layer: Tensor) -> Tensor:
         return layer_matrix(
@@ -75,12 +93,11 @@ def attention_rollout(
             num_prefix_tokens=num_prefix_tokens,
         )
 
-    if readout is None:
+    if row is None:
         product = matrix(layers[-1])
         for layer in reversed(layers[first:-1]):
             product = product @ matrix(layer)
         return product
-    row = check_readout(readout, batch, tokens).to(layers[0])
     if onepass.in_memory(row, *layers[first:]):
         fused = [fuse_heads(layer, head_fusion) if layer.ndim == 4 else layer for layer in layers[first:]]
         return onepass.carry_rows(
@@ -90,6 +107,30 @@ def attention_rollout(
     for layer in reversed(layers[first:]):
         row = torch.bmm(row, matrix(layer))
     return row.squeeze(1)
+
+
+def _among_visible(
+    fused: Sequence[Tensor],
+    seen: Sequence[Tensor],
+    readout: Tensor | None,
+    causal: Causal | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Rollout of fused layers among visible keys; relative to that of uniform attention, if asked for."""
+    relative = causal == "receptive_field"
+    batch, tokens = fused[0].shape[0], fused[0].shape[-1]
+    top = torch.eye(tokens, device=fused[0].device).expand(batch, -1, -1) if readout is None else readout.unsqueeze(1)
+
+    def carried(layers: Sequence[Tensor], **changed: Any) -> Tensor:
+        rows = top.to(layers[0])
+        for layer, visible in zip(reversed(layers), reversed(seen), strict=True):
+            rows = rows @ matrix_among(layer, visible, **{**options, **changed})
+        return rows
+
+    found = carried([layer.double() for layer in fused] if relative else fused)
+    if relative:
+        found = relative_to(found, carried([uniform_attention(one) for one in seen], discard_ratio=0.0), own_token(top))
+    return found if readout is None else found.squeeze(1)
 
 
 def relevance(layers: Sequence[Tensor], *, start_layer: int = 1, readout: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.libraries import library_layout, library_norms, library_readout
 
 # What attention modules call the projection that takes the joined heads back to the token width.
-_OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj")
+_OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", "out_lin", "Wo", "dense", "o")
 # What models call their class token, [1, tokens, width].
 _CLASS_TOKENS = ("cls_token", "class_token", "cls_token_0", "cls_token1")
 # Where models that answer with fields keep their logits.
@@ -308,9 +308,12 @@ def output_projection(attention_module: nn.Module, around: nn.Module | None = No
     if norm is not None and not isinstance(norm, nn.Identity):
         return None  # a norm between the heads and the projection makes it depend on all tokens' values
     for name in _OUTPUT_PROJECTIONS:
-        projection = getattr(attention_module, name, None)
+        projection: Any = getattr(attention_module, name, None)
         if isinstance(projection, nn.Linear):
             return projection.weight
+        if type(projection).__name__ == "Conv1D":  # of transformers: a linear map whose weights are transposed
+            weight: Tensor = projection.weight
+            return weight.T
         if isinstance(projection, nn.Conv2d) and projection.kernel_size == (1, 1) and projection.groups == 1:
             return projection.weight.flatten(1)
     beside = getattr(getattr(around, "output", None), "dense", None)

@@ -86,6 +86,16 @@ def is_traced(module: nn.Module) -> bool:
     return _kind(module) not in _UNTRACED
 
 
+def is_packed(module: nn.Module, tensor: Tensor) -> bool:
+    """Whether the heads that share a key stand in the place of queries, [batch, key heads, heads of a key, …].
+
+    So transformers runs a single query of grouped heads.
+    """
+    groups: Any = getattr(module, "num_key_value_groups", 1)
+    heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
+    return groups != 1 and tensor.ndim == 4 and tensor.shape[2] == groups and tensor.shape[1] * groups == heads
+
+
 def arrangement(module: nn.Module, tensor: Tensor, batch: int) -> Arrange | None:
     """How to bring what a module computed into the form [batch · windows, heads, tokens, …]; None if it has it.
 
@@ -98,6 +108,8 @@ def arrangement(module: nn.Module, tensor: Tensor, batch: int) -> Arrange | None
     kind, shape = _kind(module), tensor.shape
     if kind in _FOLDED_WINDOWS and tensor.ndim == 4:  # [batch · heads, windows, …]
         return lambda found: found.unflatten(0, (batch, -1)).transpose(1, 2).flatten(0, 1)
+    if is_packed(module, tensor):
+        return lambda found: found.flatten(1, 2).unsqueeze(2)
     if tensor.ndim == 4:
         return None
     if tensor.ndim == 3:

@@ -25,6 +25,7 @@ class Listener(Protocol):
 
     gradients: bool
     wants_keys: bool
+    wants_visible: bool
 
     def running(self) -> str | None:
         """Name of the module that runs now; None if what it computes is no attention between tokens."""
@@ -32,11 +33,19 @@ class Listener(Protocol):
     def streams(self, query: Tensor, key: Tensor) -> bool:
         """Whether this call's probabilities are only needed fused, some pictures at a time."""
 
-    def saw(self, probabilities: Tensor, value: Tensor | None, mixed: bool = False, key: Tensor | None = None) -> None:
+    def saw(
+        self,
+        probabilities: Tensor,
+        value: Tensor | None,
+        mixed: bool = False,
+        key: Tensor | None = None,
+        visible: Tensor | None = None,
+    ) -> None:
         """Take in attention [..., queries, keys] and the values [..., keys, width] that it is applied to.
 
         It is mixed where it was made of a softmax, instead of being one. The key vectors [..., keys, width] are told
-        where they were seen.
+        where they were seen; and, if asked for, which keys each query may see, [batch or 1, queries, keys], where these
+        are not all.
         """
 
     def saw_part(self, probabilities: Tensor, value: Tensor, output: Tensor) -> None:
@@ -45,8 +54,8 @@ class Listener(Protocol):
         The memory of the probabilities is used again for the next part.
         """
 
-    def saw_parts(self, batch: int, key: Tensor) -> None:
-        """All pictures of the batch have been taken in; their key vectors."""
+    def saw_parts(self, batch: int, key: Tensor, visible: Tensor | None = None) -> None:
+        """All pictures of the batch have been taken in; their key vectors, and which keys each query may see."""
 
 
 class Interception(TorchFunctionMode):
@@ -93,17 +102,24 @@ class Interception(TorchFunctionMode):
         if turned and (first.shape != probabilities.shape or second.data_ptr() == probabilities.data_ptr()):
             first, second = second.mT, first.mT  # values · attentionᵀ
         if first.shape != probabilities.shape:
-            return
+            probabilities = probabilities[..., : first.shape[-1]]  # the last column may be a sink that has no value
+            if first.shape != probabilities.shape or first.data_ptr() != probabilities.data_ptr():
+                return
         del self._pending[name]
         itself = first.data_ptr() == probabilities.data_ptr() or _is_copy(first, probabilities)
-        self.listener.saw(self._precise(first, scores if itself else None), second, not itself, key)
+        precise = self._precise(first, scores if itself else None)
+        visible = self._visible(scores[..., : first.shape[-1]])
+        self.listener.saw(precise, second, not itself, key, visible)
 
     def ended(self, name: str) -> None:
         """A module has run: of a softmax that met no product there, the softmax itself is all that can be told."""
         self._products.pop(name, None)
         for probabilities, scores, key in self._pending.pop(name, ()):
             if probabilities.ndim == 4:
-                self.listener.saw(self._precise(probabilities, scores), None, key=key)
+                self.listener.saw(self._precise(probabilities, scores), None, False, key, self._visible(scores))
+
+    def _visible(self, scores: Tensor) -> Tensor | None:
+        return _seen_keys(scores) if self.listener.wants_visible and scores.ndim == 4 else None
 
     def _precise(self, probabilities: Tensor, scores: Tensor | None) -> Tensor:
         """Probabilities in float32 at least, from their scores, if they are plainly the softmax of those.
@@ -112,7 +128,20 @@ class Interception(TorchFunctionMode):
         """
         if self.listener.gradients or probabilities.dtype in (torch.float32, torch.float64):
             return probabilities
-        return probabilities.float() if scores is None else scores.float().softmax(dim=-1)
+        if scores is None:
+            return probabilities.float()
+        return scores.float().softmax(dim=-1)[..., : probabilities.shape[-1]]
+
+
+def _seen_keys(mask: Tensor) -> Tensor:
+    """Which keys each query may see, [batch or 1, queries, keys], by a mask, or by scores that one was added to."""
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return _with_heads(seen).any(dim=-3)
+
+
+def _with_heads(mask: Tensor) -> Tensor:
+    """A mask of any form that torch takes as [batch or 1, heads or 1, queries, keys]."""
+    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
 def _is_copy(tensor: Tensor, original: Tensor) -> bool:
@@ -135,24 +164,37 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`scaled_dot_product_attention`, with the probabilities computed once: recorded, and used for the output."""
-    exact = query.dtype in (torch.float32, torch.float64) and not enable_gqa
-    plain = exact and dropout_p == 0.0 and attn_mask is None and not is_causal
+    exact = query.dtype in (torch.float32, torch.float64)
+    if is_causal:
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    plain = exact and dropout_p == 0.0 and not enable_gqa
+    visible = _seen_keys(attn_mask) if listener.wants_visible and attn_mask is not None else None
     if plain and not torch.is_grad_enabled() and listener.streams(query, key):
-        return _attend_in_parts(listener, query, key, value, scale)
-    probabilities = _probabilities(query, key, attn_mask, is_causal, scale, enable_gqa)
+        return _attend_in_parts(listener, query, key, value, attn_mask, scale, visible)
+    probabilities = _probabilities(query, key, attn_mask, scale, enable_gqa)
     if listener.gradients and not probabilities.requires_grad:
         probabilities = probabilities.detach().requires_grad_()  # a frozen model: the graph begins here
-    listener.saw(probabilities, value, key=key)
+    listener.saw(probabilities, value, False, key, visible)
     if dropout_p == 0.0 and (exact or listener.gradients):
         if enable_gqa:
             value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
         return probabilities.to(value.dtype) @ value
+    if is_causal:
+        attn_mask = None
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
 
-def _attend_in_parts(listener: Listener, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+def _attend_in_parts(
+    listener: Listener,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    visible: Tensor | None,
+) -> Tensor:
     """`_attend` for fused matrices alone, in parts that fit a processor's cache: faster, and with less memory.
 
     A part is some pictures of the batch, or where one is too much, some queries of one picture. All parts share the
@@ -166,6 +208,7 @@ def _attend_in_parts(listener: Listener, query: Tensor, key: Tensor, value: Tens
     room = query.new_empty(min(step, batch) * heads * min(rows, queries) * keys)
     factor = 1 / math.sqrt(width) if scale is None else scale
     output = query.new_empty(batch, heads, queries, value.shape[-1])
+    mask = None if mask is None else _with_heads(mask).expand(batch, -1, queries, keys)
     for first in range(0, batch, step):
         part = slice(first, first + step)
         turned = key[part].transpose(-2, -1)
@@ -173,17 +216,29 @@ def _attend_in_parts(listener: Listener, query: Tensor, key: Tensor, value: Tens
             some = query[part, :, top : top + rows]
             shape = (*some.shape[:-1], keys)
             scores = torch.matmul(some * factor, turned, out=room[: math.prod(shape)].view(shape))
+            if mask is not None:
+                scores, unseeing = _mask(scores, mask[part, :, top : top + rows])
             probabilities = torch.softmax(scores, dim=-1, out=scores)
+            if mask is not None:
+                probabilities.masked_fill_(unseeing, 0.0)
             mixed = probabilities @ value[part]
             output[part, :, top : top + rows] = mixed
             listener.saw_part(probabilities, value[part], mixed)
-    listener.saw_parts(batch, key)
+    listener.saw_parts(batch, key, visible)
     return output
 
 
-def _probabilities(
-    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool
-) -> Tensor:
+def _mask(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores with their mask, and which queries see no key: to these, torch's own function gives zeros."""
+    if mask.dtype != torch.bool:
+        scores = scores + mask
+        unseeing = (scores == -math.inf).all(dim=-1, keepdim=True)
+        return scores.masked_fill(unseeing, 0.0), unseeing
+    unseeing = ~mask.any(dim=-1, keepdim=True)
+    return scores.masked_fill(~(mask | unseeing), -math.inf), unseeing
+
+
+def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None, enable_gqa: bool) -> Tensor:
     """Attention probabilities [batch, heads, queries, keys], in float32 at least."""
     if query.dtype not in (torch.float32, torch.float64):
         query, key = query.float(), key.float()
@@ -192,11 +247,10 @@ def _probabilities(
     kind = query.device.type
     with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
         scores = (query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)) @ key.transpose(-2, -1)
-        if is_causal:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-        return scores.softmax(dim=-1)
+        if mask is None:
+            return scores.softmax(dim=-1)
+        scores, unseeing = _mask(scores, mask)
+        return scores.softmax(dim=-1).masked_fill(unseeing, 0.0)
 
 
 def _attend_with_many_heads(
@@ -236,6 +290,6 @@ def _attend_with_many_heads(
     output = _attend(listener, *heads).permute(2, 0, 1, 3).flatten(-2)
     weights = None
     if options.get("need_weights", True):
-        weights = _probabilities(heads[0], heads[1], None, False, None, False)
+        weights = _probabilities(heads[0], heads[1], None, None, False)
         weights = weights.mean(dim=1) if options.get("average_attn_weights", True) else weights
     return F.linear(output, out_proj_weight, out_proj_bias), weights

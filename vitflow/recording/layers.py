@@ -30,6 +30,7 @@ class ModuleAttention:
         mixed: whether the heads were mixed or re-weighed after the softmax (CaiT, ConViT, EfficientFormerV2). Rows need
             not sum to 1 then, and entries may be negative; in fused matrices those count as 0.
         keys: the key vectors, heads side by side, [batch · windows, keys, width], where asked for and seen.
+        visible: which keys each query may see, bool [batch or 1, queries, keys], where asked for and not all.
     """
 
     tensor: Tensor
@@ -37,6 +38,7 @@ class ModuleAttention:
     values: Values | None = None
     mixed: bool = False
     keys: Tensor | None = None
+    visible: Tensor | None = None
 
     @property
     def heads(self) -> Tensor:
@@ -61,6 +63,7 @@ class AttentionLayer:
         located: which tokens it attends between, and where they lie; None where that is not known.
         keys: the key vectors, heads side by side, [batch · windows, keys, width], where asked for and seen.
         mixed: whether its heads were mixed or re-weighed after the softmax.
+        visible: which keys each query may see, bool [batch or 1, queries, keys], where asked for and not all.
     """
 
     name: str
@@ -70,6 +73,7 @@ class AttentionLayer:
     located: LayerTokens | None = None
     keys: Tensor | None = None
     mixed: bool = False
+    visible: Tensor | None = None
 
     @property
     def heads(self) -> Tensor | None:
@@ -110,13 +114,13 @@ def close_layer(
     vectors = [part.keys for part in parts if part.keys is not None]
     keys = torch.cat(vectors, dim=-1) if len(vectors) == len(parts) else None
     mixed = any(part.mixed for part in parts)
-    layer = AttentionLayer(name, tuple(parts), values=values, keys=keys, mixed=mixed)
+    layer = AttentionLayer(name, tuple(parts), values=values, keys=keys, mixed=mixed, visible=parts[0].visible)
     if not fusions:
         return layer
     heads = layer.heads
     assert heads is not None
     fused = {key: fuse_parts(heads.detach(), key, values, parts) for key in fusions}
-    return AttentionLayer(name, fused=fused, keys=keys, mixed=mixed)
+    return AttentionLayer(name, fused=fused, keys=keys, mixed=mixed, visible=layer.visible)
 
 
 def fuse_parts(heads: Tensor, key: FusionKey, values: Values | None, parts: Sequence[ModuleAttention]) -> Tensor:
@@ -142,6 +146,9 @@ def join_pieces(pieces: list[Tensor], batch: int, weighted: bool) -> Tensor:
 def read_values(value: Tensor, module: nn.Module, name: str, around: nn.Module | None) -> Values:
     """The value vectors of an attention module, with the projection that its heads go through."""
     projection = output_projection(module, around)
+    groups = getattr(module, "num_key_value_groups", 1)
+    if projection is not None and projection.shape[-1] == groups * value.shape[1] * value.shape[-1]:
+        value = value.repeat_interleave(groups, dim=1)  # heads of one group share their values
     if projection is None or projection.shape[-1] != value.shape[1] * value.shape[-1]:
         raise ValueNormsError(
             f"{type(module).__name__} ({name}) does not join its heads by one linear output projection, which value "

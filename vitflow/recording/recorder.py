@@ -34,8 +34,16 @@ from vitflow.models.anatomy import (
     runs_compiled,
     unwrap,
 )
+from vitflow.models.languages import reads_text, word_embedding
 from vitflow.models.libraries import refuse_unseen
-from vitflow.recording.attention_kinds import arrangement, is_difference, is_pooling, other_attention, refusal_of
+from vitflow.recording.attention_kinds import (
+    arrangement,
+    is_difference,
+    is_packed,
+    is_pooling,
+    other_attention,
+    refusal_of,
+)
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import Hook, aside, is_aside, no_fast_path, turn, uncompiled
 from vitflow.recording.layer_tokens import find_tokens
@@ -75,6 +83,7 @@ class record_attention:
         attention: False records no attention, only pixels, features and their gradients; any model will do.
         layout: prefix tokens and patch grid, for a model that does not tell its own.
         keys: keep the key vectors of each layer where they can be seen.
+        visible: keep which keys each query may see, where these are not all, in `trace.layers[…].visible`.
 
     Raises:
         NoAttentionError: on leaving the block, when a forward pass ran and no attention between tokens was seen.
@@ -102,13 +111,16 @@ class record_attention:
         attention: bool = True,
         layout: TokenLayout | None = None,
         keys: bool = False,
+        visible: bool = False,
+        on_layer: Callable[[AttentionLayer], None] | None = None,
     ) -> None:
         check_layout(layout)
         kept = _checked(fusions if head_fusion is None else [*fusions, (head_fusion, value_weighted)])
         self._called, self._model = model, unwrap(model)
         self._fusions = kept
         self._keep_heads = gradients or not kept
-        self.gradients, self.wants_keys = gradients, keys
+        self.gradients, self.wants_keys, self.wants_visible = gradients, keys, visible
+        self._on_layer = on_layer
         self._values = values or bool(value_weighted) or any(weighting for _, weighting in kept)
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention = attention
@@ -141,6 +153,7 @@ class record_attention:
         self._streamed: dict[FusionKey, list[Tensor]] = {}  # the layer that is fused part by part
         self._other: set[str] = set()  # what runs that is no attention between tokens, in words
         self._batch = 1
+        self._ran = self._seen = False  # the model, and any attention
         self._interception = Interception(self)
         self._pooling: Tensor | None = None
 
@@ -150,9 +163,10 @@ class record_attention:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        trace, other = self.trace, self._other  # another thread may use this recorder as soon as its turn ends
+        other = self._other  # another thread may use this recorder as soon as its turn ends
+        unseen = self._ran and not self._seen
         self._stack.close()
-        if kind is None and self._attention and trace.pixels is not None and not trace.layers:
+        if kind is None and self._attention and unseen:
             raise _nothing_seen(self._model, other)
 
     # -- the model's modules ------------------------------------------------------------------------------------------
@@ -163,6 +177,8 @@ class record_attention:
                 continue  # a leaf computes no attention between tokens by itself
             stack.callback(Hook(module, self._entering(name, module), before=True).remove)
             stack.callback(Hook(module, self._leaving(name), before=False).remove)
+        if self.gradients and (embedding := word_embedding(self._model)) is not None:
+            stack.callback(Hook(embedding, _begin_graph, before=False).remove)
         for path, module in self._features.items():
             stack.callback(Hook(module, self._keeping(path), before=False).remove)
 
@@ -203,8 +219,14 @@ class record_attention:
         trace = self.trace
         self._path, self._pooling, self._open = [], None, {}
         self._other = set()
+        self._reads = reads_text(args, kwargs)
         trace.begin(None)
+        if self._reads is not None:
+            self._batch, self._ran = len(self._reads), True
+            self._check_gradients()
+            return args, kwargs
         pixels = _pixels_among(args, kwargs)
+        self._ran = pixels is not None
         if pixels is not None and 0 in pixels.shape:
             raise ShapeError(f"Expected at least one picture, got an empty model input {tuple(pixels.shape)}.")
         self._batch = 1 if pixels is None else len(pixels)
@@ -212,11 +234,7 @@ class record_attention:
         if pixels is None or not self.gradients:
             trace.begin(pixels, norms)
             return args, kwargs
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            raise OptionError(
-                "record_attention(gradients=True) needs a forward pass with gradients enabled, got one under "
-                "torch.no_grad() or torch.inference_mode(). Run it under torch.enable_grad()."
-            )
+        self._check_gradients()
         # A view of its own, so that the caller's tensor does not begin to require gradients.
         own = pixels.clone() if pixels.is_inference() else pixels.detach()
         own.requires_grad_()
@@ -226,9 +244,19 @@ class record_attention:
             {name: own if a is pixels else a for name, a in kwargs.items()},
         )
 
+    def _check_gradients(self) -> None:
+        if self.gradients and (not torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+            raise OptionError(
+                "record_attention(gradients=True) needs a forward pass with gradients enabled, got one under "
+                "torch.no_grad() or torch.inference_mode(). Run it under torch.enable_grad()."
+            )
+
     def _finish(self, logits: Tensor) -> None:
         trace = self.trace
         trace.logits = logits
+        if self._reads is not None:
+            trace.lay_out(trace.layers, None, refusal=_words_have_no_place(self._model))
+            return
         if trace.pixels is None:
             return
         size = (trace.pixels.shape[-2], trace.pixels.shape[-1])
@@ -276,7 +304,14 @@ class record_attention:
             return None
         return name
 
-    def saw(self, probabilities: Tensor, value: Tensor | None, mixed: bool = False, key: Tensor | None = None) -> None:
+    def saw(
+        self,
+        probabilities: Tensor,
+        value: Tensor | None,
+        mixed: bool = False,
+        key: Tensor | None = None,
+        visible: Tensor | None = None,
+    ) -> None:
         """Take in the attention of one module and the values that it is applied to."""
         name, module = self._path[-1]
         if self._pools():
@@ -289,8 +324,11 @@ class record_attention:
                 "attention matrices has negative entries, and rollout and flow are not defined on it."
             )
         arrange = arrangement(module, probabilities, self._batch)
-        values, keys = self._values_of(value, arrange), self._keys_of(key, arrange)
-        part = ModuleAttention(probabilities, arrange, values, mixed, keys)
+        if packed := is_packed(module, probabilities):  # values and keys are those of each group of heads
+            visible = None if visible is None else visible.any(dim=-2, keepdim=True)
+        values = self._values_of(value, None if packed else arrange)
+        keys = self._keys_of(key, None if packed else arrange)
+        part = ModuleAttention(probabilities, arrange, values, mixed, keys, visible)
         self._open.setdefault(layer, []).append(part)
 
     def streams(self, query: Tensor, key: Tensor) -> bool:
@@ -314,13 +352,13 @@ class record_attention:
             part = fuse_weighted(probabilities.detach(), fusion, weighting, values, mixed=output.detach())  # type: ignore[arg-type]
             self._streamed.setdefault((fusion, weighting), []).append(part)
 
-    def saw_parts(self, batch: int, key: Tensor) -> None:
+    def saw_parts(self, batch: int, key: Tensor, visible: Tensor | None = None) -> None:
         """Take in a layer that was fused part by part."""
         name = self._path[-1][0]
         self._open[name] = []
         joined = {key: join_pieces(pieces, batch, bool(key[1])) for key, pieces in self._streamed.items()}
         self._streamed = {}
-        self.trace.layers.append(AttentionLayer(name, fused=joined, keys=self._keys_of(key, None)))
+        self._take(AttentionLayer(name, fused=joined, keys=self._keys_of(key, None), visible=visible))
 
     def _pools(self) -> bool:
         """Whether what runs is the attention of a pooling head, or a part of one."""
@@ -353,7 +391,14 @@ class record_attention:
         parts = self._open.pop(name)
         if parts:  # else it was fused part by part
             module, fusions = self._model.get_submodule(name), () if self._keep_heads else self._fusions
-            self.trace.layers.append(close_layer(name, parts, module, fusions))
+            self._take(close_layer(name, parts, module, fusions))
+
+    def _take(self, layer: AttentionLayer) -> None:
+        self._seen = True
+        if self._on_layer is None:
+            self.trace.layers.append(layer)
+        else:
+            self._on_layer(layer)
 
 
 def _checked(fusions: Iterable[FusionKey]) -> set[FusionKey]:
@@ -372,6 +417,19 @@ def _pixels_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | Non
     named = kwargs.get("pixel_values")
     tensors = [given for given in (named, *args, *kwargs.values()) if isinstance(given, Tensor)]
     return tensors[0] if tensors else None
+
+
+def _begin_graph(args: Any, output: Any) -> None:
+    """Let gradients begin at the embedded words of a model whose weights are frozen."""
+    if isinstance(output, Tensor) and torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_()
+
+
+def _words_have_no_place(model: nn.Module) -> str:
+    return (
+        f"{type(model).__name__} read a text, whose words have no place on a picture and no readout of their own: use "
+        "vitflow.explain_text, or vitflow.attention_rollout(trace.fused()); trace.streams tells its layers apart."
+    )
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module:

@@ -1,17 +1,18 @@
 """Trace: what the recorder saw in one forward pass, with its token layout and readout."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError
+from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError, unknown_name
 from vitflow.methods.cells import cell_grid
 from vitflow.methods.refinement import Affinity
 from vitflow.methods.tokens import TokenLayout
 from vitflow.methods.values import Values, ValueWeighting, check_value_weighting
+from vitflow.models.languages import stream_of
 from vitflow.recording.layers import AttentionLayer, fuse_parts
 
 
@@ -22,12 +23,12 @@ class Backward:
     Attributes:
         attentions: with respect to the attention probabilities, layers of [batch, heads, tokens, tokens].
         features: with respect to the recorded features, by module name.
-        pixels: with respect to the model input, [batch, channels, height, width].
+        pixels: with respect to the model input, [batch, channels, height, width]; None of a text.
     """
 
     attentions: list[Tensor]
     features: dict[str, Tensor]
-    pixels: Tensor
+    pixels: Tensor | None
 
 
 @dataclass(slots=True)
@@ -136,6 +137,30 @@ class Trace:
         return self._readout
 
     @property
+    def streams(self) -> dict[str, tuple[AttentionLayer, ...]]:
+        """The layers by the stream of tokens that they work on, first layer first, by the name of that stream.
+
+        A stream is a stack of blocks, by its path in the model ("encoder", "model.vision_tower.vision_model.encoder");
+        attention from one stream to another has a name of its own ("decoder.cross_attention").
+        """
+        found: dict[str, tuple[AttentionLayer, ...]] = {}
+        for layer in self.layers:
+            name = stream_of(layer.name)
+            found[name] = (*found.get(name, ()), layer)
+        return found
+
+    def of_stream(self, name: str) -> "Trace":
+        """The same trace with the layers of one stream alone.
+
+        Raises:
+            OptionError: there is no such stream.
+        """
+        streams = self.streams
+        if name not in streams:
+            raise OptionError(unknown_name("stream of tokens", name, streams))
+        return replace(self, layers=list(streams[name]))
+
+    @property
     def attentions(self) -> tuple[Tensor, ...]:
         """The attention of each layer, first layer first.
 
@@ -222,22 +247,32 @@ class Trace:
             )
         key = tuple(int(target) for target in targets)
         if key not in self._backward:
-            self._backward[key] = self._differentiate(targets)
+            # Pictures of a batch do not influence each other, so the sum's gradient holds each picture's own.
+            with torch.inference_mode(False), torch.enable_grad():
+                chosen = self.logits.gather(1, targets.to(self.logits.device).view(-1, 1))
+            self._backward[key] = self.gradients_of(chosen)
         return self._backward[key]
 
-    def _differentiate(self, targets: Tensor) -> Backward:
-        assert self.logits is not None
-        assert self.pixels is not None
-        if not self.logits.requires_grad:
+    def gradients_of(self, scores: Tensor) -> Backward:
+        """Differentiate numbers that were computed from the model's output by all that was recorded.
+
+        No parameter's `.grad` is touched.
+
+        Args:
+            scores: any tensor made of `logits`, such as one word's logit of each text; its sum is differentiated.
+
+        Raises:
+            OptionError: the pass was recorded without gradients.
+        """
+        if not scores.requires_grad:
             raise OptionError("This pass was recorded without gradients: record with gradients=True.")
         parts = [(layer.name, part) for layer in self.layers for part in layer.parts]
-        inputs: list[Tensor] = [*(part.tensor for _, part in parts), *self.features.values(), self.pixels]
+        pixels = () if self.pixels is None else (self.pixels,)
+        inputs: list[Tensor] = [*(part.tensor for _, part in parts), *self.features.values(), *pixels]
         # Half precision cannot hold the smallest gradients, unless they are made larger on the way.
-        scale = _HALF_SCALE if self.logits.dtype == torch.float16 else 1.0
-        # Pictures of a batch do not influence each other, so the sum's gradient holds each picture's own.
+        scale = _HALF_SCALE if scores.dtype == torch.float16 else 1.0
         with torch.inference_mode(False), torch.enable_grad():
-            total = self.logits.gather(1, targets.to(self.logits.device).view(-1, 1)).float().sum() * scale
-            found = torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
+            found = torch.autograd.grad(scores.float().sum() * scale, inputs, retain_graph=True, allow_unused=True)
         for (name, _), gradient in zip(parts, found, strict=False):
             if gradient is None:
                 raise UnsupportedModelError(
@@ -252,7 +287,7 @@ class Trace:
             torch.cat([part.arranged(next(gradients)) for part in layer.parts], dim=1) for layer in self.layers
         ]
         features = {name: next(gradients) for name in self.features}
-        return Backward(attentions, features, next(gradients))
+        return Backward(attentions, features, next(gradients, None))
 
 
 # Gradients of half-precision models are computed that much larger: a power of two, so that nothing is rounded.

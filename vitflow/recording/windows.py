@@ -78,7 +78,7 @@ def _strides(model: Any) -> Sequence[int]:
 class _Probe:
     """Follows the tokens of one picture of random numbers through a model."""
 
-    gradients = wants_keys = False
+    gradients = wants_keys = wants_visible = False
 
     def __init__(self, model: nn.Module, size: Size) -> None:
         self._model, self._size = model, size
@@ -151,10 +151,17 @@ class _Probe:
     def saw_part(self, probabilities: Tensor, value: Tensor, output: Tensor) -> None:
         """Is not called."""
 
-    def saw_parts(self, batch: int, key: Tensor) -> None:
+    def saw_parts(self, batch: int, key: Tensor, visible: Tensor | None = None) -> None:
         """Is not called."""
 
-    def saw(self, probabilities: Tensor, value: Tensor | None, mixed: bool = False, key: Tensor | None = None) -> None:
+    def saw(
+        self,
+        probabilities: Tensor,
+        value: Tensor | None,
+        mixed: bool = False,
+        key: Tensor | None = None,
+        visible: Tensor | None = None,
+    ) -> None:
         """Find the tokens that a module's values were made from."""
         name, module, given = self._path[-1]
         if value is None or name in self.found:

@@ -1,7 +1,7 @@
 """Attention flow: attention as the capacity of pipes, and how much can run from the answer to each input token."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from vitflow.errors import OptionError, ShapeError, unknown_name, whole_number
 from vitflow.methods.flow.layers import LayerRange, check_window, layer_capacities, window_below
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, kind_of, layers_of
+from vitflow.methods.visibility import Causal, own_token, relative_to, uniform_attention, visible_keys
 
 if TYPE_CHECKING:
     from vitflow.methods.flow.solver import Progress
@@ -42,6 +43,8 @@ class FlowResult:
         layers: the window, (first, last), counted from 1.
         sinks: the input tokens that the last axis stands for.
         num_prefix_tokens: how many of all tokens stand before the patches.
+        reference: the flows of uniform attention among visible keys, where the result shall be relative to them.
+        own: which sink is the source's own token, bool, there as well.
 
     With `all_sources` the tensors have the shape [batch, layers, tokens, sinks]: the source is token i after the
     window's l-th layer, and the flow runs from there to the window's first layer.
@@ -53,10 +56,18 @@ class FlowResult:
     layers: tuple[int, int]
     sinks: tuple[int, ...]
     num_prefix_tokens: int = 1
+    reference: Tensor | None = None
+    own: Tensor | None = None
 
     @property
     def normalized(self) -> Tensor:
-        """The values divided by their sum over the sinks, as the paper's code does; zeros where nothing flows."""
+        """The values divided by their sum over the sinks, as the paper's code does; zeros where nothing flows.
+
+        Where a reference was solved, relative to it: the quotients without the source's own token, divided by their
+        sum.
+        """
+        if self.reference is not None:
+            return relative_to(self.values, self.reference, self.own)
         total = self.values.sum(dim=-1, keepdim=True)
         return self.values / torch.where(total > 0, total, 1.0)
 
@@ -89,6 +100,9 @@ def attention_flow(
     num_prefix_tokens: int = 1,
     solver: Solver = "exact",
     all_sources: bool = False,
+    causal: Causal | None = None,
+    attention_mask: Tensor | None = None,
+    visible: Sequence[Tensor] | Tensor | None = None,
     progress: "Progress | None" = None,
 ) -> FlowResult:
     """Attention flow: for each input token the maximum flow that the layers let through from the source.
@@ -112,6 +126,8 @@ def attention_flow(
         num_prefix_tokens: tokens before the patches, which are never discarded as keys.
         solver: "exact", or "networkx", the same by an independent program some ten thousand times slower.
         all_sources: solve from every token of every layer of the window, as the paper does for a sentence.
+        causal, attention_mask, visible: as for `attention_rollout`; with "receptive_field" `normalized` is relative to
+            the flows of uniform attention, and those are solved as well.
         progress: called with the number of further flows solved, such as the `update` of a progress bar.
 
     Raises:
@@ -136,21 +152,28 @@ def attention_flow(
     if all_sources:
         _check_pairs(batch * len(chosen) * tokens * len(targets))
     sources = _sources(source if node is None else node[1], batch, tokens)
-    found = []
-    for index in range(batch):
-        capacities = layer_capacities(
-            chosen,
-            index,
-            head_fusion=head_fusion,
-            discard_ratio=discard_ratio,
-            residual=residual,
-            num_prefix_tokens=num_prefix_tokens,
-        )
-        found.append(_all_sources(capacities, solve) if all_sources else solve(capacities, sources[index]))
-    device = chosen[0].device if chosen[0].device.type != "mps" else torch.device("cpu")  # MPS has no float64
-    values, cuts, where = (torch.from_numpy(np.stack(parts)).to(device) for parts in zip(*found, strict=True))
     last = first + len(chosen) - 1
-    return FlowResult(values, cuts, where + first, (first, last), targets, num_prefix_tokens)
+    per_layer = visible if visible is None or isinstance(visible, Tensor) else list(visible)[first - 1 : last]
+    seen = visible_keys(chosen, causal, attention_mask, per_layer)
+    options: dict[str, Any] = {"residual": residual, "num_prefix_tokens": num_prefix_tokens, "visible": seen}
+
+    def flows(matrices: Sequence[Tensor], discard_ratio: float) -> list[Tensor]:
+        found = []
+        for index in range(batch):
+            capacities = layer_capacities(
+                matrices, index, head_fusion=head_fusion, discard_ratio=discard_ratio, **options
+            )
+            found.append(_all_sources(capacities, solve) if all_sources else solve(capacities, sources[index]))
+        device = chosen[0].device if chosen[0].device.type != "mps" else torch.device("cpu")  # MPS has no float64
+        return [torch.from_numpy(np.stack(parts)).to(device) for parts in zip(*found, strict=True)]
+
+    values, cuts, where = flows(chosen, discard_ratio)
+    result = FlowResult(values, cuts, where + first, (first, last), targets, num_prefix_tokens)
+    if causal != "receptive_field" or seen is None:
+        return result
+    own = torch.eye(tokens, dtype=torch.bool) if all_sources else own_token(_capacities(sources, tokens))
+    uniform = flows([uniform_attention(one) for one in seen], 0.0)[0]
+    return replace(result, reference=uniform, own=own[:, list(targets)].to(values.device).expand(values.shape))
 
 
 def _check_options(head_fusion: str, discard_ratio: float, residual: float, solver: str) -> None:
@@ -195,6 +218,12 @@ def _sources(source: Any, batch: int, tokens: int) -> list[int | Floats]:
             f"[{batch}, {tokens}], got shape {tuple(vector.shape)}."
         )
     return list(vector.expand(batch, tokens).numpy())
+
+
+def _capacities(sources: Sequence[int | Floats], tokens: int) -> Tensor:
+    """The sources as capacities [batch, tokens]."""
+    rows = [np.eye(tokens)[source] if isinstance(source, int) else source for source in sources]
+    return torch.from_numpy(np.stack(rows))
 
 
 def _solve(

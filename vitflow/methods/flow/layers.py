@@ -18,6 +18,7 @@ from vitflow.methods.fusion import (
     fuse_heads,
     layers_of,
 )
+from vitflow.methods.visibility import discard_in_rows
 
 # "all", the last N layers, (first, last), or what the command line writes: "4", "9:12", "9:".
 LayerRange = str | int | Sequence[int]
@@ -109,10 +110,12 @@ def layer_capacities(
     discard_ratio: float,
     residual: float,
     num_prefix_tokens: int,
+    visible: Sequence[Tensor] | None = None,
 ) -> NDArray[np.float64]:
     """The matrices Â of one picture of the batch, in float64: [layers, queries, keys], stored by columns.
 
-    Heads are fused in their own precision where they are; the rest happens on the CPU.
+    Heads are fused in their own precision where they are; the rest happens on the CPU. Where keys are not visible to
+    all, values are discarded in each row among those that are.
     """
     tokens = layers[0].shape[-1]
     check_prefix(num_prefix_tokens, tokens)
@@ -123,6 +126,11 @@ def layer_capacities(
         for layer in layers[start : start + together]:
             picture = layer[batch_index].detach()
             fused.append(fuse_heads(picture, head_fusion) if picture.ndim == 3 else picture)
-        kept = discard_low(torch.stack(fused).to("cpu", torch.float64), discard_ratio, num_prefix_tokens)
+        stacked = torch.stack(fused).to("cpu", torch.float64)
+        if visible is None:
+            kept = discard_low(stacked, discard_ratio, num_prefix_tokens)
+        else:
+            seen = torch.stack([one[batch_index] for one in visible[start : start + together]]).cpu()
+            kept = discard_in_rows(stacked, seen, discard_ratio, num_prefix_tokens)
         by_column[start : start + together] = add_residual(kept, residual).mT
     return by_column.numpy().transpose(0, 2, 1)
