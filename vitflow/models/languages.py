@@ -1,9 +1,13 @@
 """Language models of transformers: what they say of themselves."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+
+from vitflow.errors import ModelError
+from vitflow.models.libraries import class_count, library_id
 
 # What transformers calls texts among a model's arguments; the first one given tells how many there are.
 _TEXTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
@@ -41,3 +45,80 @@ def stream_of(path: str) -> str:
     name = ".".join(parts[: max(stack - 1, 1)])  # without the list of blocks, where it is not all there is
     crosses = any(word in part.lower() for part in parts[stack:] for word in _CROSSING)
     return f"{name}.cross_attention" if crosses else name
+
+
+def predicts_words(model: nn.Module) -> bool:
+    """Whether a model ends in a logit for each word of its vocabulary, at each place of the text."""
+    try:
+        return model.get_output_embeddings() is not None  # type: ignore[operator]
+    except (AttributeError, NotImplementedError, TypeError):
+        return False
+
+
+def has_head(model: nn.Module) -> bool:
+    """Whether a model predicts words or classes, instead of ending in features."""
+    return predicts_words(model) or bool(class_count(model))
+
+
+def load_language_model(name: str | Path) -> tuple[nn.Module, Any]:
+    """Load a language model of transformers with its tokenizer, in eval mode, on the CPU.
+
+    Args:
+        name: an id of the hub, or a folder.
+
+    Raises:
+        ModelError: transformers is not installed, there is no such model, or it brings no tokenizer.
+    """
+    transformers = _transformers()
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+        kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModel)
+        model: nn.Module = kind.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"Expected an id of the hub or a folder of transformers as the model, got {str(name)!r}: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from error
+    return model.eval(), load_tokenizer(name)
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """The tokenizer that was saved beside a model; ModelError where there is none."""
+    try:
+        return _transformers().AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(
+            f"Expected a tokenizer beside the model {str(name)!r}, got none: pass tokenizer=. "
+            f"({str(error).strip().splitlines()[0]})"
+        ) from error
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError(
+            "Reading texts needs transformers, which is not installed: pip install 'vitflow[transformers]'."
+        ) from error
+    return transformers
+
+
+def tokenizer_of(model: nn.Module, tokenizer: Any = None) -> Any:
+    """The tokenizer that was given, or the one saved where the model was loaded from.
+
+    Raises:
+        ModelError: none was given, and the model was not loaded by name.
+    """
+    if tokenizer is not None:
+        return tokenizer if callable(tokenizer) else load_tokenizer(tokenizer)
+    name = library_id(model)
+    if name is None:
+        raise ModelError(
+            f"Expected a tokenizer for {type(model).__name__}, which was not loaded by name, got none: pass tokenizer=."
+        )
+    return load_tokenizer(name)
+
+
+def is_decoder(model: nn.Module) -> bool:
+    """Whether a model writes: each of its tokens sees only those before it, and predicts the next."""
+    return any(getattr(module, "is_causal", False) is True for module in model.modules())

@@ -1,15 +1,27 @@
 """A text that a language model reads: what one of its tokens rests on."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
+from vitflow.errors import OptionError
+from vitflow.explaining.text.method_table import text_method
+from vitflow.explaining.text.read_rows import read_rows
+from vitflow.explaining.text.wording import words_in, words_of
 from vitflow.methods.sequences import Words
+from vitflow.models.anatomy import unwrap
+from vitflow.models.facts import model_id
+from vitflow.models.languages import is_decoder, load_language_model, predicts_words, tokenizer_of
+
+# The matrices of longer texts are not kept: nobody draws them as a graph, and they take memory.
+LONGEST_GRAPH = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,4 +91,95 @@ def explain_text(
     Raises:
         VitflowError: the model or an option is wrong; the message says which and what to do.
     """
-    raise NotImplementedError
+    chosen, used = text_method(method, options)
+    if isinstance(model, nn.Module):
+        model = unwrap(model)
+        tokenizer = tokenizer_of(model, tokenizer)
+    else:
+        model, own = load_language_model(model)
+        tokenizer = own if tokenizer is None else tokenizer_of(model, tokenizer)
+    started = time.perf_counter()
+    inputs, words = _encode(text, tokenizer, model)
+    asked = _asked(words, token, tokenizer, model)
+    readout = torch.zeros(1, words.length)
+    readout[0, list(asked)] = 1 / len(asked)
+    wanted = _target(target, tokenizer, model) if chosen.class_specific else None
+    read = read_rows(
+        model,
+        inputs,
+        readout.to(inputs["input_ids"].device),
+        chosen,
+        used,
+        targets=[(asked[-1], wanted)],
+        weighting_asked=bool(options.get("value_weighted")),
+    )
+    told: dict[str, Any] = {"target": None, "probability": None}
+    if chosen.class_specific and read.logits is not None:
+        told = _told(read.logits, asked[-1], wanted, tokenizer, model)
+    return Reading(
+        tokens=words,
+        weights=_array(read.rows[read.chosen, 0]),
+        layers=_array(read.rows[:, 0]),
+        matrices=_array(read.matrices) if words.length <= LONGEST_GRAPH else None,
+        asked=asked,
+        own=None if read.own is None else float(read.own[read.chosen, 0]),
+        causal=read.causal,
+        text=text,
+        model=model_id(model),
+        method=method,
+        options=read.options,
+        seconds=time.perf_counter() - started,
+        **told,
+    )
+
+
+def _encode(text: str, tokenizer: Any, model: nn.Module) -> tuple[dict[str, Tensor], Words]:
+    """The arguments of the model for one text, and its tokens."""
+    if not isinstance(text, str):
+        raise OptionError(f"Expected one text as a string, got {text!r:.80}.")
+    fast = bool(getattr(tokenizer, "is_fast", False))
+    encoded = dict(tokenizer(text, return_tensors="pt", **({"return_offsets_mapping": True} if fast else {})))
+    offsets = encoded.pop("offset_mapping")[0].tolist() if fast else None
+    ids = encoded["input_ids"]
+    if not ids.numel():
+        raise OptionError(f"Expected a text of at least one token, got {text!r}.")
+    device = next((parameter.device for parameter in model.parameters()), ids.device)
+    inputs = {name: encoded[name].to(device) for name in ("input_ids", "attention_mask") if name in encoded}
+    return inputs, words_in(text, tokenizer, ids[0].tolist(), offsets)
+
+
+def _asked(words: Words, token: str | int | None, tokenizer: Any, model: nn.Module) -> tuple[int, ...]:
+    """Where the tokens stand whose row it is."""
+    if token is not None:
+        return words.find(token)
+    masked = [place for place, number in enumerate(words.ids) if number == getattr(tokenizer, "mask_token_id", None)]
+    if len(masked) == 1:
+        return (masked[0],)
+    return (words.length - 1,) if is_decoder(model) else (0,)
+
+
+def _target(target: str | int | None, tokenizer: Any, model: nn.Module) -> int | None:
+    """The number of the token or class whose logit is explained."""
+    if isinstance(target, str):
+        if not predicts_words(model):
+            raise OptionError(f"Expected the number of a class as the target, got {target!r}.")
+        for written in (f" {target.strip()}", target.strip()):  # as it stands inside a text, and at its beginning
+            ids = tokenizer(written, add_special_tokens=False)["input_ids"]
+            if len(ids) == 1:
+                return int(ids[0])
+        pieces = ", ".join(repr(string) for string in words_of(tokenizer, ids).strings)
+        raise OptionError(f"Expected a target that is one token for the model, got {target!r}, which is {pieces}.")
+    return target
+
+
+def _told(logits: Tensor, position: int, wanted: int | None, tokenizer: Any, model: nn.Module) -> dict[str, Any]:
+    """The target's name, and the model's probability of it."""
+    scores = logits[0] if logits.ndim == 2 else logits[0, position]
+    number = int(scores.argmax()) if wanted is None else wanted
+    name = words_of(tokenizer, [number]).strings[0].strip() if predicts_words(model) else f"class {number}"
+    return {"target": name, "probability": float(scores.double().softmax(dim=-1)[number])}
+
+
+def _array(tensor: Tensor) -> NDArray[np.float32]:
+    array: NDArray[np.float32] = tensor.detach().float().cpu().numpy()
+    return array

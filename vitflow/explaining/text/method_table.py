@@ -1,0 +1,82 @@
+"""The methods for texts: what each can be asked.
+
+This module imports no torch.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vitflow.errors import OptionError, unknown_name
+from vitflow.explaining.method_table import Method
+
+_PAPER = {"value_weighted": False}
+TEXT_METHODS: Mapping[str, Method] = {
+    method.name: method
+    for method in (
+        Method(
+            "rollout",
+            "Attention rollout: attention as proportions, multiplied through the layers.",
+            "vitflow.methods.layer_rows:rollout_rows",
+            defaults={
+                "head_fusion": "mean",
+                "discard_ratio": 0.0,
+                "residual": 0.5,
+                "start_layer": 1,
+                "value_weighted": "output",
+                "causal": "raw",
+            },
+            needs=frozenset({"attention"}),
+            paper="Abnar & Zuidema, ACL 2020, §3.1",
+            presets={"paper": _PAPER},
+        ),
+        Method(
+            "attention",
+            "Raw attention of one layer.",
+            "vitflow.methods.layer_rows:attention_rows",
+            defaults={"head_fusion": "mean", "layer": -1, "discard_ratio": 0.0, "value_weighted": "output"},
+            needs=frozenset({"attention"}),
+            paper="Abnar & Zuidema, ACL 2020, the baseline",
+            presets={"paper": _PAPER},
+        ),
+        Method(
+            "flow",
+            "Attention flow: attention as capacities, and the maximum flow to each token.",
+            "vitflow.methods.layer_rows:flow_rows",
+            defaults={
+                "layers": 4,
+                "below": "rollout",
+                "head_fusion": "mean",
+                "discard_ratio": 0.0,
+                "residual": 0.5,
+                "value_weighted": "output",
+                "solver": "exact",
+                "causal": "raw",
+            },
+            needs=frozenset({"attention"}),
+            paper="Abnar & Zuidema, ACL 2020, §3.2",
+            presets={"paper": {**_PAPER, "layers": "all", "below": "none"}},
+            implies={("layers", "all"): "paper"},
+        ),
+        Method(
+            "gae",
+            "Generic attention explainability: attention times its gradient, added up through the layers.",
+            "vitflow.methods.layer_rows:relevance_rows",
+            defaults={"head_fusion": "mean", "start_layer": 1, "value_weighted": "output"},
+            needs=frozenset({"heads", "gradients"}),
+            class_specific=True,
+            paper="Chefer, Gur & Wolf, ICCV 2021, §3",
+            presets={"paper": _PAPER},
+        ),
+    )
+}
+
+
+def text_method(name: str, options: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:
+    """A method for texts, with every option that it has.
+
+    Raises:
+        OptionError: there is no such method, or it has no such option.
+    """
+    if name not in TEXT_METHODS:
+        raise OptionError(unknown_name("method for texts", name, TEXT_METHODS))
+    return TEXT_METHODS[name], TEXT_METHODS[name].complete(options)
