@@ -1,16 +1,22 @@
 """Language models of transformers: what they say of themselves."""
 
+import copy
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from vitflow.errors import ModelError
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.models.libraries import class_count, library_id
 
 # What transformers calls texts among a model's arguments; the first one given tells how many there are.
 _TEXTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
+# Ways to write in which every token follows the one before, by its names.
+_FOLLOWED = ("greedy_search", "sample")
+# Where it keeps a tokenizer in a model's folder, one or the other.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model")
 # What it calls attention from one stream of tokens to another, in small letters.
 _CROSSING = ("cross", "encdec", "encoder_attn")
 
@@ -85,6 +91,8 @@ def load_language_model(name: str | Path) -> tuple[nn.Module, Any]:
 def load_tokenizer(name: str | Path) -> Any:
     """The tokenizer that was saved beside a model; ModelError where there is none."""
     try:
+        if Path(name).is_dir() and not any((Path(name) / file).is_file() for file in _TOKENIZER_FILES):
+            raise OSError(f"no {', '.join(_TOKENIZER_FILES)}")  # transformers would make one that knows no words
         return _transformers().AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
@@ -119,6 +127,79 @@ def tokenizer_of(model: nn.Module, tokenizer: Any = None) -> Any:
     return load_tokenizer(name)
 
 
+def tokenizer_beside(model: nn.Module) -> Any:
+    """The tokenizer saved where the model was loaded from; None where there is none, or the model was not loaded."""
+    with suppress(ModelError):
+        return tokenizer_of(model)
+    return None
+
+
 def is_decoder(model: nn.Module) -> bool:
     """Whether a model writes: each of its tokens sees only those before it, and predicts the next."""
     return any(getattr(module, "is_causal", False) is True for module in model.modules())
+
+
+def refuse_static(cache: Any) -> None:
+    """Refuse a cache of keys that has its full length from the beginning, mostly empty.
+
+    Raises:
+        UnsupportedModelError: it is one.
+    """
+    cache = getattr(cache, "self_attention_cache", cache)
+    kinds = [type(cache).__name__, *(type(layer).__name__ for layer in getattr(cache, "layers", ()))]
+    static = next((kind for kind in kinds if kind.startswith("Static")), None)
+    if static is not None:
+        raise UnsupportedModelError(
+            f"Expected a cache that grows with the text, got a {static}, which has room for keys that do not exist: "
+            "leave out cache_implementation and past_key_values, or pass a DynamicCache."
+        )
+
+
+def decoder_path(model: nn.Module) -> str:
+    """The path of the part that writes, inside a model that may see or hear as well; empty where it is the model."""
+    decoder = model.get_decoder()  # type: ignore[operator]
+    return next((path for path, module in model.named_modules() if module is decoder), "")
+
+
+def refuse_generation(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Refuse what a rollout cannot be followed through, by name.
+
+    Args:
+        model: what shall write.
+        given: the arguments of its `generate`.
+
+    Raises:
+        UnsupportedModelError: the model writes no text, or with an encoder beside its decoder.
+        OptionError: it shall write with beams or an assistant, or go on from a cache.
+    """
+    if not (hasattr(model, "can_generate") and model.can_generate()):  # type: ignore[operator]
+        raise UnsupportedModelError(
+            f"Expected a model of transformers that writes, such as AutoModelForCausalLM loads, got "
+            f"{type(model).__name__}: it has no generate. Use vitflow.explain_text to see what it reads."
+        )
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} writes with a decoder that attends to an encoder, and generation is followed in "
+            "decoders alone. Record single passes with vitflow.record_attention: trace.streams tells them apart."
+        )
+    config: Any = copy.deepcopy(given.get("generation_config") or model.generation_config)
+    config.update(**given)
+    mode = str(config.get_generation_mode(given.get("assistant_model")).value)
+    if mode not in _FOLLOWED:
+        raise OptionError(
+            f"Expected {' or '.join(_FOLLOWED)}, where every token follows the one before, got {mode}: pass "
+            "num_beams=1, and neither assistant_model, prompt_lookup_num_tokens, penalty_alpha nor constraints."
+        )
+    named = str(getattr(config, "cache_implementation", None) or "")
+    if "static" in named:
+        raise OptionError(
+            f"Expected a cache that grows with the text, got cache_implementation={named!r}, which has room for keys "
+            "that do not exist: leave it out."
+        )
+    cache = given.get("past_key_values")
+    refuse_static(cache)
+    if cache is not None and cache.get_seq_length():
+        raise OptionError(
+            f"Expected the whole prompt, got past_key_values with {cache.get_seq_length()} tokens, whose attention was "
+            "not seen: leave them out."
+        )

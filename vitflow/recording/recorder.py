@@ -34,7 +34,7 @@ from vitflow.models.anatomy import (
     runs_compiled,
     unwrap,
 )
-from vitflow.models.languages import reads_text, word_embedding
+from vitflow.models.languages import reads_text, refuse_static, word_embedding
 from vitflow.models.libraries import refuse_unseen
 from vitflow.recording.attention_kinds import (
     arrangement,
@@ -222,6 +222,7 @@ class record_attention:
         self._reads = reads_text(args, kwargs)
         trace.begin(None)
         if self._reads is not None:
+            refuse_static(kwargs.get("past_key_values"))
             self._batch, self._ran = len(self._reads), True
             self._check_gradients()
             return args, kwargs

@@ -1,15 +1,32 @@
 """A text that a language model writes: what each of its tokens rests on."""
 
-from collections.abc import Mapping
+import time
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
-from vitflow.errors import OptionError
+from vitflow.errors import OptionError, ValueNormsError, VitflowWarning
+from vitflow.explaining.method_table import Method
+from vitflow.explaining.progress import tracking
+from vitflow.explaining.text.method_table import text_method
+from vitflow.explaining.text.read_rows import read_rows
+from vitflow.explaining.text.wording import words_of
+from vitflow.methods.growing_rollout import GrowingRollout
 from vitflow.methods.sequences import Words
+from vitflow.models.anatomy import unwrap
+from vitflow.models.facts import model_id
+from vitflow.models.languages import refuse_generation, tokenizer_beside, tokenizer_of
+from vitflow.recording.isolation import evaluating
+from vitflow.recording.writing import follow_writing
+
+# Tokens to make room for where it is not said how many are written at most.
+_ROOM = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,4 +109,152 @@ def explain_generation(
     Raises:
         VitflowError: the model or an option is wrong; the message says which and what to do.
     """
-    raise NotImplementedError
+    chosen, used = text_method(method, method_options or {})
+    model = unwrap(model)
+    refuse_generation(model, generate)
+    arguments, tokenizer = _arguments(inputs, tokenizer, model)
+    started = time.perf_counter()
+    arguments, start = {**arguments, **generate}, arguments["input_ids"].shape[1]
+    weighting_asked = bool((method_options or {}).get("value_weighted"))
+    with evaluating(model), torch.no_grad():
+        if method == "rollout":
+            sequences, rows, own, used = _follow(model, arguments, used, weighting_asked)
+        else:
+            sequences = _write(model, arguments)
+    prompts, written = _split(sequences, arguments, tokenizer, model)
+    n = sequences.shape[1] - start
+    if method != "rollout":
+        rows, own, used = _taught(model, prompts, written, (n, start), chosen, used, weighting_asked)
+    values = _array(rows.permute(0, 2, 3, 1))  # [batch, rows, tokens, layers]
+    beside = np.zeros((len(values), n, n, values.shape[-1]), np.float32)
+    beside[:, :, : n - 1] = values[:, :, start:]  # the last token is written, and never read
+    found = Generation(
+        values=values[:, :, :start],
+        among_generated=beside,
+        prompt_tokens=tuple(prompts),
+        generated_tokens=tuple(written),
+        model=model_id(model),
+        method=method,
+        options=used,
+        own=None if own is None else _array(own.permute(0, 2, 1)),
+        seconds=time.perf_counter() - started,
+    )
+    return found[0] if len(found) == 1 else found
+
+
+def _arguments(inputs: Any, tokenizer: Any, model: nn.Module) -> tuple[dict[str, Any], Any]:
+    """The arguments of `generate` for these prompts, and what tells their words."""
+    if isinstance(inputs, str) or (isinstance(inputs, Sequence) and all(isinstance(one, str) for one in inputs)):
+        tokenizer = tokenizer_of(model, tokenizer)
+        several = not isinstance(inputs, str)
+        inputs = tokenizer(
+            inputs, return_tensors="pt", **({"padding": True, "padding_side": "left"} if several else {})
+        )
+        inputs = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
+    given = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
+    arguments = dict(given) if isinstance(given, Mapping) else {}
+    ids = arguments.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():
+        raise OptionError(
+            "Expected a text, or what its tokenizer makes of it with return_tensors='pt' (input_ids [batch, tokens] "
+            f"and attention_mask), got {type(inputs).__name__}."
+        )
+    device = next((parameter.device for parameter in model.parameters()), ids.device)
+    arguments = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in arguments.items()}
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, Tensor) and not bool(mask[:, -1].all()):
+        raise OptionError(
+            "Expected prompts that are padded on the left, as the next token follows their last, got padding on the "
+            "right: pass padding_side='left' to the tokenizer."
+        )
+    return arguments, tokenizer_of(model, tokenizer) if tokenizer is not None else tokenizer_beside(model)
+
+
+def _write(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+    """The prompts with what the model wrote after them: numbers [batch, tokens]."""
+    output = model.generate(**arguments)  # type: ignore[operator]
+    sequences: Tensor = output if isinstance(output, Tensor) else output.sequences
+    return sequences
+
+
+def _follow(
+    model: nn.Module, arguments: Mapping[str, Any], options: dict[str, Any], weighting_asked: bool
+) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+    """Write, with a rollout that grows: what was written, rows [batch, layers, rows, tokens], own shares, options."""
+    start = arguments["input_ids"].shape[1]
+    config = arguments.get("generation_config") or model.generation_config
+    steps = int(arguments.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or _ROOM)
+    of_rollout = {name: options[name] for name in ("discard_ratio", "residual", "start_layer", "causal")}
+    grown = GrowingRollout(start + steps, **of_rollout)
+    try:
+        with tracking("generation", steps) as progress:
+            follow = follow_writing(
+                model,
+                grown,
+                head_fusion=options["head_fusion"],
+                value_weighted=options["value_weighted"],
+                visible=options["causal"] == "receptive_field" or bool(options["discard_ratio"]),
+                progress=progress,
+            )
+            with follow:
+                sequences = _write(model, arguments)
+    except ValueNormsError as error:  # in the first layer of the first pass: nothing was written yet
+        if weighting_asked:
+            raise
+        reason = str(error).removesuffix(" Use value_weighted=False.")
+        warnings.warn(f"{reason} Texts are read without value weighting.", VitflowWarning, stacklevel=3)
+        return _follow(model, arguments, {**options, "value_weighted": False}, True)
+    return sequences, *grown.rows(start - 1, sequences.shape[1] - 1), options
+
+
+def _split(
+    sequences: Tensor, arguments: Mapping[str, Any], tokenizer: Any, model: nn.Module
+) -> tuple[list[Words], list[Words]]:
+    """The words of each prompt without its padding, and those written after it, up to the end of the text."""
+    ids, mask = arguments["input_ids"], arguments.get("attention_mask")
+    config = arguments.get("generation_config") or model.generation_config
+    ends = getattr(config, "eos_token_id", None)
+    ends = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+    prompts, written = [], []
+    for index, sequence in enumerate(sequences.tolist()):
+        source = index * len(ids) // len(sequences)  # where several were asked for after each prompt
+        start = ids.shape[1] - (ids.shape[1] if mask is None else int(mask[source].sum()))
+        new = sequence[ids.shape[1] :]
+        last = next((place + 1 for place, number in enumerate(new) if number in ends), len(new))
+        words = words_of(tokenizer, sequence[start : ids.shape[1] + last])
+        prompts.append(words[: ids.shape[1] - start])
+        written.append(words[ids.shape[1] - start :])
+    return prompts, written
+
+
+def _taught(
+    model: nn.Module,
+    prompts: Sequence[Words],
+    written: Sequence[Words],
+    shape: tuple[int, int],
+    method: Method,
+    options: dict[str, Any],
+    weighting_asked: bool,
+) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """Rows of a method by one pass over each finished text, as `_follow` gives those of rollout."""
+    n, start = shape
+    device = next((parameter.device for parameter in model.parameters()), None)
+    rows, shares = [], []
+    for prompt, new in zip(prompts, written, strict=True):
+        text = torch.tensor([(prompt + new).ids[:-1]], device=device)
+        places = range(prompt.length - 1, text.shape[1])
+        readout = torch.eye(text.shape[1], device=device)[list(places)]
+        targets = list(zip(places, new.ids, strict=True))
+        inputs = {"input_ids": text, "attention_mask": torch.ones_like(text)}
+        read = read_rows(model, inputs, readout, method, options, targets=targets, weighting_asked=weighting_asked)
+        options = dict(read.options)
+        left, below = start - prompt.length, n - new.length
+        rows.append(torch.nn.functional.pad(read.rows.float(), (left, below, 0, below)))
+        shares.append(None if read.own is None else torch.nn.functional.pad(read.own.float(), (0, below)))
+    told = [one for one in shares if one is not None]
+    return torch.stack(rows), torch.stack(told) if told else None, options
+
+
+def _array(tensor: Tensor) -> NDArray[np.float32]:
+    array: NDArray[np.float32] = tensor.detach().float().cpu().numpy()
+    return array

@@ -7,6 +7,8 @@ from vitflow.methods.sequences import Words
 
 # So many tokens before one are read again to see what it adds to their text.
 _CONTEXT = 6
+# What stands for a part of a character: the token that completes it has the character itself, those before it nothing.
+_PART = "\ufffd"
 
 
 def words_of(tokenizer: Any, ids: Sequence[int]) -> Words:
@@ -26,8 +28,9 @@ def words_of(tokenizer: Any, ids: Sequence[int]) -> Words:
         start = max((at + 1 for at in range(place) if ids[at] in special), default=0)
         start = max(start, place - _CONTEXT)
         before, after = _text(tokenizer, ids[start:place]), _text(tokenizer, ids[start : place + 1])
-        alone = _text(tokenizer, (number,))
-        strings.append(after[len(before) :] if after.startswith(before) and len(after) > len(before) else alone)
+        before = before.rstrip(_PART)
+        joins = after.startswith(before) and len(after) > len(before)
+        strings.append(after[len(before) :].rstrip(_PART) if joins else _text(tokenizer, (number,)))
     return Words(tuple(strings), ids, tuple(number in special for number in ids))
 
 
@@ -38,9 +41,9 @@ def words_in(text: str, tokenizer: Any, ids: Sequence[int], offsets: Sequence[tu
         return found
     strings, last = [], 0
     for string, special, (start, end) in zip(found.strings, found.special, offsets, strict=True):
-        inside = not special and end > max(start, last)
-        strings.append(text[last:end] if inside else string)
-        last = end if inside else last
+        inside = not special and end > start
+        strings.append(text[last:end] if inside else string)  # nothing, where it is the rest of a character
+        last = max(end, last) if inside else last
     return Words(tuple(strings), found.ids, found.special)
 
 

@@ -1,0 +1,154 @@
+"""Attention rollout that grows by rows while a text is written: each new token appends one row to every layer."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from vitflow.errors import ShapeError
+from vitflow.methods.fusion import add_residual, check_fraction
+from vitflow.methods.visibility import Causal, check_causal, discard_in_rows, relative_to, uniform_attention
+
+# How many more tokens to make room for when there are more than were announced.
+_MORE = 64
+
+
+class GrowingRollout:
+    """The rows of R_l = Â_l ⋯ Â_s of every layer l, for tokens that see only those before them.
+
+    Row t of R_l needs row t of Â_l and the rows up to t of R_{l−1}. What is kept is one matrix [tokens, tokens] a
+    layer, however many heads there are.
+
+    Args:
+        num_tokens: as many tokens as will come; more may.
+        discard_ratio, residual, start_layer, causal: as for `attention_rollout`.
+
+    >>> grown = GrowingRollout(2, causal="raw")
+    >>> grown.append(0, torch.tensor([[[1.0]]]), 1)  # the first token: layer 1, then layer 2
+    >>> grown.append(1, torch.tensor([[[1.0]]]), 1)
+    >>> grown.append(0, torch.tensor([[[0.5, 0.5]]]), 2)  # the second
+    >>> grown.append(1, torch.tensor([[[0.5, 0.5]]]), 2)
+    >>> grown.rows(1, 2)[0]
+    tensor([[[[0.2500, 0.7500]],
+    <BLANKLINE>
+             [[0.4375, 0.5625]]]])
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        *,
+        discard_ratio: float = 0.0,
+        residual: float = 0.5,
+        start_layer: int = 1,
+        causal: Causal = "raw",
+    ) -> None:
+        check_causal(causal)
+        check_fraction("discard_ratio", discard_ratio)
+        check_fraction("residual", residual)
+        self._room, self._ratio, self._residual, self._first = num_tokens, discard_ratio, residual, start_layer - 1
+        self._relative = causal == "receptive_field"
+        self._products: list[Tensor] = []  # R_l of each layer, [batch, room, room]
+        self._seen: list[Tensor] = []  # which keys each query may see, where that is needed later
+        self._lengths: list[int] = []  # rows that each layer has
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return len(self._products)
+
+    def append(self, layer: int, fused: Tensor, num_tokens: int, visible: Tensor | None = None) -> None:
+        """Take in a layer's attention of the newest tokens; lower layers come first.
+
+        Args:
+            layer: its number, counted from 0.
+            fused: [batch, queries, keys]; the queries are the last of all tokens, and so are the keys (a cache with a
+                sliding window has dropped the ones before). Queries that are known already are not read again.
+            num_tokens: tokens there are by now, the newest included.
+            visible: which keys each query may see, bool [batch or 1, queries, keys]; None for all.
+
+        Raises:
+            ShapeError: the attention is not that of the new tokens of as many texts as before.
+        """
+        if layer == self.num_layers:
+            self._products.append(fused.new_zeros(len(fused), self._room, self._room))
+            self._lengths.append(0)
+            if self._relative:
+                self._seen.append(
+                    torch.zeros(len(fused), self._room, self._room, dtype=torch.bool, device=fused.device)
+                )
+        if num_tokens > self._room:
+            self._make_room(num_tokens + _MORE)
+        start, keys = self._lengths[layer], slice(num_tokens - fused.shape[-1], num_tokens)
+        new = fused[:, start - num_tokens :]  # [batch, new, keys]
+        if len(new) != len(self._products[layer]) or new.shape[1] != num_tokens - start:
+            raise ShapeError(
+                f"Expected attention of {num_tokens - start} new tokens in each of {len(self._products[layer])} texts, "
+                f"got shape {tuple(fused.shape)}."
+            )
+        places = torch.arange(start, num_tokens, device=fused.device)
+        if visible is None:
+            visible = torch.ones(1, 1, 1, dtype=torch.bool, device=fused.device)
+        visible = visible[:, -new.shape[1] :].expand(new.shape)
+        if self._relative:
+            self._seen[layer][:, start:num_tokens, keys] = visible
+        if self._ratio:
+            new = discard_in_rows(new, visible, self._ratio)
+        mixed = _add_residual(new, places - keys.start, self._residual)
+        product = self._products[layer]
+        self._lengths[layer] = num_tokens
+        if layer > self._first:
+            below = self._products[layer - 1][:, keys, :num_tokens]
+            product[:, start:num_tokens, :num_tokens] = mixed @ below
+        elif layer == self._first:
+            product[:, start:num_tokens, keys] = mixed
+        else:
+            product[:, places, places] = 1.0
+
+    def _make_room(self, room: int) -> None:
+        for kept in (self._products, self._seen):
+            for layer, old in enumerate(kept):  # one layer after the other, so that no second copy of all is alive
+                grown = old.new_zeros(len(old), room, room)
+                grown[:, : self._room, : self._room] = old
+                kept[layer] = grown
+        self._room = room
+
+    def rows(self, start: int, end: int) -> tuple[Tensor, Tensor | None]:
+        """The rows of the tokens from start to end, among all tokens.
+
+        Returns:
+            [batch, layers, rows, tokens]; and relative to the receptive field the raw share of each row's own token,
+            [batch, layers, rows], else None.
+        """
+        length = self._lengths[-1]
+        found = [product[:, start:end, :length] for product in self._products]
+        if not self._relative:
+            return torch.stack(found, dim=1), None
+        own = torch.zeros(end - start, length, dtype=torch.bool, device=found[0].device)
+        own[torch.arange(end - start), torch.arange(start, end)] = True
+        relative, shares = [], []
+        for raw, even in zip(found, self._reference(length), strict=True):
+            relative.append(relative_to(raw, even[:, start:end], own).float())
+            shares.append((raw * own).sum(dim=-1))
+        return torch.stack(relative, dim=1), torch.stack(shares, dim=1)
+
+    def _reference(self, length: int) -> Iterator[Tensor]:
+        """The product of uniform attention up to each layer, [batch, tokens, tokens]; two are alive at a time."""
+        product: Tensor | None = None
+        for layer, seen in enumerate(self._seen):
+            matrix = add_residual(uniform_attention(seen[:, :length, :length]), self._residual)
+            if layer < self._first:
+                matrix = torch.eye(length, dtype=matrix.dtype, device=matrix.device).expand_as(matrix)
+            product = matrix if product is None else matrix @ product
+            yield product
+
+
+def _add_residual(rows: Tensor, own: Tensor, residual: float) -> Tensor:
+    """`add_residual` for rows [batch, rows, keys] whose own keys are these."""
+    places = torch.arange(len(own), device=own.device)
+    mixed = (1 - residual) * rows
+    mixed[:, places, own] += residual
+    total = mixed.sum(dim=-1, keepdim=True)
+    mixed /= torch.where(total > 0, total, 1.0)
+    mixed[:, places, own] += (total <= 0).squeeze(-1).to(mixed)
+    return mixed

@@ -1,0 +1,75 @@
+"""Follow a model that writes: rollout grows by the attention of each step, and nothing else of it is kept."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from vitflow.methods.fusion import HeadFusion
+from vitflow.methods.growing_rollout import GrowingRollout
+from vitflow.methods.values import ValueWeighting
+from vitflow.models.languages import decoder_path, reads_text
+from vitflow.recording.isolation import Hook
+from vitflow.recording.layers import AttentionLayer
+from vitflow.recording.recorder import record_attention
+
+
+class follow_writing:
+    """Let a rollout grow while a model writes inside the `with` block, with a cache of keys or without.
+
+    Args:
+        model: a decoder of transformers.
+        grown: what takes in each layer's attention.
+        head_fusion, value_weighted: how the heads of a layer become one matrix.
+        visible: tell it also which keys each query may see.
+        progress: called with 1 after each pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        grown: GrowingRollout,
+        *,
+        head_fusion: HeadFusion = "mean",
+        value_weighted: ValueWeighting = False,
+        visible: bool = True,
+        progress: Callable[[int], object] | None = None,
+    ) -> None:
+        self._model, self._grown, self._progress = model, grown, progress
+        self._path = decoder_path(model)
+        self._layer = self._tokens = 0  # of the pass that runs
+        self._recorder = record_attention(
+            model, fusions=[(head_fusion, value_weighted)], visible=visible, on_layer=self._take
+        )
+
+    def __enter__(self) -> GrowingRollout:
+        with ExitStack() as stack:
+            stack.enter_context(self._recorder)
+            stack.callback(Hook(self._model, self._begin, before=True).remove)
+            self._stack = stack.pop_all()
+        return self._grown
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, traceback)
+        self._ended()
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A pass begins: it reads all tokens, or where there is a cache the newest."""
+        text, cache = reads_text(args, kwargs), kwargs.get("past_key_values")
+        self._ended()
+        self._tokens = (0 if cache is None else int(cache.get_seq_length())) + (0 if text is None else text.shape[1])
+
+    def _ended(self) -> None:
+        if self._layer and self._progress is not None:
+            self._progress(1)
+        self._layer = 0
+
+    def _take(self, layer: AttentionLayer) -> None:
+        if layer.name != self._path and not layer.name.startswith(f"{self._path}." if self._path else ""):
+            return  # of a part that sees or hears
+        self._grown.append(self._layer, layer.example, self._tokens, layer.visible)
+        self._layer += 1
