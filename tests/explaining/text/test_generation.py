@@ -58,8 +58,8 @@ def joined(found: Generation) -> np.ndarray:
 @pytest.mark.parametrize("name", DECODERS)
 def test_each_slice_is_that_of_the_finished_text_with_cache_and_without(name):
     model = built(name)
-    cached = written(model, method_options=PAPER)
-    plain = written(model, method_options=PAPER, use_cache=False)
+    cached = written(model, **PAPER)
+    plain = written(model, **PAPER, use_cache=False)
     assert cached.values.shape == (NEW, 9, 2) and cached.values.dtype == np.float32
     assert cached.among_generated.shape == (NEW, NEW, 2)
     np.testing.assert_allclose(cached.values, plain.values, atol=1e-5)
@@ -76,11 +76,9 @@ def test_each_slice_is_that_of_the_finished_text_with_cache_and_without(name):
 def test_relative_to_the_receptive_field_and_discarded_in_rows_it_is_that_too(name):
     model = built(name)
     options = {**PAPER, "discard_ratio": 0.4}
-    _, expected = literal(
-        model, found := written(model, method_options={**options, "causal": "receptive_field"}), ratio=0.4
-    )
+    _, expected = literal(model, found := written(model, **options, causal="receptive_field"), ratio=0.4)
     np.testing.assert_allclose(joined(found), expected, atol=1e-5)
-    raw, _ = literal(model, written(model, method_options=options), ratio=0.4)
+    raw, _ = literal(model, written(model, **options), ratio=0.4)
     own = raw[np.arange(NEW), 8 + np.arange(NEW)]
     np.testing.assert_allclose(found.own, own, atol=1e-5)
     assert (found.values[0, 8] == 0).all()
@@ -91,7 +89,7 @@ def test_relative_to_the_receptive_field_and_discarded_in_rows_it_is_that_too(na
 def test_value_weighting_works_as_in_one_pass(name, weighting):
     model = built(name)
     options = {"value_weighted": weighting, "causal": "raw"}
-    found = written(model, method_options=options)
+    found = written(model, **options)
     text = torch.tensor([(found.prompt_tokens + found.generated_tokens).ids[:-1]])
     with record_attention(model, fusions=[("mean", weighting)]) as trace, torch.no_grad():
         model(input_ids=text)
@@ -100,7 +98,7 @@ def test_value_weighting_works_as_in_one_pass(name, weighting):
         product = references.residual(layer[0].double().numpy(), 0.5) @ product
         rows.append(product[8:])
     np.testing.assert_allclose(joined(found), np.stack(rows, axis=-1), atol=1e-5)
-    assert np.abs(found.values - written(model, method_options=PAPER).values).max() > 1e-3
+    assert np.abs(found.values - written(model, **PAPER).values).max() > 1e-3
 
 
 def test_sampling_writes_the_same_and_leaves_the_model_as_it_was():
@@ -120,7 +118,7 @@ def test_sampling_writes_the_same_and_leaves_the_model_as_it_was():
 
 def test_several_prompts_are_each_as_alone():
     model, given = built("Qwen2ForCausalLM"), texts("left")
-    options = {"max_new_tokens": NEW, "do_sample": False, "method_options": {"causal": "receptive_field"}}
+    options = {"max_new_tokens": NEW, "do_sample": False, "causal": "receptive_field"}
     together = explain_generation(model, given, **options)
     assert together.values.shape[:3] == (2, together.values.shape[1], 12) and len(together) == 2
     assert (together.values[1, :, :3] == 0).all()
@@ -155,8 +153,8 @@ def ending(model: nn.Module, end: int) -> object:
 @pytest.mark.parametrize("method", ["attention", "flow", "gae"])
 def test_other_methods_read_the_finished_text_once(method):
     model = built("GPT2LMHeadModel")
-    options = {"value_weighted": False, **({"layers": 2} if method == "flow" else {})}
-    found = written(model, method=method, method_options=options, new=4)
+    options = {"value_weighted": False, **({"layers": 2, "causal": "raw"} if method == "flow" else {})}
+    found = written(model, method=method, **options, new=4)
     text = torch.tensor([(found.prompt_tokens + found.generated_tokens).ids[:-1]])
     with record_attention(model, gradients=method == "gae") as trace:
         logits = model(input_ids=text).logits
@@ -203,11 +201,11 @@ def test_room_is_made_where_more_is_written_than_was_said():
     model = built("GPT2LMHeadModel")
     from vitflow.methods import growing_rollout
 
-    expected = written(model)
+    expected = written(model, **PAPER)
     grown = growing_rollout.GrowingRollout(3)
     from vitflow.recording.writing import follow_writing
 
-    with follow_writing(model, grown, value_weighted="output"), torch.no_grad():
+    with follow_writing(model, grown), torch.no_grad():
         model.generate(prompt(), min_new_tokens=NEW, max_new_tokens=NEW, do_sample=False)
     rows, _ = grown.rows(8, 14)
     np.testing.assert_allclose(rows[0].permute(1, 2, 0).numpy(), joined(expected), atol=1e-6)
@@ -238,7 +236,7 @@ def test_other_mistakes_are_told_before_anything_is_written():
     with pytest.raises(OptionError, match="Unknown method for texts 'rolout'. Did you mean 'rollout'"):
         written(model, method="rolout")
     with pytest.raises(OptionError, match="Unknown option of method gae 'residual'"):
-        written(model, method="gae", method_options={"residual": 0.5})
+        written(model, method="gae", residual=0.5)
     cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
         model(prompt(), past_key_values=cache)

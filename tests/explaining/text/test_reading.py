@@ -9,7 +9,7 @@ import vitflow
 from tests import references
 from tests.recording.test_languages import built
 from vitflow import Words, explain_text, record_attention
-from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError, VitflowWarning
+from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
 from vitflow.explaining.text.wording import words_of
 from vitflow.methods.sequences import Grid, Prefix, SequenceLayout
 from vitflow.methods.tokens import TokenLayout
@@ -68,7 +68,7 @@ def test_tokens_stand_as_in_the_text(wordpieces, bytes_tokenizer):
     strings = ("[CLS]", "The", " key", " to", " the", " cab", "inets", " is", " on", " the", " table", ".", "[SEP]")
     assert found.tokens.strings == strings
     assert [place for place, special in enumerate(found.tokens.special) if special] == [0, 12]
-    assert found.asked == (0,) and not found.causal
+    assert found.asked == (0,) and not found.causal and found.options["causal"] == "raw"
     decoder = built("GPT2LMHeadModel", vocab_size=len(bytes_tokenizer))
     found = explain_text("The keys é is", model=decoder, tokenizer=bytes_tokenizer)
     assert "".join(found.tokens.strings) == "The keys é is"
@@ -147,8 +147,9 @@ def test_relative_to_the_receptive_field_the_own_token_stands_beside(bytes_token
     model = built("GPT2LMHeadModel", vocab_size=len(bytes_tokenizer))
     options = {"model": model, "tokenizer": bytes_tokenizer, "value_weighted": False}
     for method, own in (("rollout", {}), ("flow", {"layers": 2})):
-        raw = explain_text("The keys is", method=method, **options, **own)
-        found = explain_text("The keys is", method=method, causal="receptive_field", **options, **own)
+        raw = explain_text("The keys is", method=method, causal="raw", **options, **own)
+        found = explain_text("The keys is", method=method, **options, **own)
+        assert found.options["causal"] == "receptive_field"  # the default of a decoder
         assert found.weights[-1] == 0 and found.weights.sum() == pytest.approx(1)
         assert found.own == pytest.approx(raw.weights[-1]) and raw.own is None
         assert not np.allclose(found.weights, raw.weights)
@@ -173,11 +174,8 @@ def test_a_saved_model_is_read_by_its_folder(tmp_path, wordpieces):
     np.testing.assert_allclose(explain_text(TEXT, model=loaded).weights, given.weights, atol=1e-6)
 
 
-def test_value_weighting_is_left_out_with_a_warning_where_it_does_not_apply(wordpieces, monkeypatch):
+def test_value_weighting_that_does_not_apply_is_refused_with_the_way_out(wordpieces, monkeypatch):
     monkeypatch.setattr("vitflow.recording.layers.output_projection", lambda *_: None)
-    with pytest.warns(VitflowWarning, match="Texts are read without value weighting"):
-        found = explain_text(TEXT, model=reads(), tokenizer=wordpieces)
-    assert found.options["value_weighted"] is False
     with pytest.raises(UnsupportedModelError, match="Use value_weighted=False"):
         explain_text(TEXT, model=reads(), tokenizer=wordpieces, value_weighted="output")
 

@@ -1,7 +1,6 @@
 """A text that a language model writes: what each of its tokens rests on."""
 
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, ValueNormsError, VitflowWarning
+from vitflow.errors import OptionError
 from vitflow.explaining.method_table import Method
 from vitflow.explaining.progress import tracking
-from vitflow.explaining.text.method_table import text_method
+from vitflow.explaining.text.method_table import TEXT_METHODS, text_method
 from vitflow.explaining.text.read_rows import read_rows
 from vitflow.explaining.text.wording import words_of
 from vitflow.methods.growing_rollout import GrowingRollout
@@ -92,8 +91,7 @@ def explain_generation(
     *,
     tokenizer: Any = None,
     method: str = "rollout",
-    method_options: Mapping[str, Any] | None = None,
-    **generate: Any,
+    **options: Any,
 ) -> Generation:
     """Let a model write, and tell what each token that it writes rests on.
 
@@ -102,29 +100,29 @@ def explain_generation(
         inputs: the prompt, as the tokenizer makes it (input_ids, attention_mask), ids [batch, tokens], or a text.
         tokenizer: its tokenizer; by default the one saved beside it. Without one, tokens are told by their numbers.
         method: "rollout", "attention", "flow" or "gae".
-        method_options: the method's own, such as head_fusion="max", `causal` ("raw" or "receptive_field"), or
-            preset="paper".
-        generate: as `model.generate` takes them, such as max_new_tokens=20 or do_sample=True.
+        options: as `model.generate` takes them, such as max_new_tokens=20 or do_sample=True; and the method's own, such
+            as causal="raw" (by default "receptive_field"), head_fusion="max", or preset="paper".
 
     Raises:
         VitflowError: the model or an option is wrong; the message says which and what to do.
     """
-    chosen, used = text_method(method, method_options or {})
+    asked = {name: options[name] for name in options if any(one.accepts(name) for one in TEXT_METHODS.values())}
+    generate = {name: value for name, value in options.items() if name not in asked}
+    chosen, used = text_method(method, asked)
     model = unwrap(model)
     refuse_generation(model, generate)
     arguments, tokenizer = _arguments(inputs, tokenizer, model)
     started = time.perf_counter()
     arguments, start = {**arguments, **generate}, arguments["input_ids"].shape[1]
-    weighting_asked = bool((method_options or {}).get("value_weighted"))
     with evaluating(model), torch.no_grad():
         if method == "rollout":
-            sequences, rows, own, used = _follow(model, arguments, used, weighting_asked)
+            sequences, rows, own, used = _follow(model, arguments, used)
         else:
             sequences = _write(model, arguments)
     prompts, written = _split(sequences, arguments, tokenizer, model)
     n = sequences.shape[1] - start
     if method != "rollout":
-        rows, own, used = _taught(model, prompts, written, (n, start), chosen, used, weighting_asked)
+        rows, own, used = _taught(model, prompts, written, (n, start), chosen, used)
     values = _array(rows.permute(0, 2, 3, 1))  # [batch, rows, tokens, layers]
     beside = np.zeros((len(values), n, n, values.shape[-1]), np.float32)
     beside[:, :, : n - 1] = values[:, :, start:]  # the last token is written, and never read
@@ -178,32 +176,26 @@ def _write(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
 
 
 def _follow(
-    model: nn.Module, arguments: Mapping[str, Any], options: dict[str, Any], weighting_asked: bool
+    model: nn.Module, arguments: Mapping[str, Any], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
     """Write, with a rollout that grows: what was written, rows [batch, layers, rows, tokens], own shares, options."""
     start = arguments["input_ids"].shape[1]
     config = arguments.get("generation_config") or model.generation_config
+    options = {**options, "causal": options["causal"] or "receptive_field"}
     steps = int(arguments.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or _ROOM)
     of_rollout = {name: options[name] for name in ("discard_ratio", "residual", "start_layer", "causal")}
     grown = GrowingRollout(start + steps, **of_rollout)
-    try:
-        with tracking("generation", steps) as progress:
-            follow = follow_writing(
-                model,
-                grown,
-                head_fusion=options["head_fusion"],
-                value_weighted=options["value_weighted"],
-                visible=options["causal"] == "receptive_field" or bool(options["discard_ratio"]),
-                progress=progress,
-            )
-            with follow:
-                sequences = _write(model, arguments)
-    except ValueNormsError as error:  # in the first layer of the first pass: nothing was written yet
-        if weighting_asked:
-            raise
-        reason = str(error).removesuffix(" Use value_weighted=False.")
-        warnings.warn(f"{reason} Texts are read without value weighting.", VitflowWarning, stacklevel=3)
-        return _follow(model, arguments, {**options, "value_weighted": False}, True)
+    with tracking("generation", steps) as progress:
+        follow = follow_writing(
+            model,
+            grown,
+            head_fusion=options["head_fusion"],
+            value_weighted=options["value_weighted"],
+            visible=options["causal"] == "receptive_field" or bool(options["discard_ratio"]),
+            progress=progress,
+        )
+        with follow:
+            sequences = _write(model, arguments)
     return sequences, *grown.rows(start - 1, sequences.shape[1] - 1), options
 
 
@@ -234,7 +226,6 @@ def _taught(
     shape: tuple[int, int],
     method: Method,
     options: dict[str, Any],
-    weighting_asked: bool,
 ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
     """Rows of a method by one pass over each finished text, as `_follow` gives those of rollout."""
     n, start = shape
@@ -246,7 +237,7 @@ def _taught(
         readout = torch.eye(text.shape[1], device=device)[list(places)]
         targets = list(zip(places, new.ids, strict=True))
         inputs = {"input_ids": text, "attention_mask": torch.ones_like(text)}
-        read = read_rows(model, inputs, readout, method, options, targets=targets, weighting_asked=weighting_asked)
+        read = read_rows(model, inputs, readout, method, options, targets=targets)
         options = dict(read.options)
         left, below = start - prompt.length, n - new.length
         rows.append(torch.nn.functional.pad(read.rows.float(), (left, below, 0, below)))

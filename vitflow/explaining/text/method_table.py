@@ -1,6 +1,7 @@
 """The methods for texts: what each can be asked.
 
-This module imports no torch.
+The option `causal` is "raw" or "receptive_field"; None is the latter where each token sees only those before it, and
+the former otherwise. This module imports no torch.
 """
 
 from collections.abc import Mapping
@@ -9,7 +10,8 @@ from typing import Any
 from vitflow.errors import OptionError, unknown_name
 from vitflow.explaining.method_table import Method
 
-_PAPER = {"value_weighted": False}
+# As published: nothing is relative to the receptive field. The defaults are what found looked-up words best.
+_RAW = {"causal": "raw"}
 TEXT_METHODS: Mapping[str, Method] = {
     method.name: method
     for method in (
@@ -22,21 +24,21 @@ TEXT_METHODS: Mapping[str, Method] = {
                 "discard_ratio": 0.0,
                 "residual": 0.5,
                 "start_layer": 1,
-                "value_weighted": "output",
-                "causal": "raw",
+                "value_weighted": False,
+                "causal": None,
             },
             needs=frozenset({"attention"}),
             paper="Abnar & Zuidema, ACL 2020, §3.1",
-            presets={"paper": _PAPER},
+            presets={"paper": _RAW},
         ),
         Method(
             "attention",
             "Raw attention of one layer.",
             "vitflow.methods.layer_rows:attention_rows",
-            defaults={"head_fusion": "mean", "layer": -1, "discard_ratio": 0.0, "value_weighted": "output"},
+            defaults={"head_fusion": "mean", "layer": -1, "discard_ratio": 0.0, "value_weighted": False},
             needs=frozenset({"attention"}),
             paper="Abnar & Zuidema, ACL 2020, the baseline",
-            presets={"paper": _PAPER},
+            presets={"paper": {}},
         ),
         Method(
             "flow",
@@ -48,24 +50,24 @@ TEXT_METHODS: Mapping[str, Method] = {
                 "head_fusion": "mean",
                 "discard_ratio": 0.0,
                 "residual": 0.5,
-                "value_weighted": "output",
+                "value_weighted": False,
                 "solver": "exact",
-                "causal": "raw",
+                "causal": None,
             },
             needs=frozenset({"attention"}),
             paper="Abnar & Zuidema, ACL 2020, §3.2",
-            presets={"paper": {**_PAPER, "layers": "all", "below": "none"}},
+            presets={"paper": {**_RAW, "layers": "all", "below": "none"}},
             implies={("layers", "all"): "paper"},
         ),
         Method(
             "gae",
             "Generic attention explainability: attention times its gradient, added up through the layers.",
             "vitflow.methods.layer_rows:relevance_rows",
-            defaults={"head_fusion": "mean", "start_layer": 1, "value_weighted": "output"},
+            defaults={"head_fusion": "mean", "start_layer": 1, "value_weighted": False},
             needs=frozenset({"heads", "gradients"}),
             class_specific=True,
             paper="Chefer, Gur & Wolf, ICCV 2021, §3",
-            presets={"paper": _PAPER},
+            presets={"paper": {}},
         ),
     )
 }

@@ -1,6 +1,5 @@
 """One pass over a finished text, and the rows of any method for chosen tokens of it."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, UnsupportedModelError, ValueNormsError, VitflowWarning
+from vitflow.errors import OptionError, UnsupportedModelError
 from vitflow.explaining.method_table import Method
 from vitflow.explaining.progress import tracking
 from vitflow.methods import layer_rows
@@ -52,7 +51,6 @@ def read_rows(
     options: Mapping[str, Any],
     *,
     targets: Sequence[tuple[int, int | None]] = (),
-    weighting_asked: bool = False,
 ) -> RowsRead:
     """Read one text in one pass, and give the rows of a method for chosen tokens.
 
@@ -63,25 +61,16 @@ def read_rows(
         method, options: of the table of methods for texts.
         targets: for a class-specific method, for each row the position of a logit, and whose it is: a token or class;
             None for the most probable.
-        weighting_asked: whether value weighting was asked for; where it is a default, it is left out, with a warning,
-            in models to which it does not apply.
 
     Raises:
-        UnsupportedModelError: the model reads with an encoder and a decoder.
+        UnsupportedModelError: the model reads with an encoder and a decoder, or value weighting, where that is asked
+            for, does not apply to it.
     """
     gradients = "gradients" in method.needs
     if gradients:
         refuse_inference_tensors(model)
     with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(model):
-        try:
-            trace = _record(model, inputs, options, gradients)
-        except ValueNormsError as error:
-            if weighting_asked:
-                raise
-            reason = str(error).removesuffix(" Use value_weighted=False.")
-            warnings.warn(f"{reason} Texts are read without value weighting.", VitflowWarning, stacklevel=3)
-            options = {**options, "value_weighted": False}
-            trace = _record(model, inputs, options, gradients)
+        trace = _record(model, inputs, options, gradients)
         return _rows(trace, readout, method, options, targets)
 
 
@@ -121,6 +110,10 @@ def _rows(
         for layer in trace.layers
     ]
     readout = readout.to(matrices)
+    causal = all(not one.triu(1).any() for one in seen)
+    if "causal" in options and options["causal"] is None:
+        used["causal"] = "receptive_field" if causal else "raw"
+        options = {**options, "causal": used["causal"]}
     if method.name == "attention":
         found = layer_rows.attention_rows([*matrices], seen, readout, **used)
     elif method.name == "rollout":
@@ -130,7 +123,6 @@ def _rows(
         rounds = 2 if used["causal"] == "receptive_field" else 1
         with tracking("attention flow", rounds * len(seen) * readout.numel()) as progress:
             found, own = layer_rows.flow_rows([*matrices], seen, readout, progress=progress, **used)
-    causal = all(not one.triu(1).any() for one in seen)
     logits = None if trace.logits is None else trace.logits.detach()
     return RowsRead(found, chosen, own, matrices, causal, logits, options)
 

@@ -111,7 +111,6 @@ def explain_text(
         chosen,
         used,
         targets=[(asked[-1], wanted)],
-        weighting_asked=bool(options.get("value_weighted")),
     )
     told: dict[str, Any] = {"target": None, "probability": None}
     if chosen.class_specific and read.logits is not None:

@@ -1,0 +1,109 @@
+"""What following a generation costs: plain `generate` beside `explain_generation`, in one run.
+
+    python -m tests.benchmarks.generation [--prompt 512] [--new 64] [--repeats 3] [--layers 12] [--width 768]
+
+A GPT-2-sized model with random weights writes after a prompt. The two take turns, so that a noisy machine meets both
+alike; the ratio is that of the fastest rounds, with the median of the rounds' own ratios beside it. Working memory is
+what a fresh process needs at its peak beyond what plain `generate` needs there (Linux only: VmHWM), beside the size of
+one [layers, T, T] in float32.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+
+from tests.benchmarks.overhead import memory
+from vitflow import explain_generation
+from vitflow.explaining.text.method_table import TEXT_METHODS
+
+WORK = {
+    "plain": None,
+    "paper": {"preset": "paper"},
+    "default": {},
+    "weighted": {"value_weighted": "output", "causal": "raw"},
+}
+
+
+def prepare(given: argparse.Namespace) -> tuple[torch.nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=given.layers, n_embd=given.width, n_head=given.width // 64, bos_token_id=1, eos_token_id=2
+    )
+    prompt = torch.randint(3, config.vocab_size, (1, given.prompt))
+    return transformers.GPT2LMHeadModel(config).eval(), prompt
+
+
+def work(name: str, model: torch.nn.Module, prompt: torch.Tensor, new: int) -> None:
+    given = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False}
+    options = WORK[name]
+    arguments = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+    with torch.inference_mode():
+        if options is None:
+            model.generate(**arguments, **given)
+        else:
+            explain_generation(model, arguments, **given, **options)
+
+
+def seconds(function: partial[None]) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def peak_mib(name: str) -> float:
+    """Peak memory in MiB of one generation in a fresh process, beyond what it held before."""
+    command = [sys.executable, "-m", "tests.benchmarks.generation", *sys.argv[1:], "--memory-of", name]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--memory-of", choices=list(WORK), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    model, prompt = prepare(given)
+    if given.memory_of:
+        work(given.memory_of, model, prompt[:, :8], 2)  # what is loaded or compiled once is no part of it
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        before = memory("VmRSS")
+        work(given.memory_of, model, prompt, given.new)
+        print(memory("VmHWM") - before)
+        return
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
+    print(f"{given.new} tokens after {given.prompt}; {given.layers} layers of width {given.width}, float32")
+    tokens = given.prompt + given.new
+    print(f"one [layers, T, T]: {given.layers * tokens**2 * 4 / 2**20:.1f} MiB\n")
+    rounds: dict[str, list[float]] = {name: [] for name in WORK}
+    for number in range(given.repeats + 1):
+        for name in WORK:
+            took = seconds(partial(work, name, model, prompt, given.new))
+            if number:  # the first round compiles
+                rounds[name].append(took)
+    print("| | seconds | ratio | median ratio | peak beyond plain, MiB |")
+    print("|---|---|---|---|---|")
+    plain = peak_mib("plain")
+    for name in WORK:
+        ratios = [own / other for own, other in zip(rounds[name], rounds["plain"], strict=True)]
+        print(
+            f"| {name} | {min(rounds[name]):.2f} | {min(rounds[name]) / min(rounds['plain']):.2f} "
+            f"| {statistics.median(ratios):.2f} | {peak_mib(name) - plain:.1f} |",
+            flush=True,
+        )
+    print(f"\ndefault: {TEXT_METHODS['rollout'].complete({})}")
+
+
+if __name__ == "__main__":
+    main()
