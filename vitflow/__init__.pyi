@@ -17,6 +17,7 @@ from .explaining.text.generation import Generation as Generation
 from .explaining.text.generation import explain_generation as explain_generation
 from .explaining.text.reading import Reading as Reading
 from .explaining.text.reading import explain_text as explain_text
+from .explaining.text.wording import layouts_of as layouts_of
 from .folder.run import FolderSummary as FolderSummary
 from .folder.run import explain_folder as explain_folder
 from .methods.flow.attention_flow import FlowResult as FlowResult

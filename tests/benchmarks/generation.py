@@ -1,9 +1,10 @@
 """What following a generation costs: plain `generate` beside `explain_generation`, in one run.
 
-    python -m tests.benchmarks.generation [--prompt 512] [--new 64] [--repeats 3] [--layers 12] [--width 768]
+    python -m tests.benchmarks.generation [--what paper default weighted] [--prompt 512] [--new 64] [--repeats 3]
 
 A GPT-2-sized model with random weights writes after a prompt. The two take turns, so that a noisy machine meets both
-alike; the ratio is that of the fastest rounds, with the median of the rounds' own ratios beside it. Working memory is
+alike; the ratio is that of the fastest rounds, with the median of the rounds' own ratios and the ratio of processor
+time beside it. Working memory is
 what a fresh process needs at its peak beyond what plain `generate` needs there (Linux only: VmHWM), beside the size of
 one [layers, T, T] in float32.
 """
@@ -51,10 +52,11 @@ def work(name: str, model: torch.nn.Module, prompt: torch.Tensor, new: int) -> N
             explain_generation(model, arguments, **given, **options)
 
 
-def seconds(function: partial[None]) -> float:
-    started = time.perf_counter()
+def seconds(function: partial[None]) -> tuple[float, float]:
+    """By the clock, and of the processor."""
+    started = time.perf_counter(), time.process_time()
     function()
-    return time.perf_counter() - started
+    return time.perf_counter() - started[0], time.process_time() - started[1]
 
 
 def peak_mib(name: str) -> float:
@@ -66,6 +68,7 @@ def peak_mib(name: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--what", nargs="+", choices=list(WORK), default=["paper", "default", "weighted"])
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
@@ -86,20 +89,24 @@ def main() -> None:
     print(f"{given.new} tokens after {given.prompt}; {given.layers} layers of width {given.width}, float32")
     tokens = given.prompt + given.new
     print(f"one [layers, T, T]: {given.layers * tokens**2 * 4 / 2**20:.1f} MiB\n")
-    rounds: dict[str, list[float]] = {name: [] for name in WORK}
+    chosen = ["plain", *given.what]
+    rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
     for number in range(given.repeats + 1):
-        for name in WORK:
+        for name in chosen:
             took = seconds(partial(work, name, model, prompt, given.new))
             if number:  # the first round compiles
                 rounds[name].append(took)
-    print("| | seconds | ratio | median ratio | peak beyond plain, MiB |")
-    print("|---|---|---|---|---|")
+    print("| | seconds | ratio | median ratio | ratio of processor time | peak beyond plain, MiB |")
+    print("|---|---|---|---|---|---|")
     plain = peak_mib("plain")
-    for name in WORK:
-        ratios = [own / other for own, other in zip(rounds[name], rounds["plain"], strict=True)]
+    for name in chosen:
+        ratios = [own[0] / other[0] for own, other in zip(rounds[name], rounds["plain"], strict=True)]
+        (clock, processor), (clock_of_plain, processor_of_plain) = (
+            [min(took[which] for took in rounds[one]) for which in (0, 1)] for one in (name, "plain")
+        )
         print(
-            f"| {name} | {min(rounds[name]):.2f} | {min(rounds[name]) / min(rounds['plain']):.2f} "
-            f"| {statistics.median(ratios):.2f} | {peak_mib(name) - plain:.1f} |",
+            f"| {name} | {clock:.2f} | {clock / clock_of_plain:.2f} | {statistics.median(ratios):.2f} "
+            f"| {processor / processor_of_plain:.2f} | {peak_mib(name) - plain:.1f} |",
             flush=True,
         )
     print(f"\ndefault: {TEXT_METHODS['rollout'].complete({})}")

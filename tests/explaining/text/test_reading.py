@@ -8,7 +8,7 @@ from torch import nn
 import vitflow
 from tests import references
 from tests.recording.test_languages import built
-from vitflow import Words, explain_text, record_attention
+from vitflow import Words, explain_text, layouts_of, record_attention
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
 from vitflow.explaining.text.wording import words_of
 from vitflow.methods.sequences import Grid, Prefix, SequenceLayout
@@ -217,6 +217,16 @@ def test_a_layout_tells_each_part_its_place():
         assert layout.to_words(vector).tolist() == [start + place for place in (1, 8, 9, 10)]
         assert layout.to_grid(vector).tolist() == [[start + 2 + 3 * row + col for col in range(3)] for row in range(2)]
         assert layout.to_grid(vector.expand(5, -1)).shape == (5, 2, 3)
+    texts = torch.tensor([[0, 0, 5, 6], [5, 6, 7, 8]])
+    padded, whole = layouts_of(texts, (texts > 0).int())
+    assert (padded.num_padding, padded.padding, padded.to_words(texts[0]).tolist()) == (2, "left", [5, 6])
+    assert (whole.num_padding, whole.words.ids) == (0, (5, 6, 7, 8))
+    [right] = layouts_of(torch.tensor([[5, 0]]), torch.tensor([[1, 0]]))
+    assert (right.num_padding, right.padding) == (1, "right")
+    with pytest.raises(ShapeError, match="padding on one side"):
+        layouts_of(torch.tensor([[0, 5, 0]]), torch.tensor([[0, 1, 0]]))
+    with pytest.raises(ShapeError, match="got 3 in a row"):
+        layouts_of(torch.tensor([[9, 9, 9]]), image_token=9)
     picture = SequenceLayout.of(TokenLayout(1, 2, 2))
     vector = torch.arange(5)
     assert torch.equal(picture.to_grid(vector), TokenLayout(1, 2, 2).to_grid(vector)) and not len(
