@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitflow.errors import OptionError
 from vitflow.explaining.method_table import Method
 from vitflow.explaining.progress import tracking
-from vitflow.explaining.text.method_table import TEXT_METHODS, text_method
+from vitflow.explaining.text.method_table import TEXT_METHODS, for_kind, text_method
 from vitflow.explaining.text.read_rows import read_rows
 from vitflow.explaining.text.wording import words_of
 from vitflow.methods.growing_rollout import GrowingRollout
@@ -109,6 +109,7 @@ def explain_generation(
     asked = {name: options[name] for name in options if any(one.accepts(name) for one in TEXT_METHODS.values())}
     generate = {name: value for name, value in options.items() if name not in asked}
     chosen, used = text_method(method, asked)
+    used = for_kind(used, decoder=True)
     model = unwrap(model)
     refuse_generation(model, generate)
     arguments, tokenizer = _arguments(inputs, tokenizer, model)
@@ -116,13 +117,13 @@ def explain_generation(
     arguments, start = {**arguments, **generate}, arguments["input_ids"].shape[1]
     with evaluating(model), torch.no_grad():
         if method == "rollout":
-            sequences, rows, own, used = _follow(model, arguments, used)
+            sequences, rows, own = _follow(model, arguments, used)
         else:
             sequences = _write(model, arguments)
     prompts, written = _split(sequences, arguments, tokenizer, model)
     n = sequences.shape[1] - start
     if method != "rollout":
-        rows, own, used = _taught(model, prompts, written, (n, start), chosen, used)
+        rows, own = _taught(model, prompts, written, (n, start), chosen, used)
     values = _array(rows.permute(0, 2, 3, 1))  # [batch, rows, tokens, layers]
     beside = np.zeros((len(values), n, n, values.shape[-1]), np.float32)
     beside[:, :, : n - 1] = values[:, :, start:]  # the last token is written, and never read
@@ -177,11 +178,10 @@ def _write(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
 
 def _follow(
     model: nn.Module, arguments: Mapping[str, Any], options: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
-    """Write, with a rollout that grows: what was written, rows [batch, layers, rows, tokens], own shares, options."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Write, with a rollout that grows: what was written, rows [batch, layers, rows, tokens], own shares."""
     start = arguments["input_ids"].shape[1]
     config = arguments.get("generation_config") or model.generation_config
-    options = {**options, "causal": options["causal"] or "receptive_field"}
     steps = int(arguments.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or _ROOM)
     of_rollout = {name: options[name] for name in ("discard_ratio", "residual", "start_layer", "causal")}
     grown = GrowingRollout(start + steps, **of_rollout)
@@ -196,7 +196,7 @@ def _follow(
         )
         with follow:
             sequences = _write(model, arguments)
-    return sequences, *grown.rows(start - 1, sequences.shape[1] - 1), options
+    return sequences, *grown.rows(start - 1, sequences.shape[1] - 1)
 
 
 def _split(
@@ -226,7 +226,7 @@ def _taught(
     shape: tuple[int, int],
     method: Method,
     options: dict[str, Any],
-) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+) -> tuple[Tensor, Tensor | None]:
     """Rows of a method by one pass over each finished text, as `_follow` gives those of rollout."""
     n, start = shape
     device = next((parameter.device for parameter in model.parameters()), None)
@@ -238,12 +238,11 @@ def _taught(
         targets = list(zip(places, new.ids, strict=True))
         inputs = {"input_ids": text, "attention_mask": torch.ones_like(text)}
         read = read_rows(model, inputs, readout, method, options, targets=targets)
-        options = dict(read.options)
         left, below = start - prompt.length, n - new.length
         rows.append(torch.nn.functional.pad(read.rows.float(), (left, below, 0, below)))
         shares.append(None if read.own is None else torch.nn.functional.pad(read.own.float(), (0, below)))
     told = [one for one in shares if one is not None]
-    return torch.stack(rows), torch.stack(told) if told else None, options
+    return torch.stack(rows), torch.stack(told) if told else None
 
 
 def _array(tensor: Tensor) -> NDArray[np.float32]:

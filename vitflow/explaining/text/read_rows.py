@@ -31,7 +31,6 @@ class RowsRead:
         matrices: fused attention of each layer, [layers, tokens, tokens].
         causal: whether no token sees a later one.
         logits: what the model answered.
-        options: those that were used.
     """
 
     rows: Tensor
@@ -40,7 +39,6 @@ class RowsRead:
     matrices: Tensor
     causal: bool
     logits: Tensor | None
-    options: Mapping[str, Any]
 
 
 def read_rows(
@@ -111,9 +109,6 @@ def _rows(
     ]
     readout = readout.to(matrices)
     causal = all(not one.triu(1).any() for one in seen)
-    if "causal" in options and options["causal"] is None:
-        used["causal"] = "receptive_field" if causal else "raw"
-        options = {**options, "causal": used["causal"]}
     if method.name == "attention":
         found = layer_rows.attention_rows([*matrices], seen, readout, **used)
     elif method.name == "rollout":
@@ -124,7 +119,7 @@ def _rows(
         with tracking("attention flow", rounds * len(seen) * readout.numel()) as progress:
             found, own = layer_rows.flow_rows([*matrices], seen, readout, progress=progress, **used)
     logits = None if trace.logits is None else trace.logits.detach()
-    return RowsRead(found, chosen, own, matrices, causal, logits, options)
+    return RowsRead(found, chosen, own, matrices, causal, logits)
 
 
 def _for_targets(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError
-from vitflow.explaining.text.method_table import text_method
+from vitflow.explaining.text.method_table import for_kind, text_method
 from vitflow.explaining.text.read_rows import read_rows
 from vitflow.explaining.text.wording import words_in, words_of
 from vitflow.methods.sequences import Words
@@ -86,7 +86,8 @@ def explain_text(
             one, the last token of a decoder, and else the class token.
         method: "rollout", "attention", "flow" or "gae".
         target: for "gae" the word (one token) whose logit at that place is explained, by default the most probable.
-        options: the method's own, such as head_fusion="max", and `causal` ("raw" or "receptive_field").
+        options: the method's own, such as head_fusion="max". Of decoders the defaults are value_weighted=False and
+            causal="receptive_field", of encoders value_weighted="output" and causal="raw".
 
     Raises:
         VitflowError: the model or an option is wrong; the message says which and what to do.
@@ -98,6 +99,7 @@ def explain_text(
     else:
         model, own = load_language_model(model)
         tokenizer = own if tokenizer is None else tokenizer_of(model, tokenizer)
+    used = for_kind(used, decoder=is_decoder(model))
     started = time.perf_counter()
     inputs, words = _encode(text, tokenizer, model)
     asked = _asked(words, token, tokenizer, model)
@@ -126,7 +128,7 @@ def explain_text(
         text=text,
         model=model_id(model),
         method=method,
-        options=read.options,
+        options=used,
         seconds=time.perf_counter() - started,
         **told,
     )
