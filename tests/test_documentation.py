@@ -21,6 +21,7 @@ import transformers
 from PIL import Image
 
 import vitflow
+from tests.explaining.text.test_reading import wordpiece_tokenizer
 from vitflow.cli import cli
 from vitflow.demo import sample_pictures
 from vitflow.errors import VitflowWarning
@@ -121,6 +122,15 @@ def hub(monkeypatch) -> None:
 
     monkeypatch.setattr(timm, "create_model", small)
     monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(no_weights))
+
+    def language_model(name: str):
+        tokenizer = wordpiece_tokenizer()
+        size = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": len(tokenizer)}
+        return transformers.BertForMaskedLM(transformers.BertConfig(**size)).eval(), tokenizer
+
+    monkeypatch.setattr(
+        importlib.import_module("vitflow.explaining.text.reading"), "load_language_model", language_model
+    )
     monkeypatch.setattr(
         transformers.AutoImageProcessor, "from_pretrained", lambda name, **_: transformers.ViTImageProcessor()
     )

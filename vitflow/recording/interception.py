@@ -217,7 +217,7 @@ def _attend_in_parts(
             shape = (*some.shape[:-1], keys)
             scores = torch.matmul(some * factor, turned, out=room[: math.prod(shape)].view(shape))
             if mask is not None:
-                scores, unseeing = _mask(scores, mask[part, :, top : top + rows])
+                scores, unseeing = _mask(scores, mask[part, :, top : top + rows], in_place=True)
             probabilities = torch.softmax(scores, dim=-1, out=scores)
             if mask is not None:
                 probabilities.masked_fill_(unseeing, 0.0)
@@ -228,14 +228,15 @@ def _attend_in_parts(
     return output
 
 
-def _mask(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def _mask(scores: Tensor, mask: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
     """Scores with their mask, and which queries see no key: to these, torch's own function gives zeros."""
     if mask.dtype != torch.bool:
-        scores = scores + mask
+        scores = scores.add_(mask) if in_place else scores + mask
         unseeing = (scores == -math.inf).all(dim=-1, keepdim=True)
-        return scores.masked_fill(unseeing, 0.0), unseeing
+        return (scores.masked_fill_ if in_place else scores.masked_fill)(unseeing, 0.0), unseeing
     unseeing = ~mask.any(dim=-1, keepdim=True)
-    return scores.masked_fill(~(mask | unseeing), -math.inf), unseeing
+    unseen = ~(mask | unseeing)
+    return (scores.masked_fill_ if in_place else scores.masked_fill)(unseen, -math.inf), unseeing
 
 
 def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None, enable_gqa: bool) -> Tensor:

@@ -20,8 +20,7 @@ TEXT = "The key to the cabinets is on the table."
 PIECES = ["the", "key", "to", "cab", "##inets", "is", "on", "table", ".", "The"]
 
 
-@pytest.fixture(scope="module")
-def wordpieces():
+def wordpiece_tokenizer():
     """A tokenizer in the manner of BERT's, of a few words."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -36,6 +35,11 @@ def wordpieces():
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, **{f"{name}_token": token for name, token in special.items()}
     )
+
+
+@pytest.fixture(scope="module")
+def wordpieces():
+    return wordpiece_tokenizer()
 
 
 @pytest.fixture(scope="module")
