@@ -10,14 +10,14 @@ from .explaining.method_table import list_methods as list_methods
 from .explaining.method_table import register_method as register_method
 from .explaining.saliency import Saliency as Saliency
 from .explaining.targets import Contrast as Contrast
-from .folder.batch_explainer import BatchExplainer as BatchExplainer
-from .folder.draw import draw_run as draw_run
-from .folder.draw import read_grids as read_grids
 from .explaining.text.generation import Generation as Generation
 from .explaining.text.generation import explain_generation as explain_generation
 from .explaining.text.reading import Reading as Reading
 from .explaining.text.reading import explain_text as explain_text
 from .explaining.text.wording import layouts_of as layouts_of
+from .folder.batch_explainer import BatchExplainer as BatchExplainer
+from .folder.draw import draw_run as draw_run
+from .folder.draw import read_grids as read_grids
 from .folder.run import FolderSummary as FolderSummary
 from .folder.run import explain_folder as explain_folder
 from .methods.flow.attention_flow import FlowResult as FlowResult
