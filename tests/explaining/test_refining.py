@@ -7,7 +7,7 @@ import torch
 
 from tests import references
 from vitflow import Explainer, explain_folder, register_method
-from vitflow.demo import sample_pictures
+from vitflow.demo import draw_pictures, sample_pictures
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning
 from vitflow.explaining import method_table
 from vitflow.explaining.consensus import FLOOR, PARTS, geometric_mean
@@ -225,6 +225,15 @@ def test_patches_that_are_all_alike_are_told(table):
     consensus = explainer.explain(PICTURES[0], method="consensus")  # only a default there
     assert consensus.options["refine"] == 0
     assert consensus.facts["refinement"] == "left out: the model treats all patches nearly alike"
+
+
+def test_by_default_a_picture_that_is_much_alike_is_refined_as_if_asked(demo):
+    """The model's patches attend nearly evenly to this one, and refined its maps lie far better on the object."""
+    picture = next(draw_pictures(1, 8)).image
+    default = demo.explain(picture, method="gae")
+    asked = demo.explain(picture, method="gae", refine=1)
+    assert default.options == asked.options and default.facts == asked.facts
+    np.testing.assert_array_equal(default.grid, asked.grid)
 
 
 @pytest.mark.parametrize(
