@@ -1,0 +1,218 @@
+"""The attention graph: tokens as nodes, layer upon layer, and what passes between them as edges."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from vitflow.errors import OptionError, ShapeError
+from vitflow.methods.sequences import Words
+from vitflow.pictures.figures import DPI
+from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, Page, drawable
+from vitflow.words.labels import labels_of, shown_positions
+from vitflow.words.terminal import padded
+from vitflow.words.trust import Trust, check_weights
+from vitflow.words.view import FOR, MARGIN, View, draw_foot, draw_title, embedded, percent, render
+
+#: A graph of more tokens or layers than this would be a grey area.
+MOST_TOKENS, MOST_LAYERS = 40, 48
+_GAP, _STEP = 0.35, 0.32
+_STRONGEST = 3  # edges of a layer that are told in words
+_BLUE = tuple(channel / 255 for channel in FOR)
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One graph among those that stand side by side.
+
+    Attributes:
+        title: such as "attention rollout".
+        matrices: the weight of each edge, [layers, tokens, tokens]: from token i after layer l to token j below.
+        paths: of the same shape, the edges of one node, drawn strong; None to draw all edges alike.
+        note: a line below.
+    """
+
+    title: str
+    matrices: Any
+    paths: Any = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class GraphView(View):
+    """Attention graphs side by side: a node for each token after each layer, the input at the bottom.
+
+    Attributes:
+        words: the tokens.
+        panels: the graphs.
+        asked: positions of the tokens whose paths are drawn strong.
+        hidden: tokens that are left out, and why, as `hide` gives them.
+        title, caption: a line above and one below.
+
+    Raises:
+        ShapeError: matrices that do not fit the tokens.
+        OptionError: more tokens or layers than can be told apart.
+
+    Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, Figure 1.
+
+    >>> words = Words(("a", " key"), (0, 1), (False, False))
+    >>> GraphView(words, [Panel("raw attention", [[[1.0, 0.0], [0.4, 0.6]]])], asked=(1,)).panels[0].matrices.shape
+    (1, 2, 2)
+    """
+
+    words: Words
+    panels: Sequence[Panel]
+    asked: Sequence[int] = ()
+    hidden: Mapping[int, str] = field(default_factory=dict)
+    title: str = ""
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        tokens = self.words.length
+        checked = [
+            Panel(
+                panel.title,
+                _checked(panel.matrices, tokens),
+                None if panel.paths is None else _checked(panel.paths, tokens),
+                panel.note,
+            )
+            for panel in self.panels
+        ]
+        object.__setattr__(self, "panels", checked)
+        shown, layers = len(self._columns), max((len(panel.matrices) for panel in checked), default=0)
+        if not checked or shown > MOST_TOKENS or layers > MOST_LAYERS:
+            raise OptionError(
+                f"Expected one graph or more of at most {MOST_TOKENS} tokens and {MOST_LAYERS} layers, got "
+                f"{len(checked)} of {shown} tokens and {layers} layers: take a shorter text, or draw a sheet."
+            )
+
+    @property
+    def _columns(self) -> list[int]:
+        return shown_positions(self.words, self.hidden)
+
+    @property
+    def trust(self) -> Trust | None:
+        """What the asked token's row of the last graph says of itself."""
+        if not self.asked:
+            return None
+        row = self.panels[-1].matrices[-1][list(self.asked)].mean(axis=0)
+        own = float(row[list(self.asked)].sum() / (row.sum() or 1.0))
+        return Trust.of(row, self.words, own=own, hidden=self.hidden)
+
+    @property
+    def _foot(self) -> list[str]:
+        trust = self.trust
+        told = "edges: the thicker and darker, the more passes; blue: the paths of the token that is asked about"
+        last = "" if trust is None else f"{self.panels[-1].title}, top layer: {trust}"
+        return [line for line in (told, last, trust.left_out if trust else "", self.caption) if line]
+
+    def html(self) -> str:
+        """The graphs as a picture in HTML, described in words."""
+        return render("graph.html", view=self, text=self.text(), **embedded(self.figure(framed=False)))
+
+    def text(self, *, color: bool = False, width: int = 80, plain: bool = False) -> str:
+        """For each graph the strongest edges of the asked token, or of all, layer by layer."""
+        labels = labels_of(self.words)
+        lines = [self.title] if self.title else []
+        for panel in self.panels:
+            lines.append(panel.title)
+            drawn = panel.matrices if panel.paths is None else panel.paths
+            for layer in range(len(drawn) - 1, -1, -1):
+                edges = drawn[layer][np.ix_(self._columns, self._columns)]
+                strongest = [
+                    place
+                    for place in np.argsort(-edges, axis=None, kind="stable")[:_STRONGEST]
+                    if edges.flat[place] > 0
+                ]
+                told = []
+                for place in strongest:
+                    above, below = (
+                        labels[self._columns[int(node)]].text for node in np.unravel_index(place, edges.shape)
+                    )
+                    told.append(f"{above} {'<-' if plain else '←'} {below} {percent(edges.flat[place])} %")
+                lines.append(f"  layer {layer + 1}: {', '.join(told)}")
+        return "\n".join([*lines, "", *self._foot[1:]])
+
+    def figure(self, *, framed: bool = True) -> Figure:
+        """The graphs as a figure."""
+        labels = labels_of(self.words)
+        names = [padded(labels[position].text, 14).rstrip() for position in self._columns]
+        scratch = Page(DPI, 1.0)
+        name_width = max(scratch.measure(drawable(name), BODY) for name in names) + 0.08
+        layers = max(len(panel.matrices) for panel in self.panels)
+        step = min(_STEP, 7.0 / layers)
+        # Tokens stand below each other and layers beside each other, so that words can be read.
+        wide, row = max(layers * max(step, 0.2), 1.4), min(0.2, 7.5 / len(names))
+        page = Page(DPI, max(2 * MARGIN + name_width + len(self.panels) * (wide + _GAP), 4.0))
+        top = draw_title(page, self.title if framed else "")
+        top += TITLE * LEADING + 0.2
+        bottom = top
+        for number, panel in enumerate(self.panels):
+            left = MARGIN + name_width + number * (wide + _GAP)
+            page.line(drawable(panel.title), left, top - 0.14, TITLE, ha="left", weight="bold")
+            bottom = max(bottom, self._draw_panel(page, panel, left, top, wide, row))
+        for place, (name, position) in enumerate(zip(names, self._columns, strict=True)):
+            weight = "bold" if position in self.asked else "normal"
+            page.line(
+                drawable(name), MARGIN + name_width - 0.08, top + place * row + 0.03, BODY, ha="right", weight=weight
+            )
+        return draw_foot(page, self._foot if framed else (), bottom)
+
+    def _draw_panel(self, page: Page, panel: Panel, left: float, top: float, wide: float, row: float) -> float:
+        """One graph, the input at its left edge and the top layer at its right; returns where it ends."""
+        layers, columns = len(panel.matrices), self._columns
+        step = wide / layers
+        chosen = np.ix_(range(layers), columns, columns)
+        _draw_edges(page, panel.matrices[chosen], left, top, step, row, (0.35, 0.35, 0.35), panel.paths is not None)
+        if panel.paths is not None:
+            _draw_edges(page, panel.paths[chosen], left, top, step, row, _BLUE, False)
+        xs, ys = np.meshgrid(left + step * np.arange(layers + 1), top + row * np.arange(len(columns)))
+        page.axes.scatter(xs, ys, s=4, color=INK, linewidths=0, zorder=4)
+        for place, position in enumerate(columns):
+            if position in self.asked:
+                page.axes.scatter(
+                    [left + step * layers], [top + place * row], s=22, color=[_BLUE], linewidths=0, zorder=5
+                )
+        y = top + row * (len(columns) - 1) + 0.06 + SMALL * LEADING
+        every = max(round(0.14 / step + 0.49), 1)
+        for layer in range(0, layers + 1, every):
+            page.line(str(layer) if layer else "in", left + step * layer, y, SMALL, color=GREY)
+        for line in page.wrap(panel.note, wide + _GAP - 0.1, SMALL, lines=3) if panel.note else ():
+            y += SMALL * LEADING
+            page.line(line, left, y, SMALL, ha="left", color=GREY)
+        return y + 0.08
+
+
+def _checked(matrices: Any, tokens: int) -> NDArray[np.float64]:
+    found = np.asarray(matrices.detach().cpu() if hasattr(matrices, "detach") else matrices)
+    if found.ndim != 3 or found.shape[1:] != (tokens, tokens) or not len(found):
+        raise ShapeError(f"Expected matrices [layers, {tokens}, {tokens}], got {list(found.shape)}.")
+    flat = check_weights(found.reshape(-1, tokens), (None, tokens))
+    return np.nan_to_num(flat).reshape(found.shape)
+
+
+def _draw_edges(
+    page: Page,
+    matrices: NDArray[np.float64],
+    left: float,
+    top: float,
+    step: float,
+    row: float,
+    color: tuple[float, ...],
+    faint: bool,
+) -> None:
+    """Lines between neighbouring layers, as thick and dark as their squared share of the layer's largest weight."""
+    largest = matrices.max(axis=(1, 2), keepdims=True)
+    shares = (matrices / np.where(largest > 0, largest, 1.0)) ** 2
+    layer, above, below = np.nonzero(shares > 0.01)
+    strength = shares[layer, above, below]
+    order = np.argsort(strength, kind="stable")  # the strongest lie on top
+    layer, above, below, strength = layer[order], above[order], below[order], strength[order]
+    right, far = left + step * (layer + 1), left + step * layer
+    lines = np.stack([np.stack([right, top + row * above], 1), np.stack([far, top + row * below], 1)], 1)
+    colors = np.concatenate([np.tile(color, (len(lines), 1)), (strength * (0.18 if faint else 0.9))[:, None]], 1)
+    page.axes.add_collection(LineCollection(list(lines), linewidths=0.2 + 1.8 * strength, colors=colors, zorder=2))
