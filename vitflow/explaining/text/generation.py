@@ -1,8 +1,10 @@
 """A text that a language model writes: what each of its tokens rests on."""
 
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from vitflow.errors import OptionError
 from vitflow.explaining.method_table import Method
 from vitflow.explaining.progress import tracking
+from vitflow.explaining.text import views
 from vitflow.explaining.text.method_table import TEXT_METHODS, for_kind, text_method
 from vitflow.explaining.text.read_rows import read_rows
 from vitflow.explaining.text.wording import words_of
@@ -23,6 +26,8 @@ from vitflow.models.facts import model_id
 from vitflow.models.languages import refuse_generation, tokenizer_beside, tokenizer_of
 from vitflow.recording.isolation import evaluating
 from vitflow.recording.writing import follow_writing
+from vitflow.words.shaded import ShadedText
+from vitflow.words.sheet import Sheet
 
 # Tokens to make room for where it is not said how many are written at most.
 _ROOM = 64
@@ -83,6 +88,57 @@ class Generation:
             generated_tokens=written,
             own=None if self.own is None else self.own[number, :n],
         )
+
+    def shaded(self, number: int, *, special: bool = True, stop_words: Iterable[str] = ()) -> ShadedText:
+        """What one generated token rests on, over the prompt and what was written before it.
+
+        Args:
+            number: which generated token, 0 for the first, −1 for the last.
+            special: show special tokens.
+            stop_words: words to show without a shade; what is not shown is said below, with its share of the weight.
+
+        Raises:
+            OptionError: no such token, or several prompts: take `generation[0]`.
+        """
+        return views.shade_generated(self, number, special=special, stop_words=stop_words)
+
+    def sheet(
+        self, layer: int = -1, *, generated: bool = False, special: bool = True, stop_words: Iterable[str] = ()
+    ) -> Sheet:
+        """A row for each generated token, a column for each token of the prompt.
+
+        Args:
+            layer: up to which layer, 1 for the first, −1 for the last.
+            generated: a column for each generated token, too, instead of their sum.
+            special, stop_words: as for `shaded`.
+        """
+        return views.sheet_of_generation(self, layer, generated=generated, special=special, stop_words=stop_words)
+
+    def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
+        """Write the sheet as .png, .pdf or .svg; options as for `sheet`."""
+        return self.sheet(**options).save(path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON: `values` [n, m, layers] and `among_generated` [n, n, layers] as nested lists."""
+        prompt, written = views.one_prompt(self)
+        return {
+            "prompt_tokens": list(prompt.strings),
+            "prompt_ids": list(prompt.ids),
+            "generated_tokens": list(written.strings),
+            "generated_ids": list(written.ids),
+            "values": self.values.tolist(),
+            "among_generated": self.among_generated.tolist(),
+            "own": None if self.own is None else self.own.tolist(),
+            "model": self.model,
+            "method": self.method,
+            "options": views.plain_options(self.options),
+            "facts": dict(self.facts),
+            "seconds": round(self.seconds, 4),
+        }
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        found = [self[number].sheet()._repr_mimebundle_(include, exclude) for number in range(len(self))]
+        return {kind: "\n".join(one[kind] for one in found) for kind in found[0]}
 
 
 def explain_generation(

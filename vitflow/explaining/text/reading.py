@@ -1,8 +1,9 @@
 """A text that a language model reads: what one of its tokens rests on."""
 
+import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError
+from vitflow.explaining.text import views
 from vitflow.explaining.text.method_table import for_kind, text_method
 from vitflow.explaining.text.read_rows import read_rows
 from vitflow.explaining.text.wording import words_in, words_of
@@ -19,6 +21,9 @@ from vitflow.methods.sequences import Words
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import model_id
 from vitflow.models.languages import is_decoder, load_language_model, predicts_words, tokenizer_of
+from vitflow.words.graph import GraphView
+from vitflow.words.shaded import ShadedText
+from vitflow.words.sheet import Sheet
 
 # The matrices of longer texts are not kept: nobody draws them as a graph, and they take memory.
 LONGEST_GRAPH = 256
@@ -64,6 +69,57 @@ class Reading:
     probability: float | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+
+    def shaded(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> ShadedText:
+        """The text with each token on the shade of its weight.
+
+        Args:
+            special: show special tokens.
+            stop_words: words to show without a shade, such as `vitflow.words.labels.ENGLISH_STOP_WORDS`. What is not
+                shown is said below the view, with its share of the weight.
+        """
+        return views.shade_reading(self, special=special, stop_words=stop_words)
+
+    def sheet(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> Sheet:
+        """The weights where the method ends at each layer, the last layer on top; options as for `shaded`."""
+        return views.layers_of_reading(self, special=special, stop_words=stop_words)
+
+    def graph(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> GraphView:
+        """Raw attention, rollout and flow as graphs side by side, as the paper draws them; options as for `shaded`.
+
+        Raises:
+            OptionError: the text is too long for a graph.
+        """
+        return views.graph_of_reading(self, special=special, stop_words=stop_words)
+
+    def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
+        """Write the shaded text as .png, .pdf or .svg; options as for `shaded`."""
+        return self.shaded(**options).save(path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the matrices, ready for JSON."""
+        return {
+            "text": self.text,
+            "tokens": list(self.tokens.strings),
+            "ids": list(self.tokens.ids),
+            "special": list(self.tokens.special),
+            "weights": self.weights.tolist(),
+            "layers": self.layers.tolist(),
+            "asked": list(self.asked),
+            "own": self.own,
+            "causal": self.causal,
+            "trust": asdict(self.shaded().trust),
+            "model": self.model,
+            "method": self.method,
+            "options": views.plain_options(self.options),
+            "target": self.target,
+            "probability": self.probability,
+            "facts": dict(self.facts),
+            "seconds": round(self.seconds, 4),
+        }
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        return self.shaded()._repr_mimebundle_(include, exclude)
 
 
 def explain_text(
