@@ -16,6 +16,7 @@ from vitflow.cli.explain import explain
 from vitflow.cli.folder import folder
 from vitflow.cli.layers import layers
 from vitflow.cli.listing import demo, methods, models
+from vitflow.cli.read import read
 from vitflow.cli.report import report
 
 
@@ -31,6 +32,7 @@ def cli() -> None:
 
 
 for _command in (explain, compare, layers, evaluate, folder, draw, report, demo, methods, models):
+for _command in (explain, compare, layers, evaluate, folder, read, report, demo, methods, models):
     cli.add_command(_command)
 
 

@@ -45,10 +45,13 @@ class PathOrURL(click.Path):
         return value if is_remote(value) else super().convert(value, param, ctx)
 
 
-def method_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command every option of the table of methods."""
+def method_options(command: Callable[..., None], methods: Iterable[Method] | None = None) -> Callable[..., None]:
+    """Give a command every option of these methods, by default of all options in the table."""
+    table = list(list_methods() if methods is None else methods)
     for option in reversed(OPTIONS.values()):
-        having = [method for method in list_methods() if method.accepts(option.name)]
+        having = [method for method in table if method.accepts(option.name)]
+        if methods is not None and not having:
+            continue
         kind: Any = {"choice": click.Choice(option.choices), "patch": _Patch(), "text": str}.get(
             str(option.kind), option.kind
         )

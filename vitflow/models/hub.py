@@ -1,17 +1,19 @@
 """Models by name, from timm and from its hub: errors name the remedy, and a hub that is away costs seconds."""
 
+import json
 import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import timm
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 
-from vitflow.errors import ModelError
+from vitflow.errors import ModelError, printable
 
 # Seconds within which the hub must answer; else what its cache holds is used alone.
 _PATIENCE = 4.0
@@ -78,3 +80,16 @@ def hub_answers(seconds: float = _PATIENCE) -> bool:
     asking.start()
     asking.join(seconds)
     return bool(heard)
+
+
+def refuse_pictures(name: str) -> None:
+    """Raise ModelError where a name is that of a model for pictures alone: one of timm, or a folder that says so."""
+    config: dict[str, Any] = {}
+    with suppress(OSError, ValueError, TypeError):
+        config = dict(json.loads((Path(name) / "config.json").read_text(encoding="utf-8")))
+    of_timm = name == "demo" or name.startswith(("local-dir:", "hf-hub:")) or "architecture" in config
+    if of_timm or {"patch_size", "image_size"} <= config.keys() or timm.is_model(name):
+        raise ModelError(
+            f"Expected a language model of transformers, got {printable(name)}, which reads pictures: "
+            f"vitflow explain PICTURE --model {printable(name)} explains it."
+        )

@@ -1,0 +1,198 @@
+"""`vitflow read` as a user meets it: words in the terminal, pages, pictures, JSON, and errors that say what to do."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    ViTConfig,
+    ViTModel,
+)
+
+from vitflow.cli import cli
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS += ["the", "key", "to", "cabinets", "is", "here", "on", "a", "table", "<b>", "."]
+
+
+def keep(model, folder, template: str):
+    """Save a model with a tokenizer that takes words between spaces."""
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    special = [(word, WORDS.index(word)) for word in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    names = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, mask_token="[MASK]", **names).save_pretrained(folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(WORDS), hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    return keep(BertModel(config), tmp_path_factory.mktemp("encoder"), "[CLS] $A [SEP]")
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    torch.manual_seed(0)
+    ends = {"bos_token_id": 2, "eos_token_id": 0, "pad_token_id": 0}
+    config = GPT2Config(vocab_size=len(WORDS), n_embd=16, n_layer=2, n_head=2, n_positions=64, **ends)
+    return keep(GPT2LMHeadModel(config), tmp_path_factory.mktemp("decoder"), "[CLS] $A")
+
+
+def read(*arguments, env=None):
+    return CliRunner().invoke(cli, ["read", *map(str, arguments)], env={"COLUMNS": "90", **(env or {})})
+
+
+TEXT = "the key to the cabinets is here"
+
+
+def test_a_user_reads_a_word(encoder, tmp_path):
+    done = read(TEXT, "--model", encoder, "--token", "is", "--png", tmp_path / "o.png")
+    assert done.exit_code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "What “is” rests on" and "[is]" in lines[1]
+    assert re.search(r"special tokens \d+ % · first token \d+ % · its own token \d+ % · entropy", done.stdout)
+    assert "\x1b" not in done.stdout  # a pipe gets no colours
+    assert done.stderr.splitlines() == [f"written: {tmp_path / 'o.png'}"]
+    with Image.open(tmp_path / "o.png") as picture:
+        assert picture.width > 500
+
+
+def test_a_page_has_all_views(encoder, tmp_path):
+    done = read(TEXT, "--model", encoder, "--token", "is", "--html", tmp_path / "o.html")
+    assert done.exit_code == 0, done.stderr
+    page = (tmp_path / "o.html").read_text()
+    assert page.count('<p class="title"><bdi>What “is” rests on') == 3  # text, layers, graph
+    assert "<bdi>cabinets</bdi>" in page and "<script" not in page and "http:" not in page
+
+
+def test_numbers_come_as_json(encoder):
+    done = read(TEXT, "--model", encoder, "--token", 6, "--method", "attention", "--json")
+    found = json.loads(done.stdout)
+    assert found["tokens"][6].strip() == "is" and found["asked"] == [6]
+    assert found["method"] == "attention" and len(found["weights"]) == 9
+    assert sum(found["weights"]) == pytest.approx(1, abs=1e-5)
+    assert found["trust"]["special"] == pytest.approx(found["weights"][0] + found["weights"][-1], abs=1e-5)
+
+
+@pytest.mark.parametrize(("view", "sign"), [("layers", "layer 2"), ("graph", "attention flow"), ("text", "[is]")])
+def test_each_view_can_be_asked_for(view, sign, encoder):
+    done = read(TEXT, "--model", encoder, "--token", "is", "--view", view)
+    assert done.exit_code == 0 and sign in done.stdout
+
+
+def test_what_is_hidden_is_said(encoder, tmp_path):
+    (tmp_path / "words.txt").write_text("the\nto\n")
+    done = read(
+        TEXT, "--model", encoder, "--token", "is", "--hide-special", "--hide-stop-words", tmp_path / "words.txt"
+    )
+    assert re.search(
+        r"Not shown: special tokens \(\d+ % of the weight\), stop words \(\d+ % of the weight\)", done.stdout
+    )
+    assert "[CLS]" not in done.stdout
+    assert "Not shown: stop words" in read(TEXT, "--model", encoder, "--hide-stop-words", "english").stdout
+
+
+@pytest.mark.parametrize(
+    ("environment", "colored"),
+    [
+        ({"FORCE_COLOR": "1"}, True),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+        ({"FORCE_COLOR": "0"}, False),
+        ({}, False),
+    ],
+)
+def test_colours_are_for_terminals_that_want_them(environment, colored, encoder):
+    assert ("\x1b[48;5;" in read(TEXT, "--model", encoder, env=environment).stdout) is colored
+
+
+def test_a_terminal_without_unicode_gets_ascii_bars(encoder):
+    done = CliRunner(charset="ascii").invoke(cli, ["read", TEXT, "--model", str(encoder)])
+    assert done.exit_code == 0 and done.stdout.isascii() and "####" in done.stdout
+
+
+def test_tags_in_a_text_stay_text(encoder, tmp_path):
+    assert read("the <b> is", "--model", encoder, "--html", tmp_path / "o.html").exit_code == 0
+    page = (tmp_path / "o.html").read_text()
+    assert "&lt;b&gt;" in page and "<b>" not in page
+
+
+def test_a_user_sees_what_each_written_word_rests_on(decoder, tmp_path):
+    done = read("--prompt", "the key to the", "--generate", 3, "--model", decoder, "--html", tmp_path / "o.html")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.startswith("[CLS] the key to the")
+    assert "What each generated token rests on" in done.stdout and "| generated" in done.stdout
+    assert "rests on" in (tmp_path / "o.html").read_text()
+    found = json.loads(
+        read("--prompt", "the key", "--generate", 2, "--model", decoder, "--causal", "raw", "--json").stdout
+    )
+    assert len(found["values"]) == len(found["generated_tokens"]) == 2
+    rows = [sum(layer[-1] for layer in row) for row in found["values"]]
+    assert rows[0] == pytest.approx(1, abs=1e-5) and rows[1] < 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "got neither: give one"),
+        (["a", "--prompt", "b"], "got both: give one"),
+        (["a", "--generate", 3], "--generate is an option of --prompt"),
+        (["--prompt", "a", "--token", "a"], "--token is an option of a text that is read"),
+        (["a", "--view", "matrix"], "Expected --view text or layers or graph without --prompt, got matrix"),
+        (["a", "--png", "a.bmp"], "Expected an output that ends in .png, .pdf, .svg, got 'a.bmp'"),
+        (["a", "--method", "attention", "--residual", 0.1], "Unknown option of method attention 'residual'"),
+        (["a", "--hide-stop-words", "none.txt"], "Expected --hide-stop-words english, or a file"),
+    ],
+)
+def test_what_does_not_go_together_is_said_before_anything_is_loaded(arguments, message):
+    done = read(*arguments, "--model", "no/such")
+    assert done.exit_code == 2
+    assert message in done.stderr
+
+
+def test_an_unknown_word_lists_the_tokens_and_a_repeated_one_asks_which(encoder):
+    unknown = read(TEXT, "--model", encoder, "--token", "door")
+    assert unknown.exit_code == 2 and "got 'door': choose one of 0 '[CLS]', 1 'the', 2 'key'" in unknown.stderr
+    twice = read(TEXT, "--model", encoder, "--token", "the")
+    assert twice.exit_code == 2 and "stands at 1, 4: give its number" in twice.stderr
+
+
+def test_models_for_pictures_are_refused_with_a_remedy(tmp_path):
+    ViTModel(ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)).save_pretrained(
+        tmp_path
+    )
+    for name in (tmp_path, "vit_tiny_patch16_224", "demo"):
+        done = read("a", "--model", name)
+        assert done.exit_code == 2
+        assert f"which reads pictures: vitflow explain PICTURE --model {name} explains it" in done.stderr
+
+
+def test_help_and_usage_errors_of_read_load_no_torch():
+    code = (
+        "import sys\nfrom vitflow.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print('torch' in sys.modules, 'numpy' in sys.modules, file=sys.stderr)"
+    )
+    for arguments in (["--help"], ["a", "--model", "x", "--view", "matrix"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, "read", *arguments], capture_output=True, text=True, timeout=60
+        )
+        assert done.stderr.strip().endswith("False False"), done.stderr

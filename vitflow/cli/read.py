@@ -1,0 +1,234 @@
+"""`vitflow read`: what a word of a text rests on, or each word that a model writes."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vitflow.cli.options import check_suffix, given_options, method_options, talking
+from vitflow.errors import OptionError, VitflowError, printable
+from vitflow.explaining.method_options import OPTIONS
+from vitflow.explaining.text.method_table import TEXT_METHODS, text_method
+from vitflow.pictures.options import FIGURE_FORMATS
+
+# What a text, or what was written, can be looked at as.
+_VIEWS = ("text", "layers", "graph", "matrix")
+_CAUSAL = ("raw", "receptive_field")
+
+
+@click.command()
+@click.argument("text", required=False)
+@click.option("--prompt", help="Let the model write on from this text, and explain what it writes.")
+@click.option("--generate", type=click.IntRange(min=1), metavar="N", help="How many tokens to write.  [default: 20]")
+@click.option(
+    "--model", required=True, metavar="ID|PATH", help="transformers id, or a folder with model and tokenizer."
+)
+@click.option(
+    "--token",
+    metavar="WORD|NUMBER",
+    help="The word whose row to show, or its number (-1: the last token).  [default: the masked word, the last token "
+    "of a decoder, else the class token]",
+)
+@click.option(
+    "--method",
+    type=click.Choice(tuple(TEXT_METHODS)),
+    default="rollout",
+    show_default=True,
+    help="What to compute.",
+)
+@click.option(
+    "--target", metavar="WORD|NUMBER", help="For gae, the word (one token) to explain.  [default: the likeliest]"
+)
+@partial(method_options, methods=TEXT_METHODS.values())
+@click.option(
+    "--causal",
+    type=click.Choice(_CAUSAL),
+    help="For decoders: attention as it is, or relative to what uniform attention over the same tokens gives.  "
+    "[default: receptive_field for decoders]",
+)
+@click.option(
+    "--view", type=click.Choice(_VIEWS), help="What to show and to draw.  [default: text; matrix with --prompt]"
+)
+@click.option("--hide-special", is_flag=True, help="Leave special tokens out of what is shown; told below.")
+@click.option(
+    "--hide-stop-words",
+    metavar="english|FILE",
+    help="Show these words without a shade; a file has one word per line. Told below.",
+)
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with all views.")
+@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Write the view as .png, .pdf or .svg.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with all numbers instead of the view.")
+def read(text: str | None, **given: Any) -> None:
+    """Show what one word of TEXT rests on, or with --prompt what each word that a model writes rests on.
+
+    \b
+    vitflow read "The key to the cabinets is here" --model FOLDER --token is
+    vitflow read --prompt "Once upon a time" --generate 20 --model ID --html story.html
+
+    Unless asked otherwise, decoders are read without value weighting and relative to the receptive field, encoders
+    value-weighted along the output.
+    """
+    with talking():
+        options = given_options(given, [*OPTIONS, "causal"])
+        text_method(given["method"], options)  # before torch is loaded
+        view = _check(text, given)
+        hiding = {"special": not given["hide_special"], "stop_words": _stop_words(given["hide_stop_words"])}
+        result = _compute(text, given, options)
+        views = _views(result, view, given, hiding)
+        try:
+            if given["png"] is not None:
+                path = given["png"]
+                views[view]().save(path)
+            if given["html"] is not None:
+                path = given["html"]
+                _write_page(path, result, views)
+        except OSError as error:
+            words = f"Cannot write {printable(path)}: {error.strerror or error}. Choose another place."
+            raise VitflowError(words) from error
+        _print(result, views[view], given)
+
+
+def _check(text: str | None, given: Mapping[str, Any]) -> str:
+    """Refuse what does not go together; returns the view."""
+    if (text is None) == (given["prompt"] is None):
+        got = "neither" if text is None else "both"
+        raise OptionError(f"Expected a text to read, or --prompt with a text to write on from, got {got}: give one.")
+    writes = text is None
+    for name in ("token", "target") if writes else ("generate",):
+        if given[name] is not None:
+            other = "a text that is read: without --prompt" if writes else "--prompt"
+            raise OptionError(f"--{name} is an option of {other}; got it {'with' if writes else 'without'} --prompt.")
+    if given["png"] is not None:
+        check_suffix(given["png"], FIGURE_FORMATS)
+    view: str = given["view"] or ("matrix" if writes else "text")
+    fitting = ("text", "matrix") if writes else ("text", "layers", "graph")
+    if view not in fitting:
+        raise OptionError(
+            f"Expected --view {' or '.join(fitting)} {'with' if writes else 'without'} --prompt, got {view}."
+        )
+    return view
+
+
+def _stop_words(name: str | None) -> Iterable[str]:
+    """The words of a file, one per line, or the bundled ones."""
+    if name is None:
+        return ()
+    from vitflow.words.labels import ENGLISH_STOP_WORDS
+
+    if name == "english":
+        return ENGLISH_STOP_WORDS
+    try:
+        return Path(name).read_text(encoding="utf-8").split()
+    except (OSError, ValueError) as error:
+        raise OptionError(
+            f"Expected --hide-stop-words english, or a file with one word per line, got {name!r}: {error}."
+        ) from error
+
+
+def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]) -> Any:
+    """What was read or written, with its weights."""
+    from vitflow.models.hub import refuse_pictures
+    from vitflow.models.languages import load_language_model
+
+    refuse_pictures(given["model"])
+    with suppress(ImportError):  # the loader says what is missing
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model, tokenizer = load_language_model(given["model"])
+    if text is not None:
+        from vitflow.explaining.text.reading import explain_text
+
+        token, target = (_number_or_word(given[name]) for name in ("token", "target"))
+        chosen: dict[str, Any] = {"method": given["method"], **options}
+        return explain_text(text, model=model, tokenizer=tokenizer, token=token, target=target, **chosen)
+    from vitflow.explaining.text.generation import explain_generation
+
+    return explain_generation(
+        model,
+        given["prompt"],
+        tokenizer=tokenizer,
+        method=given["method"],
+        max_new_tokens=given["generate"] or 20,
+        **options,
+    )
+
+
+def _number_or_word(value: str | None) -> str | int | None:
+    """A token by its number, or a word."""
+    return int(value) if value is not None and value.removeprefix("-").isdecimal() else value
+
+
+def _views(result: Any, view: str, given: Mapping[str, Any], hiding: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
+    """What can be drawn of a result, by name: the asked view first."""
+    if given["prompt"] is None:
+        found = {
+            "text": lambda: result.shaded(**hiding),
+            "layers": lambda: result.sheet(**hiding),
+            "graph": lambda: result.graph(**hiding),
+        }
+    else:
+        found = {"matrix": lambda: result.sheet(**hiding), "text": lambda: result.shaded(-1, **hiding)}
+    return {view: found[view], **found}
+
+
+def _write_page(path: Path, result: Any, views: Mapping[str, Callable[[], Any]]) -> None:
+    """Write all views on one page; a graph of too many tokens is left out."""
+    from markupsafe import Markup
+
+    from vitflow.viewer.pages import write_html
+
+    fragments = []
+    for number, make in enumerate(views.values()):
+        try:
+            fragments.append(Markup(make().html()))  # escaped where it was made
+        except OptionError:
+            if number == 0:
+                raise
+    write_html(path, "words", title=result.model, method=result.method, views=fragments)
+
+
+def _print(result: Any, view: Callable[[], Any], given: Mapping[str, Any]) -> None:
+    """Say the result on stdout: for people, or as JSON."""
+    from vitflow.words.labels import text_of
+
+    if given["as_json"]:
+        click.echo(json.dumps(result.to_dict(), ensure_ascii=False, allow_nan=False))
+        return
+    if given["prompt"] is not None:
+        click.echo(text_of(result.prompt_tokens + result.generated_tokens) + "\n")
+    color = _wants_color()
+    plain = not _can_write("█⁹·…“”×")
+    width = max(shutil.get_terminal_size((80, 24)).columns, 40)
+    shown = view().text(color=color, width=width, plain=plain)
+    if plain:
+        encoding = sys.stdout.encoding or "ascii"
+        shown = shown.encode(encoding, "replace").decode(encoding)
+    click.echo(shown, color=color)
+    for path in (given["html"], given["png"]):
+        if path is not None:
+            click.echo(f"written: {printable(path)}", err=True)
+
+
+def _wants_color() -> bool:
+    """Whether stdout is a terminal that shows colours, and nobody asked it not to."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR", "0") not in ("", "0"):
+        return True
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _can_write(characters: str) -> bool:
+    try:
+        characters.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
