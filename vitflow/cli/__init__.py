@@ -31,8 +31,7 @@ def cli() -> None:
     """
 
 
-for _command in (explain, compare, layers, evaluate, folder, draw, report, demo, methods, models):
-for _command in (explain, compare, layers, evaluate, folder, read, report, demo, methods, models):
+for _command in (explain, compare, layers, read, evaluate, folder, draw, report, demo, methods, models):
     cli.add_command(_command)
 
 

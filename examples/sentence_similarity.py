@@ -1,0 +1,61 @@
+"""Why does a model find two sentences alike? Each word shaded by what it adds to their likeness.
+
+    python examples/sentence_similarity.py [--model ../shared/data/minilm] ["sentence" "sentence"]
+
+The likeness is the cosine between the mean vectors of both sentences, as sentence encoders such as all-MiniLM-L6-v2 are
+used; its gradient speaks through generic attention explainability (GAE). Writes similarity.html.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import vitflow
+from vitflow.explaining.text.wording import words_of
+from vitflow.methods.rollout import for_the_class, relevance
+from vitflow.models.languages import load_language_model
+from vitflow.words.labels import hide
+from vitflow.words.shaded import ShadedText
+
+SENTENCES = ("A man is playing a guitar on the stage.", "Someone performs music in front of an audience.")
+
+
+def shaded(model: nn.Module, tokenizer: object, sentence: str, other: str) -> tuple[ShadedText, float]:
+    """The first sentence, each token shaded by what it adds to the likeness with the second; and that likeness."""
+    with torch.no_grad():
+        goal = model(**tokenizer(other, return_tensors="pt")).last_hidden_state.mean(1)
+    inputs = tokenizer(sentence, return_tensors="pt")
+    with vitflow.record_attention(model, gradients=True) as trace:
+        mean = model(**inputs).last_hidden_state.mean(1)
+    likeness = nn.functional.cosine_similarity(mean, goal)
+    layers = for_the_class([heads.detach() for heads in trace.heads()], trace.gradients_of(likeness).attentions, "mean")
+    tokens = inputs["input_ids"].shape[1]
+    everywhere = torch.full((tokens,), 1 / tokens)
+    weights = relevance(layers, readout=everywhere)[0] - everywhere  # without each token's own part, alike for all
+    words = words_of(tokenizer, inputs["input_ids"][0].tolist())
+    view = ShadedText(words, weights, hidden=hide(words), caption=f"gae, likeness to “{other}”")
+    return view, float(likeness.detach())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sentences", nargs="*", default=list(SENTENCES))
+    parser.add_argument("--model", default="../shared/data/minilm", help="folder or hub id of a sentence encoder")
+    given = parser.parse_args()
+    if len(given.sentences) != 2:
+        sys.exit(f"Expected two sentences, got {len(given.sentences)}.")
+    try:
+        encoder, tokenizer = load_language_model(given.model)
+    except vitflow.VitflowError as error:
+        sys.exit(f"{error}\nThis example needs a sentence encoder: --model sentence-transformers/all-MiniLM-L6-v2")
+    encoder.requires_grad_(False)
+    views = []
+    for sentence, other in (given.sentences, given.sentences[::-1]):
+        view, likeness = shaded(encoder, tokenizer, sentence, other)
+        print(view.text(), end="\n\n")
+        views.append(view.html())
+    print(f"likeness (cosine): {likeness:.3f}")
+    Path("similarity.html").write_text('<!doctype html><meta charset="utf-8">' + "".join(views), encoding="utf-8")
