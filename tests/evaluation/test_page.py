@@ -72,6 +72,15 @@ def test_names_do_no_harm_and_are_shown_as_they_are(open_page, saved):
     assert saved[0].failures[0]["input"] == f"{HOSTILE}bad.png"
 
 
+def test_links_lead_to_every_section(open_page, saved):
+    page = open_page("light")
+    links = page.locator("nav a")
+    assert links.all_text_contents() == page.locator("main section h2").all_text_contents()[: links.count()]
+    assert links.count() == len(saved[0].groups) + 1
+    links.last.click()
+    assert page.locator("#correlation").evaluate("(section) => Math.abs(section.getBoundingClientRect().top)") < 600
+
+
 def test_every_number_of_the_tables_is_there(open_page, saved):
     found, page = saved[0], open_page("light")
     sections = page.locator("main section")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 
 from tests.folder.test_run import fill, picture_bytes, tiny_model
 from tests.pictures.test_overlay import colors_of
@@ -136,9 +137,8 @@ def test_pointing_at_a_patch_tells_its_value(page, summary):
 
 
 DRAW_HEAT = """([number, own]) => {
-    method = own;
     const canvas = document.createElement("canvas"), picture = pictures[number];
-    drawHeat(canvas, picture, picture.size[0], picture.size[1]);
+    drawHeat(canvas, picture.maps[own], picture, tables, picture.size[0], picture.size[1]);
     return [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
 }"""
 
@@ -164,17 +164,71 @@ def test_the_heat_is_the_overlay_of_vitflow(page, summary, method):
         assert (low < 0) == (method == "occlusion" and grid.min() < 0)
 
 
-def test_the_colour_bar_is_that_of_the_map(page):
-    first = """() => {
-        const copy = document.createElement("canvas").getContext("2d");
-        copy.drawImage($("bar"), 0, 0);
-        return [...copy.getImageData(0, 0, 1, 1).data].slice(0, 3);
-    }"""
-    assert page.evaluate(first) == colors_of(np.zeros((1, 1)), vmin=0, vmax=1)[0, 0].tolist()
+BAR = """() => {
+    const bar = document.querySelector("#scale canvas"), copy = document.createElement("canvas");
+    copy.width = bar.width;
+    const pen = copy.getContext("2d");
+    pen.drawImage(bar, 0, 0);
+    return [...pen.getImageData(0, 0, bar.width, 1).data];
+}"""
+
+
+def test_the_colour_bar_is_as_the_map_lies_on_the_photograph(page):
+    page.locator("#opacity").fill("50")
+    bar = np.array(page.evaluate(BAR)).reshape(-1, 4)
+    expected = colors_of(np.linspace(0, 1, len(bar))[None], vmin=0, vmax=1)[0]
+    assert bar[0, 3] == 0 and bar[-1, 3] == pytest.approx(127, abs=1)  # as clear as the map, and as the slider says
+    assert np.abs(bar[-20:, :3].astype(int) - expected[-20:].astype(int)).max() <= 4
+    assert page.locator("#scale .zero").is_hidden()
     page.get_by_role("tab", name="occlusion").click()
-    assert page.evaluate(first) == [0, 0, 255]
-    low, high = (page.locator(end).text_content() for end in ("#low", "#high"))
-    assert low == "-" + high
+    bar = np.array(page.evaluate(BAR)).reshape(-1, 4)
+    assert bar[0].tolist() == [0, 0, 255, 128] and bar[len(bar) // 2, 3] == 0 and bar[-1].tolist() == [255, 0, 0, 128]
+    low, high = (page.locator(f"#scale {end}").text_content() for end in (".low", ".high"))
+    assert low == "−" + high and page.locator("#scale .zero").is_visible()
+
+
+def test_what_the_model_saw_is_bounded(page):
+    page.locator(".card").first.click()
+    frame, seen = (page.locator(name).bounding_box() for name in ("#frame", "#seen"))
+    scale, window = frame["width"] / 48, page.evaluate("current.window")
+    assert seen["x"] - frame["x"] == pytest.approx(scale * window[0], abs=1.5) and window[0] > 0
+    assert seen["width"] == pytest.approx(scale * (window[2] - window[0]), abs=2)
+
+
+def test_the_address_names_the_picture_and_the_method(page, summary):
+    page.get_by_role("tab", name="centre").click()
+    page.locator(".card", has_text="<img").click()
+    address, heat = page.url, page.evaluate("$('heat').toDataURL()")
+    page.locator(".card").first.click()
+    page.get_by_role("tab", name="rollout").click()
+    assert page.url != address
+    page.goto(address)  # the same page: only what stands behind # changes
+    page.wait_for_function("(old) => $('heat').toDataURL() === old", arg=heat)
+    page.reload()
+    assert page.locator("#name").text_content() == HOSTILE
+    assert page.get_by_role("tab", name="centre").get_attribute("aria-selected") == "true"
+    page.goto(summary.report.as_uri() + "#picture=nothing&method=<b>")
+    page.reload()
+    assert page.locator("#name").text_content() == names(page)[0]
+
+
+def test_keys_choose_the_method(page):
+    page.keyboard.press("2")
+    assert page.get_by_role("tab", name="centre").get_attribute("aria-selected") == "true"
+    page.get_by_role("tab", name="centre").focus()
+    for key, chosen in (
+        ("ArrowRight", "occlusion"),
+        ("ArrowRight", "rollout"),
+        ("End", "occlusion"),
+        ("Home", "rollout"),
+    ):
+        page.keyboard.press(key)
+        tab = page.get_by_role("tab", name=chosen)
+        assert tab.get_attribute("aria-selected") == "true" and tab.evaluate("(tab) => tab === document.activeElement")
+    assert page.locator("#name").text_content() == names(page)[0]  # the picture is the same
+    page.locator("#file").focus()
+    page.keyboard.press("2")
+    assert page.get_by_role("tab", name="rollout").get_attribute("aria-selected") == "true"
 
 
 def test_arrow_keys_step_through_the_pictures(page):
@@ -197,8 +251,9 @@ def test_pictures_are_filtered_and_sorted(page, summary):
     assert page.locator("#count").text_content() == "1 of 7 on this page"
     page.locator("#file").fill("no such")
     assert names(page) == [] and page.locator(".viewer").is_hidden()
-    page.locator("#file").fill("")
-    assert page.locator(".viewer").is_visible()
+    assert "No picture on this page matches the filter" in page.locator(".nothing").text_content()
+    page.get_by_role("button", name="Clear the filter").click()
+    assert page.locator(".viewer").is_visible() and len(names(page)) == 7
     for sort, key in (
         ("-probability", lambda row: -row["probability"]),
         ("probability", lambda row: row["probability"]),
@@ -247,6 +302,21 @@ def test_long_runs_get_several_pages_and_large_thumbnails_are_linked(tmp_path):
             assert (summary.output / picture["image"]).read_bytes()[:2] == b"\xff\xd8"
             shown.append(picture["name"])
     assert shown == [row["input"] for row in summary if row["status"] == "explained"]
+
+
+def test_names_stand_in_their_natural_order(tmp_path):
+    source = tmp_path / "in"
+    source.mkdir()
+    for number in (1, 2, 9, 10, 11, 100):
+        (source / f"{number}.jpg").write_bytes(picture_bytes(number))
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=12, img_size=32, depth=1)
+    model.pretrained_cfg["label_names"] = [f"class {number}" for number in range(12)]
+    found = explain_folder(source, tmp_path / "out", model=model, methods=["centre"], workers=0, report=True)
+    text = found.report.read_text()
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+    assert [picture["name"] for picture in data["pictures"]] == [f"{number}.jpg" for number in (1, 2, 9, 10, 11, 100)]
+    classes = re.findall(r"<option>class (\d+)</option>", text)
+    assert classes == sorted(classes, key=int)
 
 
 def test_a_photograph_that_is_gone_leaves_its_map(browser, tmp_path):

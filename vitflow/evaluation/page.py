@@ -54,6 +54,7 @@ def _groups(evaluation: Tables, drawn: Mapping[str, bytes]) -> list[dict[str, An
         names = [group, _FURTHER.get(group, "")]
         found.append(
             {
+                "name": group,
                 "title": _TITLES[group],
                 "question": _QUESTIONS[group],
                 "metrics": metrics,
@@ -65,6 +66,7 @@ def _groups(evaluation: Tables, drawn: Mapping[str, bytes]) -> list[dict[str, An
         )
     if evaluation.correlation is not None:
         further: dict[str, Any] = {
+            "name": "correlation",
             "title": _TITLES["correlation"],
             "question": _QUESTIONS["correlation"],
             "charts": [charts["correlation"]] if "correlation" in charts else [],

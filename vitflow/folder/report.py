@@ -17,7 +17,8 @@ from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import RunFolder
 from vitflow.folder.rows import folder_run, is_folder_row
 from vitflow.folder.shards import ShardReader, read_file
-from vitflow.viewer.report import thumbnail, write_report
+from vitflow.viewer.drawing import thumbnail
+from vitflow.viewer.report import write_report
 
 
 class Thumbnails:
@@ -67,7 +68,7 @@ def report_run(
 
     Args:
         output: the run's output folder.
-        keys: inputs to show, in this order; by default all of the run.
+        keys: inputs to show; by default all of the run.
         thumbnails: the photographs that need not be read again.
         options: per_page and embed_bytes as for `vitflow.viewer.report.write_report`.
 

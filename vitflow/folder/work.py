@@ -221,7 +221,7 @@ def describe(picture: Picture, found: PictureMaps, job: Job) -> dict[str, Any]:
         "predicted_index": first.predicted,
         "facts": json.loads(json.dumps(facts, default=float)),
         "saturated_share": _saturated_share(facts),
-        "window": _window(first),
+        "window": [round(edge, 3) for edge in first.placement.window],
         "placement": first.placement.to_dict(),
         "seconds": round(found.seconds, 4),
     }
@@ -277,11 +277,3 @@ def _encode_map(saliency: Saliency) -> bytes:
     text = np.array(json.dumps(metadata, ensure_ascii=False))
     np.savez_compressed(file, grid=saliency.grid, heatmap=saliency.heatmap, metadata=text)
     return file.getvalue()
-
-
-def _window(saliency: Saliency) -> list[float]:
-    """(left, top, right, bottom) of the model input on the picture; it reaches beyond where the input was padded."""
-    placement = saliency.placement
-    top, left = placement.to_image(0.0, 0.0)
-    bottom, right = placement.to_image(float(placement.input_size[0]), float(placement.input_size[1]))
-    return [round(float(value), 3) for value in (left, top, right, bottom)]

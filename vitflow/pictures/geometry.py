@@ -75,6 +75,17 @@ class Placement:
         return left, top, right, bottom
 
     @property
+    def window(self) -> tuple[float, float, float, float]:
+        """(left, top, right, bottom) of the model input on the picture; it reaches beyond where the input was padded.
+
+        >>> Placement((100, 200), (50, 100), (0, 25), (50, 50)).window
+        (50.0, 0.0, 150.0, 100.0)
+        """
+        top, left = self.to_image(0.0, 0.0)
+        bottom, right = self.to_image(float(self.input_size[0]), float(self.input_size[1]))
+        return left, top, right, bottom
+
+    @property
     def sees_everything(self) -> bool:
         """Whether the centre of every pixel of the original lies inside the model input."""
         return self.seen_box == (0, 0, self.image_size[1], self.image_size[0])

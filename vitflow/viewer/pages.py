@@ -1,7 +1,8 @@
 """Pages that a browser opens: one base template and style for all of them, each page in one file without a network.
 
-A page `NAME` is `NAME.html`, which extends `base.html`, with `NAME.css` behind the style of all pages and, where it has
-one, the script `NAME.js`. Whatever comes from data or file names is escaped, and no other script can run.
+A page `NAME` is `NAME.html`, which extends `base.html`, with `NAME.css` behind the style of all pages. A page that a
+reader can do something with has the script of all pages, `base.js`, and its own. Whatever comes from data or file names
+is escaped, and no other script can run.
 """
 
 import base64
@@ -22,21 +23,31 @@ from vitflow.pictures.typesetting import decimal
 FAILURES_SHOWN = 200
 
 
-def write_html(path: Path, name: str, **values: Any) -> Path:
-    """Write a page.
+def make_html(name: str, *scripts: str, **values: Any) -> str:
+    """A page as text.
 
     Args:
-        path: where to.
-        name: the page's template, style and script.
-        values: what the template shows.
+        name: the page's template and style.
+        scripts: names of its scripts, which run behind that of all pages.
+        values: what the template shows; `data` is for the scripts.
     """
-    style, script = Markup(_source("base.css") + _source(f"{name}.css")), Markup(_source(f"{name}.js"))
+    style = Markup(_source("base.css") + _source(f"{name}.css"))
+    script = Markup("".join(_source(f"{own}.js") for own in ("base", *scripts))) if scripts else Markup("")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     template = _environment().get_template(f"{name}.html")
-    text = template.render(style=style, script=script, script_hash=digest, version=version("vitflow"), **values)
+    return template.render(style=style, script=script, script_hash=digest, version=version("vitflow"), **values)
+
+
+def write_html(path: Path, name: str, *scripts: str, **values: Any) -> Path:
+    """Write a page as `make_html` makes it."""
+    write_page(path, make_html(name, *scripts, **values))
+    return path
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write the text of a page."""
     with write_atomically(path) as file:
         file.write(text.encode("utf-8", "replace"))
-    return path
 
 
 @cache

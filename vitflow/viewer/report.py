@@ -1,8 +1,8 @@
 """One page to look through what a folder run found: self-contained HTML that needs no network."""
 
 import base64
-import io
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,13 @@ from urllib.parse import quote_from_bytes
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from vitflow.demo import limits_of
 from vitflow.errors import OptionError, printable
 from vitflow.pictures.files import stays_inside, write_atomically
-from vitflow.pictures.overlay import color_table, has_two_sides, scale_range
+from vitflow.pictures.overlay import scale_range
+from vitflow.viewer.drawing import one_table
 from vitflow.viewer.pages import FAILURES_SHOWN, write_html
-
-# Longer side of the photographs, in pixels.
-_THUMBNAIL = 512
 
 
 def write_report(
@@ -40,14 +37,17 @@ def write_report(
     Args:
         output: the run's output folder, into which the pages go.
         run: what the run computed: "root", "model", "methods", "options", "drawing", …
-        states: "explained" or "failed" for each input to show, in this order.
+        states: "explained" or "failed" for each input to show; they stand in the natural order of their names.
         read_rows: the rows of some inputs, with their grids.
-        photograph: an input made small, as JPEG (see `thumbnail`); None where it cannot be read.
+        photograph: an input made small, as JPEG (see `vitflow.viewer.drawing.thumbnail`); None where it cannot be read.
         per_page: pictures on one page.
         embed_bytes: thumbnails beyond this sum on a page are written to `report-files/` and linked.
     """
-    shown = [key for key, status in states.items() if status == "explained"]
-    failed = [key for key, status in states.items() if status == "failed"]
+    keys = sorted(states, key=_natural)
+    shown = [key for key in keys if states[key] == "explained"]
+    failed = [key for key in keys if states[key] == "failed"]
+    cmap = run["drawing"].get("cmap")
+    tables = {"one_side": one_table(cmap, False), "two_sides": one_table(cmap, True)}
     starts = range(0, max(len(shown), 1), per_page)
     names = [f"report-{number}.html" if number > 1 else "report.html" for number in range(1, len(starts) + 1)]
     for number, (start, name) in enumerate(zip(starts, names, strict=True), start=1):
@@ -56,15 +56,16 @@ def write_report(
         write_html(
             output / name,
             "report",
+            "report",
             title=output.resolve().name,
             run=run,
             limits=limits_of(run["model"]),
             explained=len(shown),
             failed=len(failed),
             failures=list(read_rows(failed[:FAILURES_SHOWN])) if number == 1 else [],
-            classes=sorted({entry["label"] for entry in entries}),
+            classes=sorted({entry["label"] for entry in entries}, key=_natural),
             methods=list(run["methods"]),
-            data={"pictures": entries, "tables": _tables(run), "alpha": run["drawing"].get("alpha", 0.6)},
+            data={"pictures": entries, "tables": tables, "alpha": run["drawing"].get("alpha", 0.6)},
             pages=[{"number": index, "name": page} for index, page in enumerate(names, start=1)],
             number=number,
         )
@@ -108,15 +109,6 @@ def _entries(
         }
 
 
-def thumbnail(pixels: NDArray[np.uint8]) -> bytes:
-    """A photograph, uint8 RGB, made small for a page, as JPEG."""
-    picture = Image.fromarray(pixels)
-    picture.thumbnail((_THUMBNAIL, _THUMBNAIL), Image.Resampling.LANCZOS)
-    file = io.BytesIO()
-    picture.save(file, "JPEG", quality=82)
-    return file.getvalue()
-
-
 def _link(path: str) -> str:
     """A relative link to a file, whatever bytes its name has; never one with a scheme."""
     return "./" + quote_from_bytes(os.fsencode(path).replace(os.sep.encode(), b"/"))
@@ -132,15 +124,15 @@ def _map(grid: Mapping[str, Any], run: Mapping[str, Any], facts: Mapping[str, An
         "values": [float(f"{value:.7g}") for value in values],
         "low": low,
         "high": high,
-        "table": "two_sides" if has_two_sides(low, high) else "one_side",
         "facts": {name: value for name, value in facts.items() if isinstance(value, str | int | float)},
     }
 
 
-def _tables(run: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
-    """The colours of the run's maps, and how opaque each is, from 0 to 255: by whether colours go out from 0."""
-    found = {}
-    for name, two_sides in (("one_side", False), ("two_sides", True)):
-        colors, shares = color_table(run["drawing"].get("cmap"), two_sides)
-        found[name] = {"colors": colors.tolist(), "opacity": np.round(255 * shares).astype(int).tolist()}
-    return found
+def _natural(text: str) -> list[tuple[int, int, str]]:
+    """A sort key by which numbers in names count as numbers.
+
+    >>> sorted(["10.jpg", "9.jpg", "a2", "A10"], key=_natural)
+    ['9.jpg', '10.jpg', 'a2', 'A10']
+    """
+    parts = re.split(r"([0-9]{1,300})", text)
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part.casefold()) for part in parts if part]

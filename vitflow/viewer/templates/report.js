@@ -1,53 +1,8 @@
-"use strict";
-const { pictures, tables, alpha } = JSON.parse(document.getElementById("data").textContent);
-const $ = (id) => document.getElementById(id);
-const methods = [...document.querySelectorAll("#tabs button")].map((tab) => tab.dataset.method);
+// The report of a folder run: a gallery, and the picture that is looked at.
+const { pictures, tables, alpha } = data;
+const methods = [...document.querySelectorAll("#tabs [role=tab]")].map((tab) => tab.dataset.name);
 let method = methods[0], visible = [], current = null;
 pictures.forEach((picture, order) => { picture.order = order; });
-
-// The heat of one picture on a canvas of width × height: bilinear between patch centres, as vitflow's own overlays;
-// each colour has the opacity of its table, and the canvas as a whole has the opacity of the slider.
-function drawHeat(canvas, picture, width, height) {
-  canvas.width = width; canvas.height = height;
-  const map = picture.maps[method], [rows, cols] = map.shape;
-  const [left, top, right, bottom] = picture.window, { colors, opacity } = tables[map.table];
-  const image = new ImageData(width, height), data = image.data;
-  const steps = (count, length, size, start, end) => Array.from({ length }, (_, k) => {
-    const inside = (((k + 0.5) / length) * size - start) / (end - start);
-    const at = Math.min(Math.max(inside * count - 0.5, 0), count - 1), low = Math.floor(at);
-    return { seen: inside >= 0 && inside <= 1, low, high: Math.min(low + 1, count - 1), share: at - low };
-  });
-  const xs = steps(cols, width, picture.size[0], left, right), ys = steps(rows, height, picture.size[1], top, bottom);
-  for (let y = 0, pixel = 0; y < height; y++) {
-    const v = ys[y];
-    for (let x = 0; x < width; x++, pixel += 4) {
-      const h = xs[x];
-      if (!v.seen || !h.seen) continue;
-      const above = map.values[v.low * cols + h.low] * (1 - h.share) + map.values[v.low * cols + h.high] * h.share;
-      const below = map.values[v.high * cols + h.low] * (1 - h.share) + map.values[v.high * cols + h.high] * h.share;
-      const value = above * (1 - v.share) + below * v.share;
-      const index = Math.min(Math.floor(share(value, map) * colors.length), colors.length - 1), color = colors[index];
-      data[pixel] = color[0]; data[pixel + 1] = color[1]; data[pixel + 2] = color[2]; data[pixel + 3] = opacity[index];
-    }
-  }
-  canvas.getContext("2d").putImageData(image, 0, 0);
-}
-
-// Where a value stands between the limits, from 0 to 1; where colours go out from 0, each side has its half.
-function share(value, { low, high, table }) {
-  const clipped = Math.min(Math.max(value, low), high);
-  if (table === "two_sides") return (1 + clipped / (clipped < 0 ? -low : high)) / 2;
-  return high > low ? (clipped - low) / (high - low) : 0;
-}
-
-function drawBar({ colors }) {
-  $("bar").width = colors.length;
-  const bar = $("bar").getContext("2d");
-  colors.forEach(([red, green, blue], index) => { bar.fillStyle = `rgb(${red},${green},${blue})`; bar.fillRect(index, 0, 1, 1); });
-}
-
-const percent = (value) => (value === null ? "" : `${(100 * value).toFixed(1)} %`);
-const short = (value) => (value === 0 ? "0" : Math.abs(value) < 1e-3 || Math.abs(value) >= 1e4 ? value.toExponential(2) : value.toPrecision(3));
 
 // Cards of the gallery, drawn when they come into sight.
 const sight = new IntersectionObserver((entries) => {
@@ -57,8 +12,8 @@ const sight = new IntersectionObserver((entries) => {
 function drawCard(picture) {
   if (picture.drawn === method) return;
   picture.drawn = method;
-  const scale = 160 / Math.max(...picture.size);
-  drawHeat(picture.canvas, picture, Math.max(1, Math.round(picture.size[0] * scale)), Math.max(1, Math.round(picture.size[1] * scale)));
+  const scale = 160 / Math.max(...picture.size), [width, height] = picture.size.map((side) => Math.max(1, Math.round(side * scale)));
+  drawHeat(picture.canvas, picture.maps[method], picture, tables, width, height);
 }
 
 function makeCard(picture) {
@@ -88,6 +43,7 @@ function select(picture) {
   if (current) current.card.removeAttribute("aria-current");
   current = picture;
   document.querySelector(".viewer").hidden = !picture;
+  remember();
   if (!picture) return;
   picture.card.setAttribute("aria-current", "true");
   // Where the viewer stands above the gallery, it would be scrolled away.
@@ -95,26 +51,28 @@ function select(picture) {
   show();
 }
 
+// The address names the picture and the method, so that it can be sent.
+function remember() {
+  if (!current) return;
+  writeAddress({ picture: current.name, ...(method === methods[0] ? {} : { method }) });
+}
+
 function show() {
-  const picture = current, map = picture.maps[method], frame = $("frame"), stage = $("stage");
-  const room = [stage.clientWidth - 28, stage.clientHeight - 28];
-  const scale = Math.min(room[0] / picture.size[0], room[1] / picture.size[1]);
-  const width = Math.max(1, Math.round(picture.size[0] * scale)), height = Math.max(1, Math.round(picture.size[1] * scale));
-  frame.style.width = `${width}px`; frame.style.height = `${height}px`;
+  const picture = current, map = picture.maps[method], [width, height] = fit($("stage"), picture.size, 28);
+  $("frame").style.width = `${width}px`; $("frame").style.height = `${height}px`;
   $("photo").hidden = !picture.image;
   if (picture.image) $("photo").src = picture.image;
-  drawHeat($("heat"), picture, width, height);
-  drawBar(tables[map.table]);
+  drawHeat($("heat"), map, picture, tables, width, height);
   $("patch").hidden = true;
+  bound($("seen"), picture);
   $("name").textContent = picture.name;
   $("label").textContent = picture.label;
   $("probability").textContent = percent(picture.probability);
-  $("low").textContent = short(map.low); $("high").textContent = short(map.high);
   $("reading").textContent = `${map.shape[0]} × ${map.shape[1]} patches; point at one for its value`;
   $("original").href = picture.link; $("overlay").href = picture.overlays[method] || "";
   $("overlay").hidden = !picture.overlays[method];  // of a run that keeps the maps alone
-  $("facts").textContent = Object.entries(map.facts).map(([name, value]) => `${name.replaceAll("_", " ")}: ${typeof value === "number" ? short(value) : value}`).join(" · ");
-  for (const tab of document.querySelectorAll("#tabs button")) tab.setAttribute("aria-selected", String(tab.dataset.method === method));
+  $("facts").textContent = factsOf(map.facts);
+  markTab($("tabs"), method);
   setOpacity(picture.opacity);
 }
 
@@ -123,6 +81,7 @@ function setOpacity(value) {
   $("heat").style.opacity = value;
   $("opacity").value = Math.round(100 * value);
   $("percent").textContent = `${Math.round(100 * value)} %`;
+  showScale($("scale"), tables, current.maps[method], value);
 }
 
 function choose(name) {
@@ -132,6 +91,7 @@ function choose(name) {
     if (box.bottom > -300 && box.top < innerHeight + 300) drawCard(picture);
     else { sight.unobserve(picture.card); sight.observe(picture.card); }
   }
+  remember();
   if (current) show();
 }
 
@@ -143,38 +103,52 @@ function arrange() {
     && (picture.probability === null || (picture.probability >= least && picture.probability <= most)));
   const compare = (a, b) => (typeof a === "string" ? a.localeCompare(b, undefined, { numeric: true }) : a - b);
   visible.sort((a, b) => (down ? -1 : 1) * compare(a[key] ?? 0, b[key] ?? 0) || a.order - b.order);
-  $("gallery").replaceChildren(...visible.map((picture) => picture.card));
+  $("gallery").replaceChildren(...(visible.length ? visible.map((picture) => picture.card) : [nothing()]));
   $("count").textContent = visible.length === pictures.length ? `${visible.length} on this page` : `${visible.length} of ${pictures.length} on this page`;
   select(visible.includes(current) ? current : visible[0] ?? null);
 }
 
-function point(event) {
-  const picture = current, map = picture.maps[method], [rows, cols] = map.shape, box = $("frame").getBoundingClientRect();
-  const [left, top, right, bottom] = picture.window, scale = box.width / picture.size[0];
-  const col = Math.floor(((((event.clientX - box.left) / scale) - left) / (right - left)) * cols);
-  const row = Math.floor(((((event.clientY - box.top) / scale) - top) / (bottom - top)) * rows);
-  const patch = $("patch"), inside = row >= 0 && row < rows && col >= 0 && col < cols;
-  patch.hidden = !inside;
-  if (!inside) { $("reading").textContent = "the model did not see this part"; return; }
-  const width = ((right - left) / cols) * scale, height = ((bottom - top) / rows) * scale;
-  Object.assign(patch.style, { left: `${left * scale + col * width}px`, top: `${top * scale + row * height}px`, width: `${width}px`, height: `${height}px` });
-  const value = map.values[row * cols + col], rank = 1 + map.values.filter((other) => other > value).length;
-  $("reading").textContent = `row ${row}, column ${col}: ${value === 0 ? "0" : value.toPrecision(4)} — number ${rank} of ${rows * cols} patches`;
+// What stands in the gallery where no picture matches.
+function nothing() {
+  const box = document.createElement("div"), clear = document.createElement("button");
+  box.className = "nothing";
+  box.append(pictures.length ? "No picture on this page matches the filter." : "No picture was explained.");
+  if (!pictures.length) return box;
+  clear.type = "button"; clear.className = "button"; clear.textContent = "Clear the filter";
+  clear.addEventListener("click", () => { $("tools").reset(); arrange(); $("file").focus(); });
+  box.append(document.createElement("br"), clear);
+  return box;
 }
 
+// The picture and the method that the address names, where they are here.
+function recall(address) {
+  const picture = visible.find(({ name }) => name === address.picture);
+  if (methods.includes(address.method)) choose(address.method);
+  if (picture) select(picture);
+}
+
+function point(event) {
+  const map = current.maps[method], patch = patchAt(event, $("frame"), current, map.shape);
+  outline($("patch"), current, map.shape, patch);
+  $("reading").textContent = patch ? readingOf(map, patch) : "the model did not see this part";
+}
+
+const asked = readAddress();
 pictures.forEach(makeCard);
 arrange();
+recall(asked);
 $("tools").addEventListener("input", arrange);
 $("tools").addEventListener("submit", (event) => event.preventDefault());
 $("opacity").addEventListener("input", () => setOpacity(Number($("opacity").value) / 100));
-$("tabs").addEventListener("click", (event) => { if (event.target.dataset.method) choose(event.target.dataset.method); });
+wireTabs($("tabs"), choose);
 $("frame").addEventListener("mousemove", point);
 $("frame").addEventListener("mouseleave", () => { if (current) show(); });
 addEventListener("resize", () => { if (current) show(); });
+addEventListener("hashchange", () => recall(readAddress()));
 addEventListener("keydown", (event) => {
   const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
   // In a field or on the slider, the arrows are its own.
-  if (!step || event.target.matches("input, select") || event.altKey || event.ctrlKey || event.metaKey || !visible.length) return;
+  if (!step || isField(event.target) || !isBare(event) || !visible.length) return;
   event.preventDefault();
   select(visible[Math.min(Math.max(visible.indexOf(current) + step, 0), visible.length - 1)]);
 });

@@ -1,0 +1,34 @@
+"""What pages draw with: small photographs, and the colours of vitflow's own overlays."""
+
+import io
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitflow.pictures.overlay import DIVERGING, SEQUENTIAL, color_table
+
+#: Colour maps that a reader may choose, the usual one first.
+COLOUR_MAPS = (SEQUENTIAL, "viridis", "inferno", "gray")
+
+
+def thumbnail(pixels: NDArray[np.uint8], side: int = 512) -> bytes:
+    """A photograph, uint8 RGB, made small for a page, as JPEG with a longer side of so many pixels at most."""
+    picture = Image.fromarray(pixels)
+    picture.thumbnail((side, side), Image.Resampling.LANCZOS)
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=82)
+    return file.getvalue()
+
+
+def one_table(cmap: str | None, two_sides: bool) -> dict[str, list[Any]]:
+    """The colours of a colour map, and how opaque each is, from 0 to 255, as overlays have them."""
+    colors, shares = color_table(cmap, two_sides)
+    return {"colors": colors.tolist(), "opacity": np.round(255 * shares).astype(int).tolist()}
+
+
+def color_tables() -> dict[str, dict[str, dict[str, list[Any]]]]:
+    """The colour maps that a reader may choose, each for one side of 0 and for both."""
+    both = one_table(DIVERGING, True)
+    return {name: {"one_side": one_table(name, False), "two_sides": both} for name in COLOUR_MAPS}
