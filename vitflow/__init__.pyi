@@ -5,6 +5,7 @@ from .explaining.comparison import Comparison as Comparison
 from .explaining.comparison import compare as compare
 from .explaining.explainer import Explainer as Explainer
 from .explaining.explainer import explain as explain
+from .explaining.exploring import explore as explore
 from .explaining.layer_maps import LayerMaps as LayerMaps
 from .explaining.method_table import list_methods as list_methods
 from .explaining.method_table import register_method as register_method

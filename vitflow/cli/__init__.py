@@ -13,6 +13,7 @@ from vitflow.cli.compare import compare
 from vitflow.cli.draw import draw
 from vitflow.cli.evaluate import evaluate
 from vitflow.cli.explain import explain
+from vitflow.cli.explore import explore
 from vitflow.cli.folder import folder
 from vitflow.cli.layers import layers
 from vitflow.cli.listing import demo, methods, models
@@ -31,7 +32,7 @@ def cli() -> None:
     """
 
 
-for _command in (explain, compare, layers, read, evaluate, folder, draw, report, demo, methods, models):
+for _command in (explain, compare, layers, explore, read, evaluate, folder, draw, report, demo, methods, models):
     cli.add_command(_command)
 
 

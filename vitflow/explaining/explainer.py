@@ -38,6 +38,7 @@ from vitflow.pictures.options import FITS, Fit
 from vitflow.pictures.preprocessing import InputSpec
 from vitflow.recording.isolation import default_device, evaluating, move_to, refuse_inference_tensors
 from vitflow.recording.trace import Trace
+from vitflow.viewer.explorer import ExplorerPage
 
 
 def explain(
@@ -238,6 +239,12 @@ class Explainer:
                 for picture, maps in zip(pictures, found, strict=True)
             ]
         return [saliency for maps in found for saliency in maps]
+
+    def explore(self, images: ImageSource | Sequence[ImageSource], **options: Any) -> ExplorerPage:
+        """Make a page that answers in the browser when a patch is clicked; options as for `vitflow.explore`."""
+        from vitflow.explaining.exploring import explore  # which makes explainers itself
+
+        return explore(images, model=self, **options)
 
     def _explain_read(
         self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, asked: frozenset[str]

@@ -1,0 +1,495 @@
+"""The explorer in a real browser: its maps are vitflow's own, and what a reader does with it works."""
+
+import base64
+import json
+import re
+import shlex
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from click.testing import CliRunner
+from PIL import Image
+
+import vitflow
+from vitflow import Explainer, attention_rollout, explore
+from vitflow.cli import cli
+from vitflow.demo import sample_pictures
+from vitflow.errors import OptionError
+from vitflow.methods.attention import raw_attention
+from vitflow.methods.refinement import Affinity, balance, refine
+from vitflow.pictures.overlay import scale_range
+
+HOSTILE = "<img src=x onerror=alert(1)>'\"&.png"
+CLASS = "</script><script>alert(2)</script>"
+
+
+@pytest.fixture(scope="module")
+def explainer() -> Explainer:
+    own = Explainer("demo")
+    return Explainer(own.model, class_names=[CLASS + name for name in own.class_names])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, explainer) -> Path:
+    """A folder with two photographs, one of them wide and with a hostile name, and the page of both."""
+    folder = tmp_path_factory.mktemp("explorer")
+    first, second = (Image.open(path).convert("RGB") for path in sample_pictures()[:2])
+    first.save(folder / "first.png")
+    wide = Image.new("RGB", (first.width * 3 // 2, first.height), "navy")
+    wide.paste(second, (first.width // 4, 0))
+    wide.save(folder / HOSTILE)
+    page = explore([folder / "first.png", folder / HOSTILE], model=explainer, methods=["gae", "consensus"])
+    page.save(folder / "page.html")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def opened(browser, place):
+    """The open page, without a network, and what went wrong on it."""
+    context = browser.new_context(viewport={"width": 1400, "height": 900}, color_scheme="light", accept_downloads=True)
+    context.set_offline(True)
+    page, trouble = context.new_page(), []
+    page.on(
+        "request", lambda request: request.url.startswith(("file:", "data:", "blob:")) or trouble.append(request.url)
+    )
+    page.on("console", lambda message: trouble.append(message.text))
+    page.on("pageerror", lambda error: trouble.append(str(error)))
+    page.on("dialog", lambda dialog: (trouble.append("a dialog: " + dialog.message), dialog.dismiss()))
+    page.goto((place / "page.html").as_uri())
+    yield page, trouble
+    context.close()
+
+
+@pytest.fixture
+def page(opened):
+    """The page as it begins; it fails the test where it asks the network, logs an error or opens a dialog."""
+    page, trouble = opened
+    page.set_viewport_size({"width": 1400, "height": 900})
+    page.evaluate("async () => { document.activeElement.blur(); await begin({}); }")
+    yield page
+    assert trouble == []
+
+
+MAP = """async (asked) => {
+    await begin(asked);
+    const { shape, values, low, high } = panels.a.map;
+    return { shape, values: [...values], low, high };
+}"""
+
+
+def map_of(page, **asked) -> tuple[np.ndarray, tuple[float, float]]:
+    """The browser's map of the first photograph for a state, and the limits of its colours."""
+    found = page.evaluate(MAP, asked)
+    return np.array(found["values"]).reshape(found["shape"]), (found["low"], found["high"])
+
+
+# --- Python's maps of the stored numbers -----------------------------------------------------------------------------
+
+
+def data_of(path: Path) -> dict:
+    text = path.read_text(encoding="utf-8")
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def unpacked(packed: dict) -> torch.Tensor:
+    """The numbers of a page, decoded as its documentation says, float64; kept beside what is packed."""
+    if "numbers" not in packed:
+        packed["numbers"] = decoded(packed)
+    return packed["numbers"]
+
+
+def decoded(packed: dict) -> torch.Tensor:
+    raw, shape = zlib.decompress(base64.b64decode(packed["data"])), packed["shape"]
+    if packed["code"] == "half":
+        upper, lower = np.frombuffer(raw, np.uint8).reshape(2, -1)
+        values = (upper.astype(np.uint16) << 8 | lower).view(np.float16)
+    elif packed["code"] == "table":
+        codes = np.frombuffer(raw, np.uint8).reshape(len(packed["tables"]), -1)
+        values = np.stack([np.array(table)[own] for table, own in zip(packed["tables"], codes, strict=True)])
+    else:
+        values = np.frombuffer(raw, np.int8)
+    return torch.from_numpy(values.reshape(shape).astype(np.float64))
+
+
+@pytest.fixture(scope="module")
+def data(place) -> dict:
+    return data_of(place / "page.html")
+
+
+def expected(picture: dict, asked: dict) -> np.ndarray:
+    """The map of a state by vitflow's own functions, in float64, of the numbers that the page holds."""
+    rows, cols = picture["grid"]
+    readout = torch.tensor(picture["readout"], dtype=torch.float64)
+    if asked.get("patch"):
+        row, col = map(int, asked["patch"].split(","))
+        readout = torch.eye(len(readout), dtype=torch.float64)[picture["prefix"] + row * cols + col]
+    if asked["map"] in ("gae", "consensus"):
+        grid = torch.tensor(next(own for own in picture["maps"] if own["method"] == asked["map"])["values"])
+    else:
+        options = {"discard_ratio": asked["discard_ratio"], "num_prefix_tokens": picture["prefix"], "readout": readout}
+        name = f"{asked['head_fusion']} {'weighted' if asked['value_weighted'] else 'plain'}"
+        layers = [layer.unsqueeze(0) for layer in unpacked(picture["attention"][name])]
+        if asked["map"] == "rollout":
+            own = {"residual": asked["residual"], "start_layer": asked["start"]}
+            tokens = attention_rollout(layers[: asked["end"]], **own, **options)
+        else:
+            if asked["head"]:
+                heads = unpacked(picture["heads"]).unflatten(0, (len(layers), -1))
+                layers = [layer.unsqueeze(0) for layer in heads[:, int(asked["head"])]]
+            tokens = raw_attention(layers, layer=asked["layer"], **options)
+        grid = tokens[0, picture["prefix"] :]
+    grid = grid.double().reshape(1, rows, cols)
+    if asked["refine"] and asked["map"] != "consensus":
+        names = ["attention", "keys"] if asked["affinity"] == "both" else [asked["affinity"]]
+        whole = [matrix_of(unpacked(picture["affinities"][name]), rows * cols) for name in names]
+        for _ in range(asked["refine"]):
+            grid = sum(refine(grid, Affinity(keys=balance(matrix.unsqueeze(0))), 1) for matrix in whole) / len(whole)
+    return grid[0].numpy()
+
+
+def matrix_of(triangle: torch.Tensor, size: int) -> torch.Tensor:
+    matrix = torch.zeros(size, size, dtype=torch.float64)
+    rows, cols = torch.triu_indices(size, size)
+    matrix[rows, cols] = matrix[cols, rows] = triangle
+    return matrix
+
+
+def random_state(generator: np.random.Generator, layers: int, heads: int, number: int) -> dict:
+    end = int(generator.integers(1, layers + 1))
+    return {
+        "map": ["rollout", "rollout", "attention", "gae", "rollout"][number % 5] if number else "consensus",
+        "patch": "{},{}".format(*generator.integers(0, 12, 2)) if generator.random() < 0.7 else "",
+        "start": int(generator.integers(1, end + 1)),
+        "end": end,
+        "layer": int(generator.integers(1, layers + 1)),
+        "head": str(generator.integers(0, heads)) if generator.random() < 0.5 else "",
+        "head_fusion": str(generator.choice(["mean", "max", "min"])),
+        "value_weighted": bool(generator.random() < 0.5),
+        "discard_ratio": float(generator.choice([0.0, 0.3, 0.9, 0.99])),
+        "residual": float(generator.choice([0.0, 0.5, 0.95])),
+        "refine": int(generator.integers(0, 3)),
+        "affinity": str(generator.choice(["attention", "keys", "both"])),
+    }
+
+
+def test_the_maps_of_the_browser_are_those_of_python(page, data):
+    generator = np.random.default_rng(0)
+    for number in range(20):
+        asked = random_state(generator, data["layers"], data["heads"], number) | {"b": -1}
+        found, limits = map_of(page, **asked)
+        wanted = expected(data["pictures"][0], asked)
+        assert np.abs(found - wanted).max() <= 1e-6 * np.abs(wanted).max(), asked
+        assert limits == pytest.approx(scale_range(wanted), rel=1e-6), asked
+
+
+def test_ties_are_discarded_by_position(page):
+    values, prefix, ratio = np.array([[[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.25, 0.25, 0.5]]], np.float32), 1, 0.4
+    wanted = attention_rollout([torch.from_numpy(values)], discard_ratio=ratio, residual=0.2, num_prefix_tokens=prefix)
+    row = """([values, prefix, ratio, readout]) => {
+        const layer = discardLow(Float32Array.from(values), 3, prefix, ratio);
+        return [...rollout([layer], readout, { start: 1, end: 1, residual: 0.2 }).row];
+    }"""
+    for token in range(3):
+        readout = [float(token == other) for other in range(3)]
+        assert page.evaluate(row, [values.ravel().tolist(), prefix, ratio, readout]) == pytest.approx(
+            wanted[0, token].tolist(), abs=1e-7
+        )
+
+
+def test_with_nothing_discarded_the_browser_is_within_a_thousandth_of_full_precision(page, place, explainer):
+    for fusion, weighted, patch in (("mean", False, None), ("max", True, (3, 7)), ("min", False, (11, 0))):
+        found, _ = map_of(
+            page,
+            map="rollout",
+            head_fusion=fusion,
+            value_weighted=weighted,
+            discard_ratio=0,
+            refine=1,
+            patch="" if patch is None else "{},{}".format(*patch),
+        )
+        options = {"head_fusion": fusion, "value_weighted": "output" if weighted else False, "patch": patch}
+        wanted = explainer.explain(place / "first.png", method="rollout", discard_ratio=0, refine=1, **options).grid
+        assert np.abs(found - wanted).max() <= 1e-3 * wanted.max()
+
+
+def test_likeness_is_the_cosine_of_what_the_patches_hold(page, data):
+    asked = "async () => { take({ map: 'similar', patch: '2,3' }); await update(); return [...panels.b.map.values]; }"
+    found = np.array(page.evaluate(asked))
+    first, second = (torch.nn.functional.normalize(unpacked(one["features"]), dim=-1) for one in data["pictures"])
+    assert found == pytest.approx((second @ first[2 * 12 + 3]).numpy(), abs=1e-6)
+    limits = page.evaluate("sides.map((side) => [panels[side].map.low, panels[side].map.high])")
+    assert limits[0] == limits[1]
+
+
+# --- what a reader does ----------------------------------------------------------------------------------------------
+
+
+def point_of(page, side: str, row: int, col: int) -> tuple[float, float]:
+    """Where on the screen the middle of a patch lies."""
+    box = page.locator(f"#panel-{side} .frame").bounding_box()
+    left, top, right, bottom = page.evaluate(f"pictureOf('{side}').window")
+    rows, cols = page.evaluate(f"pictureOf('{side}').grid")
+    scale = box["width"] / page.evaluate(f"pictureOf('{side}').size[0]")
+    x, y = left + (col + 0.5) * (right - left) / cols, top + (row + 0.5) * (bottom - top) / rows
+    return box["x"] + scale * x, box["y"] + scale * y
+
+
+def test_a_click_asks_a_patch_and_the_pointer_reads_values(page, data):
+    for side, picture in zip("ab", data["pictures"], strict=True):
+        panel = page.locator(f"#panel-{side}")
+        page.mouse.click(*point_of(page, side, 4, 9))
+        assert "from the patch in row 4, column 9" in panel.locator(".from").text_content()
+        defaults = {"map": "rollout", "head_fusion": "max", "value_weighted": True, "discard_ratio": 0.9}
+        asked = {**defaults, "residual": 0.5, "start": 1, "end": data["layers"], "refine": 1, "affinity": "attention"}
+        wanted = expected(picture, {**asked, "patch": "4,9"})
+        page.mouse.move(*point_of(page, side, 5, 6))
+        reading = panel.locator(".reading").text_content()
+        found = re.fullmatch(r"row 5, column 6: (\S+) — number (\d+) of 144 patches", reading)
+        assert float(found[1].replace("−", "-")) == pytest.approx(wanted[5, 6], rel=1e-3)
+        assert int(found[2]) == 1 + (wanted > wanted[5, 6]).sum()
+    page.mouse.move(*(point_of(page, "b", 5, -2)))  # the crop left this out
+    assert page.locator("#panel-b .reading").text_content() == "the model did not see this part"
+    assert page.locator("#panel-b .seen").is_visible() and page.locator("#panel-a .seen").is_hidden()
+
+
+def test_keys_move_the_patch_and_choose_the_map(page):
+    page.locator("#panel-a .frame").focus()
+    page.keyboard.press("ArrowRight")  # from the whole answer to the middle
+    for key in ("ArrowRight", "ArrowUp", "ArrowUp"):
+        page.keyboard.press(key)
+    assert page.evaluate("state.patch") == "4,7" and page.locator("#source").text_content() == "row 4, column 7"
+    page.keyboard.press("2")
+    assert page.get_by_role("tab", name="Attention").get_attribute("aria-selected") == "true"
+    page.get_by_role("tab", name="Attention").focus()
+    page.keyboard.press("ArrowLeft")
+    assert page.get_by_role("tab", name="Rollout").get_attribute("aria-selected") == "true"
+    page.locator("#panel-a .frame").focus()
+    page.keyboard.press("Escape")
+    assert page.evaluate("state.patch") == "" and page.locator("#source").text_content() == "the answer"
+    before = page.evaluate("state.discard_ratio")
+    page.locator('[data-name="discard_ratio"]').focus()
+    page.keyboard.press("ArrowLeft")  # the slider has the focus, and the key is its own
+    assert page.evaluate("state.discard_ratio") == pytest.approx(before - 0.01)
+    assert page.evaluate("state.patch") == ""
+
+
+def test_the_address_holds_what_is_seen(page):
+    page.locator('[data-name="residual"]').fill("0.3")
+    page.locator('[data-name="start"]').fill("2")
+    page.locator('[data-name="head_fusion"]').select_option("mean")
+    page.locator('[data-name="contours"]').check()
+    page.mouse.click(*point_of(page, "b", 1, 2))
+    address = page.evaluate("location.hash")
+    shown = page.evaluate("[...panels.b.map.values]")
+    drawing = page.evaluate("panels.b.lines.toDataURL()")
+    page.evaluate("async () => { await begin({}); }")
+    assert page.evaluate("location.hash") == ""
+    page.evaluate("(address) => { location.hash = address; }", address)
+    page.wait_for_function("state.patchb === '1,2' && panels.b.map")
+    page.wait_for_function("(old) => panels.b.lines.toDataURL() === old", arg=drawing)
+    assert page.evaluate("[...panels.b.map.values]") == shown
+    assert page.locator('[data-name="residual"]').input_value() == "0.3"
+    page.evaluate("(address) => { location.hash = address; }", "#layer=99&patch=<b>&opacity=nine&map=none&start=2.5")
+    page.wait_for_function("location.hash === ''")  # nothing of it is possible
+
+
+def test_the_strip_shows_the_map_layer_by_layer(page):
+    page.wait_for_function("document.querySelectorAll('#layers button[aria-pressed=true]').length === 1")
+    second = page.locator("#layers button").nth(1)
+    drawing = "() => document.querySelectorAll('#layers canvas')[1].toDataURL()"
+    page.wait_for_function("document.querySelectorAll('#layers canvas')[1].width > 50")
+    before = page.evaluate(drawing)
+    second.click()
+    assert page.evaluate("state.start") == 2
+    page.wait_for_function("document.querySelectorAll('#layers button')[1].getAttribute('aria-pressed') === 'true'")
+    assert page.evaluate(drawing) == before  # the map from the top down to layer 2 is what it was
+    page.locator('[data-name="end"]').fill("3")
+    page.wait_for_function("document.querySelectorAll('#layers button')[3].disabled")
+
+
+@pytest.mark.parametrize("opacity", ["0", "1"])
+def test_the_png_is_the_photograph_with_its_map(page, place, opacity):
+    page.locator('[data-name="opacity"]').fill(opacity)
+    with page.expect_download() as download:
+        page.locator("#save").click()
+    assert download.value.suggested_filename == "first-rollout.png"
+    saved = np.asarray(Image.open(download.value.path()).convert("RGB")).astype(int)
+    photograph = np.asarray(Image.open(place / "first.png").convert("RGB")).astype(int)
+    assert saved.shape == photograph.shape
+    difference = np.abs(saved - photograph).mean()
+    assert (difference < 4) == (opacity == "0")  # the page has it as JPEG
+
+
+def test_no_name_does_harm(page, place, data):
+    assert page.locator("#panel-b h2").text_content() == HOSTILE and page.locator("#panel-b h2 *").count() == 0
+    assert page.locator("img[src=x]").count() == 0 and page.locator("script").count() == 2
+    page.get_by_role("tab", name="GAE").click()
+    options = page.locator('[data-name="class"] option').all_text_contents()
+    assert len(options) == 3 and all(text.startswith(CLASS) for text in options)
+    assert CLASS in page.locator("#panel-a .answers").text_content()
+    page.evaluate("async () => { take({ a: 1, map: 'gae' }); await update(); }")
+    with page.expect_download() as download:
+        page.locator("#save").click()
+    assert "/" not in download.value.suggested_filename and "<" not in download.value.suggested_filename
+    text = (place / "page.html").read_text(encoding="utf-8")
+    assert "<img src=x" not in text and CLASS not in text
+
+
+def test_everything_has_a_name_and_fits_on_a_phone(page):
+    nameless = """() => [...document.querySelectorAll("input, select, button, [role=application]")].filter(
+        (one) => !(one.labels?.length || one.ariaLabel || one.textContent.trim())).map((one) => one.outerHTML)"""
+    assert page.evaluate(nameless) == []
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.evaluate("update()")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.emulate_media(color_scheme="dark")
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.emulate_media(color_scheme="light")
+    assert sum(map(int, re.findall(r"\d+", dark))) < 120
+
+
+# --- the command and the code ----------------------------------------------------------------------------------------
+
+CALLS = "async (asked) => { await begin(asked); return currentCall(); }"
+
+
+@pytest.fixture
+def own_page(browser, place, monkeypatch):
+    """A page that the command line made in the folder of the photographs, with its model called demo."""
+    monkeypatch.chdir(place)
+    arguments = ["explore", "first.png", HOSTILE, "--model", "demo", "--method", "gae", "-o", "own.html"]
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "own.html\n" and "Attention is stored in half precision" in done.stderr
+    page = browser.new_page()
+    page.goto((place / "own.html").as_uri())
+    yield page
+    page.close()
+
+
+def test_the_command_and_the_code_make_the_map_that_is_seen(own_page, place):
+    states = [
+        {"map": "rollout", "patch": "3,4", "discard_ratio": 0, "start": 2, "head_fusion": "mean"},
+        {
+            "map": "rollout",
+            "a": 1,
+            "b": 0,
+            "discard_ratio": 0,
+            "value_weighted": False,
+            "refine": 2,
+            "affinity": "keys",
+        },
+        {"map": "attention", "layer": 2, "head": "1", "refine": 0},
+        {"map": "gae", "refine": 1},
+        {"map": "rollout", "end": 3, "patch": "1,1", "discard_ratio": 0},
+        {"map": "similar", "patch": "2,3"},
+    ]
+    for asked in states:
+        told, (found, _) = own_page.evaluate(CALLS, asked), map_of(own_page, **asked)
+        names: dict = {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exec(told["python"], names)
+        code = names["saliency"].grid if "saliency" in names else names["grid"].detach().double().numpy()
+        code = code.reshape(found.shape) if asked["map"] != "similar" else code
+        tolerance = {"similar": 0.02, "attention": 0.04}.get(asked["map"], 1e-3)  # of 8 bits, and of half precision
+        if asked["map"] == "similar":
+            found = np.array(own_page.evaluate("[...panels.b.map.values]")).reshape(12, 12)
+        assert np.abs(code - found).max() <= tolerance * np.abs(found).max(), told["python"]
+        if told["command"].startswith("#"):
+            continue
+        words = shlex.split(told["command"])
+        done = CliRunner().invoke(cli, [*words[1:], "--save-map", "-o", "map.png"])
+        assert done.exit_code == 0, done.output
+        with np.load("map.npz") as saved:
+            assert np.abs(saved["grid"] - code).max() <= 1e-6 * np.abs(code).max(), told["command"]
+
+
+# --- what fits, and what does not ------------------------------------------------------------------------------------
+
+
+def small(**options) -> Explainer:
+    return Explainer(timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=64, depth=2, **options))
+
+
+def test_what_does_not_fit_is_left_out_and_said(browser, tmp_path, explainer):
+    picture = sample_pictures()[0]
+    whole = explore(picture, model=explainer, methods=["gae"])
+    [held] = whole_data(whole)["pictures"]
+    assert len(held["attention"]) == 6 and held["heads"] is not None
+    no_heads = explore(picture, model=explainer, methods=["gae"], max_size=0.98 * len(whole.html) / 1e6)
+    assert whole_data(no_heads)["pictures"][0]["heads"] is None
+    assert any("Single heads are left out" in note for note in no_heads.notes)
+    least = explore(picture, model=explainer, methods=["gae"], max_size=0.01)
+    [held] = whole_data(least)["pictures"]
+    assert list(held["attention"]) == ["max weighted"] and held["attention"]["max weighted"]["code"] == "table"
+    told = " ".join(least.notes)
+    assert "stored in 8 bits" in told and "cannot be made as small as 0.01 MB" in told and "min over heads" in told
+    assert all(note in least.html.replace("&#39;", "'") for note in least.notes[:-1])
+    page = browser.new_page()
+    page.goto(least.save(tmp_path / "least.html").as_uri())
+    asked = {"discard_ratio": 0.9, "residual": 0.5, "start": 1, "end": 4, "refine": 1, "affinity": "attention"}
+    asked |= {"map": "rollout", "head_fusion": "max", "value_weighted": True, "patch": "5,5"}
+    asked["end"] = whole_data(least)["layers"]
+    found, wanted = map_of(page, **asked)[0], expected(held, asked)
+    assert np.abs(found - wanted).max() <= 1e-6 * wanted.max()
+    assert page.locator('[data-name="head_fusion"]').is_disabled()
+    assert "had room for this one fusion only" in page.locator('fieldset[data-for="attention"] .why').text_content()
+    page.close()
+
+
+def whole_data(page) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page.html, re.DOTALL)[1])
+
+
+def test_a_model_with_windows_says_what_its_page_cannot_compute(browser, tmp_path):
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224",
+        num_classes=3,
+        img_size=56,
+        depths=(1, 1),
+        embed_dim=24,
+        num_heads=(1, 2),
+        window_size=7,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", vitflow.VitflowWarning)
+        made = explore(Image.open(sample_pictures()[0]).convert("RGB"), model=model)
+    page = browser.new_page()
+    page.goto(made.save(tmp_path / "windows.html").as_uri())
+    assert "SwinTransformer has windows" in page.locator("#refused").text_content()
+    tabs = page.locator("#maps [role=tab]").all_text_contents()
+    assert tabs[0] == "Similar patches" and {"GAE", "Grad-CAM", "Rollout", "Attention"} <= set(tabs)
+    for name in tabs:
+        page.get_by_role("tab", name=name, exact=True).click()
+        page.wait_for_function("panels.a.map && Number.isFinite(panels.a.map.high)")
+    page.close()
+
+
+def test_a_notebook_shows_the_page_in_a_frame_of_its_own(browser):
+    page = browser.new_page()
+    made = small().explore(Image.new("RGB", (64, 64), "teal"), methods=["gae"])
+    page.set_content(made._repr_html_())
+    frame = page.frame_locator("iframe")
+    frame.locator("#panel-a .heat").wait_for()
+    assert frame.get_by_role("tab").count() == 4
+    frame.locator("#panel-a .frame").click()
+    assert "from the patch" in frame.locator("#panel-a .from").text_content()
+    page.close()
+
+
+def test_bad_options_are_refused_before_the_model_runs(tmp_path):
+    with pytest.raises(OptionError, match="at least one picture"):
+        explore([], model="demo")
+    with pytest.raises(OptionError, match="max_size"):
+        explore("a.png", model="demo", max_size=0)
+    with pytest.raises(OptionError, match="Unknown method"):
+        explore("a.png", model="demo", methods=["rolout"])
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    done = CliRunner().invoke(cli, ["explore", str(tmp_path / "a.png"), "-o", str(tmp_path / "a.png")])
+    assert done.exit_code == 2 and ".html" in done.stderr

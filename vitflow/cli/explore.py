@@ -1,0 +1,105 @@
+"""`vitflow explore`: a page that answers in the browser when a patch is clicked."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vitflow.cli.options import (
+    DEFAULT_MODEL,
+    cannot_write,
+    check_pictures,
+    check_suffix,
+    make_explainer,
+    model_options,
+    talking,
+    tell_limits,
+)
+from vitflow.errors import OptionError, VitflowError, printable
+from vitflow.explaining.method_choices import choose_methods
+
+
+@click.command()
+@click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
+@model_options
+@click.option(
+    "--method",
+    "methods",
+    metavar="NAME",
+    multiple=True,
+    help="A map to make beforehand, beside those that the page computes; repeat it for more.  [default: the "
+    "class-specific ones and flow, as far as they apply]",
+)
+@click.option(
+    "--class",
+    "targets",
+    metavar="NAME|INDEX|top5",
+    multiple=True,
+    help="Class for class-specific maps; repeat it for more.  [default: top3]",
+)
+@click.option(
+    "--max-size",
+    type=click.FloatRange(min=0, min_open=True),
+    default=40.0,
+    show_default=True,
+    metavar="MB",
+    help="Size of the page. What does not fit is left out, single heads first, or kept in 8 bits; the page says so.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The page, .html.  [default: IMAGE-explore.html here]",
+)
+def explore(images: tuple[Path, ...], **given: Any) -> None:
+    """Make a page that shows in the browser what each patch of an IMAGE looks at: no server, no network.
+
+    Click a patch, and see rollout or raw attention from it, through any of the layers.
+    """
+    with talking():
+        check_pictures(images, "explore")
+        output = given["output"] or Path(f"{images[0].stem}-explore.html" if len(images) == 1 else "explore.html")
+        check_suffix(output, (".html",))
+        if output.resolve() in {image.resolve() for image in images}:
+            raise OptionError(f"The page would overwrite the picture {str(output)!r}: choose another output.")
+        methods = list(given["methods"]) or None
+        choose_methods(methods or ["rollout"], {})  # before torch is loaded
+        from vitflow.explaining.exploring import explore
+
+        explainer = make_explainer(given)
+        page = explore(
+            list(images),
+            model=explainer,
+            methods=methods,
+            targets=list(given["targets"]) or "top3",
+            max_size=given["max_size"],
+            call=_call(given),
+        )
+        try:
+            page.save(output)
+        except OSError as error:
+            raise VitflowError(cannot_write(output, error)) from error
+        for note in page.notes:
+            click.echo(note, err=True)
+        tell_limits(explainer.model_id)
+        click.echo(printable(output))
+
+
+def _call(given: dict[str, Any]) -> Any:
+    """How a reader of the page gets the model that these options chose."""
+    from vitflow.viewer.explorer import ModelCall
+
+    model = given["model"] or DEFAULT_MODEL
+    arguments, loading = ["--model", model], [repr(model)]
+    for name in ("checkpoint", "num_classes", "class_names"):
+        if given[name] is not None:
+            arguments += [f"--{name.replace('_', '-')}", str(given[name])]
+            loading.append(f"{name}={given[name] if isinstance(given[name], int) else str(given[name])!r}")
+    making = []
+    if given["fit"] != "crop":
+        arguments += ["--fit", given["fit"]]
+        making.append(f"fit={given['fit']!r}")
+    if given["fit"] == "native":
+        loading.append("dynamic_img_size=True")
+    loaded = loading[0] if len(loading) == 1 else f"vitflow.load_model({', '.join(loading)})"
+    return ModelCall(arguments, f"vitflow.Explainer({', '.join([loaded, *making])})")

@@ -1,0 +1,263 @@
+"""Explore pictures: what a page needs to answer in the browser, recorded once."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vitflow.errors import (
+    NoAttentionError,
+    OptionError,
+    UnsupportedModelError,
+    ValueNormsError,
+    VitflowWarning,
+    printable,
+)
+from vitflow.explaining.answers import activate
+from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_choices import MethodChoice, choose_methods
+from vitflow.explaining.method_table import get_method
+from vitflow.explaining.refining import affinity_of
+from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.targets import Targets
+from vitflow.methods.refinement import AffinityName
+from vitflow.models.anatomy import block_norm
+from vitflow.pictures.images import ImageSource, read_image
+from vitflow.recording.isolation import evaluating
+from vitflow.recording.recorder import record_attention
+from vitflow.recording.trace import Trace
+from vitflow.viewer.explorer import FUSED, ExploredPicture, ExplorerPage, ModelCall, make_explorer
+
+#: Maps that a browser does not compute: they are made beforehand.
+READY_METHODS = ("gae", "gradient_rollout", "consensus", "gradcam", "flow")
+# What is made beforehand, too, where the browser cannot compute it.
+_OTHERWISE_LIVE = ("rollout", "attention")
+# Classes that the page names, and those for which class-specific maps are made by default.
+_ANSWERS, _TARGETS = 5, "top3"
+
+
+def explore(
+    images: ImageSource | Sequence[ImageSource],
+    *,
+    model: str | Path | nn.Module | Explainer,
+    methods: Sequence[MethodChoice] | None = None,
+    targets: Targets = _TARGETS,
+    max_size: float = 40.0,
+    fit: str = "crop",
+    device: str | torch.device | None = None,
+    call: ModelCall | None = None,
+) -> ExplorerPage:
+    """Make a page that answers in the browser when a patch is clicked: what does it attend to, through which layers?
+
+    Args:
+        images: one picture, or a list of them: paths, bytes, PIL pictures, or RGB arrays.
+        model: a model id (see `load_model`), a module of your own, or an `Explainer`, whose own fit and device hold.
+        methods: maps to make beforehand; by default `READY_METHODS`, as far as they apply to the model.
+        targets: classes that class-specific ones of them explain; by default the three most probable ones.
+        max_size: of the page in megabytes. What does not fit is left out or stored in 8 bits, and the page says so.
+        fit: "crop" (the model's own preprocessing), "squash", "pad" or "native".
+        device: where to run, by default the model's own device, or a GPU if there is one.
+        call: how a reader gets the model, where its id alone does not say it.
+
+    Raises:
+        VitflowError: a picture, the model or an option is wrong; the message says which and what to do.
+
+    >>> from vitflow.demo import sample_pictures
+    >>> page = explore(sample_pictures()[0], model="demo", methods=["gae"])
+    >>> page.html[:15], page.notes[1]
+    ('<!doctype html>', 'Single heads are stored in 8 bits: each number within 3.1% of its value, the faintest as 0.')
+    """
+    sources: list[Any] = list(images) if isinstance(images, list | tuple) else [images]
+    if not sources:
+        raise OptionError("Expected at least one picture, got none.")
+    if not max_size > 0:
+        raise OptionError(f"Expected max_size in megabytes, above 0, got {max_size!r}.")
+    if methods is not None:
+        choose_methods(methods, {})  # before a model is loaded
+    explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
+    explorer = _Explorer(explainer, methods, targets, 10**6 * max_size / len(sources))
+    pictures = [explorer.picture(source, number) for number, source in enumerate(sources, start=1)]
+    made = {own["method"] for picture in pictures for own in picture.maps} | set(_OTHERWISE_LIVE)
+    return make_explorer(
+        pictures,
+        model=explainer.model_id,
+        call=call or _call(model, fit),
+        defaults={name: get_method(name).defaults for name in sorted(made)},
+        max_size=max_size,
+    )
+
+
+def _call(model: Any, fit: str) -> ModelCall:
+    """How a reader gets a model that was handed over."""
+    if not isinstance(model, str | Path):
+        return ModelCall(None, "explainer" if isinstance(model, Explainer) else "vitflow.Explainer(model)")
+    own = [] if fit == "crop" else ["--fit", fit]
+    words = "" if fit == "crop" else f", fit={fit!r}"
+    return ModelCall(["--model", str(model), *own], f"vitflow.Explainer({str(model)!r}{words})")
+
+
+class _Explorer:
+    """Records pictures for a page.
+
+    Args:
+        explainer: of the model.
+        methods: what to make beforehand; None for what applies.
+        targets: classes for class-specific ones.
+        room: bytes that a picture may take in the page.
+    """
+
+    def __init__(
+        self, explainer: Explainer, methods: Sequence[MethodChoice] | None, targets: Targets, room: float
+    ) -> None:
+        self._explainer, self._methods, self._targets, self._room = explainer, methods, targets, room
+
+    def picture(self, source: ImageSource, number: int) -> ExploredPicture:
+        """All that the page needs of a picture."""
+        image, explainer = read_image(source), self._explainer
+        path = str(source) if isinstance(source, str | Path) else None
+        placement = explainer.preprocessing.place((image.shape[0], image.shape[1]))
+        found = ExploredPicture(path or f"picture {number}", path, image, placement.window)
+        with torch.inference_mode(False), torch.no_grad(), evaluating(explainer.model):
+            pixels = explainer.pixels(image)
+            trace = self._record(pixels, found)
+            self._answers(trace, found)
+            self._features(trace, found)
+            if found.layout is not None:
+                self._affinities(trace, found)
+                self._heads(pixels, found)
+        saliencies = self._made(image, found)
+        found.maps = [_map(saliency) for saliency in saliencies]
+        return found
+
+    def _record(self, pixels: Tensor, found: ExploredPicture) -> Trace:
+        """Record what the browser computes with, or why it cannot."""
+        explainer, weighted = self._explainer, True
+        try:
+            features = [block_norm(explainer.model, -1)]
+        except UnsupportedModelError as error:
+            features, found.refused["features"] = [], str(error)
+        options: dict[str, Any] = {"features": features, "layout": explainer.layout}
+        while True:
+            keys = [key for key in FUSED if weighted or not key[1]]
+            try:
+                with record_attention(explainer.model, fusions=keys, keys=True, **options) as trace:
+                    explainer.forward(pixels)
+                break
+            except ValueNormsError as error:
+                weighted, found.refused["weighting"] = False, str(error).removesuffix(" Use value_weighted=False.")
+            except NoAttentionError as error:
+                found.refused["live"] = str(error)
+                with record_attention(explainer.model, attention=False, **options) as trace:
+                    explainer.forward(pixels)
+                return trace
+        try:
+            if trace.staged:
+                raise UnsupportedModelError(
+                    f"{type(explainer.model).__name__} has windows, or stages with different tokens: the browser "
+                    "computes over one set of tokens only. Maps that were made beforehand are here."
+                )
+        except UnsupportedModelError as error:
+            found.refused["live"] = str(error)
+            return trace
+        found.layout, found.pooling = trace.layout, trace.pooling
+        found.readout = trace.readout[0].double().cpu().numpy()
+        for fusion, weighting in keys:
+            layers = trace.fused(fusion, value_weighted=weighting)
+            found.attention[fusion, weighting] = torch.stack([layer[0].float().cpu() for layer in layers]).numpy()
+        return trace
+
+    def _answers(self, trace: Trace, found: ExploredPicture) -> None:
+        """The most probable classes."""
+        logits, names = trace.logits, self._explainer.class_names
+        if not isinstance(logits, Tensor) or logits.ndim != 2 or not self._explainer.num_classes:
+            return
+        top = activate(logits, self._explainer.activation)[0].topk(min(_ANSWERS, logits.shape[1]))
+        for probability, index in zip(top.values.tolist(), top.indices.tolist(), strict=True):
+            found.answers.append({"name": names[index] if names else f"class {index}", "probability": probability})
+
+    def _features(self, trace: Trace, found: ExploredPicture) -> None:
+        """What the patches hold before the last block, where that lies on the picture."""
+        for path, features in trace.features.items():
+            located = trace.feature_layouts.get(path)
+            if located is None:
+                found.refused["features"] = f"The features of {path} do not lie on the picture."
+                continue
+            layout, channels_last = located
+            own = features[0].float().cpu()
+            if own.ndim == 3:
+                own = own.flatten(0, 1) if channels_last else own.flatten(1).T
+            patches = own[layout.num_prefix_tokens :]
+            found.features = patches.numpy(), (layout.rows, layout.cols)
+
+    def _affinities(self, trace: Trace, found: ExploredPicture) -> None:
+        """How alike the patches are, by attention and by keys."""
+        names: tuple[AffinityName, ...] = ("attention", "keys")
+        for name in names:
+            try:
+                affinity = affinity_of(trace, name, (trace.layout.rows, trace.layout.cols))
+            except UnsupportedModelError as error:
+                found.refused.setdefault("refine", str(error))
+                continue
+            found.affinities[name] = affinity.matrix[0].cpu().numpy()
+            found.uniform = found.uniform or (name == "attention" and bool(affinity.nearly_uniform[0]))
+
+    def _heads(self, pixels: Tensor, found: ExploredPicture) -> None:
+        """Every head, if there may be room for them."""
+        fused = next(iter(found.attention.values()))
+        if fused.size > self._room:
+            return
+        with record_attention(self._explainer.model, layout=self._explainer.layout) as trace:
+            self._explainer.forward(pixels)
+        heads = [layer[0].float().clamp_min(0).cpu() for layer in trace.heads()]
+        if len({len(layer) for layer in heads}) == 1:
+            found.heads = torch.stack(heads).numpy()
+
+    def _made(self, image: np.ndarray[Any, Any], found: ExploredPicture) -> list[Saliency]:
+        """The maps that are made beforehand: unrefined where the browser can do that."""
+        names: list[MethodChoice] = list(self._methods or READY_METHODS)
+        if self._methods is None:
+            names += [] if found.attention else _OTHERWISE_LIVE
+            if not self._explainer.num_classes:
+                names = [name for name in names if not get_method(str(name)).class_specific]
+        chosen = choose_methods(names, {})
+        plain: list[tuple[str, dict[str, Any]]] = [
+            (method.name, options | ({"refine": 0} if method.refined == "after" and found.affinities else {}))
+            for method, options in chosen
+        ]
+        targets = self._targets if any(method.class_specific for method, _ in chosen) else None
+        try:
+            return self._explainer.explain_batch([image], methods=plain, targets=targets, names=[found.name])
+        except UnsupportedModelError:
+            if self._methods is not None:
+                raise
+        refused = self._explainer.refusals(plain)
+        for reason in dict.fromkeys(refused.values()):
+            left_out = ", ".join(name for name, why in refused.items() if why == reason)
+            warnings.warn(f"Left out: {left_out}. {reason}", VitflowWarning, stacklevel=4)
+        plain = [pair for pair in plain if pair[0] not in refused]
+        if not plain:
+            return []
+        specific = any(get_method(name).class_specific for name, _ in plain)
+        targets = targets if specific else None
+        return self._explainer.explain_batch([image], methods=plain, targets=targets, names=[found.name])
+
+
+def _map(saliency: Saliency) -> dict[str, Any]:
+    """A map for JSON."""
+    told = saliency.to_dict()
+    return {
+        "method": saliency.method,
+        "specific": saliency.class_specific,
+        "label": printable(saliency.label) if saliency.class_specific else "",
+        "class_index": told["class_index"],
+        "probability": saliency.probability,
+        "options": told["options"],
+        "shape": list(saliency.grid.shape),
+        "values": [float(value) for value in saliency.grid.ravel()],
+        "refined": get_method(saliency.method).refined,
+        "facts": {name: value for name, value in saliency.facts.items() if isinstance(value, str | int | float)},
+    }

@@ -1,0 +1,282 @@
+"""The explorer: a page that computes maps in the browser, from recorded attention that it carries with it."""
+
+import base64
+import html
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vitflow.demo import limits_of
+from vitflow.errors import printable
+from vitflow.methods.rollout import attention_rollout
+from vitflow.methods.tokens import TokenLayout
+from vitflow.methods.values import ValueWeighting
+from vitflow.pictures.overlay import ROBUST_PERCENTILES
+from vitflow.viewer.drawing import COLOUR_MAPS, color_tables, thumbnail
+from vitflow.viewer.packing import Floats, Packed, pack_directions, pack_half, pack_logarithmic
+from vitflow.viewer.pages import make_html, write_page
+
+# How heads were fused: the fusion, and the value weighting that came before it.
+Fused = tuple[str, ValueWeighting]
+
+#: Which fused attention a page holds, the one that it cannot do without first.
+FUSED: tuple[Fused, ...] = (
+    *(("max", "output"), ("mean", False), ("max", False)),
+    *(("mean", "output"), ("min", False), ("min", "output")),
+)
+# Longer side of the photographs, in pixels.
+_PHOTOGRAPH = 1024
+_MEGABYTE = 10**6
+
+
+@dataclass(slots=True, eq=False)
+class ExploredPicture:
+    """What a page needs of a picture.
+
+    Attributes:
+        name: what it is called.
+        path: where it lies; None where it is no file.
+        image: uint8 RGB [height, width, 3].
+        window: (left, top, right, bottom) of the model input on it.
+        layout: prefix tokens and patch grid; None where attention over one set of tokens is not known.
+        readout: weight of each token in the answer, [tokens].
+        pooling: what the readout was taken from, in words.
+        attention: fused attention, float32 [layers, tokens, tokens].
+        heads: single heads, [layers, heads, tokens, tokens]; None where there is no room for them.
+        affinities: how alike the patches are, by kind, float64 [patches, patches].
+        features: of the patches, [patches, width], with their (rows, cols); None where there are none.
+        maps: further maps, ready for JSON: method, label, options, shape, values, refined and facts.
+        answers: the classes, most probable first, ready for JSON: name and probability.
+        refused: why something cannot be had of it: "live", "weighting", "refine" or "features", in words.
+        uniform: whether refinement would make any map nearly constant.
+    """
+
+    name: str
+    path: str | None
+    image: NDArray[np.uint8]
+    window: tuple[float, float, float, float]
+    layout: TokenLayout | None = None
+    readout: Floats | None = None
+    pooling: str = ""
+    attention: dict[Fused, Floats] = field(default_factory=dict)
+    heads: Floats | None = None
+    affinities: dict[str, Floats] = field(default_factory=dict)
+    features: tuple[Floats, tuple[int, int]] | None = None
+    maps: list[dict[str, Any]] = field(default_factory=list)
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    uniform: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """How a reader gets the model of a page.
+
+    Attributes:
+        arguments: on the command line; None where only Python has it.
+        python: the expression of an explainer.
+    """
+
+    arguments: Sequence[str] | None
+    python: str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ExplorerPage:
+    """One self-contained page that shows in a browser what the patches of pictures look at.
+
+    Attributes:
+        html: the page.
+        notes: what it holds and how exactly, and what it had no room for.
+    """
+
+    html: str
+    notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"ExplorerPage({len(self.html) / _MEGABYTE:.1f} MB)"
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the page; nothing half-written ever stands under the final name."""
+        write_page(Path(path), self.html)
+        return Path(path)
+
+    def _repr_html_(self) -> str:
+        """The page in a frame, for notebooks: it can run its own script, and reach nothing of the notebook."""
+        return (
+            f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts allow-downloads" '
+            'title="vitflow explorer" style="width: 100%; height: 900px; border: 0"></iframe>'
+        )
+
+
+def make_explorer(
+    pictures: Sequence[ExploredPicture],
+    *,
+    model: str,
+    call: ModelCall,
+    defaults: Mapping[str, Any],
+    max_size: float,
+) -> ExplorerPage:
+    """Make the page.
+
+    What does not fit is left out, and said: first single heads, then all fusions but one, which at last is kept in 8
+    bits.
+
+    Args:
+        pictures: one or several.
+        model: its id.
+        call: how a reader gets it.
+        defaults: the options that maps begin with, by method.
+        max_size: of the page, in megabytes.
+    """
+    told = [_told(picture) for picture in pictures]
+    room = _Room(max_size * _MEGABYTE - sum(len(str(one)) for one in told) - 2**17)
+    for one, picture in zip(told, pictures, strict=True):
+        one["affinities"] = {name: room.take(pack_half(_half_of(own))) for name, own in picture.affinities.items()}
+        if picture.features is not None:
+            packed = room.take(pack_directions(picture.features[0]))
+            one["features"] = {**packed, "grid": picture.features[1]}
+    live = [(one, picture) for one, picture in zip(told, pictures, strict=True) if picture.attention]
+    notes = _pack_attention(live, room, max_size) if live else []
+    title = told[0]["name"] if len(pictures) == 1 else f"{len(pictures)} pictures"
+    heads = max((picture.heads.shape[1] for _, picture in live if picture.heads is not None), default=0)
+    data = {
+        "pictures": told,
+        "model": model,
+        "call": {"arguments": call.arguments, "python": call.python},
+        "defaults": defaults,
+        "layers": max((len(next(iter(picture.attention.values()))) for _, picture in live), default=0),
+        "heads": heads,
+        "tables": color_tables(),
+        "cmaps": list(COLOUR_MAPS),
+        "percentiles": ROBUST_PERCENTILES,
+    }
+    scripts, limits = ("attention", "calls", "explorer"), limits_of(model)
+    page = make_html("explorer", *scripts, title=title, model=model, limits=limits, notes=notes, data=data)
+    size = f"The page has {len(page) / _MEGABYTE:.1f} MB."
+    if len(page) > max_size * _MEGABYTE:
+        size += f" It cannot be made as small as {max_size:g} MB: take fewer pictures, or a higher --max-size."
+    return ExplorerPage(page, (*notes, size))
+
+
+class _Room:
+    """What is left of a page's size, in bytes."""
+
+    def __init__(self, left: float) -> None:
+        self.left = left
+
+    def take(self, packed: Packed) -> dict[str, Any]:
+        """Put something into the page."""
+        self.left -= packed.size
+        return packed.told
+
+    def take_all(self, values: Sequence[Floats], pack: Callable[[Floats], Packed], bits: int) -> list[Packed] | None:
+        """Put something of every picture into the page; None, and nothing is put there, where that does not fit."""
+        if 0.4 * sum(own.size for own in values) * bits / 8 > self.left:  # it never compresses as well as that
+            return None
+        found = [pack(own) for own in values]
+        if sum(packed.size for packed in found) > self.left:
+            return None
+        for packed in found:
+            self.take(packed)
+        return found
+
+
+def _pack_attention(live: Sequence[tuple[dict[str, Any], ExploredPicture]], room: _Room, max_size: float) -> list[str]:
+    """Put as much attention into the page as fits; returns what there is to say of it."""
+    wanted = [key for key in FUSED if all(key in picture.attention for _, picture in live)]
+    errors: list[float] = []
+    for number, key in enumerate(wanted):
+        values = [picture.attention[key] for _, picture in live]
+        found = room.take_all(values, pack_half, 16)
+        if found is None and number:
+            continue
+        if found is None:
+            found = [pack_logarithmic(own) for own in values]
+            room.left -= sum(packed.size for packed in found)
+        for (told, picture), packed in zip(live, found, strict=True):
+            told["attention"][_name(key)] = packed.told
+            errors.append(_map_error(picture, key, packed.stored))
+    held = next(iter(live))[0]["attention"]
+    stored = "half precision" if all(one["code"] == "half" for one in held.values()) else "8 bits"
+    notes = [
+        f"Attention is stored in {stored}: with nothing discarded, the rollout of the answer differs from that of full "
+        f"precision by at most {max(errors):.1g} of the map's maximum."
+    ]
+    if left_out := [_words(key) for key in wanted if _name(key) not in held]:
+        notes.append(f"Left out, for a page of at most {max_size:g} MB: {', '.join(left_out)}.")
+    return [*notes, _pack_heads(live, room, max_size)]
+
+
+def _pack_heads(live: Sequence[tuple[dict[str, Any], ExploredPicture]], room: _Room, max_size: float) -> str:
+    """Put single heads into the page if they fit; returns what there is to say of them."""
+    values = [picture.heads.reshape(-1, *picture.heads.shape[2:]) for _, picture in live if picture.heads is not None]
+    found = room.take_all(values, pack_logarithmic, 8) if len(values) == len(live) else None
+    if found is None:
+        return f"Single heads are left out, for a page of at most {max_size:g} MB."
+    error = max(_entry_error(own, packed.stored) for own, packed in zip(values, found, strict=True))
+    for (told, _), packed in zip(live, found, strict=True):
+        told["heads"] = packed.told
+    return f"Single heads are stored in 8 bits: each number within {error:.1%} of its value, the faintest as 0."
+
+
+def _told(picture: ExploredPicture) -> dict[str, Any]:
+    """A picture for JSON, without what is packed."""
+    photograph = base64.b64encode(thumbnail(picture.image, _PHOTOGRAPH)).decode()
+    layout = picture.layout
+    return {
+        "name": printable(Path(picture.name).name, lines=True),
+        "path": picture.path,
+        "image": f"data:image/jpeg;base64,{photograph}",
+        "size": [picture.image.shape[1], picture.image.shape[0]],
+        "window": picture.window,
+        "grid": None if layout is None else [layout.rows, layout.cols],
+        "prefix": 0 if layout is None else layout.num_prefix_tokens,
+        "readout": [] if picture.readout is None else [float(weight) for weight in picture.readout],
+        "pooling": picture.pooling,
+        "attention": {},
+        "heads": None,
+        "features": None,
+        "maps": picture.maps,
+        "answers": picture.answers,
+        "refused": picture.refused,
+        "uniform": picture.uniform,
+    }
+
+
+def _half_of(symmetric: Floats) -> Floats:
+    """The upper triangle of a symmetric matrix with its diagonal, row by row."""
+    return symmetric[np.triu_indices(len(symmetric))]
+
+
+def _map_error(picture: ExploredPicture, key: Fused, stored: Floats) -> float:
+    """How far the answer's rollout over stored attention is from that over the attention itself, as a share."""
+    assert picture.layout is not None
+    options: dict[str, Any] = {"num_prefix_tokens": picture.layout.num_prefix_tokens}
+    options["readout"] = torch.as_tensor(picture.readout)
+    exact, found = (
+        picture.layout.to_grid(attention_rollout(torch.as_tensor(own).unsqueeze(1), **options))
+        for own in (picture.attention[key], stored)
+    )
+    return float((exact - found).abs().max() / exact.abs().max().clamp_min(1e-30))
+
+
+def _entry_error(values: Floats, stored: Floats) -> float:
+    """The largest relative error of those that are not stored as 0."""
+    kept = stored > 0
+    return float((np.abs(stored[kept] - values[kept]) / values[kept]).max(initial=0.0))
+
+
+def _name(key: Fused) -> str:
+    """What the page calls fused attention."""
+    return f"{key[0]} {'weighted' if key[1] else 'plain'}"
+
+
+def _words(key: Fused) -> str:
+    return f"{key[0]} over heads{', value-weighted' if key[1] else ', plain'}"

@@ -1,0 +1,522 @@
+// The explorer: what is asked stands in `state`, from which everything on the page is drawn.
+const { pictures, tables, call, defaults, percentiles } = data;
+const colourMaps = data.cmaps, $$ = (selector) => [...document.querySelectorAll(selector)];
+const LIVE = { rollout: "Rollout", attention: "Attention", similar: "Similar patches" };
+const TITLES = { gae: "GAE", gradient_rollout: "Gradient rollout", consensus: "Consensus", gradcam: "Grad-CAM", flow: "Flow", input_gradient: "Input gradient", occlusion: "Blank-out" };
+const ready = [...new Set(pictures.flatMap(({ maps }) => maps.map(({ method }) => method)))];
+const computes = pictures.some(({ attention }) => Object.keys(attention).length), hasFeatures = pictures.some(({ features }) => features);
+const fusedSets = computes ? pictures.map(({ attention }) => Object.keys(attention)).find((names) => names.length) : [];
+const modes = [...(computes ? ["rollout", "attention"] : []), ...(hasFeatures ? ["similar"] : []), ...ready.filter((name) => !computes || !(name in LIVE))];
+const titleOf = (mode) => LIVE[mode] ?? TITLES[mode] ?? mode;
+
+// What a map begins with: the method's own options, as far as the page holds what they need.
+function initialOf(map) {
+  const own = { ...defaults.rollout, ...defaults[map] }, refinable = pictures[0].affinities.attention && !pictures[0].uniform;
+  const found = {
+    map, a: 0, b: pictures.length > 1 ? 1 : -1, patch: "", patchb: "", asked: "a", class: "",
+    start: own.start_layer, end: data.layers, layer: data.layers, head: "",
+    head_fusion: own.head_fusion, value_weighted: Boolean(own.value_weighted), discard_ratio: own.discard_ratio, residual: own.residual,
+    refine: refinable ? own.refine : 0, affinity: own.affinity, opacity: 0.6, cmap: colourMaps[0], contours: false,
+  };
+  return fusedSets.length && !fusedSets.includes(setName(found)) ? { ...found, ...setOf(fusedSets[0]) } : found;
+}
+
+const state = initialOf(modes[0]);
+const sides = ["a", "b"], panels = {};
+let drawn = 0; // which drawing is the latest
+
+function setName({ head_fusion, value_weighted }) { return `${head_fusion} ${value_weighted ? "weighted" : "plain"}`; }
+
+function setOf(name) {
+  const [fusion, weighting] = name.split(" ");
+  return { head_fusion: fusion, value_weighted: weighting === "weighted" };
+}
+
+// --- what is asked ---------------------------------------------------------------------------------------------------
+
+const pictureOf = (side) => pictures[state[side]];
+const patchKey = (side) => (side === "a" ? "patch" : "patchb");
+const isLive = () => modes.includes(state.map) && state.map in LIVE && (computes || state.map === "similar");
+const mapsOf = (picture, mode) => picture.maps.filter(({ method }) => method === mode);
+
+// The grid on which a picture's patches are asked.
+function gridOf(picture) {
+  if (state.map === "similar") return picture.features?.grid ?? null;
+  return isLive() ? picture.grid : mapsOf(picture, state.map)[0]?.shape ?? null;
+}
+
+// The patch [row, col] that is asked, or null for the whole answer.
+function askedPatch(side) {
+  const picture = pictureOf(side), grid = gridOf(picture), [row, col] = state[patchKey(side)].split(",").map(Number);
+  const given = state[patchKey(side)] && grid && row < grid[0] && col < grid[1];
+  if (given) return [row, col];
+  return state.map === "similar" && grid && side === state.asked ? grid.map((count) => Math.floor(count / 2)) : null;
+}
+
+// Why a map cannot be had of a picture, or null.
+function refusal(picture) {
+  if (state.map === "similar") return picture.features ? null : picture.refused.features;
+  if (!isLive()) return mapsOf(picture, state.map).length ? null : "This map was not made for this photograph.";
+  return picture.grid ? null : picture.refused.live;
+}
+
+// --- maps ------------------------------------------------------------------------------------------------------------
+
+// The layers of a picture's fused attention without what is discarded; made when they are first asked for.
+async function layersOf(picture, name, ratio) {
+  const packed = picture.attention[name], values = await unpack(packed), [count, tokens] = packed.shape;
+  const known = packed.kept;
+  if (known?.ratio === ratio) return known.layers;
+  const layers = Array.from({ length: count }, (_, layer) =>
+    discardLow(values.subarray(layer * tokens ** 2, (layer + 1) * tokens ** 2), tokens, picture.prefix, ratio));
+  packed.kept = { ratio, layers };
+  return layers;
+}
+
+async function headOf(picture, layer, head, ratio) {
+  const values = await unpack(picture.heads), tokens = picture.heads.shape[1], at = ((layer - 1) * data.heads + head) * tokens ** 2;
+  return discardLow(values.subarray(at, at + tokens ** 2), tokens, picture.prefix, ratio);
+}
+
+function readoutOf(picture, patch) {
+  const readout = Float64Array.from(picture.readout);
+  return patch ? readout.fill(0).fill(1, ...[0, 1].map((more) => picture.prefix + patch[0] * picture.grid[1] + patch[1] + more)) : readout;
+}
+
+async function affinitiesOf(picture) {
+  const names = state.affinity === "both" ? ["attention", "keys"] : [state.affinity], size = picture.grid[0] * picture.grid[1];
+  return Promise.all(names.map(async (name) => {
+    const packed = picture.affinities[name];
+    packed.balanced ??= balance(symmetric(await unpack(packed), size), size);
+    return packed.balanced;
+  }));
+}
+
+// Whether the map is refined by the browser.
+function refines(picture) {
+  const kind = mapsOf(picture, state.map)[0]?.refined;
+  const names = state.affinity === "both" ? ["attention", "keys"] : [state.affinity];
+  return state.refine > 0 && state.map !== "similar" && picture.grid && names.every((name) => picture.affinities[name]) && (isLive() || kind === "after");
+}
+
+async function refined(picture, map) {
+  if (!refines(picture) || map.length !== picture.grid[0] * picture.grid[1]) return map;
+  return refine(map, await affinitiesOf(picture), state.refine);
+}
+
+// The map of one side, as numbers over its patches, and those of the layers below it, if there are any.
+async function compute(side) {
+  const picture = pictureOf(side), grid = gridOf(picture), patch = askedPatch(side);
+  if (state.map === "similar") return { shape: grid, values: await similar(side), layers: null };
+  if (!isLive()) {
+    const maps = mapsOf(picture, state.map), own = maps.find(({ label }) => label === state.class) ?? maps[0];
+    return { shape: own.shape, values: await refined(picture, Float64Array.from(own.values)), layers: null, own };
+  }
+  const readout = readoutOf(picture, patch), patches = (row) => refined(picture, row.slice(picture.prefix));
+  if (state.map === "attention" && state.head !== "") {
+    const raw = (layer) => headOf(picture, layer, Number(state.head), state.discard_ratio).then((own) => patches(rawAttention(own, readout)));
+    return { shape: grid, values: await raw(state.layer), layers: raw };
+  }
+  const layers = await layersOf(picture, setName(state), state.discard_ratio);
+  if (state.map === "attention") {
+    const raw = (layer) => patches(rawAttention(layers[layer - 1], readout));
+    return { shape: grid, values: await raw(state.layer), layers: raw };
+  }
+  const { row } = rollout(layers, readout, state);
+  let steps = null; // down to the first layer, when the strip asks for them
+  const below = (layer) => { steps ??= rollout(layers, readout, { ...state, start: 1 }).steps; return patches(steps.get(layer)); };
+  return { shape: grid, values: await patches(row), layers: below };
+}
+
+// How alike the patches of a side are to the patch that is asked, on whichever side that lies.
+async function similar(side) {
+  const [own, asked] = [pictureOf(side), pictureOf(state.asked)].map(({ features }) => features), [row, col] = askedPatch(state.asked);
+  const [vectors, theirs] = await Promise.all([unpack(own), unpack(asked)]), width = own.shape[1], at = (row * asked.grid[1] + col) * width;
+  return cosines(vectors, width, theirs.subarray(at, at + width));
+}
+
+// --- drawing ---------------------------------------------------------------------------------------------------------
+
+async function update() {
+  const number = ++drawn, shown = sides.filter((side) => pictureOf(side));
+  if (!shown.includes(state.asked)) state.asked = "a";
+  const usual = { ...initialOf(state.map), map: modes[0] };
+  writeAddress(Object.fromEntries(Object.entries(state).filter(([name, value]) => value !== usual[name])));
+  showControls();
+  $("panel-b").hidden = !shown.includes("b");
+  const whys = shown.map((side) => refusal(pictureOf(side)));
+  const maps = await Promise.all(shown.map((side, at) => (whys[at] ? null : compute(side))));
+  if (number !== drawn) return; // something else was asked meanwhile
+  // Likeness to one patch has one scale, wherever it is shown.
+  const all = state.map === "similar" ? Float64Array.from(maps.flatMap((map) => [...(map?.values ?? [])])) : null;
+  shown.forEach((side, at) => {
+    const map = maps[at];
+    if (map) Object.assign(map, limitsOf(all ?? map.values, percentiles));
+    panels[side].map = map;
+    showPanel(side, whys[at]);
+  });
+  requestAnimationFrame(() => setTimeout(() => { if (number === drawn) showStrip(); }));
+}
+
+function showPanel(side, why) {
+  const panel = panels[side], { map } = panel, picture = pictureOf(side), [width, height] = fit(panel.stage, picture.size, 28);
+  panel.frame.style.width = `${width}px`; panel.frame.style.height = `${height}px`;
+  if (panel.photo.src !== picture.image) panel.photo.src = picture.image;
+  panel.name.textContent = pictures.length > 1 ? picture.name : "";
+  panel.answers.textContent = picture.answers.slice(0, 2).map(({ name, probability }) => `${name} ${percent(probability)}`).join(" · ");
+  bound(panel.seen, picture);
+  const patch = map && askedPatch(side);
+  outline(panel.asked, picture, gridOf(picture) ?? [1, 1], (isLive() && (state.map !== "similar" || side === state.asked)) ? patch : null);
+  panel.from.textContent = why ?? wordsOf(side);
+  panel.frame.setAttribute("aria-label", `${picture.name}: ${panel.from.textContent}`);
+  for (const part of [panel.heat, panel.lines, panel.scale]) part.hidden = !map;
+  if (map) {
+    drawHeat(panel.heat, map, picture, tables[state.cmap], width, height);
+    panel.heat.style.opacity = state.opacity;
+    drawContours(panel.lines, state.contours ? map : null, picture, width, height);
+    showScale(panel.scale, tables[state.cmap], map, state.opacity);
+  }
+  panel.hovered.hidden = true;
+  panel.reading.textContent = map && patch && panel.asked.hidden === false ? readingOf(map, patch) : map ? `${map.shape[0]} × ${map.shape[1]} patches; point at one for its value` : "";
+}
+
+const placeOf = (patch) => `the patch in row ${patch[0]}, column ${patch[1]}`;
+
+// What a side shows, in words.
+function wordsOf(side) {
+  const picture = pictureOf(side), patch = askedPatch(side), from = patch ? placeOf(patch) : `the answer (${picture.pooling})`;
+  const { map } = panels[side];
+  if (state.map === "similar") return side === state.asked ? `Likeness to ${placeOf(patch)}` : `Likeness to ${placeOf(askedPatch(state.asked))} of ${pictureOf(state.asked).name}`;
+  if (state.map === "rollout" && isLive()) return `Rollout from ${from} through layers ${state.end} to ${state.start}`;
+  if (state.map === "attention" && isLive()) return `Attention of ${from} in layer ${state.layer}${state.head === "" ? "" : `, head ${state.head}`}`;
+  const facts = factsOf(map.own.facts);
+  return `${titleOf(state.map)}${map.own.label ? ` for ${map.own.label}, ${percent(map.own.probability)}` : ""}, made beforehand for the whole answer${facts ? ` · ${facts}` : ""}`;
+}
+
+// Lines around the patches that hold the highest 10, 25 and 50 % of the map's sum.
+function drawContours(canvas, map, picture, width, height) {
+  canvas.width = width; canvas.height = height;
+  if (!map) return;
+  const sorted = Float64Array.from(map.values).filter((value) => value > 0).sort().reverse(), pen = canvas.getContext("2d");
+  const total = sorted.reduce((sum, value) => sum + value, 0), step = Math.max(2, Math.round(Math.min(width, height) / 160));
+  const wide = Math.ceil(width / step), high = Math.ceil(height / step), field = spread(map, picture, wide, high);
+  for (const [part, line] of [[0.5, 1], [0.25, 1.5], [0.1, 2.2]]) {
+    let sum = 0;
+    const level = sorted.find((value) => (sum += value) >= part * total);
+    if (level === undefined) continue;
+    pen.beginPath();
+    traceLevel(field, wide, high, level, (x, y, start) => pen[start ? "moveTo" : "lineTo"]((x + 0.5) * (width / wide), (y + 0.5) * (height / high)));
+    for (const [colour, more] of [["#000a", 1.6], ["#fff", 0]]) { pen.strokeStyle = colour; pen.lineWidth = line + more; pen.stroke(); }
+  }
+}
+
+// Marching squares: visit the ends of each piece of the line on which a field has a level.
+function traceLevel(field, wide, high, level, visit) {
+  for (let y = 0; y + 1 < high; y++) {
+    for (let x = 0; x + 1 < wide; x++) {
+      const at = y * wide + x, corners = [[x, y, field[at]], [x + 1, y, field[at + 1]], [x + 1, y + 1, field[at + wide + 1]], [x, y + 1, field[at + wide]]];
+      const ends = [];
+      corners.forEach(([x0, y0, one], k) => {
+        const [x1, y1, other] = corners[(k + 1) % 4], between = (level - one) / (other - one);
+        if ((one < level) !== (other < level) && Number.isFinite(between)) ends.push([x0 + between * (x1 - x0), y0 + between * (y1 - y0)]);
+      });
+      for (let k = 0; k + 1 < ends.length; k += 2) { visit(...ends[k], true); visit(...ends[k + 1], false); }
+    }
+  }
+}
+
+// The map layer by layer: how rollout builds up from the last layer downwards, or each layer's own attention.
+async function showStrip() {
+  const number = drawn, { map } = panels[state.asked], picture = pictureOf(state.asked), built = state.map === "rollout";
+  $("strip").hidden = !map?.layers;
+  if (!map?.layers) return;
+  $("strip-title").textContent = built ? `How it builds up: from layer ${state.end} down to each layer` : "Attention of each layer";
+  for (const [index, button] of [...$("layers").children].entries()) {
+    const layer = index + 1, frame = button.firstChild, [width, height] = picture.size;
+    button.disabled = built && layer > state.end;
+    button.setAttribute("aria-pressed", String(layer === (built ? state.start : state.layer)));
+    frame.style.aspectRatio = `${width} / ${height}`;
+    if (frame.firstChild.src !== picture.image) frame.firstChild.src = picture.image;
+    frame.lastChild.hidden = button.disabled;
+    if (button.disabled) continue;
+    const own = { shape: map.shape, values: await map.layers(layer) }, scale = 120 / Math.max(width, height);
+    if (number !== drawn) return;
+    drawHeat(frame.lastChild, Object.assign(own, limitsOf(own.values, percentiles)), picture, tables[state.cmap], Math.max(1, Math.round(width * scale)), Math.max(1, Math.round(height * scale)));
+    frame.lastChild.style.opacity = state.opacity;
+  }
+}
+
+// --- controls --------------------------------------------------------------------------------------------------------
+
+const outputs = {
+  discard_ratio: (value) => `${Math.round(100 * value)} %`, residual: (value) => value.toFixed(2), opacity: (value) => `${Math.round(100 * value)} %`,
+  refine: (value) => (value ? `${value} step${value > 1 ? "s" : ""}` : "no"),
+};
+
+// Which groups of controls belong to the map that is shown.
+function groups() {
+  const live = isLive() && state.map !== "similar", kind = mapsOf(pictureOf("a"), state.map)[0];
+  return {
+    pictures: pictures.length > 1, source: isLive(), class: !isLive() && Boolean(kind?.specific), layers: live && state.map === "rollout",
+    layer: live && state.map === "attention", attention: live, residual: live && state.map === "rollout", refine: live || !isLive(), drawing: true,
+  };
+}
+
+// Why a control does not apply just now, or null.
+function whyNot(name) {
+  const picture = pictureOf("a"), single = state.map === "attention" && state.head !== "";
+  if (name === "head_fusion" && single) return "One head needs no fusion.";
+  if (name === "value_weighted" && single) return "Single heads are kept as they are, not weighted.";
+  if (name === "value_weighted" && picture.refused.weighting) return picture.refused.weighting;
+  if (name === "value_weighted" && fusedSets.length < 2) return "The page had room for this one fusion only.";
+  if (name === "head_fusion" && fusedSets.length < 2) return "The page had room for this one fusion only.";
+  if (name === "head" && !picture.heads) return "The page had no room for single heads.";
+  if (name === "refine" || name === "affinity") {
+    const kind = mapsOf(picture, state.map)[0]?.refined;
+    if (!Object.keys(picture.affinities).length) return picture.refused.refine ?? picture.refused.live;
+    if (!isLive() && kind === "within") return "Consensus refines the maps that it is made of.";
+    if (!isLive() && kind !== "after") return "This map is not refined.";
+    if (picture.uniform && name === "refine" && state.affinity === "attention") return null;
+  }
+  return null;
+}
+
+function showControls() {
+  const shown = groups(), reasons = new Map();
+  for (const group of $$("#controls fieldset")) group.hidden = !shown[group.dataset.for];
+  fillClasses();
+  for (const control of $$("#controls [data-name]")) {
+    const { name } = control.dataset, why = whyNot(name), group = control.closest("fieldset");
+    if (control.type === "checkbox") control.checked = state[name]; else control.value = state[name];
+    control.disabled = Boolean(why);
+    if (why) reasons.set(group, (reasons.get(group) ?? new Set()).add(why));
+    const output = control.nextElementSibling;
+    if (output) output.textContent = (outputs[name] ?? String)(state[name]);
+  }
+  for (const option of $$('[data-name="head_fusion"] option')) option.disabled = !fusedSets.includes(setName({ ...state, head_fusion: option.value }));
+  for (const option of $$('[data-name="affinity"] option')) option.disabled = !(option.value === "both" ? ["attention", "keys"] : [option.value]).every((name) => pictureOf("a").affinities[name]);
+  for (const group of $$("#controls fieldset")) showReasons(group, reasons.get(group));
+  const patch = askedPatch(state.asked);
+  $("source").textContent = patch ? `row ${patch[0]}, column ${patch[1]}` : "the answer";
+  $("readout").hidden = !state[patchKey(state.asked)] || state.map === "similar";
+  const refused = pictureOf("a").refused.live;
+  $("refused").hidden = !refused; $("refused").textContent = refused ?? "";
+  markTab($("maps"), state.map);
+  showAbout();
+}
+
+// Beside controls that do not apply stands why.
+function showReasons(group, reasons) {
+  let line = group.querySelector(".why");
+  if (!line) { line = document.createElement("p"); line.className = "why"; group.append(line); }
+  line.hidden = !reasons;
+  line.textContent = reasons ? [...reasons].join(" ") : "";
+}
+
+function showAbout() {
+  const { grid, prefix, pooling } = pictureOf("a"), words = grid ? [`${data.layers} layers`, `${grid[0]} × ${grid[1]} patches${prefix ? ` and ${prefix} further token${prefix > 1 ? "s" : ""}` : ""}`, `answer read from ${pooling}`] : [];
+  $("about").textContent = words.map((word) => ` · ${word}`).join("");
+}
+
+function fillClasses() {
+  const select = document.querySelector('[data-name="class"]'), maps = mapsOf(pictureOf("a"), state.map);
+  select.replaceChildren(...maps.filter(({ specific }) => specific).map(({ label, probability }) => new Option(`${label} ${percent(probability)}`, label)));
+  if (maps.length && !maps.some(({ label }) => label === state.class)) state.class = maps[0].label;
+}
+
+// --- what a reader does ----------------------------------------------------------------------------------------------
+
+const numeric = new Set(["a", "b", "start", "end", "layer", "discard_ratio", "residual", "refine", "opacity"]);
+
+// A value as it stands in a control or in the address, of its own kind; null where it is none.
+function valueOf(name, text) {
+  if (numeric.has(name)) return text !== "" && Number.isFinite(Number(text)) ? Number(text) : null;
+  return typeof state[name] === "boolean" ? String(text) === "true" : String(text);
+}
+
+// Take over some values, as far as they are possible here.
+function take(values) {
+  for (const [name, text] of Object.entries(values)) {
+    const value = name in state ? valueOf(name, text) : null;
+    if (value !== null && isPossible(name, value)) state[name] = value;
+  }
+  if (state.start > state.end) { if ("end" in values) state.start = state.end; else state.end = state.start; }
+  if (fusedSets.length && !fusedSets.includes(setName(state))) Object.assign(state, setOf(fusedSets[0]));
+}
+
+// Begin anew, with some values.
+function begin(values) {
+  Object.assign(state, initialOf(modes.includes(values.map) ? values.map : modes[0]));
+  take(values);
+  return update();
+}
+
+function isPossible(name, value) {
+  const whole = (least, most) => Number.isInteger(value) && value >= least && value <= most;
+  switch (name) {
+    case "map": return modes.includes(value);
+    case "a": return whole(0, pictures.length - 1);
+    case "b": return whole(-1, pictures.length - 1);
+    case "start": case "end": case "layer": return whole(1, data.layers);
+    case "head": return value === "" || (/^\d+$/.test(value) && Number(value) < data.heads && pictures.every(({ heads }) => heads));
+    case "patch": case "patchb": return /^(\d+,\d+)?$/.test(value);
+    case "asked": return sides.includes(value);
+    case "discard_ratio": case "residual": return value >= 0 && value < 1;
+    case "refine": return whole(0, 9);
+    case "opacity": return value >= 0 && value <= 1;
+    case "cmap": return colourMaps.includes(value);
+    case "head_fusion": return ["mean", "max", "min"].includes(value);
+    case "affinity": return ["attention", "keys", "both"].includes(value);
+    default: return true;
+  }
+}
+
+function ask(side, patch) {
+  state.asked = side;
+  state[patchKey(side)] = patch ? patch.join(",") : "";
+  return update();
+}
+
+// Move the patch that is asked; from the whole answer, the middle one is the first.
+function move(down, right) {
+  const side = state.asked, grid = gridOf(pictureOf(side)), patch = askedPatch(side), inside = (value, count) => Math.min(Math.max(value, 0), count - 1);
+  if (!grid || !isLive()) return;
+  ask(side, patch ? [inside(patch[0] + down, grid[0]), inside(patch[1] + right, grid[1])] : grid.map((count) => Math.floor(count / 2)));
+}
+
+// Another map: options that were not touched become its own.
+function choose(mode) {
+  const before = initialOf(state.map), own = initialOf(mode);
+  for (const name of Object.keys(own)) if (state[name] === before[name]) state[name] = own[name];
+  take({ map: mode });
+  return update();
+}
+
+// What the command line and Python need to make the map of the side that was asked last.
+function currentCall() {
+  const side = state.asked, picture = pictureOf(side), patch = askedPatch(side), { path } = picture;
+  const drawing = { ...(state.cmap === colourMaps[0] ? {} : { cmap: state.cmap }), ...(state.opacity === initialOf(state.map).opacity ? {} : { alpha: state.opacity }) };
+  const weighting = state.value_weighted ? "output" : false, refining = { refine: state.refine, ...(state.refine ? { affinity: state.affinity } : {}) };
+  const asked = patch ? { patch } : {}, both = (method, options) => ({ command: commandOf(path, call, method, options, drawing), python: explainCode(path, call, method, options, drawing) });
+  if (state.map === "similar") {
+    const other = sides.find((own) => own !== side && pictureOf(own));
+    return { command: "# the command line compares no features: the lines of Python do", python: likenessCode(path, call, patch, other && pictureOf(other).path) };
+  }
+  if (!isLive()) {
+    const { own } = panels[side].map, options = Object.fromEntries(Object.entries(own.options).filter(([name, value]) => value !== null && !(name === "shifts" && value === 0)));
+    return both(state.map, { ...(own.specific ? { class: own.class_index } : {}), ...options, ...(own.refined === "after" && refines(picture) ? refining : {}) });
+  }
+  const fused = { discard_ratio: state.discard_ratio, ...refining };
+  if (state.map === "attention") {
+    const single = state.head !== "";
+    return both("attention", { layer: state.layer, ...(single ? { head: Number(state.head) } : { head_fusion: state.head_fusion }), value_weighted: single ? false : weighting, ...fused, ...asked });
+  }
+  const options = { head_fusion: state.head_fusion, value_weighted: weighting, ...fused, residual: state.residual, start_layer: state.start };
+  if (state.end === data.layers) return both("rollout", { ...options, ...asked });
+  return { command: "# the command line has no last layer: the lines of Python do", python: rolloutCode(path, call, options, patch, state.end) };
+}
+
+// The photograph with its map as a PNG, in the size that the page has it.
+function savePicture() {
+  const side = state.asked, { photo, map } = panels[side], picture = pictureOf(side), canvas = document.createElement("canvas");
+  const [width, height] = [photo.naturalWidth, photo.naturalHeight], layer = document.createElement("canvas");
+  canvas.width = width; canvas.height = height;
+  const pen = canvas.getContext("2d");
+  pen.drawImage(photo, 0, 0);
+  if (map) {
+    drawHeat(layer, map, picture, tables[state.cmap], width, height);
+    pen.globalAlpha = state.opacity; pen.drawImage(layer, 0, 0); pen.globalAlpha = 1;
+    drawContours(layer, state.contours ? map : null, picture, width, height);
+    pen.drawImage(layer, 0, 0);
+  }
+  const link = document.createElement("a"), stem = picture.name.split(/[\\/]/).pop().replace(/\.\w+$/, "").replace(/[^\p{L}\p{N} ._-]/gu, "_");
+  link.download = `${stem || "photograph"}-${state.map}.png`;
+  link.href = canvas.toDataURL("image/png");
+  link.click();
+}
+
+async function copy(id) {
+  const text = $(id).textContent;
+  try { await navigator.clipboard.writeText(text); } catch {
+    getSelection().selectAllChildren($(id)); // where there is no clipboard, it is marked for the reader
+    document.execCommand("copy");
+  }
+  $("copied").textContent = "copied";
+}
+
+// --- the page --------------------------------------------------------------------------------------------------------
+
+function makeTabs() {
+  $("maps").append(...modes.map((mode) => {
+    const tab = document.createElement("button");
+    Object.assign(tab, { type: "button", role: "tab", textContent: titleOf(mode) });
+    tab.setAttribute("role", "tab"); tab.dataset.name = mode;
+    return tab;
+  }));
+}
+
+function makeLayers() {
+  $("layers").append(...Array.from({ length: data.layers }, (_, index) => {
+    const button = document.createElement("button"), frame = document.createElement("span"), photo = document.createElement("img");
+    button.type = "button"; frame.className = "frame"; photo.alt = "";
+    frame.append(photo, document.createElement("canvas"));
+    button.append(frame, String(index + 1));
+    button.setAttribute("aria-label", `Layer ${index + 1}`);
+    button.addEventListener("click", () => { take({ [state.map === "rollout" ? "start" : "layer"]: index + 1 }); update(); });
+    return button;
+  }));
+}
+
+function fillControls() {
+  const fill = (name, options) => document.querySelector(`[data-name="${name}"]`).replaceChildren(...options.map(([text, value]) => new Option(text, value)));
+  const names = pictures.map(({ name }, index) => [name, index]);
+  fill("a", names); fill("b", [["nothing", -1], ...names]);
+  fill("head", [["all, fused", ""], ...Array.from({ length: data.heads }, (_, head) => [`head ${head}`, head])]);
+  fill("cmap", colourMaps.map((name) => [name, name]));
+  for (const name of ["start", "end", "layer"]) document.querySelector(`[data-name="${name}"]`).max = data.layers;
+}
+
+function makePanel(side) {
+  const box = $(`panel-${side}`), part = (selector) => box.querySelector(selector);
+  const panel = panels[side] = {
+    stage: part(".stage"), frame: part(".frame"), photo: part("img"), heat: part(".heat"), lines: part(".lines"), seen: part(".seen"), hovered: part(".hovered"),
+    asked: part(".asked"), name: part("h2"), answers: part(".answers"), from: part(".from"), reading: part(".reading"), scale: part(".scale"), map: null,
+  };
+  const at = (event) => panel.map && patchAt(event, panel.frame, pictureOf(side), panel.map.shape);
+  panel.frame.addEventListener("click", (event) => { const patch = at(event); if (patch && isLive()) ask(side, patch); });
+  panel.frame.addEventListener("pointermove", (event) => {
+    const patch = at(event);
+    outline(panel.hovered, pictureOf(side), panel.map?.shape ?? [1, 1], patch);
+    panel.reading.textContent = patch ? readingOf(panel.map, patch) : "the model did not see this part";
+  });
+  panel.frame.addEventListener("pointerleave", () => { if (panel.map) showPanel(side, null); });
+  panel.frame.addEventListener("focus", () => { state.asked = side; });
+}
+
+const arrows = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+
+function listen() {
+  $("controls").addEventListener("submit", (event) => event.preventDefault());
+  $("controls").addEventListener("input", ({ target }) => { take({ [target.dataset.name]: target.type === "checkbox" ? target.checked : target.value }); update(); });
+  $("readout").addEventListener("click", () => ask(state.asked, null));
+  $("reset").addEventListener("click", () => begin({}));
+  $("save").addEventListener("click", savePicture);
+  $("call").addEventListener("click", () => {
+    const { command, python } = currentCall();
+    $("command").textContent = command; $("python").textContent = python; $("copied").textContent = "";
+    $("calls").showModal();
+  });
+  $("close").addEventListener("click", () => $("calls").close());
+  for (const button of $$("[data-copy]")) button.addEventListener("click", () => copy(button.dataset.copy));
+  wireTabs($("maps"), choose);
+  addEventListener("keydown", (event) => {
+    if (isField(event.target) || !isBare(event) || $("calls").open) return;
+    if (event.key === "Escape" && isLive()) ask(state.asked, null);
+    else if (arrows[event.key]) { event.preventDefault(); move(...arrows[event.key]); }
+  });
+  addEventListener("resize", () => update());
+  addEventListener("hashchange", () => begin(readAddress()));
+}
+
+makeTabs(); makeLayers(); fillControls(); sides.forEach(makePanel); listen();
+begin(readAddress());
