@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 import vitflow
+from tests.viewer.waiting import until
 from vitflow import Explainer, attention_rollout, explore
 from vitflow.cli import cli
 from vitflow.demo import sample_pictures
@@ -290,26 +291,26 @@ def test_the_address_holds_what_is_seen(page):
     page.evaluate("async () => { await begin({}); }")
     assert page.evaluate("location.hash") == ""
     page.evaluate("(address) => { location.hash = address; }", address)
-    page.wait_for_function("state.patchb === '1,2' && panels.b.map")
-    page.wait_for_function("(old) => panels.b.lines.toDataURL() === old", arg=drawing)
+    until(page, "state.patchb === '1,2' && panels.b.map")
+    until(page, "(old) => panels.b.lines.toDataURL() === old", arg=drawing)
     assert page.evaluate("[...panels.b.map.values]") == shown
     assert page.locator('[data-name="residual"]').input_value() == "0.3"
     page.evaluate("(address) => { location.hash = address; }", "#layer=99&patch=<b>&opacity=nine&map=none&start=2.5")
-    page.wait_for_function("location.hash === ''")  # nothing of it is possible
+    until(page, "location.hash === ''")  # nothing of it is possible
 
 
 def test_the_strip_shows_the_map_layer_by_layer(page):
-    page.wait_for_function("document.querySelectorAll('#layers button[aria-pressed=true]').length === 1")
+    until(page, "document.querySelectorAll('#layers button[aria-pressed=true]').length === 1")
     second = page.locator("#layers button").nth(1)
     drawing = "() => document.querySelectorAll('#layers canvas')[1].toDataURL()"
-    page.wait_for_function("document.querySelectorAll('#layers canvas')[1].width > 50")
+    until(page, "document.querySelectorAll('#layers canvas')[1].width > 50")
     before = page.evaluate(drawing)
     second.click()
     assert page.evaluate("state.start") == 2
-    page.wait_for_function("document.querySelectorAll('#layers button')[1].getAttribute('aria-pressed') === 'true'")
+    until(page, "document.querySelectorAll('#layers button')[1].getAttribute('aria-pressed') === 'true'")
     assert page.evaluate(drawing) == before  # the map from the top down to layer 2 is what it was
     page.locator('[data-name="end"]').fill("3")
-    page.wait_for_function("document.querySelectorAll('#layers button')[3].disabled")
+    until(page, "document.querySelectorAll('#layers button')[3].disabled")
 
 
 @pytest.mark.parametrize("opacity", ["0", "1"])
@@ -467,7 +468,7 @@ def test_a_model_with_windows_says_what_its_page_cannot_compute(browser, tmp_pat
     assert tabs[0] == "Similar patches" and {"GAE", "Grad-CAM", "Rollout", "Attention"} <= set(tabs)
     for name in tabs:
         page.get_by_role("tab", name=name, exact=True).click()
-        page.wait_for_function("panels.a.map && Number.isFinite(panels.a.map.high)")
+        until(page, "panels.a.map && Number.isFinite(panels.a.map.high)")
     page.close()
 
 

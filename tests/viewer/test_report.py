@@ -12,6 +12,7 @@ import timm
 from tests.folder.test_run import fill, picture_bytes, tiny_model
 from tests.pictures.test_overlay import colors_of
 from tests.references import patch_box
+from tests.viewer.waiting import until
 from vitflow import explain_folder
 from vitflow.errors import OptionError
 from vitflow.folder.journal import Journal
@@ -203,7 +204,7 @@ def test_the_address_names_the_picture_and_the_method(page, summary):
     page.get_by_role("tab", name="rollout").click()
     assert page.url != address
     page.goto(address)  # the same page: only what stands behind # changes
-    page.wait_for_function("(old) => $('heat').toDataURL() === old", arg=heat)
+    until(page, "(old) => $('heat').toDataURL() === old", heat)
     page.reload()
     assert page.locator("#name").text_content() == HOSTILE
     assert page.get_by_role("tab", name="centre").get_attribute("aria-selected") == "true"

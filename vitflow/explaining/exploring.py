@@ -69,7 +69,7 @@ def explore(
     >>> from vitflow.demo import sample_pictures
     >>> page = explore(sample_pictures()[0], model="demo", methods=["gae"])
     >>> page.html[:15], page.notes[1]
-    ('<!doctype html>', 'Single heads are stored in 8 bits: each number within 3.1% of its value, the faintest as 0.')
+    ('<!doctype html>', 'Single heads are stored in 8 bits: each number within 3.0% of its value, the faintest as 0.')
     """
     sources: list[Any] = list(images) if isinstance(images, list | tuple) else [images]
     if not sources:

@@ -63,12 +63,12 @@ function share(value, { low, high }) {
 // opacity of the slider.
 function drawHeat(canvas, map, picture, tables, width, height) {
   canvas.width = width; canvas.height = height;
-  const { colors, opacity } = tableOf(tables, map), image = new ImageData(width, height), pixels = image.data;
-  spread(map, picture, width, height).forEach((value, number) => {
-    if (Number.isNaN(value)) return;
-    const step = Math.min(Math.floor(share(value, map) * colors.length), colors.length - 1), color = colors[step];
-    pixels.set([color[0], color[1], color[2], opacity[step]], 4 * number);
-  });
+  const { colors, opacity } = tableOf(tables, map), steps = colors.length, field = spread(map, picture, width, height);
+  const inks = new Uint32Array(Uint8Array.from(colors.flatMap((color, step) => [...color, opacity[step]])).buffer);
+  const image = new ImageData(width, height), pixels = new Uint32Array(image.data.buffer);
+  for (let k = 0; k < field.length; k++) {
+    if (field[k] === field[k]) pixels[k] = inks[Math.min(Math.floor(share(field[k], map) * steps), steps - 1)];
+  }
   canvas.getContext("2d").putImageData(image, 0, 0);
 }
 

@@ -239,6 +239,8 @@ async function showStrip() {
     if (frame.firstChild.src !== picture.image) frame.firstChild.src = picture.image;
     frame.lastChild.hidden = button.disabled;
     if (button.disabled) continue;
+    await new Promise((done) => setTimeout(done)); // a click need not wait for all of them
+    if (number !== drawn) return;
     const own = { shape: map.shape, values: await map.layers(layer) }, scale = 120 / Math.max(width, height);
     if (number !== drawn) return;
     drawHeat(frame.lastChild, Object.assign(own, limitsOf(own.values, percentiles)), picture, tables[state.cmap], Math.max(1, Math.round(width * scale)), Math.max(1, Math.round(height * scale)));
