@@ -373,6 +373,15 @@ function isPossible(name, value) {
   }
 }
 
+// Draw once for all that a slider tells until the next frame.
+let waiting = false;
+
+function soon() {
+  if (waiting) return;
+  waiting = true;
+  requestAnimationFrame(() => { waiting = false; update(); });
+}
+
 function ask(side, patch) {
   state.asked = side;
   state[patchKey(side)] = patch ? patch.join(",") : "";
@@ -499,7 +508,7 @@ const arrows = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowR
 
 function listen() {
   $("controls").addEventListener("submit", (event) => event.preventDefault());
-  $("controls").addEventListener("input", ({ target }) => { take({ [target.dataset.name]: target.type === "checkbox" ? target.checked : target.value }); update(); });
+  $("controls").addEventListener("input", ({ target }) => { take({ [target.dataset.name]: target.type === "checkbox" ? target.checked : target.value }); soon(); });
   $("readout").addEventListener("click", () => ask(state.asked, null));
   $("reset").addEventListener("click", () => begin({}));
   $("save").addEventListener("click", savePicture);
