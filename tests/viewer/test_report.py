@@ -1,6 +1,7 @@
 """The report in a real browser: what a reader sees, does and is safe from."""
 
 import base64
+import io
 import json
 import re
 from pathlib import Path
@@ -8,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import timm
+from PIL import Image
 
 from tests.folder.test_run import fill, picture_bytes, tiny_model
-from tests.pictures.test_overlay import colors_of
 from tests.references import patch_box
 from tests.viewer.waiting import until
 from vitflow import explain_folder
@@ -19,7 +20,7 @@ from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import RunFolder
 from vitflow.folder.report import report_run
 from vitflow.pictures.geometry import Placement, place
-from vitflow.pictures.overlay import scale_range, upsample
+from vitflow.pictures.overlay import blend, scale_range, upsample
 
 HOSTILE = "<img src=x onerror=alert(1)>.jpg"
 CLASSES = ["cat", "dog", "</script><script>alert(2)</script>", "'\"&amp;", "bird"]
@@ -70,7 +71,7 @@ def test_every_picture_has_a_card_and_every_failure_a_line(page, summary):
     assert names(page) == [row["input"] for row in rows]
     assert page.locator("#failed td").all_text_contents()[:2] == ["<b>bad.jpg", "UnidentifiedImageError"]
     assert "7 explained, 1 failed" in re.sub(r"\s+", " ", page.locator(".summary").text_content())
-    assert page.locator(".card img").count() == 7
+    assert page.locator(".card img:not(.ground)").count() == 7
     assert page.evaluate("[...document.images].every((image) => image.complete && image.naturalWidth > 0)")
 
 
@@ -150,18 +151,13 @@ def test_the_heat_is_the_overlay_of_vitflow(page, summary, method):
         drawn = np.array(page.evaluate(DRAW_HEAT, [number, method]), dtype=np.uint8).reshape(40, 48, 4)
         grid = grid_of(row, method)
         low, high = scale_range(grid)
-        heatmap = upsample(grid, Placement((40, 48), (32, 38), (0, 3), (32, 32)))
+        heatmap = upsample(grid, Placement((40, 48), (32, 38), (0, 3), (32, 32)), interpolation="smooth")
         seen = ~np.isnan(heatmap)
         assert ((drawn[..., 3] == 0) | seen).all()
-        expected = colors_of(heatmap, vmin=low, vmax=high).astype(int)
-        if low < 0:  # two hues, whose opacity tells how far a value lies from 0
-            expected = np.where(heatmap[..., None] < 0, [0, 0, 255], [255, 0, 0])
-        solid = seen & (drawn[..., 3] > 200)  # browsers keep colours multiplied by their opacity, in 8 bits
-        assert solid.any()
-        difference = np.abs(drawn[..., :3].astype(int) - expected)[solid]
-        assert difference.max() <= 24 and difference.mean() < 5  # a few of 256 steps: OpenCV upsamples in two steps
-        share = np.abs(heatmap) / high if low < 0 else (heatmap - low) / (high - low)
-        assert np.abs(drawn[..., 3] - np.clip(share, 0, 1) * 255)[seen].max() <= 16
+        black = np.zeros((40, 48, 3), np.uint8)
+        expected = blend(black, heatmap, alpha=1.0, vmin=low, vmax=high, soft=True, mark_unseen=False)
+        difference = np.abs(drawn[..., :3] * (drawn[..., 3:] / 255) - expected)[seen]
+        assert difference.max() <= 4 and difference.mean() < 1  # a step of 256, and 8 bits
         assert (low < 0) == (method == "occlusion" and grid.min() < 0)
 
 
@@ -175,17 +171,35 @@ BAR = """() => {
 
 
 def test_the_colour_bar_is_as_the_map_lies_on_the_photograph(page):
-    page.locator("#opacity").fill("50")
-    bar = np.array(page.evaluate(BAR)).reshape(-1, 4)
-    expected = colors_of(np.linspace(0, 1, len(bar))[None], vmin=0, vmax=1)[0]
-    assert bar[0, 3] == 0 and bar[-1, 3] == pytest.approx(127, abs=1)  # as clear as the map, and as the slider says
-    assert np.abs(bar[-20:, :3].astype(int) - expected[-20:].astype(int)).max() <= 4
-    assert page.locator("#scale .zero").is_hidden()
-    page.get_by_role("tab", name="occlusion").click()
-    bar = np.array(page.evaluate(BAR)).reshape(-1, 4)
-    assert bar[0].tolist() == [0, 0, 255, 128] and bar[len(bar) // 2, 3] == 0 and bar[-1].tolist() == [255, 0, 0, 128]
+    for method, low in (("rollout", 0.0), ("occlusion", -1.0)):
+        page.get_by_role("tab", name=method).click()
+        page.locator("#opacity").fill("50")
+        bar = np.array(page.evaluate(BAR)).reshape(-1, 4)
+        values = np.linspace(low, 1, 513)[1::2][None]
+        black = np.zeros((1, 256, 3), np.uint8)
+        expected = blend(black, values, alpha=0.5, vmin=low, vmax=1, soft=True)[0]
+        assert np.abs(bar[:, :3] * (bar[:, 3:] / 255) - expected).max() <= 3
+        assert page.locator("#scale .zero").is_visible() == (low < 0)
     low, high = (page.locator(f"#scale {end}").text_content() for end in (".low", ".high"))
-    assert low == "−" + high and page.locator("#scale .zero").is_visible()
+    assert low == "−" + high
+
+
+def test_the_photograph_is_grey_under_the_map_where_the_model_saw_it(page):
+    page.locator(".card").first.click()
+    page.locator("#opacity").fill("60")
+    hide = """(hidden) => {
+        const parts = ["heat", "seen", "patch", "ground"];
+        for (const id of parts) $(id).style.visibility = hidden.includes(id) ? "hidden" : "";
+    }"""
+    shots = []
+    for hidden in (["heat", "seen", "patch", "ground"], ["heat", "seen", "patch"]):
+        page.evaluate(hide, hidden)
+        shots.append(Image.open(io.BytesIO(page.locator("#frame").screenshot())).convert("RGB"))
+    bare, grey = (np.asarray(shot).astype(float) for shot in shots)
+    middle, edge = (slice(40, -40), slice(80, -80)), (slice(40, -40), slice(2, 20))
+    luminance = bare @ np.array([0.299, 0.587, 0.114])
+    assert np.abs(grey - 0.625 * luminance[..., None])[middle].max() <= 2
+    assert np.abs(grey - bare)[edge].max() <= 1  # the crop left this out
 
 
 def test_what_the_model_saw_is_bounded(page):

@@ -32,7 +32,10 @@ DIVERGING = "bwr"
 KNEE = 0.8
 
 #: What a background keeps of the photograph: of its brightness, and of its colour beside grey.
-_KEPT: dict[Background, tuple[float, float]] = {"photo": (1.0, 1.0), "grey": (0.625, 0.0), "dim": (0.625, 0.5)}
+KEPT: dict[Background, tuple[float, float]] = {"photo": (1.0, 1.0), "grey": (0.625, 0.0), "dim": (0.625, 0.5)}
+
+#: What red, green and blue have in the luminance of ITU-R 601-2, as in Pillow's convert("L").
+LUMINANCE = (0.299, 0.587, 0.114)
 
 #: Negative values up to this share of the largest are rounding, and do not make a map one with two signs.
 _ROUNDING = 1e-6
@@ -268,7 +271,7 @@ def is_soft(vmin: float | None, vmax: float | None, robust: bool) -> bool:
 def _kept(background: Background, alpha: float) -> tuple[np.float32, np.float32]:
     """What of a pixel's own value, and of its brightness, its background is made of."""
     strength = min(2 * alpha, 1.0)
-    brightness, color = _KEPT[background]
+    brightness, color = KEPT[background]
     own = 1 - strength + strength * brightness * color
     return np.float32(own), np.float32(strength * brightness * (1 - color))
 
@@ -357,8 +360,8 @@ def _paint(image: Any, heatmap: Any, limits: Any, kept: Any, clear: Any, tint: A
         for column in range(width):
             step = _step(heatmap[row, column], vmin, vmax, knee, steps)
             red, green, blue = image[row, column, 0], image[row, column, 1], image[row, column, 2]
-            # Luminance by ITU-R 601-2, as Pillow's convert("L").
-            grey = shared * (np.float32(0.299) * red + np.float32(0.587) * green + np.float32(0.114) * blue)
+            brightness = np.float32(LUMINANCE[0]) * red + np.float32(LUMINANCE[1]) * green
+            grey = shared * (brightness + np.float32(LUMINANCE[2]) * blue)
             for channel in range(3):
                 value = image[row, column, channel]
                 if step < steps:  # rounded, not cut, to whole values

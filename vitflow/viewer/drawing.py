@@ -7,7 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitflow.pictures.overlay import DIVERGING, SEQUENTIAL, color_table
+from vitflow.pictures.contours import CONTOURS
+from vitflow.pictures.options import Background
+from vitflow.pictures.overlay import KEPT, KNEE, LUMINANCE, SEQUENTIAL, color_table
 
 #: Colour maps that a reader may choose, the usual one first.
 COLOUR_MAPS = (SEQUENTIAL, "viridis", "inferno", "gray")
@@ -22,6 +24,19 @@ def thumbnail(pixels: NDArray[np.uint8], side: int = 512) -> bytes:
     return file.getvalue()
 
 
+def drawing_of(background: Background = "grey", *, soft: bool = True, contours: bool = False) -> dict[str, Any]:
+    """How maps are laid over photographs: all that a page's script needs to know of `vitflow.pictures.overlay`."""
+    knee = KNEE if soft else 1.0
+    return {
+        "knee": knee,
+        "kept": KEPT,
+        "luminance": LUMINANCE,
+        "background": background,
+        "contours": contours,
+        "shares": CONTOURS,
+    }
+
+
 def one_table(cmap: str | None, two_sides: bool) -> dict[str, list[Any]]:
     """The colours of a colour map, and how opaque each is, from 0 to 255, as overlays have them."""
     colors, shares = color_table(cmap, two_sides)
@@ -30,5 +45,5 @@ def one_table(cmap: str | None, two_sides: bool) -> dict[str, list[Any]]:
 
 def color_tables() -> dict[str, dict[str, dict[str, list[Any]]]]:
     """The colour maps that a reader may choose, each for one side of 0 and for both."""
-    both = one_table(DIVERGING, True)
+    both = one_table(None, True)
     return {name: {"one_side": one_table(name, False), "two_sides": both} for name in COLOUR_MAPS}

@@ -18,7 +18,7 @@ from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import TokenLayout
 from vitflow.methods.values import ValueWeighting
 from vitflow.pictures.overlay import ROBUST_PERCENTILES
-from vitflow.viewer.drawing import COLOUR_MAPS, color_tables, thumbnail
+from vitflow.viewer.drawing import COLOUR_MAPS, color_tables, drawing_of, thumbnail
 from vitflow.viewer.packing import Floats, Packed, pack_directions, pack_half, pack_logarithmic
 from vitflow.viewer.pages import make_html, write_page
 
@@ -154,6 +154,7 @@ def make_explorer(
         "layers": max((len(next(iter(picture.attention.values()))) for _, picture in live), default=0),
         "heads": heads,
         "tables": color_tables(),
+        "drawing": drawing_of(),
         "cmaps": list(COLOUR_MAPS),
         "percentiles": ROBUST_PERCENTILES,
     }

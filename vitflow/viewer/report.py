@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from vitflow.demo import limits_of
 from vitflow.errors import OptionError, printable
 from vitflow.pictures.files import stays_inside, write_atomically
-from vitflow.pictures.overlay import scale_range
-from vitflow.viewer.drawing import one_table
+from vitflow.pictures.overlay import is_soft, scale_range
+from vitflow.viewer.drawing import drawing_of, one_table
 from vitflow.viewer.pages import FAILURES_SHOWN, write_html
 
 
@@ -46,7 +46,9 @@ def write_report(
     keys = sorted(states, key=_natural)
     shown = [key for key in keys if states[key] == "explained"]
     failed = [key for key in keys if states[key] == "failed"]
-    cmap = run["drawing"].get("cmap")
+    drawing = run["drawing"]
+    cmap, soft = drawing.get("cmap"), is_soft(drawing.get("vmin"), drawing.get("vmax"), True)
+    drawn = drawing_of(drawing.get("background", "grey"), soft=soft, contours=bool(drawing.get("contours")))
     tables = {"one_side": one_table(cmap, False), "two_sides": one_table(cmap, True)}
     starts = range(0, max(len(shown), 1), per_page)
     names = [f"report-{number}.html" if number > 1 else "report.html" for number in range(1, len(starts) + 1)]
@@ -65,7 +67,7 @@ def write_report(
             failures=list(read_rows(failed[:FAILURES_SHOWN])) if number == 1 else [],
             classes=sorted({entry["label"] for entry in entries}, key=_natural),
             methods=list(run["methods"]),
-            data={"pictures": entries, "tables": tables, "alpha": run["drawing"].get("alpha", 0.6)},
+            data={"pictures": entries, "tables": tables, "alpha": drawing.get("alpha", 0.6), "drawing": drawn},
             pages=[{"number": index, "name": page} for index, page in enumerate(names, start=1)],
             number=number,
         )

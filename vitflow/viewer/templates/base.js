@@ -2,6 +2,7 @@
 // What the pages have in common: numbers in words, maps over photographs, colour bars, tabs, and the address.
 
 const data = JSON.parse(document.getElementById("data").textContent);
+const { knee, kept, luminance } = data.drawing;
 const $ = (id) => document.getElementById(id);
 
 // --- words -----------------------------------------------------------------------------------------------------------
@@ -23,27 +24,28 @@ const factsOf = (facts) => Object.entries(facts)
 // A picture has size [width, height] and window [left, top, right, bottom], the part that the model saw; a map has shape
 // [rows, cols], values, and the limits low and high of its colours.
 
-// Where the centres of `length` pixels lie among `count` patches along one side: between which two, and how far.
-function between(count, length, size, start, end) {
+// For `length` pixels along one side of `count` patches, the nearest patch and the weights of it and its neighbours by the
+// quadratic B-spline, which never goes beyond the values; null where the model saw nothing.
+function splines(count, length, size, start, end) {
   return Array.from({ length }, (_, pixel) => {
     const inside = (((pixel + 0.5) / length) * size - start) / (end - start);
-    const at = Math.min(Math.max(inside * count - 0.5, 0), count - 1), low = Math.floor(at);
-    return { seen: inside >= 0 && inside <= 1, low, high: Math.min(low + 1, count - 1), share: at - low };
+    if (inside < 0 || inside > 1) return null;
+    const at = inside * count - 0.5, nearest = Math.round(at), beside = at - nearest, held = (patch) => Math.min(Math.max(patch, 0), count - 1);
+    return { patches: [held(nearest - 1), held(nearest), held(nearest + 1)], weights: [(0.5 - beside) ** 2 / 2, 0.75 - beside ** 2, (0.5 + beside) ** 2 / 2] };
   });
 }
 
-// The map at every pixel of width × height, bilinear between patch centres; NaN where the model saw nothing.
+// The map at every pixel of width × height, as vitflow's own overlays spread it; NaN where the model saw nothing.
 function spread({ shape: [rows, cols], values }, { size, window: [left, top, right, bottom] }, width, height) {
-  const xs = between(cols, width, size[0], left, right), ys = between(rows, height, size[1], top, bottom);
-  const out = new Float64Array(width * height).fill(NaN);
-  for (let y = 0, pixel = 0; y < height; y++) {
-    const v = ys[y], upper = v.low * cols, lower = v.high * cols;
-    for (let x = 0; x < width; x++, pixel++) {
-      const h = xs[x];
-      if (!v.seen || !h.seen) continue;
-      const above = values[upper + h.low] * (1 - h.share) + values[upper + h.high] * h.share;
-      const below = values[lower + h.low] * (1 - h.share) + values[lower + h.high] * h.share;
-      out[pixel] = above * (1 - v.share) + below * v.share;
+  const xs = splines(cols, width, size[0], left, right), ys = splines(rows, height, size[1], top, bottom);
+  const out = new Float64Array(width * height).fill(NaN), line = new Float64Array(cols);
+  for (let y = 0; y < height; y++) {
+    if (!ys[y]) continue;
+    const { patches: [p, q, r], weights: [u, v, w] } = ys[y];
+    for (let col = 0; col < cols; col++) line[col] = u * values[p * cols + col] + v * values[q * cols + col] + w * values[r * cols + col];
+    for (let x = 0; x < width; x++) {
+      const place = xs[x];
+      if (place) out[y * width + x] = place.weights[0] * line[place.patches[0]] + place.weights[1] * line[place.patches[1]] + place.weights[2] * line[place.patches[2]];
     }
   }
   return out;
@@ -52,11 +54,16 @@ function spread({ shape: [rows, cols], values }, { size, window: [left, top, rig
 // Colours go out from 0 to both sides where 0 lies between the limits.
 const tableOf = (tables, { low, high }) => (low < 0 && high > 0 ? tables.two_sides : tables.one_side);
 
-// Where a value stands between the limits, from 0 to 1; where colours go out from 0, each side has its half.
+// From 0 to 1: the share of the way to the limit itself up to the knee, then what nears 1.
+function curve(share) {
+  if (share <= knee) return Math.max(share, 0);
+  return knee < 1 && share < 16 ? knee + (1 - knee) * (1 - Math.exp((knee - share) / (1 - knee))) : 1;
+}
+
+// Where the colour of a value stands, from 0 to 1; where colours go out from 0, each side has its half.
 function share(value, { low, high }) {
-  const clipped = Math.min(Math.max(value, low), high);
-  if (low < 0 && high > 0) return (1 + clipped / (clipped < 0 ? -low : high)) / 2;
-  return high > low ? (clipped - low) / (high - low) : 0;
+  if (low < 0 && high > 0) return (1 + (value < 0 ? -curve(value / low) : curve(value / high))) / 2;
+  return high > low ? curve((value - low) / (high - low)) : 0;
 }
 
 // The map in colours on a canvas of width × height, each as opaque as its table says; the canvas as a whole has the
@@ -72,20 +79,82 @@ function drawHeat(canvas, map, picture, tables, width, height) {
   canvas.getContext("2d").putImageData(image, 0, 0);
 }
 
-// The colours as the overlay shows them, over white and over black.
+// How far a background goes at an opacity of the map: an opacity below 0.5 brings the photograph back.
+const strengthOf = (alpha) => Math.min(2 * alpha, 1);
+
+// What a background makes of each colour, as the rows of a matrix.
+function backgroundMatrix(name) {
+  const [brightness, color] = kept[name];
+  return [0, 1, 2].map((to) => luminance.map((part, from) => brightness * ((1 - color) * part + (from === to ? color : 0))));
+}
+
+// The filter that the second image of each photograph is drawn through.
+function makeBackground(name) {
+  const rows = [...backgroundMatrix(name).map((row) => [...row, 0, 0]), [0, 0, 0, 1, 0]];
+  $("background").setAttribute("values", rows.flat().join(" "));
+}
+
+// Lay the background over its photograph, as far as the model saw it.
+function layBackground(image, picture, alpha) {
+  const [left, top, right, bottom] = picture.window, [width, height] = picture.size;
+  const cut = [top / height, 1 - right / width, 1 - bottom / height, left / width].map((share) => `${Math.max(100 * share, 0)}%`);
+  image.hidden = !picture.image;
+  if (picture.image && image.getAttribute("src") !== picture.image) image.src = picture.image;
+  Object.assign(image.style, { clipPath: `inset(${cut.join(" ")})`, opacity: strengthOf(alpha) });
+}
+
+// The colours of the values between the limits as the overlay shows them, over what the background makes of white and of black.
 function drawBar(canvas, tables, map, alpha) {
-  const { colors, opacity } = tableOf(tables, map), image = new ImageData(colors.length, 1);
-  colors.forEach((color, step) => image.data.set([...color, opacity[step] * alpha], 4 * step));
-  canvas.width = colors.length; canvas.height = 1;
+  const { colors, opacity } = tableOf(tables, map), width = 256, image = new ImageData(width, 1);
+  for (let x = 0; x < width; x++) {
+    const value = map.low + ((x + 0.5) / width) * (map.high - map.low), step = Math.min(Math.floor(share(value, map) * colors.length), colors.length - 1);
+    image.data.set([...colors[step], opacity[step] * alpha], 4 * x);
+  }
+  canvas.width = width; canvas.height = 1;
   canvas.getContext("2d").putImageData(image, 0, 0);
 }
 
 // The colour bar with its limits; the middle of a bar with two sides is 0.
-function showScale(box, tables, map, alpha) {
+function showScale(box, tables, map, alpha, background) {
+  const [brightness] = kept[background], white = 255 * (1 - strengthOf(alpha) * (1 - brightness));
+  box.querySelector(".bar").style.background = `linear-gradient(rgb(${white} ${white} ${white}) 50%, #000 50%)`;
   drawBar(box.querySelector("canvas"), tables, map, alpha);
   box.querySelector(".low").textContent = short(map.low);
   box.querySelector(".high").textContent = short(map.high);
   box.querySelector(".zero").hidden = !(map.low < 0 && map.high > 0);
+}
+
+// Lines around the highest values that make up 10, 25 and 50 % of the map's mass, the sum of its values above 0.
+function drawContours(canvas, map, picture, width, height) {
+  canvas.width = width; canvas.height = height;
+  if (!map) return;
+  const step = Math.max(1, Math.min(width, height) / 200), wide = Math.ceil(width / step), high = Math.ceil(height / step);
+  const field = spread(map, picture, wide, high), falling = field.filter((value) => value > 0).sort().reverse();
+  const total = falling.reduce((sum, value) => sum + value, 0), pen = canvas.getContext("2d"), line = Math.max(1, Math.min(width, height) / 250);
+  if (map.high === map.low) return;
+  for (const part of data.drawing.shares) {
+    let sum = 0;
+    const level = falling.find((value) => (sum += value) >= part * total);
+    if (level === undefined) continue;
+    pen.beginPath();
+    traceLevel(field, wide, high, level, (x, y, start) => pen[start ? "moveTo" : "lineTo"]((x + 0.5) * (width / wide), (y + 0.5) * (height / high)));
+    for (const [colour, more] of [["#0008", 2], ["#fff", 0]]) { pen.strokeStyle = colour; pen.lineWidth = line + more; pen.stroke(); }
+  }
+}
+
+// Marching squares: visit the ends of each piece of the line on which a field has a level.
+function traceLevel(field, wide, high, level, visit) {
+  for (let y = 0; y + 1 < high; y++) {
+    for (let x = 0; x + 1 < wide; x++) {
+      const at = y * wide + x, corners = [[x, y, field[at]], [x + 1, y, field[at + 1]], [x + 1, y + 1, field[at + wide + 1]], [x, y + 1, field[at + wide]]];
+      const ends = [];
+      corners.forEach(([x0, y0, one], k) => {
+        const [x1, y1, other] = corners[(k + 1) % 4], between = (level - one) / (other - one);
+        if ((one < level) !== (other < level) && Number.isFinite(between)) ends.push([x0 + between * (x1 - x0), y0 + between * (y1 - y0)]);
+      });
+      for (let k = 0; k + 1 < ends.length; k += 2) { visit(...ends[k], true); visit(...ends[k + 1], false); }
+    }
+  }
 }
 
 // --- places on the photograph ----------------------------------------------------------------------------------------

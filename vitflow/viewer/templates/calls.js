@@ -13,6 +13,7 @@ function commandOf(path, call, method, options, drawing) {
     const flag = `--${name.replaceAll("_", "-")}`;
     if (name === "class") words.push("--class", String(value));
     else if (name === "value_weighted") { if (!value) words.push(`--no-${flag.slice(2)}`); } // it is on unless told otherwise
+    else if (value === true) words.push(flag);
     else if (value !== null) words.push(flag, Array.isArray(value) ? value.join(",") : String(value));
   }
   return words.map(shellWord).join(" ");

@@ -16,7 +16,7 @@ function initialOf(map) {
     map, a: 0, b: pictures.length > 1 ? 1 : -1, patch: "", patchb: "", asked: "a", class: "",
     start: own.start_layer, end: data.layers, layer: data.layers, head: "",
     head_fusion: own.head_fusion, value_weighted: Boolean(own.value_weighted), discard_ratio: own.discard_ratio, residual: own.residual,
-    refine: refinable ? own.refine : 0, affinity: own.affinity, opacity: 0.6, cmap: colourMaps[0], contours: false,
+    refine: refinable ? own.refine : 0, affinity: own.affinity, opacity: 0.6, cmap: colourMaps[0], background: data.drawing.background, contours: false,
   };
   return fusedSets.length && !fusedSets.includes(setName(found)) ? { ...found, ...setOf(fusedSets[0]) } : found;
 }
@@ -143,6 +143,7 @@ async function update() {
   const usual = { ...initialOf(state.map), map: modes[0] };
   writeAddress(Object.fromEntries(Object.entries(state).filter(([name, value]) => value !== usual[name])));
   showControls();
+  makeBackground(state.background);
   $("panel-b").hidden = !shown.includes("b");
   const whys = shown.map((side) => refusal(pictureOf(side)));
   const maps = await Promise.all(shown.map((side, at) => (whys[at] ? null : compute(side))));
@@ -160,6 +161,7 @@ async function update() {
 
 function showPanel(side, why) {
   const panel = panels[side], { map } = panel, picture = pictureOf(side), [width, height] = fit(panel.stage, picture.size, 28);
+  layBackground(panel.ground, picture, state.opacity);
   panel.frame.style.width = `${width}px`; panel.frame.style.height = `${height}px`;
   if (panel.photo.src !== picture.image) panel.photo.src = picture.image;
   panel.name.textContent = pictures.length > 1 ? picture.name : "";
@@ -174,7 +176,7 @@ function showPanel(side, why) {
     drawHeat(panel.heat, map, picture, tables[state.cmap], width, height);
     panel.heat.style.opacity = state.opacity;
     drawContours(panel.lines, state.contours ? map : null, picture, width, height);
-    showScale(panel.scale, tables[state.cmap], map, state.opacity);
+    showScale(panel.scale, tables[state.cmap], map, state.opacity, state.background);
   }
   panel.hovered.hidden = true;
   panel.reading.textContent = map && patch && panel.asked.hidden === false ? readingOf(map, patch) : map ? `${map.shape[0]} × ${map.shape[1]} patches; point at one for its value` : "";
@@ -193,38 +195,6 @@ function wordsOf(side) {
   return `${titleOf(state.map)}${map.own.label ? ` for ${map.own.label}, ${percent(map.own.probability)}` : ""}, made beforehand for the whole answer${facts ? ` · ${facts}` : ""}`;
 }
 
-// Lines around the patches that hold the highest 10, 25 and 50 % of the map's sum.
-function drawContours(canvas, map, picture, width, height) {
-  canvas.width = width; canvas.height = height;
-  if (!map) return;
-  const sorted = Float64Array.from(map.values).filter((value) => value > 0).sort().reverse(), pen = canvas.getContext("2d");
-  const total = sorted.reduce((sum, value) => sum + value, 0), step = Math.max(2, Math.round(Math.min(width, height) / 160));
-  const wide = Math.ceil(width / step), high = Math.ceil(height / step), field = spread(map, picture, wide, high);
-  for (const [part, line] of [[0.5, 1], [0.25, 1.5], [0.1, 2.2]]) {
-    let sum = 0;
-    const level = sorted.find((value) => (sum += value) >= part * total);
-    if (level === undefined) continue;
-    pen.beginPath();
-    traceLevel(field, wide, high, level, (x, y, start) => pen[start ? "moveTo" : "lineTo"]((x + 0.5) * (width / wide), (y + 0.5) * (height / high)));
-    for (const [colour, more] of [["#000a", 1.6], ["#fff", 0]]) { pen.strokeStyle = colour; pen.lineWidth = line + more; pen.stroke(); }
-  }
-}
-
-// Marching squares: visit the ends of each piece of the line on which a field has a level.
-function traceLevel(field, wide, high, level, visit) {
-  for (let y = 0; y + 1 < high; y++) {
-    for (let x = 0; x + 1 < wide; x++) {
-      const at = y * wide + x, corners = [[x, y, field[at]], [x + 1, y, field[at + 1]], [x + 1, y + 1, field[at + wide + 1]], [x, y + 1, field[at + wide]]];
-      const ends = [];
-      corners.forEach(([x0, y0, one], k) => {
-        const [x1, y1, other] = corners[(k + 1) % 4], between = (level - one) / (other - one);
-        if ((one < level) !== (other < level) && Number.isFinite(between)) ends.push([x0 + between * (x1 - x0), y0 + between * (y1 - y0)]);
-      });
-      for (let k = 0; k + 1 < ends.length; k += 2) { visit(...ends[k], true); visit(...ends[k + 1], false); }
-    }
-  }
-}
-
 // The map layer by layer: how rollout builds up from the last layer downwards, or each layer's own attention.
 async function showStrip() {
   const number = drawn, { map } = panels[state.asked], picture = pictureOf(state.asked), built = state.map === "rollout";
@@ -237,6 +207,7 @@ async function showStrip() {
     button.setAttribute("aria-pressed", String(layer === (built ? state.start : state.layer)));
     frame.style.aspectRatio = `${width} / ${height}`;
     if (frame.firstChild.src !== picture.image) frame.firstChild.src = picture.image;
+    layBackground(frame.children[1], picture, state.opacity);
     frame.lastChild.hidden = button.disabled;
     if (button.disabled) continue;
     await new Promise((done) => setTimeout(done)); // a click need not wait for all of them
@@ -366,6 +337,7 @@ function isPossible(name, value) {
     case "discard_ratio": case "residual": return value >= 0 && value < 1;
     case "refine": return whole(0, 9);
     case "opacity": return value >= 0 && value <= 1;
+    case "background": return Object.hasOwn(kept, value);
     case "cmap": return colourMaps.includes(value);
     case "head_fusion": return ["mean", "max", "min"].includes(value);
     case "affinity": return ["attention", "keys", "both"].includes(value);
@@ -406,7 +378,7 @@ function choose(mode) {
 // What the command line and Python need to make the map of the side that was asked last.
 function currentCall() {
   const side = state.asked, picture = pictureOf(side), patch = askedPatch(side), { path } = picture;
-  const drawing = { ...(state.cmap === colourMaps[0] ? {} : { cmap: state.cmap }), ...(state.opacity === initialOf(state.map).opacity ? {} : { alpha: state.opacity }) };
+  const drawing = { ...(state.cmap === colourMaps[0] ? {} : { cmap: state.cmap }), ...(state.opacity === initialOf(state.map).opacity ? {} : { alpha: state.opacity }), ...(state.background === data.drawing.background ? {} : { background: state.background }), ...(state.contours ? { contours: true } : {}) };
   const weighting = state.value_weighted ? "output" : false, refining = { refine: state.refine, ...(state.refine ? { affinity: state.affinity } : {}) };
   const asked = patch ? { patch } : {}, both = (method, options) => ({ command: commandOf(path, call, method, options, drawing), python: explainCode(path, call, method, options, drawing) });
   if (state.map === "similar") {
@@ -435,6 +407,7 @@ function savePicture() {
   const pen = canvas.getContext("2d");
   pen.drawImage(photo, 0, 0);
   if (map) {
+    paintBackground(pen, picture, width, height);
     drawHeat(layer, map, picture, tables[state.cmap], width, height);
     pen.globalAlpha = state.opacity; pen.drawImage(layer, 0, 0); pen.globalAlpha = 1;
     drawContours(layer, state.contours ? map : null, picture, width, height);
@@ -444,6 +417,19 @@ function savePicture() {
   link.download = `${stem || "photograph"}-${state.map}.png`;
   link.href = canvas.toDataURL("image/png");
   link.click();
+}
+
+// What the background makes of the part that the model saw.
+function paintBackground(pen, { size, window: [left, top, right, bottom] }, width, height) {
+  const [x0, x1] = [left, right].map((x) => Math.min(Math.max(Math.round((x * width) / size[0]), 0), width));
+  const [y0, y1] = [top, bottom].map((y) => Math.min(Math.max(Math.round((y * height) / size[1]), 0), height));
+  if (x1 === x0 || y1 === y0) return;
+  const image = pen.getImageData(x0, y0, x1 - x0, y1 - y0), pixels = image.data, matrix = backgroundMatrix(state.background), strength = strengthOf(state.opacity);
+  for (let k = 0; k < pixels.length; k += 4) {
+    const own = [pixels[k], pixels[k + 1], pixels[k + 2]];
+    matrix.forEach((row, c) => { pixels[k + c] = (1 - strength) * own[c] + strength * (row[0] * own[0] + row[1] * own[1] + row[2] * own[2]); });
+  }
+  pen.putImageData(image, x0, y0);
 }
 
 async function copy(id) {
@@ -470,7 +456,7 @@ function makeLayers() {
   $("layers").append(...Array.from({ length: data.layers }, (_, index) => {
     const button = document.createElement("button"), frame = document.createElement("span"), photo = document.createElement("img");
     button.type = "button"; frame.className = "frame"; photo.alt = "";
-    frame.append(photo, document.createElement("canvas"));
+    frame.append(photo, Object.assign(document.createElement("img"), { className: "ground", alt: "" }), document.createElement("canvas"));
     button.append(frame, String(index + 1));
     button.setAttribute("aria-label", `Layer ${index + 1}`);
     button.addEventListener("click", () => { take({ [state.map === "rollout" ? "start" : "layer"]: index + 1 }); update(); });
@@ -483,14 +469,14 @@ function fillControls() {
   const names = pictures.map(({ name }, index) => [name, index]);
   fill("a", names); fill("b", [["nothing", -1], ...names]);
   fill("head", [["all, fused", ""], ...Array.from({ length: data.heads }, (_, head) => [`head ${head}`, head])]);
-  fill("cmap", colourMaps.map((name) => [name, name]));
+  fill("cmap", colourMaps.map((name) => [name, name])); fill("background", Object.keys(kept).map((name) => [{ photo: "the photograph", grey: "in grey", dim: "dimmed" }[name] ?? name, name]));
   for (const name of ["start", "end", "layer"]) document.querySelector(`[data-name="${name}"]`).max = data.layers;
 }
 
 function makePanel(side) {
   const box = $(`panel-${side}`), part = (selector) => box.querySelector(selector);
   const panel = panels[side] = {
-    stage: part(".stage"), frame: part(".frame"), photo: part("img"), heat: part(".heat"), lines: part(".lines"), seen: part(".seen"), hovered: part(".hovered"),
+    stage: part(".stage"), frame: part(".frame"), photo: part("img"), ground: part(".ground"), heat: part(".heat"), lines: part(".lines"), seen: part(".seen"), hovered: part(".hovered"),
     asked: part(".asked"), name: part("h2"), answers: part(".answers"), from: part(".from"), reading: part(".reading"), scale: part(".scale"), map: null,
   };
   const at = (event) => panel.map && patchAt(event, panel.frame, pictureOf(side), panel.map.shape);

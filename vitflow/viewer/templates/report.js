@@ -1,5 +1,5 @@
 // The report of a folder run: a gallery, and the picture that is looked at.
-const { pictures, tables, alpha } = data;
+const { pictures, tables, alpha } = data, { background, contours } = data.drawing;
 const methods = [...document.querySelectorAll("#tabs [role=tab]")].map((tab) => tab.dataset.name);
 let method = methods[0], visible = [], current = null;
 pictures.forEach((picture, order) => { picture.order = order; });
@@ -25,7 +25,10 @@ function makeCard(picture) {
   if (picture.image) {
     const photo = document.createElement("img");
     photo.src = picture.image; photo.alt = ""; photo.loading = "lazy";
-    inner.append(photo);
+    const ground = document.createElement("img");
+    ground.className = "ground"; ground.alt = ""; ground.loading = "lazy";
+    layBackground(ground, picture, alpha);
+    inner.append(photo, ground);
   }
   picture.canvas = document.createElement("canvas");
   picture.canvas.style.opacity = alpha;
@@ -63,6 +66,7 @@ function show() {
   $("photo").hidden = !picture.image;
   if (picture.image) $("photo").src = picture.image;
   drawHeat($("heat"), map, picture, tables, width, height);
+  drawContours($("lines"), contours ? map : null, picture, width, height);
   $("patch").hidden = true;
   bound($("seen"), picture);
   $("name").textContent = picture.name;
@@ -79,9 +83,10 @@ function show() {
 function setOpacity(value) {
   current.opacity = value;
   $("heat").style.opacity = value;
+  layBackground($("ground"), current, value);
   $("opacity").value = Math.round(100 * value);
   $("percent").textContent = `${Math.round(100 * value)} %`;
-  showScale($("scale"), tables, current.maps[method], value);
+  showScale($("scale"), tables, current.maps[method], value, background);
 }
 
 function choose(name) {
@@ -134,6 +139,7 @@ function point(event) {
 }
 
 const asked = readAddress();
+makeBackground(background);
 pictures.forEach(makeCard);
 arrange();
 recall(asked);
