@@ -36,7 +36,9 @@ def pictures():
     [
         ["--help"],
         ["explain", "--help"],
+        ["evaluate", "--help"],
         ["methods"],
+        ["methods", "flow"],
         ["--version"],
         ["explain"],
         ["explain", "x.png", "--method", "rolout"],

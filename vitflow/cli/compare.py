@@ -23,6 +23,7 @@ from vitflow.cli.options import (
     target_of,
     tell_limits,
 )
+from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.explaining.method_choices import check_methods
 from vitflow.explaining.method_options import OPTIONS
@@ -67,7 +68,7 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> click.Pa
     return cast("click.ParamType[Any]", click.types.convert_type(None, method.defaults[option]))
 
 
-@click.command()
+@click.command(cls=SectionedCommand, short_help="Show several methods over the same pictures, in one strip.")
 @click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
 @model_options
 @click.option(

@@ -18,6 +18,7 @@ from vitflow.cli.options import (
     pictures_bar,
     talking,
 )
+from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.method_options import OPTIONS
 
@@ -31,7 +32,7 @@ class _MethodOrAll(MethodWithOptions):
         return "all" if value == "all" else super().convert(value, param, ctx)
 
 
-@click.command()
+@click.command(cls=SectionedCommand, short_help="Measure what the maps of each method are worth.")
 @click.argument("data", required=False, metavar="[DATA]")
 @click.option("--data", "data_option", metavar="DATA", help="The same as the argument.")
 @model_options

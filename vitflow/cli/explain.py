@@ -24,6 +24,7 @@ from vitflow.cli.options import (
     target_of,
     tell_limits,
 )
+from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import ImageError, OptionError, printable
 from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.method_options import OPTIONS
@@ -32,7 +33,7 @@ from vitflow.pictures.options import FIGURE_FORMATS, WRITE_OPTIONS
 _SUFFIXES = tuple(WRITE_OPTIONS)
 
 
-@click.command()
+@click.command(cls=SectionedCommand, short_help="Lay one method's map over pictures.")
 @click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
 @model_options
 @click.option(

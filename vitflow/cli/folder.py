@@ -24,6 +24,7 @@ from vitflow.cli.options import (
     target_of,
     tell_limits,
 )
+from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.method_options import OPTIONS
@@ -58,7 +59,7 @@ class _Model:
         return self._explainer
 
 
-@click.command()
+@click.command(cls=SectionedCommand, short_help="Explain every picture of folders; resumable.")
 @click.argument("sources", nargs=-1, required=True, metavar="IN…", type=PathOrURL(path_type=Path))
 @click.option(
     "-o",

@@ -19,13 +19,14 @@ from vitflow.cli.options import (
     talking,
     tell_limits,
 )
+from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.method_options import OPTIONS
 from vitflow.pictures.options import FIGURE_FORMATS
 
 
-@click.command()
+@click.command(cls=SectionedCommand, short_help="Show a picture's map layer by layer, and the heads of one.")
 @click.argument("image", metavar="IMAGE", type=click.Path(path_type=Path))
 @model_options
 @click.option(

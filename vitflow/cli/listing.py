@@ -8,37 +8,85 @@ import click
 
 from vitflow.cli.options import shown, talking
 from vitflow.errors import printable
-from vitflow.explaining.method_table import list_methods
+from vitflow.explaining.method_options import OPTIONS
+from vitflow.explaining.method_table import Method, get_method, list_methods
 
 
-@click.command()
+@click.command(short_help="List the methods, or tell all of one.")
+@click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print the table as JSON.")
-def methods(as_json: bool) -> None:
-    """List the methods, their options and where they come from."""
+def methods(name: str | None, as_json: bool) -> None:
+    """List the methods, their options and where they come from.
+
+    With NAME, tell all of one: the question that it answers, and what each of its options does and can be.
+    """
+    with talking():
+        chosen = list_methods() if name is None else [get_method(name)]
     if as_json:
-        rows = [
-            {
-                "name": m.name,
-                "summary": m.summary,
-                "class_specific": m.class_specific,
-                "options": dict(m.defaults),
-                "paper": m.paper,
-            }
-            for m in list_methods()
-        ]
-        click.echo(json.dumps(rows, indent=2))
+        click.echo(json.dumps([_record(method) for method in chosen], indent=2))
         return
-    for method in list_methods():
+    if name is not None:
+        click.echo(_all_of(chosen[0]), nl=False)
+        return
+    for method in chosen:
         click.echo(f"{method.name}{'  (class-specific)' if method.class_specific else ''}")
         click.echo(f"    {method.summary}")
-        options = "  ".join(f"--{name.replace('_', '-')} {shown(value)}" for name, value in method.defaults.items())
+        options = "  ".join(f"{_flag(option)} {shown(value)}" for option, value in method.defaults.items())
         if options:
             click.echo(f"    defaults: {options}")
         if method.paper:
             click.echo(f"    source: {method.paper}")
 
 
-@click.command()
+def _record(method: Method) -> dict[str, Any]:
+    """A method, ready for JSON."""
+    return {
+        "name": method.name,
+        "summary": method.summary,
+        "answers": method.answers,
+        "class_specific": method.class_specific,
+        "options": dict(method.defaults),
+        "values": {name: OPTIONS[name].values for name in method.defaults if name in OPTIONS},
+        "presets": {name: dict(options) for name, options in method.presets.items()},
+        "paper": method.paper,
+    }
+
+
+def _all_of(method: Method) -> str:
+    """The question that a method answers, its source, and each of its options with what it can be."""
+    rows = [
+        ("answers", method.answers or "(its author does not say)"),
+        ("its map is", "another for each class" if method.class_specific else "the same whatever class is asked for"),
+        ("source", method.paper or "vitflow's own"),
+    ]
+    options = [_option_row(method, name) for name in method.defaults]
+    for preset, values in method.presets.items():
+        differing = {name: value for name, value in values.items() if value != method.defaults[name]}
+        told = "  ".join(f"{_flag(name)} {shown(value)}" for name, value in differing.items())
+        options.append((f"--preset {preset}", f"{OPTIONS['preset'].help}  [{told}]"))
+    formatter = click.get_current_context().make_formatter()
+    formatter.write(f"{method.name}\n")
+    with formatter.indentation():
+        formatter.write_text(method.summary)
+        formatter.write("\n")
+        formatter.write_dl(rows)
+    if options:
+        with formatter.section("Options"):
+            formatter.write_dl(options)
+    return formatter.getvalue()
+
+
+def _option_row(method: Method, name: str) -> tuple[str, str]:
+    """What an option does, what it can be, and what it is by default; one that only a registered method has is bare."""
+    option, default = OPTIONS.get(name), f"default: {shown(method.defaults[name])}"
+    return (_flag(name), f"{option.help}  [{option.values}; {default}]" if option else f"[{default}]")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+@click.command(short_help="List timm's models and which methods apply to each.")
 @click.argument("pattern", default="*vit*")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per model.")
 @click.option("--all", "untrained", is_flag=True, help="List architectures without pretrained weights too.")
@@ -96,7 +144,7 @@ def _line(
     return columns.rstrip()
 
 
-@click.command()
+@click.command(short_help="Explain the bundled pictures with the bundled model.")
 @click.option(
     "-o",
     "--output",

@@ -56,7 +56,7 @@ def method_options(command: Callable[..., None], methods: Iterable[Method] | Non
             str(option.kind), option.kind
         )
         flag = f"--{option.name.replace('_', '-')}"
-        text = f"{option.help} [{_defaults(having, option.name)}]"
+        text = f"{option.help}  [{_defaults(having, option.name)}]"
         if option.kind is bool:
             command = click.option(f"{flag}/--no-{flag[2:]}", option.name, default=None, help=text)(command)
         else:
@@ -72,12 +72,13 @@ def shown(value: Any) -> str:
 
 
 def _defaults(methods: list[Method], name: str) -> str:
-    """Which methods have an option, and its default, such as "rollout, attention: mean"."""
+    """An option's default, such as "default: 0.5"; by method where they differ, "default: gae: max; flow: mean"."""
     by_default: dict[str, list[str]] = {}
     for method in methods:
         text = shown(method.defaults.get(name))
         by_default.setdefault(text, []).append(method.name)
-    return "; ".join(f"{', '.join(names)}: {default}" for default, names in by_default.items())
+    told = [f"{', '.join(names)}: {default}" for default, names in by_default.items()]
+    return f"default: {'; '.join(told if len(told) > 1 else by_default)}"
 
 
 @contextmanager

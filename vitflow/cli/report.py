@@ -8,7 +8,7 @@ from vitflow.cli.options import talking
 from vitflow.errors import printable
 
 
-@click.command()
+@click.command(short_help="Make a page of what a folder run found.")
 @click.argument("output", metavar="OUT", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def report(output: Path) -> None:
     """Write report.html into OUT, the output folder of `vitflow folder`: one page that needs no network."""

@@ -13,12 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, unknown_name
-from vitflow.evaluation.charts import save_charts
+from vitflow.evaluation.charts import draw_bars, save_charts
 from vitflow.evaluation.metrics import Metric
 from vitflow.evaluation.page import write_page
 from vitflow.evaluation.statistics import defined_means, markdown_table
 from vitflow.evaluation.tables import Tables
 from vitflow.folder.manifest import plain_cell
+from vitflow.pictures import notebook
+from vitflow.pictures.figures import figure_bytes
 from vitflow.pictures.files import write_atomically
 
 # Columns of the CSV files.
@@ -31,12 +33,17 @@ class Evaluation(Tables):
 
     def __repr__(self) -> str:
         failed = f", {len(self.failures)} failed" if self.failures else ""
-        return (
-            f"Evaluation({self.model} on {self.data}: {len(self.methods)} methods, {len(self.metrics)} metrics{failed})"
-        )
+        counts = f"{len(self.methods)} methods, {len(self.metrics)} metric{'s' if len(self.metrics) != 1 else ''}"
+        return f"Evaluation({self.model} on {self.data}: {counts}{failed})"
 
     def __str__(self) -> str:
         return self.to_markdown()
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """What a notebook shows: a table for each group of metrics, and the first group as bars."""
+        tables = [notebook.html_table(rows, head) for head, *rows in map(self._group_rows, self.groups)]
+        bars = figure_bytes(draw_bars(self, [self.groups[0]]), ".png") if self.groups else None
+        return notebook.bundle(repr(self), picture=bars, tables=tables)
 
     def to_dict(self) -> dict[str, Any]:
         """Every table, all pairs and the mean curves, ready for JSON; without the values of each picture."""
@@ -95,20 +102,18 @@ class Evaluation(Tables):
         Args:
             group: this group alone, without the notes.
         """
-        blocks = [self._group_table(name) for name in self.groups if group in (None, name)]
+        blocks = [markdown_table(self._group_rows(name)) for name in self.groups if group in (None, name)]
         if group is None and self.correlation is not None:
             blocks.append(self.correlation.to_markdown().rstrip())
         if group is None:
             blocks += [f"{self.data}; {self.model}.", *self.notes]
         return "\n\n".join(blocks) + "\n"
 
-    def _group_table(self, group: str) -> str:
+    def _group_rows(self, group: str) -> list[list[str]]:
         metrics = [metric for metric in self.metrics if metric.group == group]
         head = ["method", *(f"{metric.title} {metric.arrow}" for metric in metrics)]
         columns = [[str(row.estimate) for row in self.table(metric.name)] for metric in metrics]
-        return markdown_table(
-            [head, *([method, *cells] for method, *cells in zip(self.methods, *columns, strict=True))]
-        )
+        return [head, *([method, *cells] for method, *cells in zip(self.methods, *columns, strict=True))]
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write everything into a folder, or the tables alone into a file (.json, .md or .csv).

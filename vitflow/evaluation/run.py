@@ -30,6 +30,7 @@ from vitflow.evaluation.scoring import Case, Protocol, failed_row, measure
 from vitflow.evaluation.statistics import RESAMPLES
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice
+from vitflow.explaining.method_options import takes_method_options
 from vitflow.explaining.method_table import get_method, is_slow
 from vitflow.explaining.progress import watched
 from vitflow.folder.batches import Batches
@@ -50,6 +51,7 @@ _SANITY_ROUNDS = 9
 _AUTO_BATCH = {"cpu": 8, "cuda": 64}
 
 
+@takes_method_options
 def evaluate(
     data: str | os.PathLike[str] | Dataset | Iterable[ImageSource],
     *,

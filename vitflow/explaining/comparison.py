@@ -19,16 +19,21 @@ from vitflow.explaining.captions import own_options
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.figure import Pen
 from vitflow.explaining.method_choices import MethodChoice, check_methods
+from vitflow.explaining.method_options import takes_method_options
 from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import columns_of, draw_comparison
 from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_picture
-from vitflow.pictures import figures, overlay
+from vitflow.pictures import figures, notebook, overlay
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource
 from vitflow.pictures.options import FIGURE_FORMATS, SCALINGS, Interpolation, Scaling
 
+# Pictures that a notebook shows of a comparison.
+_SHOWN = 4
 
+
+@takes_method_options
 def compare(
     images: ImageSource | Sequence[ImageSource],
     *,
@@ -115,6 +120,13 @@ class Comparison:
     def __repr__(self) -> str:
         count = len(self.pictures)
         return f"Comparison({count} picture{'s' if count > 1 else ''}: {', '.join(self.labels)})"
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """What a notebook shows: the strip of the first pictures, in the size of a page."""
+        left_out = len(self.pictures) - _SHOWN
+        text = f"{self!r}{f'; {left_out} more pictures are not shown' if left_out > 0 else ''}"
+        strip = Comparison(self.pictures[:_SHOWN]).strip(dpi=notebook.DPI)
+        return notebook.bundle(text, picture=figures.figure_bytes(strip, ".png"))
 
     @property
     def saliencies(self) -> tuple[Saliency, ...]:

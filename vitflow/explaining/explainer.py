@@ -23,6 +23,7 @@ from vitflow.explaining.answers import Answered, PlacedPicture, activate, apply_
 from vitflow.explaining.contrast import explain_contrasts
 from vitflow.explaining.layer_maps import LayerMaps, explain_layers
 from vitflow.explaining.method_choices import Chosen, MethodChoice, asked_for, choose_methods
+from vitflow.explaining.method_options import takes_method_options
 from vitflow.explaining.needs import Needs
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.shifting import explain_shifted
@@ -33,14 +34,19 @@ from vitflow.models.checkpoints import architecture_sha256, weights_sha256
 from vitflow.models.facts import read_facts
 from vitflow.models.libraries import forward_options
 from vitflow.models.loading import load_model
+from vitflow.pictures import notebook
 from vitflow.pictures.images import ImageSource, read_image
-from vitflow.pictures.options import FITS, Fit
+from vitflow.pictures.options import FITS
 from vitflow.pictures.preprocessing import InputSpec
 from vitflow.recording.isolation import default_device, evaluating, move_to, refuse_inference_tensors
 from vitflow.recording.trace import Trace
 from vitflow.viewer.explorer import ExplorerPage
 
+# Names of classes that a notebook shows of an explainer.
+_NAMES_SHOWN = 12
 
+
+@takes_method_options
 def explain(
     image: ImageSource,
     *,
@@ -126,6 +132,23 @@ class Explainer:
         self.preprocessing = self.facts.preprocessing(fit)
         self._weighable = True
 
+    def __repr__(self) -> str:
+        count = "" if self.facts.class_count is None else f", {self.facts.class_count} classes"
+        height, width = self.spec.size
+        return f"Explainer({self.model_id}{count}, input {width} × {height}, fit={self.fit}, {self.device})"
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """What a notebook shows: what is known of the model."""
+        names, spec = self.class_names or [], self.spec
+        more = f", … ({len(names)})" if len(names) > _NAMES_SHOWN else ""
+        rows = [
+            ("model", f"{self.model_id} ({type(self.model).__name__}, {self.device})"),
+            ("input", f"{spec.size[1]} × {spec.size[0]} pixels, fit={self.fit}"),
+            ("classes", ", ".join(names[:_NAMES_SHOWN]) + more if names else self.facts.class_count),
+            ("answers by", self.activation),
+        ]
+        return notebook.bundle(repr(self), tables=[notebook.html_table(rows)])
+
     @property
     def model_id(self) -> str:
         """The name that the model goes by."""
@@ -153,10 +176,11 @@ class Explainer:
         return self.preprocessing.spec
 
     @property
-    def fit(self) -> Fit:
+    def fit(self) -> str:
         """How pictures are fitted to that: "crop", "squash", "pad" or "native"."""
         return self.preprocessing.fit
 
+    @takes_method_options
     def explain(
         self, image: ImageSource, *, method: str = "rollout", target: Target | Contrast = None, **options: Any
     ) -> Saliency:
@@ -166,6 +190,7 @@ class Explainer:
             raise OptionError(f"One map was expected, and {target!r} asks for {len(found)}: use explain_batch.")
         return found[0]
 
+    @takes_method_options
     def layers(
         self,
         image: ImageSource,
@@ -193,6 +218,7 @@ class Explainer:
         """
         return explain_layers(self, image, method=method, layer=layer, target=target, options=options)
 
+    @takes_method_options
     def explain_batch(
         self,
         images: Sequence[ImageSource],

@@ -18,7 +18,7 @@ from vitflow.explaining.method_table import list_methods
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import map_cell
 from vitflow.methods.attention import check_layer
-from vitflow.pictures import figures, overlay
+from vitflow.pictures import figures, notebook, overlay
 from vitflow.pictures.figures import Block, Cell, Column
 from vitflow.pictures.images import ImageSource, image_name
 from vitflow.pictures.options import Interpolation
@@ -51,7 +51,12 @@ class LayerMaps:
 
     def __repr__(self) -> str:
         whole = self.built_up[-1]
-        return f"LayerMaps({whole.source!r}, {whole.method}, {len(self.alone)} layers, {len(self.heads)} heads)"
+        counts = f"{len(self.alone)} layers, {len(self.heads)} heads"
+        return f"LayerMaps({image_name(whole.source)!r}, {whole.method}, {counts})"
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """What a notebook shows: the sheet."""
+        return notebook.bundle(repr(self), picture=figures.figure_bytes(self.figure(dpi=notebook.DPI), ".png"))
 
     @property
     def saliencies(self) -> tuple[Saliency, ...]:

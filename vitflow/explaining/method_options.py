@@ -3,9 +3,11 @@
 This module imports no torch.
 """
 
-from collections.abc import Mapping
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from vitflow.errors import OptionError, unknown_name, whole_number
 
@@ -23,8 +25,8 @@ class Option:
         name: its Python name; the command line writes dashes.
         kind: the Python type of a value; "choice" takes one of `choices`.
         help: one sentence for the command line.
-        choices: the values of a "choice".
-        metavar: what stands for the value in the help.
+        choices: the values of a "choice"; of a bool, what it can be beside True and False.
+        metavar: what stands for the value in the help, with the range of a number.
     """
 
     name: str
@@ -33,6 +35,18 @@ class Option:
     choices: tuple[str, ...] = ()
     metavar: str | None = None
 
+    @property
+    def values(self) -> str:
+        """What it can be, in words."""
+        switch = ("on", "off") if self.kind is bool else ()
+        return "|".join((*switch, *self.choices)) or str(self.metavar)
+
+    @property
+    def annotation(self) -> Any:
+        """What it can be, as a type; None stands for the method's own default."""
+        kind: Any = {"patch": tuple[int, int], "text": int | str, "choice": None}.get(str(self.kind), self.kind)
+        return (kind | Literal[self.choices] if self.choices else kind) | None
+
 
 OPTIONS: dict[str, Option] = {
     option.name: option
@@ -40,14 +54,15 @@ OPTIONS: dict[str, Option] = {
         Option("head_fusion", "choice", "How the heads of a layer become one matrix.", ("mean", "max", "min")),
         Option("discard_ratio", float, "Share of the smallest attention values to set to 0.", metavar="0…<1"),
         Option("residual", float, "Share of the residual connection in each layer.", metavar="0…<1"),
-        Option("start_layer", int, "First layer of the product, counted from 1; 2 leaves out layer 1.", metavar="N"),
-        Option("layer", int, "Layer to look at, counted from 1; -1 is the last.", metavar="N"),
-        Option("head", int, "One head's own attention instead of the fused heads, counted from 0.", metavar="N"),
+        Option("start_layer", int, "First layer of the product, counted from 1; 2 leaves out layer 1.", metavar="N≥1"),
+        Option("layer", int, "Layer to look at, counted from 1; -1 is the last.", metavar="N≥1|-1"),
+        Option("head", int, "One head's own attention instead of the fused heads, counted from 0.", metavar="N≥0"),
         Option(
             "value_weighted",
             bool,
             "Weight attention by the norm of the value vectors that it passes on; off: attention as it is; output: by "
             "what these vectors add to the attention's output, along that output.",
+            ("output",),
         ),
         Option(
             "patch",
@@ -56,10 +71,10 @@ OPTIONS: dict[str, Option] = {
             (),
             "ROW,COL",
         ),
-        Option("patch_size", int, "Pixels per side of a patch, where it need not be the model's own.", metavar="N"),
-        Option("occlusion_batch", int, "Pictures with a hidden patch per forward pass.", metavar="N"),
-        Option("random_seed", int, "Seed of the random map.", metavar="N"),
-        Option("sigma", float, "Width of the centre prior, as a share of the picture's side.", metavar="S"),
+        Option("patch_size", int, "Pixels per side of a patch, where it need not be the model's own.", metavar="N≥1"),
+        Option("occlusion_batch", int, "Pictures with a hidden patch per forward pass.", metavar="N≥1"),
+        Option("random_seed", int, "Seed of the random map.", metavar="N≥0"),
+        Option("sigma", float, "Width of the centre prior, as a share of the picture's side.", metavar="S>0"),
         Option(
             "layers",
             "text",
@@ -74,7 +89,7 @@ OPTIONS: dict[str, Option] = {
             "refine",
             int,
             "Steps that spread the map among the patches that the model treats alike; 0: none.",
-            metavar="N",
+            metavar="N≥0",
         ),
         Option(
             "affinity",
@@ -102,3 +117,24 @@ def check_common(options: Mapping[str, Any]) -> None:
         raise OptionError(unknown_name("affinity", options["affinity"], affinities))
     if options.get("shifts", 0) not in (0, 4) or isinstance(options.get("shifts"), bool):
         raise OptionError(f"Expected shifts of 0 or 4, got {options['shifts']!r}.")
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def takes_method_options(function: _Function) -> _Function:
+    """Let the signature and the help of a function name the options that its `**options` may hold."""
+    signature = inspect.signature(function)
+    *named, rest = signature.parameters.values()
+    more = [
+        inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option.annotation)
+        for option in OPTIONS.values()
+        if option.name not in signature.parameters
+    ]
+    # What is left of **options is for the methods that a user registers.
+    function.__signature__ = signature.replace(parameters=[*named, *more, rest])  # type: ignore[attr-defined]
+    told = (f"{option.name}: {option.help} ({option.values})" for option in OPTIONS.values())
+    wrapped = (textwrap.fill(line, 116, initial_indent=" " * 4, subsequent_indent=" " * 8) for line in told)
+    head = "Options of the methods; list_methods() and `vitflow methods NAME` tell which has which, and its default:"
+    function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", head, *wrapped, ""])
+    return function

@@ -33,6 +33,7 @@ class Method:
         implies: option values that ask for a preset by themselves, {(option, value): preset}.
         refined: "after" its function, by the step that all methods have in common; "within" its function, which is
             given the options of that step; or "never". Else `refine`, `affinity` and `shifts` are among its options.
+        answers: the question that its map answers.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Method:
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     implies: Mapping[tuple[str, Any], str] = field(default_factory=dict)
     refined: Refined = "after"
+    answers: str = ""
 
     def load(self) -> Callable[..., Any]:
         """The function itself."""
@@ -116,6 +118,7 @@ def register_method(
     presets: Mapping[str, Mapping[str, Any]] | None = None,
     implies: Mapping[tuple[str, Any], str] | None = None,
     refined: Refined = "after",
+    answers: str = "",
     replace: bool = False,
 ) -> Method:
     """Add a method to the table, so that every verb of the toolkit can use it by name.
@@ -125,7 +128,7 @@ def register_method(
         function: called as `function(trace, **options)`; `trace` is a `Trace` that has `targets` and `predict`, too.
             It returns maps [batch, rows, cols], or `Maps` with facts. The options that all methods have in common are
             not passed on (see `refined`).
-        summary, needs, class_specific, paper, presets, implies, refined: as for `Method`.
+        summary, needs, class_specific, paper, presets, implies, refined, answers: as for `Method`.
         defaults: as for `Method`; `refine`, `affinity` and `shifts` need not be among them.
         replace: allow an existing name to be taken over.
 
@@ -140,7 +143,7 @@ def register_method(
     common = {} if refined == "never" else {**COMMON, **{k: v for k, v in (defaults or {}).items() if k in COMMON}}
     plain = {"refine": 0, "shifts": 0} if common else {}
     named = {preset: {**plain, **options} for preset, options in (presets or {}).items()}
-    own = {**(defaults or {}), **common}, needs, class_specific, paper, named, dict(implies or {}), refined
+    own = {**(defaults or {}), **common}, needs, class_specific, paper, named, dict(implies or {}), refined, answers
     _METHODS[name] = Method(name, summary, function, *own)
     return _METHODS[name]
 
@@ -161,6 +164,7 @@ register_method(
     "rollout",
     "vitflow.explaining.maps:rollout",
     summary="Attention rollout: attention as proportions, multiplied through the layers.",
+    answers="How much of each patch arrives at the top, if attention mixes tokens in proportion?",
     defaults={
         "head_fusion": "max",
         "discard_ratio": 0.9,
@@ -178,6 +182,7 @@ register_method(
     "attention",
     "vitflow.explaining.maps:attention",
     summary="Raw attention of one layer, fused or of one head.",
+    answers="What does the readout attend to in one layer?",
     defaults={
         "head_fusion": "mean",
         "layer": -1,
@@ -195,6 +200,7 @@ register_method(
     "flow",
     "vitflow.explaining.maps:flow",
     summary="Attention flow: attention as capacities, and the maximum flow from the answer to each patch.",
+    answers="How much of each patch could arrive at the top at most, if attention is capacity?",
     defaults={
         "layers": 4,
         "below": "rollout",
@@ -215,6 +221,7 @@ register_method(
     "gradient_rollout",
     "vitflow.explaining.maps:gradient_rollout",
     summary="Gradient rollout: rollout over attention times its gradient for the class.",
+    answers="Along which ways of attention does each patch raise this class?",
     defaults={
         "head_fusion": "max",
         "discard_ratio": 0.0,
@@ -233,6 +240,7 @@ register_method(
     "gae",
     "vitflow.explaining.maps:gae",
     summary="Generic attention explainability: attention times its gradient, added up through the layers.",
+    answers="Which attention raises this class?",
     defaults={"head_fusion": "max", "start_layer": 1, "value_weighted": "output", "patch": None, "refine": 1},
     needs={"heads", "gradients"},
     class_specific=True,
@@ -243,6 +251,7 @@ register_method(
     "consensus",
     "vitflow.explaining.consensus:consensus",
     summary="Consensus: the geometric mean of GAE, gradient rollout and rollout, each refined.",
+    answers="Where do the maps of attention and of its gradients agree?",
     defaults={"value_weighted": "output", "patch": None, "refine": 1},
     needs={"attention", "heads", "gradients"},
     class_specific=True,
@@ -252,6 +261,7 @@ register_method(
     "gradcam",
     "vitflow.explaining.maps:gradcam",
     summary="Grad-CAM on the tokens of one block.",
+    answers="Which patch features raise this class?",
     defaults={"layer": -1},
     needs={"features", "gradients"},
     class_specific=True,
@@ -261,6 +271,7 @@ register_method(
     "input_gradient",
     "vitflow.explaining.maps:input_gradient",
     summary="Absolute gradient of the class by the pixels, summed per patch.",
+    answers="Which pixels change this class?",
     defaults={"patch_size": None},
     needs={"gradients"},
     class_specific=True,
@@ -270,6 +281,7 @@ register_method(
     "occlusion",
     "vitflow.explaining.maps:occlusion",
     summary="Blank-out: what the class's probability loses when a patch is hidden.",
+    answers="Which patches does this class lose most without?",
     defaults={"patch_size": None, "occlusion_batch": 32},
     needs={"predict"},
     class_specific=True,
@@ -279,6 +291,7 @@ register_method(
     "random",
     "vitflow.explaining.maps:random",
     summary="Baseline: random numbers.",
+    answers="What does a map look like that knows nothing?",
     defaults={"random_seed": 0},
     refined="never",
 )
@@ -286,6 +299,7 @@ register_method(
     "centre",
     "vitflow.explaining.maps:centre",
     summary="Baseline: a bump in the middle of the picture.",
+    answers="What does a map look like that only knows where photographers put things?",
     defaults={"sigma": 0.25},
     refined="never",
 )

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError
 from vitflow.explaining.figure import Pen, draw_figure
 from vitflow.explaining.targets import Class, Contrast
-from vitflow.pictures import figures, overlay
+from vitflow.pictures import figures, notebook, overlay
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.geometry import Placement
-from vitflow.pictures.images import write_image
+from vitflow.pictures.images import image_name, write_image
 from vitflow.pictures.options import Interpolation
 
 
@@ -64,7 +64,12 @@ class Saliency:
         rows, cols = self.grid.shape
         height, width = self.image.shape[:2]
         target = f", class={self.label!r}" if self.label else ""
-        return f"Saliency({self.source!r}, {self.method}, {rows} × {cols} patches on {width} × {height} pixels{target})"
+        patches = f"{rows} × {cols} patches on {width} × {height} pixels"
+        return f"Saliency({image_name(self.source)!r}, {self.method}, {patches}{target})"
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """What a notebook shows: the figure that stands alone."""
+        return notebook.bundle(repr(self), picture=figures.figure_bytes(self.figure(dpi=notebook.DPI), ".png"))
 
     @property
     def label(self) -> str:

@@ -17,6 +17,7 @@ from torch import nn
 from vitflow.errors import OptionError
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice
+from vitflow.explaining.method_options import takes_method_options
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.fingerprints import run_fingerprint
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from vitflow.folder.report import Thumbnails
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class FolderSummary:
     """What a folder run left behind; iterate over it for the rows of its manifest, in the order of the inputs.
 
@@ -63,6 +64,17 @@ class FolderSummary:
     seconds: float
     report: Path | None = None
 
+    def __repr__(self) -> str:
+        kept = f" ({self.kept} of them before)" if self.kept else ""
+        failed = f", {self.failed} failed" if self.failed else ""
+        return f"FolderSummary({self.explained} explained{kept}{failed}; {self.manifest})"
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """What a notebook shows: the first overlays, with the rows of their pictures."""
+        from vitflow.folder.sheet import SHOWN, show_run
+
+        return show_run(repr(self), self.output, list(itertools.islice(self, SHOWN)))
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Every input's row, read from the disk as it is needed; `grids` and `window` are the journal's own."""
         return itertools.islice(open_folder(self.output).open_journal(is_folder_row).rows(), self.total)
@@ -72,6 +84,7 @@ class FolderSummary:
         return (row for row in self if row["status"] == "failed")
 
 
+@takes_method_options
 def explain_folder(
     source: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     output: str | os.PathLike[str],

@@ -1,0 +1,127 @@
+"""Help where one looks for it: sections of --help, `vitflow methods NAME`, signatures, completion."""
+
+import importlib
+import inspect
+import json
+
+import pytest
+from click.testing import CliRunner
+from IPython.core.completer import provisionalcompleter
+from IPython.core.interactiveshell import InteractiveShell
+
+import vitflow
+from vitflow.cli import cli
+from vitflow.cli.sections import SectionedCommand
+from vitflow.explaining.method_options import OPTIONS
+from vitflow.explaining.method_table import get_method, list_methods
+
+# Commands that can be told of more than a file or two.
+SECTIONED = [name for name, command in cli.commands.items() if {"model", "methods"} & {p.name for p in command.params}]
+
+
+def told(*arguments: str, columns: int = 80) -> str:
+    """What the command line prints on a terminal of that width."""
+    result = CliRunner().invoke(cli, arguments, env={"COLUMNS": str(columns)}, terminal_width=columns)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def sections(text: str) -> dict[str, str]:
+    """The blocks of a help text by their titles."""
+    blocks = [block.partition(":\n") for block in text.split("\n\n")]
+    return {title: body for title, colon, body in blocks if colon}
+
+
+@pytest.mark.parametrize("name", SECTIONED)
+def test_every_option_stands_in_a_section(name):
+    assert isinstance(cli.commands[name], SectionedCommand)
+    found = sections(told(name, "--help"))
+    assert list(found)[:1] == ["Model"]
+    assert list(found)[-2:] == ["Output", "More"]
+    assert found["More"].split() == ["-h,", "--help", "Show", "this", "message", "and", "exit."]
+    listed = "\n".join(found.values())
+    flags = [flag for param in cli.commands[name].params for flag in param.opts if flag.startswith("--")]
+    assert [flag for flag in flags if listed.count(f"{flag} ") == 0] == []
+
+
+@pytest.mark.parametrize("name", SECTIONED)
+def test_a_methods_options_stand_under_the_methods_that_have_them(name):
+    methods = [method.name for method in list_methods()]
+    seen = []
+    for title, body in sections(told(name, "--help")).items():
+        if not title.startswith("Options of "):
+            continue
+        named = title.removeprefix("Options of ").removeprefix("all methods but ").split(", ")
+        having = [one for one in methods if one not in named] if "all methods but" in title else named
+        for option in OPTIONS:
+            if f"  --{option.replace('_', '-')} " in body:
+                seen.append(option)
+                assert having == [one for one in methods if get_method(one).accepts(option)], option
+    assert sorted(seen) == sorted(OPTIONS)
+
+
+@pytest.mark.parametrize("columns", [80, 110])
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in cli.commands), ["methods", "flow"]])
+def test_no_line_of_a_help_is_wider_than_the_terminal(arguments, columns):
+    text = told(*arguments, columns=columns)
+    assert [line for line in text.splitlines() if len(line) > columns and "vit_base" not in line] == []
+    assert "..." not in text.partition("Commands:")[2]  # no summary is cut off
+
+
+def test_a_method_tells_its_question_its_options_and_their_source():
+    text = told("methods", "rollout", columns=110)
+    assert get_method("rollout").answers in " ".join(text.split()) and "Abnar & Zuidema" in text
+    for name in get_method("rollout").defaults:
+        assert f"--{name.replace('_', '-')} " in text and OPTIONS[name].values in text
+    assert "--preset paper" in text and "--value-weighted off" in text
+    [record] = json.loads(told("methods", "rollout", "--json"))
+    assert record["values"]["head_fusion"] == "mean|max|min" and record["presets"]["paper"]["discard_ratio"] == 0.0
+    assert all(method.answers.endswith("?") for method in list_methods())
+
+
+def test_an_unknown_method_is_told_in_one_line():
+    result = CliRunner().invoke(cli, ["methods", "rolout"])
+    assert result.exit_code == 2 and "Did you mean 'rollout'" in result.output
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        vitflow.explain,
+        vitflow.compare,
+        vitflow.explain_folder,
+        vitflow.evaluate,
+        vitflow.Explainer.explain,
+        vitflow.Explainer.explain_batch,
+        vitflow.Explainer.layers,
+    ],
+    ids=lambda function: function.__qualname__,
+)
+def test_signature_and_help_name_the_options_of_the_methods(function):
+    parameters = inspect.signature(function).parameters
+    assert set(OPTIONS) < set(parameters)
+    assert all(parameters[name].default is None for name in OPTIONS if name != "layer")
+    assert list(parameters)[-1] == "options"  # those of a registered method
+    assert all(f"    {option.name}: {option.help[:40]}" in inspect.getdoc(function) for option in OPTIONS.values())
+
+
+@pytest.mark.parametrize("name", ["vitflow", "vitflow.demo", "vitflow.evaluation"])
+def test_a_package_shows_its_public_names_and_nothing_else(name):
+    package = importlib.import_module(name)
+    everything = [getattr(package, each) for each in package.__all__]  # loads what is behind them
+    assert dir(package) == sorted(package.__all__)
+    assert not any(inspect.ismodule(each) for each in everything)
+
+
+@pytest.mark.parametrize("use_jedi", [False, True])
+def test_completion_offers_public_names_attributes_and_options(use_jedi):
+    shell = InteractiveShell(user_ns={"vitflow": vitflow, "explainer": vitflow.Explainer("demo", device="cpu")})
+    shell.Completer.use_jedi = use_jedi
+
+    def offered(text: str) -> set[str]:
+        with provisionalcompleter():
+            return {found.text.lstrip(".") for found in shell.Completer.completions(text, len(text))}
+
+    assert offered("vitflow.") == set(vitflow.__all__)
+    assert {"explain", "explain_batch", "class_names", "fit"} <= offered("explainer.")
+    assert {"head_fusion=", "discard_ratio="} <= offered("explainer.explain('cat.jpg', ")

@@ -1,0 +1,58 @@
+"""Help in sections: what a command can be told of the model, the pictures, the methods, the drawing and the output."""
+
+from collections.abc import Iterable
+
+import click
+
+from vitflow.cli.options import DRAWING
+from vitflow.explaining.method_options import OPTIONS
+from vitflow.explaining.method_table import list_methods
+
+# Columns for the options themselves, the same in every section.
+_WIDTH = 26
+
+# What stands under each title, in this order; the options of single methods follow those of Method.
+_SECTIONS: dict[str, tuple[str, ...]] = {
+    "Model": ("model", "checkpoint", "num_classes", "class_names", "device", "batch_size"),
+    "Picture": ("data_option", "images", "recursive", "glob", "limit", "fit", "workers", "max_pixels"),
+    "Method": ("method", "methods", "method_names", "target", "targets", "against"),
+    "Measuring": ("metrics", "replace_by", "points", "blurred_twin", "sanity_pictures", "resamples", "seed"),
+    "Drawing": (*DRAWING, "scaling", "timings"),
+    "Output": ("output", "figure", "format", "save_map", "manifest", "report", "resume", "as_json"),
+}
+
+
+class SectionedCommand(click.Command):
+    """A command whose help has its options under titles, and those of methods under the methods that have them."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, section by section; what belongs to none stands in the last."""
+        options = {str(param.name): param for param in self.get_params(ctx) if isinstance(param, click.Option)}
+
+        def write(title: str, names: Iterable[str]) -> None:
+            records = [options.pop(name).get_help_record(ctx) for name in names if name in options]
+            rows = [(record[0].ljust(_WIDTH), record[1]) for record in records if record is not None]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows, col_max=_WIDTH)
+
+        for title, names in _SECTIONS.items():
+            write(title, names)
+            if title == "Method":
+                for having, shared in _options_by_methods():
+                    write(f"Options of {having}", shared)
+        write("More", list(options))
+
+
+def _options_by_methods() -> list[tuple[str, list[str]]]:
+    """Methods that have options in common, in words, and the names of these: those of the most methods first."""
+    methods = list_methods()
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in OPTIONS:
+        groups.setdefault(tuple(method.name for method in methods if method.accepts(name)), []).append(name)
+    titled = []
+    for having, names in sorted(groups.items(), key=lambda group: -len(group[0])):
+        others = [method.name for method in methods if method.name not in having]
+        those = f"all methods but {', '.join(others)}" if len(others) <= 3 else ", ".join(having)
+        titled.append((those, names))
+    return titled
