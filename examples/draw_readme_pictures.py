@@ -1,25 +1,86 @@
-"""Draw the pictures of the README with the bundled model: python examples/draw_readme_pictures.py"""
+"""Draw the pictures of the README: photographs with a trained model, drawn shapes with the bundled one.
 
+    python examples/draw_readme_pictures.py [--checkpoint WEIGHTS] [--model ID]
+
+The photographs come with scikit-image: pip install "vitflow[examples]" or scikit-image. Without --checkpoint the
+model's weights come from the hub.
+"""
+
+import argparse
+import io
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from PIL import Image
 
 import vitflow
 from vitflow.demo import sample_pictures
+from vitflow.pictures.figures import figure_bytes
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
-WIDE = ["disc_star_and_crescent.png", "ring_and_triangle.png"]
-METHODS = ["attention", "rollout", "flow", "gradient_rollout", "gae", "gradcam", "random"]
+MODEL = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+METHODS = ["rollout", "flow", "gae", "consensus", "random"]
 CLASSES = ["orange disc", "yellow star", "pink crescent"]
 
 
-def main() -> None:
-    pictures = {path.name: path for path in sample_pictures()}
-    explainer = vitflow.Explainer("demo", device="cpu")
-    explainer.explain(pictures[WIDE[0]], method="flow")  # compiles the flow's search before the first picture is timed
-    wide = vitflow.compare([pictures[name] for name in WIDE], model=explainer, methods=METHODS)
-    print(wide.save(ASSETS / "overview.png"))
-    methods = ["rollout", "gradient_rollout", "gae", "gradcam"]
-    classes = vitflow.compare(pictures[WIDE[0]], model=explainer, methods=methods, targets=CLASSES)
-    print(classes.save(ASSETS / "classes.png"))
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = parse(__doc__, arguments)
+    explainer = vitflow.Explainer(vitflow.load_model(given.model, checkpoint=given.checkpoint), device="cpu")
+    with tempfile.TemporaryDirectory() as desk:
+        photographs = load_photographs(Path(desk))
+        strip = vitflow.compare([photographs["cat"], photographs["coffee"]], model=explainer, methods=METHODS)
+    print(save_jpeg(strip, given.output / "photographs.jpg"))
+    demo = vitflow.Explainer("demo", device="cpu")
+    classes = vitflow.compare(
+        sample_pictures()[0], model=demo, methods=["gradient_rollout", "gradcam"], targets=CLASSES
+    )
+    print(save_jpeg(classes, given.output / "classes.jpg"))
+
+
+def parse(description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What the scripts that draw photographs can be told."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=MODEL, help="timm's id of a model that knows ImageNet")
+    parser.add_argument("--checkpoint", type=Path, help="its weights")
+    parser.add_argument("--output", type=Path, default=ASSETS)
+    return parser.parse_args(arguments)
+
+
+def load_photographs(folder: Path) -> dict[str, Path]:
+    """The photographs that may be shown freely, cut to squares, as files in a folder, by their names."""
+    try:
+        from skimage import data
+    except ImportError as error:
+        raise SystemExit('The photographs come with scikit-image: pip install "vitflow[examples]".') from error
+    # CC0 by Stefan van der Walt, CC0 by Rachel Michetti, and public domain by NASA.
+    found = {
+        "cat": data.chelsea(),
+        "coffee": data.coffee(),
+        "astronaut": data.astronaut(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {}
+    for name, image in found.items():
+        side = min(image.shape[:2])
+        top, left = ((length - side) // 2 for length in image.shape[:2])
+        files[name] = folder / f"{name}.png"
+        Image.fromarray(image[top : top + side, left : left + side]).save(files[name])
+    return files
+
+
+def save_jpeg(comparison: vitflow.Comparison, path: Path, quality: int = 80, **options: Any) -> Path:
+    """Write a strip as JPEG, a fifth of its PNG."""
+    return write_jpeg(figure_bytes(comparison.strip(**{"dpi": 125, **options}), ".png"), path, quality)
+
+
+def write_jpeg(png: bytes, path: Path, quality: int = 85) -> Path:
+    """Write a picture that is there as PNG as JPEG."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with Image.open(io.BytesIO(png)) as picture:
+        picture.convert("RGB").save(path, quality=quality, subsampling=0, optimize=True)
+    return path
 
 
 if __name__ == "__main__":

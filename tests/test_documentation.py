@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+import torchvision
 import transformers
 from PIL import Image
 
@@ -120,7 +121,11 @@ def hub(monkeypatch) -> None:
         configuration = kind.config_class(hidden_size=24, num_hidden_layers=2, num_attention_heads=2)
         return kind(configuration)
 
+    def random_vit(weights=None):
+        return torchvision.models.VisionTransformer(224, 16, num_layers=2, num_heads=2, hidden_dim=24, mlp_dim=48)
+
     monkeypatch.setattr(timm, "create_model", small)
+    monkeypatch.setattr(torchvision.models, "vit_b_16", random_vit)
     monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(no_weights))
 
     def language_model(name: str):

@@ -1,0 +1,53 @@
+"""Execute examples/first_steps.ipynb in place, with the bundled model: python examples/run_first_steps.py
+
+The notebook is kept with its outputs, so that it can be read where it cannot be run: its pictures in 256 colours, for
+the file's size. What changes from run to run (when it ran, on which versions) is not kept.
+"""
+
+import argparse
+import base64
+import io
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from PIL import Image
+
+NOTEBOOK = Path(__file__).resolve().with_name("first_steps.ipynb")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, default=NOTEBOOK, help="where the executed notebook goes")
+    output = parser.parse_args(arguments).output
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["IPYTHONDIR"] = folder  # no settings and no history of the user's
+        os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # bars in words will do
+        NotebookClient(notebook, timeout=300, resources={"metadata": {"path": folder}}).execute()
+    for cell in notebook.cells:
+        cell.metadata.clear()
+        for shown in cell.get("outputs", ()):
+            if "image/png" in shown.get("data", {}):
+                shrink(shown.data)
+    notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    nbformat.write(notebook, output)
+    print(output)
+
+
+def shrink(data: dict[str, str]) -> None:
+    """Give the picture of an output, and its copy in HTML, a palette of 256 colours."""
+    before, file = data["image/png"].strip(), io.BytesIO()
+    with Image.open(io.BytesIO(base64.b64decode(before))) as picture:
+        picture.convert("RGB").quantize(256).save(file, "PNG", optimize=True)
+    after = base64.b64encode(file.getvalue()).decode()
+    data["image/png"] = after
+    if "text/html" in data:
+        data["text/html"] = data["text/html"].replace(before, after)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The scripts that draw the documentation's pictures."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """One of the scripts as a module, by its name."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return importlib.import_module
+
+
+def test_the_readmes_pictures_are_drawn_by_one_command(script, tmp_path, capsys):
+    script("draw_readme_pictures").main(["--model", "demo", "--output", str(tmp_path)])
+    files = capsys.readouterr().out.split()
+    assert [Path(file).name for file in files] == ["photographs.jpg", "classes.jpg"]
+    for file in files:
+        with Image.open(file) as picture:
+            assert picture.width > 500
+
+
+def test_without_scikit_image_the_script_says_what_to_install(script, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "skimage", None)
+    with pytest.raises(SystemExit, match=r'pip install "vitflow\[examples\]"'):
+        script("draw_readme_pictures").load_photographs(tmp_path)
+
+
+@pytest.mark.parametrize("library", ["as_torchvision", "as_transformers"])
+def test_the_gallery_shows_the_same_weights_in_other_libraries(script, library):
+    model = timm.create_model("vit_tiny_patch16_224", depth=2).eval()
+    same = getattr(script("draw_gallery"), library)(model)
+    pixels = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        logits = same(pixels)
+        torch.testing.assert_close(getattr(logits, "logits", logits), model(pixels), atol=1e-4, rtol=1e-4)
+
+
+def test_the_pictures_of_the_documentation_are_small():
+    sizes = {file.name: file.stat().st_size for file in (ROOT / "assets").rglob("*.*")}
+    assert len(sizes) >= 10
+    assert {name: size for name, size in sizes.items() if size > 200_000} == {}
+    assert {file.name for file in (ROOT / "assets" / "gallery").iterdir() if file.stat().st_size > 150_000} == set()
