@@ -16,7 +16,7 @@ from vitflow.explaining.method_options import OPTIONS
 from vitflow.explaining.method_table import get_method, list_methods
 
 # Commands that can be told of more than a file or two.
-SECTIONED = [name for name, command in cli.commands.items() if {"model", "methods"} & {p.name for p in command.params}]
+SECTIONED = [name for name, command in cli.commands.items() if "model" in {param.name for param in command.params}]
 
 
 def told(*arguments: str, columns: int = 80) -> str:

@@ -11,7 +11,7 @@ from vitflow.errors import printable
 from vitflow.pictures.options import OVERLAY_FORMATS
 
 
-@click.command()
+@click.command(short_help="Draw overlays of what a run stored as grids.")
 @click.argument("run", metavar="RUN", type=PathOrURL(exists=True, file_okay=False, path_type=Path))
 @click.option(
     "-o", "--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for the overlays."

@@ -17,8 +17,9 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
     "Picture": ("data_option", "images", "recursive", "glob", "limit", "fit", "workers", "max_pixels"),
     "Method": ("method", "methods", "method_names", "target", "targets", "against"),
     "Measuring": ("metrics", "replace_by", "points", "blurred_twin", "sanity_pictures", "resamples", "seed"),
+    "Cluster": ("engine", "address", "actors"),
     "Drawing": (*DRAWING, "scaling", "timings"),
-    "Output": ("output", "figure", "format", "save_map", "manifest", "report", "resume", "as_json"),
+    "Output": ("output", "figure", "store", "format", "save_map", "manifest", "report", "resume", "as_json"),
 }
 
 

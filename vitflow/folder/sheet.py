@@ -14,7 +14,7 @@ SHOWN = 6
 _LONGEST = 180  # pixels of a picture's longer side
 
 
-def show_run(text: str, output: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def show_run(text: str, output: Path | str, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """The first overlay of each row's picture, as one figure, and what the rows say."""
     head = ("picture", "status", "class", "probability")
     cells = []
@@ -22,7 +22,7 @@ def show_run(text: str, output: Path, rows: Sequence[Mapping[str, Any]]) -> dict
         probability = row.get("probability")
         told = (row.get("class_name") or row.get("class_index"), "" if probability is None else f"{probability:.1%}")
         cells.append((printable(row["input"]), row["status"], *(told if row["status"] == "explained" else ("", ""))))
-    return notebook.bundle(text, picture=_draw_sheet(output, rows), tables=[notebook.html_table(cells, head)])
+    return notebook.bundle(text, picture=_draw_sheet(Path(output), rows), tables=[notebook.html_table(cells, head)])
 
 
 def _draw_sheet(output: Path, rows: Sequence[Mapping[str, Any]]) -> bytes | None:
