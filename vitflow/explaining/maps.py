@@ -75,11 +75,14 @@ def rollout(
     head_fusion: HeadFusion,
     value_weighted: ValueWeighting,
     patch: Patch | None,
+    residual: float,
     **options: Any,
 ) -> Maps:
     """Attention rollout of the readout, on the patch grid; on the finest one where stages differ."""
     readout, matrices = readout_of(trace, patch), trace.fused(head_fusion, value_weighted=value_weighted)
-    return _through_layers(trace, matrices, readout, **options)
+    # What was multiplied while the model ran holds its residual connections already.
+    shares = [0.0 if layer.multiplied else residual for layer in trace.layers]
+    return _through_layers(trace, matrices, readout, residual=shares, **options)
 
 
 def flow(

@@ -160,9 +160,12 @@ def list_methods() -> list[Method]:
     return list(_METHODS.values())
 
 
+#: The function of rollout, of which the layers' product is enough to know.
+ROLLOUT = "vitflow.explaining.maps:rollout"
+
 register_method(
     "rollout",
-    "vitflow.explaining.maps:rollout",
+    ROLLOUT,
     summary="Attention rollout: attention as proportions, multiplied through the layers.",
     answers="How much of each patch arrives at the top, if attention mixes tokens in proportion?",
     defaults={

@@ -1,10 +1,12 @@
 """What methods need to see of a forward pass, so that no more than that is kept of it."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from vitflow.explaining.method_choices import Chosen
+from vitflow.explaining.method_table import ROLLOUT
 from vitflow.explaining.refining import HEAD_MEANS, needs_head_means, needs_keys
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import block_norm
@@ -24,6 +26,7 @@ class Needs:
         fusions: the (head fusion, value weighted) pairs that suffice where the heads are not needed.
         feature_layers: the blocks whose first norm is looked at.
         keys: the key vectors of each layer.
+        residual: where rollout's product of the layers suffices, the share of the residual connection in it; else 0.
     """
 
     attention: bool
@@ -33,6 +36,7 @@ class Needs:
     fusions: frozenset[FusionKey]
     feature_layers: frozenset[int]
     keys: bool
+    residual: float
 
     @classmethod
     def of(cls, chosen: Chosen) -> "Needs":
@@ -54,7 +58,8 @@ class Needs:
         weighted = any(options.get("value_weighted") for _, options in chosen)
         layers = frozenset(options["layer"] for method, options in chosen if "features" in method.needs)
         attention = attention or means or keys
-        return cls(attention, every_head, gradients, every_head and weighted, fusions, layers, keys)
+        residual = 0.0 if every_head or means or keys or gradients else _residual_of_one_product(chosen)
+        return cls(attention, every_head, gradients, every_head and weighted, fusions, layers, keys, residual)
 
     def record(self, model: nn.Module, layout: TokenLayout | None) -> record_attention:
         """A recording of the model that keeps it."""
@@ -67,4 +72,19 @@ class Needs:
             attention=self.attention,
             layout=layout,
             keys=self.keys,
+            residual=self.residual,
         )
+
+
+def _residual_of_one_product(chosen: Chosen) -> float:
+    """The share of the residual connection, where all that is seen of attention goes into one and the same rollout."""
+    named = ("head_fusion", "value_weighted", "residual", "discard_ratio", "start_layer")
+    products: list[list[Any]] = [
+        [method.function, *(options.get(name) for name in named)]
+        for method, options in chosen
+        if "attention" in method.needs
+    ]
+    if not products or any(product != products[0] for product in products[1:]):
+        return 0.0
+    function, _, _, residual, discard_ratio, start_layer = products[0]
+    return residual if (function, discard_ratio, start_layer) == (ROLLOUT, 0.0, 1) else 0.0

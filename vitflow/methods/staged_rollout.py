@@ -53,7 +53,7 @@ def staged_rollout(
     *,
     readout: Tensor,
     discard_ratio: float = 0.0,
-    residual: float = 0.5,
+    residual: float | Sequence[float] = 0.5,
     start_layer: int = 1,
     additive: bool = False,
 ) -> tuple[Tensor, TokenLayout]:
@@ -71,7 +71,7 @@ def staged_rollout(
         readout: weight in the model's answer of each token among the queries of the top layer, [batch, tokens].
         discard_ratio: share of each layer's own entries between tokens, whose key is a patch, to set to 0; smallest
             first, ties by their position in the windows.
-        residual: α, the share of the residual connection.
+        residual: α, the share of the residual connection, of all layers or of each.
         start_layer: s, the first layer of the product.
         additive: multiply by I + W instead, without normalisation, as generic attention explainability does.
 
@@ -92,12 +92,16 @@ def staged_rollout(
     tensor([[0.2500, 0.7500]])
     """
     check_fraction("discard_ratio", discard_ratio)
-    check_fraction("residual", residual)
+    shares = list(residual) if isinstance(residual, Sequence) else [residual] * len(matrices)
+    for share in shares:
+        check_fraction("residual", share)
     if not matrices or len(matrices) != len(tokens):
         raise ShapeError(f"Expected the tokens of each of {len(matrices)} layers, got those of {len(tokens)}.")
-    if same_tokens(tokens):
-        return _dense_rollout(matrices, tokens, readout, discard_ratio, residual, start_layer, additive)
-    return _through_windows(matrices, tokens, readout, discard_ratio, residual, start_layer, additive)
+    if len(shares) != len(matrices):
+        raise ShapeError(f"Expected the residual of each of {len(matrices)} layers, got {len(shares)}.")
+    if same_tokens(tokens) and len(set(shares)) == 1:
+        return _dense_rollout(matrices, tokens, readout, discard_ratio, shares[0], start_layer, additive)
+    return _through_windows(matrices, tokens, readout, discard_ratio, shares, start_layer, additive)
 
 
 def _through_windows(
@@ -105,7 +109,7 @@ def _through_windows(
     tokens: Sequence[LayerTokens],
     readout: Tensor,
     discard_ratio: float,
-    residual: float,
+    shares: Sequence[float],
     start_layer: int,
     additive: bool,
 ) -> tuple[Tensor, TokenLayout]:
@@ -113,7 +117,7 @@ def _through_windows(
     first = check_layer("start_layer", start_layer, len(matrices))
     layout = tokens[-1].queries
     row = check_readout(readout, len(matrices[0]), layout.num_tokens).to(matrices[-1])
-    for matrix, own in reversed(list(zip(matrices[first:], tokens[first:], strict=True))):
+    for matrix, own, residual in reversed(list(zip(matrices[first:], tokens[first:], shares[first:], strict=True))):
         row, layout = _through(row, layout, _checked(matrix, own), own, discard_ratio, residual, additive)
     return row, layout
 
@@ -179,7 +183,7 @@ def staged_attention(
         row = raw_attention([whole], readout=readout, discard_ratio=discard_ratio, num_prefix_tokens=prefix)
         return row, own.keys
     asking = carry(readout, tokens[-1].queries, own.queries)
-    return _through_windows([matrix], [own], asking, discard_ratio, 0.0, 1, additive=False)
+    return _through_windows([matrix], [own], asking, discard_ratio, [0.0], 1, additive=False)
 
 
 def _checked(matrix: Tensor, own: LayerTokens) -> Tensor:

@@ -1,12 +1,13 @@
 """The attention of one layer: what its modules computed, put together or fused."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from vitflow.errors import ValueNormsError, VitflowError
+from vitflow.methods.rollout import rollout_step
 from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.methods.values import Values, ValueWeighting, fuse_weighted, join_values
 from vitflow.models.anatomy import output_projection
@@ -64,6 +65,8 @@ class AttentionLayer:
         keys: the key vectors, heads side by side, [batch · windows, keys, width], where asked for and seen.
         mixed: whether its heads were mixed or re-weighed after the softmax.
         visible: which keys each query may see, bool [batch or 1, queries, keys], where asked for and not all.
+        multiplied: of how many layers its fused matrix is rollout's product, each with its residual connection; it has
+            the name of the top one. 0 where it is the attention itself.
     """
 
     name: str
@@ -74,6 +77,7 @@ class AttentionLayer:
     keys: Tensor | None = None
     mixed: bool = False
     visible: Tensor | None = None
+    multiplied: int = 0
 
     @property
     def heads(self) -> Tensor | None:
@@ -121,6 +125,19 @@ def close_layer(
     assert heads is not None
     fused = {key: fuse_parts(heads.detach(), key, values, parts) for key in fusions}
     return AttentionLayer(name, fused=fused, keys=keys, mixed=mixed, visible=layer.visible)
+
+
+def pile_up(layers: list[AttentionLayer], layer: AttentionLayer, residual: float) -> None:
+    """Put a layer on those that ran before it, multiplied with the one below: two take the memory of one.
+
+    More than two would take more time than they save: a product of matrices costs as much as a part of a small model.
+    """
+    [(key, fused)] = layer.fused.items()
+    below = layers[-1] if layers else None
+    if below is None or below.multiplied != 1 or below.fused[key].shape != fused.shape:
+        layers.append(replace(layer, fused={key: rollout_step(fused, None, residual)}, multiplied=1))
+    else:
+        layers[-1] = replace(layer, fused={key: rollout_step(fused, below.fused[key], residual)}, multiplied=2)
 
 
 def fuse_parts(heads: Tensor, key: FusionKey, values: Values | None, parts: Sequence[ModuleAttention]) -> Tensor:

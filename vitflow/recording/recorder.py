@@ -21,7 +21,7 @@ from vitflow.errors import (
     ValueNormsError,
     VitflowError,
 )
-from vitflow.methods.fusion import HeadFusion, check_head_fusion
+from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.methods.values import Values, ValueWeighting, check_value_weighting, fuse_weighted
 from vitflow.models.anatomy import (
@@ -54,6 +54,7 @@ from vitflow.recording.layers import (
     ModuleAttention,
     close_layer,
     join_pieces,
+    pile_up,
     read_values,
 )
 from vitflow.recording.trace import Trace
@@ -84,6 +85,9 @@ class record_attention:
         layout: prefix tokens and patch grid, for a model that does not tell its own.
         keys: keep the key vectors of each layer where they can be seen.
         visible: keep which keys each query may see, where these are not all, in `trace.layers[…].visible`.
+        residual: above 0, keep no attention but what rollout makes of it: the layers that attend between all tokens, as
+            the product of two each, with that share of the residual connection and nothing discarded. It takes one
+            fusion, and half the memory.
 
     Raises:
         NoAttentionError: on leaving the block, when a forward pass ran and no attention between tokens was seen.
@@ -113,12 +117,17 @@ class record_attention:
         keys: bool = False,
         visible: bool = False,
         on_layer: Callable[[AttentionLayer], None] | None = None,
+        residual: float = 0.0,
     ) -> None:
         check_layout(layout)
+        check_fraction("residual", residual)
         kept = _checked(fusions if head_fusion is None else [*fusions, (head_fusion, value_weighted)])
         self._called, self._model = model, unwrap(model)
         self._fusions = kept
         self._keep_heads = gradients or not kept
+        if residual and (self._keep_heads or keys or visible or on_layer or len(kept) > 1):
+            raise OptionError("With residual > 0, expected one fusion, no gradients, no keys and nothing visible.")
+        self._residual = residual
         self.gradients, self.wants_keys, self.wants_visible = gradients, keys, visible
         self._on_layer = on_layer
         self._values = values or bool(value_weighted) or any(weighting for _, weighting in kept)
@@ -396,10 +405,13 @@ class record_attention:
 
     def _take(self, layer: AttentionLayer) -> None:
         self._seen = True
-        if self._on_layer is None:
-            self.trace.layers.append(layer)
-        else:
+        batch, queries, keys = len(layer.example), *layer.example.shape[-2:]
+        if self._on_layer is not None:
             self._on_layer(layer)
+        elif self._residual and batch == self._batch and queries == keys:
+            pile_up(self.trace.layers, layer, self._residual)
+        else:
+            self.trace.layers.append(layer)
 
 
 def _checked(fusions: Iterable[FusionKey]) -> set[FusionKey]:

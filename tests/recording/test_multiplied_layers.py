@@ -1,0 +1,139 @@
+"""Layers multiplied two by two while the model runs: rollout as before, in half the memory."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tests import references
+from vitflow import Explainer
+from vitflow.errors import OptionError, ShapeError
+from vitflow.explaining.maps import rollout
+from vitflow.explaining.method_table import get_method
+from vitflow.explaining.needs import Needs
+from vitflow.methods.staged_rollout import staged_rollout
+from vitflow.recording.recorder import record_attention
+
+PAPER = get_method("rollout").complete({"preset": "paper"})
+
+
+def tiny(depth=5, img_size=64):
+    torch.manual_seed(0)
+    return timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=img_size, depth=depth).eval()
+
+
+def own_options(residual):
+    return {name: PAPER[name] for name in ("discard_ratio", "start_layer", "patch")} | {"residual": residual}
+
+
+@pytest.mark.parametrize("fusion", ["mean", "max"])
+@pytest.mark.parametrize("weighting", [False, "output"])
+@pytest.mark.parametrize(("depth", "residual"), [(5, 0.5), (4, 0.05)])
+def test_products_of_two_give_the_map_of_all_layers(fusion, weighting, depth, residual):
+    model, pixels = tiny(depth), torch.randn(3, 3, 64, 64)
+    options = own_options(residual) | {"head_fusion": fusion, "value_weighted": weighting}
+    with torch.no_grad():
+        with record_attention(model, fusions=[(fusion, weighting)]) as whole:
+            logits = model(pixels)
+        with record_attention(model, fusions=[(fusion, weighting)], residual=residual) as multiplied:
+            assert torch.equal(model(pixels), logits)
+        found, expected = rollout(multiplied, **options).grids, rollout(whole, **options).grids
+    assert [layer.multiplied for layer in multiplied.layers] == [2] * (depth // 2) + [1] * (depth % 2)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-8)
+    for picture in range(3):  # literally, in float64
+        row = whole.readout[picture].double().numpy()
+        for layer in reversed(whole.fused(fusion, value_weighted=weighting)):
+            row = row @ references.residual(layer[picture].double().numpy(), residual)
+        np.testing.assert_allclose(found[picture].flatten(), row[1:], rtol=1e-5)
+
+
+def test_stages_and_windows_keep_their_own_layers():
+    torch.manual_seed(0)
+    for name, options in (
+        ("swin_tiny_patch4_window7_224", {"img_size": 112, "depths": (1, 1, 3, 2)}),
+        ("cait_xxs24_224", {"img_size": 64, "depth": 3}),
+    ):
+        model = timm.create_model(name, **options).eval()
+        pixels = torch.randn(2, 3, options["img_size"], options["img_size"])
+        with torch.no_grad():
+            with record_attention(model, head_fusion="mean") as whole:
+                model(pixels)
+            with record_attention(model, head_fusion="mean", residual=0.5) as multiplied:
+                model(pixels)
+        given = own_options(0.5) | {"head_fusion": "mean", "value_weighted": False}
+        assert {layer.multiplied for layer in multiplied.layers} >= {0, 2}
+        torch.testing.assert_close(rollout(multiplied, **given).grids, rollout(whole, **given).grids, rtol=1e-5, atol=0)
+
+
+def test_only_one_rollout_alone_is_multiplied():
+    whole = get_method("rollout")
+
+    def residual(*chosen):
+        return Needs.of([(get_method(name), get_method(name).complete(own)) for name, own in chosen]).residual
+
+    paper = ("rollout", {"preset": "paper", "residual": 0.25})
+    assert residual(paper) == residual(paper, ("occlusion", {"refine": 0}), paper) == 0.25
+    assert residual(("rollout", {"refine": 0, "discard_ratio": 0, "value_weighted": True})) == 0.5
+    for name, own in (
+        ("rollout", {"preset": "paper"}),  # with another residual
+        ("attention", {"preset": "paper"}),
+        ("gae", {"refine": 0}),
+        ("occlusion", {"refine": 1}),
+    ):
+        assert residual(paper, (name, own)) == 0
+    for own in ({"discard_ratio": 0.1}, {"start_layer": 2}, {"refine": 1}, {"residual": 0.0}):
+        assert residual((whole.name, paper[1] | own)) == 0
+
+
+def test_what_cannot_be_multiplied_is_refused():
+    model = tiny(1)
+    with pytest.raises(OptionError, match="0 <= residual < 1"):
+        record_attention(model, head_fusion="mean", residual=1.0)
+    for wrong in ({}, {"head_fusion": "mean", "gradients": True}, {"head_fusion": "mean", "keys": True}):
+        with pytest.raises(OptionError, match="expected one fusion, no gradients and no keys"):
+            record_attention(model, residual=0.5, **wrong)
+    with pytest.raises(ShapeError, match="residual of each of 1 layers, got 2"):
+        staged_rollout([torch.ones(1, 1, 1, 1)], [None], readout=torch.ones(1, 1), residual=[0.1, 0.2])
+
+
+def test_half_precision_and_autocast_multiply_in_full_precision():
+    pixels = torch.randn(2, 3, 64, 64)
+    given = own_options(0.5) | {"head_fusion": "mean", "value_weighted": False}
+    for model, dtype, enabled in ((tiny(4), torch.float32, True), (tiny(4).bfloat16(), torch.bfloat16, False)):
+        grids = []
+        for share in (0.0, 0.5):
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                with record_attention(model, head_fusion="mean", residual=share) as trace:
+                    model(pixels.to(dtype))
+            assert {matrix.dtype for matrix in trace.attentions} == {torch.float32}
+            grids.append(rollout(trace, **given).grids)
+        torch.testing.assert_close(grids[1], grids[0], rtol=2e-6, atol=1e-8)
+
+
+def peak(work):
+    """The most bytes of tensors that are alive at once."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    changes = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    alive, most = 0, 0
+    for event in sorted(changes, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        most = max(most, alive)
+    return most
+
+
+def test_a_forward_pass_with_rollout_keeps_half_a_matrix_a_layer():
+    model, pixels = tiny(8, 128), torch.randn(4, 3, 128, 128)
+    explainer = Explainer(model)
+
+    def explained(preset):
+        with Needs.of([(get_method("rollout"), get_method("rollout").complete(preset))]).record(model, None) as trace:
+            explainer.forward(pixels)
+        return trace
+
+    with torch.inference_mode():
+        explainer.forward(pixels)
+        plain, paper = peak(lambda: model(pixels)), peak(lambda: explained({"preset": "paper"}))
+    matrix = 4 * 65 * 65 * 4
+    assert paper < plain + 5.5 * matrix  # 8 before
