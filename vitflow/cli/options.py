@@ -16,6 +16,7 @@ from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning
 from vitflow.explaining.method_options import OPTIONS
 from vitflow.explaining.method_table import Method, list_methods
 from vitflow.explaining.progress import shown_by
+from vitflow.models.precisions import DTYPES
 from vitflow.pictures.files import is_remote
 from vitflow.pictures.options import BACKGROUNDS, FITS, INTERPOLATIONS
 
@@ -148,6 +149,7 @@ def model_options(command: Callable[..., None]) -> Callable[..., None]:
             help="File with the names of the classes: one per line, or JSON.",
         ),
         click.option("--device", metavar="cpu|cuda|mps|…", help="Where to run.  [default: a GPU if there is one]"),
+        click.option("--dtype", type=click.Choice(DTYPES), help="Precision to run in.  [default: the model's own]"),
         click.option(
             "--fit",
             type=click.Choice(FITS),
@@ -238,7 +240,7 @@ def make_explainer(given: Mapping[str, Any]) -> Any:
         class_names=given["class_names"],
         dynamic_img_size=given["fit"] == "native",
     )
-    return Explainer(model, device=given["device"] or default_device(), fit=given["fit"])
+    return Explainer(model, device=given["device"] or default_device(), dtype=given["dtype"], fit=given["fit"])
 
 
 def tell_limits(model_id: str) -> None:

@@ -34,6 +34,7 @@ from vitflow.models.checkpoints import architecture_sha256, weights_sha256
 from vitflow.models.facts import read_facts
 from vitflow.models.libraries import forward_options
 from vitflow.models.loading import load_model
+from vitflow.models.precisions import DTYPES
 from vitflow.pictures import notebook
 from vitflow.pictures.images import ImageSource, read_image
 from vitflow.pictures.options import FITS
@@ -88,9 +89,12 @@ class Explainer:
     for each, and back afterwards.
 
     Args:
-        model: a model id (see `load_model`), or a module of your own; beside a move to `device` it is left as it is.
+        model: a model id (see `load_model`), or a module of your own; beside a move to `device` and `dtype` it is left
+            as it is.
         device: where to run, and where your module is moved to if given; by default where your module lies, or a GPU
             if there is one for a model by name.
+        dtype: precision that the model is converted to: "float32", "bfloat16" or "float16"; by default its
+            own. Maps and probabilities are computed in float32 at least whatever it is.
         fit: "crop" (the model's own preprocessing), "squash", "pad" or "native" (whole picture, aspect ratio kept,
             through timm's dynamic image size).
         class_names: names of the classes, where the model does not know them.
@@ -113,6 +117,7 @@ class Explainer:
         model: str | Path | nn.Module,
         *,
         device: str | torch.device | None = None,
+        dtype: str | None = None,
         fit: str = "crop",
         class_names: Sequence[str] | None = None,
         data_config: Mapping[str, Any] | None = None,
@@ -121,11 +126,13 @@ class Explainer:
     ) -> None:
         if fit not in FITS:  # before a model is loaded
             raise OptionError(unknown_name("fit", fit, FITS))
+        if dtype is not None and dtype not in DTYPES:
+            raise OptionError(unknown_name("dtype", dtype, DTYPES))
         if not isinstance(model, nn.Module):
             model = load_model(model, dynamic_img_size=fit == "native")
             device = device or default_device()
         self.model = unwrap(model)
-        self.device = move_to(self.model, device)
+        self.device = move_to(self.model, device, None if dtype is None else getattr(torch, dtype))
         self.facts = read_facts(
             self.model, data_config=data_config, class_names=class_names, activation=activation, layout=layout
         )

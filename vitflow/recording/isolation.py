@@ -41,12 +41,15 @@ def default_device() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def move_to(model: nn.Module, device: str | torch.device | None) -> torch.device:
-    """Move a model, in its turn; returns where it lies then, also where it stays.
+def move_to(model: nn.Module, device: str | torch.device | None, dtype: torch.dtype | None = None) -> torch.device:
+    """Move a model, in its turn, and convert it where a precision is asked for; returns where it lies then.
 
     Raises:
         OptionError: the device cannot be used.
     """
+    if dtype is not None:
+        with turn(model):
+            model.to(dtype)
     if device is None:
         return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     try:

@@ -1,0 +1,50 @@
+"""A model in another precision: the same maps to its rounding, and a run of its own."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from vitflow import Explainer, load_model
+from vitflow.cli import main
+from vitflow.demo import SAMPLE_FOLDER, sample_pictures
+from vitflow.errors import OptionError
+
+METHODS = [("rollout", {}), ("rollout", {"preset": "paper"}), ("gae", {}), ("attention", {})]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.05), ("float16", 0.01)])
+def test_maps_are_those_of_full_precision_to_its_rounding(dtype, tolerance):
+    pictures = sample_pictures()[:2]
+    expected = Explainer("demo").explain_batch(pictures, methods=METHODS)
+    explainer = Explainer(load_model("demo"), dtype=dtype)
+    assert {parameter.dtype for parameter in explainer.model.parameters()} == {getattr(torch, dtype)}
+    found = explainer.explain_batch(pictures, methods=METHODS)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.grid.dtype == np.float32
+        assert ours.target == theirs.target
+        assert abs(ours.probability - theirs.probability) < tolerance
+        assert np.abs(ours.grid - theirs.grid).max() <= tolerance * np.abs(theirs.grid).max()
+
+
+def test_an_unknown_precision_is_refused_before_a_model_is_loaded():
+    with pytest.raises(OptionError, match="Unknown dtype 'half'.*bfloat16"):
+        Explainer("no such model", dtype="half")
+
+
+def test_a_run_in_another_precision_is_another_run(tmp_path, monkeypatch):
+    def folder(*arguments):
+        command = ["vitflow", "folder", str(SAMPLE_FOLDER), "-o", str(tmp_path), "--model", "demo", "--limit", "2"]
+        monkeypatch.setattr(sys, "argv", [*command, "--refine", "0", "--device", "cpu", *arguments])
+        try:
+            main()
+        except SystemExit as stop:
+            return stop.code
+        return 0
+
+    assert folder("--dtype", "bfloat16") == 0
+    assert json.loads((tmp_path / "run.json").read_text())["totals"]["explained"] == 2
+    assert folder() == folder("--dtype", "half") == 2
+    assert folder("--dtype", "bfloat16") == 0
