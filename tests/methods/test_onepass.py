@@ -46,6 +46,25 @@ def test_the_row_equals_the_literal_definition(ratio, alpha, prefix):
     )
 
 
+@pytest.mark.parametrize("kind", ["real", "half zeros", "rounded", "constant", "negative zeros"])
+@pytest.mark.parametrize("count", [1, 5, 700, 1000, 1023, 1024])
+def test_the_limit_of_what_is_discarded_is_that_of_sorting(kind, count):
+    values = torch.softmax(3 * torch.randn(32, 35), -1).numpy()
+    if kind == "half zeros":
+        values[values < np.median(values)] = 0.0
+    elif kind == "rounded":
+        values = np.round(values, 2)
+    elif kind == "constant":
+        values[:] = 0.1
+    elif kind == "negative zeros":
+        values[values < np.median(values)] = -0.0
+    bits, stay = onepass._select(values.view(np.int32), 3, count)
+    ordered = np.sort(values[:, 3:], axis=None)
+    limit = np.int32(bits).view(np.float32)
+    assert limit == ordered[count - 1]
+    assert stay == np.count_nonzero(ordered[count:] == limit)
+
+
 @pytest.mark.parametrize("values", [[0.5], [0.0, 0.5], [0.25, 0.5, 0.75], [0.0, 1e-45, 3e-45]])
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 0.9])
 def test_ties_go_by_position(values, ratio):

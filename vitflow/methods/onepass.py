@@ -90,9 +90,8 @@ def _carry(row: Floats, matrix: Floats, discard_ratio: float, residual: float, p
     patches = matrix[:, prefix:]
     count = int(discard_ratio * patches.size)
     if count:
-        ordered = np.partition(patches, count - 1, axis=None)
-        limit = ordered[count - 1]  # what is larger stays
-        equals_stay = int(np.count_nonzero(ordered[count:] == limit))
+        bits, equals_stay = _select(matrix.view(np.int32), prefix, count)
+        limit = np.int32(bits).view(np.float32)  # what is larger stays
         if equals_stay and limit > 0:
             matrix = matrix.copy()
             equals = np.flatnonzero(patches == limit)
@@ -150,6 +149,33 @@ def _fuse(lengths: Any, attention: Any, fusion: int, fused: Any) -> None:
             factor = 1.0 / total if total != 0.0 else np.nan
             for key in range(keys):
                 row[key] = np.float32(row[key] * factor)
+
+
+@compiled_loosely
+def _select(bits: Any, prefix: int, count: int) -> tuple[int, int]:
+    """The count-th smallest of the entries from column `prefix` on, and how many entries like it are larger in rank.
+
+    Entries are the bits of float32 numbers that are not negative, which have the order of the numbers. They are counted
+    by their upper half; only those that share it with the one looked for are put in order.
+    """
+    counts = np.zeros(1 << 15, np.int64)
+    for row in bits:
+        for entry in row[prefix:]:
+            counts[(entry & 0x7FFFFFFF) >> 16] += 1
+    upper = below = 0
+    while below + counts[upper] < count:
+        below += counts[upper]
+        upper += 1
+    alike = np.empty(counts[upper], np.int32)
+    found = 0
+    for row in bits:
+        for entry in row[prefix:]:
+            if (entry & 0x7FFFFFFF) >> 16 == upper:
+                alike[found] = entry & 0x7FFFFFFF
+                found += 1
+    alike.sort()
+    wanted = alike[count - below - 1]
+    return wanted, np.searchsorted(alike, wanted, side="right") - (count - below)
 
 
 @compiled_loosely
