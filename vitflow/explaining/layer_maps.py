@@ -152,10 +152,11 @@ def explain_layers(
     choose_methods([method, "attention"], options)  # before the model runs
     heads = _count_heads(explainer, image)
     number = check_layer("layer", layer, len(heads)) + 1
+    # What one layer or head attends to is shown as it is: refinement would lay the same mean over all of them.
     choices: list[tuple[str, dict[str, Any]]] = [
-        *(("attention", {"layer": one}) for one in range(1, len(heads) + 1)),
+        *(("attention", {"layer": one, "refine": 0}) for one in range(1, len(heads) + 1)),
         *((method, {"start_layer": one}) for one in range(len(heads), 0, -1)),
-        *(("attention", {"layer": number, "head": one}) for one in range(heads[number - 1])),
+        *(("attention", {"layer": number, "head": one, "refine": 0}) for one in range(heads[number - 1])),
     ]
     maps = tuple(explainer.explain_batch([image], methods=choices, targets=target, **options))
     if len(maps) != len(choices):
