@@ -203,7 +203,7 @@ def test_trained_maps_do_not_survive_the_weights(shared_data):
     name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
     trained = Explainer(vitflow.load_model(name, checkpoint=shared_data / f"{name}.safetensors"))
     methods, values = ["rollout", "gae", "centre"], []
-    for path in sorted((shared_data / "photos").glob("*.png"))[:3]:
+    for path in sorted((shared_data / "photos").glob("*.png"))[:6]:
         stages = cascading_randomisation(trained, path, methods, stages=["head", "block 7", "embedding"])
         values.append([rho for _, rho in stages])
     head, middle, everything = np.mean(values, axis=0)

@@ -47,6 +47,7 @@ def explainer(**changed) -> Explainer:
 OTHERS = {
     "model": [own_model(num_classes=4), own_model(num_heads=4), own_model(global_pool="avg", fc_norm=False)],
     "device": ["meta"],
+    "dtype": ["bfloat16", "float16"],
     "fit": ["squash", "pad", "native"],
     "class_names": [["a", "b", "c", "d", "e"]],
     "data_config": [
@@ -101,10 +102,10 @@ def test_explaining_leaves_the_fingerprint_as_it_is():
 def other_value(option, method):
     """A value of an option that is not its default."""
     default = method.defaults.get(option.name)
-    if option.choices:
-        return next(choice for choice in option.choices if choice != default)
     if option.kind is bool:
         return not default
+    if option.choices:
+        return next(choice for choice in option.choices if choice != default)
     if option.name == "shifts":
         return 4
     return (0, 1) if option.kind == "patch" else 2 if default != 2 else 1
@@ -125,7 +126,7 @@ def test_every_option_of_a_method_changes_both_fingerprints(name):
 
 # What may differ between two runs over one folder, for it changes no result of a picture.
 FREE = {"source", "output", "recursive", "glob", "limit", "batch_size", "workers", "overwrite", "manifest", "report"}
-FREE |= {"max_pixels", "progress", "command"}
+FREE |= {"max_pixels", "progress", "command", "engine", "address", "actors"}
 
 
 def test_every_option_of_a_folder_run_changes_its_fingerprint(tmp_path):
@@ -137,9 +138,10 @@ def test_every_option_of_a_folder_run_changes_its_fingerprint(tmp_path):
         "drawing": {"alpha": 0.3},
         "format": "png",
         "save_map": True,
+        "store": "grids",
         "options": {"residual": 0.3},
     }
-    assert set(inspect.signature(explain_folder).parameters) == FREE | set(others)
+    assert set(inspect.signature(explain_folder).parameters) == FREE | set(others) | set(OPTIONS)
     run_folder(source, tmp_path / "out")
     for name, value in others.items():
         with pytest.raises(OptionError, match="holds a run with other options"):
@@ -165,7 +167,7 @@ def test_every_option_of_an_evaluation_changes_its_fingerprint(tmp_path, monkeyp
         "seed": 1,
         "options": {"residual": 0.3},
     }
-    assert set(inspect.signature(evaluate).parameters) == FREE_OF_EVALUATIONS | set(others)
+    assert set(inspect.signature(evaluate).parameters) == FREE_OF_EVALUATIONS | set(others) | set(OPTIONS)
     evaluate(**usual, output=tmp_path / "out")
     for name, value in others.items():
         changed = usual | (value if name == "options" else {name: value})

@@ -182,6 +182,7 @@ def test_the_command_sends_no_model(tmp_path):
         "class_names": None,
         "fit": "crop",
         "device": "cpu",
+        "dtype": None,
     }
     model = _Model(given)
     assert model() is model()

@@ -15,11 +15,12 @@ from vitflow.cli.options import (
     talking,
     tell_limits,
 )
+from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.explaining.method_choices import choose_methods
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
 @model_options
 @click.option(
@@ -52,9 +53,10 @@ from vitflow.explaining.method_choices import choose_methods
     help="The page, .html.  [default: IMAGE-explore.html here]",
 )
 def explore(images: tuple[Path, ...], **given: Any) -> None:
-    """Make a page that shows in the browser what each patch of an IMAGE looks at: no server, no network.
+    """Make a page that answers in the browser when a patch is clicked.
 
-    Click a patch, and see rollout or raw attention from it, through any of the layers.
+    It shows what each patch of an IMAGE looks at, by rollout or raw attention through any of the layers: no server, no
+    network.
     """
     with talking():
         check_pictures(images, "explore")

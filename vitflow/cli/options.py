@@ -76,7 +76,8 @@ def _defaults(methods: list[Method], name: str) -> str:
     """An option's default, such as "default: 0.5"; by method where they differ, "default: gae: max; flow: mean"."""
     by_default: dict[str, list[str]] = {}
     for method in methods:
-        text = shown(method.defaults.get(name))
+        default = method.defaults.get(name)
+        text = "by the kind of model" if default is None and OPTIONS[name].kind is bool else shown(default)
         by_default.setdefault(text, []).append(method.name)
     told = [f"{', '.join(names)}: {default}" for default, names in by_default.items()]
     return f"default: {'; '.join(told if len(told) > 1 else by_default)}"

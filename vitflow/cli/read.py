@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from vitflow.cli.options import check_suffix, given_options, method_options, talking
+from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.explaining.method_options import OPTIONS
 from vitflow.explaining.text.method_table import TEXT_METHODS, text_method
@@ -23,7 +24,7 @@ _VIEWS = ("text", "layers", "graph", "matrix")
 _CAUSAL = ("raw", "receptive_field")
 
 
-@click.command()
+@click.command(cls=SectionedCommand, methods=TEXT_METHODS.values())
 @click.argument("text", required=False)
 @click.option("--prompt", help="Let the model write on from this text, and explain what it writes.")
 @click.option("--generate", type=click.IntRange(min=1), metavar="N", help="How many tokens to write.  [default: 20]")
@@ -66,11 +67,11 @@ _CAUSAL = ("raw", "receptive_field")
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Write the view as .png, .pdf or .svg.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with all numbers instead of the view.")
 def read(text: str | None, **given: Any) -> None:
-    """Show what one word of TEXT rests on, or with --prompt what each word that a model writes rests on.
+    """Show what words rest on that a model reads or writes.
 
     \b
     vitflow read "The key to the cabinets is here" --model FOLDER --token is
-    vitflow read --prompt "Once upon a time" --generate 20 --model ID --html story.html
+    vitflow read --prompt "Once upon a time" --model ID --html story.html
 
     Unless asked otherwise, decoders are read without value weighting and relative to the receptive field, encoders
     value-weighted along the output.

@@ -1,30 +1,56 @@
 """Help in sections: what a command can be told of the model, the pictures, the methods, the drawing and the output."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import click
 
 from vitflow.cli.options import DRAWING
 from vitflow.explaining.method_options import OPTIONS
-from vitflow.explaining.method_table import list_methods
+from vitflow.explaining.method_table import Method, list_methods
 
 # Columns for the options themselves, the same in every section.
 _WIDTH = 26
 
 # What stands under each title, in this order; the options of single methods follow those of Method.
 _SECTIONS: dict[str, tuple[str, ...]] = {
-    "Model": ("model", "checkpoint", "num_classes", "class_names", "device", "batch_size"),
+    "Model": ("model", "checkpoint", "num_classes", "class_names", "device", "dtype", "batch_size"),
     "Picture": ("data_option", "images", "recursive", "glob", "limit", "fit", "workers", "max_pixels"),
-    "Method": ("method", "methods", "method_names", "target", "targets", "against"),
+    "Text": ("prompt", "generate", "token"),
+    "Method": ("method", "methods", "method_names", "target", "targets", "against", "causal"),
     "Measuring": ("metrics", "replace_by", "points", "blurred_twin", "sanity_pictures", "resamples", "seed"),
     "Cluster": ("engine", "address", "actors"),
     "Drawing": (*DRAWING, "scaling", "timings"),
-    "Output": ("output", "figure", "store", "format", "save_map", "manifest", "report", "resume", "as_json"),
+    "Output": (
+        "html",
+        "png",
+        "view",
+        "hide_special",
+        "hide_stop_words",
+        "output",
+        "figure",
+        "store",
+        "format",
+        "save_map",
+        "manifest",
+        "report",
+        "resume",
+        "max_size",
+        "as_json",
+    ),
 }
 
 
 class SectionedCommand(click.Command):
-    """A command whose help has its options under titles, and those of methods under the methods that have them."""
+    """A command whose help has its options under titles, and those of methods under the methods that have them.
+
+    Args:
+        methods: those of the command; None for all that explain pictures.
+    """
+
+    def __init__(self, *args: Any, methods: Iterable[Method] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._methods = list(list_methods() if methods is None else methods)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, section by section; what belongs to none stands in the last."""
@@ -40,20 +66,20 @@ class SectionedCommand(click.Command):
         for title, names in _SECTIONS.items():
             write(title, names)
             if title == "Method":
-                for having, shared in _options_by_methods():
+                for having, shared in _options_by_methods(self._methods):
                     write(f"Options of {having}", shared)
         write("More", list(options))
 
 
-def _options_by_methods() -> list[tuple[str, list[str]]]:
+def _options_by_methods(methods: list[Method]) -> list[tuple[str, list[str]]]:
     """Methods that have options in common, in words, and the names of these: those of the most methods first."""
-    methods = list_methods()
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in OPTIONS:
         groups.setdefault(tuple(method.name for method in methods if method.accepts(name)), []).append(name)
     titled = []
     for having, names in sorted(groups.items(), key=lambda group: -len(group[0])):
         others = [method.name for method in methods if method.name not in having]
-        those = f"all methods but {', '.join(others)}" if len(others) <= 3 else ", ".join(having)
+        but = f" but {', '.join(others)}" if others else ""
+        those = f"all methods{but}" if len(others) <= 3 < len(having) else ", ".join(having)
         titled.append((those, names))
     return titled
