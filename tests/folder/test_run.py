@@ -519,7 +519,13 @@ class SmallMemory(VisionTransformer):
         return super().forward(x)
 
 
-def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path):
+@pytest.fixture
+def one_lane(monkeypatch):
+    """All of a batch in one forward pass, however many threads there are."""
+    monkeypatch.setattr("vitflow.folder.batches._MOST_LANES", 1)
+
+
+def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path, one_lane):
     source = fill(tmp_path / "in", 20)
     SmallMemory.seen.clear()
     summary = run(source, tmp_path / "out", model=tiny_model(SmallMemory), batch_size=10)
@@ -559,7 +565,7 @@ class Counting(Picky):
         return super().forward(x, attn_mask)
 
 
-def test_a_bad_picture_does_not_make_the_batches_after_its_own_smaller(tmp_path):
+def test_a_bad_picture_does_not_make_the_batches_after_its_own_smaller(tmp_path, one_lane):
     source = fill(tmp_path / "in", 12)
     Counting.seen.clear()
     Image.new("RGB", (40, 40), "white").save(source / "0.png")

@@ -4,6 +4,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from vitflow.errors import printable
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_table import is_slow
 from vitflow.explaining.progress import watched
-from vitflow.folder.batches import WAITING_BYTES, Batches
+from vitflow.folder.batches import WAITING_BYTES, Batches, Lanes
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import Tally
@@ -58,7 +59,7 @@ class Pipeline:
         job: what to compute.
         output: the folder that files go to.
         journal: where rows go.
-        batch_size: pictures in one forward pass; it is halved where memory is too small.
+        batch_size: pictures that the model works on at once; it is halved where memory is too small.
         decoders: the processes that read.
         tally: told of each row once it is in the journal, and of the work that is under way, in pictures, as methods
             that take long go on.
@@ -80,11 +81,13 @@ class Pipeline:
         self._job, self._journal = job, journal
         self._batch_size, self._decoders, self._tally = batch_size, decoders, tally
         self._on_pixels = on_pixels
-        self._batches = Batches(explainer, batch_size)
         self._fetcher: Fetcher | None = None
         self._put = partial(put_file, output)
         self._shards = ShardWriter(self._put, job.labels) if job.store == "grids" else None
         self._slow = sum(is_slow(name) for _, name, _ in job.methods)
+        # Methods that take long use all threads by themselves, and end soon on Ctrl-C only in this one.
+        self._explainer, self._several = explainer, not self._slow
+        self._explaining: deque[tuple[list[Picture], set[str], Future[list[PictureMaps]]]] = deque()
         self._under_way = 0.0  # pictures whose maps are there, and that have no row yet
         self._writing: deque[tuple[int, _Writing]] = deque()  # (bytes of pixels, one future per picture)
 
@@ -95,21 +98,25 @@ class Pipeline:
         computes a torn batch whole, for a picture's neighbours in a batch may change the last bits of its result.
         """
         writers = ThreadPoolExecutor(min(os.cpu_count() or 1, 8), thread_name_prefix="vitflow-write")
+        lanes = Lanes(self._explainer, self._batch_size, several=self._several)
         try:
             for batch, missing, decoded in self._decoded_batches(inputs, done):
                 complete = self._complete(batch, missing, decoded)
-                for pictures in self._batches.parts(complete, lambda picture: picture.decoded.nbytes):
-                    wanted = [picture for picture in pictures if picture.key in missing]
-                    if not wanted:
-                        continue
-                    with watched(partial(self._tell_share, len(wanted)), max(self._slow, 1)):
-                        found = compute_maps(self._batches, pictures, self._job)
-                    self._under_way += len(wanted)
-                    self._hand_over(writers, zip(pictures, found, strict=True), missing)
+                for pictures in lanes.batches[0].parts(complete, lambda picture: picture.decoded.nbytes):
+                    wanted = sum(picture.key in missing for picture in pictures)
+                    if wanted:
+                        found = lanes.submit(partial(self._compute, pictures, wanted))
+                        self._explaining.append((pictures, missing, found))
+                    while len(self._explaining) > (lanes.count if lanes.count > 1 else 0):
+                        self._hand_over(writers)
+            while self._explaining:
+                self._hand_over(writers)
             while self._writing:
                 self._commit()
         finally:
             # On Ctrl-C: keep what is written, and start nothing new.
+            lanes.close()
+            self._explaining.clear()
             writers.shutdown(wait=True, cancel_futures=True)
             for _, futures in self._writing:
                 self._keep([future.result() for future in futures if not future.cancelled()])
@@ -168,15 +175,20 @@ class Pipeline:
             elif needed:
                 yield Picture(one.key, one.stem, self._read(one).result())
 
-    def _hand_over(
-        self, writers: ThreadPoolExecutor, explained: Iterator[tuple[Picture, PictureMaps]], missing: set[str]
-    ) -> None:
-        """Let a part be drawn and written, and wait where too much is still to be."""
+    def _compute(self, pictures: list[Picture], wanted: int, batches: Batches) -> list[PictureMaps]:
+        """The maps of a part, by a lane; methods that take long tell how far they are."""
+        with watched(partial(self._tell_share, wanted), self._slow) if self._slow else nullcontext():
+            return compute_maps(batches, pictures, self._job)
+
+    def _hand_over(self, writers: ThreadPoolExecutor) -> None:
+        """Let the part that was begun first be drawn and written, and wait where too much is still to be."""
+        pictures, missing, explained = self._explaining.popleft()
         futures, size = [], 0
-        for picture, maps in explained:
+        for picture, maps in zip(pictures, explained.result(), strict=True):
             if picture.key in missing:
                 futures.append(writers.submit(self._write, picture, maps))
                 size += picture.decoded.nbytes
+        self._under_way += len(futures)
         self._writing.append((size, futures))
         while self._writing and (
             len(self._writing) > _BATCHES_BEHIND
