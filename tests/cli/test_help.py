@@ -40,7 +40,9 @@ def test_every_option_stands_in_a_section(name):
     found = sections(told(name, "--help"))
     assert list(found)[:1] == ["Model"]
     assert list(found)[-2:] == ["Output", "More"]
-    assert found["More"].split() == ["-h,", "--help", "Show", "this", "message", "and", "exit."]
+    # click keeps the help option that a command was first asked with: without -h where that was not through the group
+    assert found["More"].split()[-6:] == ["--help", "Show", "this", "message", "and", "exit."]
+    assert found["More"].count("--") == 1
     listed = "\n".join(found.values())
     flags = [flag for param in cli.commands[name].params for flag in param.opts if flag.startswith("--")]
     assert [flag for flag in flags if listed.count(f"{flag} ") == 0] == []
