@@ -14,6 +14,7 @@ from vitflow.cli.options import (
     cannot_write,
     check_pictures,
     check_suffix,
+    class_option,
     drawing_options,
     given_options,
     make_explainer,
@@ -43,9 +44,7 @@ _SUFFIXES = tuple(WRITE_OPTIONS)
     metavar="NAME",
     help="What to compute; `vitflow methods` lists the choices.",
 )
-@click.option(
-    "--class", "target", metavar="NAME|INDEX", help="Class to explain and report.  [default: the predicted class]"
-)
+@class_option
 @against_option
 @method_options
 @drawing_options

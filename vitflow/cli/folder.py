@@ -13,6 +13,7 @@ from vitflow.cli.options import (
     DRAWING,
     PathOrURL,
     against_option,
+    class_option,
     drawing_options,
     given_options,
     going_on,
@@ -78,12 +79,18 @@ class _Model:
     metavar="NAME",
     help="What to compute; may be given several times.",
 )
-@click.option("--class", "target", metavar="NAME|INDEX", help="Class to explain.  [default: the predicted class]")
+@class_option
 @against_option
 @click.option("--recursive", "-r", is_flag=True, help="Read the folders below, too.")
 @click.option("--glob", metavar="PATTERN", help="Read the files whose name or path matches, whatever their suffix.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Take the first N pictures only.")
-@click.option("--batch-size", type=_BatchSize(), default="auto", show_default=True, help="Pictures per forward pass.")
+@click.option(
+    "--batch-size",
+    type=_BatchSize(),
+    default="auto",
+    show_default=True,
+    help="Pictures that the model works on at once.",
+)
 @click.option(
     "--workers",
     type=click.IntRange(min=0),

@@ -11,6 +11,7 @@ from vitflow.cli.options import (
     cannot_write,
     check_pictures,
     check_suffix,
+    class_option,
     drawing_options,
     given_options,
     make_explainer,
@@ -36,9 +37,7 @@ from vitflow.pictures.options import FIGURE_FORMATS
     metavar="NAME",
     help="What is built up: rollout, gradient_rollout or gae.",
 )
-@click.option(
-    "--class", "target", metavar="NAME|INDEX", help="Class to explain and report.  [default: the predicted class]"
-)
+@class_option
 @method_options
 @drawing_options
 @click.option(

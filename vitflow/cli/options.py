@@ -203,6 +203,13 @@ def drawing_options(command: Callable[..., None]) -> Callable[..., None]:
     return reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
 
 
+def class_option(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the option that names one class."""
+    return click.option(
+        "--class", "target", metavar="NAME|INDEX", help="Class to explain and report.  [default: the predicted class]"
+    )(command)
+
+
 def against_option(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the option that sets another class against the one to explain."""
     return click.option(

@@ -128,7 +128,8 @@ def explain_folder(
         recursive: read the folders below, too.
         glob: read the files whose name or path below the source matches this pattern, whatever their suffix.
         limit: take the first pictures only.
-        batch_size: pictures per forward pass; by default 16 on a CPU and 64 on a GPU, halved where memory runs out.
+        batch_size: pictures that the model works on at once; by default 16 on a CPU and 64 on a GPU, halved where
+            memory runs out.
         workers: processes that read pictures; by default half the cores, at most 8. With 0 this process reads them,
             and a file that crashes the decoder takes the run with it.
         overwrite: do everything anew; the outputs of an earlier run with other options are removed.
