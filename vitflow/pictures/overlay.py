@@ -91,7 +91,8 @@ def upsample(
         centres = np.arange(top, bottom, dtype=np.float64) + 0.5, np.arange(left, right, dtype=np.float64) + 0.5
         y, x = placement.to_input(centres[0], centres[1])
         over_rows = _spline(y / placement.input_size[0], grid.shape[0])
-        heatmap[top:bottom, left:right] = over_rows @ grid @ _spline(x / placement.input_size[1], grid.shape[1]).T
+        over_cols = _spline(x / placement.input_size[1], grid.shape[1])
+        _sum_splines(grid, *over_rows, *over_cols, heatmap[top:bottom, left:right])
         return np.clip(heatmap, grid.min(), grid.max(), out=heatmap)  # of what rounding leaves beyond them
     flags = _OPENCV_FLAGS[interpolation]
     on_input = cv2.resize(grid, placement.input_size[::-1], interpolation=flags)
@@ -105,19 +106,31 @@ def upsample(
     return heatmap
 
 
-def _spline(places: NDArray[np.float64], count: int) -> NDArray[np.float32]:
-    """The weight of each patch at places from 0 to 1 along an axis, by the quadratic B-spline: [places, patches].
+def _spline(places: NDArray[np.float64], count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The three patches next to places from 0 to 1 along an axis, and their weights by the quadratic B-spline.
 
-    The weights are those of the three nearest patch centres, none below 0, and sum to 1; the outermost patches are
-    continued outwards.
+    Both are [places, 3]. No weight is below 0, and three sum to 1; the outermost patches are continued outwards.
     """
     at = places * count - 0.5
     nearest = np.rint(at).astype(np.int64)
     beside = at - nearest
-    weights, rows = np.zeros((len(at), count)), np.arange(len(at))
-    for step, weight in ((-1, (0.5 - beside) ** 2 / 2), (0, 0.75 - beside**2), (1, (0.5 + beside) ** 2 / 2)):
-        np.add.at(weights, (rows, np.clip(nearest + step, 0, count - 1)), weight)
-    return weights.astype(np.float32)
+    weights = np.stack([(0.5 - beside) ** 2 / 2, 0.75 - beside**2, (0.5 + beside) ** 2 / 2], axis=1)
+    return np.clip(nearest[:, None] + (-1, 0, 1), 0, count - 1), weights.astype(np.float32)
+
+
+@compiled
+def _sum_splines(grid: Any, rows: Any, row_weights: Any, cols: Any, col_weights: Any, heatmap: Any) -> None:
+    """Fill the heatmap: each pixel's nine patches, weighted. As a product of matrices BLAS would spin in its threads."""
+    line = np.empty(grid.shape[1], np.float32)
+    for y in range(heatmap.shape[0]):
+        for x in range(line.size):
+            line[x] = 0.0
+            for step in range(3):
+                line[x] += row_weights[y, step] * grid[rows[y, step], x]
+        for x in range(heatmap.shape[1]):
+            value = col_weights[x, 0] * line[cols[x, 0]]
+            value += col_weights[x, 1] * line[cols[x, 1]]
+            heatmap[y, x] = value + col_weights[x, 2] * line[cols[x, 2]]
 
 
 def scale_range(
