@@ -1,5 +1,6 @@
 """Value weighting: attention counts by what it passes on, not by itself."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -41,6 +42,7 @@ class Values:
         projection: W_O, which joins the heads to one output, [out, heads · width]; head h owns the columns from
             h · width on.
         owner: the module that the projection belongs to, if any: what is made of its weights alone is kept for it.
+        gram: W_Oᵀ W_O, where it is known already.
 
     Raises:
         ShapeError: the projection does not take the joined heads.
@@ -54,6 +56,7 @@ class Values:
     vectors: Tensor
     projection: Tensor
     owner: object | None = None
+    gram: Tensor | None = None
 
     def __post_init__(self) -> None:
         joined = self.vectors.shape[1] * self.vectors.shape[-1]
@@ -155,9 +158,9 @@ def _fuse_along_output(
     with torch.autocast("cpu", enabled=False):
         mixed = attention @ values.vectors if mixed is None else mixed
         joined = mixed.transpose(1, 2).reshape(batch, queries, heads * width)
-        gram = gram_matrix(values.projection, values.owner)
+        gram = gram_matrix(values.projection, values.owner) if values.gram is None else values.gram
         along = joined @ values.projection.T @ values.projection if gram is None else joined @ gram
-        if not torch.isfinite(along.sum()):
+        if not math.isfinite(along.sum()):
             return None
         along = along.reshape(batch, queries, heads, width).transpose(1, 2)
         return onepass.fuse_products(along @ values.vectors.transpose(-2, -1), attention, head_fusion)

@@ -243,7 +243,7 @@ def _from_pillow(image: Image.Image, max_pixels: int, name: str) -> NDArray[np.u
         return _grey_to_rgb(_eight_bits(image, name))
     if image.has_transparency_data:
         return _over_white(np.asarray(image.convert("RGBA")))
-    return np.array(image.convert("RGB"))
+    return np.array(image if image.mode == "RGB" else image.convert("RGB"))
 
 
 def _eight_bits(image: Image.Image, name: str) -> NDArray[np.uint8]:

@@ -120,7 +120,7 @@ def _spline(places: NDArray[np.float64], count: int) -> tuple[NDArray[np.int64],
 
 @compiled
 def _sum_splines(grid: Any, rows: Any, row_weights: Any, cols: Any, col_weights: Any, heatmap: Any) -> None:
-    """Fill the heatmap: each pixel's nine patches, weighted. As a product of matrices BLAS would spin in its threads."""
+    """Fill the heatmap: each pixel's nine patches, weighted. As a product of matrices, BLAS would spin after it."""
     line = np.empty(grid.shape[1], np.float32)
     for y in range(heatmap.shape[0]):
         for x in range(line.size):
@@ -369,17 +369,19 @@ def _paint(image: Any, heatmap: Any, limits: Any, kept: Any, clear: Any, tint: A
     steps = clear.size
     vmin, vmax, knee = limits
     own, shared = kept
+    luminance = np.float32(LUMINANCE[0]), np.float32(LUMINANCE[1]), np.float32(LUMINANCE[2])
     for row in range(height):
         for column in range(width):
             step = _step(heatmap[row, column], vmin, vmax, knee, steps)
+            if step == steps:
+                for channel in range(3):
+                    overlay[row, column, channel] = image[row, column, channel]
+                continue
             red, green, blue = image[row, column, 0], image[row, column, 1], image[row, column, 2]
-            brightness = np.float32(LUMINANCE[0]) * red + np.float32(LUMINANCE[1]) * green
-            grey = shared * (brightness + np.float32(LUMINANCE[2]) * blue)
-            for channel in range(3):
-                value = image[row, column, channel]
-                if step < steps:  # rounded, not cut, to whole values
-                    value = np.uint8((own * value + grey) * clear[step] + tint[step, channel] + np.float32(0.5))
-                overlay[row, column, channel] = value
+            grey = shared * (luminance[0] * red + luminance[1] * green + luminance[2] * blue)
+            for channel in range(3):  # rounded, not cut, to whole values
+                mixed = (own * image[row, column, channel] + grey) * clear[step] + tint[step, channel]
+                overlay[row, column, channel] = np.int32(mixed + np.float32(0.5))
 
 
 def _pixel_to_input(placement: Placement, left: int, top: int) -> NDArray[np.float64]:

@@ -221,8 +221,7 @@ def _attend_in_parts(
             probabilities = torch.softmax(scores, dim=-1, out=scores)
             if mask is not None:
                 probabilities.masked_fill_(unseeing, 0.0)
-            mixed = probabilities @ value[part]
-            output[part, :, top : top + rows] = mixed
+            mixed = torch.matmul(probabilities, value[part], out=output[part, :, top : top + rows])
             listener.saw_part(probabilities, value[part], mixed)
     listener.saw_parts(batch, key, visible)
     return output

@@ -164,7 +164,7 @@ def read_values(value: Tensor, module: nn.Module, name: str, around: nn.Module |
     """The value vectors of an attention module, with the projection that its heads go through."""
     projection = output_projection(module, around)
     groups = getattr(module, "num_key_value_groups", 1)
-    if projection is not None and projection.shape[-1] == groups * value.shape[1] * value.shape[-1]:
+    if groups > 1 and projection is not None and projection.shape[-1] == groups * value.shape[1] * value.shape[-1]:
         value = value.repeat_interleave(groups, dim=1)  # heads of one group share their values
     if projection is None or projection.shape[-1] != value.shape[1] * value.shape[-1]:
         raise ValueNormsError(

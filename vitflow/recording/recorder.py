@@ -7,6 +7,7 @@ Nothing depends on `attn_drop`, which fused attention never calls. Afterwards th
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -23,7 +24,7 @@ from vitflow.errors import (
 )
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion
 from vitflow.methods.tokens import TokenLayout, check_layout
-from vitflow.methods.values import Values, ValueWeighting, check_value_weighting, fuse_weighted
+from vitflow.methods.values import Values, ValueWeighting, check_value_weighting, fuse_weighted, gram_matrix
 from vitflow.models.anatomy import (
     block_norms,
     feature_layout,
@@ -160,6 +161,7 @@ class record_attention:
         self._path: list[tuple[str, nn.Module]] = []  # the modules that are running, outermost first
         self._open: dict[str, list[ModuleAttention]] = {}  # layers that are running
         self._streamed: dict[FusionKey, list[Tensor]] = {}  # the layer that is fused part by part
+        self._shared: Values | None = None  # what its parts' values share, and those of the first
         self._other: set[str] = set()  # what runs that is no attention between tokens, in words
         self._batch = 1
         self._ran = self._seen = False  # the model, and any attention
@@ -227,6 +229,7 @@ class record_attention:
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         trace = self.trace
         self._path, self._pooling, self._open = [], None, {}
+        self._streamed, self._shared = {}, None
         self._other = set()
         self._reads = reads_text(args, kwargs)
         trace.begin(None)
@@ -357,7 +360,10 @@ class record_attention:
 
     def saw_part(self, probabilities: Tensor, value: Tensor, output: Tensor) -> None:
         """Fuse the probabilities of some pictures of the batch."""
-        values = self._values_of(value, None)
+        if self._shared is None and (own := self._values_of(value, None)) is not None:
+            along = any(weighting == "output" for _, weighting in self._fusions)
+            self._shared = replace(own, gram=gram_matrix(own.projection, own.owner) if along else None)
+        values = None if self._shared is None else replace(self._shared, vectors=value.detach())
         for fusion, weighting in self._fusions:
             part = fuse_weighted(probabilities.detach(), fusion, weighting, values, mixed=output.detach())  # type: ignore[arg-type]
             self._streamed.setdefault((fusion, weighting), []).append(part)
@@ -367,7 +373,7 @@ class record_attention:
         name = self._path[-1][0]
         self._open[name] = []
         joined = {key: join_pieces(pieces, batch, bool(key[1])) for key, pieces in self._streamed.items()}
-        self._streamed = {}
+        self._streamed, self._shared = {}, None
         self._take(AttentionLayer(name, fused=joined, keys=self._keys_of(key, None), visible=visible))
 
     def _pools(self) -> bool:
