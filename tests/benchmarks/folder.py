@@ -20,7 +20,6 @@ import argparse
 import io
 import json
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -37,6 +36,7 @@ import timm
 import torch
 from PIL import Image
 
+from tests.benchmarks.overhead import memory
 from tests.folder.test_run import write_mutations
 from vitflow import Explainer, explain_folder
 from vitflow.explaining import answers
@@ -227,8 +227,7 @@ def peak_mib(source: Path, limit: int) -> tuple[float, str]:
 def print_peak(source: Path, limit: int) -> None:
     with tempfile.TemporaryDirectory() as output:
         summary = explain_folder(source, Path(output) / "out", model="demo", limit=limit, batch_size=BATCH)
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(own, f"{summary.explained} explained, {summary.failed} failed")
+        print(memory("VmHWM"), f"{summary.explained} explained, {summary.failed} failed")
 
 
 def large_run(place: Path, count: int) -> None:

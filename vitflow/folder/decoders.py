@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ from vitflow.pictures.images import MAX_PIXELS, read_image
 
 #: A picture that takes longer than this to decode, in seconds, is given up.
 PATIENCE = 60.0
+
+# How often that is looked after, in seconds.
+_WATCH_EVERY = 0.25
 
 # Bytes of a file that is read once, for its hash and its pixels; larger ones are read piece by piece, twice.
 _AT_ONCE = 2**28
@@ -129,6 +133,8 @@ class DecoderPool:
         self._decoders = [_Decoder(max_pixels, patience) for _ in range(workers)]
         for decoder in self._decoders:
             self._idle.put(decoder)
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="vitflow-watch", daemon=True).start()
         self._threads = ThreadPoolExecutor(max(workers, 1), thread_name_prefix="vitflow-decode")
 
     def submit(self, path: str) -> "Future[Decoded]":
@@ -144,8 +150,15 @@ class DecoderPool:
         finally:
             self._idle.put(decoder)
 
+    def _watch(self) -> None:
+        """Give up what takes too long: one thread for all pictures, for to start one each takes longer than to wait."""
+        while not self._closed.wait(_WATCH_EVERY):
+            for decoder in self._decoders:
+                decoder.give_up_if_late()
+
     def close(self) -> None:
         """Stop at once: what was not read yet is not read any more."""
+        self._closed.set()
         for decoder in self._decoders:
             decoder.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -164,6 +177,8 @@ class _Decoder:
         self._max_pixels, self._patience = max_pixels, patience
         self._lock = threading.Lock()
         self._closed = False
+        self._due: float | None = None  # when the picture that is being read will be given up
+        self._late = False
         self._process: subprocess.Popen[bytes] | None = None
         self._start()
 
@@ -188,25 +203,27 @@ class _Decoder:
                 process = self._start()
         except InterruptedError:
             return Decoded(error="InterruptedError", message="The run was stopped.")
-        late = threading.Event()
-
-        def give_up() -> None:
-            late.set()
-            process.kill()
-
-        timer = threading.Timer(self._patience, give_up)
-        timer.start()
+        with self._lock:
+            self._due, self._late = time.monotonic() + self._patience, False
         try:
             return self._ask(process, path)
         except (OSError, ValueError, EOFError):
             code = _end(process)
-            if late.is_set():
+            if self._late:
                 message = f"Decoding took more than {self._patience:g} seconds, and was given up."
                 return Decoded(**_facts(path), error="TimeoutError", message=message)
             message = f"The decoder crashed on this file (exit status {code}): it is damaged, or memory ran out."
             return Decoded(**_facts(path), error="DecoderCrash", message=message)
         finally:
-            timer.cancel()
+            with self._lock:
+                self._due = None
+
+    def give_up_if_late(self) -> None:
+        """Kill the process if it has had its time for one picture."""
+        with self._lock:
+            if self._due is not None and time.monotonic() > self._due and self._process is not None:
+                self._late = True
+                self._process.kill()
 
     def _ask(self, process: "subprocess.Popen[bytes]", path: str) -> Decoded:
         to_child, from_child = process.stdin, process.stdout

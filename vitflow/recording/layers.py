@@ -16,6 +16,10 @@ from vitflow.models.anatomy import output_projection
 FusionKey = tuple[str, ValueWeighting]
 
 
+# So many layers make one product. With more, the products take more time, each a part of a small model's own layer, and
+# what is left to save is little beside what the forward pass needs.
+_MULTIPLIED = 3
+
 # Brings probabilities, or values, into the form [batch · windows, heads, tokens, …].
 Arrange = Callable[[Tensor], Tensor]
 
@@ -128,16 +132,14 @@ def close_layer(
 
 
 def pile_up(layers: list[AttentionLayer], layer: AttentionLayer, residual: float) -> None:
-    """Put a layer on those that ran before it, multiplied with the one below: two take the memory of one.
-
-    More than two would take more time than they save: a product of matrices costs as much as a part of a small model.
-    """
+    """Put a layer on those that ran before it, multiplied with the ones below: three take the memory of one."""
     [(key, fused)] = layer.fused.items()
     below = layers[-1] if layers else None
-    if below is None or below.multiplied != 1 or below.fused[key].shape != fused.shape:
+    if below is None or below.multiplied % _MULTIPLIED == 0 or below.fused[key].shape != fused.shape:
         layers.append(replace(layer, fused={key: rollout_step(fused, None, residual)}, multiplied=1))
     else:
-        layers[-1] = replace(layer, fused={key: rollout_step(fused, below.fused[key], residual)}, multiplied=2)
+        product = rollout_step(fused, below.fused[key], residual)
+        layers[-1] = replace(layer, fused={key: product}, multiplied=below.multiplied + 1)
 
 
 def fuse_parts(heads: Tensor, key: FusionKey, values: Values | None, parts: Sequence[ModuleAttention]) -> Tensor:

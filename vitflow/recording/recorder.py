@@ -88,7 +88,7 @@ class record_attention:
         visible: keep which keys each query may see, where these are not all, in `trace.layers[…].visible`.
         residual: above 0, keep no attention but what rollout makes of it: the layers that attend between all tokens, as
             the product of two each, with that share of the residual connection and nothing discarded. It takes one
-            fusion, and half the memory.
+            fusion, and a third of the memory.
 
     Raises:
         NoAttentionError: on leaving the block, when a forward pass ran and no attention between tokens was seen.
