@@ -117,22 +117,18 @@ class ShardReader:
 
     def __init__(self, read: Callable[[str], bytes]) -> None:
         self._read = read
-        self._maps = lru_cache(maxsize=4)(self._load)
+        self._columns = lru_cache(maxsize=4)(self._load)
 
-    def _load(self, path: str) -> list[tuple[str, dict[str, AnyGrid]]]:
-        """The name and the maps of each picture of a shard."""
+    def _load(self, path: str) -> tuple[list[str], dict[str, list[Any]]]:
+        """The labels of a shard's maps, and its columns."""
         pyarrow, parquet = load_pyarrow()
         try:
             file = parquet.ParquetFile(io.BytesIO(self._read(path)), page_checksum_verification=True)
             labels = [name.removeprefix("grid_") for name in file.schema_arrow.names if name.startswith("grid_")]
             names = ["id", *(name for label in labels for name in grid_columns(label))]
             table = file.read(columns=names)
-            columns = {name: table[name].to_pylist() for name in names}
-            return [
-                (own, {label: grid_of({name: columns[name][row] for name in names}, label) for label in labels})
-                for row, own in enumerate(columns["id"])
-            ]
-        except (OSError, KeyError, ShapeError, pyarrow.ArrowException) as error:
+            return labels, {name: table[name].to_pylist() for name in names}
+        except (OSError, KeyError, pyarrow.ArrowException) as error:
             raise _damaged(path) from error
 
     def maps(self, row: Mapping[str, Any]) -> dict[str, AnyGrid]:
@@ -144,11 +140,14 @@ class ShardReader:
         if "shard" not in row:
             return {label: unpack_grid(packed) for label, packed in row["grids"].items()}
         path, index, _ = row["shard"]
-        found = self._maps(path)
-        if index >= len(found) or found[index][0] != shown_name(row["input"]):
+        labels, columns = self._columns(path)
+        if index >= len(columns["id"]) or columns["id"][index] != shown_name(row["input"]):
             raise _damaged(path)
-        maps: dict[str, AnyGrid] = found[index][1]
-        return maps
+        record = {name: values[index] for name, values in columns.items()}
+        try:
+            return {label: grid_of(record, label) for label in labels}
+        except ShapeError as error:
+            raise _damaged(path) from error
 
     def with_grids(self, rows: Iterable[Row]) -> Iterator[Row]:
         """The rows, each with its maps in it."""
