@@ -87,7 +87,7 @@ class record_attention:
         keys: keep the key vectors of each layer where they can be seen.
         visible: keep which keys each query may see, where these are not all, in `trace.layers[…].visible`.
         residual: above 0, keep no attention but what rollout makes of it: the layers that attend between all tokens, as
-            the product of two each, with that share of the residual connection and nothing discarded. It takes one
+            the product of three each, with that share of the residual connection and nothing discarded. It takes one
             fusion, and a third of the memory.
 
     Raises:
