@@ -66,10 +66,11 @@ class Embedding:
 def embedding_of(model: nn.Module) -> Embedding | None:
     """How a Vision Transformer of transformers or torchvision makes tokens; None for any other model."""
     for module in model.modules():
-        patches = next((found for name in _PATCHES if (found := getattr(module, name, None)) is not None), None)
-        if isinstance(patches, nn.Module):
+        inside = module._modules  # to ask a module for what it does not have takes long
+        patches = next((found for name in _PATCHES if (found := inside.get(name)) is not None), None)
+        if patches is not None:
             return _of_transformers(module, patches)
-        if isinstance(getattr(module, "conv_proj", None), nn.Module) and hasattr(module, "class_token"):
+        if inside.get("conv_proj") is not None and hasattr(module, "class_token"):
             owner: Any = module
             side = _pair(owner.image_size)
             return Embedding(module, 1, _pair(owner.patch_size), side, 3, dynamic=False)
@@ -154,7 +155,7 @@ def refuse_unseen(model: nn.Module) -> None:
             picture's.
     """
     for module in model.modules():
-        implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        implementation = getattr(vars(module).get("config"), "_attn_implementation", None)
         if isinstance(implementation, str) and implementation not in _SEEN:
             raise UnsupportedModelError(
                 f"{type(module).__name__} computes its attention by {implementation!r}, which never shows its "

@@ -26,7 +26,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Run a model in eval mode, in its turn, and give every module its own mode back."""
     with turn(model):
         training = [module for module in model.modules() if module.training]
-        model.eval()
+        if training:
+            model.eval()
         try:
             yield
         finally:
