@@ -29,7 +29,7 @@ from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.method_options import OPTIONS
-from vitflow.pictures.options import ENGINES, OVERLAY_FORMATS, STORES
+from vitflow.pictures.options import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS, STORES
 
 
 class _BatchSize(click.ParamType[int | None]):
@@ -114,7 +114,7 @@ class _Model:
 @click.option("--format", type=click.Choice(OVERLAY_FORMATS), default="jpg", show_default=True, help="Of the overlays.")
 @click.option(
     "--manifest",
-    type=click.Choice(["jsonl", "csv", "parquet"]),
+    type=click.Choice(MANIFEST_FORMATS),
     default="jsonl",
     show_default=True,
     help="Table with one row per input.",

@@ -18,8 +18,6 @@ from vitflow.errors import OptionError
 from vitflow.folder.journal import json_line
 from vitflow.pictures.files import write_atomically
 
-MANIFEST_FORMATS = ("csv", "jsonl", "parquet")
-
 #: The columns of a manifest and what they hold; "json" is text in CSV and Parquet.
 COLUMNS = {
     "input": "text",

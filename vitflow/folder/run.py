@@ -24,7 +24,7 @@ from vitflow.folder.fingerprints import run_fingerprint
 from vitflow.folder.grids import SHARDS
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import RunFolder, RunProgress, Tally, keep_rows, open_folder, versions, write_json
-from vitflow.folder.manifest import MANIFEST_FORMATS, load_pyarrow, write_manifest
+from vitflow.folder.manifest import load_pyarrow, write_manifest
 from vitflow.folder.pipeline import Pipeline, Place, put_file
 from vitflow.folder.plan import Input, list_inputs
 from vitflow.folder.ray_engine import Asked, Cluster, choose_engine, run_on_ray
@@ -34,6 +34,7 @@ from vitflow.folder.shards import ShardReader, ShardWriter, read_file, tidy
 from vitflow.folder.work import Job, auto_batch, check_target, explainer_for, make_job, sides_of
 from vitflow.pictures.files import is_remote, remove_inside
 from vitflow.pictures.images import MAX_PIXELS
+from vitflow.pictures.options import MANIFEST_FORMATS
 from vitflow.pictures.overlay import blend
 
 if TYPE_CHECKING:

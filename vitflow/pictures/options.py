@@ -35,5 +35,8 @@ OVERLAY_FORMATS = ("jpg", "png", "webp")
 #: What a folder run keeps of a map: its grid, or an overlay on its photograph.
 STORES = ("grids", "overlays")
 
+#: Tables of a folder run, by their suffix without the dot.
+MANIFEST_FORMATS = ("jsonl", "csv", "parquet")
+
 #: Where a folder run works: in this process, or on a cluster of Ray.
 ENGINES = ("local", "ray")
