@@ -62,11 +62,20 @@ WITH_CLASSES = [name for name in FAMILIES if "Classification" in name]
 
 
 def built(name: str, attention: str = "sdpa", **changes: object) -> nn.Module:
-    """A small model with weights that are large enough for its attention to be far from uniform."""
+    """A small model whose attention is far from uniform."""
     config, options, *_ = FAMILIES[name]
+    return of_transformers(name, config, {**options, **changes}, attention)
+
+
+def of_transformers(name: str, config: str, options: dict[str, object], attention: str | None) -> nn.Module:
+    """A model of this class, from the configuration that these options make."""
     torch.manual_seed(1)
-    given = getattr(transformers, config)(**{**options, **changes})
-    model = getattr(transformers, name)._from_config(given, attn_implementation=attention).eval()
+    given = getattr(transformers, config)(**options)
+    return stirred(getattr(transformers, name)._from_config(given, attn_implementation=attention).eval())
+
+
+def stirred(model: nn.Module) -> nn.Module:
+    """The model, its weights large enough for its attention to be far from uniform."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -76,11 +85,8 @@ def built(name: str, attention: str = "sdpa", **changes: object) -> nn.Module:
 def torchvision_vit() -> nn.Module:
     model = torchvision.models.VisionTransformer(
         image_size=32, patch_size=8, num_layers=3, num_heads=4, hidden_dim=32, mlp_dim=64, num_classes=6
-    ).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
+    )
+    return stirred(model.eval())
 
 
 def pixels(batch: int = 2) -> Tensor:

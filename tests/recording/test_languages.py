@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.models.test_libraries import of_transformers
 from tests.recording.test_recorder import generators, state_of
 from vitflow import attention_rollout, layouts_of, record_attention
 from vitflow.errors import OptionError, UnsupportedModelError
@@ -54,13 +55,7 @@ NAMES = [family[0] for family in FAMILIES]
 def built(name: str, attention: str | None = None, **changes: object) -> nn.Module:
     """A small model whose attention is far from uniform, by sdpa where it has that, else eager."""
     config, options = next((family[1], family[2]) for family in FAMILIES if family[0] == name)
-    torch.manual_seed(1)
-    given = getattr(transformers, config)(**{**options, **changes})
-    model = getattr(transformers, name)._from_config(given, attn_implementation=attention).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
+    return of_transformers(name, config, {**options, **changes}, attention)
 
 
 def texts(side: str, length: int = 12) -> dict[str, Tensor]:

@@ -134,7 +134,8 @@ class DecoderPool:
         for decoder in self._decoders:
             self._idle.put(decoder)
         self._closed = threading.Event()
-        threading.Thread(target=self._watch, name="vitflow-watch", daemon=True).start()
+        if workers:
+            threading.Thread(target=self._watch, name="vitflow-watch", daemon=True).start()
         self._threads = ThreadPoolExecutor(max(workers, 1), thread_name_prefix="vitflow-decode")
 
     def submit(self, path: str) -> "Future[Decoded]":

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from vitflow.errors import printable
@@ -98,8 +97,7 @@ class Pipeline:
         Batches are the same in every run over the same inputs: a run that goes on where another one was stopped
         computes a torn batch whole, for a picture's neighbours in a batch may change the last bits of its result.
         """
-        count = min(os.cpu_count() or 1, 8)
-        writers = ThreadPoolExecutor(count, "vitflow-write", initializer=partial(torch.set_num_threads, 1))
+        writers = ThreadPoolExecutor(min(os.cpu_count() or 1, 8), thread_name_prefix="vitflow-write")
         lanes = Lanes(self._explainer, self._batch_size, several=self._several)
         try:
             for batch, missing, decoded in self._decoded_batches(inputs, done):

@@ -128,9 +128,9 @@ def _sum_splines(grid: Any, rows: Any, row_weights: Any, cols: Any, col_weights:
             for step in range(3):
                 line[x] += row_weights[y, step] * grid[rows[y, step], x]
         for x in range(heatmap.shape[1]):
-            value = col_weights[x, 0] * line[cols[x, 0]]
-            value += col_weights[x, 1] * line[cols[x, 1]]
-            heatmap[y, x] = value + col_weights[x, 2] * line[cols[x, 2]]
+            heatmap[y, x] = 0.0
+            for step in range(3):
+                heatmap[y, x] += col_weights[x, step] * line[cols[x, step]]
 
 
 def scale_range(
