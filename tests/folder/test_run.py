@@ -461,6 +461,11 @@ def test_a_decoder_that_crashes_or_hangs_costs_one_row(tmp_path, monkeypatch):
         os.kill(process.pid, signal.SIGKILL)
         assert crashing.result().error in ("DecoderCrash", None)
         assert pool.submit(str(source / "2.jpg")).result().error is None
+        process = pool._decoders[0]._process
+        process.kill()
+        process.wait()  # it dies between two pictures
+        assert pool.submit(str(source / "2.jpg")).result().error is None
+        assert process.stdin.closed and process.stdout.closed
 
 
 def test_decoders_load_no_torch():

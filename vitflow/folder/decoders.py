@@ -187,6 +187,8 @@ class _Decoder:
         with self._lock:
             if self._closed:
                 raise InterruptedError
+            if self._process is not None:
+                _end(self._process)  # it died between two pictures, and nobody has closed its pipes
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _SERVE, _PACKAGE_ROOT, str(self._max_pixels)],
                 stdin=subprocess.PIPE,
