@@ -33,7 +33,7 @@ from vitflow.pictures.options import FIGURE_FORMATS, SCALINGS
 _SUFFIXES = (*FIGURE_FORMATS, ".json")
 
 
-class MethodWithOptions(click.ParamType[tuple[str, dict[str, Any]]]):
+class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
     """NAME or NAME:OPTION=VALUE,…, each value read as the command line reads that option."""
 
     name = "NAME[:OPTION=VALUE,…]"
@@ -60,7 +60,7 @@ class MethodWithOptions(click.ParamType[tuple[str, dict[str, Any]]]):
         return name, {key: _type_of(key, method, ctx).convert(text, param, ctx) for key, text in options.items()}
 
 
-def _type_of(option: str, method: Method, ctx: click.Context | None) -> click.ParamType[Any]:
+def _type_of(option: str, method: Method, ctx: click.Context | None) -> "click.ParamType[Any]":
     """How the command itself reads an option; one that only a registered method has is read as its default's type."""
     for param in ctx.command.params if ctx is not None else ():
         if param.name == option:

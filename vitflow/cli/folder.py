@@ -32,7 +32,7 @@ from vitflow.explaining.method_options import OPTIONS
 from vitflow.pictures.options import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS, STORES
 
 
-class _BatchSize(click.ParamType[int | None]):
+class _BatchSize(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
     name = "auto|N"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:

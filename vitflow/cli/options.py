@@ -25,7 +25,7 @@ DEFAULT_MODEL = "vit_small_patch16_224.augreg_in21k_ft_in1k"
 DRAWING = ("cmap", "alpha", "vmin", "vmax", "interpolation", "background", "contours")
 
 
-class _Patch(click.ParamType[tuple[int, int]]):
+class _Patch(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
     name = "ROW,COL"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
