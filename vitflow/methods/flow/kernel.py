@@ -405,8 +405,6 @@ def solve(
     work: Workspace,
     values: Any,
     crossing: Any,
-    labels: Any,
-    undo: bool,
 ) -> None:
     """Find the maximum flow of each sink, and the minimum cut of each whose flow stays below its bound.
 
@@ -421,8 +419,8 @@ def solve(
         work: this thread's workspace.
         values: [sinks], filled.
         crossing: [sinks, m + 2], filled: the cut's capacity among demands, in each layer, lowest first, among supplies.
-        labels: bool [sinks, nodes] or [0, 0], filled: which nodes lie on the sink's side of the cut.
-        undo: make the workspace ready for the next sink; otherwise it keeps the flow.
+
+    The workspace still holds the last sink's log, and its levels where there was a search.
     """
     for j in range(len(demands)):
         enough, least = bounds[j] * (1.0 - 1e-12), bounds[j] * dust
@@ -434,11 +432,7 @@ def solve(
         _push_straight(graph, least, enough, work)
         if search and work.flow[0] < enough:
             _search(graph, demands[j], least, crossing[j], work)
-            if len(labels) > 0:
-                labels[j] = work.level >= 0
         values[j] = work.flow[0]
-        if not undo:
-            return
         for x in range(work.used[0]):
             e = work.log[x]
             work.residual[e] = graph.capacity[e]

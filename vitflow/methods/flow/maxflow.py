@@ -30,13 +30,10 @@ class MaxFlow:
             last the source's own capacity in the cut. The sum over the last axis equals the value: it is added up from
             the capacities, independently of the flow. A sink that reaches a trivial cut has all of it in column 0 (the
             sink's incoming edges) or in the last column (the source's capacity).
-        sink_side: bool [sinks, layers + 1, tokens], the nodes on the sink's side of the cut (axis 1: inputs first), or
-            None when it was not asked for.
     """
 
     values: Floats
     crossing: Floats
-    sink_side: NDArray[np.bool_] | None = None
 
 
 def max_flow(
@@ -44,7 +41,6 @@ def max_flow(
     source: int | ArrayLike,
     sinks: Sequence[int] | None = None,
     *,
-    sink_sides: bool = False,
     workers: int | None = None,
     progress: "Progress | None" = None,
 ) -> MaxFlow:
@@ -58,7 +54,6 @@ def max_flow(
             C-contiguous [layers, keys, queries] array is used without a copy.
         source: a token of layer L, which gives as much as its edges take; or capacities [tokens] of a super-source.
         sinks: tokens of layer 0; all by default.
-        sink_sides: also give the nodes of each minimum cut.
         workers: threads; torch's number of threads by default.
         progress: called with the number of further sinks solved, such as the `update` of a progress bar.
 
@@ -78,14 +73,14 @@ def max_flow(
     arrived, total = demands.sum(axis=1), graph.total
     bounds = np.minimum(total, arrived)
     if not len(graph.inner):
-        values, crossing, inside = _without_layers(graph.supply, demands)
+        values, crossing = _without_layers(graph.supply, demands)
         if progress:
             progress(len(chosen))
     else:
         from vitflow.methods.flow.solver import InnerGraph
 
         inner = InnerGraph(graph.inner, graph.supply, workers or torch.get_num_threads())
-        values, crossing, inside = inner.solve(demands, bounds, labels=sink_sides, progress=progress)
+        values, crossing = inner.solve(demands, bounds, progress=progress)
     reached = values >= bounds
     at_sink, at_source = reached & (arrived <= total), reached & (arrived > total)
     # All boundaries: the inner graph of a source token lacks the last one, the source's own capacity.
@@ -93,46 +88,7 @@ def max_flow(
     crossing[reached] = 0.0
     crossing[at_sink, 0] = arrived[at_sink]
     crossing[at_source, -1] = total
-    if not sink_sides:
-        return MaxFlow(values, crossing)
-    sides = np.zeros((len(chosen), graph.layers + 1, graph.tokens), np.bool_)
-    sides[:, 1 : inside.shape[1] + 1] = inside
-    sides[at_sink, 1:], sides[at_source, 1:] = False, True
-    if graph.token is not None:  # the other tokens of the top layer get nothing: no matter where they are
-        sides[:, -1, np.arange(graph.tokens) != graph.token] = True
-    sides[np.arange(len(chosen)), 0, chosen] = True
-    return MaxFlow(values, crossing, sides)
-
-
-def edge_flows(capacities: ArrayLike, source: int | ArrayLike, sink: int) -> Floats:
-    """One maximum flow itself: what each edge carries of it, [layers, tokens, tokens] like the capacities.
-
-    It is feasible: no edge carries more than its capacity, and every node between passes on what it gets.
-
-    >>> capacities = [[[0.5, 0.5], [0.1, 0.9]], [[0.7, 0.3], [0.0, 1.0]]]
-    >>> edge_flows(capacities, 0, 0)
-    array([[[0.5, 0. ],
-            [0.1, 0. ]],
-    <BLANKLINE>
-           [[0.5, 0.1],
-            [0. , 0. ]]])
-    """
-    graph = _checked(capacities, source)
-    [chosen] = _checked_sinks([sink], graph.tokens)
-    demand = graph.upward[0, chosen]
-    flows = np.zeros((graph.layers, graph.tokens, graph.tokens))
-    if len(graph.inner):
-        from vitflow.methods.flow.solver import InnerGraph
-
-        inner = InnerGraph(graph.inner, graph.supply, 1)
-        passed, carried, taken = inner.flow(demand, min(float(demand.sum()), graph.total))
-        flows[1 : len(carried) + 1] = carried.transpose(0, 2, 1)
-    else:
-        passed = taken = np.minimum(graph.supply, demand)
-    flows[0, :, chosen] = passed
-    if graph.token is not None and graph.layers > 1:
-        flows[-1, graph.token] = taken
-    return flows
+    return MaxFlow(values, crossing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +97,12 @@ class _Graph:
 
     Attributes:
         upward: the capacities as [layers, keys, queries], C-contiguous.
-        token: the source, or None for a super-source.
         total: the source's capacity.
         inner: the layers between the edges of the sinks and those of the source.
         supply: what the source can send to each node on top of them, [tokens].
     """
 
     upward: Floats
-    token: int | None
     total: float
     inner: Floats
     supply: Floats
@@ -174,14 +128,14 @@ def _checked(capacities: ArrayLike, source: int | ArrayLike) -> _Graph:
         if supply.shape != (tokens,):
             raise ShapeError(f"Expected source capacities of shape [{tokens}], got {supply.shape}.")
         _check_values("source capacities", supply)
-        return _Graph(upward, None, float(supply.sum()), upward[1:], supply)
+        return _Graph(upward, float(supply.sum()), upward[1:], supply)
     if not 0 <= source < tokens:
         raise OptionError(f"Expected a source token from 0 to {tokens - 1}, got {source}.")
     supply = upward[-1, :, source].copy()
     total = float(supply.sum())
     if len(upward) == 1:  # the sinks' edges are the source's
         supply = np.where(np.arange(tokens) == source, total, 0.0)
-    return _Graph(upward, int(source), total, upward[1:-1], supply)
+    return _Graph(upward, total, upward[1:-1], supply)
 
 
 def _check_values(what: str, array: Floats) -> None:
@@ -197,10 +151,10 @@ def _checked_sinks(sinks: Sequence[int] | None, tokens: int) -> NDArray[np.intp]
     return chosen
 
 
-def _without_layers(supply: Floats, demands: Floats) -> tuple[Floats, Floats, NDArray[np.bool_]]:
-    """Where paths share no edge the flow is Σ_k min(supply_k, demand_k): values, cuts by boundary, the sink's nodes."""
+def _without_layers(supply: Floats, demands: Floats) -> tuple[Floats, Floats]:
+    """Where paths share no edge the flow is Σ_k min(supply_k, demand_k): values, and cuts by boundary."""
     scarce = demands > supply  # [sinks, tokens]
     passed = np.minimum(demands, supply)
     at_source = np.where(scarce, passed, 0.0).sum(axis=1)
     at_sink = np.where(scarce, 0.0, passed).sum(axis=1)
-    return passed.sum(axis=1), np.stack([at_sink, at_source], axis=1), scarce[:, None]
+    return passed.sum(axis=1), np.stack([at_sink, at_source], axis=1)

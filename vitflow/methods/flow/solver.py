@@ -53,14 +53,12 @@ class _Sinks:
         bounds: [sinks], the smaller trivial cut.
         values: [sinks], filled.
         crossing: [sinks, layers + 2], filled for flows below their bound.
-        labels: bool [sinks, layers + 1, tokens] or [0, 0, 0], the same.
     """
 
     demands: Floats
     bounds: Floats
     values: Floats
     crossing: Floats
-    labels: NDArray[np.bool_]
 
     def reached(self, which: Indices) -> NDArray[np.bool_]:
         """Which of these sinks have a flow that reaches its bound."""
@@ -85,33 +83,22 @@ class InnerGraph:
         self.upward = upward
         self.supplies, self.nodes = _shared_out(upward, supply)
 
-    def solve(
-        self, demands: Floats, bounds: Floats, *, labels: bool = False, progress: Progress | None = None
-    ) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+    def solve(self, demands: Floats, bounds: Floats, *, progress: Progress | None = None) -> tuple[Floats, Floats]:
         """Find the maximum flow for each sink, and the minimum cut of each whose flow stays below its bound.
 
         Args:
             demands: [sinks, tokens], what each sink takes from each node of the lowest layer.
             bounds: [sinks], the smaller trivial cut.
-            labels: whether to give the nodes of the cuts.
             progress: called with the number of further sinks solved.
 
         Returns:
             values: [sinks]; a flow that reaches its bound gets the bound itself.
             crossing: [sinks, layers + 2], the cut's capacity among demands, in each layer from the lowest, among
                 supplies.
-            labels: bool [sinks, layers + 1, tokens] or [0, 0, 0], the nodes on the sink's side of the cut.
         """
         report = progress or (lambda count: None)
         count = len(bounds)
-        sinks = _Sinks(
-            demands,
-            bounds,
-            bounds.copy(),
-            np.zeros((count, self.layers + 2)),
-            # Nodes that the source does not reach may lie on the sink's side: nothing leads there from the other.
-            np.ones((count, self.layers + 1, self.tokens) if labels else (0, 0, 0), np.bool_),
-        )
+        sinks = _Sinks(demands, bounds, bounds.copy(), np.zeros((count, self.layers + 2)))
         still = np.flatnonzero(bounds > 0)
         report(count - len(still))
         with ThreadPoolExecutor(self.workers) as pool:
@@ -121,7 +108,7 @@ class InnerGraph:
             if len(still):
                 self.window(self.layers).run(pool, still, sinks, search=True, report=report)
         np.copyto(sinks.values, bounds, where=sinks.reached(np.arange(count)))
-        return sinks.values, sinks.crossing, sinks.labels
+        return sinks.values, sinks.crossing
 
     def _straight(
         self, pool: ThreadPoolExecutor, layers: int, which: Indices, sinks: _Sinks, report: Progress
@@ -141,26 +128,6 @@ class InnerGraph:
         """The lowest layers, without edges of at most this share of their layer's mean."""
         nodes = self.nodes[: layers + 1]
         return _Window(_arranged(self.upward[:layers], nodes, self.supplies[layers], small), nodes, self.workers)
-
-    def flow(self, demand: Floats, bound: float) -> tuple[Floats, Floats, Floats]:
-        """One sink's flow: what each lowest node passes on, what each edge carries, what each top node takes in."""
-        window = self.window(self.layers)
-        graph, nodes, work = window.graph, window.nodes, window.idle.get()
-        found = np.zeros((1, self.layers + 2)), np.zeros((0, 0), np.bool_)
-        dust = DUST / max(1, len(graph.capacity))
-        solve(graph, demand[None, nodes[0]], np.array([bound]), dust, True, work, np.zeros(1), *found, False)
-        token = np.full(len(graph.row) - 1, -1)
-        for begin, tokens in zip(graph.base, nodes, strict=False):
-            token[begin : begin + len(tokens)] = tokens
-        used = slice(int(work.used[0]))
-        edges, below = work.log[used], work.below[used]
-        layer = np.searchsorted(graph.base, below, side="right") - 1
-        carried = np.zeros((self.layers, self.tokens, self.tokens))
-        carried[layer, token[below], token[graph.above[edges]]] = np.minimum(work.carried[used], graph.capacity[edges])
-        passed, taken = np.zeros(self.tokens), np.zeros(self.tokens)
-        passed[nodes[0]] = demand[nodes[0]] - work.demand
-        taken[nodes[-1]] = graph.supply - work.supply
-        return passed, carried, taken
 
 
 class _Window:
@@ -206,17 +173,12 @@ class _Window:
     def _solve(self, work: Workspace, which: Indices, sinks: _Sinks, *, search: bool) -> None:
         graph, layers = self.graph, len(self.nodes) - 1
         values, crossing = np.zeros(len(which)), np.zeros((len(which), layers + 2))
-        wanted = len(which) if search and len(sinks.labels) else 0
-        labels = np.zeros((wanted, len(graph.row) - 1), np.bool_)
         demands = sinks.demands[np.ix_(which, self.nodes[0])]
         dust = DUST / max(1, len(graph.capacity))
-        solve(graph, demands, sinks.bounds[which], dust, search, work, values, crossing, labels, True)
+        solve(graph, demands, sinks.bounds[which], dust, search, work, values, crossing)
         sinks.values[which] = values
         if search:
             sinks.crossing[which] = crossing
-        if wanted:
-            for layer, (begin, tokens) in enumerate(zip(graph.base, self.nodes, strict=False)):
-                sinks.labels[which[:, None], layer, tokens] = labels[:, begin : begin + len(tokens)]
 
 
 def _shared_out(upward: Floats, supply: Floats) -> tuple[list[Floats], list[Indices]]:
