@@ -1,8 +1,10 @@
 """The definitions written out slowly, in float64, index by index: what the fast code is held against."""
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from vitflow import Explainer
 from vitflow.pictures.geometry import Placement
 
 Array = NDArray[np.float64]
@@ -133,3 +135,10 @@ def relative(found: Array, reference: Array, own: list[int] | None = None) -> Ar
         total = sum(result[i])
         result[i] = result[i] / total if total > 0 else result[i]
     return result
+
+
+def logit_rounding(explainer: Explainer, picture: NDArray[np.uint8]) -> float:
+    """How far differences of a picture's float32 logits may lie apart where only the order of sums differs."""
+    with torch.no_grad():
+        logits = explainer.logits(explainer.pixels(picture))
+    return 100 * torch.finfo(torch.float32).eps * float(logits.abs().max())

@@ -121,13 +121,14 @@ def test_every_map_keeps_its_sum_and_a_batch_gives_what_its_pictures_give_alone(
     for affinity in KINDS:
         together = demo.explain_batch(PICTURES, methods=[method], refine=1, affinity=affinity)
         for before, after, picture in zip(plain, together, PICTURES, strict=True):
-            scale = np.abs(before.grid).sum()
-            assert (
-                abs(after.grid.sum(dtype=np.float64) - before.grid.sum(dtype=np.float64)) < 1e-5 * scale
-            )  # the recorded pass itself rounds otherwise
+            # The recorded pass itself rounds otherwise; what is a difference of logits, as far as these do.
+            rounding = references.logit_rounding(demo, picture) if method == "occlusion" else 0.0
+            scale = 1e-5 * np.abs(before.grid).sum() + rounding * before.grid.size
+            assert abs(after.grid.sum(dtype=np.float64) - before.grid.sum(dtype=np.float64)) < scale
             assert not np.allclose(after.grid, before.grid, rtol=0, atol=1e-3 * np.abs(before.grid).max())
             alone = demo.explain(picture, method=method, refine=1, affinity=affinity)
-            np.testing.assert_allclose(alone.grid, after.grid, rtol=0, atol=1e-5 * np.abs(after.grid).max())
+            tolerance = rounding or 1e-5 * np.abs(after.grid).max()
+            np.testing.assert_allclose(alone.grid, after.grid, rtol=0, atol=tolerance)
 
 
 @pytest.fixture

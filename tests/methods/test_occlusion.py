@@ -1,29 +1,46 @@
 """Blank-out against a literal loop, and on models without attention."""
 
+import math
+from decimal import Decimal, localcontext
+
 import numpy as np
 import pytest
 import timm
 import torch
 from torch import Tensor, nn
 
-from tests import literal_vit
-from vitflow import Explainer
+from tests import literal_vit, references
+from vitflow import Contrast, Explainer
 from vitflow.errors import NoAttentionError, OptionError, ShapeError
+from vitflow.explaining import answers
 from vitflow.methods.occlusion import occlusion
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 PICTURES = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
 
 
-def literal(model: nn.Module, picture: Tensor, target: int, size: int, activation=torch.softmax) -> np.ndarray:
+def log_odds(logits: Tensor, target: int, activation: str) -> float:
+    others = [math.exp(value) for number, value in enumerate(logits.tolist()) if number != target]
+    return float(logits[target]) - (math.log(sum(others)) if activation == "softmax" else 0.0)
+
+
+def probability(logits: Tensor, target: int, activation: str) -> float:
+    return float((logits.softmax(-1) if activation == "softmax" else logits.sigmoid())[target])
+
+
+SCORES = {"log-odds": log_odds, "probability": probability}
+
+
+def literal(
+    model: nn.Module, picture: Tensor, target: int, size: int, activation: str = "softmax", of: str = "log-odds"
+) -> np.ndarray:
     """One picture [3, height, width], one patch after the other, one forward pass each."""
 
-    def probability(pixels: Tensor) -> float:
+    def score(pixels: Tensor) -> float:
         with torch.no_grad():
-            logits = model(pixels[None])[0].double()
-        return float((logits.softmax(-1) if activation is torch.softmax else logits.sigmoid())[target])
+            return SCORES[of](model(pixels[None])[0].double(), target, activation)
 
-    whole = probability(picture)
+    whole = score(picture)
     rows, cols = picture.shape[1] // size, picture.shape[2] // size
     drops = np.zeros((rows, cols))
     for row in range(rows):
@@ -32,23 +49,77 @@ def literal(model: nn.Module, picture: Tensor, target: int, size: int, activatio
             for channel in range(3):
                 mean = picture[channel].mean()
                 blanked[channel, row * size : (row + 1) * size, col * size : (col + 1) * size] = mean
-            drops[row, col] = whole - probability(blanked)
+            drops[row, col] = whole - score(blanked)
     return drops
 
 
+@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
-def test_blank_out_equals_a_loop_for_each_pictures_own_target(activation):
+def test_blank_out_equals_a_loop_for_each_pictures_own_target(activation, score):
     model = literal_vit.timm_model("average")
     explainer = Explainer(model, data_config=DATA, activation=activation)
     targets = np.array([3, 0, 4])
-    found = explainer.explain_batch(list(PICTURES), methods=["occlusion"], targets=targets, occlusion_batch=7)
+    options = {"occlusion_batch": 7} | ({"score": score} if score == "probability" else {})
+    found = explainer.explain_batch(list(PICTURES), methods=["occlusion"], targets=targets, **options)
     for picture, target, saliency in zip(PICTURES, targets, found, strict=True):
-        expected = literal(
-            model, explainer.pixels(picture)[0], int(target), 8, torch.softmax if activation == "softmax" else None
-        )
+        expected = literal(model, explainer.pixels(picture)[0], int(target), 8, activation, score)
         assert np.abs(expected).max() > 1e-3
         np.testing.assert_allclose(saliency.grid, expected, rtol=0, atol=1e-6 * np.abs(expected).max() + 1e-9)
         assert saliency.target == target
+        assert saliency.options["score"] == score
+
+
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
+def test_log_odds_are_exact_however_sure_the_answer_is(activation):
+    rows = torch.tensor(
+        [[0.3, -1.0, 2.0], [2.0, 2.0, 2.0], [700.0, 0.5, -3.0], [-50.0, -90.0, -90.0], [1e4, 1e4, -1e4]]
+    )
+    for given, found in zip(rows, answers.log_odds(rows, activation).tolist(), strict=True):
+        with localcontext(prec=60):
+            exact = [Decimal(value) for value in given.tolist()]
+            for number, value in enumerate(exact):
+                others = sum(other.exp() for index, other in enumerate(exact) if index != number)
+                assert found[number] == pytest.approx(float(value - (others.ln() if activation == "softmax" else 0)))
+
+
+def test_a_softmax_over_one_class_has_its_logit_for_a_score():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, num_classes=1).eval()
+    grids = [
+        Explainer(model, data_config=DATA, activation=activation).explain(PICTURES[0], method="occlusion").grid
+        for activation in ("softmax", "sigmoid")
+    ]
+    np.testing.assert_array_equal(*grids)
+    assert np.isfinite(grids[0]).all() and grids[0].std() > 0
+    with_probability = Explainer(model, data_config=DATA, activation="softmax")
+    assert not with_probability.explain(PICTURES[0], method="occlusion", score="probability").grid.any()
+
+
+def test_an_answer_that_is_sure_loses_as_much_as_one_that_is_not():
+    """A probability of 1 − 1e-12 hides what a patch takes from it: less than float32 logits round to."""
+    model = literal_vit.timm_model().float()
+    expected = literal(model.double(), Explainer(model, data_config=DATA).pixels(PICTURES[0])[0], 2, 8)
+    with torch.no_grad():
+        model.float().head.bias[2] += 30.0
+    explainer = Explainer(model, data_config=DATA)
+    rounding = references.logit_rounding(explainer, PICTURES[0])
+    for size in (1, 5, 16):
+        saliency = explainer.explain(PICTURES[0], method="occlusion", target=2, occlusion_batch=size)
+        assert 1 - saliency.probability < 1e-9
+        assert np.abs(expected).max() > 100 * rounding
+        np.testing.assert_allclose(saliency.grid, expected, rtol=0, atol=rounding)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_one_class_against_another_by_blank_out(score):
+    model = literal_vit.timm_model()
+    explainer = Explainer(model, data_config=DATA)
+    own = {"method": "occlusion", "score": score}
+    found = explainer.explain(PICTURES[0], target=Contrast(1, 3), **own)
+    sides = [explainer.explain(PICTURES[0], target=target, **own).grid.astype(float) for target in (1, 3)]
+    expected = sides[0] / np.abs(sides[0]).sum() - sides[1] / np.abs(sides[1]).sum()
+    np.testing.assert_allclose(found.grid, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+    logits = explainer.logits(explainer.pixels(PICTURES[0]))[0].detach()
+    assert found.contrast.value == pytest.approx(float(logits[1] - logits[3]))
 
 
 def test_the_batch_size_changes_no_map():
@@ -70,12 +141,12 @@ def test_the_batch_size_changes_no_map():
 
 
 def test_small_drops_of_a_certain_answer_are_not_lost():
-    """A probability of 1 − 1e-12 is 1 in float32: the map must not be all zero."""
+    """A probability of 1 − 1e-12 is 1 in float32: its map must not be all zero either."""
     model = literal_vit.timm_model().float()
     with torch.no_grad():
         model.head.bias[2] += 30.0
     explainer = Explainer(model, data_config=DATA)
-    saliency = explainer.explain(PICTURES[0], method="occlusion", target=2)
+    saliency = explainer.explain(PICTURES[0], method="occlusion", target=2, score="probability")
     assert 0 < np.abs(saliency.grid).max() < 1e-7
     assert len(np.unique(saliency.grid)) > 10
 
@@ -85,7 +156,7 @@ def test_cells_of_another_size():
     explainer = Explainer(model, data_config=DATA)
     saliency = explainer.explain(PICTURES[0], method="occlusion", target=1, patch_size=16)
     expected = literal(model, explainer.pixels(PICTURES[0])[0], 1, 16)
-    np.testing.assert_allclose(saliency.grid, expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(saliency.grid, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
     assert explainer.explain(PICTURES[0], method="input_gradient", patch_size=4).grid.shape == (8, 8)
 
 
@@ -103,7 +174,8 @@ def test_models_without_attention_are_explained_too(name):
         assert saliency.heatmap.shape == (32, 32)
     expected = literal(model, explainer.pixels(PICTURES[0])[0], 3, 32)
     coarse = explainer.explain(PICTURES[0], method="occlusion", target=3, patch_size=32)
-    np.testing.assert_allclose(coarse.grid, expected, rtol=0, atol=1e-6)
+    rounding = references.logit_rounding(explainer, PICTURES[0])
+    np.testing.assert_allclose(coarse.grid, expected, rtol=0, atol=rounding)
     assert explainer.explain(PICTURES[0], method="gradcam").grid.shape == (2, 3)  # the last stage's own grid
     for method in ("rollout", "gae"):
         with pytest.raises(NoAttentionError):
@@ -122,5 +194,7 @@ def test_wrong_input_is_named():
         occlusion(predict, pixels, targets[:1], rows=2, cols=2)
     with pytest.raises(ShapeError, match="1 to 8 cells on a side of 8 pixels, got 9"):
         occlusion(predict, pixels, targets, rows=9, cols=2)
+    with pytest.raises(OptionError, match="Unknown score 'odds'"):
+        Explainer(literal_vit.timm_model(), data_config=DATA).explain(PICTURES[0], method="occlusion", score="odds")
     with pytest.raises(OptionError, match="patch_size from 1 to 32 pixels, got 40"):
         Explainer(literal_vit.timm_model(), data_config=DATA).explain(PICTURES[0], method="occlusion", patch_size=40)

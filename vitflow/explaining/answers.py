@@ -41,6 +41,7 @@ class Answered:
         facts: of the model.
         probabilities: [batch, classes]; None where the model has no classes.
         predict: maps model inputs to probabilities, by running the model again.
+        log_odds: likewise, to log-odds.
         seconds: that the pass took.
         refinement_asked: whether refinement was asked for, and is no mere default.
     """
@@ -50,6 +51,7 @@ class Answered:
     facts: ModelFacts
     probabilities: Tensor | None
     predict: Callable[[Tensor], Tensor]
+    log_odds: Callable[[Tensor], Tensor]
     seconds: float
     refinement_asked: bool = False
 
@@ -63,6 +65,26 @@ def activate(logits: Tensor, activation: str) -> Tensor:
     # In float64, or what a hidden patch costs would be lost in the rounding of a probability near 1.
     logits = logits.detach().cpu().double()
     return logits.sigmoid() if activation == "sigmoid" else logits.softmax(dim=-1)
+
+
+def log_odds(logits: Tensor, activation: str) -> Tensor:
+    """The log-odds of each class against all others that logits [..., classes] stand for, float64 on the CPU.
+
+    Of a softmax `z_t − logsumexp` of the other logits; those of a sigmoid are log-odds as they are, and so is the one
+    logit of a model that has nothing else to answer. Their size is that of the logits, however sure the model is.
+
+    >>> log_odds(torch.tensor([[40.0, 0.0]]), "softmax")
+    tensor([[ 40., -40.]], dtype=torch.float64)
+    """
+    logits = logits.detach().cpu().double()
+    if activation != "softmax" or logits.shape[-1] == 1:
+        return logits
+    top = logits.argmax(dim=-1, keepdim=True)
+    below = logits.scatter(-1, top, -torch.inf).logsumexp(dim=-1, keepdim=True)
+    together = torch.logaddexp(logits.gather(-1, top), below)
+    # No other class has more than half of the whole, so that the rest without it is not lost in rounding.
+    others = together + torch.log1p(-(logits - together).exp())
+    return logits - others.scatter(-1, top, below)
 
 
 def probabilities_of(logits: object, facts: ModelFacts) -> Tensor | None:
@@ -94,7 +116,7 @@ def apply_methods(answered: Answered, chosen: Chosen, wanted: Sequence[Tensor | 
     gradients = any("gradients" in method.needs for method, _ in chosen)
     found: list[list[list[Saliency]]] = [[[] for _ in chosen] for _ in answered.pictures]
     for number, target in enumerate(wanted):
-        trace = AskedTrace.of(answered.trace, target, answered.predict)
+        trace = AskedTrace.of(answered.trace, target, answered.predict, answered.log_odds)
         started = time.perf_counter()
         if gradients:
             trace.backward()  # once for all methods, and each method's seconds hold it

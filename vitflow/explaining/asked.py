@@ -18,6 +18,7 @@ class AskedTrace(Trace):
     Attributes:
         targets: the class that each picture is explained for, [batch]; None where there are no classes.
         predict: maps model inputs to probabilities [batch, classes]; for methods that run the model again.
+        log_odds: likewise, to log-odds [batch, classes], which keep apart what rounds to a probability of 1.
 
     >>> import torch
     >>> asked = AskedTrace.of(Trace(), torch.tensor([3]))
@@ -27,14 +28,19 @@ class AskedTrace(Trace):
 
     targets: Tensor | None = None
     predict: Callable[[Tensor], Tensor] | None = None
+    log_odds: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
     def of(
-        cls, trace: Trace, targets: Tensor | None, predict: Callable[[Tensor], Tensor] | None = None
+        cls,
+        trace: Trace,
+        targets: Tensor | None,
+        predict: Callable[[Tensor], Tensor] | None = None,
+        log_odds: Callable[[Tensor], Tensor] | None = None,
     ) -> "AskedTrace":
         """Ask a recorded pass for these classes."""
         recorded = {field.name: getattr(trace, field.name) for field in fields(Trace)}
-        return cls(**recorded, targets=targets, predict=predict)
+        return cls(**recorded, targets=targets, predict=predict, log_odds=log_odds)
 
     @property
     def wanted(self) -> Tensor:

@@ -19,7 +19,7 @@ from vitflow.errors import (
     VitflowWarning,
     unknown_name,
 )
-from vitflow.explaining.answers import Answered, PlacedPicture, activate, apply_methods, probabilities_of
+from vitflow.explaining.answers import Answered, PlacedPicture, activate, apply_methods, log_odds, probabilities_of
 from vitflow.explaining.contrast import explain_contrasts
 from vitflow.explaining.layer_maps import LayerMaps, explain_layers
 from vitflow.explaining.method_choices import Chosen, MethodChoice, asked_for, choose_methods
@@ -361,7 +361,9 @@ class Explainer:
             seconds = time.perf_counter() - started
             wanted = resolve_targets(targets, answered, self.facts.class_names)
             return apply_methods(
-                Answered(trace, pictures, self.facts, answered, self._predict, seconds, "refine" in asked),
+                Answered(
+                    trace, pictures, self.facts, answered, self._predict, self._log_odds, seconds, "refine" in asked
+                ),
                 chosen,
                 wanted,
             )
@@ -409,6 +411,10 @@ class Explainer:
     def _predict(self, pixels: Tensor) -> Tensor:
         with torch.no_grad():
             return activate(self.logits(pixels), self.activation)
+
+    def _log_odds(self, pixels: Tensor) -> Tensor:
+        with torch.no_grad():
+            return log_odds(self.logits(pixels), self.activation)
 
 
 def _name(source: ImageSource, number: int) -> str:

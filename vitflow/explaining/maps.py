@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning
+from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, unknown_name
 from vitflow.explaining.asked import AskedTrace
+from vitflow.explaining.method_options import OPTIONS
 from vitflow.explaining.progress import tracking
 from vitflow.methods import baselines, gradients
 from vitflow.methods import occlusion as blank_out
@@ -210,14 +211,17 @@ def input_gradient(trace: AskedTrace, *, patch_size: int | None) -> Maps:
     return Maps(gradients.input_gradient(pixels, rows=rows, cols=cols))
 
 
-def occlusion(trace: AskedTrace, *, patch_size: int | None, occlusion_batch: int) -> Maps:
-    """The drop in the target's probability without each patch."""
+def occlusion(trace: AskedTrace, *, patch_size: int | None, occlusion_batch: int, score: str) -> Maps:
+    """The drop in the target's log-odds or probability without each patch."""
+    if score not in OPTIONS["score"].choices:
+        raise OptionError(unknown_name("score", score, OPTIONS["score"].choices))
     rows, cols = trace.grid(patch_size)
-    assert trace.predict is not None
+    predict = trace.log_odds if score == "log-odds" else trace.predict
+    assert predict is not None
     assert trace.pixels is not None
     options = {"rows": rows, "cols": cols, "batch_size": occlusion_batch}
     with tracking("blank-out", len(trace.pixels) * rows * cols) as progress:
-        maps = blank_out.occlusion(trace.predict, trace.pixels, trace.wanted, progress=progress, **options)
+        maps = blank_out.occlusion(predict, trace.pixels, trace.wanted, progress=progress, **options)
     return Maps(maps)
 
 

@@ -73,6 +73,12 @@ OPTIONS: dict[str, Option] = {
         ),
         Option("patch_size", int, "Pixels per side of a patch, where it need not be the model's own.", metavar="N≥1"),
         Option("occlusion_batch", int, "Pictures with a hidden patch per forward pass.", metavar="N≥1"),
+        Option(
+            "score",
+            "choice",
+            "What blank-out takes the drop of: the class's log-odds, or its probability as in the paper.",
+            ("log-odds", "probability"),
+        ),
         Option("random_seed", int, "Seed of the random map.", metavar="N≥0"),
         Option("sigma", float, "Width of the centre prior, as a share of the picture's side.", metavar="S>0"),
         Option(

@@ -283,12 +283,13 @@ register_method(
 register_method(
     "occlusion",
     "vitflow.explaining.maps:occlusion",
-    summary="Blank-out: what the class's probability loses when a patch is hidden.",
+    summary="Blank-out: what the class's log-odds lose when a patch is hidden.",
     answers="Which patches does this class lose most without?",
-    defaults={"patch_size": None, "occlusion_batch": 32},
+    defaults={"patch_size": None, "occlusion_batch": 32, "score": "log-odds"},
     needs={"predict"},
     class_specific=True,
     paper="Zeiler & Fergus, ECCV 2014, §3",
+    presets={"paper": {"score": "probability"}},
 )
 register_method(
     "random",

@@ -19,13 +19,14 @@ def occlusion(
     batch_size: int = 32,
     progress: Callable[[int], object] = lambda _: None,
 ) -> Tensor:
-    """Blank-out: the drop in the target's probability when one patch is replaced by the picture's mean colour.
+    """Blank-out: the drop in the target's score when one patch is replaced by the picture's mean colour.
 
     The mean is each picture's own, per channel, over its whole model input. A negative value says that the model is
-    surer without the patch.
+    surer without the patch. The map is in the unit of the scores.
 
     Args:
-        predict: maps model inputs [pictures, channels, height, width] to probabilities [pictures, classes].
+        predict: maps model inputs [pictures, channels, height, width] to scores [pictures, classes]: log-odds, or
+            probabilities as in the paper.
         pixels: the model inputs, [batch, channels, height, width].
         targets: class index of each picture, [batch].
         rows: patches from top to bottom.
@@ -70,6 +71,6 @@ def occlusion(
     return whole[:, None, None] - torch.cat(remaining).reshape(len(pixels), rows, cols)
 
 
-def _of_target(probabilities: Tensor, targets: Tensor) -> Tensor:
-    """The probability of each picture's own target, [pictures]."""
-    return probabilities.gather(1, targets.to(probabilities.device).unsqueeze(1)).squeeze(1)
+def _of_target(scores: Tensor, targets: Tensor) -> Tensor:
+    """The score of each picture's own target, [pictures]."""
+    return scores.gather(1, targets.to(scores.device).unsqueeze(1)).squeeze(1)
