@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-lowest check install clean
+.PHONY: demo test test-processors test-lowest check install clean
 
 demo: install
 	$(BIN)/vitflow demo -o demo-output
@@ -12,6 +12,18 @@ demo: install
 # Two processes of one thread each: one with two threads leaves a core idle for much of the run.
 test: install check
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+# The tests as other processors, without wide vectors or with other sums of products, would round in them. A processor
+# that cannot do what a setting asks for does what it can.
+OLD_PROCESSOR := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 OPENBLAS_CORETYPE=Haswell OMP_NUM_THREADS=1
+AVX2_PROCESSOR := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OPENBLAS_CORETYPE=Zen OMP_NUM_THREADS=2
+
+test-processors: install
+	@failed=; for settings in "$(OLD_PROCESSOR)" "$(AVX2_PROCESSOR)"; do \
+	  echo "== $$settings"; \
+	  env $$settings HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) || \
+	    failed="$$failed== failed: $$settings\n"; \
+	done; printf "$${failed:-== passed with each of these settings\n}"; test -z "$$failed"
 
 # The core tests with the oldest dependencies that pyproject.toml allows, in an environment that is removed afterwards.
 test-lowest:
