@@ -23,7 +23,7 @@ from vitflow.demo import sample_pictures
 from vitflow.errors import OptionError
 from vitflow.methods.attention import raw_attention
 from vitflow.methods.refinement import Affinity, balance, refine
-from vitflow.pictures.overlay import scale_range
+from vitflow.pictures.overlay import color_table, scale_range
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&.png"
 CLASS = "</script><script>alert(2)</script>"
@@ -256,6 +256,46 @@ def test_a_click_asks_a_patch_and_the_pointer_reads_values(page, data):
     page.mouse.move(*(point_of(page, "b", 5, -2)))  # the crop left this out
     assert page.locator("#panel-b .reading").text_content() == "the model did not see this part"
     assert page.locator("#panel-b .seen").is_visible() and page.locator("#panel-a .seen").is_hidden()
+
+
+def test_a_map_that_cannot_be_asked_says_so_over_the_picture(page):
+    told = page.locator("#panel-a .told")
+    page.mouse.click(*point_of(page, "a", 4, 9))
+    assert told.is_hidden() and page.locator("#keys").text_content().startswith("Click a patch")
+    page.get_by_role("tab", name="GAE").click()
+    until(page, "panels.a.map.own")
+    silent = "GAE was made for the whole answer, and cannot be asked for one patch."
+    silent += " Rollout, Attention and Similar patches can."
+    assert page.locator("#silent").is_visible() and page.locator("#asking").is_hidden()
+    for ask in (lambda: page.mouse.click(*point_of(page, "a", 4, 9)), lambda: page.keyboard.press("ArrowRight")):
+        page.evaluate("update()")
+        until(page, "panels.a.told.hidden")
+        ask()
+        assert told.text_content() == silent == page.locator("#silent").text_content()
+        inside, stage = told.bounding_box(), page.locator("#panel-a .stage").bounding_box()
+        assert stage["y"] < inside["y"] and inside["y"] + inside["height"] < stage["y"] + stage["height"]
+        assert told.evaluate("(one) => getComputedStyle(one).pointerEvents") == "none"
+    page.get_by_role("tab", name="Rollout").click()
+    until(page, "panels.a.told.hidden && panels.a.map.layers !== null")
+
+
+def test_colours_can_be_chosen_where_they_go_out_from_zero(page):
+    page.evaluate("begin({ map: 'similar', patch: '2,3' })")
+    until(page, "panels.a.map && panels.a.map.low < 0")
+    choice = page.locator('[data-name="cmap"]')
+    seen = {}
+    for name in choice.evaluate("(select) => [...select.options].map((option) => option.value)"):
+        before = page.evaluate("drawn")
+        choice.select_option(name)
+        until(page, "(before) => drawn > before && !panels.a.heat.hidden", before)
+        seen[name] = page.evaluate("panels.a.heat.toDataURL()")
+        colors, shares = color_table(None if name == "plasma" else name, two_sides=True)
+        held = page.evaluate("(name) => tables[name].two_sides", name)
+        assert held["colors"] == colors.tolist() and held["opacity"] == np.round(255 * shares).tolist()
+    assert len(seen) == 4 == len(set(seen.values()))
+    assert choice.locator("option").first.text_content() == "blue to red"
+    page.evaluate("begin({ map: 'rollout' })")
+    until(page, "panels.a.map.layers && document.querySelector('[data-name=cmap]').options[0].text === 'plasma'")
 
 
 def test_keys_move_the_patch_and_choose_the_map(page):

@@ -302,6 +302,28 @@ def test_failures_can_be_read_on_a_phone(page):
     assert name.evaluate("(cell) => cell.getBoundingClientRect().height") < 40  # one line, and not one per letter
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_tap_on_a_phone_changes_what_is_in_sight(browser, summary, scheme):
+    context = browser.new_context(viewport={"width": 390, "height": 700}, has_touch=True, color_scheme=scheme)
+    page = context.new_page()
+    page.goto(summary.report.as_uri())
+    name, card = names(page)[4], page.locator(".card").nth(4)
+    card.evaluate("(card) => card.scrollIntoView({ block: 'end' })")
+    heat, top = page.evaluate("$('heat').toDataURL()"), page.evaluate("scrollY")
+    card.tap()
+    assert page.locator("#name").text_content() == name and page.evaluate("$('heat').toDataURL()") != heat
+    in_sight = """(id) => {
+        const box = $(id).getBoundingClientRect(), under = document.elementFromPoint(box.x + 5, box.y + box.height / 2);
+        return box.top >= 0 && box.bottom <= innerHeight && box.left >= 0 && $(id).contains(under);
+    }"""
+    assert top > 300 and page.evaluate("scrollY") == pytest.approx(top, abs=2)
+    assert all(page.evaluate(in_sight, one) for one in ("frame", "name", "reading"))
+    page.locator("#frame").tap()
+    until(page, "$('reading').textContent.startsWith('row ')")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    context.close()
+
+
 def test_long_runs_get_several_pages_and_large_thumbnails_are_linked(tmp_path):
     summary = make_run(tmp_path, report=False)
     first = report_run(summary.output, per_page=3, embed_bytes=0)

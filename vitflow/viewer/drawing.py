@@ -44,6 +44,9 @@ def one_table(cmap: str | None, two_sides: bool) -> dict[str, list[Any]]:
 
 
 def color_tables() -> dict[str, dict[str, dict[str, list[Any]]]]:
-    """The colour maps that a reader may choose, each for one side of 0 and for both."""
-    both = one_table(None, True)
-    return {name: {"one_side": one_table(name, False), "two_sides": both} for name in COLOUR_MAPS}
+    """The colour maps that a reader may choose, each for one side of 0 and for both; the usual one is no choice."""
+    return {
+        name: {"one_side": one_table(own, False), "two_sides": one_table(own, True)}
+        for name in COLOUR_MAPS
+        for own in [None if name == SEQUENTIAL else name]
+    }

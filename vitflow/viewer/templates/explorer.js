@@ -60,6 +60,14 @@ function refusal(picture) {
   return picture.grid ? null : picture.refused.live;
 }
 
+// Why a click on a patch asks nothing, or null where it does.
+function silence() {
+  if (isLive()) return null;
+  const asking = modes.filter((mode) => mode in LIVE && (computes || mode === "similar")).map(titleOf), last = asking.pop();
+  const others = last ? ` ${asking.length ? `${asking.join(", ")} and ${last}` : last} can.` : "";
+  return `${titleOf(state.map)} was made for the whole answer, and cannot be asked for one patch.${others}`;
+}
+
 // --- maps ------------------------------------------------------------------------------------------------------------
 
 // The layers of a picture's fused attention without what is discarded; made when they are first asked for.
@@ -156,6 +164,8 @@ async function update() {
     panels[side].map = map;
     showPanel(side, whys[at]);
   });
+  const around = maps.some((map) => map && map.low < 0 && map.high > 0);
+  document.querySelector('[data-name="cmap"]').options[0].text = around ? "blue to red" : colourMaps[0];
   requestAnimationFrame(() => setTimeout(() => { if (number === drawn) showStrip(); }));
 }
 
@@ -170,6 +180,8 @@ function showPanel(side, why) {
   const patch = map && askedPatch(side);
   outline(panel.asked, picture, gridOf(picture) ?? [1, 1], (isLive() && (state.map !== "similar" || side === state.asked)) ? patch : null);
   panel.from.textContent = why ?? wordsOf(side);
+  panel.told.hidden = true;
+  panel.frame.classList.toggle("silent", !isLive());
   panel.frame.setAttribute("aria-label", `${picture.name}: ${panel.from.textContent}`);
   for (const part of [panel.heat, panel.lines, panel.scale]) part.hidden = !map;
   if (map) {
@@ -273,6 +285,7 @@ function showControls() {
   $("source").textContent = patch ? `row ${patch[0]}, column ${patch[1]}` : "the answer";
   $("readout").hidden = !state[patchKey(state.asked)] || state.map === "similar";
   const refused = pictureOf("a").refused.live;
+  $("asking").hidden = !isLive(); $("silent").textContent = silence() ?? "";
   $("refused").hidden = !refused; $("refused").textContent = refused ?? "";
   markTab($("maps"), state.map);
   showAbout();
@@ -363,8 +376,15 @@ function ask(side, patch) {
 // Move the patch that is asked; from the whole answer, the middle one is the first.
 function move(down, right) {
   const side = state.asked, grid = gridOf(pictureOf(side)), patch = askedPatch(side), inside = (value, count) => Math.min(Math.max(value, 0), count - 1);
-  if (!grid || !isLive()) return;
+  if (!grid || !isLive()) return say(side);
   ask(side, patch ? [inside(patch[0] + down, grid[0]), inside(patch[1] + right, grid[1])] : grid.map((count) => Math.floor(count / 2)));
+}
+
+// Say over the picture why nothing is asked of it.
+function say(side) {
+  const { told } = panels[side];
+  told.textContent = refusal(pictureOf(side)) ?? silence();
+  told.hidden = false;
 }
 
 // Another map: options that were not touched become its own.
@@ -476,16 +496,21 @@ function fillControls() {
 function makePanel(side) {
   const box = $(`panel-${side}`), part = (selector) => box.querySelector(selector);
   const panel = panels[side] = {
-    stage: part(".stage"), frame: part(".frame"), photo: part("img"), ground: part(".ground"), heat: part(".heat"), lines: part(".lines"), seen: part(".seen"), hovered: part(".hovered"),
+    stage: part(".stage"), frame: part(".frame"), photo: part("img"), ground: part(".ground"), heat: part(".heat"), lines: part(".lines"), seen: part(".seen"), hovered: part(".hovered"), told: part(".told"),
     asked: part(".asked"), name: part("h2"), answers: part(".answers"), from: part(".from"), reading: part(".reading"), scale: part(".scale"), map: null,
   };
   const at = (event) => panel.map && patchAt(event, panel.frame, pictureOf(side), panel.map.shape);
-  panel.frame.addEventListener("click", (event) => { const patch = at(event); if (patch && isLive()) ask(side, patch); });
-  panel.frame.addEventListener("pointermove", (event) => {
-    const patch = at(event);
+  const read = (patch) => {
     outline(panel.hovered, pictureOf(side), panel.map?.shape ?? [1, 1], patch);
-    panel.reading.textContent = patch ? readingOf(panel.map, patch) : "the model did not see this part";
+    panel.reading.textContent = patch ? readingOf(panel.map, patch) : panel.map ? "the model did not see this part" : "";
+  };
+  panel.frame.addEventListener("click", (event) => {
+    const patch = at(event);
+    if (patch && isLive()) return ask(side, patch);
+    read(patch); // a finger points at nothing before it taps
+    if (patch || !panel.map) say(side);
   });
+  panel.frame.addEventListener("pointermove", (event) => read(at(event)));
   panel.frame.addEventListener("pointerleave", () => { if (panel.map) showPanel(side, null); });
   panel.frame.addEventListener("focus", () => { state.asked = side; });
 }

@@ -49,7 +49,7 @@ function select(picture) {
   remember();
   if (!picture) return;
   picture.card.setAttribute("aria-current", "true");
-  // Where the viewer stands above the gallery, it would be scrolled away.
+  // Where the picture stays above the gallery, what the reader scrolled to stays, too.
   if (matchMedia("(min-width: 861px)").matches) picture.card.scrollIntoView({ block: "nearest" });
   show();
 }
