@@ -226,6 +226,11 @@ def test_patches_that_are_all_alike_are_told(table):
     consensus = explainer.explain(PICTURES[0], method="consensus")  # only a default there
     assert consensus.options["refine"] == 0
     assert consensus.facts["refinement"] == "left out: the model treats all patches nearly alike"
+    with pytest.warns(VitflowWarning, match="treats all patches nearly alike"):
+        asked = explainer.explain(PICTURES[0], method="consensus", refine=1)
+    assert asked.options["refine"] == 1
+    assert asked.facts["refinement"] == "the model treats all patches nearly alike"
+    assert np.ptp(asked.grid) < 1e-4 * asked.grid.max() < np.ptp(consensus.grid)
 
 
 def test_by_default_a_picture_that_is_much_alike_is_refined_as_if_asked(demo):

@@ -60,6 +60,11 @@ def test_it_is_small_to_send_and_loads_the_model_where_it_runs():
         (lambda: BatchExplainer(tiny_model, ["rolout"]), None, "Did you mean 'rollout'"),
         (lambda: BatchExplainer(tiny_model, batch_size=0), None, "batch_size of at least 1"),
         (lambda: BatchExplainer(tiny_model), {"id": [1], "bytes": [b""]}, "a column 'image', got 'id', 'bytes'"),
+        (
+            lambda: BatchExplainer(tiny_model),
+            {"id": [1, 2], "image": [b""]},
+            "of one length, got 2 in 'id' and 1",
+        ),
         (lambda: BatchExplainer(tiny_model, target=9), {"id": [1], "image": [b""]}, "from 0 to 4, got 9"),
     ],
 )
@@ -79,16 +84,44 @@ def test_a_picture_on_which_the_model_fails_fails_alone():
     assert found["error"].tolist() == ["", "ModelError", ""]
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-9, 1.0, 70_000.0, 1e30])
+PLACEMENT = '{"image_size": [4, 4], "resized_size": [4, 4], "offset": [0, 0], "input_size": [4, 4]}'
+
+
+@pytest.mark.parametrize("scale", [1e-44, 1e-30, 1e-9, 1.0, 70_000.0, 1e30, 6e37])
 def test_half_precision_keeps_maps_of_any_scale(scale):
     grid = (np.random.default_rng(0).normal(size=(14, 14)) * scale).astype(np.float32)
     values, rows, cols, own = pack_half(grid)
     record = {"grid_m": values, "rows_m": rows, "cols_m": cols, "scale_m": own}
-    placement = '{"image_size": [4, 4], "resized_size": [4, 4], "offset": [0, 0], "input_size": [4, 4]}'
-    found, _ = map_of(record | {"placement": placement}, "m")
+    found, _ = map_of(record | {"placement": PLACEMENT}, "m")
     assert len(values) == 392
-    assert np.abs(found - grid).max() <= np.abs(grid).max() / 2**11
+    assert np.abs(found - grid).max() <= max(np.abs(grid).max() / 2**11, np.finfo(np.float32).smallest_subnormal)
     assert (pack_half(np.zeros((2, 2)))[0], pack_half(np.zeros((2, 2)))[3]) == (bytes(8), 1.0)
+
+
+def test_half_precision_keeps_the_largest_values_of_float32():
+    most = np.finfo(np.float32).max
+    grid = np.array([[most, -most, 0.0, 1.7e38]], np.float32)
+    record = dict(zip(("grid_m", "rows_m", "cols_m", "scale_m"), pack_half(grid), strict=True))
+    found, _ = map_of(record | {"placement": PLACEMENT}, "m")
+    np.testing.assert_allclose(found, grid, rtol=2**-11)
+
+
+GOOD = {"id": "a", "grid_m": bytes(8), "rows_m": 2, "cols_m": 2, "scale_m": 1.0, "placement": PLACEMENT}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"placement": value} for value in ("{", "", None, "[" * 100_000, "[]", "{}", '{"image_size": "a"}', 3)),
+        *({"rows_m": rows, "cols_m": cols} for rows, cols in ((-2, -2), ("2", 2), (2.0, 2.0), (4, 0), (None, 2))),
+        *({"scale_m": scale} for scale in ("1", 0.0, -1.0, float("nan"), float("inf"), 1e300, None)),
+        *({"grid_m": grid} for grid in ("a" * 8, 8, b"\0" * 7, b"\0\x7c" * 4, b"\0\x7e" * 4)),
+    ],
+)
+def test_a_damaged_record_is_told(change):
+    assert map_of(GOOD, "m")[0].shape == (2, 2)
+    with pytest.raises(ShapeError, match="Expected"):
+        map_of(GOOD | change, "m")
 
 
 @pytest.mark.parametrize("streaming", [False, True])

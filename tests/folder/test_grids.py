@@ -142,6 +142,8 @@ def test_conditions(text, holds):
             "9" * 900 + " < probability ** 9 ** 9",
             "\0 < 1",
             "é < 1",
+            "{[1]: 2} == 1",
+            "probability in {[]}",
         ),
     ],
 )
@@ -171,6 +173,12 @@ def test_the_command_draws_what_is_asked_for_and_tells_what_it_could_not(both, t
     assert every.exit_code == 1 and "1 drawn, 2 failed" in every.stderr
     assert "1.jpg: The photograph has changed" in every.stderr and "2.jpg: Could not read" in every.stderr
     assert CliRunner().invoke(cli, [*command, "--where", "oops"]).exit_code == 2
+    unhashable = CliRunner().invoke(cli, [*command, "--where", "{[1]: 2} == 1"])
+    assert unhashable.exit_code == 2 and "Expected a condition" in unhashable.stderr
+    most = CliRunner().invoke(cli, [*command, "--limit", "9" * 20])
+    assert most.exit_code == 1 and "6 drawn, 2 failed" in most.stderr
+    with pytest.raises(OptionError, match="limit of at least 1, got -1"):
+        draw_run(place / "grids", tmp_path / "drawn", limit=-1)
     assert CliRunner().invoke(cli, [*command, "--method", "rolout"]).exit_code == 2
     assert CliRunner().invoke(cli, ["draw", str(tmp_path), "-o", str(tmp_path)]).exit_code == 2
 
@@ -244,6 +252,46 @@ def test_a_damaged_shard_is_told_and_never_drawn(tmp_path, explainer):
     shard.unlink()
     assert run(source, out, model=explainer, store="grids").kept == 0
     assert len(found(out)) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows_rollout": [-4, -4], "cols_rollout": [-4, -4]},
+        {"rows_rollout": ["4", "4"]},
+        {"scale_rollout": ["1", "1"]},
+        {"scale_rollout": [float("nan"), -1.0]},
+        {"grid_rollout": ["a" * 32, "a" * 32]},
+        {"grid_rollout": [b"\0\x7e" * 16] * 2},
+        {"id": [1, 2]},
+    ],
+)
+def test_a_shard_with_other_columns_is_told(tmp_path, explainer, change):
+    out = tmp_path / "out"
+    run(fill(tmp_path / "in", 2), out, model=explainer, store="grids")
+    (shard,) = shard_files(out)
+    table = parquet.read_table(shard)
+    for name, values in change.items():
+        table = table.set_column(table.schema.get_field_index(name), name, [values])
+    parquet.write_table(table, shard)
+    for read in (found, report_run, lambda place: draw_run(place, tmp_path / "drawn")):
+        with pytest.raises(VitflowError, match="remove that file and run the same"):
+            read(out)
+
+
+def test_what_is_read_back_is_what_the_manifest_of_the_latest_run_has(tmp_path, explainer):
+    source, out = fill(tmp_path / "in", 5), tmp_path / "out"
+
+    def names():
+        page = report_run(out).read_text()
+        listed = [json.loads(line)["input"] for line in (out / "manifest.jsonl").read_text().splitlines()]
+        drawn = [one.input for one in draw_run(out, tmp_path / "drawn")]
+        assert list(found(out)) == drawn == listed == [f"{n}.jpg" for n in range(5) if f'"{n}.jpg"' in page]
+        return len(listed)
+
+    for limit, kept in ((None, 0), (2, 2), (None, 5), (1, 1), (3, 3)):
+        summary = run(source, out, model=explainer, store="grids", limit=limit)
+        assert summary.kept == kept and names() == summary.explained == (limit or 5)
 
 
 def test_ctrl_c_keeps_what_waits_for_its_shard(tmp_path, explainer):

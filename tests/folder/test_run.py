@@ -18,15 +18,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
 import vitflow
 from vitflow import explain_folder
+from vitflow.cli import cli
 from vitflow.errors import ImageError, ModelError, OptionError, VitflowError
 from vitflow.folder import pipeline
 from vitflow.folder.batches import Batches
 from vitflow.folder.decoders import DecoderPool, decode_file
+from vitflow.folder.draw import draw_run
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import RunFolder
 from vitflow.folder.plan import list_inputs
@@ -494,6 +497,30 @@ def test_a_full_disk_fails_what_does_not_fit(tmp_path, monkeypatch):
     assert (again.explained, again.kept) == (8, 5)
 
 
+@pytest.mark.parametrize("name", ["journal.jsonl", "manifest.jsonl", "report.html", "run.json"])
+def test_a_disk_that_is_full_at_the_end_costs_no_picture(tmp_path, monkeypatch, name):
+    source, out = fill(tmp_path / "in", 2), tmp_path / "out"
+    (replace, full) = Path.replace, []
+
+    def small_disk(self, target):
+        if target.name == name and full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", small_disk)
+
+    def fill_disk(state):
+        full.append(state)
+
+    command = ["folder", str(source), "-o", str(out), "--model", "demo", "--report", "--workers", "0"]
+    with pytest.raises(VitflowError, match="could not be written to.*run the same command again"):
+        run(source, out, report=True, progress=fill_disk)
+    found = CliRunner().invoke(cli, [*command, "--overwrite"])
+    assert found.exit_code == 1 and "run the same command again" in found.stderr and "Traceback" not in found.output
+    full.clear()
+    assert run(source, tmp_path / "other", report=True).explained == 2
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can make a small disk")
 def test_a_disk_that_is_really_full_ends_the_run_in_words_and_the_next_one_goes_on(tmp_path):
     source, disk = fill(tmp_path / "in", 60), tmp_path / "disk"
@@ -683,7 +710,7 @@ def test_the_report_remembers_the_bound_on_pixels(tmp_path, monkeypatch):
     bounds = []
     real = decode_file
     monkeypatch.setattr(
-        "vitflow.folder.report.decode_file", lambda path, bound: (bounds.append(bound), real(path, bound))[1]
+        "vitflow.folder.draw.decode_file", lambda path, bound: (bounds.append(bound), real(path, bound))[1]
     )
     source = fill(tmp_path / "in", 1)
     run(source, tmp_path / "out", max_pixels=5000)
@@ -732,12 +759,34 @@ def test_what_is_wrong_with_a_file_is_told_by_its_name_however_it_was_read(tmp_p
     assert [name in one for name, one in zip(("empty.png", "nan.tif", "short.jpg"), told, strict=True)] == [True] * 3
 
 
+def test_a_photograph_that_was_replaced_is_never_shown_under_the_old_map(tmp_path):
+    source, out = fill(tmp_path / "in", 3), tmp_path / "out"
+    run(source, out)
+
+    def pictures():
+        page = report_run(out).read_text()
+        data = page.partition('<script type="application/json" id="data">')[2].partition("</script>")[0]
+        return {
+            one["name"]: (one["image"], one["maps"]["rollout"]["facts"].get("photograph"))
+            for one in json.loads(data)["pictures"]
+        }
+
+    assert all(image is not None and told is None for image, told in pictures().values())
+    (source / "1.jpg").write_bytes(picture_bytes(9))
+    (source / "2.jpg").unlink()
+    shown = pictures()
+    assert shown["0.jpg"][0] is not None and shown["1.jpg"][0] is shown["2.jpg"][0] is None
+    assert "has changed since the run" in shown["1.jpg"][1] and "Could not read" in shown["2.jpg"][1]
+    drawn = {one.input: one.error for one in draw_run(out, tmp_path / "drawn")}
+    assert drawn == {name: told for name, (_, told) in shown.items()}
+
+
 def test_a_report_needs_no_photograph_that_the_run_had_in_hand(tmp_path, monkeypatch):
     source, out = fill(tmp_path / "in", 4), tmp_path / "out"
     run(source, out, limit=2)
     decoded = []
     monkeypatch.setattr(
-        "vitflow.folder.report.decode_file", lambda path, bound: (decoded.append(Path(path).name), decode_file(path))[1]
+        "vitflow.folder.draw.decode_file", lambda path, bound: (decoded.append(Path(path).name), decode_file(path))[1]
     )
     page = run(source, out, report=True, batch_size=2).report.read_bytes()
     assert decoded == ["0.jpg", "1.jpg"]  # those of the run before

@@ -35,7 +35,7 @@ from vitflow.explaining.method_table import get_method, is_slow
 from vitflow.explaining.progress import watched
 from vitflow.folder.batches import Batches
 from vitflow.folder.fingerprints import run_fingerprint
-from vitflow.folder.keeper import RunFolder, RunProgress, Tally, keep_rows, versions
+from vitflow.folder.keeper import RunFolder, RunProgress, Tally, finishing, keep_rows, versions
 from vitflow.folder.work import explainer_for
 from vitflow.pictures.images import ImageSource
 
@@ -148,13 +148,8 @@ def evaluate(
     if not evaluation.pictures:
         raise VitflowError(_nothing_measured(evaluation.failures))
     if output is not None:
-        try:
+        with finishing(output):
             evaluation.save(Path(output))
-        except OSError as error:
-            raise VitflowError(
-                f"What was measured is kept, but the report could not be written to {str(output)!r}: "
-                f"{error.strerror or error}. Make room and run the same command again."
-            ) from error
     return evaluation
 
 

@@ -116,7 +116,8 @@ def apply_methods(answered: Answered, chosen: Chosen, wanted: Sequence[Tensor | 
     gradients = any("gradients" in method.needs for method, _ in chosen)
     found: list[list[list[Saliency]]] = [[[] for _ in chosen] for _ in answered.pictures]
     for number, target in enumerate(wanted):
-        trace = AskedTrace.of(answered.trace, target, answered.predict, answered.log_odds)
+        asked = answered.refinement_asked
+        trace = AskedTrace.of(answered.trace, target, answered.predict, answered.log_odds, refinement_asked=asked)
         started = time.perf_counter()
         if gradients:
             trace.backward()  # once for all methods, and each method's seconds hold it

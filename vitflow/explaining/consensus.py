@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
+from vitflow.explaining.asked import AskedTrace
 from vitflow.explaining.maps import Maps, Patch
 from vitflow.explaining.method_table import get_method
 from vitflow.explaining.refining import make_maps
 from vitflow.methods.refinement import AffinityName
 from vitflow.methods.values import ValueWeighting
-from vitflow.recording.trace import Trace
 
 #: The methods that agree, each with its own defaults.
 PARTS = ("gae", "gradient_rollout", "rollout")
@@ -19,14 +19,14 @@ FLOOR = 1e-6
 
 
 def consensus(
-    trace: Trace, *, refine: int, affinity: AffinityName, value_weighted: ValueWeighting, patch: Patch | None
+    trace: AskedTrace, *, refine: int, affinity: AffinityName, value_weighted: ValueWeighting, patch: Patch | None
 ) -> Maps:
     """The geometric mean of GAE, gradient rollout and rollout for the target, each refined and scaled by its sum."""
     grids, facts = [], []
     for name in PARTS:
         method = get_method(name)
         own = {"refine": refine, "affinity": affinity, "value_weighted": value_weighted, "patch": patch}
-        maps, _ = make_maps(method, method.complete(own), trace, asked=False)
+        maps, _ = make_maps(method, method.complete(own), trace, asked=trace.refinement_asked)
         grids.append(maps.grids)
         facts.append(maps.facts)
     return Maps(geometric_mean(grids), facts[0])

@@ -102,10 +102,14 @@ class BatchExplainer:
             `cols_METHOD` and `scale_METHOD`. Where there is none, text is empty, a whole number −1, and a number NaN.
 
         Raises:
-            OptionError: the batch has no such column, or no picture can be explained this way.
+            OptionError: the batch has no such columns of one length, or no picture can be explained this way.
             ModelError: the model cannot be loaded.
         """
         ids, images = (self._column(batch, name) for name in (self._id, self._image))
+        if len(ids) != len(images):
+            raise OptionError(
+                f"Expected columns of one length, got {len(ids)} in {self._id!r} and {len(images)} in {self._image!r}."
+            )
         batches = self._loaded()
         records = []
         for part in batches.parts(self._pictures(ids, images), lambda picture: picture.decoded.nbytes):

@@ -41,7 +41,7 @@ def parse_condition(text: str) -> Condition:
         if len(text) > _LONGEST:
             raise ValueError
         return _condition(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         if isinstance(error, OptionError):
             raise
         raise OptionError(

@@ -1,6 +1,7 @@
 """Draw what a run has found, for the pictures that are asked for: grids first, overlays on demand."""
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,7 +10,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from vitflow.errors import OptionError, ShapeError, VitflowError, printable, unknown_name
+import numpy as np
+from numpy.typing import NDArray
+
+from vitflow.errors import OptionError, ShapeError, VitflowError, printable, unknown_name, whole_number
 from vitflow.explaining.saliency import Saliency
 from vitflow.folder.conditions import parse_condition
 from vitflow.folder.decoders import decode_file, decode_given
@@ -70,7 +74,7 @@ def read_grids(run: str | os.PathLike[str], where: str | None = None) -> Iterato
 def _maps(folder: RunFolder, journal: Journal, where: str | None) -> Iterator[Explained]:
     holds = parse_condition(where) if where else None
     reader = ShardReader(partial(read_file, folder.place))
-    for row in journal.rows():
+    for row in journal.latest():
         if row["status"] == "explained" and (holds is None or holds(row)):
             yield row, reader.maps(row)
 
@@ -93,7 +97,7 @@ def draw_run(
         output: where the overlays go.
         where: draw the pictures for which this holds, such as "probability < 0.5 and class_name != 'cat'".
         methods: the maps to draw, by their labels; by default all of the run.
-        limit: draw the first so many only.
+        limit: draw the first so many only, at least 1.
         format: "jpg", "png" or "webp"; by default what the run was asked for.
         drawing: options of `Saliency.overlay`, which come before those that the run was asked for.
         progress: called for each picture as it is done.
@@ -102,6 +106,8 @@ def draw_run(
         OptionError: the folder holds no run, or an option is wrong.
         VitflowError: a file with maps is gone or damaged.
     """
+    if limit is not None:
+        limit = min(whole_number("limit", limit, 1), sys.maxsize)
     folder, target = open_folder(run), Path(output)
     journal = folder.open_journal(is_folder_row)
     asked, max_pixels = folder_run(journal.header, folder.place)
@@ -117,7 +123,7 @@ def draw_run(
 
     def draw(row: Mapping[str, Any], maps: Mapping[str, Grid]) -> Drawn:
         try:
-            pixels, placement = _photograph(row, asked["root"], max_pixels), placement_of(row.get("placement", {}))
+            pixels, placement = read_photograph(row, asked["root"], max_pixels), placement_of(row.get("placement", {}))
             paths = []
             for label in labels:
                 saliency = Saliency(maps[label], placement, pixels, row["input"], asked["model"], label, {})
@@ -139,8 +145,17 @@ def draw_run(
     return found
 
 
-def _photograph(row: Mapping[str, Any], root: str, max_pixels: int) -> Any:
-    """The pixels of the very file that was explained."""
+def read_photograph(row: Mapping[str, Any], root: str, max_pixels: int) -> NDArray[np.uint8]:
+    """The pixels of the very file that was explained, uint8 RGB [height, width, 3].
+
+    Args:
+        row: of the picture.
+        root: the folder or URL that the run read.
+        max_pixels: pictures of more pixels are refused.
+
+    Raises:
+        VitflowError: it cannot be read, or is another one now.
+    """
     if is_remote(root):
         decoded = decode_given(RemoteFolder(root).read(row["input"]), row["input"], max_pixels)
     else:

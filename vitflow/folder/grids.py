@@ -23,6 +23,8 @@ AnyGrid = NDArray[np.floating[Any]]
 
 #: Where shards of records lie below an output folder.
 SHARDS = "grids"
+# The scale of a map with the largest values of float32.
+_LARGEST_SCALE = 2.0**128
 _SHARD = re.compile(SHARDS + r"/[0-9a-f]{16}\.parquet")
 
 #: The columns of a record and what they hold; "json" is text. Each map adds those of `grid_columns`.
@@ -115,17 +117,32 @@ def map_of(record: Mapping[str, Any], label: str) -> tuple[Grid, Placement]:
     Raises:
         ShapeError: the record has no such map, as that of a picture which failed, or it is damaged.
     """
-    return grid_of(record, label), placement_of(json.loads(record["placement"]))
+    grid = grid_of(record, label)
+    try:
+        known = json.loads(record["placement"])
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ShapeError(
+            f"Expected the placement of a map as JSON, got {record.get('placement')!r:.80}: it is damaged."
+        ) from error
+    return grid, placement_of(known)
 
 
 def grid_of(record: Mapping[str, Any], label: str) -> Grid:
     """A record's map alone; arguments and errors as for `map_of`."""
     values, rows, cols, scale = (record.get(name) for name in grid_columns(label))
-    if not values or not isinstance(rows, int | np.integer) or not isinstance(cols, int | np.integer):
+    if not values:
         raise ShapeError(f"Expected a record with a map {label!r}, got {record.get('id')!r}, which has none.")
-    if len(values) != 2 * rows * cols or not isinstance(scale, float) or not math.isfinite(scale):
-        raise ShapeError(f"Expected {rows} × {cols} values in half precision, got {len(values)} bytes: it is damaged.")
-    return np.frombuffer(values, "<f2").reshape(rows, cols).astype(np.float32) * np.float32(scale)
+    sides = all(isinstance(side, int | np.integer) and side > 0 for side in (rows, cols))
+    whole = isinstance(values, bytes | bytearray) and sides and len(values) == 2 * rows * cols
+    half = np.frombuffer(values, "<f2") if whole else np.empty(0)
+    if not whole or not np.isfinite(half).all() or not isinstance(scale, float) or not 0 < scale <= _LARGEST_SCALE:
+        raise ShapeError(
+            f"Expected the map {label!r} of {record.get('id')!r} as rows × cols finite values in half precision and "
+            f"their scale, got {values!r:.40} for {rows!r} × {cols!r} and {scale!r}: it is damaged."
+        )
+    # The scale of the largest values, and what rounds up to it, are more than float32 holds.
+    most = np.finfo(np.float32).max
+    return (half.reshape(rows, cols).astype(np.float64) * scale).clip(-most, most).astype(np.float32)
 
 
 def placement_of(known: Mapping[str, Any]) -> Placement:

@@ -76,11 +76,17 @@ class Journal:
         return key in self._places
 
     def start(self, header: Mapping[str, Any]) -> None:
-        """Begin anew, with nothing done."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        """Begin anew, with nothing done.
+
+        Raises:
+            VitflowError: the disk is full.
+        """
         line = json_line({**header, "vitflow_journal": VERSION})
-        with write_atomically(self.path, durable=True) as file:
-            file.write(line)
+        try:
+            with write_atomically(self.path, durable=True) as file:
+                file.write(line)
+        except OSError as error:
+            raise self._unwritten() from error
         self.header, self._places, self._end, self._pending = dict(header), {}, len(line), b""
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -129,26 +135,39 @@ class Journal:
                     line = file.readline()
                 yield json.loads(line)  # one that was accepted
 
+    def latest(self) -> Iterator[dict[str, Any]]:
+        """The rows of the inputs that the latest run was asked for, which are those of its manifest."""
+        return (row for row in self.rows() if not row.get("beyond"))
+
     def compact(self, keys: Iterable[str]) -> None:
         """Write the journal anew: one row per input, in this order, then the inputs that are not among these.
+
+        These are marked: a later run may ask for them again, as one with a larger limit.
 
         Raises:
             VitflowError: the disk is full.
         """
         if self._pending and not self._write():
-            raise VitflowError(
-                f"The rows of this run could not be written to {str(self.path)!r}: the disk is full, or the folder is "
-                "read-only. Make room and run the same command again: it does only what is missing."
-            )
+            raise self._unwritten()
         asked = dict.fromkeys(keys)
         order = [*asked, *sorted(key for key in self._places if key not in asked)]
         places: dict[str, int] = {}
-        with write_atomically(self.path, durable=True) as file:
-            end = file.write(json_line({**(self.header or {}), "vitflow_journal": VERSION}))
-            for row in self.rows(order):
-                places[row["input"]] = end
-                end += file.write(json_line(row))
+        try:
+            with write_atomically(self.path, durable=True) as file:
+                end = file.write(json_line({**(self.header or {}), "vitflow_journal": VERSION}))
+                for row in self.rows(order):
+                    places[row["input"]] = end
+                    row.pop("beyond", None)
+                    end += file.write(json_line(row if row["input"] in asked else row | {"beyond": True}))
+        except OSError as error:
+            raise self._unwritten() from error
         self._places, self._end = places, end
+
+    def _unwritten(self) -> VitflowError:
+        return VitflowError(
+            f"The rows of this run could not be written to {str(self.path)!r}: the disk is full, or the folder is "
+            "read-only. Make room and run the same command again: it does only what is missing."
+        )
 
 
 def _whole_line(file: BinaryIO, line: bytes) -> tuple[int, bool]:

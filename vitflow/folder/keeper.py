@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
-from vitflow.errors import OptionError
+from vitflow.errors import OptionError, VitflowError
 from vitflow.folder.fingerprints import check_same_run
 from vitflow.folder.journal import Journal
 from vitflow.folder.remote import RemoteFolder, RemoteJournal
@@ -201,6 +201,22 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:  # built another way, such as opencv without its wheel
             continue
     return found
+
+
+@contextmanager
+def finishing(output: object) -> Iterator[None]:
+    """Say of what a run writes at its end, and could not write, that nothing else is lost.
+
+    Raises:
+        VitflowError: the disk is full, or the folder is read-only.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise VitflowError(
+            f"The rows of this run are kept, but its tables and reports could not be written to {str(output)!r}: "
+            f"{error.strerror or error}. Make room and run the same command again."
+        ) from error
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:

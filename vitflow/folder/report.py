@@ -3,7 +3,7 @@
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.folder.decoders import decode_file
+from vitflow.folder.draw import read_photograph
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import RunFolder
 from vitflow.folder.rows import folder_run, is_folder_row
@@ -68,7 +68,7 @@ def report_run(
 
     Args:
         output: the run's output folder.
-        keys: inputs to show; by default all of the run.
+        keys: inputs to show; by default all of the latest run.
         thumbnails: the photographs that need not be read again.
         options: per_page and embed_bytes as for `vitflow.viewer.report.write_report`.
 
@@ -78,13 +78,12 @@ def report_run(
     folder = RunFolder(Path(output))
     journal = Journal(folder.journal, is_folder_row)
     run, max_pixels = folder_run(journal.header, folder.path)
-    states = {row["input"]: row["status"] for row in journal.rows(keys)}
+    states = {row["input"]: row["status"] for row in (journal.latest() if keys is None else journal.rows(keys))}
 
-    def photograph(key: str) -> bytes | None:
-        if thumbnails is not None and (small := thumbnails.get(key)) is not None:
+    def photograph(row: Mapping[str, Any]) -> bytes:
+        if thumbnails is not None and (small := thumbnails.get(row["input"])) is not None:
             return small
-        image = decode_file(os.path.join(run["root"], key), max_pixels).image  # noqa: PTH118 - a name that may not be text
-        return None if image is None else thumbnail(image)
+        return thumbnail(read_photograph(row, run["root"], max_pixels))
 
     reader = ShardReader(partial(read_file, folder.path))
 

@@ -23,7 +23,7 @@ from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.fingerprints import run_fingerprint
 from vitflow.folder.grids import SHARDS
 from vitflow.folder.journal import Journal
-from vitflow.folder.keeper import RunFolder, RunProgress, Tally, keep_rows, open_folder, versions, write_json
+from vitflow.folder.keeper import RunFolder, RunProgress, Tally, finishing, keep_rows, open_folder, versions, write_json
 from vitflow.folder.manifest import load_pyarrow, write_manifest
 from vitflow.folder.pipeline import Pipeline, Place, put_file
 from vitflow.folder.plan import Input, list_inputs
@@ -154,6 +154,7 @@ def explain_folder(
         OptionError: an option is wrong, or the folder holds a run with other options and overwrite is False.
         ImageError: there is nothing at a source.
         ModelError: the model cannot be loaded or explained this way.
+        VitflowError: the disk is full; what was done is kept.
         KeyboardInterrupt: what was done is kept, for the next run to go on from.
 
     >>> import tempfile
@@ -196,31 +197,32 @@ def explain_folder(
             _tidy(journal, folder.place, job)
         journal.compact(keys)
         explained = sum(row["status"] == "explained" for row in journal.rows(keys))
-        table = _write_manifest(folder, journal, keys, fingerprint, manifest)
-        page = None
-        if report:
-            from vitflow.folder.report import report_run
-
-            page = report_run(folder.path, keys=keys, thumbnails=photographs)
         totals = {"total": len(keys), "explained": explained, "failed": len(keys) - explained}
-        seconds = time.perf_counter() - clock
-        done_now = explained - kept
-        write_json(
-            folder.run_json,
-            {
-                "versions": versions(),
-                "command": list(command) if command else None,
-                "run": fingerprint | {"recursive": recursive, "glob": glob, "limit": limit, "manifest": manifest},
-                "totals": totals,
-                "time": {
-                    "started": started.isoformat(timespec="seconds"),
-                    "seconds": round(seconds, 3),
-                    "explained_by_this_run": done_now,
-                    "pictures_per_second": round(done_now / seconds, 3),
+        with finishing(folder.place):
+            table = _write_manifest(folder, journal, keys, fingerprint, manifest)
+            page = None
+            if report:
+                from vitflow.folder.report import report_run
+
+                page = report_run(folder.path, keys=keys, thumbnails=photographs)
+            seconds = time.perf_counter() - clock
+            done_now = explained - kept
+            write_json(
+                folder.run_json,
+                {
+                    "versions": versions(),
+                    "command": list(command) if command else None,
+                    "run": fingerprint | {"recursive": recursive, "glob": glob, "limit": limit, "manifest": manifest},
+                    "totals": totals,
+                    "time": {
+                        "started": started.isoformat(timespec="seconds"),
+                        "seconds": round(seconds, 3),
+                        "explained_by_this_run": done_now,
+                        "pictures_per_second": round(done_now / seconds, 3),
+                    },
                 },
-            },
-        )
-        folder.publish(folder.run_json)
+            )
+            folder.publish(folder.run_json)
     where = folder.path if folder.remote is None else str(folder.remote)
     return FolderSummary(where, table, **totals, kept=kept, seconds=seconds, report=page)
 

@@ -128,8 +128,8 @@ class ShardReader:
             names = ["id", *(name for label in labels for name in grid_columns(label))]
             table = file.read(columns=names)
             return labels, {name: table[name].to_pylist() for name in names}
-        except (OSError, KeyError, pyarrow.ArrowException) as error:
-            raise _damaged(path) from error
+        except (OSError, KeyError, ValueError, TypeError, OverflowError, pyarrow.ArrowException) as error:
+            raise _damaged(path) from error  # its columns may hold anything
 
     def maps(self, row: Mapping[str, Any]) -> dict[str, AnyGrid]:
         """The maps of an explained picture by their labels, float32 [rows, cols].

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.demo import limits_of
-from vitflow.errors import OptionError, printable
+from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.pictures.files import stays_inside, write_atomically
 from vitflow.pictures.overlay import is_soft, scale_range
 from vitflow.viewer.drawing import drawing_of, one_table
@@ -24,7 +24,7 @@ def write_report(
     run: Mapping[str, Any],
     states: Mapping[str, str],
     read_rows: Callable[[Iterable[str]], Iterable[Mapping[str, Any]]],
-    photograph: Callable[[str], bytes | None],
+    photograph: Callable[[Mapping[str, Any]], bytes],
     *,
     per_page: int = 300,
     embed_bytes: int = 24 * 2**20,
@@ -32,14 +32,15 @@ def write_report(
     """Write `report.html` (and `report-2.html` …) for the rows of a folder run; the first page's path.
 
     Each picture can be seen with each of its maps at any opacity, and each patch with its value. Where a photograph is
-    gone, its map stands alone.
+    gone or another, its map stands alone, and says why.
 
     Args:
         output: the run's output folder, into which the pages go.
         run: what the run computed: "root", "model", "methods", "options", "drawing", …
         states: "explained" or "failed" for each input to show; they stand in the natural order of their names.
         read_rows: the rows of some inputs, with their grids.
-        photograph: an input made small, as JPEG (see `vitflow.viewer.drawing.thumbnail`); None where it cannot be read.
+        photograph: the photograph of a row made small, as JPEG (see `vitflow.viewer.drawing.thumbnail`); it raises
+            VitflowError or OSError where that is not the one that was explained.
         per_page: pictures on one page.
         embed_bytes: thumbnails beyond this sum on a page are written to `report-files/` and linked.
     """
@@ -78,7 +79,7 @@ def _entries(
     rows: Iterable[Mapping[str, Any]],
     run: Mapping[str, Any],
     output: Path,
-    photograph: Callable[[str], bytes | None],
+    photograph: Callable[[Mapping[str, Any]], bytes],
     budget: int,
     prefix: str,
 ) -> Iterator[dict[str, Any]]:
@@ -86,9 +87,12 @@ def _entries(
     used = 0
     for index, row in enumerate(rows):
         source = os.path.join(run["root"], row["input"])  # noqa: PTH118 - a name that may not be text
-        small = photograph(row["input"])
+        small, image, told = None, None, {}
+        try:
+            small = photograph(row)
+        except (VitflowError, OSError) as error:
+            told = {"photograph": printable(str(error))}
         used += len(small or b"")
-        image = None
         if small is not None and used <= budget:
             image = f"data:image/jpeg;base64,{base64.b64encode(small).decode()}"
         elif small is not None:
@@ -106,7 +110,7 @@ def _entries(
             "window": row["window"],
             "label": label,
             "probability": row["probability"],
-            "maps": {name: _map(grid, run, row["facts"].get(name, {})) for name, grid in row["grids"].items()},
+            "maps": {name: _map(grid, run, row["facts"].get(name, {}) | told) for name, grid in row["grids"].items()},
             "overlays": {name: _link(path) for name, path in row["outputs"].items()},
         }
 
