@@ -62,7 +62,7 @@ def test_no_picture_and_no_mask_starts_a_program(folder, monkeypatch):
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *arguments: started.append(arguments))
     for name in ("cat.jpg", "dog_mask.png"):
         (folder / name).write_bytes(EPS)
-    assert all("to be a picture (AVIF" in told for told in results(open_dataset(folder)).values())
+    assert all("to be a picture (" in told for told in results(open_dataset(folder)).values())
     assert "to be a picture" in decode_file(str(folder / "cat.jpg")).message
     for source in (EPS, Image.open(io.BytesIO(EPS))):
         with pytest.raises(ImageError, match="to be a picture"):

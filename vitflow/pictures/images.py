@@ -216,9 +216,13 @@ def natural_order(name: str) -> list[str | int]:
 
 def _open(source: str | os.PathLike[str] | bytes) -> Image.Image:
     """Open a picture as one of the formats that are meant to be read; Pillow tries no other."""
+    return Image.open(io.BytesIO(source) if isinstance(source, bytes) else Path(source), formats=_known_formats())
+
+
+def _known_formats() -> list[str]:
+    """The formats of ours that this release of Pillow reads, with its plugins."""
     Image.init()
-    known = [name for name in _FORMATS if name in Image.OPEN]
-    return Image.open(io.BytesIO(source) if isinstance(source, bytes) else Path(source), formats=known)
+    return [name for name in _FORMATS if name in Image.OPEN]
 
 
 def _from_pillow(image: Image.Image, max_pixels: int, name: str) -> NDArray[np.uint8]:
@@ -329,5 +333,7 @@ def _explain(
     if isinstance(error, UnidentifiedImageError):
         empty = source == b"" or (isinstance(source, str | os.PathLike) and Path(source).stat().st_size == 0)
         got = "an empty file" if empty else "something that Pillow cannot read as one of them"
-        return f"Expected {name} to be a picture ({', '.join(_FORMATS)}), got {got}. Convert it to PNG or JPEG."
+        known = _known_formats()
+        newer = "" if "AVIF" in known else " AVIF is read with Pillow 11.3 or newer."
+        return f"Expected {name} to be a picture ({', '.join(known)}), got {got}. Convert it to PNG or JPEG.{newer}"
     return f"Could not read {name}: {error or type(error).__name__}. It is truncated or damaged; get it anew."

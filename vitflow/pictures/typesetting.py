@@ -66,7 +66,8 @@ class Page:
         left, top = self.snap(left), self.snap(top)
         right, bottom = left + image.shape[1] / self.dpi, top + image.shape[0] / self.dpi
         extent = (left, right, bottom, top)
-        self.axes.imshow(image, extent=extent, aspect="auto", origin="upper", interpolation="auto", zorder=1)
+        # "antialiased" is what every release calls "auto", which older ones do not know.
+        self.axes.imshow(image, extent=extent, aspect="auto", origin="upper", interpolation="antialiased", zorder=1)
 
     def line(self, text: str, x: float, baseline: float, size: float, **style: Any) -> None:
         """Set a line of type, by default centred on x; style as for matplotlib's text."""
