@@ -28,10 +28,10 @@ from vitflow.demo import sample_pictures
 from vitflow.errors import ImageError, NoAttentionError, OptionError, ShapeError, VitflowWarning
 from vitflow.explaining import method_table
 from vitflow.explaining.agreement import Agreement, measure_agreement, spearman, top_overlap
-from vitflow.explaining.captions import readable
 from vitflow.explaining.comparison import DEFAULT_METHODS, compare
-from vitflow.explaining.figure import Pen
 from vitflow.pictures import figures, overlay
+from vitflow.pictures.pen import Pen
+from vitflow.pictures.typesetting import readable
 
 OWN = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9}
@@ -263,7 +263,7 @@ def test_classes_of_a_picture_share_their_colours_and_the_caption_states_them(ex
                     low, high = np.percentile(values, [2, 98]) if robust else (values.min(), values.max())
                     assert limits_of(cell) == readable(low, high)[0]
                     one = [s for s in compared.pictures[number] if s.method == "gae"][row]
-                    expected = Pen(1.5, figures.DPI, "smooth", robust, {}).overlay(one, (low, high))
+                    expected = Pen(1.5, robust=robust).overlay(one.grid, one.placement, one.image, (low, high))
                     assert np.abs(cell.image.astype(int) - expected).max() <= 1
     drawn.clear()
     compared.strip(vmin=0, vmax=0.5)
@@ -297,8 +297,8 @@ def test_a_map_lies_in_the_strip_where_it_lies_on_the_picture(fit, size):
     explaining = Explainer(own_model(), data_config=DATA, fit=fit)
     saliency = explaining.explain(cv2.GaussianBlur(picture(*size), (0, 0), 5), method="rollout")
     limits = overlay.scale_range(saliency.grid)
-    pen = Pen(1.5, figures.DPI, "smooth", True, {"mark_unseen": False})
-    small = pen.overlay(saliency, limits)
+    pen = Pen.of(1.5, {"mark_unseen": False})
+    small = pen.overlay(saliency.grid, saliency.placement, saliency.image, limits)
     assert small.shape[:2] == figures.panel_size(size)
     full = saliency.overlay(mark_unseen=False)
     expected = cv2.resize(full, small.shape[1::-1], interpolation=cv2.INTER_AREA if size[0] > 100 else cv2.INTER_CUBIC)

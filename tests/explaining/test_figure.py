@@ -12,10 +12,10 @@ from vitflow import Explainer
 from vitflow.cli import main
 from vitflow.demo import sample_pictures
 from vitflow.errors import OptionError
-from vitflow.explaining.captions import readable
-from vitflow.explaining.figure import Pen
 from vitflow.explaining.saliency import Saliency
 from vitflow.pictures.geometry import place
+from vitflow.pictures.pen import Pen
+from vitflow.pictures.typesetting import readable
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +80,10 @@ def test_the_asked_patch_is_framed(explainer, tmp_path):
     size = saliency.placement.input_size[0] / saliency.grid.shape[0]
     assert middle == pytest.approx((2.5 * size, 7.5 * size))
     height, width = saliency.image.shape[:2]
-    pen = Pen(width / 100, 100, "smooth", True, {})  # the photograph's own size
+    pen = Pen(width / 100, 100)  # the photograph's own size
     plain = replace(saliency, options={**saliency.options, "patch": None})
     limits = (0.0, float(saliency.grid.max()))
-    framed, bare = pen.overlay(saliency, limits), pen.overlay(plain, limits)
+    framed, bare = (pen.overlay(one.grid, one.placement, one.image, limits, one.patch_box) for one in (saliency, plain))
     assert framed.shape == (height, width, 3)
     rows, cols = np.nonzero((framed != bare).any(axis=-1))
     for edges, ends in ((rows, (top, bottom)), (cols, (left, right))):

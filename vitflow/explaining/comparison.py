@@ -17,17 +17,17 @@ from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, u
 from vitflow.explaining.agreement import Agreement, mean_of_defined, measure_agreement, spearman
 from vitflow.explaining.captions import own_options
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.figure import Pen
 from vitflow.explaining.method_choices import MethodChoice, check_methods
 from vitflow.explaining.method_options import takes_method_options
 from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import columns_of, draw_comparison
 from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_picture
-from vitflow.pictures import figures, notebook, overlay
+from vitflow.pictures import figures, notebook
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource
-from vitflow.pictures.options import FIGURE_FORMATS, SCALINGS, Interpolation, Scaling
+from vitflow.pictures.options import FIGURE_FORMATS, SCALINGS, Scaling
+from vitflow.pictures.pen import Pen, file_too, takes_drawing_options
 
 # Pictures that a notebook shows of a comparison.
 _SHOWN = 4
@@ -137,7 +137,7 @@ class Comparison:
     def labels(self) -> tuple[str, ...]:
         """What each column shows: the method, with the options that differ from its defaults."""
         return tuple(
-            f"{maps[0].method} ({told})" if (told := own_options(maps[0])) else maps[0].method
+            f"{maps[0].method} ({told})" if (told := own_options(maps[0].method, maps[0].options)) else maps[0].method
             for maps in columns_of(self.pictures[0])
         )
 
@@ -163,19 +163,15 @@ class Comparison:
         classes = {label: mean_of_defined(values) for label, values in between.items()}
         return measure_agreement(self.labels, rows, top=top, between_classes=classes)
 
+    @takes_drawing_options
     def strip(
         self,
         path: str | os.PathLike[str] | None = None,
         *,
         scaling: Scaling = "picture",
-        robust: bool = True,
-        vmin: float | None = None,
-        vmax: float | None = None,
-        interpolation: Interpolation = "smooth",
         width: float = 1.5,
-        dpi: int = figures.DPI,
         timings: bool = False,
-        **blending: Any,
+        **drawing: Any,
     ) -> Figure:
         """Draw the maps over their photographs: rows are pictures, or classes of a picture; columns are methods.
 
@@ -186,28 +182,17 @@ class Comparison:
             scaling: which maps of one method have the limits of their colours in common: those of one "picture" (its
                 classes), the whole "column", or none ("map"). Different methods never have: their values mean
                 different things.
-            robust: limits at the 2nd and the 98th percentile of the patches instead of at the extremes; for maps with
-                negative values at equal distances from 0, as in `vitflow.pictures.overlay.scale_range`.
-            vmin, vmax: limits for all maps instead.
-            interpolation: "smooth", "linear", "cubic", or "nearest" to see the patches.
             width: of a column, in inches.
-            dpi: pixels per inch of the pictures.
             timings: tell below each map how long it took.
-            blending: cmap, alpha, fade, background, contours and mark_unseen as for `vitflow.pictures.overlay.blend`.
+            drawing: as for `Saliency.figure`; vmin and vmax are those of all maps.
 
         Raises:
             OptionError: an unknown scaling, a drawing option out of range, or another file type.
         """
         if scaling not in SCALINGS:
             raise OptionError(unknown_name("scaling", scaling, SCALINGS))
-        if path is not None:
-            figures.check_format(path)
-        soft = overlay.is_soft(vmin, vmax, robust)
-        pen = Pen(width, dpi, interpolation, soft, blending)
-        figure = draw_comparison(self.pictures, pen, scaling, vmin=vmin, vmax=vmax, robust=robust, timings=timings)
-        if path is not None:
-            figures.save_figure(figure, path)
-        return figure
+        pen = Pen.of(width, drawing)
+        return file_too(path, lambda: draw_comparison(self.pictures, pen, scaling, timings=timings))
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the strip (.png, .pdf, .svg; options as for `strip`) or everything as numbers (.json)."""

@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from vitflow.demo import limits_of
 from vitflow.errors import OptionError
 from vitflow.explaining.captions import class_lines, method_title, own_options
-from vitflow.explaining.figure import Pen
 from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.method_table import list_methods
 from vitflow.explaining.saliency import Saliency
@@ -21,7 +20,7 @@ from vitflow.methods.attention import check_layer
 from vitflow.pictures import figures, notebook, overlay
 from vitflow.pictures.figures import Block, Cell, Column
 from vitflow.pictures.images import ImageSource, image_name
-from vitflow.pictures.options import Interpolation
+from vitflow.pictures.pen import Pen, file_too, takes_drawing_options
 from vitflow.recording.isolation import evaluating
 from vitflow.recording.recorder import record_attention
 
@@ -63,48 +62,32 @@ class LayerMaps:
         """All maps: layers alone, built up, heads."""
         return self.alone + self.built_up + self.heads
 
-    def figure(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        vmin: float | None = None,
-        vmax: float | None = None,
-        robust: bool = True,
-        interpolation: Interpolation = "smooth",
-        width: float = 1.15,
-        dpi: int = figures.DPI,
-        **blending: Any,
-    ) -> Figure:
+    @takes_drawing_options
+    def figure(self, path: str | os.PathLike[str] | None = None, *, width: float = 1.15, **drawing: Any) -> Figure:
         """Draw all of them on one sheet, each in the colours of its own values.
 
         Args:
             path: also write the figure here: .png, .pdf or .svg.
-            vmin, vmax, robust, interpolation: as for `Saliency.overlay`.
             width: of a picture, in inches.
-            dpi: pixels per inch of the pictures.
-            blending: cmap, alpha, fade, background, contours and mark_unseen as for `vitflow.pictures.overlay.blend`.
+            drawing: as for `Saliency.figure`.
 
         Raises:
             OptionError: a drawing option is out of range, or another file type.
         """
-        if path is not None:
-            figures.check_format(path)
-        pen = Pen(width, dpi, interpolation, overlay.is_soft(vmin, vmax, robust), blending)
-        limits = {
-            id(one): overlay.scale_range(one.grid, vmin=vmin, vmax=vmax, robust=robust) for one in self.saliencies
-        }
+        pen = Pen.of(width, drawing)
+        return file_too(path, lambda: self._draw(pen))
+
+    def _draw(self, pen: Pen) -> Figure:
+        limits = {id(one): pen.limits(one.grid) for one in self.saliencies}
         cells = [
             [(column, map_cell(one, limits[id(one)], pen)) for column, one in section] for section in self._sections()
         ]
         whole = self.built_up[-1]
-        photograph = Cell(pen.photograph(whole.image), tuple(class_lines(whole)), (image_name(whole.source),))
+        photograph = Cell(pen.photograph(whole.image), tuple(class_lines(whole.asked)), (image_name(whole.source),))
         cells[-1].insert(0, (Column("Photograph"), photograph))
         bands = [band for section in cells for band in _bands(section)]
         sides = sorted({overlay.has_two_sides(low, high) for low, high in limits.values()})
-        figure = figures.draw_bands(bands, bars=[pen.bar(two) for two in sides], note=self._note(), dpi=dpi)
-        if path is not None:
-            figures.save_figure(figure, path)
-        return figure
+        return figures.draw_bands(bands, bars=[pen.bar(two) for two in sides], note=self._note(), dpi=pen.dpi)
 
     def _sections(self) -> Iterator[list[tuple[Column, Saliency]]]:
         """The heads of the columns with their maps, section by section."""
@@ -125,7 +108,7 @@ class LayerMaps:
 
     def _note(self) -> str:
         whole = self.built_up[-1]
-        told = f" ({options})" if (options := own_options(whole)) else ""
+        told = f" ({options})" if (options := own_options(whole.method, whole.options)) else ""
         known = f", which {limits}" if (limits := limits_of(whole.model)) else ""
         return (
             "Each map has colours of its own: the values of the first and the last stand below it.\n"

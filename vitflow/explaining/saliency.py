@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,16 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from vitflow.demo import limits_of
 from vitflow.errors import OptionError
-from vitflow.explaining.figure import Pen, draw_figure
+from vitflow.explaining.captions import class_lines, method_title, own_options
 from vitflow.explaining.targets import Class, Contrast
 from vitflow.pictures import figures, notebook, overlay
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.images import image_name, write_image
 from vitflow.pictures.options import Interpolation
+from vitflow.pictures.pen import Pen, draw_map, file_too, takes_drawing_options
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,37 +133,45 @@ class Saliency:
         bottom, right = self.placement.to_image((patch[0] + 1) * height, (patch[1] + 1) * width)
         return left, top, right, bottom
 
-    def figure(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        vmin: float | None = None,
-        vmax: float | None = None,
-        robust: bool = True,
-        interpolation: Interpolation = "smooth",
-        width: float = 3.5,
-        dpi: int = figures.DPI,
-        **blending: Any,
-    ) -> Figure:
+    @takes_drawing_options
+    def figure(self, path: str | os.PathLike[str] | None = None, *, width: float = 3.5, **drawing: Any) -> Figure:
         """Draw a figure that stands alone: the overlay with its method, what was asked, and a bar of its colours.
 
         Args:
             path: also write the figure here: .png, .pdf or .svg.
-            vmin, vmax, robust, interpolation: as for `overlay`.
             width: of the picture, in inches.
-            dpi: pixels per inch of the picture.
-            blending: cmap, alpha, fade, background, contours and mark_unseen as for `vitflow.pictures.overlay.blend`.
+            drawing: vmin, vmax, robust and interpolation as for `overlay`; dpi, pixels per inch of the picture; cmap,
+                alpha, fade, background, contours and mark_unseen as for `vitflow.pictures.overlay.blend`.
 
         Raises:
             OptionError: a drawing option is out of range, or another file type.
         """
-        if path is not None:
-            figures.check_format(path)
-        pen = Pen(width, dpi, interpolation, overlay.is_soft(vmin, vmax, robust), blending)
-        figure = draw_figure(self, pen, vmin=vmin, vmax=vmax, robust=robust)
-        if path is not None:
-            figures.save_figure(figure, path)
-        return figure
+        pen = Pen.of(width, drawing)
+        return file_too(
+            path,
+            lambda: draw_map(
+                pen,
+                self.grid,
+                self.placement,
+                self.image,
+                title=method_title(self.method),
+                lines=tuple(class_lines(self.asked)),
+                details=own_options(self.method, self.options),
+                notes=tuple(self._notes()),
+                box=self.patch_box,
+            ),
+        )
+
+    def _notes(self) -> Iterator[str]:
+        """What a reader of the figure must know, line by line."""
+        if self.target is not None and not self.class_specific:
+            yield "The map is the same for every class."
+        if self.patch_box is not None:
+            yield "The frame is the patch whose attention is shown."
+        if not self.placement.sees_everything:
+            yield "The line bounds what the model saw."
+        known = f", which {told}" if (told := limits_of(self.model)) else ""
+        yield f"{image_name(self.source)} · {self.model}{known}"
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the overlay (.png, .jpg, .webp; options as for `overlay`) or the map itself (.npz); return the path.

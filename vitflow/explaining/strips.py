@@ -1,20 +1,20 @@
 """The strip of a comparison: photographs with their maps, in columns by method, and what stands around them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from vitflow.demo import limits_of
-from vitflow.explaining.captions import class_lines, duration, method_title, own_options, readable
-from vitflow.explaining.figure import Pen
+from vitflow.explaining.captions import class_lines, duration, method_title, own_options
 from vitflow.explaining.method_table import BASELINES
 from vitflow.explaining.saliency import Saliency
 from vitflow.pictures import figures, overlay
 from vitflow.pictures.figures import Cell, Column
 from vitflow.pictures.images import image_name
 from vitflow.pictures.options import Scaling
+from vitflow.pictures.pen import Limits, Pen
+from vitflow.pictures.typesetting import readable
 
 # For each picture its maps.
 Pictures = Sequence[Sequence[Saliency]]
@@ -39,7 +39,7 @@ def columns_of(picture: Sequence[Saliency]) -> list[list[Saliency]]:
     return columns
 
 
-def _limits(pictures: Pictures, scaling: Scaling, **limits: Any) -> dict[int, tuple[float, float]]:
+def _limits(pictures: Pictures, scaling: Scaling, pen: Pen) -> dict[int, Limits]:
     """The values of the first and the last colour of each map, by id()."""
     groups: dict[tuple[int, ...], list[Saliency]] = {}
     for number, picture in enumerate(pictures):
@@ -48,24 +48,15 @@ def _limits(pictures: Pictures, scaling: Scaling, **limits: Any) -> dict[int, tu
                 key = {"picture": (number, column), "column": (column,), "map": (number, column, row)}[scaling]
                 groups.setdefault(key, []).append(one)
     return {
-        id(one): overlay.scale_range(np.concatenate([other.grid.ravel() for other in maps]), **limits)
+        id(one): pen.limits(np.concatenate([other.grid.ravel() for other in maps]))
         for maps in groups.values()
         for one in maps
     }
 
 
-def draw_comparison(
-    pictures: Pictures,
-    pen: Pen,
-    scaling: Scaling,
-    *,
-    vmin: float | None,
-    vmax: float | None,
-    robust: bool,
-    timings: bool = False,
-) -> Figure:
+def draw_comparison(pictures: Pictures, pen: Pen, scaling: Scaling, *, timings: bool = False) -> Figure:
     """Draw the maps of pictures as a strip; the options are those of `Comparison.strip`."""
-    limits = _limits(pictures, scaling, vmin=vmin, vmax=vmax, robust=robust)
+    limits = _limits(pictures, scaling, pen)
     columns = [columns_of(picture) for picture in pictures]
     bands = [
         (
@@ -75,7 +66,7 @@ def draw_comparison(
         for members in _bands(columns)
     ]
     sides = sorted({overlay.has_two_sides(low, high) for low, high in limits.values()})
-    note = _note(pictures, scaling, robust, (vmin, vmax), True in sides)
+    note = _note(pictures, scaling, pen, True in sides)
     return figures.draw_bands(bands, bars=[pen.bar(two) for two in sides], note=note, dpi=pen.dpi)
 
 
@@ -92,13 +83,13 @@ def _bands(columns: Sequence[Sequence[Sequence[Saliency]]]) -> list[list[int]]:
 
 
 def _block(
-    columns: Sequence[Sequence[Saliency]], limits: Mapping[int, tuple[float, float]], pen: Pen, timings: bool
+    columns: Sequence[Sequence[Saliency]], limits: Mapping[int, Limits], pen: Pen, timings: bool
 ) -> list[list[Cell]]:
     """One picture's cells: itself, with the class that each row explains, and its maps."""
     first = columns[0][0]
     named = max(columns, key=len) if max(map(len, columns)) > 1 else [_about_the_class(columns) or first]
     name = (image_name(first.source),)
-    photographs = [Cell(pen.photograph(one.image), tuple(class_lines(one)), name) for one in named]
+    photographs = [Cell(pen.photograph(one.image), tuple(class_lines(one.asked)), name) for one in named]
     return [photographs, *([map_cell(one, limits[id(one)], pen, timings=timings) for one in maps] for maps in columns)]
 
 
@@ -106,7 +97,7 @@ def _about_the_class(columns: Sequence[Sequence[Saliency]]) -> Saliency | None:
     return next((maps[0] for maps in columns if maps[0].class_specific), None)
 
 
-def map_cell(saliency: Saliency, limits: tuple[float, float], pen: Pen, *, timings: bool = False) -> Cell:
+def map_cell(saliency: Saliency, limits: Limits, pen: Pen, *, timings: bool = False) -> Cell:
     """A map with the values of its first and last colour, and with the time it took where that is asked for."""
     (low, high), unit = readable(*limits)
     details = [f"{low} – {high} {unit}".strip()]
@@ -115,26 +106,25 @@ def map_cell(saliency: Saliency, limits: tuple[float, float], pen: Pen, *, timin
     share = saliency.facts.get("saturated")
     if share is not None:
         details.append(f"{share:.0%} saturated")
-    return Cell(pen.overlay(saliency, limits), (), tuple(details))
+    drawn = pen.overlay(saliency.grid, saliency.placement, saliency.image, limits, saliency.patch_box)
+    return Cell(drawn, (), tuple(details))
 
 
 def _head(saliency: Saliency) -> Column:
     group = "class-specific" if saliency.class_specific else "not class-specific"
     if saliency.method in BASELINES:
         group = "baselines, not class-specific"
-    return Column(method_title(saliency.method), own_options(saliency), group)
+    return Column(method_title(saliency.method), own_options(saliency.method, saliency.options), group)
 
 
-def _note(
-    pictures: Pictures, scaling: Scaling, robust: bool, given: tuple[float | None, float | None], two_sides: bool
-) -> str:
+def _note(pictures: Pictures, scaling: Scaling, pen: Pen, two_sides: bool) -> str:
     low, high = overlay.ROBUST_PERCENTILES
-    ends = f"{low:g}nd to the {high:g}th percentile" if robust else "smallest to the largest value"
-    if None not in given:
-        limits = f"Colours run from {given[0]:g} to {given[1]:g}."
+    ends = f"{low:g}nd to the {high:g}th percentile" if pen.robust else "smallest to the largest value"
+    if pen.vmin is not None and pen.vmax is not None:
+        limits = f"Colours run from {pen.vmin:g} to {pen.vmax:g}."
     else:
         limits = f"Colours run from the {ends} of the patches, {_SCALED[scaling]}; these limits stand below each map."
-    if overlay.is_soft(*given, robust):
+    if pen.soft:
         limits += " Values beyond them near the last colour."
     seen = "" if all(p[0].placement.sees_everything for p in pictures) else (" The line bounds what the model saw.")
     around = "\nA map with negative values has colours on both sides of 0, which is clear." if two_sides else ""

@@ -1,5 +1,6 @@
 """Setting type and pictures on a page: fonts, line breaks, and places in inches, drawn by matplotlib."""
 
+import math
 import unicodedata
 import warnings
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ _WIDE_FONTS = (
     *("PingFang SC", "Hiragino Sans", "Apple SD Gothic Neo", "Arial Unicode MS"),
     *("Microsoft YaHei", "Yu Gothic", "Malgun Gothic", "Noto Sans Arabic", "Noto Sans Devanagari", "Noto Sans Thai"),
 )
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 class QuietFigure(Figure):
@@ -146,6 +148,25 @@ def decimal(value: float | None, digits: int = 3, *, signed: bool = False) -> st
     if value is None:
         return "–"
     return f"{round(value, digits) + 0.0:{'+' if signed else ''}.{digits}f}".replace("-", "−")
+
+
+def readable(*values: float) -> tuple[tuple[str, ...], str]:
+    """Numbers in as many decimals as give the largest two digits, and the power of 10 that they are to be taken by.
+
+    The power is empty unless the numbers are too small or too large to be written out.
+
+    >>> readable(0.00021, 0.0134), readable(-0.5, 0.0, 2.0), readable(1.2e-6, 3.4e-5)
+    ((('0', '0.013'), ''), (('−0.5', '0', '2'), ''), (('1', '34'), '× 10⁻⁶'))
+    """
+    largest = max(map(abs, values))
+    magnitude = math.floor(math.log10(largest)) if 0 < largest < math.inf else 0
+    power = 0 if -3 <= magnitude < 5 else 3 * (magnitude // 3)
+    decimals = max(1 - magnitude + power, 0)
+    told = tuple(f"{value / 10.0**power:.{decimals}f}" for value in values)
+    if decimals:
+        told = tuple(text.rstrip("0").rstrip(".") for text in told)
+    told = tuple("0" if text == "-0" else text.replace("-", "−") for text in told)
+    return told, f"× 10{str(power).translate(_SUPERSCRIPTS)}" if power else ""
 
 
 def drawable(text: str) -> str:
