@@ -184,6 +184,38 @@ def here(monkeypatch, capsys, tmp_path):
     return call
 
 
+@pytest.mark.parametrize("command", ["explain", "layers"])
+def test_what_is_shown_once_is_asked_for_once(command, here):
+    for flag, values in (("--class", ["orange disc", "3"]), ("--method", ["rollout", "gae"])):
+        twice = [word for value in values for word in (flag, value)]
+        code, out, err = here(command, "my cat.png", "--model", "demo", *twice)
+        assert (code, out) == (2, "")
+        words = "--class 'orange disc' --class 3" if flag == "--class" else "--method rollout --method gae"
+        assert f"Expected {flag} once, got it 2 times: vitflow compare 'my cat.png' {words} shows them" in err
+    code, _, err = here("folder", "cats", "-o", "out", "--class", "1", "--class", "2")
+    assert code == 2 and "Expected --class once, got it 2 times: run vitflow folder once for each, with an" in err
+
+
+@pytest.mark.parametrize("command", ["explain", "layers", "compare", "explore", "folder", "evaluate"])
+def test_a_model_goes_by_the_name_that_the_user_gives_it(command, here, pictures, tmp_path):
+    picture, output = pictures[0], {"explain": "o.png", "layers": "o.png", "explore": "o.html"}.get(command, "out")
+    arguments = ["--model", "demo", "--name", "my shapes", "--method", "rollout"]
+    if command == "evaluate":
+        code, out, err = here(command, "demo:1", *arguments, "--metric", "localisation", "--json")
+    elif command == "compare":
+        code, out, err = here(command, picture, *arguments, "--json")
+    elif command == "folder":
+        code, out, err = here(command, picture, *arguments, "-o", output)
+        out = (tmp_path / "out/run.json").read_text()
+    else:
+        code, out, err = here(command, picture, *arguments, "-o", output, *(["--json"] * (command != "explore")))
+        out = out if command != "explore" else (tmp_path / output).read_text()
+    assert code == 0, err
+    assert "my shapes" in out and "vitflow_demo" not in out
+    if command != "evaluate":
+        assert "model: my shapes knows eight drawn shapes only" in err
+
+
 @pytest.mark.parametrize("command", ["explain", "compare"])
 def test_a_folder_among_the_pictures_names_the_command_for_folders(command, here, tmp_path):
     (tmp_path / "cats").mkdir()

@@ -54,7 +54,7 @@ def there(monkeypatch):
         torch.manual_seed(0)
         model = build("vit_tiny_patch16_224", depth=2, img_size=64, num_classes=5)
         architecture, _, tag = name.partition(".")
-        model.pretrained_cfg = {**model.pretrained_cfg, "architecture": architecture, "tag": tag}
+        model.pretrained_cfg = {**model.pretrained_cfg, "architecture": architecture, "tag": tag, "num_classes": 5}
         return model
 
     monkeypatch.setattr(hub.timm, "create_model", create)

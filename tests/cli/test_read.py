@@ -77,6 +77,11 @@ def test_a_user_reads_a_word(encoder, tmp_path):
         assert picture.width > 500
 
 
+def test_a_model_goes_by_the_name_that_the_user_gives_it(encoder, decoder):
+    for words in ([TEXT, "--model", encoder], ["--prompt", TEXT, "--generate", "2", "--model", decoder]):
+        assert json.loads(read(*words, "--name", "my reader", "--json").stdout)["model"] == "my reader"
+
+
 def test_a_page_has_all_views(encoder, tmp_path):
     done = read(TEXT, "--model", encoder, "--token", "is", "--html", tmp_path / "o.html")
     assert done.exit_code == 0, done.stderr

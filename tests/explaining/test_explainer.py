@@ -122,6 +122,44 @@ def test_targets_by_index_and_by_name():
             explaining.explain(image, target=target)
 
 
+NAMES = ["ant", "bee", "cow", "dog", "Emu"]
+
+
+def test_class_names_come_as_a_file_a_list_or_a_mapping(tmp_path):
+    (tmp_path / "names.txt").write_text("\n".join(NAMES))
+    numbered = dict(enumerate(NAMES))
+    for told in (tmp_path / "names.txt", str(tmp_path / "names.txt"), NAMES, tuple(NAMES), np.array(NAMES), numbered):
+        assert Explainer(own_model(), data_config=DATA, class_names=told).class_names == NAMES
+    turned = {str(number): numbered[number] for number in reversed(range(5))}
+    assert Explainer(own_model(), data_config=DATA, class_names=turned).class_names == NAMES
+
+
+def test_class_names_that_do_not_fit_the_model_are_refused(tmp_path):
+    silent = own_model()
+    del silent.num_classes  # a model that does not say how many classes it has: it is tried
+    for model in (own_model(), silent):
+        for told in (NAMES[:2], [*NAMES, "fly"], dict(enumerate(NAMES[:4]))):
+            with pytest.raises(ModelError, match=f"Expected 5 class names, .* got {len(told)}"):
+                Explainer(model, data_config=DATA, class_names=told)
+    wrong = ({0: "ant", 1: "bee", 2: "cow", 3: "dog", 5: "Emu"}, {name: n for n, name in enumerate(NAMES)}, {*NAMES}, 5)
+    for told in wrong:
+        with pytest.raises(ModelError, match="path of a file, a list, or {index: name} with every index from 0 on"):
+            Explainer(own_model(), data_config=DATA, class_names=told)
+    with pytest.raises(ModelError, match="Cannot read class names from nowhere.txt"):
+        Explainer(own_model(), data_config=DATA, class_names="nowhere.txt")
+
+
+def test_a_model_goes_by_the_name_that_the_user_gives_it():
+    model = timm.create_model("test_vit.r160_in1k")
+    assert "test_vit, 1000 classes" in repr(Explainer(model))  # random weights, whatever tag timm writes
+    explaining = Explainer(model, name="birds,\nepoch 40 ")
+    saliency = explaining.explain(picture(40, 40))
+    assert saliency.model == saliency.to_dict()["model"] == explaining.model_id == "birds,\\nepoch 40"
+    for name in ("", " ", 3):
+        with pytest.raises(OptionError, match="Expected a name for the model, such as"):
+            Explainer(model, name=name)
+
+
 def test_names_that_two_classes_share_are_refused():
     with pytest.raises(OptionError, match=r"Several classes are called 'crane'.*\(0\).*\(1\)"):
         class_index("crane", 2, ["crane", "crane"])

@@ -1,6 +1,7 @@
 """Loading models: what each name means, checkpoints of every kind, and what cannot be loaded."""
 
 import argparse
+import copy
 import json
 import pickle
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import vitflow
 from vitflow.errors import ModelError, OptionError, VitflowWarning
+from vitflow.models import hub
 from vitflow.models.checkpoints import read_checkpoint, read_class_names
 from vitflow.models.facts import class_names_of, model_id, read_input_spec
 
@@ -294,7 +296,7 @@ def test_the_demo_model_takes_no_checkpoint(tmp_path):
     [
         ("a.txt", "cat\n\n  dog \n", ["cat", "dog"]),
         ("a.json", '["cat", "dog"]', ["cat", "dog"]),
-        ("a.json", '{"1": "dog", "0": "cat", "10": "emu", "2": "eel"}', ["cat", "dog", "eel", "emu"]),
+        ("a.json", json.dumps({str(n): f"no {n}" for n in (1, 10, *range(2, 10), 0)}), [f"no {n}" for n in range(11)]),
     ],
 )
 def test_class_names_from_files(tmp_path, file, text, expected):
@@ -335,6 +337,40 @@ def test_more_channels_than_rgb_are_refused():
         read_input_spec(timm.create_model(ID, in_chans=5))
 
 
-def test_model_ids():
-    assert model_id(timm.create_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k")).endswith(".augreg_in21k_ft_in1k")
+def test_class_names_that_lack_an_index_are_refused(tmp_path):
+    (tmp_path / "a.json").write_text('{"0": "cat", "2": "dog"}')
+    with pytest.raises(ModelError, match="Expected a JSON list of names, or an object {index: name},"):
+        read_class_names(tmp_path / "a.json")
+
+
+def test_weights_that_are_not_known_are_called_by_their_architecture(model, tmp_path):
+    assert model_id(timm.create_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k", depth=1)) == "vit_tiny_patch16_224"
     assert model_id(nn.Linear(1, 1)) == "Linear"
+    folder = tmp_path / "saved.by.timm"  # with the tag that its weights once came from
+    folder.mkdir()
+    config = {"architecture": ID, "num_classes": 1000, "pretrained_cfg": PRETRAINED | {"tag": "r160_in1k"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(model.state_dict(), folder / "model.safetensors")
+    assert model_id(vitflow.load_model(folder)) == ID
+    assert model_id(vitflow.load_model(ID, checkpoint=folder / "model.safetensors")) == ID
+    assert model_id(vitflow.load_model("demo")) == "vitflow_demo"
+
+
+def test_weights_are_called_by_what_they_were_loaded_as_until_they_change(model, tmp_path, monkeypatch):
+    name = f"{ID}.r160_in1k"
+    save_file(model.state_dict(), tmp_path / "w.safetensors")
+    told = vitflow.load_model(name, checkpoint=tmp_path / "w.safetensors")
+    build = timm.create_model
+    monkeypatch.setattr(hub.timm, "create_model", lambda name, pretrained, **options: build(name, **options))
+    downloaded = vitflow.load_model(ID)
+    for loaded in (told, downloaded, copy.deepcopy(downloaded), pickle.loads(pickle.dumps(told))):
+        assert model_id(loaded) == name
+    assert vitflow.Explainer(downloaded, dtype="bfloat16").model_id == name
+    assert model_id(vitflow.load_model(ID, num_classes=3)) == ID  # its head is new
+    told.load_state_dict(vitflow.load_model(ID).state_dict())
+    with torch.no_grad():
+        downloaded.head.bias.add_(1.0)
+    assert [model_id(changed) for changed in (told, downloaded)] == [ID, ID]
+    with pytest.warns(VitflowWarning, match="has 3 classes"):
+        save_file(build(ID, num_classes=3).state_dict(), tmp_path / "three.safetensors")
+        assert model_id(vitflow.load_model(name, checkpoint=tmp_path / "three.safetensors")) == ID

@@ -113,7 +113,8 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
         check_methods(methods or DEFAULT_METHODS, options)  # before torch is loaded
         from vitflow.explaining.comparison import compare
 
-        comparison = compare(images, model=make_explainer(given), methods=methods, targets=_targets(given), **options)
+        explainer = make_explainer(given)
+        comparison = compare(images, model=explainer, methods=methods, targets=_targets(given), **options)
         drawing = {} if output.suffix.lower() == ".json" else given_options(given, (*DRAWING, "scaling", "timings"))
         try:
             comparison.save(output, **drawing)
@@ -122,7 +123,7 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
         for note in notes_on(comparison.saliencies):
             click.echo(f"note: {note}", err=True)
         click.echo(str(comparison.agreement()), err=True)
-        tell_limits(comparison.saliencies[0].model)
+        tell_limits(explainer)
         if not given["as_json"]:
             click.echo(printable(output))
         for record in comparison.records() if given["as_json"] else ():

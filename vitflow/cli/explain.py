@@ -10,6 +10,7 @@ import click
 
 from vitflow.cli.options import (
     DRAWING,
+    ONCE,
     against_option,
     cannot_write,
     check_pictures,
@@ -35,13 +36,14 @@ _SUFFIXES = tuple(WRITE_OPTIONS)
 
 
 @click.command(cls=SectionedCommand, short_help="Lay one method's map over pictures.")
-@click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
+@click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path), is_eager=True)
 @model_options
 @click.option(
     "--method",
-    default="rollout",
+    default=["rollout"],
     show_default=True,
     metavar="NAME",
+    **ONCE,
     help="What to compute; `vitflow methods` lists the choices.",
 )
 @class_option
@@ -74,7 +76,7 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
             for image, target in zip(images, targets, strict=True)
         )
         if failed < len(images):
-            tell_limits(explainer.model_id)
+            tell_limits(explainer)
         if failed:
             click.echo(f"{len(images) - failed} explained, {failed} failed", err=True)
             sys.exit(1)

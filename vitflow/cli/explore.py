@@ -83,7 +83,7 @@ def explore(images: tuple[Path, ...], **given: Any) -> None:
             raise VitflowError(cannot_write(output, error)) from error
         for note in page.notes:
             click.echo(note, err=True)
-        tell_limits(explainer.model_id)
+        tell_limits(explainer)
         click.echo(printable(output))
 
 

@@ -152,7 +152,7 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
         model = _Model(given)
         with going_on(kept=True), pictures_bar() as progress:
             summary = _run(sources, given, options, progress, model)
-        tell_limits(model().model_id)
+        tell_limits(model())
         click.echo(printable(summary.manifest))
         if summary.report:
             click.echo(printable(summary.report))

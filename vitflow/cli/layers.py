@@ -8,6 +8,7 @@ import click
 
 from vitflow.cli.options import (
     DRAWING,
+    ONCE,
     cannot_write,
     check_pictures,
     check_suffix,
@@ -28,13 +29,14 @@ from vitflow.pictures.options import FIGURE_FORMATS
 
 
 @click.command(cls=SectionedCommand, short_help="Show a picture's map layer by layer, and the heads of one.")
-@click.argument("image", metavar="IMAGE", type=click.Path(path_type=Path))
+@click.argument("image", metavar="IMAGE", type=click.Path(path_type=Path), is_eager=True)
 @model_options
 @click.option(
     "--method",
-    default="rollout",
+    default=["rollout"],
     show_default=True,
     metavar="NAME",
+    **ONCE,
     help="What is built up: rollout, gradient_rollout or gae.",
 )
 @class_option
@@ -64,7 +66,7 @@ def layers(image: Path, **given: Any) -> None:
             found.figure(output, **given_options(given, DRAWING))
         except OSError as error:
             raise VitflowError(cannot_write(output, error)) from error
-        tell_limits(explainer.model_id)
+        tell_limits(explainer)
         if given["as_json"]:
             maps = [saliency.to_dict() for saliency in found.saliencies]
             click.echo(json.dumps({"input": str(image), "output": str(output), "maps": maps}, ensure_ascii=False))

@@ -1,6 +1,7 @@
 """What the commands share: the options of models, methods and drawing, and how errors are told."""
 
 import re
+import shlex
 import sys
 import warnings
 from collections import Counter
@@ -129,6 +130,13 @@ def talking() -> Iterator[None]:
             sys.exit(1)
 
 
+def name_option(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the option that says what to call its model."""
+    return click.option(
+        "--name", metavar="TEXT", help="What to call the model in figures and rows.  [default: its id, as far as known]"
+    )(command)
+
+
 def model_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options that choose a model and where it runs."""
     options = (
@@ -149,6 +157,7 @@ def model_options(command: Callable[..., None]) -> Callable[..., None]:
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
             help="File with the names of the classes: one per line, or JSON.",
         ),
+        name_option,
         click.option("--device", metavar="cpu|cuda|mps|…", help="Where to run.  [default: a GPU if there is one]"),
         click.option("--dtype", type=click.Choice(DTYPES), help="Precision to run in.  [default: the model's own]"),
         click.option(
@@ -203,10 +212,35 @@ def drawing_options(command: Callable[..., None]) -> Callable[..., None]:
     return reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
 
 
+def _only_one(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> str | None:
+    """The one value of an option that is read as if it could be repeated, so that a second one is not dropped.
+
+    Its pictures are named where they are `is_eager` arguments, which are read before.
+    """
+    if len(values) > 1:
+        flag = param.opts[0]
+        several = " ".join(f"{flag} {shlex.quote(printable(value))}" for value in values)
+        if ctx.info_name == "folder":
+            advice = "run vitflow folder once for each, with an output folder of its own"
+        else:
+            pictures = ctx.params.get("images") or [ctx.params.get("image") or "IMAGE"]
+            advice = f"vitflow compare {shlex.join(map(printable, pictures))} {several} shows them side by side"
+        raise click.UsageError(f"Expected {flag} once, got it {len(values)} times: {advice}.", ctx)
+    return values[0] if values else None
+
+
+# Of an option that a command takes once, as for `click.option`.
+ONCE: dict[str, Any] = {"multiple": True, "callback": _only_one}
+
+
 def class_option(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the option that names one class."""
     return click.option(
-        "--class", "target", metavar="NAME|INDEX", help="Class to explain and report.  [default: the predicted class]"
+        "--class",
+        "target",
+        metavar="NAME|INDEX",
+        help="Class to explain and report.  [default: the predicted class]",
+        **ONCE,
     )(command)
 
 
@@ -248,15 +282,17 @@ def make_explainer(given: Mapping[str, Any]) -> Any:
         class_names=given["class_names"],
         dynamic_img_size=given["fit"] == "native",
     )
-    return Explainer(model, device=given["device"] or default_device(), dtype=given["dtype"], fit=given["fit"])
+    device = given["device"] or default_device()
+    return Explainer(model, device=device, dtype=given["dtype"], fit=given["fit"], name=given["name"])
 
 
-def tell_limits(model_id: str) -> None:
-    """Say on stderr what a reader must know of the model before any of its maps."""
+def tell_limits(explainer: Any) -> None:
+    """Say on stderr what a reader must know of the model before any of its maps, whatever the user calls it."""
     from vitflow.demo import limits_of
+    from vitflow.models.facts import model_id
 
-    if limits := limits_of(model_id):
-        click.echo(f"model: {model_id} {limits}: of other pictures its maps tell nothing", err=True)
+    if limits := limits_of(model_id(explainer.model)):
+        click.echo(f"model: {explainer.model_id} {limits}: of other pictures its maps tell nothing", err=True)
 
 
 def check_pictures(images: Iterable[Path], command: str) -> None:

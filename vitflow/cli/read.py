@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from vitflow.cli.options import check_suffix, given_options, method_options, talking
+from vitflow.cli.options import check_suffix, given_options, method_options, name_option, talking
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.explaining.method_options import OPTIONS
@@ -31,6 +31,7 @@ _CAUSAL = ("raw", "receptive_field")
 @click.option(
     "--model", required=True, metavar="ID|PATH", help="transformers id, or a folder with model and tokenizer."
 )
+@name_option
 @click.option(
     "--token",
     metavar="WORD|NUMBER",
@@ -148,7 +149,7 @@ def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]
         from vitflow.explaining.text.reading import explain_text
 
         token, target = (_number_or_word(given[name]) for name in ("token", "target"))
-        chosen: dict[str, Any] = {"method": given["method"], **options}
+        chosen: dict[str, Any] = {"method": given["method"], "name": given["name"], **options}
         return explain_text(text, model=model, tokenizer=tokenizer, token=token, target=target, **chosen)
     from vitflow.explaining.text.generation import explain_generation
 
@@ -157,6 +158,7 @@ def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]
         given["prompt"],
         tokenizer=tokenizer,
         method=given["method"],
+        name=given["name"],
         max_new_tokens=given["generate"] or 20,
         **options,
     )

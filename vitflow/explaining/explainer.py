@@ -30,7 +30,7 @@ from vitflow.explaining.shifting import explain_shifted
 from vitflow.explaining.targets import Contrast, Target, Targets, contrasts_among, is_per_picture, resolve_targets
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import logits_of, unwrap
-from vitflow.models.checkpoints import architecture_sha256, weights_sha256
+from vitflow.models.checkpoints import ClassNames, architecture_sha256, check_name_count, weights_sha256
 from vitflow.models.facts import read_facts
 from vitflow.models.libraries import forward_options
 from vitflow.models.loading import load_model
@@ -97,11 +97,14 @@ class Explainer:
             own. Maps and probabilities are computed in float32 at least whatever it is.
         fit: "crop" (the model's own preprocessing), "squash", "pad" or "native" (whole picture, aspect ratio kept,
             through timm's dynamic image size).
-        class_names: names of the classes, where the model does not know them.
+        class_names: names of the classes, where the model does not know them: a file (one per line, or JSON), the names
+            in order, or {index: name}.
         data_config: input_size, mean, std, crop_pct, interpolation, for a model without `pretrained_cfg`; or the
             settings of its transformers image processor, `processor.to_dict()`.
         layout: prefix tokens and patch grid, for a model that does not tell its own.
         activation: "softmax" or "sigmoid" (multi-label); by default what the model's configuration says, else softmax.
+        name: what to call the model in figures and rows; by default the id that `load_model` loaded its weights by, and
+            of weights that it does not know the architecture.
 
     Attributes:
         model, device: the module itself, and where it runs.
@@ -119,10 +122,11 @@ class Explainer:
         device: str | torch.device | None = None,
         dtype: str | None = None,
         fit: str = "crop",
-        class_names: Sequence[str] | None = None,
+        class_names: ClassNames | None = None,
         data_config: Mapping[str, Any] | None = None,
         layout: TokenLayout | None = None,
         activation: str | None = None,
+        name: str | None = None,
     ) -> None:
         if fit not in FITS:  # before a model is loaded
             raise OptionError(unknown_name("fit", fit, FITS))
@@ -134,10 +138,17 @@ class Explainer:
         self.model = unwrap(model)
         self.device = move_to(self.model, device, None if dtype is None else getattr(torch, dtype))
         self.facts = read_facts(
-            self.model, data_config=data_config, class_names=class_names, activation=activation, layout=layout
+            self.model,
+            data_config=data_config,
+            class_names=class_names,
+            activation=activation,
+            layout=layout,
+            name=name,
         )
         self.preprocessing = self.facts.preprocessing(fit)
         self._weighable = True
+        if class_names is not None and self.facts.class_count is None:
+            check_name_count(self.facts.class_names or (), self.num_classes)
 
     def __repr__(self) -> str:
         count = "" if self.facts.class_count is None else f", {self.facts.class_count} classes"

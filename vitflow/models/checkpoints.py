@@ -3,11 +3,12 @@
 import argparse
 import hashlib
 import json
+import os
 import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ _NAME_KEYS = ("class_names", "classes", "label_names")
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 _LARGEST_NAMES = 64 * 2**20
+
+# Names of classes as callers tell them: a file that holds them, the names in order, or {index: name}.
+ClassNames = str | os.PathLike[str] | Sequence[str] | Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +135,51 @@ def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _names(value: Any) -> list[str] | None:
-    """Class names from a list, from an {index: name} mapping, or from either as JSON; None if it is neither."""
+    """Class names from a list, from an {index: name} mapping that lacks none, or from either as JSON; else None."""
     try:
         if isinstance(value, str):
             value = json.loads(value)
         if isinstance(value, Mapping):
-            value = [value[key] for key in sorted(value, key=int)]
-    except (TypeError, ValueError, RecursionError):
+            numbered = {int(key): name for key, name in value.items()}
+            value = [numbered[number] for number in range(len(value))]
+    except (TypeError, ValueError, KeyError, RecursionError):
         return None
-    plain = isinstance(value, list | tuple) and all(isinstance(name, str | int | float) for name in value)
-    return [str(name) for name in value] if plain else None
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Set):
+        return None
+    names = list(value)
+    return [str(name) for name in names] if all(isinstance(name, str | int | float) for name in names) else None
 
 
-def read_class_names(path: str | Path) -> list[str]:
+def told_class_names(names: ClassNames, count: int | None) -> list[str]:
+    """The class names that a caller tells, one for each of the model's classes.
+
+    Args:
+        names: a file (see `read_class_names`), the names in order, or {index: name}.
+        count: of the model's classes; None where it is not known yet.
+
+    Raises:
+        ModelError: they are none of these, or not as many as the model has classes.
+
+    >>> told_class_names({1: "dog", 0: "cat"}, 2)
+    ['cat', 'dog']
+    """
+    found = read_class_names(names) if isinstance(names, str | os.PathLike) else _names(names)
+    if found is None:
+        raise ModelError(
+            "Expected class names as the path of a file, a list, or {index: name} with every index from 0 on, got "
+            f"{names!r:.80}."
+        )
+    check_name_count(found, count)
+    return found
+
+
+def check_name_count(names: Sequence[str], count: int | None) -> None:
+    """Raise ModelError unless there is a name for each of so many classes."""
+    if count is not None and len(names) != count:
+        raise ModelError(f"Expected {count} class names, one for each class of the model, got {len(names)}.")
+
+
+def read_class_names(path: str | os.PathLike[str]) -> list[str]:
     """Read class names from a file: JSON (a list, or {index: name}), or text with one name per line.
 
     Raises:

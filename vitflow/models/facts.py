@@ -8,12 +8,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
+import timm
 from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_model_data_config
 from torch import nn
 
-from vitflow.errors import ModelError, OptionError, UnsupportedModelError
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError, printable
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.models.anatomy import transformer_of, unwrap
+from vitflow.models.checkpoints import ClassNames, told_class_names
 from vitflow.models.libraries import (
     class_count,
     embedding_of,
@@ -77,42 +79,70 @@ def read_facts(
     model: nn.Module,
     *,
     data_config: Mapping[str, Any] | None = None,
-    class_names: Sequence[str] | None = None,
+    class_names: ClassNames | None = None,
     activation: str | None = None,
     layout: TokenLayout | None = None,
+    name: str | None = None,
 ) -> ModelFacts:
     """Ask a model what it is; what the caller tells goes before what it says.
 
     Raises:
-        ModelError: it does not say how its pictures were normalised, and `data_config` does not either.
-        OptionError: there is no such activation; the layout is no TokenLayout.
+        ModelError: it does not say how its pictures were normalised, and `data_config` does not either; or the class
+            names are not as many as its classes.
+        OptionError: there is no such activation; the layout is no TokenLayout; the name is none.
 
     >>> import timm
     >>> facts = read_facts(timm.create_model("vit_tiny_patch16_224", num_classes=5))
     >>> facts.id, facts.input.size, facts.class_count, facts.activation
-    ('vit_tiny_patch16_224.augreg_in21k_ft_in1k', (224, 224), 5, 'softmax')
+    ('vit_tiny_patch16_224', (224, 224), 5, 'softmax')
     """
     spec = read_input_spec(model, data_config)
     check_layout(layout)
-    names = class_names_of(model) if class_names is None else class_names
+    count = class_count(model)
+    names = class_names_of(model) if class_names is None else told_class_names(class_names, count)
     config: Any = getattr(model, "pretrained_cfg", None) or {}
     own = config.get("activation") or ("sigmoid" if is_multi_label(model) else "softmax")
     activation = activation or own
     if activation not in ("softmax", "sigmoid"):
         raise OptionError(f"Expected activation 'softmax' or 'sigmoid', got {activation!r}.")
-    return ModelFacts(
-        model_id(model), spec, None if names is None else tuple(names), class_count(model), activation, layout
-    )
+    called = model_id(model) if name is None else check_name(name)
+    return ModelFacts(called, spec, None if names is None else tuple(names), count, activation, layout)
+
+
+def check_name(name: str) -> str:
+    """A name for a model as one line; OptionError where it is none."""
+    if not isinstance(name, str) or not name.strip():
+        raise OptionError(f"Expected a name for the model, such as 'my ViT, epoch 40', got {name!r:.80}.")
+    return printable(name.strip())
 
 
 def model_id(model: nn.Module) -> str:
-    """The name a model goes by: its timm id with tag, the name transformers loaded it by, or its class."""
+    """The name a model goes by: what its weights were loaded as, else its architecture, or its class.
+
+    timm writes a tag into every model of its own, also where the weights are random or somebody else's: it counts only
+    where `load_model` has loaded these weights under it, and nobody has changed them since.
+    """
     model = unwrap(model)
+    name, changes = getattr(model, "_loaded_as", ("", 0))
+    if name and _changes(model) <= changes:
+        return str(name)
     config: Any = getattr(model, "pretrained_cfg", None) or {}
-    architecture, tag = config.get("architecture"), config.get("tag")
-    if architecture:
-        return f"{architecture}.{tag}" if tag else str(architecture)
-    return library_id(model) or type(model).__name__
+    return str(config.get("architecture") or library_id(model) or type(model).__name__)
+
+
+def remember_name(model: nn.Module, name: str) -> None:
+    """Keep the name that a model's weights were loaded by, unless some of them are new: a head of other classes."""
+    config: Any = getattr(model, "pretrained_cfg", None) or {}
+    architecture, tag, count = (config.get(key) for key in ("architecture", "tag", "num_classes"))
+    if timm.is_model(name) and architecture and tag:
+        name = f"{architecture}.{tag}"
+    if class_count(model) in (None, 0, count):
+        model._loaded_as = name, _changes(model)  # type: ignore[assignment]
+
+
+def _changes(model: nn.Module) -> int:
+    """How often the weights were written to, as torch counts it; a copy counts anew."""
+    return sum(weight._version for weight in model.parameters() if not weight.is_inference())
 
 
 def class_names_of(model: nn.Module) -> list[str] | None:

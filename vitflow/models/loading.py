@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, VitflowWarning
 from vitflow.models import fitting
-from vitflow.models.checkpoints import Checkpoint, read_checkpoint, read_class_names
+from vitflow.models.checkpoints import Checkpoint, ClassNames, read_checkpoint, told_class_names
+from vitflow.models.facts import remember_name
 from vitflow.models.hub import create_model
 from vitflow.models.libraries import class_count
 
@@ -25,7 +26,7 @@ def load_model(
     *,
     checkpoint: str | Path | None = None,
     num_classes: int | None = None,
-    class_names: str | Path | Sequence[str] | None = None,
+    class_names: ClassNames | None = None,
     dynamic_img_size: bool = False,
     **options: Any,
 ) -> nn.Module:
@@ -38,7 +39,7 @@ def load_model(
         checkpoint: weights to load instead of those from the hub: safetensors, or a torch file loaded with
             `weights_only=True`. A class count or picture size that differs from the model's is taken from the file.
         num_classes: build the model with that many classes.
-        class_names: a file of class names (one per line, or JSON), or the names themselves.
+        class_names: a file of class names (one per line, or JSON), the names in order, or {index: name}.
         dynamic_img_size: build the model so that it takes pictures of any size (needed for fit="native").
         options: further keyword arguments for `timm.create_model`.
 
@@ -60,10 +61,15 @@ def load_model(
         checkpoint = checkpoint or _folder_weights(name)
         if checkpoint is not None:
             model = _from_checkpoint(name, read_checkpoint(checkpoint), Path(checkpoint), num_classes, options)
+            # A tag beside a file says which weights it holds; an architecture does not, nor does a folder's config.
+            known = timm.is_model(name) and "." in name
         else:
             if num_classes is not None:
                 options["num_classes"] = num_classes
             model = create_model(name, pretrained=True, **options)
+            known = not name.startswith("local-dir:")
+        if known:
+            remember_name(model, name)
     if class_names is not None:
         _name_classes(model, class_names)
     model.eval()
@@ -169,10 +175,7 @@ def _load_weights(model: nn.Module, raw: Mapping[str, Tensor], path: Path, name:
         raise fitting.misfit(raw, weights, model, path, name)
 
 
-def _name_classes(model: nn.Module, names: str | Path | Sequence[str]) -> None:
-    found = read_class_names(names) if isinstance(names, str | Path) else [str(name) for name in names]
-    count = class_count(model)
-    if count is not None and len(found) != count:
-        raise ModelError(f"Expected {count} class names, one for each class of the model, got {len(found)}.")
+def _name_classes(model: nn.Module, names: ClassNames) -> None:
+    found = told_class_names(names, class_count(model))
     config = getattr(model, "pretrained_cfg", None)
     model.pretrained_cfg = {**(config or {}), "label_names": found, "label_descriptions": None}  # type: ignore[assignment]

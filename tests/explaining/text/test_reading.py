@@ -195,6 +195,10 @@ def test_mistakes_are_told_with_a_remedy(wordpieces):
         explain_text(TEXT, token=13, **read)
     with pytest.raises(OptionError, match="one token for the model, got 'cabinets', which is"):
         explain_text(TEXT, method="gae", target="cabinets", **read)
+    for target in (-1, 50_000):  # below 0, and beyond the words that the model knows
+        with pytest.raises(OptionError, match=f"Expected the target, a token by its number, .*, got {target}"):
+            explain_text(TEXT, method="gae", target=target, **read)
+    assert explain_text(TEXT, name="my reader", **read).model == "my reader"
     with pytest.raises(OptionError, match="one text as a string"):
         explain_text([TEXT], **read)
     with pytest.raises(ModelError, match="pass tokenizer="):

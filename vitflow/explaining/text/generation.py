@@ -22,7 +22,7 @@ from vitflow.explaining.text.wording import words_of
 from vitflow.methods.growing_rollout import GrowingRollout
 from vitflow.methods.sequences import Words
 from vitflow.models.anatomy import unwrap
-from vitflow.models.facts import model_id
+from vitflow.models.facts import check_name, model_id
 from vitflow.models.languages import refuse_generation, tokenizer_beside, tokenizer_of
 from vitflow.recording.isolation import evaluating
 from vitflow.recording.writing import follow_writing
@@ -147,6 +147,7 @@ def explain_generation(
     *,
     tokenizer: Any = None,
     method: str = "rollout",
+    name: str | None = None,
     **options: Any,
 ) -> Generation:
     """Let a model write, and tell what each token that it writes rests on.
@@ -156,6 +157,7 @@ def explain_generation(
         inputs: the prompt, as the tokenizer makes it (input_ids, attention_mask), ids [batch, tokens], or a text.
         tokenizer: its tokenizer; by default the one saved beside it. Without one, tokens are told by their numbers.
         method: "rollout", "attention", "flow" or "gae".
+        name: what to call the model; by default the id that it was loaded by.
         options: as `model.generate` takes them, such as max_new_tokens=20 or do_sample=True; and the method's own, such
             as causal="raw" (by default "receptive_field"), head_fusion="max", or preset="paper".
 
@@ -188,7 +190,7 @@ def explain_generation(
         among_generated=beside,
         prompt_tokens=tuple(prompts),
         generated_tokens=tuple(written),
-        model=model_id(model),
+        model=model_id(model) if name is None else check_name(name),
         method=method,
         options=used,
         own=None if own is None else _array(own.permute(0, 2, 1)),

@@ -12,15 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError
+from vitflow.errors import OptionError, whole_number
 from vitflow.explaining.text import views
 from vitflow.explaining.text.method_table import for_kind, text_method
 from vitflow.explaining.text.read_rows import read_rows
 from vitflow.explaining.text.wording import words_in, words_of
 from vitflow.methods.sequences import Words
 from vitflow.models.anatomy import unwrap
-from vitflow.models.facts import model_id
+from vitflow.models.facts import check_name, model_id
 from vitflow.models.languages import is_decoder, load_language_model, predicts_words, tokenizer_of
+from vitflow.models.libraries import class_count
 from vitflow.words.graph import GraphView
 from vitflow.words.shaded import ShadedText
 from vitflow.words.sheet import Sheet
@@ -130,6 +131,7 @@ def explain_text(
     token: str | int | None = None,
     method: str = "rollout",
     target: str | int | None = None,
+    name: str | None = None,
     **options: Any,
 ) -> Reading:
     """Explain what one token of a text rests on, as an encoder or a decoder reads it.
@@ -142,6 +144,7 @@ def explain_text(
             one, the last token of a decoder, and else the class token.
         method: "rollout", "attention", "flow" or "gae".
         target: for "gae" the word (one token) whose logit at that place is explained, by default the most probable.
+        name: what to call the model; by default the id that it was loaded by.
         options: the method's own, such as head_fusion="max". Of decoders the defaults are value_weighted=False and
             causal="receptive_field", of encoders value_weighted="output" and causal="raw".
 
@@ -182,7 +185,7 @@ def explain_text(
         own=None if read.own is None else float(read.own[read.chosen, 0]),
         causal=read.causal,
         text=text,
-        model=model_id(model),
+        model=model_id(model) if name is None else check_name(name),
         method=method,
         options=used,
         seconds=time.perf_counter() - started,
@@ -226,6 +229,12 @@ def _target(target: str | int | None, tokenizer: Any, model: nn.Module) -> int |
                 return int(ids[0])
         pieces = ", ".join(repr(string) for string in words_of(tokenizer, ids).strings)
         raise OptionError(f"Expected a target that is one token for the model, got {target!r}, which is {pieces}.")
+    if target is not None:
+        words = predicts_words(model)
+        config: Any = getattr(model, "config", None)
+        count = getattr(config, "vocab_size", None) if words else class_count(model)
+        most = None if count is None else count - 1
+        whole_number(f"the target, a {'token' if words else 'class'} by its number,", target, 0, most)
     return target
 
 
