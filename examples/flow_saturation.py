@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 import vitflow
 from vitflow.demo import draw_pictures
 from vitflow.pictures.images import read_image
-from vitflow.pictures.overlay import upsample
+from vitflow.pictures.upsampling import upsample
 
 POINTS = 56
 

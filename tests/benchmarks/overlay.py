@@ -42,7 +42,8 @@ from PIL import Image
 import vitflow
 from vitflow.explaining.saliency import Saliency
 from vitflow.pictures.images import find_images
-from vitflow.pictures.overlay import blend, has_two_sides, is_soft, scale_range, upsample
+from vitflow.pictures.overlay import blend, has_two_sides, is_soft, scale_range
+from vitflow.pictures.upsampling import upsample
 
 METHODS = ("rollout", "attention", "gae", "occlusion")
 PAIRED = 300

@@ -17,7 +17,7 @@ from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, Value
 from vitflow.explaining import maps
 from vitflow.explaining.method_table import get_method
 from vitflow.methods.values import Values, check_value_weighting, join_values
-from vitflow.pictures.overlay import upsample
+from vitflow.pictures.upsampling import upsample
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 PICTURE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)

@@ -20,7 +20,7 @@ from vitflow.pictures import geometry
 from vitflow.pictures.geometry import CROP_MODES, FILTERS, Placement, place, prepare
 from vitflow.pictures.images import read_image
 from vitflow.pictures.options import FITS
-from vitflow.pictures.overlay import upsample
+from vitflow.pictures.upsampling import upsample
 
 HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}

@@ -12,7 +12,8 @@ from vitflow.errors import OptionError, ShapeError
 from vitflow.pictures.contours import mass_level
 from vitflow.pictures.geometry import Placement, place
 from vitflow.pictures.options import BACKGROUNDS, INTERPOLATIONS
-from vitflow.pictures.overlay import blend, has_two_sides, scale_range, upsample
+from vitflow.pictures.overlay import blend, has_two_sides, scale_range
+from vitflow.pictures.upsampling import upsample
 
 
 def random_grid(rows: int, cols: int, seed: int = 0) -> np.ndarray:

@@ -20,7 +20,8 @@ from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import RunFolder
 from vitflow.folder.report import report_run
 from vitflow.pictures.geometry import Placement, place
-from vitflow.pictures.overlay import blend, scale_range, upsample
+from vitflow.pictures.overlay import blend, scale_range
+from vitflow.pictures.upsampling import upsample
 
 HOSTILE = "<img src=x onerror=alert(1)>.jpg"
 CLASSES = ["cat", "dog", "</script><script>alert(2)</script>", "'\"&amp;", "bird"]

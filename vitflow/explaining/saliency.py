@@ -21,6 +21,7 @@ from vitflow.pictures.geometry import Placement
 from vitflow.pictures.images import image_name, write_image
 from vitflow.pictures.options import Interpolation
 from vitflow.pictures.pen import Pen, draw_map, file_too, takes_drawing_options
+from vitflow.pictures.upsampling import upsample
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +93,7 @@ class Saliency:
     @property
     def heatmap(self) -> NDArray[np.float32]:
         """The map over the original picture, float32 [height, width], unscaled; NaN where the model saw nothing."""
-        return overlay.upsample(self.grid, self.placement)
+        return upsample(self.grid, self.placement)
 
     def overlay(
         self,
@@ -113,7 +114,7 @@ class Saliency:
                 them nears the last colour.
             options: cmap, alpha, fade, background, contours and mark_unseen as for `vitflow.pictures.overlay.blend`.
         """
-        heatmap = overlay.upsample(self.grid, self.placement, interpolation=interpolation)
+        heatmap = upsample(self.grid, self.placement, interpolation=interpolation)
         low, high = overlay.scale_range(self.grid, vmin=vmin, vmax=vmax, robust=robust)
         soft = overlay.is_soft(vmin, vmax, robust)
         return overlay.blend(self.image, heatmap, vmin=low, vmax=high, soft=soft, **options)

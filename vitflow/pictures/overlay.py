@@ -1,4 +1,4 @@
-"""Lay a saliency map over the photograph: upsample, scale, colour, blend. RGB everywhere."""
+"""Lay a heatmap over the photograph: scale, colour, blend. RGB everywhere."""
 
 import math
 from collections.abc import Sequence
@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from vitflow.compiled import compiled
 from vitflow.errors import OptionError, ShapeError, unknown_name
 from vitflow.pictures.contours import CONTOURS, draw_contours
-from vitflow.pictures.geometry import Placement
-from vitflow.pictures.options import BACKGROUNDS, INTERPOLATIONS, Background, Interpolation
+from vitflow.pictures.options import BACKGROUNDS, Background
 
 #: The lower and upper percentile between which robust scaling spreads the colours; the same as seaborn's.
 ROBUST_PERCENTILES = (2.0, 98.0)
@@ -39,98 +38,6 @@ LUMINANCE = (0.299, 0.587, 0.114)
 
 #: Negative values up to this share of the largest are rounding, and do not make a map one with two signs.
 _ROUNDING = 1e-6
-
-_OPENCV_FLAGS = {"linear": cv2.INTER_LINEAR, "cubic": cv2.INTER_CUBIC}
-
-
-def upsample(
-    grid: NDArray[np.floating[Any]], placement: Placement, *, interpolation: Interpolation = "linear"
-) -> NDArray[np.float32]:
-    """Spread a map over patches to the pixels of the original picture that the model saw.
-
-    The grid is resized to the model input, and that is carried back by the inverse of the resize and crop of the
-    preprocessing. Pixel centres correspond throughout; beyond the outermost patch centres the values stay constant.
-
-    Args:
-        grid: one value per patch, [rows, cols].
-        placement: how the picture became the model input.
-        interpolation: "linear" stays within the values of the grid; so does "smooth", without edges or corners but
-            with lower peaks; "cubic" is smooth and may overshoot; "nearest" gives each pixel the value of the patch in
-            which its centre lies.
-
-    Returns:
-        float32 [height, width] of the original picture, NaN where the model saw nothing.
-
-    Raises:
-        OptionError: the interpolation is unknown.
-        ShapeError: the grid has no two axes, no patches, or holds NaN or infinite values.
-
-    >>> upsample(np.array([[0.0, 1.0]]), Placement((1, 8), (1, 8), (0, 1), (1, 6)), interpolation="nearest")
-    array([[nan,  0.,  0.,  0.,  1.,  1.,  1., nan]], dtype=float32)
-    """
-    if interpolation not in INTERPOLATIONS:
-        raise OptionError(unknown_name("interpolation", interpolation, INTERPOLATIONS))
-    grid = np.ascontiguousarray(grid, dtype=np.float32)
-    if grid.ndim != 2 or grid.size == 0 or not np.isfinite(grid).all():
-        raise ShapeError(
-            f"Expected a grid [rows, cols] of finite values, got shape {grid.shape}"
-            + (" with NaN or infinite values." if grid.ndim == 2 and grid.size else ".")
-        )
-    heatmap = np.full(placement.image_size, np.nan, dtype=np.float32)
-    left, top, right, bottom = placement.seen_box
-    if left == right or top == bottom:
-        return heatmap
-    if interpolation == "nearest":
-        rows, cols = (
-            _patch_of_pixels(axis, first, last, count, placement)
-            for axis, first, last, count in ((0, top, bottom, grid.shape[0]), (1, left, right, grid.shape[1]))
-        )
-        heatmap[top:bottom, left:right] = grid[np.ix_(rows, cols)]
-        return heatmap
-    if interpolation == "smooth":
-        centres = np.arange(top, bottom, dtype=np.float64) + 0.5, np.arange(left, right, dtype=np.float64) + 0.5
-        y, x = placement.to_input(centres[0], centres[1])
-        over_rows = _spline(y / placement.input_size[0], grid.shape[0])
-        over_cols = _spline(x / placement.input_size[1], grid.shape[1])
-        _sum_splines(grid, *over_rows, *over_cols, heatmap[top:bottom, left:right])
-        return np.clip(heatmap, grid.min(), grid.max(), out=heatmap)  # of what rounding leaves beyond them
-    flags = _OPENCV_FLAGS[interpolation]
-    on_input = cv2.resize(grid, placement.input_size[::-1], interpolation=flags)
-    heatmap[top:bottom, left:right] = cv2.warpAffine(
-        on_input,
-        _pixel_to_input(placement, left, top),
-        (right - left, bottom - top),
-        flags=flags | cv2.WARP_INVERSE_MAP,
-        borderMode=cv2.BORDER_REPLICATE,
-    )
-    return heatmap
-
-
-def _spline(places: NDArray[np.float64], count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """The three patches next to places from 0 to 1 along an axis, and their weights by the quadratic B-spline.
-
-    Both are [places, 3]. No weight is below 0, and three sum to 1; the outermost patches are continued outwards.
-    """
-    at = places * count - 0.5
-    nearest = np.rint(at).astype(np.int64)
-    beside = at - nearest
-    weights = np.stack([(0.5 - beside) ** 2 / 2, 0.75 - beside**2, (0.5 + beside) ** 2 / 2], axis=1)
-    return np.clip(nearest[:, None] + (-1, 0, 1), 0, count - 1), weights.astype(np.float32)
-
-
-@compiled
-def _sum_splines(grid: Any, rows: Any, row_weights: Any, cols: Any, col_weights: Any, heatmap: Any) -> None:
-    """Fill the heatmap: each pixel's nine patches, weighted. As a product of matrices, BLAS would spin after it."""
-    line = np.empty(grid.shape[1], np.float32)
-    for y in range(heatmap.shape[0]):
-        for x in range(line.size):
-            line[x] = 0.0
-            for step in range(3):
-                line[x] += row_weights[y, step] * grid[rows[y, step], x]
-        for x in range(heatmap.shape[1]):
-            heatmap[y, x] = 0.0
-            for step in range(3):
-                heatmap[y, x] += col_weights[x, step] * line[cols[x, step]]
 
 
 def scale_range(
@@ -382,19 +289,3 @@ def _paint(image: Any, heatmap: Any, limits: Any, kept: Any, clear: Any, tint: A
             for channel in range(3):  # rounded, not cut, to whole values
                 mixed = (own * image[row, column, channel] + grey) * clear[step] + tint[step, channel]
                 overlay[row, column, channel] = np.int32(mixed + np.float32(0.5))
-
-
-def _pixel_to_input(placement: Placement, left: int, top: int) -> NDArray[np.float64]:
-    """The 2 × 3 matrix from pixel indices, counted from (left, top) in the picture, to pixel indices of the input."""
-    # OpenCV counts from pixel centres: index k stands for the coordinate k + 1/2.
-    y0, x0 = placement.to_input(top + 0.5, left + 0.5)
-    y1, x1 = placement.to_input(top + 1.5, left + 1.5)
-    return np.array([[x1 - x0, 0.0, x0 - 0.5], [0.0, y1 - y0, y0 - 0.5]])
-
-
-def _patch_of_pixels(axis: int, first: int, last: int, count: int, placement: Placement) -> NDArray[np.int64]:
-    """Row (axis 0) or column (axis 1) of the patch in which the centre of each pixel from first to last lies."""
-    size, resized = placement.image_size[axis], placement.resized_size[axis]
-    # In whole numbers, as Placement.seen_box does: (k + 1/2) · resized / size − offset, in units of patches.
-    centres = (2 * np.arange(first, last, dtype=np.int64) + 1) * resized - 2 * size * placement.offset[axis]
-    return centres * count // (2 * size * placement.input_size[axis])

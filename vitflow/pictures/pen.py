@@ -16,6 +16,7 @@ from vitflow.pictures.figures import Bar
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.options import Interpolation
 from vitflow.pictures.typesetting import BODY, GREY, LEADING, SMALL, TITLE, Page, readable
+from vitflow.pictures.upsampling import upsample
 
 #: Left, top, right and bottom, in pixels of a picture.
 Box = tuple[float, float, float, float]
@@ -83,7 +84,7 @@ class Pen:
         picture = self.photograph(image)
         # The placement's coordinates are continuous, so that it fits the picture in any size.
         placement = replace(placement, image_size=picture.shape[:2])
-        heatmap = overlay.upsample(grid, placement, interpolation=self.interpolation)
+        heatmap = upsample(grid, placement, interpolation=self.interpolation)
         drawn = overlay.blend(picture, heatmap, vmin=limits[0], vmax=limits[1], soft=self.soft, **self.blending)
         if box is not None:
             down, across = picture.shape[0] / image.shape[0], picture.shape[1] / image.shape[1]
