@@ -65,7 +65,7 @@ class GrowingRollout:
             fused: [batch, queries, keys]; the queries are the last of all tokens, and so are the keys (a cache with a
                 sliding window has dropped the ones before). Queries that are known already are not read again.
             num_tokens: tokens there are by now, the newest included.
-            visible: which keys each query may see, bool [batch or 1, queries, keys]; None for all.
+            visible: which keys each query may see, bool [batch or 1, queries, keys]; None for all up to its own.
 
         Raises:
             ShapeError: the attention is not that of the new tokens of as many texts as before.
@@ -78,7 +78,7 @@ class GrowingRollout:
                     torch.zeros(len(fused), self._room, self._room, dtype=torch.bool, device=fused.device)
                 )
         if num_tokens > self._room:
-            self._make_room(num_tokens + _MORE)
+            self._make_room(num_tokens + max(_MORE, self._room // 2))
         start, keys = self._lengths[layer], slice(num_tokens - fused.shape[-1], num_tokens)
         new = fused[:, start - num_tokens :]  # [batch, new, keys]
         if len(new) != len(self._products[layer]) or new.shape[1] != num_tokens - start:
@@ -88,7 +88,8 @@ class GrowingRollout:
             )
         places = torch.arange(start, num_tokens, device=fused.device)
         if visible is None:
-            visible = torch.ones(1, 1, 1, dtype=torch.bool, device=fused.device)
+            visible = torch.arange(keys.start, keys.stop, device=fused.device) <= places[:, None]
+            visible = visible.unsqueeze(0)
         visible = visible[:, -new.shape[1] :].expand(new.shape)
         if self._relative:
             self._seen[layer][:, start:num_tokens, keys] = visible

@@ -1,14 +1,15 @@
 """Language models of transformers: what they say of themselves."""
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from vitflow.errors import ModelError, OptionError, UnsupportedModelError
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowError, printable
 from vitflow.models.libraries import class_count, library_id
 
 # What transformers calls texts among a model's arguments; the first one given tells how many there are.
@@ -36,6 +37,14 @@ def word_embedding(model: nn.Module) -> nn.Module | None:
     except (AttributeError, NotImplementedError, TypeError):
         return None
     return found if isinstance(found, nn.Embedding) else None
+
+
+def check_text(text: object) -> None:
+    """Raise OptionError unless it is a text that can be written as UTF-8."""
+    if not isinstance(text, str):
+        raise OptionError(f"Expected one text as a string, got {text!r:.80}.")
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise OptionError(f"Expected a text in UTF-8, got “{printable(text[:80])}”, which has bytes that are none.")
 
 
 def stream_of(path: str) -> str:
@@ -134,9 +143,61 @@ def tokenizer_beside(model: nn.Module) -> Any:
     return None
 
 
-def is_decoder(model: nn.Module) -> bool:
-    """Whether a model writes: each of its tokens sees only those before it, and predicts the next."""
-    return any(getattr(module, "is_causal", False) is True for module in model.modules())
+def plain_numbers(model: nn.Module, count: int) -> list[int]:
+    """So many numbers of a model's tokens, spread over its vocabulary, none of which it names as special."""
+    sizes = [one.num_embeddings for one in (word_embedding(model), *model.modules()) if isinstance(one, nn.Embedding)]
+    size = sizes[0] if sizes else count
+    configs = getattr(model, "config", None), _text_config(model)
+    named = [pair for one in configs if hasattr(one, "__dict__") for pair in vars(one).items()]
+    special = {number for name, number in named if isinstance(number, int) and name.endswith(("_token_id", "_index"))}
+    plain = [number for number in range(size) if number not in special] or [0]
+    return [plain[place * max(len(plain) // count, 1) % len(plain)] for place in range(count)]
+
+
+def _text_config(model: nn.Module) -> Any:
+    """What a model that reads says of itself, or of its part that reads, where it also sees or hears."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def positions_of(model: nn.Module) -> int | None:
+    """For how many tokens a model has positions, by its own word; None where it does not say."""
+    found = getattr(_text_config(model), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+@contextmanager
+def reading(model: nn.Module, ids: Tensor | None = None) -> Iterator[None]:
+    """Run a model on a text of these numbers [batch, tokens]; what it cannot read is told in words.
+
+    Raises:
+        OptionError: the text is longer than the model's positions, or has tokens that it does not know.
+        UnsupportedModelError: it wants a text for its decoder, too.
+    """
+    try:
+        yield
+    except VitflowError:
+        raise
+    except (IndexError, RuntimeError, ValueError) as error:
+        kind, limit = type(model).__name__, positions_of(model)
+        known = getattr(word_embedding(model), "num_embeddings", None)
+        if isinstance(error, ValueError) and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            raise UnsupportedModelError(
+                f"{kind} reads with an encoder and a decoder, expected one of them: pass the part that reads, "
+                "model.get_encoder(), in Python."
+            ) from error
+        if ids is not None and known is not None and int(ids.max()) >= known:
+            raise OptionError(
+                f"Expected tokens that {kind} knows, numbered below {known}, got {int(ids.max())}: the tokenizer is "
+                "that of another model."
+            ) from error
+        # Some models begin to count at 2.
+        if ids is not None and limit is not None and ids.shape[1] > limit - 4:
+            raise OptionError(
+                f"Expected a text for which {kind} has positions, {limit} at most, got {ids.shape[1]} tokens: take a "
+                "part of it."
+            ) from error
+        raise
 
 
 def refuse_static(cache: Any) -> None:
@@ -161,6 +222,27 @@ def decoder_path(model: nn.Module) -> str:
     return next((path for path, module in model.named_modules() if module is decoder), "")
 
 
+def generation_setting(model: nn.Module, given: Mapping[str, Any], name: str) -> Any:
+    """What `generate` makes of a setting with these arguments: theirs, their generation_config's, or the model's."""
+    configs = [one for one in (given.get("generation_config"), model.generation_config) if one is not None]
+    return (
+        given[name]
+        if name in given
+        else next((value for one in configs if (value := getattr(one, name, None)) is not None), None)
+    )
+
+
+def mask_of(model: nn.Module, given: Mapping[str, Any], ids: Tensor) -> Tensor:
+    """The attention mask that `generate` makes of numbers [batch, tokens] where none is given: 0 where padding stands.
+
+    As there, nothing is padding where its number also ends texts.
+    """
+    pad, ends = (generation_setting(model, given, f"{name}_token_id") for name in ("pad", "eos"))
+    ends = [ends] if isinstance(ends, int) else list(ends or ())
+    infer = pad is not None and pad not in ends
+    return ids.ne(pad).long() if infer else torch.ones_like(ids)
+
+
 def refuse_generation(model: nn.Module, given: Mapping[str, Any]) -> None:
     """Refuse what a rollout cannot be followed through, by name.
 
@@ -181,6 +263,12 @@ def refuse_generation(model: nn.Module, given: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} writes with a decoder that attends to an encoder, and generation is followed in "
             "decoders alone. Record single passes with vitflow.record_attention: trace.streams tells them apart."
+        )
+    scale = generation_setting(model, given, "guidance_scale")
+    if scale not in (None, 1, 1.0):
+        raise OptionError(
+            f"Expected words by the model's own logits, got guidance_scale={scale}, which mixes those of a second text "
+            "that is read beside: leave it out."
         )
     config: Any = copy.deepcopy(given.get("generation_config") or model.generation_config)
     config.update(**given)

@@ -18,6 +18,8 @@ _SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 # Where only fused matrices are kept, a processor works on about so many probabilities at a time, to stay in its cache.
 _CACHED_PROBABILITIES = 2**19
+# A score that lies so far below another of its row has no probability beside it: exp(-746) is 0 in float64.
+_FAR_BELOW = 1000.0
 
 
 class Listener(Protocol):
@@ -44,8 +46,8 @@ class Listener(Protocol):
         """Take in attention [..., queries, keys] and the values [..., keys, width] that it is applied to.
 
         It is mixed where it was made of a softmax, instead of being one. The key vectors [..., keys, width] are told
-        where they were seen; and, if asked for, which keys each query may see, [batch or 1, queries, keys], where these
-        are not all.
+        where they were seen; and, if asked for, which keys each query may see, [batch or 1, queries, keys] or of the
+        shape of the attention, where these are not all.
         """
 
     def saw_part(self, probabilities: Tensor, value: Tensor, output: Tensor) -> None:
@@ -119,7 +121,9 @@ class Interception(TorchFunctionMode):
                 self.listener.saw(self._precise(probabilities, scores), None, False, key, self._visible(scores))
 
     def _visible(self, scores: Tensor) -> Tensor | None:
-        return _seen_keys(scores) if self.listener.wants_visible and scores.ndim == 4 else None
+        if not self.listener.wants_visible or scores.ndim not in (3, 4):
+            return None
+        return _seen_keys(scores) if scores.ndim == 4 else _unmasked(scores)
 
     def _precise(self, probabilities: Tensor, scores: Tensor | None) -> Tensor:
         """Probabilities in float32 at least, from their scores, if they are plainly the softmax of those.
@@ -135,8 +139,19 @@ class Interception(TorchFunctionMode):
 
 def _seen_keys(mask: Tensor) -> Tensor:
     """Which keys each query may see, [batch or 1, queries, keys], by a mask, or by scores that one was added to."""
-    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    return _with_heads(seen).any(dim=-3)
+    return _with_heads(_unmasked(mask)).any(dim=-3)
+
+
+def _unmasked(mask: Tensor) -> Tensor:
+    """Where a mask, or scores that one was added to, lets anything through: bool, of the same shape.
+
+    Some models divide their scores after masking, others add only −10,000: what lies so far below its row's largest has
+    a probability of exactly 0 in any precision.
+    """
+    if mask.dtype == torch.bool or not mask.numel():
+        return mask.bool()
+    near = mask > mask.amax(dim=-1, keepdim=True) - _FAR_BELOW
+    return near & (mask > torch.finfo(mask.dtype).min / 2)
 
 
 def _with_heads(mask: Tensor) -> Tensor:

@@ -337,6 +337,8 @@ class record_attention:
                 "attention matrices has negative entries, and rollout and flow are not defined on it."
             )
         arrange = arrangement(module, probabilities, self._batch)
+        if visible is not None and visible.shape == probabilities.shape:  # heads are folded into the batch
+            visible = (visible if arrange is None else arrange(visible)).any(dim=-3)
         if packed := is_packed(module, probabilities):  # values and keys are those of each group of heads
             visible = None if visible is None else visible.any(dim=-2, keepdim=True)
         values = self._values_of(value, None if packed else arrange)

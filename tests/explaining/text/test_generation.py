@@ -5,13 +5,15 @@ import copy
 import numpy as np
 import pytest
 import torch
+from tokenizers import processors
 from torch import Tensor, nn
 
 from tests import references
+from tests.explaining.text.test_reading import byte_tokenizer, reads, wordpiece_tokenizer
 from tests.recording.test_languages import built, texts
 from tests.recording.test_recorder import generators, state_of
 from vitflow import Generation, explain_generation, record_attention
-from vitflow.errors import OptionError, UnsupportedModelError
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.explaining.progress import shown_by
 
 transformers = pytest.importorskip("transformers")
@@ -144,6 +146,75 @@ def test_what_is_written_after_the_end_of_a_text_is_left_out():
     assert found[1].values.shape[0] == found[1].generated_tokens.length
 
 
+def test_the_end_of_a_text_may_be_an_option_of_its_own():
+    model, given = built("GPT2LMHeadModel"), texts("left")
+    with torch.no_grad():
+        sequences = model.generate(**given, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    end = int(sequences[1, 14])
+    for method in ("rollout", "attention"):
+        options = {"max_new_tokens": NEW, "do_sample": False, "method": method}
+        told = explain_generation(model, given, generation_config=ending(model, end), **options)[1]
+        for ends in (end, [end, 49]):
+            found = explain_generation(model, given, eos_token_id=ends, **options)[1]
+            assert found.generated_tokens == told.generated_tokens and found.generated_tokens.length <= 3
+            np.testing.assert_array_equal(found.values, told.values)
+
+
+def test_strings_end_a_text_too():
+    tokenizer = byte_tokenizer()
+    model, prompts = built("GPT2LMHeadModel", vocab_size=len(tokenizer)), ["The key is", "keys"]
+    silent = [number for number in range(len(tokenizer)) if not tokenizer.decode([number]).strip().isalpha()]
+    options = {"tokenizer": tokenizer, "max_new_tokens": NEW, "do_sample": False, "suppress_tokens": silent}
+    whole = explain_generation(model, prompts, **options, eos_token_id=None)
+    word = whole[1].generated_tokens.strings[2]
+    found = explain_generation(model, prompts, stop_strings=[word], **options)
+    for one, longer in zip((found[0], found[1]), (whole[0], whole[1]), strict=True):
+        strings = longer.generated_tokens.strings
+        length = next((place + 1 for place, string in enumerate(strings) if word in string), NEW)
+        assert one.generated_tokens == longer.generated_tokens[:length]
+        np.testing.assert_allclose(one.values, longer.values[:length], atol=1e-6)
+    with pytest.raises(ModelError, match="pass tokenizer="):
+        written(model, stop_strings=[word])
+
+
+def test_prompts_are_padded_where_their_tokenizer_has_no_padding():
+    model, tokenizer = reads("GPT2LMHeadModel"), wordpiece_tokenizer()
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    prompts = ["The key to the cabinets is", "the key"]
+    expected = explain_generation(model, prompts, tokenizer=tokenizer, **options)
+    tokenizer.pad_token = None
+    found = explain_generation(model, prompts, tokenizer=tokenizer, **options)
+    for number in range(2):
+        assert found[number].prompt_tokens.ids == expected[number].prompt_tokens.ids
+        np.testing.assert_array_equal(found[number].values, expected[number].values)
+
+
+def test_a_model_is_taken_by_its_folder(tmp_path):
+    model, tokenizer = reads("GPT2LMHeadModel"), wordpiece_tokenizer()
+    expected = explain_generation(model, "the key", tokenizer=tokenizer, max_new_tokens=2, do_sample=False)
+    for one in (model, tokenizer):
+        one.save_pretrained(tmp_path)
+    for name in (tmp_path, str(tmp_path)):
+        found = explain_generation(name, "the key", max_new_tokens=2, do_sample=False)
+        assert found.generated_tokens == expected.generated_tokens and found.model == str(tmp_path)
+        np.testing.assert_allclose(found.values, expected.values, atol=1e-6)
+    with pytest.raises(ModelError, match="id of the hub or a folder"):
+        explain_generation("nobody/nothing-here", "the key")
+
+
+def test_more_than_the_model_has_positions_for_is_refused_before_anything_is_written():
+    model = built("GPT2LMHeadModel")  # of 64 positions
+    with pytest.raises(OptionError, match="at most 56 tokens to write after a prompt of 9.*got 1000000000: lower"):
+        written(model, new=10**9)
+    assert written(model, new=56, eos_token_id=None).generated_tokens.length == 56
+    with pytest.raises(OptionError, match="a shorter text than a prompt of 66, as GPT2LMHeadModel"):
+        explain_generation(model, torch.ones(1, 66, dtype=torch.long), max_new_tokens=2)
+    with pytest.raises(OptionError, match="at most 56 tokens .* got 61"):
+        explain_generation(model, prompt(), max_length=70)
+    with pytest.raises(OptionError, match="tokens that GPT2LMHeadModel knows, numbered below 50, got 77"):
+        explain_generation(model, torch.tensor([[5, 77]]), max_new_tokens=2)
+
+
 def ending(model: nn.Module, end: int) -> object:
     config = copy.deepcopy(model.generation_config)
     config.eos_token_id = end
@@ -225,6 +296,13 @@ def test_what_a_rollout_cannot_follow_is_refused_by_name(changes, words):
         written(built("GPT2LMHeadModel"), **changes)
 
 
+def wordless() -> object:
+    """A tokenizer that adds no special tokens."""
+    tokenizer = wordpiece_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    return tokenizer
+
+
 def test_other_mistakes_are_told_before_anything_is_written():
     model = built("GPT2LMHeadModel")
     with pytest.raises(UnsupportedModelError, match="BertForMaskedLM.*explain_text"):
@@ -233,6 +311,20 @@ def test_other_mistakes_are_told_before_anything_is_written():
         explain_generation(model, texts("right"), max_new_tokens=2)
     with pytest.raises(OptionError, match=r"Expected a text, or .*got list"):
         explain_generation(model, [1, 2], max_new_tokens=2)
+    with pytest.raises(OptionError, match=r"Expected a text, or .*got list"):
+        explain_generation(model, [], max_new_tokens=2)
+    with pytest.raises(OptionError, match="at least one token each, got ''"):
+        explain_generation(model, ["", "the key"], tokenizer=wordless(), max_new_tokens=2)
+    with pytest.raises(OptionError, match=r"a text in UTF-8, got “caf.*xe9”"):
+        explain_generation(model, "caf\udce9", tokenizer=wordpiece_tokenizer(), max_new_tokens=2)
+    for hole in ([0, 1, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 1, 1, 1]):
+        with pytest.raises(OptionError, match="zeros all stand on the left of a prompt.*leave these tokens out"):
+            explain_generation(model, {"input_ids": prompt(), "attention_mask": torch.tensor([hole])})
+    with pytest.raises(OptionError, match=r"attention_mask of the prompts' shape \(1, 9\), got \(1, 4\)"):
+        explain_generation(model, {"input_ids": prompt(), "attention_mask": torch.ones(1, 4)})
+    for method in ("rollout", "gae"):
+        with pytest.raises(OptionError, match="guidance_scale=1.5, which mixes.*leave it out"):
+            written(model, method=method, guidance_scale=1.5)
     with pytest.raises(OptionError, match="Unknown method for texts 'rolout'. Did you mean 'rollout'"):
         written(model, method="rolout")
     with pytest.raises(OptionError, match="Unknown option of method gae 'residual'"):

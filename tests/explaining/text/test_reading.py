@@ -7,7 +7,7 @@ from torch import nn
 
 import vitflow
 from tests import references
-from tests.recording.test_languages import built
+from tests.recording.test_languages import SIZES, built
 from vitflow import Words, explain_text, layouts_of, record_attention
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
 from vitflow.explaining.text.wording import words_of
@@ -42,8 +42,7 @@ def wordpieces():
     return wordpiece_tokenizer()
 
 
-@pytest.fixture(scope="module")
-def bytes_tokenizer():
+def byte_tokenizer():
     """A tokenizer in the manner of GPT-2's, whose tokens begin with their space."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -61,6 +60,11 @@ def bytes_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", bos_token="<|end|>")
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer():
+    return byte_tokenizer()
 
 
 def reads(name: str = "BertForMaskedLM") -> nn.Module:
@@ -209,8 +213,30 @@ def test_mistakes_are_told_with_a_remedy(wordpieces):
     with pytest.raises(OptionError, match="BertModel ends in features.*rollout"):
         explain_text(TEXT, model=headless, tokenizer=wordpieces, method="gae")
     t5 = transformers.T5Config(vocab_size=50, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
-    encoder = transformers.T5ForConditionalGeneration(t5).get_encoder()
+    both = transformers.T5ForConditionalGeneration(t5).eval()
+    with pytest.raises(UnsupportedModelError, match=r"T5ForConditionalGeneration reads .*model\.get_encoder\(\)"):
+        explain_text(TEXT, model=both, tokenizer=wordpieces)
+    encoder = both.get_encoder()
     assert explain_text(TEXT, model=encoder, tokenizer=wordpieces).weights.sum() == pytest.approx(1)
+
+
+def test_what_a_model_cannot_read_is_told(wordpieces):
+    for name in ("BertForMaskedLM", "GPT2LMHeadModel"):  # of 64 positions
+        with pytest.raises(OptionError, match="positions, 64 at most, got 82 tokens: take a part"):
+            explain_text("the key " * 40, model=reads(name), tokenizer=wordpieces)
+        with pytest.raises(OptionError, match="numbered below 12, got 14: the tokenizer is that of another model"):
+            explain_text(TEXT, model=built(name, vocab_size=12), tokenizer=wordpieces)
+    with pytest.raises(OptionError, match="from 0 to 14, got 99999"):
+        explain_text(TEXT, model=reads(), tokenizer=wordpieces, method="gae", target=99999)
+    with pytest.raises(OptionError, match=r"a text in UTF-8, got “caf\\xe9”"):
+        explain_text("caf\udce9", model=reads(), tokenizer=wordpieces)
+    config = transformers.LongformerConfig(
+        **{**SIZES, "vocab_size": 15}, max_position_embeddings=64, attention_window=4, pad_token_id=0
+    )
+    longformer = transformers.LongformerForMaskedLM(config).eval()
+    for weighting in (False, "output"):
+        with pytest.raises(UnsupportedModelError, match="LongformerForMaskedLM attends within parts of the text"):
+            explain_text(TEXT, model=longformer, tokenizer=wordpieces, value_weighted=weighting)
 
 
 # -- layouts of any tokens ---------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError
+from vitflow.errors import OptionError, UnsupportedModelError
 from vitflow.explaining.method_table import Method
 from vitflow.explaining.progress import tracking
 from vitflow.explaining.text import views
@@ -23,14 +23,28 @@ from vitflow.methods.growing_rollout import GrowingRollout
 from vitflow.methods.sequences import Words
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id
-from vitflow.models.languages import refuse_generation, tokenizer_beside, tokenizer_of
-from vitflow.recording.isolation import evaluating
+from vitflow.models.languages import (
+    check_text,
+    generation_setting,
+    load_language_model,
+    mask_of,
+    positions_of,
+    reading,
+    reads_text,
+    refuse_generation,
+    tokenizer_beside,
+    tokenizer_of,
+)
+from vitflow.recording.causality import is_causal
+from vitflow.recording.isolation import Hook, evaluating
 from vitflow.recording.writing import follow_writing
 from vitflow.words.shaded import ShadedText
 from vitflow.words.sheet import Sheet
 
 # Tokens to make room for where it is not said how many are written at most.
 _ROOM = 64
+# Matrices are made for so many at first: the room of what is never written would be memory for nothing.
+_MOST_ROOM = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +156,7 @@ class Generation:
 
 
 def explain_generation(
-    model: nn.Module,
+    model: str | Path | nn.Module,
     inputs: Any,
     *,
     tokenizer: Any = None,
@@ -153,7 +167,7 @@ def explain_generation(
     """Let a model write, and tell what each token that it writes rests on.
 
     Args:
-        model: a causal language model of `transformers`.
+        model: a causal language model of `transformers`, its id or folder.
         inputs: the prompt, as the tokenizer makes it (input_ids, attention_mask), ids [batch, tokens], or a text.
         tokenizer: its tokenizer; by default the one saved beside it. Without one, tokens are told by their numbers.
         method: "rollout", "attention", "flow" or "gae".
@@ -168,11 +182,16 @@ def explain_generation(
     generate = {name: value for name, value in options.items() if name not in asked}
     chosen, used = text_method(method, asked)
     used = for_kind(used, decoder=True)
-    model = unwrap(model)
+    if isinstance(model, nn.Module):
+        model = unwrap(model)
+    else:
+        model, own_tokenizer = load_language_model(model)
+        tokenizer = own_tokenizer if tokenizer is None else tokenizer
     refuse_generation(model, generate)
-    arguments, tokenizer = _arguments(inputs, tokenizer, model)
+    _refuse_looking_ahead(model)
+    arguments, tokenizer = _arguments(inputs, tokenizer, model, generate)
     started = time.perf_counter()
-    arguments, start = {**arguments, **generate}, arguments["input_ids"].shape[1]
+    start = arguments["input_ids"].shape[1]
     with evaluating(model), torch.no_grad():
         if method == "rollout":
             sequences, rows, own = _follow(model, arguments, used)
@@ -199,37 +218,116 @@ def explain_generation(
     return found[0] if len(found) == 1 else found
 
 
-def _arguments(inputs: Any, tokenizer: Any, model: nn.Module) -> tuple[dict[str, Any], Any]:
-    """The arguments of `generate` for these prompts, and what tells their words."""
-    if isinstance(inputs, str) or (isinstance(inputs, Sequence) and all(isinstance(one, str) for one in inputs)):
-        tokenizer = tokenizer_of(model, tokenizer)
-        several = not isinstance(inputs, str)
-        inputs = tokenizer(
-            inputs, return_tensors="pt", **({"padding": True, "padding_side": "left"} if several else {})
+def _refuse_looking_ahead(model: nn.Module) -> None:
+    """Raise UnsupportedModelError where a token moves what is made of those before it."""
+    if not is_causal(model.get_decoder()):  # type: ignore[operator]
+        raise UnsupportedModelError(
+            f"Expected a model whose tokens see only those before them, got {type(model).__name__}, in which a later "
+            "token moves earlier ones: it writes no text from left to right. Use vitflow.explain_text to see what it "
+            "reads."
         )
-        inputs = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
-    given = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
+
+
+def _arguments(
+    inputs: Any, tokenizer: Any, model: nn.Module, generate: Mapping[str, Any]
+) -> tuple[dict[str, Any], Any]:
+    """The arguments of `generate` for these prompts, and what tells their words."""
+    several = isinstance(inputs, Sequence) and not isinstance(inputs, str)
+    if isinstance(inputs, str) or (several and inputs and all(isinstance(one, str) for one in inputs)):
+        tokenizer = tokenizer_of(model, tokenizer)
+        given: Any = _padded([_numbers(tokenizer, text) for text in (inputs if several else [inputs])], tokenizer)
+    else:
+        given = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
+        tokenizer = tokenizer_beside(model) if tokenizer is None else tokenizer_of(model, tokenizer)
     arguments = dict(given) if isinstance(given, Mapping) else {}
     ids = arguments.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
         raise OptionError(
             "Expected a text, or what its tokenizer makes of it with return_tensors='pt' (input_ids [batch, tokens] "
             f"and attention_mask), got {type(inputs).__name__}."
         )
     device = next((parameter.device for parameter in model.parameters()), ids.device)
+    arguments = {**arguments, **generate}
+    if arguments.get("attention_mask") is None:
+        arguments["attention_mask"] = mask_of(model, generate, ids)
+    if generation_setting(model, generate, "stop_strings") is not None and "tokenizer" not in arguments:
+        arguments["tokenizer"] = tokenizer_of(model, tokenizer)
     arguments = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in arguments.items()}
-    mask = arguments.get("attention_mask")
-    if isinstance(mask, Tensor) and not bool(mask[:, -1].all()):
+    _check_mask(arguments["attention_mask"], ids)
+    _check_room(model, generate, ids)
+    return arguments, tokenizer
+
+
+def _numbers(tokenizer: Any, text: str) -> list[int]:
+    check_text(text)
+    numbers: list[int] = tokenizer(text)["input_ids"]
+    if not numbers:
+        raise OptionError(f"Expected prompts of at least one token each, got {text!r}.")
+    return numbers
+
+
+def _padded(texts: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, Tensor]:
+    """Numbers of one length, padded on the left; of what makes no difference, as the mask leaves it out."""
+    longest, pad = max(map(len, texts)), getattr(tokenizer, "pad_token_id", None)
+    pad = getattr(tokenizer, "eos_token_id", None) if pad is None else pad
+    return {
+        "input_ids": torch.tensor([[pad or 0] * (longest - len(text)) + list(text) for text in texts]),
+        "attention_mask": torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts]),
+    }
+
+
+def _check_mask(mask: Any, ids: Tensor) -> None:
+    """Raise OptionError unless padding stands on the left of each prompt, and nowhere else."""
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise OptionError(f"Expected an attention_mask of the prompts' shape {tuple(ids.shape)}, got {shape}.")
+    seen = mask.bool()
+    if not bool(seen[:, -1].all()):
         raise OptionError(
             "Expected prompts that are padded on the left, as the next token follows their last, got padding on the "
             "right: pass padding_side='left' to the tokenizer."
         )
-    return arguments, tokenizer_of(model, tokenizer) if tokenizer is not None else tokenizer_beside(model)
+    if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
+        raise OptionError(
+            "Expected an attention_mask whose zeros all stand on the left of a prompt, got zeros between its tokens: "
+            "leave these tokens out of the prompt."
+        )
+
+
+def _check_room(model: nn.Module, generate: Mapping[str, Any], ids: Tensor) -> None:
+    """Raise OptionError where more shall be written than the model has positions for."""
+    limit, start = positions_of(model), ids.shape[1]
+    steps, length = (generation_setting(model, generate, name) for name in ("max_new_tokens", "max_length"))
+    steps = length - start if steps is None and isinstance(length, int) else steps
+    if limit is None or not isinstance(steps, int) or start + steps - 1 <= limit:
+        return
+    most = limit - start + 1  # the last one is written, and never read
+    raise OptionError(
+        f"Expected {f'at most {most} tokens to write after' if most > 0 else 'a shorter text than'} a prompt of "
+        f"{start}, as {type(model).__name__} has positions for {limit}, got {steps}: lower max_new_tokens."
+    )
 
 
 def _write(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
     """The prompts with what the model wrote after them: numbers [batch, tokens]."""
-    output = model.generate(**arguments)  # type: ignore[operator]
+    ids = arguments["input_ids"]
+
+    def check(args: Any, kwargs: Any) -> None:
+        text = reads_text(args, kwargs)
+        if arguments.get("past_key_values") is None and text is not None and text.shape[1] > most[0]:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} reads {text.shape[1]} tokens where the text has {most[0]}: it adds its own to "
+                "tell what comes next, and generation is followed only where the last token of the text tells it."
+            )
+        most[0] += 1
+
+    most = [ids.shape[1]]
+    hook = Hook(model, check, before=True)
+    try:
+        with reading(model, ids):
+            output = model.generate(**arguments)  # type: ignore[operator]
+    finally:
+        hook.remove()
     sequences: Tensor = output if isinstance(output, Tensor) else output.sequences
     return sequences
 
@@ -239,10 +337,9 @@ def _follow(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Write, with a rollout that grows: what was written, rows [batch, layers, rows, tokens], own shares."""
     start = arguments["input_ids"].shape[1]
-    config = arguments.get("generation_config") or model.generation_config
-    steps = int(arguments.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or _ROOM)
+    steps = int(generation_setting(model, arguments, "max_new_tokens") or _ROOM)
     of_rollout = {name: options[name] for name in ("discard_ratio", "residual", "start_layer", "causal")}
-    grown = GrowingRollout(start + steps, **of_rollout)
+    grown = GrowingRollout(start + min(steps, _MOST_ROOM), **of_rollout)
     with tracking("generation", steps) as progress:
         follow = follow_writing(
             model,
@@ -254,27 +351,40 @@ def _follow(
         )
         with follow:
             sequences = _write(model, arguments)
-    return sequences, *grown.rows(start - 1, sequences.shape[1] - 1)
+    read = sequences.shape[1] - 1  # a pass more may have run before it was seen that all texts have ended
+    rows, own = grown.rows(start - 1, read)
+    return sequences, rows[..., :read], own
 
 
 def _split(
     sequences: Tensor, arguments: Mapping[str, Any], tokenizer: Any, model: nn.Module
 ) -> tuple[list[Words], list[Words]]:
     """The words of each prompt without its padding, and those written after it, up to the end of the text."""
-    ids, mask = arguments["input_ids"], arguments.get("attention_mask")
-    config = arguments.get("generation_config") or model.generation_config
-    ends = getattr(config, "eos_token_id", None)
-    ends = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+    ids, mask = arguments["input_ids"], arguments["attention_mask"]
+    ended = _ending(arguments, model)
     prompts, written = [], []
     for index, sequence in enumerate(sequences.tolist()):
         source = index * len(ids) // len(sequences)  # where several were asked for after each prompt
-        start = ids.shape[1] - (ids.shape[1] if mask is None else int(mask[source].sum()))
-        new = sequence[ids.shape[1] :]
-        last = next((place + 1 for place, number in enumerate(new) if number in ends), len(new))
-        words = words_of(tokenizer, sequence[start : ids.shape[1] + last])
+        start = ids.shape[1] - int(mask[source].sum())
+        first, most = ids.shape[1] + 1, len(sequence)
+        last = next((stop for stop in range(first, most) if ended(sequence[start:stop])), most)
+        words = words_of(tokenizer, sequence[start:last])
         prompts.append(words[: ids.shape[1] - start])
         written.append(words[ids.shape[1] - start :])
     return prompts, written
+
+
+def _ending(arguments: Mapping[str, Any], model: nn.Module) -> Callable[[list[int]], bool]:
+    """Tells whether a text ends with its last token, as `generate` sees it."""
+    ends, strings = (generation_setting(model, arguments, name) for name in ("eos_token_id", "stop_strings"))
+    numbers = torch.as_tensor([] if ends is None else ends).flatten().tolist()
+    if strings is None:
+        return lambda text: text[-1] in numbers
+    from transformers import StopStringCriteria
+
+    criterion = StopStringCriteria(arguments["tokenizer"], strings)
+    device = arguments["input_ids"].device
+    return lambda text: text[-1] in numbers or bool(criterion(torch.tensor([text], device=device), None)[0])
 
 
 def _taught(

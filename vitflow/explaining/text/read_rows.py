@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, UnsupportedModelError
+from vitflow.errors import OptionError, UnsupportedModelError, ValueNormsError, whole_number
 from vitflow.explaining.method_table import Method
 from vitflow.explaining.progress import tracking
 from vitflow.methods import layer_rows
 from vitflow.methods.attention import check_layer
 from vitflow.methods.fusion import fuse_heads
 from vitflow.methods.rollout import for_the_class
-from vitflow.models.languages import has_head
+from vitflow.models.languages import has_head, reading
+from vitflow.recording.causality import is_causal
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
@@ -29,7 +30,6 @@ class RowsRead:
         chosen: the index of the layer whose rows the method gives when it is not asked for all of them.
         own: the raw share of each row's own token, [layers, rows], where the rows are relative to the receptive field.
         matrices: fused attention of each layer, [layers, tokens, tokens].
-        causal: whether no token sees a later one.
         logits: what the model answered.
     """
 
@@ -37,7 +37,6 @@ class RowsRead:
     chosen: int
     own: Tensor | None
     matrices: Tensor
-    causal: bool
     logits: Tensor | None
 
 
@@ -69,25 +68,56 @@ def read_rows(
         refuse_inference_tensors(model)
     with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(model):
         trace = _record(model, inputs, options, gradients)
-        return _rows(trace, readout, method, options, targets)
+        return _rows(trace, _seen(trace, inputs), readout, method, options, targets)
 
 
 def _record(model: nn.Module, inputs: Mapping[str, Tensor], options: Mapping[str, Any], gradients: bool) -> Trace:
     kept: dict[str, Any] = {"fusions": [(options["head_fusion"], options["value_weighted"])]}
     if gradients:
         kept = {"gradients": True, "values": bool(options["value_weighted"])}
-    with record_attention(model, visible=True, **kept) as trace:
-        model(**inputs)
+    ids = inputs["input_ids"]
+    try:
+        with reading(model, ids), record_attention(model, visible=True, **kept) as trace:
+            model(**inputs)
+    except ValueNormsError:
+        _record(
+            model, inputs, {**options, "value_weighted": False}, gradients
+        )  # it may be refused without weights, too
+        raise
     if len(trace.streams) > 1:
         raise UnsupportedModelError(
             f"{type(model).__name__} has several streams of tokens ({', '.join(trace.streams)}), expected one: pass "
-            "the part that reads, such as model.get_encoder(), or let it write with explain_generation."
+            "the part that reads, such as model.get_encoder(), in Python."
+        )
+    whole = (1, ids.shape[1], ids.shape[1])
+    other = next((tuple(one.shape) for one in (layer.example for layer in trace.layers) if _outer(one) != whole), None)
+    if other is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} attends within parts of the text, in matrices of shape {other}, expected "
+            f"{ids.shape[1]} × {ids.shape[1]} tokens in each layer: rollout, flow and GAE need attention between all."
         )
     return trace
 
 
+def _outer(matrix: Tensor) -> tuple[int, int, int]:
+    """A matrix's batch, queries and keys."""
+    return len(matrix), matrix.shape[-2], matrix.shape[-1]
+
+
+def _seen(trace: Trace, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """Which keys each query of a layer may see, [tokens, tokens]: by its masks, by padding, and by what was caused."""
+    tokens = inputs["input_ids"].shape[1]
+    common = torch.ones(tokens, tokens, dtype=torch.bool, device=trace.layers[0].example.device)
+    if is_causal(trace.model):
+        common = common.tril()
+    if "attention_mask" in inputs:
+        common = common & inputs["attention_mask"][0].bool().to(common.device)
+    return [common if layer.visible is None else common & layer.visible[0] for layer in trace.layers]
+
+
 def _rows(
     trace: Trace,
+    seen: Sequence[Tensor],
     readout: Tensor,
     method: Method,
     options: Mapping[str, Any],
@@ -103,12 +133,7 @@ def _rows(
     else:
         fused = trace.fused(options["head_fusion"], value_weighted=options["value_weighted"])
         matrices = torch.stack([one[0] for one in fused])
-    seen = [
-        torch.ones_like(matrices[0], dtype=torch.bool) if layer.visible is None else layer.visible[0]
-        for layer in trace.layers
-    ]
     readout = readout.to(matrices)
-    causal = all(not one.triu(1).any() for one in seen)
     if method.name == "attention":
         found = layer_rows.attention_rows([*matrices], seen, readout, **used)
     elif method.name == "rollout":
@@ -119,7 +144,7 @@ def _rows(
         with tracking("attention flow", rounds * len(seen) * readout.numel()) as progress:
             found, own = layer_rows.flow_rows([*matrices], seen, readout, progress=progress, **used)
     logits = None if trace.logits is None else trace.logits.detach()
-    return RowsRead(found, chosen, own, matrices, causal, logits)
+    return RowsRead(found, chosen, own, matrices, logits)
 
 
 def _for_targets(
@@ -151,4 +176,6 @@ def score_of(trace: Trace, position: int, target: int | None) -> Tensor:
             "ends in features: load it with its head, or use a method such as rollout."
         )
     scores = logits[0] if logits.ndim == 2 else logits[0, position]
+    if target is not None:
+        whole_number("target", target, 0, len(scores) - 1)
     return scores.max() if target is None else scores[target]

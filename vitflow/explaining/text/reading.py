@@ -20,8 +20,9 @@ from vitflow.explaining.text.wording import words_in, words_of
 from vitflow.methods.sequences import Words
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id
-from vitflow.models.languages import is_decoder, load_language_model, predicts_words, tokenizer_of
+from vitflow.models.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
 from vitflow.models.libraries import class_count
+from vitflow.recording.causality import is_causal
 from vitflow.words.graph import GraphView
 from vitflow.words.shaded import ShadedText
 from vitflow.words.sheet import Sheet
@@ -158,10 +159,12 @@ def explain_text(
     else:
         model, own = load_language_model(model)
         tokenizer = own if tokenizer is None else tokenizer_of(model, tokenizer)
-    used = for_kind(used, decoder=is_decoder(model))
-    started = time.perf_counter()
     inputs, words = _encode(text, tokenizer, model)
-    asked = _asked(words, token, tokenizer, model)
+    with reading(model):
+        causal = is_causal(model)
+    used = for_kind(used, decoder=causal)
+    started = time.perf_counter()
+    asked = _asked(words, token, tokenizer, causal)
     readout = torch.zeros(1, words.length)
     readout[0, list(asked)] = 1 / len(asked)
     wanted = _target(target, tokenizer, model) if chosen.class_specific else None
@@ -183,7 +186,7 @@ def explain_text(
         matrices=_array(read.matrices) if words.length <= LONGEST_GRAPH else None,
         asked=asked,
         own=None if read.own is None else float(read.own[read.chosen, 0]),
-        causal=read.causal,
+        causal=causal,
         text=text,
         model=model_id(model) if name is None else check_name(name),
         method=method,
@@ -195,8 +198,7 @@ def explain_text(
 
 def _encode(text: str, tokenizer: Any, model: nn.Module) -> tuple[dict[str, Tensor], Words]:
     """The arguments of the model for one text, and its tokens."""
-    if not isinstance(text, str):
-        raise OptionError(f"Expected one text as a string, got {text!r:.80}.")
+    check_text(text)
     fast = bool(getattr(tokenizer, "is_fast", False))
     encoded = dict(tokenizer(text, return_tensors="pt", **({"return_offsets_mapping": True} if fast else {})))
     offsets = encoded.pop("offset_mapping")[0].tolist() if fast else None
@@ -208,14 +210,14 @@ def _encode(text: str, tokenizer: Any, model: nn.Module) -> tuple[dict[str, Tens
     return inputs, words_in(text, tokenizer, ids[0].tolist(), offsets)
 
 
-def _asked(words: Words, token: str | int | None, tokenizer: Any, model: nn.Module) -> tuple[int, ...]:
+def _asked(words: Words, token: str | int | None, tokenizer: Any, causal: bool) -> tuple[int, ...]:
     """Where the tokens stand whose row it is."""
     if token is not None:
         return words.find(token)
     masked = [place for place, number in enumerate(words.ids) if number == getattr(tokenizer, "mask_token_id", None)]
     if len(masked) == 1:
         return (masked[0],)
-    return (words.length - 1,) if is_decoder(model) else (0,)
+    return (words.length - 1,) if causal else (0,)
 
 
 def _target(target: str | int | None, tokenizer: Any, model: nn.Module) -> int | None:
