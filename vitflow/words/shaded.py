@@ -112,6 +112,12 @@ class ShadedText(View):
             if position not in self.hidden or not self.words.special[position] or position in self.asked
         ]
 
+    def _told(self, token: _Token) -> str:
+        """A token's share of the weight in words, as a page shows it where one points at it."""
+        if token.own and self.own is not None and not token.share:
+            return f"stands apart, with a share of {self.own:.2%}".replace("%", " %")
+        return "not seen" if np.isnan(token.share) else f"{token.share:.2%}".replace("%", " %")
+
     @property
     def _most(self) -> float:
         return float(np.abs(self._shares[self._counted]).max(initial=0.0))

@@ -22,6 +22,8 @@ from vitflow.words.view import MARGIN, View, color_of, draw_foot, draw_title, em
 #: A table of more cells is a picture, in HTML too; a figure of more prints no number in each.
 MOST_CELLS, MOST_NUMBERS = 3000, 700
 _CELL, _LONGEST_NAME = 0.235, 18
+# Stands in the cell of a row's own token, where its share is told apart.
+_ITSELF = "·"
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Sheet(View):
         rest_name: what these are.
         asked: positions of the tokens that are asked about, whose columns do not set the scale.
         own_tokens: for each row the position of its own token, which does not set the scale; beyond the last: none.
-        own: the share of the asked tokens themselves, where the weights do not hold it.
+        own: the share of the asked tokens, or of the rows' own, where the weights do not hold it: their cells then have
+            no number.
         hidden: columns that are left out, and why, as `hide` gives them.
         upwards: the first row lies at the bottom, as layers do.
         title, caption: a line above and one below.
@@ -106,6 +109,15 @@ class Sheet(View):
     def _columns(self) -> list[int]:
         return shown_positions(self.words, self.hidden)
 
+    def _is_own(self, row: int, column: int) -> bool:
+        """Whether a column is the token that a row is of."""
+        return column in self.asked or list(self.own_tokens[row : row + 1]) == [column]
+
+    def _number(self, row: int, column: int) -> str:
+        """What a cell holds in percent; a token whose own share stands apart has none, which is not 0."""
+        apart = self.own is not None and self._is_own(row, column) and not self.weights[row, column]
+        return _ITSELF if apart else percent(float(self._shares[row, column]))
+
     @property
     def _order(self) -> list[int]:
         """Rows from the top of the sheet to its bottom."""
@@ -131,9 +143,9 @@ class Sheet(View):
                 "cells": [
                     {
                         "shade": float(self._shades[row, column]),
-                        "text": percent(float(self._shares[row, column])),
+                        "text": self._number(row, column),
                         "unseen": bool(np.isnan(self.weights[row, column])),
-                        "asked": column in self.asked or self.own_tokens[row : row + 1] == [column],
+                        "asked": self._is_own(row, column),
                     }
                     for column in self._columns
                 ],
@@ -156,7 +168,7 @@ class Sheet(View):
             for row in self._order:
                 cells = [
                     " " * (cell - len(text)) + (shaded(text, shade, color=True) if color else text)
-                    for text, shade in ((percent(self._shares[row, c]), float(self._shades[row, c])) for c in columns)
+                    for text, shade in ((self._number(row, c), float(self._shades[row, c])) for c in columns)
                 ]
                 tail = f" |{percent(self._rest[row]):>4}" if self._rest is not None and last else ""
                 lines.append(padded(printable(self.rows[row]), head) + "".join(cells) + tail)
@@ -178,7 +190,8 @@ class Sheet(View):
 
     @property
     def _foot(self) -> list[str]:
-        told = ["percent of each row's weight"]
+        apart = "" if self.own is None else f"; {_ITSELF} is the row's own token, whose share stands apart"
+        told = [f"percent of each row's weight{apart}"]
         return [line for line in (*told, str(self.trust), self.trust.left_out, self.caption) if line]
 
     def figure(self, *, framed: bool = True) -> Figure:
@@ -215,7 +228,7 @@ class Sheet(View):
             if place % every == 0:
                 page.line(drawable(name), left - 0.05, baseline, BODY, ha="right")
             for number, column in enumerate(self._columns if numbers else ()):
-                text = percent(float(self._shares[row, column]))
+                text = self._number(row, column)
                 ink = "white" if abs(self._shades[row, column]) > 0.55 else INK
                 page.line(text, left + (number + 0.5) * cell, baseline, SMALL - 1, color=ink, zorder=3)
             if self._rest is not None and place % every == 0:

@@ -1,6 +1,7 @@
 """Views of what was read and written: the numbers of the result, in the right places."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,40 @@ def test_what_comes_after_the_asked_token_is_unseen_by_a_decoder():
 
 def test_the_share_of_the_asked_token_is_told_beside_where_the_map_leaves_it_out():
     assert "its own token 40 %" in str(reading(own=0.4).shaded().trust)
+
+
+def test_the_writing_position_has_no_number_where_its_share_stands_apart():
+    raw = generation()
+    values, among = raw.values.copy(), raw.among_generated.copy()
+    values[0, 3] = among[1, 0] = among[2, 1] = 0  # as the receptive field leaves it
+    found = replace(raw, values=values, among_generated=among, own=np.full((3, 2), 0.4, np.float32))
+    view = found.sheet(generated=True)
+    numbers = [[cell["text"] for cell in row["cells"] if cell["asked"]] for row in view._table()]
+    assert numbers == [["·"]] * 3 and "its own token 40 %" in view.text() and "· is the row's own token" in view.text()
+    lines = view.text().splitlines()
+    assert [line.split()[number] for line, number in zip(lines[3:6], (4, 5, 6), strict=True)] == ["·"] * 3
+    assert "·" not in found.shaded(1)._tokens[4].number and "row's own token" not in raw.sheet().text()
+    page = found.shaded(1).html()
+    assert 'title="w0: stands apart, with a share of 40.00 %, token 4"' in page and 'w1: not seen, token 5"' in page
+
+
+def test_what_is_printed_of_a_result_is_one_short_line():
+    told = repr(reading(text="the key " * 40 + "\x1b"))
+    assert told == f"Reading({('the key ' * 40)[:60]!r}, rollout, token='is', 5 tokens, 3 layers, m)"
+    assert (
+        repr(generation())
+        == "Generation('<s> the key is w0 w1 w2', 3 tokens after a prompt of 4, rollout, 2 layers, m)"
+    )
+    one = generation()
+    both = replace(
+        one,
+        values=np.stack([one.values] * 2),
+        among_generated=np.stack([one.among_generated] * 2),
+        prompt_tokens=(one.prompt_tokens,) * 2,
+        generated_tokens=(one.generated_tokens,) * 2,
+    )
+    assert repr(both) == "Generation(2 prompts of at most 4 tokens, rollout, 2 layers, m)"
+    assert repr(both[1]) == repr(one)
 
 
 def test_a_word_of_several_pieces_is_asked_about_as_one():

@@ -38,6 +38,7 @@ from vitflow.models.languages import (
 from vitflow.recording.causality import is_causal
 from vitflow.recording.isolation import Hook, evaluating
 from vitflow.recording.writing import follow_writing
+from vitflow.words.labels import text_of
 from vitflow.words.shaded import ShadedText
 from vitflow.words.sheet import Sheet
 
@@ -45,6 +46,8 @@ from vitflow.words.sheet import Sheet
 _ROOM = 64
 # Matrices are made for so many at first: the room of what is never written would be memory for nothing.
 _MOST_ROOM = 1024
+# So many characters of a text tell it from others.
+_SHOWN = 60
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +84,15 @@ class Generation:
     own: NDArray[np.float32] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        if not isinstance(self.prompt_tokens, Words) or not isinstance(self.generated_tokens, Words):
+            told = f"{len(self)} prompts of at most {self.values.shape[2]} tokens"
+        else:
+            text = text_of(self.prompt_tokens + self.generated_tokens)
+            written, prompt = self.generated_tokens.length, self.prompt_tokens.length
+            told = f"{text[:_SHOWN]!r}, {written} tokens after a prompt of {prompt}"
+        return f"Generation({told}, {self.method}, {self.values.shape[-1]} layers, {self.model})"
 
     def __len__(self) -> int:
         return len(self.prompt_tokens) if isinstance(self.prompt_tokens, tuple) else 1

@@ -29,6 +29,8 @@ from vitflow.words.sheet import Sheet
 
 # The matrices of longer texts are not kept: nobody draws them as a graph, and they take memory.
 LONGEST_GRAPH = 256
+# So many characters of a text tell it from others.
+_SHOWN = 60
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +73,11 @@ class Reading:
     probability: float | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        asked = views.joined(self.tokens, self.asked)
+        size = f"{self.tokens.length} tokens, {len(self.layers)} layers"
+        return f"Reading({self.text[:_SHOWN]!r}, {self.method}, token={asked!r}, {size}, {self.model})"
 
     def shaded(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> ShadedText:
         """The text with each token on the shade of its weight.

@@ -122,6 +122,7 @@ def sheet_of_generation(
         rest=None if generated else np.nansum(generation.among_generated[:, :, index], axis=1),
         rest_name="generated",
         own_tokens=list(range(prompt.length - 1, prompt.length - 1 + written.length)),
+        own=None if generation.own is None else float(np.mean(generation.own[:, index])),
         hidden=hide(words, special=not special, stop_words=stop_words),
         title="What each generated token rests on",
         caption=_caption(generation),
@@ -172,9 +173,14 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
+def joined(words: Words, places: Iterable[int]) -> str:
+    """The word that the tokens at these places make up, as it is shown."""
+    places = list(places)
+    return text_of(words[min(places) : max(places) + 1])
+
+
 def _title(reading: "Reading") -> str:
-    first, last = min(reading.asked), max(reading.asked)
-    return f"What “{text_of(reading.tokens[first : last + 1])}” rests on"
+    return f"What “{joined(reading.tokens, reading.asked)}” rests on"
 
 
 def _caption(result: "Reading | Generation") -> str:
