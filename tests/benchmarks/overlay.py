@@ -45,7 +45,7 @@ from vitflow.pictures.images import find_images
 from vitflow.pictures.overlay import blend, has_two_sides, is_soft, scale_range
 from vitflow.pictures.upsampling import upsample
 
-METHODS = ("rollout", "attention", "gae", "occlusion")
+METHODS = ("rollout", "attention", "gae", ("occlusion", {"preset": "paper"}))
 PAIRED = 300
 
 # (picture, heatmap, lowest limit, highest limit) → overlay.
