@@ -236,10 +236,23 @@ def test_layers_are_told_in_the_words_of_the_command_line(here, pictures):
 def test_an_output_with_an_unknown_suffix_is_no_folder(here, pictures, tmp_path):
     code, out, err = here("explain", "--model", "demo", pictures[0], "-o", "foo.xyz")
     assert (code, out, list(tmp_path.iterdir())) == (2, "", [])
-    assert "Expected an output that ends in .png, .jpg, .jpeg, .webp, or a folder" in err and "got 'foo.xyz'" in err
+    assert "Expected an output that ends in .png, .jpg, .jpeg, .webp, or a folder (with / at its end" in err
+    assert "got 'foo.xyz'" in err
     (tmp_path / "run.2").mkdir()
     assert here("explain", "--model", "demo", pictures[0], "-o", "run.2")[0] == 0
     assert [file.suffix for file in (tmp_path / "run.2").iterdir()] == [".png"]
+
+
+@pytest.mark.parametrize("command", ["explain", "layers", "compare", "explore"])
+def test_an_output_into_a_folder_that_is_not_there_yet(command, here, pictures, tmp_path):
+    for folder in ("new.folder/", "new.folder", "other/below/"):  # the second time it is there
+        code, out, err = here(command, "--model", "demo", pictures[0], "--method", "rollout", "-o", folder)
+        assert code == 0, err
+        [file] = out.splitlines()
+        assert (tmp_path / file).is_file() and file.startswith(folder.rstrip("/"))
+    if command != "explain":
+        code, _, err = here(command, "--model", "demo", pictures[0], "--method", "rollout", "-o", "nowhere")
+        assert code == 2 and "or a folder with / at its end, got 'nowhere'" in err
 
 
 @pytest.mark.parametrize("command", ["explain", "compare"])

@@ -8,11 +8,13 @@ import timm
 import torch
 from PIL import Image
 from torch import nn
+from torchvision.models import ViT_B_16_Weights
 
 import vitflow
 from vitflow import Explainer, TokenLayout
 from vitflow.errors import ImageError, ModelError, OptionError, UnsupportedModelError
 from vitflow.explaining.targets import class_index, resolve_targets
+from vitflow.models.facts import class_names_of
 
 OWN = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9}
@@ -103,6 +105,60 @@ def test_pictures_are_called_by_their_names():
     assert [found.source for found in explaining.explain_batch(images, names=["a", "b"])] == ["a", "b"]
     with pytest.raises(OptionError, match="one name for each of 2 pictures, got 1"):
         explaining.explain_batch(images, names=["a"])
+
+
+def test_one_picture_is_a_batch_of_one(tmp_path):
+    explaining, path = explainer(), tmp_path / "p" / "cat.png"
+    path.parent.mkdir()
+    Image.fromarray(picture(40, 60)).save(path)
+    expected = explaining.explain(picture(40, 60)).grid
+    with Image.open(path) as opened:
+        opened.load()
+    for one in (str(path), path, path.read_bytes(), opened, picture(40, 60)):
+        [found] = explaining.explain_batch(one)
+        np.testing.assert_array_equal(found.grid, expected)
+    assert len(explaining.explain_batch(np.stack([picture(40, 60)] * 2))) == 2
+    with pytest.raises(ImageError, match=r"got the folder .*\. vitflow\.explain_folder explains all pictures in it"):
+        explaining.explain_batch(path.parent)
+
+
+def test_a_method_and_a_target_by_the_name_that_another_function_gives_them():
+    explaining, image = explainer(), picture(40, 40)
+    for wrong, right in (({"method": "gae"}, r"methods=\['gae'\]"), ({"target": 3}, r"targets=3")):
+        with pytest.raises(OptionError, match=f"Expected {right}, which takes .*, got {next(iter(wrong))}="):
+            explaining.explain_batch([image], **wrong)
+        with pytest.raises(OptionError, match=f"Expected {right}"):
+            vitflow.compare(image, model=explaining, **wrong)
+    for wrong in ({"methods": ["gae"]}, {"targets": 3}):
+        name = next(iter(wrong))
+        for function in (explaining.explain, explaining.layers):
+            with pytest.raises(OptionError, match=f"Expected {name[:-1]}=….*explain_batch takes several, got {name}="):
+                function(image, **wrong)
+    [one] = explaining.explain_batch([image], methods="rollout")
+    assert one.method == "rollout"
+
+
+def test_imagenet_classes_by_any_of_their_names():
+    libraries = class_names_of(timm.create_model("test_vit")), ViT_B_16_Weights.DEFAULT.meta["categories"]
+    for names in libraries:
+        for asked, index in (
+            ("egyptian_cat", 285),
+            ("Egyptian  CAT", 285),
+            ("n02124075", 285),
+            ("fire truck", 555),
+            ("Fire_Engine", 555),
+            ("polar_bear", 296),
+        ):
+            assert class_index(asked, 1000, names) == index, asked
+        for asked, meant in (("fire trukc", "fire engine, fire truck"), ("truck", "tow truck"), ("cat", "tiger cat")):
+            with pytest.raises(OptionError, match=f"Unknown class '{asked}'. Did you mean .*{meant}"):
+                class_index(asked, 1000, names)
+        with pytest.raises(OptionError, match=r"Unknown class 'n99999999'\. Give a name"):
+            class_index("n99999999", 1000, names)
+    own = [f"bird_{number}" for number in range(1000)]  # as many as ImageNet's, and others
+    assert class_index("Bird 12", 1000, own) == 12
+    with pytest.raises(OptionError, match="Unknown class 'n02124075'"):
+        class_index("n02124075", 1000, own)
 
 
 def test_targets_by_index_and_by_name():

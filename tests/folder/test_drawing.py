@@ -9,7 +9,7 @@ from PIL import Image
 import vitflow
 from vitflow.cli import main
 from vitflow.demo import sample_pictures
-from vitflow.errors import OptionError
+from vitflow.errors import OptionError, VitflowWarning
 from vitflow.folder.report import report_run
 
 
@@ -39,3 +39,29 @@ def test_wrong_drawing_stops_a_run_before_it_begins(drawing, tmp_path):
     with pytest.raises(OptionError):
         vitflow.explain_folder(sample_pictures()[0], tmp_path / "out", model="demo", drawing=drawing)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_class_that_no_picture_has_is_told_with_what_was_meant(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    vitflow.explain_folder(sample_pictures()[:2], run, model="demo", workers=0)
+    for where, told in (
+        ("class_name == 'orang disc'", "No picture has class_name 'orang disc'. Did you mean 'orange disc'? Known: "),
+        ("class_name in ('zebra',)", "No picture has class_name 'zebra'. Known: "),
+    ):
+        monkeypatch.setattr(sys, "argv", ["vitflow", "draw", str(run), "-o", str(tmp_path / "drawn"), "--where", where])
+        main()
+        out, err = capsys.readouterr()
+        assert (out, err.splitlines()[-1]) == ("", "0 drawn") and f"note: {told}" in err and "orange disc" in err
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "class_name == 'orange disc' and probability < 0.0001"])
+    main()
+    assert capsys.readouterr().err == "0 drawn\n"  # there are such pictures
+
+
+def test_what_blank_out_costs_is_told_before_a_run(tmp_path):
+    options = {"model": "demo", "methods": ["rollout", "occlusion"], "workers": 0}
+    with pytest.warns(VitflowWarning, match=r"144 passes through the model a picture, 288 in all, about .* each"):
+        vitflow.explain_folder(sample_pictures()[:2], tmp_path / "run", **options)
+    vitflow.explain_folder(sample_pictures()[:2], tmp_path / "run", **options)  # nothing is left to do, and to tell
+    with pytest.warns(VitflowWarning, match="about") as told:
+        vitflow.explain_folder(sample_pictures()[:1], tmp_path / "few", **options, patch_size=48, shifts=4)
+    assert "20 passes through the model a picture, 20 in all" in str(told[0].message)

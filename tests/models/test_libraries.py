@@ -2,6 +2,7 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -407,7 +408,7 @@ def test_without_a_processor_the_normalisation_is_asked_for():
     model = built("ViTForImageClassification")
     assert class_names_of(model) is None  # LABEL_0 … say nothing
     assert model_id(model) == "ViTForImageClassification"
-    with pytest.raises(ModelError, match=r"processor\.to_dict\(\)"):
+    with pytest.raises(ModelError, match="its image processor of transformers"):
         Explainer(model)
 
 
@@ -455,3 +456,31 @@ def test_models_of_timm_are_none_of_theirs():
     assert class_count(model) == 1000
     assert not vitflow.models.libraries.library_norms(model)
     assert vitflow.models.libraries.library_layout(model, (160, 160)) is None
+
+
+def test_a_processor_or_a_preset_tells_what_the_model_wants_to_see():
+    model = nn.Sequential(nn.Linear(2, 2))
+    halves = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3}
+    processor = transformers.ViTImageProcessor(size={"height": 32, "width": 48}, resample=3, **halves)
+    both = SimpleNamespace(image_processor=processor)  # as CLIP's, which makes texts ready, too
+    for told in (processor, both, processor.to_dict()):
+        spec = read_input_spec(model, told)
+        assert (spec.size, spec.mean, spec.std, spec.interpolation) == ((32, 48), (0.5,) * 3, (0.25,) * 3, "bicubic")
+    preset = torchvision.transforms._presets.ImageClassification(crop_size=224, resize_size=256)
+    spec = read_input_spec(model, preset)
+    assert (spec.size, spec.crop_pct, spec.crop_mode, spec.interpolation) == ((224, 224), 0.875, "center", "bilinear")
+    assert spec.mean == pytest.approx((0.485, 0.456, 0.406))
+
+
+def test_what_tells_nothing_of_the_pictures_is_refused_with_what_is_wanted():
+    for told, got in (
+        (object(), "<object object"),
+        ({"image_size": 224}, "the keys image_size"),
+        ("in1k", "'in1k'"),
+    ):
+        with pytest.raises(OptionError, match=r"data_config as a mapping with input_size=.*, mean and std") as caught:
+            read_input_spec(nn.Linear(2, 2), told)
+        assert f"got {got}" in str(caught.value)
+    transforms = torchvision.models.ViT_B_16_Weights.DEFAULT.transforms
+    with pytest.raises(OptionError, match=r"torchvision's weights\.transforms\(\) gives, got functools\.partial"):
+        read_input_spec(nn.Linear(2, 2), transforms)

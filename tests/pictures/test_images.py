@@ -366,7 +366,7 @@ def test_arrays_that_are_no_pictures(array, message):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (b"", "Expected the given bytes to be a picture .*, got an empty file"),
+        (b"", r"Expected the given bytes to be a picture .*, got an empty file \(0 bytes\): .* Get it anew\.$"),
         (b"hello", "got something that Pillow cannot read"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "got something that Pillow cannot read"),
         (None, "got NoneType"),
@@ -374,7 +374,7 @@ def test_arrays_that_are_no_pictures(array, message):
         (io.BytesIO(b"x"), r"got BytesIO\. Of an open file, pass file\.read\(\)"),
         ("no/such/picture.jpg", "Expected a picture at 'no/such/picture.jpg', but there is no such file"),
         ("https://example.org/cat.jpg", "must be downloaded first"),
-        ("", r"got the folder '\.'"),
+        ("", r"got the folder '\.'\. vitflow\.explain_folder explains all pictures in it"),
         ("nul\0byte", "no such file"),
     ],
 )
@@ -394,7 +394,9 @@ def test_files_that_are_no_pictures(tmp_path):
     empty, text, pipe = tmp_path / "empty.jpg", tmp_path / "notes.jpg", tmp_path / "pipe.jpg"
     empty.touch()
     text.write_text("not a picture")
-    with pytest.raises(ImageError, match=r"Expected 'empty\.jpg' to be a picture .*, got an empty file"):
+    with pytest.raises(
+        ImageError, match=r"Expected 'empty\.jpg' to be a picture .*, got an empty file .* Get it anew\.$"
+    ):
         read_image(empty)
     with pytest.raises(ImageError, match=r"Expected 'notes.jpg' to be a picture .*Convert it to PNG or JPEG"):
         read_image(text)

@@ -12,13 +12,13 @@ from vitflow.cli.options import (
     against_option,
     cannot_write,
     check_pictures,
-    check_suffix,
     drawing_options,
     given_options,
     make_explainer,
     method_options,
     model_options,
     notes_on,
+    output_file,
     talking,
     target_of,
     tell_limits,
@@ -98,9 +98,9 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> "click.P
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="File for the strip: .png, .pdf, .svg; or .json for the numbers.  [default: IMAGE-compare.png here; of "
-    "several, IMAGE-and-N-more-compare.png]",
+    type=click.Path(path_type=str),
+    help="File for the strip: .png, .pdf, .svg; or .json for the numbers; or a folder, with / at its end.  [default: "
+    "IMAGE-compare.png here; of several, IMAGE-and-N-more-compare.png]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per picture.")
 def compare(images: tuple[Path, ...], **given: Any) -> None:
@@ -137,12 +137,11 @@ def _targets(given: dict[str, Any]) -> Any:
     return [target_of(target, given) for target in given["targets"] or (None,)]
 
 
-def _output_path(images: tuple[Path, ...], output: Path | None) -> Path:
+def _output_path(images: tuple[Path, ...], asked: str | None) -> Path:
     """Where the strip goes; it overwrites none of the pictures."""
-    if output is None:
-        others = len(images) - 1
-        output = Path(f"{images[0].stem}{f'-and-{others}-more' if others else ''}-compare.png")
-    check_suffix(output, _SUFFIXES)
+    others = len(images) - 1
+    name = f"{images[0].stem}{f'-and-{others}-more' if others else ''}-compare.png"
+    output = output_file(asked, name, _SUFFIXES)
     if output.resolve() in {image.resolve() for image in images}:
         raise OptionError(f"The strip would overwrite the picture {str(output)!r}: choose another output.")
     return output

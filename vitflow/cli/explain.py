@@ -21,6 +21,7 @@ from vitflow.cli.options import (
     make_explainer,
     method_options,
     model_options,
+    names_folder,
     notes_on,
     talking,
     target_of,
@@ -51,7 +52,7 @@ _SUFFIXES = tuple(WRITE_OPTIONS)
 @method_options
 @drawing_options
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="File for one picture, folder for several.  [default: here]"
+    "-o", "--output", type=click.Path(path_type=str), help="File for one picture, folder for several.  [default: here]"
 )
 @click.option(
     "--figure",
@@ -128,16 +129,17 @@ def _answer(saliency: Any, class_names: list[str] | None) -> str:
 
 
 def _output_paths(
-    images: tuple[Path, ...], output: Path | None, method: str, suffixes: tuple[str, ...] = _SUFFIXES
+    images: tuple[Path, ...], asked: str | None, method: str, suffixes: tuple[str, ...] = _SUFFIXES
 ) -> list[Path]:
     """Where each overlay goes: no two pictures claim one file, and none overwrites a picture that is read."""
-    if output is not None and output.suffix.lower() in suffixes and not output.is_dir():
+    output, is_folder = None if asked is None else Path(asked), asked is None or names_folder(asked)
+    if output is not None and output.suffix.lower() in suffixes and not is_folder:
         if len(images) > 1:
             raise OptionError(f"Expected a folder for {len(images)} pictures, got the file name {str(output)!r}.")
         paths = [output]
     else:
-        if output is not None and output.suffix and not output.is_dir():
-            check_suffix(output, suffixes, ", or a folder (one with a dot in its name must be there already)")
+        if output is not None and output.suffix and not is_folder:
+            check_suffix(output, suffixes, ", or a folder (with / at its end, where its name has a dot)")
         folder, taken, paths = output or Path(), set[str](), []
         for image in images:
             stem, number = f"{image.stem}-{method}", 2

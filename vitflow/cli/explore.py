@@ -9,9 +9,9 @@ from vitflow.cli.options import (
     DEFAULT_MODEL,
     cannot_write,
     check_pictures,
-    check_suffix,
     make_explainer,
     model_options,
+    output_file,
     talking,
     tell_limits,
 )
@@ -49,8 +49,8 @@ from vitflow.explaining.method_choices import choose_methods
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="The page, .html.  [default: IMAGE-explore.html here]",
+    type=click.Path(path_type=str),
+    help="The page, .html; or a folder, with / at its end.  [default: IMAGE-explore.html here]",
 )
 def explore(images: tuple[Path, ...], **given: Any) -> None:
     """Make a page that answers in the browser when a patch is clicked.
@@ -60,8 +60,8 @@ def explore(images: tuple[Path, ...], **given: Any) -> None:
     """
     with talking():
         check_pictures(images, "explore")
-        output = given["output"] or Path(f"{images[0].stem}-explore.html" if len(images) == 1 else "explore.html")
-        check_suffix(output, (".html",))
+        name = f"{images[0].stem}-explore.html" if len(images) == 1 else "explore.html"
+        output = output_file(given["output"], name, (".html",))
         if output.resolve() in {image.resolve() for image in images}:
             raise OptionError(f"The page would overwrite the picture {str(output)!r}: choose another output.")
         methods = list(given["methods"]) or None

@@ -11,13 +11,13 @@ from vitflow.cli.options import (
     ONCE,
     cannot_write,
     check_pictures,
-    check_suffix,
     class_option,
     drawing_options,
     given_options,
     make_explainer,
     method_options,
     model_options,
+    output_file,
     talking,
     tell_limits,
 )
@@ -45,8 +45,8 @@ from vitflow.pictures.options import FIGURE_FORMATS
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="File for the sheet: .png, .pdf or .svg.  [default: IMAGE-layers.png here]",
+    type=click.Path(path_type=str),
+    help="File for the sheet: .png, .pdf or .svg; or a folder, with / at its end.  [default: IMAGE-layers.png here]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def layers(image: Path, **given: Any) -> None:
@@ -56,8 +56,7 @@ def layers(image: Path, **given: Any) -> None:
     with talking():
         choose_methods([given["method"], "attention"], options)  # before torch is loaded
         check_pictures([image], "layers")
-        output = given["output"] or Path(f"{image.stem}-layers.png")
-        check_suffix(output, FIGURE_FORMATS)
+        output = output_file(given["output"], f"{image.stem}-layers.png", FIGURE_FORMATS)
         if output.resolve() == image.resolve():
             raise OptionError(f"The sheet would overwrite the picture {str(output)!r}: choose another output.")
         explainer = make_explainer(given)

@@ -1,5 +1,6 @@
 """What the commands share: the options of models, methods and drawing, and how errors are told."""
 
+import os
 import re
 import shlex
 import sys
@@ -303,6 +304,25 @@ def check_pictures(images: Iterable[Path], command: str) -> None:
                 f"Expected pictures, got the folder {printable(image)}: vitflow folder {printable(image)} -o OUTPUT "
                 f"explains every picture of a folder, vitflow {command} the ones that you name."
             )
+
+
+def output_file(output: str | None, name: str, suffixes: Sequence[str]) -> Path:
+    """Where a command writes its one file: under this name here, or in a folder, which need not be there yet.
+
+    Raises:
+        OptionError: the file would have none of the suffixes that the command writes.
+    """
+    if output is None:
+        return Path(name)
+    if names_folder(output):
+        return Path(output) / name
+    check_suffix(Path(output), suffixes, ", or a folder with / at its end")
+    return Path(output)
+
+
+def names_folder(output: str) -> bool:
+    """Whether an output can only be meant as a folder."""
+    return output.endswith(("/", os.sep)) or Path(output).is_dir()
 
 
 def check_suffix(output: Path, suffixes: Sequence[str], more: str = "") -> None:

@@ -57,9 +57,11 @@ def _option(name: str, value: Any) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in milliseconds, or in seconds from one on.
+    """A time in milliseconds, or in seconds from one on, in minutes from ten, and in hours from two.
 
-    >>> duration(0.0421), duration(12.34)
-    ('42 ms', '12.3 s')
+    >>> duration(0.0421), duration(12.34), duration(1234), duration(40000)
+    ('42 ms', '12.3 s', '21 min', '11.1 h')
     """
+    if seconds >= 600:
+        return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
     return f"{1000 * seconds:.0f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def explain(
     target: Target | Contrast = None,
     fit: str = "crop",
     device: str | torch.device | None = None,
-    data_config: Mapping[str, Any] | None = None,
+    data_config: Any = None,
     **options: Any,
 ) -> Saliency:
     """Explain one picture with one method. To explain several with the same model, keep an `Explainer`.
@@ -99,8 +99,8 @@ class Explainer:
             through timm's dynamic image size).
         class_names: names of the classes, where the model does not know them: a file (one per line, or JSON), the names
             in order, or {index: name}.
-        data_config: input_size, mean, std, crop_pct, interpolation, for a model without `pretrained_cfg`; or the
-            settings of its transformers image processor, `processor.to_dict()`.
+        data_config: input_size, mean, std, crop_pct, interpolation, for a model without `pretrained_cfg`; or its image
+            processor of transformers, or `weights.transforms()` of torchvision.
         layout: prefix tokens and patch grid, for a model that does not tell its own.
         activation: "softmax" or "sigmoid" (multi-label); by default what the model's configuration says, else softmax.
         name: what to call the model in figures and rows; by default the id that `load_model` loaded its weights by, and
@@ -123,7 +123,7 @@ class Explainer:
         dtype: str | None = None,
         fit: str = "crop",
         class_names: ClassNames | None = None,
-        data_config: Mapping[str, Any] | None = None,
+        data_config: Any = None,
         layout: TokenLayout | None = None,
         activation: str | None = None,
         name: str | None = None,
@@ -203,6 +203,7 @@ class Explainer:
         self, image: ImageSource, *, method: str = "rollout", target: Target | Contrast = None, **options: Any
     ) -> Saliency:
         """Explain one picture with one method; arguments as for `vitflow.explain`."""
+        choose_methods([method], options)  # tells of options that explain_batch has, and this one has not
         found = self.explain_batch([image], methods=[method], targets=target, **options)
         if len(found) != 1:
             raise OptionError(f"One map was expected, and {target!r} asks for {len(found)}: use explain_batch.")
@@ -239,7 +240,7 @@ class Explainer:
     @takes_method_options
     def explain_batch(
         self,
-        images: Sequence[ImageSource],
+        images: ImageSource | Sequence[ImageSource],
         *,
         methods: Sequence[MethodChoice] = ("rollout",),
         targets: Targets | Contrast | Sequence[Contrast] = None,
@@ -249,7 +250,7 @@ class Explainer:
         """Explain several pictures with several methods: one forward pass, at most one backward pass per target.
 
         Args:
-            images: pictures; those of one input size run as one batch.
+            images: pictures, or one; those of one input size run as one batch.
             methods: names, or (name, options) pairs.
             targets: one target for all; a list of targets that each class-specific method explains in turn, where
                 "top5" stands for five; or an array with the class index of each picture.
@@ -262,20 +263,19 @@ class Explainer:
         Raises:
             VitflowError: a picture cannot be read, or an option is wrong; nothing is returned then.
         """
-        if not isinstance(images, Sequence | np.ndarray):
-            images = list(images) if isinstance(images, Iterable) else [images]
+        sources: Sequence[ImageSource] = _several(images)
         chosen = choose_methods(methods, options)
         asked = asked_for(("value_weighted", "refine"), methods, options)
         if contrasts := contrasts_among(targets):
-            explain = partial(self.explain_batch, images, methods=methods, names=names, **options)
+            explain = partial(self.explain_batch, sources, methods=methods, names=names, **options)
             return explain_contrasts(explain, contrasts, chosen, self.activation)
-        per_picture: Any = targets if is_per_picture(targets) else images
-        if len(per_picture) != len(images):
-            raise OptionError(f"Expected one class index for each of {len(images)} pictures, got {len(per_picture)}.")
-        names = [_name(image, number) for number, image in enumerate(images, start=1)] if names is None else names
-        if len(names) != len(images):
-            raise OptionError(f"Expected one name for each of {len(images)} pictures, got {len(names)}.")
-        pictures = [self._read(image, name) for image, name in zip(images, names, strict=True)]
+        per_picture: Any = targets if is_per_picture(targets) else sources
+        if len(per_picture) != len(sources):
+            raise OptionError(f"Expected one class index for each of {len(sources)} pictures, got {len(per_picture)}.")
+        names = [_name(image, number) for number, image in enumerate(sources, start=1)] if names is None else names
+        if len(names) != len(sources):
+            raise OptionError(f"Expected one name for each of {len(sources)} pictures, got {len(names)}.")
+        pictures = [self._read(image, name) for image, name in zip(sources, names, strict=True)]
         found = self._explain_read(pictures, chosen, targets, asked)
         if any(own.get("shifts") for _, own in chosen):
             found = [
@@ -426,6 +426,20 @@ class Explainer:
     def _log_odds(self, pixels: Tensor) -> Tensor:
         with torch.no_grad():
             return log_odds(self.logits(pixels), self.activation)
+
+
+def _several(images: Any) -> Any:
+    """The pictures of a batch: a path, the bytes of a file, and an array [height, width] or [height, width, 3] are one.
+
+    >>> _several("cats/tabby.jpg"), len(_several(np.zeros((5, 9, 3)))), len(_several(np.zeros((5, 9, 9, 3))))
+    (['cats/tabby.jpg'], 1, 5)
+    """
+    if isinstance(images, np.ndarray):
+        one = images.ndim == 2 or (images.ndim == 3 and images.shape[2] in (3, 4))
+        return [images] if one else images
+    if isinstance(images, str | bytes) or not isinstance(images, Iterable):
+        return [images]
+    return images if isinstance(images, Sequence) else list(images)
 
 
 def _name(source: ImageSource, number: int) -> str:

@@ -12,6 +12,13 @@ from vitflow.explaining.method_table import Method, get_method
 
 # What callers may call the class to explain, which is `target` here.
 _CALLED_TARGET = ("class_", "class_id", "class_idx", "class_index", "class_name", "category", "cls", "label")
+# What is one thing for some functions and several for others, and how each wants it.
+_MISNAMED = {
+    "method": "methods=[{0!r}], which takes several methods",
+    "methods": "method=…, one by its name; explain_batch takes several",
+    "target": "targets={0!r}, which takes one class or a list of them",
+    "targets": "target=…, one class by its index or name; explain_batch takes several",
+}
 # A method by name, or by name with options of its own.
 MethodChoice = str | tuple[str, Mapping[str, Any]]
 # Methods with all their options.
@@ -24,6 +31,8 @@ def choose_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) 
     Raises:
         OptionError: an unknown method or option, or an option that none of the methods has.
     """
+    if isinstance(methods, str):
+        methods = [methods]
     if not methods:
         raise OptionError("Expected at least one method, got none.")
     pairs = [
@@ -31,6 +40,10 @@ def choose_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) 
         for choice in methods
     ]
     for name in options:
+        if name in _MISNAMED and not any(method.accepts(name) for method, _ in pairs):
+            value = options[name]
+            told = _MISNAMED[name].format(value if isinstance(value, str | int) else "…")
+            raise OptionError(f"Expected {told}, got {name}={value!r:.80}.")
         if name in _CALLED_TARGET and not any(method.accepts(name) for method, _ in pairs):
             raise OptionError(
                 f"Unknown option {name!r}: name the class to explain by target={options[name]!r} (targets, for several "

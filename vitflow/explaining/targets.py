@@ -3,7 +3,8 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from vitflow.errors import OptionError
 from vitflow.explaining.method_table import Method
+from vitflow.models.facts import wordnet_of
 
 # A class index, a class name, "top1" … for the most probable ones, or None for the predicted class.
 Target = int | str | None
@@ -100,7 +102,16 @@ def _own_targets(targets: Any, probabilities: Tensor) -> Tensor:
 
 
 def class_index(target: Any, num_classes: int, class_names: Sequence[str] | None) -> int:
-    """The index of a class given by index or name (without regard to case); OptionError if there is none or several."""
+    """The index of a class given by index or name, or of ImageNet's classes by any of their names or a WordNet id.
+
+    Case and underscores do not count.
+
+    Raises:
+        OptionError: there is no such class, or there are several.
+
+    >>> class_index("Egyptian_CAT", 2, ["tabby", "Egyptian cat"])
+    1
+    """
     text = str(target).strip()
     if re.fullmatch(r"-?\d{1,18}", text, re.ASCII):
         index = int(text)
@@ -109,18 +120,45 @@ def class_index(target: Any, num_classes: int, class_names: Sequence[str] | None
         return index
     if class_names is None:
         raise OptionError(f"The names of this model's classes are not known: give an index instead of {text!r}.")
-    wanted = text.lower()
-    names = [name.lower() for name in class_names]
-    matches = [i for i, name in enumerate(names) if name == wanted]
-    matches = matches or [i for i, name in enumerate(names) if wanted in name.split(", ")]
+    wanted, called = _plain(text), _called(tuple(class_names))
+    matches = [i for i, name in enumerate(class_names) if name.lower() == text.lower()]
+    matches = matches or [i for i, names in enumerate(called) if wanted == names[0]]
+    matches = matches or [i for i, names in enumerate(called) if wanted in names]
     if len(matches) == 1:
         return matches[0]
     if matches:
         listed = ", ".join(f"{class_names[i]!r} ({i})" for i in matches[:5])
         raise OptionError(f"Several classes are called {text!r}: {listed}. Give the index.")
-    close = get_close_matches(wanted, names, n=3)
-    hint = f" Did you mean {', '.join(repr(name) for name in close)}?" if close else ""
+    close = _close(wanted, called)
+    known = wordnet_of(tuple(class_names)) or [("", name) for name in class_names]
+    hint = f" Did you mean {', '.join(repr(', '.join(known[i][1:])) for i in close)}?" if close else ""
     raise OptionError(f"Unknown class {text!r}.{hint} Give a name of the model's {num_classes} classes, or an index.")
+
+
+def _plain(name: str) -> str:
+    """A name without what people write differently: case, underscores, further spaces."""
+    return " ".join(name.lower().replace("_", " ").split())
+
+
+@lru_cache(maxsize=8)
+def _called(class_names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """What each class may be called, plainly written: its name, the parts of that, and what WordNet calls it."""
+    wordnet = wordnet_of(class_names) or ((),) * len(class_names)
+    every = ((name, *name.split(", "), *others) for name, others in zip(class_names, wordnet, strict=True))
+    return [tuple(map(_plain, names)) for names in every]
+
+
+def _close(wanted: str, called: Sequence[tuple[str, ...]], most: int = 3) -> list[int]:
+    """The classes that were probably meant: with a name that is written alike, or has a word in common."""
+    words = {word for word in wanted.split() if len(word) > 2}
+    alike = set(get_close_matches(wanted, {name for names in called for name in names}, n=most))
+    found = []
+    for i, names in enumerate(called):
+        shares = any(words & set(name.split()) for name in names)
+        if shares or not alike.isdisjoint(names):
+            likeness = max(SequenceMatcher(None, wanted, name).ratio() for name in names)
+            found.append((not shares, -likeness, i))
+    return [i for _, _, i in sorted(found)[:most]]
 
 
 def _top(target: Target) -> int | None:

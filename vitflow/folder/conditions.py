@@ -2,7 +2,8 @@
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from vitflow.errors import OptionError, printable, unknown_name
@@ -16,6 +17,8 @@ FIELDS = (
     *("width", "height", "size", "saturated_share", "seconds"),
 )
 _LONGEST = 1000
+# Values of a field that are told.
+_SHOWN = 8
 _ORDER = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge}
 _EQUALITY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
@@ -48,6 +51,31 @@ def parse_condition(text: str) -> Condition:
             "Expected a condition such as \"probability < 0.5 and class_name == 'cat'\", got "
             f"{printable(text[:80])!r}: use fields, values, <, <=, >, >=, ==, !=, in, and, or, not and brackets."
         ) from error
+
+
+def misspelt(text: str, rows: Iterable[Row]) -> list[str]:
+    """What a condition asks fields to be, and they are in none of the rows, each with what was probably meant.
+
+    >>> misspelt("class_name == 'daissy'", [{"class_name": "daisy"}, {"class_name": None}])
+    ["No picture has class_name 'daissy'. Did you mean 'daisy'? Known: daisy."]
+    """
+    asked: list[tuple[str, str]] = []
+    for node in ast.walk(ast.parse(text.strip(), mode="eval")):
+        if isinstance(node, ast.Compare):
+            parts = [node.left, *node.comparators]
+            fields = [part.id for part in parts if isinstance(part, ast.Name)]
+            values = [one.value for part in parts for one in ast.walk(part) if isinstance(one, ast.Constant)]
+            asked += [(field, value) for field in fields for value in values if isinstance(value, str)]
+    rows = list(rows) if asked else []
+    found = []
+    for field, value in dict.fromkeys(asked):
+        known = sorted({str(row[field]) for row in rows if row.get(field) is not None})
+        if value not in known:
+            close = get_close_matches(value, known, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            some = f"{', '.join(known[:_SHOWN])}{', …' if len(known) > _SHOWN else ''}" or "none"
+            found.append(printable(f"No picture has {field} {value!r}.{hint} Known: {some}."))
+    return found
 
 
 def _condition(node: ast.expr) -> Condition:

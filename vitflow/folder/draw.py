@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, ShapeError, VitflowError, printable, unknown_name, whole_number
+from vitflow.errors import OptionError, ShapeError, VitflowError, VitflowWarning, printable, unknown_name, whole_number
 from vitflow.explaining.saliency import Saliency
-from vitflow.folder.conditions import parse_condition
+from vitflow.folder.conditions import misspelt, parse_condition
 from vitflow.folder.decoders import decode_file, decode_given
 from vitflow.folder.grids import Grid, placement_of
 from vitflow.folder.journal import Journal
@@ -142,6 +143,9 @@ def draw_run(
     for drawn in _side_by_side(draw, islice(_maps(folder, journal, where), limit)):
         found.append(drawn)
         progress(drawn)
+    if where and not found:
+        for told in misspelt(where, (row for row in journal.latest() if row["status"] == "explained")):
+            warnings.warn(told, VitflowWarning, stacklevel=2)
     return found
 
 

@@ -3,6 +3,7 @@
 import itertools
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
-from vitflow.errors import OptionError
+from vitflow.errors import OptionError, VitflowWarning
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import MethodChoice
 from vitflow.explaining.method_options import takes_method_options
@@ -31,7 +32,7 @@ from vitflow.folder.ray_engine import Asked, Cluster, choose_engine, run_on_ray
 from vitflow.folder.remote import RemoteFolder
 from vitflow.folder.rows import is_folder_row
 from vitflow.folder.shards import ShardReader, ShardWriter, read_file, tidy
-from vitflow.folder.work import Job, auto_batch, check_target, explainer_for, make_job, sides_of
+from vitflow.folder.work import Job, auto_batch, check_target, cost_of, explainer_for, make_job, sides_of
 from vitflow.pictures.files import is_remote, remove_inside
 from vitflow.pictures.images import MAX_PIXELS
 from vitflow.pictures.options import MANIFEST_FORMATS
@@ -311,6 +312,8 @@ def _run(
     by_key, length = {one.key: one for one in inputs}, cache(partial(_length, asked.output))
     before = {row["input"] for row in journal.rows(by_key) if _is_done(by_key[row["input"]], row, length)}
     tally = Tally(progress, len(inputs), len(before))
+    if (cost := cost_of(asked.job, explainer, len(inputs) - len(before))) is not None:
+        warnings.warn(cost, VitflowWarning, stacklevel=4)
     if len(before) < len(inputs) and cluster is not None:
         run_on_ray(inputs, before, asked, cluster, journal, tally)
     elif len(before) < len(inputs):

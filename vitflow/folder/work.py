@@ -15,6 +15,7 @@ from PIL import Image
 from torch import nn
 
 from vitflow.errors import OptionError, printable, unknown_name
+from vitflow.explaining.captions import duration
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.saliency import Saliency
@@ -29,10 +30,13 @@ from vitflow.explaining.targets import (
 from vitflow.folder.batches import Batches
 from vitflow.folder.decoders import Decoded
 from vitflow.folder.grids import pack_grid
+from vitflow.methods.cells import cell_grid
 from vitflow.pictures.options import OVERLAY_FORMATS, STORES, WRITE_OPTIONS
 
 # (label, name, options) of a method that a run computes; no two labels of a run are equal.
 LabelledMethod = tuple[str, str, Mapping[str, Any]]
+# Pictures of the pass by which a run's duration is guessed.
+_TRIED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +139,35 @@ def explainer_for(model: str | Path | nn.Module | Explainer | Callable[[], Expla
 def auto_batch(explainer: Explainer) -> int:
     """Pictures per forward pass: more do not make a CPU faster, and a GPU is busy with that many."""
     return {"cuda": 64}.get(explainer.device.type, 16)
+
+
+def cost_of(job: Job, explainer: Explainer, count: int) -> str | None:
+    """What so many pictures will take by the method that runs the model once for each patch; None without it.
+
+    The model is tried on a grey picture, on this machine.
+    """
+    asked = next((options for _, name, options in job.methods if name == "occlusion"), None)
+    if asked is None or not count:
+        return None
+    height, width = explainer.spec.size
+    own = explainer.spec.patch_size
+    if asked["patch_size"] is None and own is not None and min(own) >= 7:
+        rows, cols = height // own[0], width // own[1]
+    else:
+        rows, cols = cell_grid(height, width, asked["patch_size"])
+    grey = explainer.pixels(np.full((height, width, 3), 128, np.uint8))
+    batch = grey.expand(min(_TRIED, asked["occlusion_batch"]), -1, -1, -1)
+    with torch.no_grad():
+        explainer.logits(batch)  # the first pass prepares what the others find ready
+        started = time.perf_counter()
+        float(explainer.logits(batch).sum())  # waits for a GPU
+    seconds = (time.perf_counter() - started) / len(batch)
+    passes = rows * cols * (1 + asked["shifts"])
+    total = f"{count * passes:,}".replace(",", " ")
+    return (
+        f"occlusion hides one patch after another: {passes} passes through the model a picture, {total} in all, about "
+        f"{duration(seconds * passes * count)} ({duration(seconds)} each, tried on this machine)."
+    )
 
 
 def check_target(job: Job, explainer: Explainer) -> None:

@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import timm
@@ -19,11 +19,11 @@ from vitflow.models.checkpoints import ClassNames, told_class_names
 from vitflow.models.libraries import (
     class_count,
     embedding_of,
-    from_processor,
     is_multi_label,
     library_class_names,
     library_data_config,
     library_id,
+    told_data_config,
 )
 from vitflow.pictures.options import Fit
 from vitflow.pictures.preprocessing import InputSpec, Preprocessing
@@ -78,7 +78,7 @@ class ModelFacts:
 def read_facts(
     model: nn.Module,
     *,
-    data_config: Mapping[str, Any] | None = None,
+    data_config: Any = None,
     class_names: ClassNames | None = None,
     activation: str | None = None,
     layout: TokenLayout | None = None,
@@ -163,6 +163,24 @@ def class_names_of(model: nn.Module) -> list[str] | None:
     return _imagenet_names(infer_imagenet_subset({"num_classes": count}))
 
 
+@lru_cache(maxsize=8)
+def wordnet_of(names: tuple[str, ...]) -> tuple[tuple[str, ...], ...] | None:
+    """For each class its WordNet id and all its names there, where these are the classes of ImageNet; else None.
+
+    Names of ImageNet's classes differ from library to library in case, in synonyms and in a few words.
+
+    >>> wordnet_of(("cat", "dog")) is None
+    True
+    """
+    subset = infer_imagenet_subset({"num_classes": len(names)})
+    if subset is None:
+        return None
+    info = ImageNetInfo(subset)
+    known = tuple((id, *info.label_name_to_description(id).split(", ")) for id in info.label_names())
+    same = sum(name.split(", ")[0].lower() in map(str.lower, called) for name, called in zip(names, known, strict=True))
+    return known if same > 0.9 * len(names) else None
+
+
 @cache
 def _imagenet_names(subset: str | None) -> list[str] | None:
     return _shortest_unique(ImageNetInfo(subset).label_descriptions()) if subset else None
@@ -178,7 +196,7 @@ def _shortest_unique(descriptions: Sequence[str]) -> list[str]:
     return names
 
 
-def read_input_spec(model: nn.Module, data_config: Mapping[str, Any] | None = None) -> InputSpec:
+def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
     """What a model wants to see, from its `pretrained_cfg` and `patch_embed`; `data_config` overrides entries.
 
     Models of transformers and torchvision say their size themselves. Their normalisation is in the image processor's
@@ -186,18 +204,17 @@ def read_input_spec(model: nn.Module, data_config: Mapping[str, Any] | None = No
 
     Raises:
         ModelError: the model does not say how its pictures were normalised, and `data_config` does not either.
+        OptionError: `data_config` is nothing of what `told_data_config` takes.
     """
     model = unwrap(model)
     embedding = embedding_of(model)
-    given = dict(data_config or {})
-    if "image_mean" in given:
-        given = from_processor(given, 3 if embedding is None else embedding.channels)
+    given = told_data_config(data_config, 3 if embedding is None else embedding.channels)
     given = library_data_config(model) | given
     if not getattr(model, "pretrained_cfg", None) and not {"input_size", "mean", "std"} <= given.keys():
         raise ModelError(
             f"{type(model).__name__} does not say which pictures it was trained on. Pass data_config with at least "
-            "input_size=(3, height, width), mean and std, or processor.to_dict() of its transformers image processor; "
-            "a wrong normalisation gives wrong maps without an error."
+            "input_size=(3, height, width), mean and std, or its image processor of transformers, or "
+            "weights.transforms() of torchvision; a wrong normalisation gives wrong maps without an error."
         )
     config: dict[str, Any] = {**resolve_model_data_config(model), **given}
     transformer: Any = transformer_of(model)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import UnsupportedModelError
+from vitflow.errors import OptionError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
 
 # What transformers calls the layer that makes tokens of patches, and the tokens that stand before them.
@@ -240,6 +240,63 @@ def _processor_settings(name: str) -> Mapping[str, Any]:
             settings: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
             return dict(settings.get("image_processor", settings))
     return {}
+
+
+# What of a data_config is read, in timm's words; a processor's own words begin with the others.
+_CONFIG = {"input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation"}
+_PROCESSOR = {"image_mean", "image_std", "do_normalize", "do_resize", "image_processor_type"}
+
+
+def told_data_config(told: Any, channels: int = 3) -> dict[str, Any]:
+    """What a caller tells of a model's pictures, in timm's words.
+
+    Args:
+        told: a mapping in timm's words; an image processor of transformers, or its settings; or what
+            `weights.transforms()` of torchvision gives.
+        channels: of the picture.
+
+    Raises:
+        OptionError: it is none of these.
+
+    >>> told_data_config({"mean": (0.5,) * 3})
+    {'mean': (0.5, 0.5, 0.5)}
+    """
+    if told is None:
+        return {}
+    settings = getattr(told, "image_processor", told)  # a processor of texts and pictures
+    if not isinstance(settings, Mapping) and hasattr(settings, "to_dict"):
+        settings = settings.to_dict()
+    if all(hasattr(settings, name) for name in ("crop_size", "resize_size", "mean", "std", "interpolation")):
+        return _from_preset(settings, channels)
+    known = settings.keys() if isinstance(settings, Mapping) else set()
+    if known & _PROCESSOR:
+        return from_processor(settings, channels)
+    if not isinstance(settings, Mapping) or (known and not known & _CONFIG):
+        got = f"the keys {', '.join(map(str, known))}" if known else repr(settings)
+        raise OptionError(
+            "Expected data_config as a mapping with input_size=(3, height, width), mean and std (also crop_pct, "
+            "crop_mode, interpolation), an image processor of transformers, or what torchvision's weights.transforms() "
+            f"gives, got {got:.120}."
+        )
+    return dict(settings)
+
+
+def _from_preset(preset: Any, channels: int) -> dict[str, Any]:
+    """The settings of a torchvision preset for classification, in timm's words."""
+    crop, resized = _pair_of(preset.crop_size), _pair_of(preset.resize_size)
+    return {
+        "input_size": (channels, *crop),
+        "mean": tuple(preset.mean),
+        "std": tuple(preset.std),
+        "crop_pct": crop[0] / resized[0],
+        "crop_mode": "center" if len(preset.resize_size) == 1 else "squash",
+        "interpolation": str(getattr(preset.interpolation, "value", preset.interpolation)),
+    }
+
+
+def _pair_of(size: Any) -> tuple[int, int]:
+    """(height, width) of a size that torchvision keeps as a list of one number or two."""
+    return (int(size[0]), int(size[-1]))
 
 
 _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}

@@ -309,7 +309,8 @@ def _over_white(rgba: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def _check_file(path: Path) -> None:
     """Raise ImageError unless there is a file with something in it."""
     if path.is_dir():
-        raise ImageError(f"Expected a picture, got the folder {str(path)!r}. find_images() lists the pictures in it.")
+        more = "vitflow.explain_folder explains all pictures in it."
+        raise ImageError(f"Expected a picture, got the folder {str(path)!r}. {more}")
     if not path.exists():
         hint = " Pictures on the web must be downloaded first." if re.match(r"https?:/", str(path)) else ""
         raise ImageError(f"Expected a picture at {str(path)!r}, but there is no such file.{hint}")
@@ -331,9 +332,10 @@ def _explain(
     if isinstance(error, PermissionError):
         return f"Could not read {name}: {error.strerror}. Check who may read the file."
     if isinstance(error, UnidentifiedImageError):
-        empty = source == b"" or (isinstance(source, str | os.PathLike) and Path(source).stat().st_size == 0)
-        got = "an empty file" if empty else "something that Pillow cannot read as one of them"
         known = _known_formats()
+        expected = f"Expected {name} to be a picture ({', '.join(known)}), got "
+        if source == b"" or (isinstance(source, str | os.PathLike) and Path(source).stat().st_size == 0):
+            return f"{expected}an empty file (0 bytes): a copy or download that broke off. Get it anew."
         newer = "" if "AVIF" in known else " AVIF is read with Pillow 11.3 or newer."
-        return f"Expected {name} to be a picture ({', '.join(known)}), got {got}. Convert it to PNG or JPEG.{newer}"
+        return f"{expected}something that Pillow cannot read as one of them. Convert it to PNG or JPEG.{newer}"
     return f"Could not read {name}: {error or type(error).__name__}. It is truncated or damaged; get it anew."
