@@ -1,5 +1,6 @@
 """Help in sections: what a command can be told of the model, the pictures, the methods, the drawing and the output."""
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,8 @@ from vitflow.cli.options import DRAWING
 from vitflow.explaining.method_options import OPTIONS
 from vitflow.explaining.method_table import Method, list_methods
 
+# Where the context of a help keeps that all options were asked for.
+_ALL = "vitflow.help_all"
 # Columns for the options themselves, the same in every section.
 _WIDTH = 26
 
@@ -41,8 +44,22 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
+# What most people need: the options of the first help. Those of single methods are not among them.
+_FIRST = {
+    *("model", "checkpoint", "class_names", "device"),
+    *("data_option", "images", "recursive", "limit", "prompt", "generate", "token"),
+    *("method", "methods", "method_names", "target", "targets", "against", "metrics"),
+    *("cmap", "alpha"),
+    *("view", "html", "png", "output", "figure", "store", "report", "resume", "max_size", "as_json"),
+}
+_SENTENCE = re.compile(r".*?[.](?=\s|$)")
+_EXTRA = re.compile(r"\[(default|required)[^\[]*\]")
+
+
 class SectionedCommand(click.Command):
     """A command whose help has its options under titles, and those of methods under the methods that have them.
+
+    `--help` shows those that most people need, in a sentence each; `--help-all` shows all.
 
     Args:
         methods: those of the command; None for all that explain pictures.
@@ -51,14 +68,29 @@ class SectionedCommand(click.Command):
     def __init__(self, *args: Any, methods: Iterable[Method] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._methods = list(list_methods() if methods is None else methods)
+        self.params.append(
+            click.Option(
+                ["--help-all"],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=_show_all,
+                help="Show every option and exit.",
+            )
+        )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, section by section; what belongs to none stands in the last."""
         options = {str(param.name): param for param in self.get_params(ctx) if isinstance(param, click.Option)}
+        every = bool(ctx.meta.get(_ALL))
+        if not every:
+            options = {name: option for name, option in options.items() if name in _FIRST}
 
         def write(title: str, names: Iterable[str]) -> None:
             records = [options.pop(name).get_help_record(ctx) for name in names if name in options]
             rows = [(record[0].ljust(_WIDTH), record[1]) for record in records if record is not None]
+            if not every:
+                rows = [(flags, _in_short(text, formatter.width - _WIDTH - 4)) for flags, text in rows]
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows, col_max=_WIDTH)
@@ -69,6 +101,24 @@ class SectionedCommand(click.Command):
                 for having, shared in _options_by_methods(self._methods):
                     write(f"Options of {having}", shared)
         write("More", list(options))
+        if not every:
+            formatter.write_paragraph()
+            formatter.write_text("All options: --help-all. Those of one method: vitflow methods NAME.")
+
+
+def _show_all(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked and not ctx.resilient_parsing:
+        ctx.meta[_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+def _in_short(text: str, width: int) -> str:
+    """The first sentence of an option's help, and its default where that fits on the line."""
+    found = _SENTENCE.match(text)
+    extra = _EXTRA.search(text)
+    short = text if found is None else found[0]
+    return f"{short}  {extra[0]}" if extra and len(short) + 2 + len(extra[0]) <= width else short
 
 
 def _options_by_methods(methods: list[Method]) -> list[tuple[str, list[str]]]:
