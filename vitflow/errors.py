@@ -19,6 +19,10 @@ class OutsideGridError(OptionError):
     """A patch was asked for that the picture's grid does not have."""
 
 
+class SameClassError(OptionError):
+    """Both sides of a contrast are one class; where one of them is what the model answers, that depends on the picture."""
+
+
 class ShapeError(VitflowError, ValueError):
     """A tensor or array has the wrong shape, or holds values that it must not hold."""
 
@@ -49,7 +53,7 @@ class NoAttentionError(UnsupportedModelError):
 
 def stops_all(error: Exception, fit: str) -> bool:
     """Whether an error is that of every picture; where each has a grid of its own, others may have the patch."""
-    if isinstance(error, OutsideGridError) and fit == "native":
+    if isinstance(error, SameClassError) or (isinstance(error, OutsideGridError) and fit == "native"):
         return False
     return isinstance(error, OptionError | UnsupportedModelError)
 

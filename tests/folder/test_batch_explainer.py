@@ -9,7 +9,7 @@ from PIL import Image
 
 from examples.datasets_map import explain as explain_dataset
 from tests.folder.test_run import Picky, picture_bytes, tiny_model
-from vitflow import BatchExplainer, Explainer
+from vitflow import BatchExplainer, Contrast, Explainer
 from vitflow.errors import OptionError, ShapeError
 from vitflow.folder.grids import map_of, pack_half
 
@@ -82,6 +82,15 @@ def test_a_picture_on_which_the_model_fails_fails_alone():
     batch = {"id": [1, 2, 3], "image": [picture_bytes(1), white, picture_bytes(2)]}
     found = BatchExplainer(picky_model)(batch)
     assert found["error"].tolist() == ["", "ModelError", ""]
+
+
+def test_a_picture_of_the_class_that_it_is_set_against_fails_alone():
+    pictures = [picture_bytes(n) for n in range(4)]
+    explainer = Explainer(tiny_model())
+    answers = [one.predicted for one in explainer.explain_batch(pictures)]
+    made = BatchExplainer(tiny_model, ["gae"], target=Contrast(None, against=answers[0]))
+    found = made({"id": list("abcd"), "image": pictures})
+    assert found["error"].tolist() == ["SameClassError" if answer == answers[0] else "" for answer in answers]
 
 
 PLACEMENT = '{"image_size": [4, 4], "resized_size": [4, 4], "offset": [0, 0], "input_size": [4, 4]}'

@@ -23,7 +23,7 @@ from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
 import vitflow
-from vitflow import explain_folder
+from vitflow import Contrast, explain_folder
 from vitflow.cli import cli
 from vitflow.errors import ImageError, ModelError, OptionError, VitflowError
 from vitflow.folder import pipeline
@@ -671,14 +671,50 @@ def test_the_weights_hash_depends_on_every_weight():
     assert weights_sha256(one.bfloat16()) != weights_sha256(tiny_model())
 
 
-def test_a_patch_that_a_picture_does_not_have_is_that_picture_s_row(tmp_path):
-    source = fill(tmp_path / "in", 2)
-    (source / "wide.jpg").write_bytes(picture_bytes(5, size=(160, 40)))
+def native_explainer() -> vitflow.Explainer:
+    """An explainer whose pictures have grids of their own."""
+    torch.manual_seed(0)
     model = VisionTransformer(
         img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=5, dynamic_img_size=True
     )
     model.pretrained_cfg = tiny_model().pretrained_cfg
-    explainer = vitflow.Explainer(model, fit="native")
+    return vitflow.Explainer(model, fit="native")
+
+
+def test_cells_larger_than_a_small_picture_are_that_picture_s_row(tmp_path):
+    source, explainer = fill(tmp_path / "in", 2), native_explainer()
+    (source / "flat.jpg").write_bytes(picture_bytes(5, size=(160, 4)))
+    options = {"model": explainer, "methods": ["occlusion"]}
+    summary = run(source, tmp_path / "out", patch_size=16, **options)
+    assert summary.explained == 2
+    [row] = summary.failures()
+    assert (row["input"], row["error"]) == ("flat.jpg", "OptionError") and "patch_size from 1 to 8" in row["message"]
+    again = run(source, tmp_path / "out", patch_size=16, **options)
+    assert (again.kept, again.failed) == (2, 1)
+    with pytest.raises(OptionError, match="patch_size from 1"):  # no picture can have such cells
+        run(source, tmp_path / "other", patch_size=64, **options)
+
+
+def test_a_picture_of_the_class_that_its_answer_is_set_against_fails_alone(tmp_path):
+    source, explainer = fill(tmp_path / "in", 6), vitflow.Explainer(tiny_model())
+    answers = {path.name: explainer.explain(path).predicted for path in source.iterdir()}
+    own = answers["0.jpg"]
+    same = sorted(name for name, answer in answers.items() if answer == own)
+    (source / "white.png").write_bytes(b"no picture")
+    options = {"model": explainer, "methods": ["gae"], "target": Contrast(None, against=own)}
+    summary = run(source, tmp_path / "out", **options)
+    failures = {row["input"]: row["error"] for row in summary.failures()}
+    assert failures == {**dict.fromkeys(same, "SameClassError"), "white.png": "UnidentifiedImageError"}
+    assert run(source, tmp_path / "out", **options).kept == 6 - len(same)
+    for target in (Contrast(3, against="3"), Contrast("top1", against=None)):
+        with pytest.raises(OptionError, match="which are one class"):
+            run(source, tmp_path / "never", **(options | {"target": target}))
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_patch_that_a_picture_does_not_have_is_that_picture_s_row(tmp_path):
+    source, explainer = fill(tmp_path / "in", 2), native_explainer()
+    (source / "wide.jpg").write_bytes(picture_bytes(5, size=(160, 40)))
     summary = run(source, tmp_path / "out", model=explainer, patch=(0, 6))
     assert {row["input"]: row["error"] for row in summary.failures()} == {
         "0.jpg": "OutsideGridError",

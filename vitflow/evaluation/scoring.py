@@ -98,7 +98,7 @@ def measure(batches: Batches, cases: Sequence[Case], protocol: Protocol) -> Iter
         OptionError, UnsupportedModelError: no picture can be measured this way.
     """
     explainer = batches.explainer
-    maps = batches.each(cases, lambda own: _explain(explainer, own, protocol))
+    maps = batches.each(cases, lambda own: _explain(explainer, own, protocol), protocol.choices)
     for case, found in zip(cases, maps, strict=True):
         try:
             row = (

@@ -7,7 +7,7 @@ from math import inf, isfinite, log
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError
+from vitflow.errors import SameClassError
 from vitflow.explaining.method_choices import Chosen
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Contrast, check_class_specific
@@ -25,7 +25,8 @@ def explain_contrasts(
         activation: "softmax" or "sigmoid", which made the probabilities.
 
     Raises:
-        OptionError: a method does not depend on the class, or both sides are one class.
+        OptionError: a method does not depend on the class.
+        SameClassError: both sides are one class.
     """
     check_class_specific(method for method, _ in chosen)
     maps = explain(targets=[side for one in contrasts for side in one.sides])
@@ -40,10 +41,12 @@ def contrasted(asked: Contrast, first: Saliency, second: Saliency, activation: s
     """What speaks for one class less what speaks for another, each map scaled by the sum of its absolute values.
 
     Raises:
-        OptionError: both maps are of one class.
+        SameClassError: both maps are of one class.
     """
     if first.target == second.target:
-        raise OptionError(f"Expected two classes to set against each other, got {first.label} twice.")
+        raise SameClassError(
+            f"Expected two classes to set against each other, got {first.label} twice: choose another one on one side."
+        )
     value = _log_odds(first.probability, activation) - _log_odds(second.probability, activation)
     told = replace(
         asked,

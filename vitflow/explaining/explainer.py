@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import (
@@ -309,14 +310,12 @@ class Explainer:
 
     def refusals(self, methods: Sequence[MethodChoice]) -> dict[str, str]:
         """Which of these methods do not apply to this model, and why: tried one by one on a grey picture."""
-        height, width = self.spec.size
-        grey = np.full((height, width, 3), 128, np.uint8)
         found = {}
         for method, options in choose_methods(methods, {}):
             if "predict" in method.needs:
                 continue  # it only runs the model, which every model allows
             try:
-                self.explain_batch([grey], methods=[(method.name, options)])
+                self.explain_batch([self.grey()], methods=[(method.name, options)])
             except UnsupportedModelError as error:
                 found[method.name] = str(error)
         return found
@@ -340,8 +339,12 @@ class Explainer:
         if self.facts.class_count is not None:
             return self.facts.class_count
         with torch.no_grad(), evaluating(self.model):
-            answer = logits_of(self.forward(self.pixels(np.full((*self.spec.size, 3), 128, np.uint8))))
+            answer = logits_of(self.forward(self.pixels(self.grey())))
         return 0 if answer is None or answer.ndim != 2 else answer.shape[1]
+
+    def grey(self) -> NDArray[np.uint8]:
+        """A grey picture of the model's own size, uint8 [height, width, 3], to try what does not depend on pictures."""
+        return np.full((*self.spec.size, 3), 128, np.uint8)
 
     def pixels(self, image: ImageSource) -> Tensor:
         """The model input that a picture becomes, [1, channels, height, width], on the explainer's device."""

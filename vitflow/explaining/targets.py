@@ -88,6 +88,15 @@ def is_several(target: Any) -> bool:
     return (_top(target) or 1) > 1
 
 
+def is_top(target: Any) -> bool:
+    """Whether a target stands for what the model answers.
+
+    >>> is_top(None), is_top("top1"), is_top(3)
+    (True, True, False)
+    """
+    return _top(target) is not None
+
+
 def _own_targets(targets: Any, probabilities: Tensor) -> Tensor:
     found = torch.as_tensor(targets, device=probabilities.device)
     batch, count = probabilities.shape

@@ -12,6 +12,7 @@ from torch import nn
 
 from vitflow.errors import stops_all
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_choices import MethodChoice
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -31,6 +32,7 @@ class Batches:
     def __init__(self, explainer: Explainer, size: int) -> None:
         self.explainer = explainer
         self.fits = size
+        self._refuses: bool | None = None
 
     def parts(self, pictures: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
         """Cut pictures into parts that the memory holds; where depends on nothing but the pictures themselves.
@@ -48,11 +50,33 @@ class Batches:
         if part:
             yield part
 
-    def each(self, pictures: Sequence[T], work: Callable[[Sequence[T]], Sequence[R]]) -> Iterator[R | Exception]:
+    def stops_all(self, error: Exception, methods: Sequence[MethodChoice]) -> bool:
+        """Whether an error is that of every picture that these methods are asked for.
+
+        Where each picture has a size of its own, a grey one of the model's size tells.
+        """
+        if not stops_all(error, self.explainer.fit) or self.explainer.fit != "native":
+            return stops_all(error, self.explainer.fit)
+        if self._refuses is None:
+            try:
+                self.explainer.explain_batch([self.explainer.grey()], methods=methods)
+                self._refuses = False
+            except Exception as own:
+                self._refuses = stops_all(own, self.explainer.fit)
+        return self._refuses
+
+    def each(
+        self, pictures: Sequence[T], work: Callable[[Sequence[T]], Sequence[R]], methods: Sequence[MethodChoice]
+    ) -> Iterator[R | Exception]:
         """What `work` gives for each picture, in order, or the error that is the picture's own.
 
         Where memory runs out, half as many are computed together from there on, in later calls as well. Any other
         error lies with one of the pictures: the rest of this call goes one by one, to find out which.
+
+        Args:
+            pictures: what is worked on.
+            work: gives one result for each.
+            methods: what it computes.
 
         Raises:
             OptionError, UnsupportedModelError: no picture can be computed this way.
@@ -63,7 +87,7 @@ class Batches:
             try:
                 found: Sequence[R | Exception] = work(members)
             except Exception as error:
-                if stops_all(error, self.explainer.fit):
+                if self.stops_all(error, methods):
                     raise
                 # Its traceback holds the tensors that did not fit.
                 found = [error.with_traceback(None)]

@@ -25,6 +25,7 @@ from vitflow.explaining.targets import (
     check_class_specific,
     contrasts_among,
     is_several,
+    is_top,
     resolve_targets,
 )
 from vitflow.folder.batches import Batches
@@ -171,14 +172,22 @@ def cost_of(job: Job, explainer: Explainer, count: int) -> str | None:
 
 
 def check_target(job: Job, explainer: Explainer) -> None:
-    """A class that does not exist stops the run, not each picture of it.
+    """A class that does not exist stops the run, not each picture of it; so does one that is set against itself.
 
     Raises:
-        OptionError: the model has no such class.
+        OptionError: the model has no such class, or both sides of a contrast are always one.
     """
     if job.target is not None:
         count = explainer.num_classes
-        resolve_targets(sides_of(job), torch.zeros(1, count) if count else None, explainer.class_names)
+        found = resolve_targets(sides_of(job), torch.zeros(1, count) if count else None, explainer.class_names)
+        if isinstance(job.target, Contrast):
+            # What the model answers is known picture by picture.
+            sides = [None if is_top(side) else one for side, one in zip(job.target.sides, found, strict=True)]
+            if sides[0] == sides[1]:
+                raise OptionError(
+                    f"Expected two classes to set against each other, got {job.target.target!r} and "
+                    f"{job.target.against!r}, which are one class."
+                )
 
 
 def sides_of(job: Job) -> Target | list[Target]:
@@ -215,7 +224,7 @@ def compute_maps(batches: Batches, pictures: Sequence[Picture], job: Job) -> lis
             for start in range(0, len(flat), len(methods))
         ]
 
-    found = batches.each([picture for picture in pictures if picture.decoded.image is not None], explain)
+    found = batches.each([picture for picture in pictures if picture.decoded.image is not None], explain, methods)
     return [
         PictureMaps(error=picture.decoded.error, message=picture.decoded.message)
         if picture.decoded.image is None
