@@ -20,7 +20,7 @@ class OutsideGridError(OptionError):
 
 
 class SameClassError(OptionError):
-    """Both sides of a contrast are one class; where one of them is what the model answers, that depends on the picture."""
+    """Both sides of a contrast are one class: of every picture, or of one that the model answers with that class."""
 
 
 class ShapeError(VitflowError, ValueError):

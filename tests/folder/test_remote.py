@@ -1,16 +1,29 @@
 """Pictures and outputs behind fsspec: the rows of a local run, resumed, with faults as rows."""
 
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from tests.conftest import ROOT
 from tests.folder.test_run import fill, picture_bytes, run, tiny_model
 from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.errors import ImageError, OptionError
+from vitflow.folder import remote
 from vitflow.folder.draw import draw_run, read_grids
 from vitflow.folder.keeper import open_folder
-from vitflow.folder.remote import RemoteFolder, find_remote
+from vitflow.folder.remote import Known, RemoteFolder, StoreError, find_remote, lies_in
 from vitflow.folder.rows import is_folder_row
 
 fsspec = pytest.importorskip("fsspec")
@@ -146,3 +159,196 @@ def test_the_commands_take_urls(tmp_path, store):
     assert found.stdout.splitlines() == [f"{store}/out/manifest.jsonl"]
     found = CliRunner().invoke(cli, ["draw", f"{store}/out", "-o", str(tmp_path / "drawn"), "--limit", "1"])
     assert found.exit_code == 0 and found.stdout.splitlines() == [str(tmp_path / "drawn/0-rollout.jpg")]
+
+
+class Served(SimpleHTTPRequestHandler):
+    """A folder as a web server gives it; some names are answered as no honest server would."""
+
+    tags: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, *args, place: Path, asked: list, **kwargs):
+        self.asked = asked
+        super().__init__(*args, directory=str(place), **kwargs)
+
+    def end_headers(self):
+        if self.path in self.tags:
+            self.send_header("ETag", self.tags[self.path])
+        super().end_headers()
+
+    def do_GET(self):
+        self.asked.append(self.path)
+        if self.path.endswith("endless.jpg"):  # it says that it is short
+            self.send_response(200)
+            self.end_headers()
+            piece = bytes(2**20)
+            try:
+                while True:
+                    self.wfile.write(piece)
+                    self.asked.append(len(piece))
+            except OSError:
+                return
+        if self.path.endswith("stalled.jpg"):
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            super().end_headers()
+            self.wfile.write(b"some")
+            self.wfile.flush()
+            self.server.released.wait(30)
+            return
+        super().do_GET()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def web(tmp_path):
+    """A web server on this machine: (URL, its folder, what it was asked for)."""
+    pytest.importorskip("aiohttp")
+    place, asked = tmp_path / "web", []
+    place.mkdir()
+
+    class Server(ThreadingHTTPServer):
+        released = threading.Event()
+        daemon_threads = True
+
+        def finish_request(self, request, client_address):
+            Served(request, client_address, self, place=place, asked=asked)
+
+    with Server(("127.0.0.1", 0), None) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", place, asked
+        server.released.set()
+        server.shutdown()
+    for one in list(fsspec.get_filesystem_class("http")._cache.values()):
+        one.dircache.clear()
+
+
+def test_pictures_of_a_web_server_are_kept_while_it_tells_the_same_of_them(tmp_path, explainer, web):
+    url, place, asked = web
+    fill(place, 3)
+    Served.tags = {"/0.jpg": '"first"'}
+    options = {"model": explainer}
+    assert run(url, tmp_path / "out", **options).explained == 3
+    asked.clear()
+    assert run(url, tmp_path / "out", **options).kept == 3
+    assert not any(path.endswith(".jpg") for path in asked)
+    Served.tags = {"/0.jpg": '"second"'}
+    os.utime(place / "1.jpg", (10**9, 10**9))
+    assert run(url, tmp_path / "out", **options).kept == 1
+    Served.tags = {}
+
+
+def test_a_file_that_does_not_end_is_a_row_and_takes_no_memory(tmp_path, explainer, web, monkeypatch):
+    url, place, asked = web
+    fill(place, 1)
+    (place / "endless.jpg").touch()
+    monkeypatch.setattr(remote, "LARGEST_PICTURE", 2**24)
+    summary = run(url, tmp_path / "out", model=explainer)
+    [row] = summary.failures()
+    assert (row["input"], row["error"], summary.explained) == ("endless.jpg", "ImageError", 1)
+    assert "at most 16 MiB" in row["message"]
+    assert sum(one for one in asked if isinstance(one, int)) < 2**26
+
+
+def test_a_server_that_stalls_costs_a_row(tmp_path, explainer, web, monkeypatch):
+    url, place, _ = web
+    fill(place, 1)
+    (place / "stalled.jpg").touch()
+    monkeypatch.setattr(remote, "_STALLED", 0.5)
+    summary = run(url, tmp_path / "out", model=explainer)
+    [row] = summary.failures()
+    assert (row["input"], row["error"], summary.explained) == ("stalled.jpg", "StoreError", 1)
+    assert "did not answer in time" in row["message"]
+
+
+def test_ctrl_c_ends_a_run_whose_server_stalls(tmp_path, web):
+    url, place, asked = web
+    (place / "stalled.jpg").touch()
+    words = ["folder", url, "-o", str(tmp_path / "out"), "--model", "demo", "--workers", "0"]
+    program = subprocess.Popen(
+        [sys.executable, "-m", "vitflow", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not any(str(path).endswith("stalled.jpg") for path in asked):
+        assert time.monotonic() < deadline and program.poll() is None
+        time.sleep(0.1)
+    time.sleep(0.5)
+    program.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    _, talk = program.communicate(timeout=60)
+    assert time.monotonic() - began < 10
+    assert program.returncode == 130 and "Traceback" not in talk
+    assert talk.splitlines()[-1].startswith("interrupted: what was done is kept"), talk
+
+
+def test_a_web_server_takes_no_output(tmp_path, explainer, web):
+    url, _, _ = web
+    with pytest.raises(OptionError, match="cannot be written to"):
+        run(fill(tmp_path / "in", 1), f"{url}/out", model=explainer)
+
+
+def test_an_archive_is_a_folder_of_pictures(tmp_path, explainer):
+    source = fill(tmp_path / "in", 2)
+    fill(source / "below", 1)
+    with zipfile.ZipFile(tmp_path / "in.zip", "w") as archive:
+        for path in sorted(source.rglob("*.jpg")):
+            archive.write(path, path.relative_to(source))
+        archive.writestr("../out.jpg", picture_bytes(1))
+    url = f"zip://::file://{tmp_path}/in.zip"
+    whole = run(url, tmp_path / "out", model=explainer, recursive=True)
+    assert facts(whole) == facts(run(source, tmp_path / "local", model=explainer, recursive=True))
+    assert run(url, tmp_path / "out", model=explainer, recursive=True).kept == 3
+    part = run(f"zip://below::file://{tmp_path}/in.zip", tmp_path / "part", model=explainer)
+    assert [row["input"] for row in part] == ["0.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("output", "source", "inside"),
+    [
+        ("{place}/in/out", "file://{place}/in", True),
+        ("file://{place}/in/out", "{place}/in", True),
+        ("file://{place}/else/../in/out", "file://{place}/in/", True),
+        ("file://{place}/link/out", "{place}/in", True),
+        ("memory://a/../store/in/out", "memory:///store/in", True),
+        ("memory://store/in", "memory://store/in", True),
+        ("memory://store/in-2", "memory://store/in", False),
+        ("memory://{place}/in/out", "file://{place}/in", False),
+    ],
+)
+def test_an_output_among_its_source_is_refused_however_it_is_written(tmp_path, output, source, inside):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    output, source = (one.format(place=tmp_path) for one in (output, source))
+    assert lies_in(output, source) == inside
+    if inside:
+        with pytest.raises(OptionError, match="lies in .* which is read"):
+            run(source, output)
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://127.0.0.1:1/in", "reference://", "reference://::file:///no/such.json", "github://in", "zip://"]
+)
+def test_a_store_that_cannot_be_reached_is_told_without_a_traceback(tmp_path, url):
+    found = CliRunner().invoke(cli, ["folder", url, "-o", str(tmp_path / "out"), "--model", "demo"])
+    assert found.exit_code in (1, 2) and found.stderr.startswith("error: C"), found.output
+    assert isinstance(found.exception, SystemExit)
+
+
+def test_a_store_that_hangs_is_left_alone_in_a_moment(store, monkeypatch):
+    place = RemoteFolder(store)
+    place.put("a.txt", b"a")
+    monkeypatch.setattr(type(place._system[0]), "pipe_file", lambda *_, **__: time.sleep(20))
+    began = time.monotonic()
+    threading.Timer(0.5, place.hurry).start()
+    with pytest.raises(StoreError, match="did not answer in time"):
+        place.put("b.txt", b"b")
+    assert time.monotonic() - began < 10
+
+
+def test_what_stores_tell_of_a_file_is_understood():
+    web = Known.of({"size": 3, "Last-Modified": "Sun, 06 Nov 1994 08:49:37 GMT", "ETag": '"a"'})
+    ftp = Known.of({"size": 3, "modify": "19941106084937"})
+    assert web.changed == ftp.changed == 784111777 * 10**9
+    row = {"size": 3, "mtime_ns": web.changed}
+    assert web.same(row) and ftp.same(row) and not web.same(row | {"etag": '"b"'}) and not Known().same(row)

@@ -53,6 +53,7 @@ class Decoded:
         size: of the file in bytes; None where there is no file.
         mtime_ns: when the file was last changed, in nanoseconds, taken before it was read.
         sha256: of the file's bytes.
+        etag: what a store says that another content would not have.
         error: the class of the error.
         message: what was expected, what came, and what to do.
     """
@@ -63,6 +64,7 @@ class Decoded:
     sha256: str | None = None
     error: str | None = None
     message: str | None = None
+    etag: str | None = None
 
     @property
     def nbytes(self) -> int:

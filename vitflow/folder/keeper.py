@@ -17,7 +17,7 @@ from typing import IO, Any
 from vitflow.errors import OptionError, VitflowError
 from vitflow.folder.fingerprints import check_same_run
 from vitflow.folder.journal import Journal
-from vitflow.folder.remote import RemoteFolder, RemoteJournal
+from vitflow.folder.remote import RemoteFolder, RemoteJournal, StoreError
 from vitflow.pictures.files import is_remote, write_atomically
 
 _RECORD = ".vitflow"
@@ -145,7 +145,13 @@ def keep_rows(
         journal = folder.open_journal(accepts)
         if journal.header is None or overwrite:
             clear(journal)
-            journal.start(header)
+            try:
+                journal.start(header)
+            except StoreError as error:
+                raise OptionError(
+                    f"The output folder {str(folder.place)!r} cannot be written to: {error} Choose another one with -o "
+                    "(output=…)."
+                ) from error
         else:
             check_same_run(journal.header, folder.place, header["run"])
             journal.header = dict(header)  # what no row depends on may have changed; it is written at the end

@@ -4,7 +4,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import Tally
 from vitflow.folder.plan import Input
-from vitflow.folder.remote import Fetcher, RemoteFolder
+from vitflow.folder.remote import Fetcher, RemoteFolder, StoreError
 from vitflow.folder.shards import ShardWriter
 from vitflow.folder.work import Job, Picture, PictureMaps, compute_maps, draw_files
-from vitflow.pictures.files import is_remote, stays_inside, write_atomically
+from vitflow.pictures.files import stays_inside, write_atomically
 
 # Batches that wait to be written: with more the disk is the bottleneck, and waiting helps nobody.
 _BATCHES_BEHIND = 2
@@ -82,7 +82,7 @@ class Pipeline:
         self._batch_size, self._decoders, self._tally = batch_size, decoders, tally
         self._on_pixels = on_pixels
         self._fetcher: Fetcher | None = None
-        self._put = partial(put_file, output)
+        self._output, self._put = output, partial(put_file, output)
         self._shards = ShardWriter(self._put, job.labels) if job.store == "grids" else None
         self._slow = sum(is_slow(name) for _, name, _ in job.methods)
         # Methods that take long use all threads by themselves, and end soon on Ctrl-C only in this one.
@@ -113,18 +113,27 @@ class Pipeline:
                 self._hand_over(writers)
             while self._writing:
                 self._commit()
-        finally:
-            # On Ctrl-C: keep what is written, and start nothing new.
-            lanes.close()
-            self._explaining.clear()
-            writers.shutdown(wait=True, cancel_futures=True)
-            for _, futures in self._writing:
-                self._keep([future.result() for future in futures if not future.cancelled()])
-            if self._shards is not None:
-                self._tell(self._shards.flush())
-            if self._fetcher is not None:
-                self._fetcher.close()
-                self._fetcher = None
+        except BaseException:
+            # On Ctrl-C: keep what is written, and start nothing new. A store that hangs is not waited for.
+            if isinstance(self._output, RemoteFolder):
+                self._output.hurry()
+            with suppress(StoreError):
+                self._end(lanes, writers)
+            raise
+        self._end(lanes, writers)
+
+    def _end(self, lanes: Lanes, writers: ThreadPoolExecutor) -> None:
+        """Start nothing more, and keep what is written."""
+        if self._fetcher is not None:
+            self._fetcher.close()
+            self._fetcher = None
+        lanes.close()
+        self._explaining.clear()
+        writers.shutdown(wait=True, cancel_futures=True)
+        for _, futures in self._writing:
+            self._keep([future.result() for future in futures if not future.cancelled()])
+        if self._shards is not None:
+            self._tell(self._shards.flush())
 
     def _decoded_batches(
         self, inputs: Sequence[Input], done: set[str]
@@ -160,11 +169,11 @@ class Pipeline:
             known: Future[Decoded] = Future()
             known.set_result(Decoded(error="PermissionError", message=printable(one.problem)))
             return known
-        if not is_remote(one.path):
+        if one.store is None:
             return self._decoders.submit(one.path)
         if self._fetcher is None:
             self._fetcher = Fetcher(self._decoders)
-        return self._fetcher.submit(one.path, one.known[1] if one.known else None)
+        return self._fetcher.submit(one.store, one.path, one.known)
 
     def _complete(self, batch: Sequence[Input], missing: set[str], decoded: dict[str, Decoded]) -> Iterator[Picture]:
         """The pictures of a batch in order, with those that are done already read again where they are needed."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vitflow.errors import ImageError, OptionError
-from vitflow.folder.remote import find_remote
+from vitflow.folder.remote import Known, RemoteFolder, find_remote
 from vitflow.pictures.files import is_remote
 from vitflow.pictures.images import is_image_name, natural_order
 
@@ -26,16 +26,18 @@ class Input:
         key: its path below the root, with slashes. Bytes that are not UTF-8 are kept as lone surrogates
             (Python's surrogateescape).
         path: where it is read.
+        store: URL of the folder that it is read from, where that lies elsewhere; the path is then the key.
         stem: the outputs' path below the output folder, without "-method.suffix"; always valid UTF-8.
         problem: why it cannot be read, where that is known before.
-        known: its size in bytes and when it was last changed, in nanoseconds, where the store's listing told.
+        known: what the store's listing told of it.
     """
 
     key: str
     path: str
     stem: str
     problem: str | None = None
-    known: tuple[int, int | None] | None = None
+    store: str | None = None
+    known: Known | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +49,16 @@ class Listing:
         output: where outputs go, in the tree of the inputs.
         files: (path, problem) by key, in natural order.
         real: where all files that were found really are, those beyond the run's limit, too.
-        known: size and last change of the files of a store.
+        store: URL of the folder, where that lies elsewhere.
+        known: what is known of the files of a store.
     """
 
     root: Path | str
     output: Path
     files: Mapping[str, tuple[str, str | None]]
     real: frozenset[str]
-    known: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
+    store: str | None = None
+    known: Mapping[str, Known] = field(default_factory=dict)
 
     def plan(self, endings: Sequence[str], taken: Mapping[str, str] | None = None) -> list[Input]:
         """Give each input its outputs: no two inputs claim one output, and no output is an input.
@@ -65,7 +69,8 @@ class Listing:
         """
         name_for = _namer(self.output, endings, self.real, dict(taken or {}))
         return [
-            Input(key, path, name_for(key), problem, self.known.get(key)) for key, (path, problem) in self.files.items()
+            Input(key, path, name_for(key), problem, self.store, self.known.get(key))
+            for key, (path, problem) in self.files.items()
         ]
 
 
@@ -139,8 +144,9 @@ def _list_remote(sources: Sequence[str], output: Path, recursive: bool, glob: st
         and _wanted(key.rpartition("/")[2], key, glob, folder=False)
     ]
     keys = _in_order(wanted, sources, recursive, glob)[:limit]
-    known = {key: found[key][1:] for key in keys}
-    return Listing(sources[0].rstrip("/"), output, {key: (found[key][0], None) for key in keys}, frozenset(), known)
+    url = RemoteFolder(sources[0]).url
+    files = {key: (key, None) for key in keys}
+    return Listing(url, output, files, frozenset(), url, {key: found[key] for key in keys})
 
 
 def _expand(source: str) -> list[str]:

@@ -5,8 +5,9 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from vitflow.folder.manifest import load_pyarrow, write_manifest
 from vitflow.folder.pipeline import Pipeline, Place, put_file
 from vitflow.folder.plan import Input, list_inputs
 from vitflow.folder.ray_engine import Asked, Cluster, choose_engine, run_on_ray
-from vitflow.folder.remote import RemoteFolder
+from vitflow.folder.remote import RemoteFolder, lies_in
 from vitflow.folder.rows import is_folder_row
 from vitflow.folder.shards import ShardReader, ShardWriter, read_file, tidy
 from vitflow.folder.work import Job, auto_batch, check_target, cost_of, explainer_for, make_job, sides_of
@@ -245,9 +246,12 @@ def _check_urls(sources: Sequence[str | os.PathLike[str]], output: str | os.Path
     """What a store cannot do, and a folder can."""
     if report and any(map(is_remote, [*sources, output])):
         raise OptionError("A report links the files beside it: leave it out where the source or the output is a URL.")
-    inside = [one for one in sources if is_remote(one) and f"{output}/".startswith(f"{os.fspath(one).rstrip('/')}/")]
+    # On this machine the output may lie among the pictures: it is left out where these are listed.
+    inside = [one for one in sources if (is_remote(one) or is_remote(output)) and lies_in(output, one)]
     if inside:
-        raise OptionError(f"The output {os.fspath(output)!r} lies in {inside[0]!r}, which is read: choose another one.")
+        raise OptionError(
+            f"The output {os.fspath(output)!r} lies in {os.fspath(inside[0])!r}, which is read: choose another one."
+        )
 
 
 def _fingerprint(root: Path | str, job: Job, explainer: Explainer) -> dict[str, Any]:
@@ -309,15 +313,16 @@ def _run(
     photographs: "Thumbnails | None",
 ) -> int:
     """Do what is missing; how many pictures were done before."""
-    by_key, length = {one.key: one for one in inputs}, cache(partial(_length, asked.output))
-    before = {row["input"] for row in journal.rows(by_key) if _is_done(by_key[row["input"]], row, length)}
+    before = _done_before(inputs, journal, cache(partial(_length, asked.output)))
     tally = Tally(progress, len(inputs), len(before))
     if (cost := cost_of(asked.job, explainer, len(inputs) - len(before))) is not None:
         warnings.warn(cost, VitflowWarning, stacklevel=4)
     if len(before) < len(inputs) and cluster is not None:
         run_on_ray(inputs, before, asked, cluster, journal, tally)
     elif len(before) < len(inputs):
-        count = min(8, max(1, (os.cpu_count() or 2) // 2)) if asked.workers is None else asked.workers
+        cores = os.cpu_count() or 2
+        count = min(8, max(1, cores // 2)) if asked.workers is None else asked.workers
+        count = min(count, cores, len(inputs) - len(before))  # more would have nothing to do
         with DecoderPool(count, max_pixels=asked.max_pixels) as decoders:
             told: dict[str, Any] = {"tally": tally, "on_pixels": None if photographs is None else photographs.add}
             told |= {"batch_size": asked.batch_size, "decoders": decoders}
@@ -334,20 +339,38 @@ def _photographs(folder: RunFolder, report: bool) -> AbstractContextManager["Thu
     return closing(Thumbnails(folder.journal.parent))
 
 
+def _done_before(inputs: Sequence[Input], journal: Journal, length: Callable[[str], int | None]) -> set[str]:
+    """The keys of the inputs that an earlier run has explained."""
+    by_key = {one.key: one for one in inputs}
+    there = [one for one in inputs if one.store is not None and one.key in journal]
+    asked = [one for one in there if one.known is None or one.known.size is None]
+    if asked:  # the listing of a web server tells nothing of its files
+        store = RemoteFolder(str(asked[0].store))
+        threads = ThreadPoolExecutor(8, thread_name_prefix="vitflow-ask")
+        try:
+            found = threads.map(lambda one: store.known(one.key), asked)
+            by_key |= {one.key: replace(one, known=known) for one, known in zip(asked, found, strict=True)}
+        finally:
+            store.hurry()
+            threads.shutdown(wait=True, cancel_futures=True)
+    return {row["input"] for row in journal.rows(by_key) if _is_done(by_key[row["input"]], row, length)}
+
+
 def _is_done(one: Input, row: Mapping[str, Any], length: Callable[[str], int | None]) -> bool:
     """Whether an earlier run explained this very file, and its outputs are still there."""
     if one.problem is not None or row["status"] != "explained" or row["stem"] != one.stem or "written" not in row:
         return False
-    known = one.known
+    return _is_same_file(one, row) and all(length(path) == written for path, written in row["written"].items())
+
+
+def _is_same_file(one: Input, row: Mapping[str, Any]) -> bool:
+    if one.store is not None:
+        return one.known is not None and one.known.same(row)
     try:
-        if known is None:
-            status = os.stat(one.path)  # noqa: PTH116
-            known = (status.st_size, status.st_mtime_ns)
+        status = os.stat(one.path)  # noqa: PTH116
     except OSError:
         return False
-    return known == (row["size"], row["mtime_ns"]) and all(
-        length(path) == written for path, written in row["written"].items()
-    )
+    return (status.st_size, status.st_mtime_ns) == (row["size"], row["mtime_ns"])
 
 
 def _length(output: Place, path: str) -> int | None:

@@ -246,6 +246,8 @@ def describe(picture: Picture, found: PictureMaps, job: Job) -> dict[str, Any]:
     """What is known of a picture, without its maps: what became of it, its answer, and where its maps lie on it."""
     decoded = picture.decoded
     known = {"size": decoded.size, "mtime_ns": decoded.mtime_ns, "sha256": decoded.sha256}
+    if decoded.etag is not None:
+        known["etag"] = decoded.etag
     row: dict[str, Any] = {"input": picture.key, "stem": picture.stem, "status": "failed", **known}
     if not found.maps:
         return row | {"error": found.error, "message": found.message}
