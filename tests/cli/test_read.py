@@ -201,3 +201,34 @@ def test_help_and_usage_errors_of_read_load_no_torch():
             [sys.executable, "-c", code, "read", *arguments], capture_output=True, text=True, timeout=60
         )
         assert done.stderr.strip().endswith("False False"), done.stderr
+
+
+def with_code(folder, place):
+    """Make a saved model one that brings code, which leaves a file when it runs."""
+    config = json.loads((folder / "config.json").read_text())
+    own = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
+    config |= {"model_type": "own", "architectures": ["OwnModel"], "auto_map": own}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import BertConfig, BertModel\n"
+        f"Path({str(place)!r}).touch()\n"
+        'class OwnConfig(BertConfig):\n    model_type = "own"\n'
+        "class OwnModel(BertModel):\n    config_class = OwnConfig\n"
+    )
+    return folder
+
+
+def test_code_of_a_model_runs_when_its_own_option_says_so_and_never_by_stdin(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # to which transformers adds that folder
+    config = BertConfig(
+        vocab_size=len(WORDS), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    folder, ran = keep(BertModel(config), tmp_path / "model", "[CLS] $A [SEP]"), tmp_path / "ran"
+    words = ["read", TEXT, "--model", str(with_code(folder, ran))]
+    done = CliRunner().invoke(cli, words, input="y\n" * 9)
+    assert (done.exit_code, ran.exists()) == (2, False), done.stderr
+    assert "brings Python code of its own" in done.stderr and "--trust-remote-code" in done.stderr
+    done = CliRunner().invoke(cli, [*words, "--trust-remote-code"])
+    assert (done.exit_code, ran.exists()) == (0, True), done.stderr

@@ -409,3 +409,40 @@ def test_a_row_that_names_another_file_is_none(tmp_path, explainer, shard):
     run(fill(tmp_path / "in", 1), tmp_path / "out", model=explainer, store="grids")
     (row,) = Journal(RunFolder(tmp_path / "out").journal).rows()
     assert is_folder_row(row) and not is_folder_row(row | {"shard": shard})
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (8, {"compression": "zstd", "use_dictionary": False}),  # zeros, packed
+        (8, {"compression": "none", "use_dictionary": True}),  # one value, told once
+        (2**17, {"compression": "none", "use_dictionary": False}),
+    ],
+)
+def test_a_shard_that_would_grow_in_memory_is_refused_before_it_is_read(both, tmp_path, monkeypatch, rows, options):
+    out = tmp_path / "out"
+    shutil.copytree(both / "grids", out)
+    (shard,) = shard_files(out)
+    table = parquet.read_table(shard).slice(0, 1)
+    large = table.set_column(table.column_names.index("grid_gae"), "grid_gae", [[bytes(2**20 if rows == 8 else 32)]])
+    parquet.write_table(large.take([0] * rows), shard, **options)
+    read = []
+    monkeypatch.setattr(parquet.ParquetFile, "read", lambda *_, **__: read.append(1))
+    with pytest.raises(VitflowError, match="gone, damaged, or others"):
+        found(out)
+    assert not read
+
+
+def test_a_file_too_large_for_a_shard_is_not_read_whole(both, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    shutil.copytree(both / "grids", out)
+    monkeypatch.setattr(shards, "_LARGEST", 100)
+    with pytest.raises(VitflowError, match="gone, damaged, or others"):
+        found(out)
+
+
+def test_maps_that_fill_a_shard_are_written_before_it_has_all_its_rows(tmp_path, explainer, monkeypatch):
+    monkeypatch.setattr(shards, "_HELD", 200)
+    source = fill(tmp_path / "in", 5)
+    out = run(source, tmp_path / "out", model=explainer, store="grids", progress=None).output
+    assert len(found(out)) == 5 and len(shard_files(out)) > 1

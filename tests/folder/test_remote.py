@@ -24,6 +24,7 @@ from vitflow.folder import remote
 from vitflow.folder.draw import draw_run, read_grids
 from vitflow.folder.keeper import open_folder
 from vitflow.folder.remote import Known, RemoteFolder, StoreError, find_remote, lies_in
+from vitflow.folder.report import report_run
 from vitflow.folder.rows import is_folder_row
 
 fsspec = pytest.importorskip("fsspec")
@@ -86,7 +87,8 @@ def test_a_run_on_a_store_is_that_of_a_folder_and_goes_on_where_it_was(tmp_path,
     place.put("7.jpg", picture_bytes(78))
     again = run(f"{store}/in", f"{store}/out", **options)
     assert (again.total, again.explained, again.kept) == (9, 8, 6)
-    drawn = draw_run(f"{store}/out", tmp_path / "drawn", where="input in ('1.jpg', '7.jpg')")
+    two = {"where": "input in ('1.jpg', '7.jpg')", "images": f"{store}/in"}
+    drawn = draw_run(f"{store}/out", tmp_path / "drawn", **two)
     assert [one.error for one in drawn] == [None, None]
     with pytest.raises(OptionError, match="other options: options.rollout.residual"):
         run(f"{store}/in", f"{store}/out", residual=0.3, **options)
@@ -157,7 +159,10 @@ def test_the_commands_take_urls(tmp_path, store):
     found = CliRunner().invoke(cli, words)
     assert found.exit_code == 0, found.output
     assert found.stdout.splitlines() == [f"{store}/out/manifest.jsonl"]
-    found = CliRunner().invoke(cli, ["draw", f"{store}/out", "-o", str(tmp_path / "drawn"), "--limit", "1"])
+    words = ["draw", f"{store}/out", "-o", str(tmp_path / "drawn"), "--limit", "1"]
+    found = CliRunner().invoke(cli, words)
+    assert found.exit_code == 2 and "--images URL" in found.stderr
+    found = CliRunner().invoke(cli, [*words, "--images", f"{store}/in"])
     assert found.exit_code == 0 and found.stdout.splitlines() == [str(tmp_path / "drawn/0-rollout.jpg")]
 
 
@@ -246,7 +251,7 @@ def test_a_file_that_does_not_end_is_a_row_and_takes_no_memory(tmp_path, explain
     monkeypatch.setattr(remote, "LARGEST_PICTURE", 2**24)
     summary = run(url, tmp_path / "out", model=explainer)
     [row] = summary.failures()
-    assert (row["input"], row["error"], summary.explained) == ("endless.jpg", "ImageError", 1)
+    assert (row["input"], row["error"], summary.explained) == ("endless.jpg", "TooLargeError", 1)
     assert "at most 16 MiB" in row["message"]
     assert sum(one for one in asked if isinstance(one, int)) < 2**26
 
@@ -352,3 +357,21 @@ def test_what_stores_tell_of_a_file_is_understood():
     assert web.changed == ftp.changed == 784111777 * 10**9
     row = {"size": 3, "mtime_ns": web.changed}
     assert web.same(row) and ftp.same(row) and not web.same(row | {"etag": '"b"'}) and not Known().same(row)
+
+
+def test_a_run_folder_does_not_say_what_is_fetched(tmp_path, explainer, web):
+    url, place, asked = web
+    source = fill(tmp_path / "in", 2)
+    (place / "0.jpg").write_bytes((source / "0.jpg").read_bytes())
+    (place / "1.jpg").write_bytes(picture_bytes(9))
+    out = run(source, tmp_path / "out", model=explainer).output
+    journal = out / ".vitflow" / "journal.jsonl"
+    journal.write_text(journal.read_text().replace(str(source), url, 1))
+    with pytest.raises(OptionError, match="nothing is fetched because a record says so"):
+        draw_run(out, tmp_path / "drawn")
+    assert "nothing is fetched" in report_run(out).read_text() and not asked
+    # And of what the caller named, that which the run has seen.
+    drawn = draw_run(out, tmp_path / "drawn", images=url)
+    assert [one.error for one in drawn] == [None, "The photograph has changed since the run: run vitflow folder again."]
+    drawn = draw_run(out, tmp_path / "again", images=source)
+    assert [one.error for one in drawn] == [None, None]

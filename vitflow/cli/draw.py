@@ -16,6 +16,12 @@ from vitflow.pictures.options import OVERLAY_FORMATS
 @click.option(
     "-o", "--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for the overlays."
 )
+@click.option(
+    "--images",
+    metavar="FOLDER|URL",
+    type=PathOrURL(exists=True, file_okay=False, path_type=Path),
+    help="Where the photographs are; a URL must be named.  [default: the folder that the run read]",
+)
 @click.option("--where", metavar="CONDITION", help='Draw where this holds, such as "probability < 0.5".')
 @click.option("--method", "methods", multiple=True, metavar="NAME", help="Draw this map.  [default: all of the run]")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Draw the first N pictures only.")
@@ -44,6 +50,7 @@ def draw(run: Path | str, **given: Any) -> None:
             limit=given["limit"],
             format=given["format"],
             drawing=drawing,
+            images=given["images"],
             progress=tell,
         )
         failed = sum(one.error is not None for one in found)

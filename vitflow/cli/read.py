@@ -33,6 +33,9 @@ _CAUSAL = ("raw", "receptive_field")
 )
 @name_option
 @click.option(
+    "--trust-remote-code", is_flag=True, help="Run Python code that the model brings along; without it, it is refused."
+)
+@click.option(
     "--token",
     metavar="WORD|NUMBER",
     help="The word whose row to show, or its number (-1: the last token).  [default: the masked word, the last token "
@@ -144,7 +147,7 @@ def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model, tokenizer = load_language_model(given["model"])
+    model, tokenizer = load_language_model(given["model"], trust_remote_code=given["trust_remote_code"])
     if text is not None:
         from vitflow.explaining.text.reading import explain_text
 

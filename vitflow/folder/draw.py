@@ -22,7 +22,7 @@ from vitflow.folder.grids import Grid, placement_of
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import RunFolder, open_folder
 from vitflow.folder.pipeline import put_file
-from vitflow.folder.remote import RemoteFolder
+from vitflow.folder.remote import LARGEST_PICTURE, RemoteFolder
 from vitflow.folder.rows import folder_run, is_folder_row
 from vitflow.folder.shards import ShardReader, read_file
 from vitflow.folder.work import encode_overlay
@@ -89,6 +89,7 @@ def draw_run(
     limit: int | None = None,
     format: str | None = None,
     drawing: Mapping[str, Any] | None = None,
+    images: str | os.PathLike[str] | None = None,
     progress: Callable[[Drawn], None] = lambda _: None,
 ) -> list[Drawn]:
     """Draw overlays of the pictures of a run into a folder, named as the run would have named them.
@@ -101,10 +102,12 @@ def draw_run(
         limit: draw the first so many only, at least 1.
         format: "jpg", "png" or "webp"; by default what the run was asked for.
         drawing: options of `Saliency.overlay`, which come before those that the run was asked for.
+        images: folder or URL of the photographs; by default the folder that the run read. A URL is never taken from
+            the record of a run, which anybody may have written: it must be named here.
         progress: called for each picture as it is done.
 
     Raises:
-        OptionError: the folder holds no run, or an option is wrong.
+        OptionError: the folder holds no run, an option is wrong, or the photographs lie at a URL that was not named.
         VitflowError: a file with maps is gone or damaged.
     """
     if limit is not None:
@@ -112,7 +115,10 @@ def draw_run(
     folder, target = open_folder(run), Path(output)
     journal = folder.open_journal(is_folder_row)
     asked, max_pixels = folder_run(journal.header, folder.place)
-    root = os.path.realpath(asked["root"])
+    if images is None and is_remote(asked["root"]):
+        raise OptionError(not_named(asked["root"]))
+    source = asked["root"] if images is None else os.fspath(images)
+    root = os.path.realpath(source)
     labels = list(asked["methods"]) if methods is None else list(methods)
     for label in labels:
         if label not in asked["methods"]:
@@ -124,7 +130,7 @@ def draw_run(
 
     def draw(row: Mapping[str, Any], maps: Mapping[str, Grid]) -> Drawn:
         try:
-            pixels, placement = read_photograph(row, asked["root"], max_pixels), placement_of(row.get("placement", {}))
+            pixels, placement = read_photograph(row, source, max_pixels), placement_of(row.get("placement", {}))
             paths = []
             for label in labels:
                 saliency = Saliency(maps[label], placement, pixels, row["input"], asked["model"], label, {})
@@ -149,6 +155,14 @@ def draw_run(
     return found
 
 
+def not_named(url: str) -> str:
+    """Why photographs are not fetched from a URL that the record of a run alone names."""
+    return (
+        f"The record of this run says that its photographs lie at {printable(url)!r}, and nothing is fetched because a "
+        "record says so: name that place with vitflow draw --images URL (images=…) if you trust it."
+    )
+
+
 def read_photograph(row: Mapping[str, Any], root: str, max_pixels: int) -> NDArray[np.uint8]:
     """The pixels of the very file that was explained, uint8 RGB [height, width, 3].
 
@@ -161,7 +175,7 @@ def read_photograph(row: Mapping[str, Any], root: str, max_pixels: int) -> NDArr
         VitflowError: it cannot be read, or is another one now.
     """
     if is_remote(root):
-        decoded = decode_given(RemoteFolder(root).read(row["input"]), row["input"], max_pixels)
+        decoded = decode_given(RemoteFolder(root).read(row["input"], LARGEST_PICTURE), row["input"], max_pixels)
     else:
         decoded = decode_file(os.path.join(root, row["input"]), max_pixels)  # noqa: PTH118 - a name that may not be text
     if decoded.image is None:

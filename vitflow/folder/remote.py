@@ -51,6 +51,10 @@ class StoreError(VitflowError, OSError):
     """A store did not do what it was asked for, or not in time."""
 
 
+class TooLargeError(StoreError):
+    """A store's file has more bytes than such a file may have."""
+
+
 def file_system(url: str) -> tuple[Any, str]:
     """The file system of a URL, and the path on it.
 
@@ -240,7 +244,7 @@ class RemoteFolder:
 
         Raises:
             FileNotFoundError: it is not there.
-            ImageError: it has more bytes than the largest may have, whatever the store says of its length.
+            TooLargeError: it has more bytes than the largest may have, whatever the store says of its length.
             StoreError: it cannot be read, or no more of it comes.
         """
         target = self._path(path)
@@ -254,7 +258,7 @@ class RemoteFolder:
                     heard()
                     count += len(piece)
                     if largest is not None and count > largest:
-                        raise ImageError(f"Expected a file of at most {largest // 2**20} MiB, got more: {path!r}.")
+                        raise TooLargeError(f"Expected a file of at most {largest // 2**20} MiB, got more: {path!r}.")
                     file.write(piece)
 
         self._ask(f"read {path!r} from {self.url!r}", copy, _STALLED)

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.folder.draw import read_photograph
+from vitflow.errors import ImageError
+from vitflow.folder.draw import not_named, read_photograph
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import RunFolder
 from vitflow.folder.rows import folder_run, is_folder_row
 from vitflow.folder.shards import ShardReader, read_file
+from vitflow.pictures.files import is_remote
 from vitflow.viewer.drawing import thumbnail
 from vitflow.viewer.report import write_report
 
@@ -83,6 +85,8 @@ def report_run(
     def photograph(row: Mapping[str, Any]) -> bytes:
         if thumbnails is not None and (small := thumbnails.get(row["input"])) is not None:
             return small
+        if is_remote(run["root"]):
+            raise ImageError(not_named(run["root"]))
         return thumbnail(read_photograph(row, run["root"], max_pixels))
 
     reader = ShardReader(partial(read_file, folder.path))

@@ -32,6 +32,10 @@ from vitflow.pictures.files import stays_inside
 
 # Pictures of a shard, and seconds after which one that is not full is written all the same: what a kill may cost.
 _ROWS, _PATIENCE = 1024, 30.0
+# Characters of maps in a shard's rows; such a shard takes 96 MiB.
+_HELD = 2**28
+# What is believed to be a shard: bytes of the file, rows, and bytes of all that is not a map, unpacked.
+_LARGEST, _MOST_ROWS, _MOST_WORDS = 2**28, 2**16, 2**26
 
 Row = dict[str, Any]
 
@@ -51,7 +55,7 @@ class ShardWriter:
     ) -> None:
         self._write, self._labels, self._rows, self._patience = write, labels, rows, patience
         self._waiting: list[Row] = []
-        self._since = 0.0
+        self._since, self._held = 0.0, 0
 
     def add(self, rows: Iterable[Row]) -> list[Row]:
         """Take rows in; those whose maps are on the disk now, earlier ones among them, and those that have none."""
@@ -61,9 +65,14 @@ class ShardWriter:
                 told.append(row)
                 continue
             if not self._waiting:
-                self._since = time.monotonic()
+                self._since, self._held = time.monotonic(), 0
             self._waiting.append(row)
-            if len(self._waiting) >= self._rows or time.monotonic() - self._since > self._patience:
+            self._held += sum(len(grid["values"]) for grid in row["grids"].values())
+            if (
+                len(self._waiting) >= self._rows
+                or self._held > _HELD
+                or time.monotonic() - self._since > self._patience
+            ):
                 told += self.flush()
         return told
 
@@ -119,15 +128,16 @@ class ShardReader:
         self._read = read
         self._columns = lru_cache(maxsize=4)(self._load)
 
-    def _load(self, path: str) -> tuple[list[str], dict[str, list[Any]]]:
+    def _load(self, path: str) -> tuple[list[str], dict[str, Any]]:
         """The labels of a shard's maps, and its columns."""
         pyarrow, parquet = load_pyarrow()
         try:
             file = parquet.ParquetFile(io.BytesIO(self._read(path)), page_checksum_verification=True)
             labels = [name.removeprefix("grid_") for name in file.schema_arrow.names if name.startswith("grid_")]
             names = ["id", *(name for label in labels for name in grid_columns(label))]
+            _check_size(file.metadata, names)
             table = file.read(columns=names)
-            return labels, {name: table[name].to_pylist() for name in names}
+            return labels, {name: table[name] for name in names}
         except (OSError, KeyError, ValueError, TypeError, OverflowError, pyarrow.ArrowException) as error:
             raise _damaged(path) from error  # its columns may hold anything
 
@@ -141,13 +151,13 @@ class ShardReader:
             return {label: unpack_grid(packed) for label, packed in row["grids"].items()}
         path, index, _ = row["shard"]
         labels, columns = self._columns(path)
-        if index >= len(columns["id"]) or columns["id"][index] != shown_name(row["input"]):
-            raise _damaged(path)
-        record = {name: values[index] for name, values in columns.items()}
         try:
-            return {label: grid_of(record, label) for label in labels}
-        except ShapeError as error:
+            record = {name: values[index].as_py() for name, values in columns.items()}
+            if record["id"] == shown_name(row["input"]):
+                return {label: grid_of(record, label) for label in labels}
+        except (ShapeError, IndexError, UnicodeDecodeError) as error:
             raise _damaged(path) from error
+        raise _damaged(path)
 
     def with_grids(self, rows: Iterable[Row]) -> Iterator[Row]:
         """The rows, each with its maps in it."""
@@ -157,17 +167,37 @@ class ShardReader:
             yield row
 
 
+def _check_size(metadata: Any, names: Iterable[str]) -> None:
+    """Raise ValueError for columns that would be larger in memory than in the file, before they are read."""
+    wanted, words = set(names), 0
+    for group in range(metadata.num_row_groups):
+        for number in range(metadata.num_columns):
+            column = metadata.row_group(group).column(number)
+            if column.path_in_schema not in wanted:
+                continue
+            if column.physical_type != "BYTE_ARRAY" or column.path_in_schema == "id":
+                words += column.total_uncompressed_size
+            elif column.compression != "UNCOMPRESSED" or any("DICTIONARY" in kind for kind in column.encodings):
+                raise ValueError("maps are written as they are")
+    if metadata.num_rows > _MOST_ROWS or words > _MOST_WORDS:
+        raise ValueError("too large to be a shard")
+
+
 def read_file(output: Path | RemoteFolder, path: str) -> bytes:
     """The content of a file below an output folder.
 
     Raises:
-        OSError: it cannot be read, or a link leads out of the folder.
+        OSError: it cannot be read, it is too large to be a shard, or a link leads out of the folder.
     """
     if isinstance(output, RemoteFolder):
-        return output.read(path)
+        return output.read(path, _LARGEST)
     if not stays_inside(output, path):
         raise OSError(f"a link leads out of the folder {str(output)!r}")
-    return (output / path).read_bytes()
+    with (output / path).open("rb") as file:
+        content = file.read(_LARGEST + 1)
+    if len(content) > _LARGEST:
+        raise OSError(f"more than {_LARGEST // 2**20} MiB")
+    return content
 
 
 def _damaged(path: str) -> VitflowError:

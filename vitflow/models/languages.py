@@ -75,35 +75,51 @@ def has_head(model: nn.Module) -> bool:
     return predicts_words(model) or bool(class_count(model))
 
 
-def load_language_model(name: str | Path) -> tuple[nn.Module, Any]:
+def load_language_model(name: str | Path, *, trust_remote_code: bool = False) -> tuple[nn.Module, Any]:
     """Load a language model of transformers with its tokenizer, in eval mode, on the CPU.
 
     Args:
         name: an id of the hub, or a folder.
+        trust_remote_code: run Python code that the model brings along; without it such a model is refused.
 
     Raises:
         ModelError: transformers is not installed, there is no such model, or it brings no tokenizer.
     """
     transformers = _transformers()
     try:
-        config = transformers.AutoConfig.from_pretrained(name)
-        kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModel)
-        model: nn.Module = kind.from_pretrained(name)
+        # Always told: where it is not, transformers asks on stdin, and a "y" that is piped in runs the code.
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        architecture = (config.architectures or [""])[0]
+        own = getattr(config, "auto_map", {}).items()
+        loader = next((auto for auto, place in own if str(place).endswith(f".{architecture}")), "AutoModel")
+        kind = getattr(transformers, architecture, getattr(transformers, loader, transformers.AutoModel))
+        model: nn.Module = kind.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
+        _tell_code(name, error)
         raise ModelError(
             f"Expected an id of the hub or a folder of transformers as the model, got {str(name)!r}: "
             f"{str(error).strip().splitlines()[0]}"
         ) from error
-    return model.eval(), load_tokenizer(name)
+    return model.eval(), load_tokenizer(name, trust_remote_code=trust_remote_code)
 
 
-def load_tokenizer(name: str | Path) -> Any:
+def _tell_code(name: str | Path, error: Exception) -> None:
+    """Raise ModelError where transformers refused to run code that nobody asked to run."""
+    if "trust_remote_code" in str(error):
+        raise ModelError(
+            f"{printable(name)} brings Python code of its own, which would run on this machine with all your rights: "
+            "read it, and take --trust-remote-code (trust_remote_code=True) if you trust it."
+        ) from error
+
+
+def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer that was saved beside a model; ModelError where there is none."""
     try:
         if Path(name).is_dir() and not any((Path(name) / file).is_file() for file in _TOKENIZER_FILES):
             raise OSError(f"no {', '.join(_TOKENIZER_FILES)}")  # transformers would make one that knows no words
-        return _transformers().AutoTokenizer.from_pretrained(name)
+        return _transformers().AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
+        _tell_code(name, error)
         raise ModelError(
             f"Expected a tokenizer beside the model {str(name)!r}, got none: pass tokenizer=. "
             f"({str(error).strip().splitlines()[0]})"

@@ -140,6 +140,7 @@ def explain_text(
     method: str = "rollout",
     target: str | int | None = None,
     name: str | None = None,
+    trust_remote_code: bool = False,
     **options: Any,
 ) -> Reading:
     """Explain what one token of a text rests on, as an encoder or a decoder reads it.
@@ -153,6 +154,7 @@ def explain_text(
         method: "rollout", "attention", "flow" or "gae".
         target: for "gae" the word (one token) whose logit at that place is explained, by default the most probable.
         name: what to call the model; by default the id that it was loaded by.
+        trust_remote_code: run Python code that a model by name brings along; without it such a model is refused.
         options: the method's own, such as head_fusion="max". Of decoders the defaults are value_weighted=False and
             causal="receptive_field", of encoders value_weighted="output" and causal="raw".
 
@@ -164,7 +166,7 @@ def explain_text(
         model = unwrap(model)
         tokenizer = tokenizer_of(model, tokenizer)
     else:
-        model, own = load_language_model(model)
+        model, own = load_language_model(model, trust_remote_code=trust_remote_code)
         tokenizer = own if tokenizer is None else tokenizer_of(model, tokenizer)
     inputs, words = _encode(text, tokenizer, model)
     with reading(model):
