@@ -1,5 +1,6 @@
 """The words of errors: names that are no text, whole numbers."""
 
+import json
 import os
 import unicodedata
 from pathlib import Path
@@ -7,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from vitflow.errors import printable
+from vitflow.errors import printable, printable_json
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,8 @@ from vitflow.errors import printable
         (Path("two\nlines\ttab"), r"two\nlines\ttab"),
         ("\x1b[31mred\x07\x7f\x9b", r"\x1b[31mred\x07\x7f\x9b"),
         ("gpj.\u202egnp", r"gpj.\u202egnp"),
+        ("a\u200eb\u200fc\u061cd\u2066e", r"a\u200eb\u200fc\u061cd\u2066e"),
+        ("pay\u200bpal\u2060\ufeff\u00ad\U000e0041", r"pay\u200bpal\u2060\ufeff\xad\U000e0041"),
         ("a\u2028b\ud800\ufffe", r"a\u2028b\ud800\ufffe"),
         ("虎斑猫\u3000 हिन्दी 👩\u200d👧 ภาษา\\x41", "虎斑猫\u3000 हिन्दी 👩\u200d👧 ภาษา\\x41"),
     ],
@@ -33,3 +36,12 @@ def test_every_character_comes_out_as_one_line_of_utf_8_that_xml_takes():
     assert len(text.splitlines()) == 1 and text.encode()
     kept = [code for code, one in enumerate(shown) if one == chr(code)]
     assert not {unicodedata.category(chr(code)) for code in kept} & {"Cc", "Cs", "Zl", "Zp"}
+
+
+def test_json_holds_no_mark_that_is_not_shown_and_gives_back_the_same_strings():
+    characters = [*map(chr, range(0x30000)), "\U000e0041", os.fsdecode(b"caf\xe9")]
+    record = {"\x9b\u202e": characters, "numbers": [1.5, None]}
+    for indent in (None, 1):
+        text = printable_json(json.dumps(record, ensure_ascii=False, indent=indent))
+        assert json.loads(text) == record
+        assert printable(text, lines=True) == text

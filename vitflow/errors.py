@@ -1,5 +1,6 @@
 """The errors that vitflow raises: each says what was expected, what came, and what to do."""
 
+import json
 import os
 import re
 from collections.abc import Iterable
@@ -70,20 +71,35 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
     return f"Unknown {kind} {str(name)!r}.{hint} Known: {', '.join(names)}."
 
 
-# Control characters, separators of lines, marks that turn the direction of writing, broken UTF-8, and what XML forbids.
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+# Control characters, separators of lines, marks that turn the direction of writing, what has no width and no part in a
+# script (joiners have one), tags, broken UTF-8, and what XML forbids.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\ufffe\uffff\U000e0000-\U000e007f]"
+)
 
 
 def printable(text: str | os.PathLike[str], *, lines: bool = False) -> str:
     """One line that any terminal, file or page can show: what is no text, or would be no mark on it, becomes escapes.
 
-    With `lines`, for a page, ends of lines and tabs stay as they are.
+    With `lines`, for what may have several, ends of lines and tabs stay as they are.
 
     >>> printable("caf\\udce9.jpg"), printable("two\\nlines")
     ('caf\\\\xe9.jpg', 'two\\\\nlines')
     """
     return _UNPRINTABLE.sub(
         lambda found: found[0] if lines and found[0] in "\t\n" else _escape(found[0]), os.fspath(text)
+    )
+
+
+def printable_json(text: str) -> str:
+    """JSON whose strings hold nothing that `printable` would not show; a parser gets back the same.
+
+    >>> printable_json('["a\\u202eb"]')
+    '["a\\\\u202eb"]'
+    """
+    return _UNPRINTABLE.sub(
+        lambda found: found[0] if found[0] in "\t\n" else json.dumps(found[0])[1:-1].replace("\x7f", "\\u007f"), text
     )
 
 

@@ -23,15 +23,16 @@ from transformers import (
     ViTModel,
 )
 
-from vitflow.cli import cli
+from vitflow.cli import cli, main
+from vitflow.errors import printable
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS += ["the", "key", "to", "cabinets", "is", "here", "on", "a", "table", "<b>", "."]
 
 
-def keep(model, folder, template: str):
+def keep(model, folder, template: str, words=WORDS):
     """Save a model with a tokenizer that takes words between spaces."""
-    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     special = [(word, WORDS.index(word)) for word in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
@@ -63,6 +64,66 @@ def read(*arguments, env=None):
 
 
 TEXT = "the key to the cabinets is here"
+
+
+def test_a_crafted_tokenizer_sends_nothing_but_words_to_a_terminal(decoder, tmp_path):
+    """Every word of it is a command to the terminal, or turns the direction of writing."""
+    words = [*WORDS[:5], *(f"\x1b]0;{word}\x07\x9b31m\u202e\u200f\x7f" for word in WORDS[5:])]
+    model = GPT2LMHeadModel.from_pretrained(decoder)
+    folder = keep(model, tmp_path / "crafted\x9b\u202e", "[CLS] $A", words)
+    text = " ".join(words[5:9])
+    for arguments in (
+        (text,),
+        (text, "--method", "gae"),
+        (text, "--view", "layers"),
+        (text, "--view", "graph"),
+        ("--prompt", text, "--generate", 3),
+        ("--prompt", text, "--generate", 3, "--view", "text"),
+        (text, "--token", words[12]),
+        (text, "--method", "gae", "--target", f"{words[5]} {words[6]}"),
+    ):
+        done = read(*arguments, "--model", folder, env={"FORCE_COLOR": "0"})
+        assert not isinstance(done.exception, Exception), done.exception
+        for shown in (done.stdout, done.stderr):
+            assert printable(shown, lines=True) == shown, arguments
+        record = read(*arguments, "--model", folder, "--json")
+        assert printable(record.stdout, lines=True) == record.stdout
+        if record.exit_code == 0:
+            found = json.loads(record.stdout)
+            assert text in (found.get("text"), "".join(found.get("prompt_tokens", ["", text])[1:]).strip())
+    page = tmp_path / "page.html"
+    assert read(text, "--method", "gae", "--model", folder, "--html", page).exit_code == 0
+    assert printable(page.read_text(encoding="utf-8"), lines=True) == page.read_text(encoding="utf-8")
+
+
+def test_words_of_a_command_line_that_fit_nowhere_are_shown_as_text(monkeypatch, capsys):
+    for words in (
+        ["read", "--\x1b[31m\u202e"],
+        ["\x9b31m"],
+        ["read", "a", "b\u202e", "--model", "m"],
+        ["read", "--view", "\x9b"],
+    ):
+        monkeypatch.setattr(sys, "argv", ["vitflow", *words])
+        with pytest.raises(SystemExit):
+            main()
+        told = capsys.readouterr().err
+        assert printable(told, lines=True) == told and "Error" in told
+
+
+def test_a_text_or_an_order_that_the_model_cannot_take_is_an_error_in_one_line(encoder, decoder):
+    for words, arguments in (
+        ("positions, 512 at most", ("the " * 600, "--model", encoder)),
+        ("positions, 64 at most", ("the " * 100, "--model", decoder)),
+        (
+            "at most 62 tokens to write after a prompt of 3",
+            ("--prompt", "the key", "--generate", 10**9, "--model", decoder),
+        ),
+        ("from 0 to 15, got 99999", (TEXT, "--method", "gae", "--target", 99999, "--model", decoder)),
+        ("caf\\xe9", ("caf\udce9", "--model", encoder)),
+        ("caf\\xe9", ("--prompt", "caf\udce9", "--model", decoder)),
+    ):
+        done = read(*arguments)
+        assert done.exit_code == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_a_user_reads_a_word(encoder, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vitflow.errors import OptionError, ShapeError
+from vitflow.errors import OptionError, ShapeError, printable
 from vitflow.methods.sequences import Words
 from vitflow.words.graph import GraphView, Panel
 from vitflow.words.labels import ENGLISH_STOP_WORDS, hide, labels_of
@@ -247,6 +247,20 @@ def test_hostile_words_are_drawn_and_do_nothing(number, tmp_path):
         assert "\u202e" not in text and "\x1b[31m" not in text and "\x00" not in text
     with Image.open(view.save(tmp_path / "view.png")) as picture:
         assert picture.size[0] > 100
+
+
+@pytest.mark.parametrize("number", range(3), ids=["shaded", "sheet", "graph"])
+def test_titles_and_captions_are_shown_as_text(number):
+    evil, graph = "\x1b]0;owned\x07\x9b31m\u202e\u200b", matrices(WORDS.length)
+    framed = {"title": evil, "caption": evil}
+    view = [
+        ShadedText(WORDS, WEIGHTS, **framed),
+        Sheet(WORDS, [WEIGHTS], [evil], rest=[0.1], rest_name=evil, **framed),
+        GraphView(WORDS, [Panel(evil, graph, note=evil)], asked=(1,), **framed),
+    ][number]
+    for text in (view.text(), view.html(), str(view)):
+        assert printable(text, lines=True) == text and r"\x1b]0;owned\x07\x9b31m\u202e\u200b" in text
+    assert view.figure() is not None
 
 
 def test_every_token_leaves_a_mark():

@@ -19,6 +19,7 @@ from vitflow.cli.layers import layers
 from vitflow.cli.listing import demo, methods, models
 from vitflow.cli.read import read
 from vitflow.cli.report import report
+from vitflow.errors import printable
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -44,6 +45,7 @@ def main() -> None:
         click.echo("interrupted", err=True)
         sys.exit(130)
     except click.ClickException as error:
+        vars(error)["message"] = printable(error.message or "", lines=True)  # it quotes what was typed
         error.show()
         sys.exit(error.exit_code)
     except click.exceptions.Exit as stop:

@@ -1,6 +1,5 @@
 """`vitflow compare`: several methods over the same pictures, as one strip."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +22,7 @@ from vitflow.cli.options import (
     target_of,
     tell_limits,
 )
+from vitflow.cli.saying import say, say_record
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.explaining.method_choices import check_methods
@@ -121,13 +121,13 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
         except OSError as error:
             raise VitflowError(cannot_write(output, error)) from error
         for note in notes_on(comparison.saliencies):
-            click.echo(f"note: {note}", err=True)
-        click.echo(str(comparison.agreement()), err=True)
+            say(f"note: {note}")
+        say(str(comparison.agreement()))
         tell_limits(explainer)
         if not given["as_json"]:
             click.echo(printable(output))
         for record in comparison.records() if given["as_json"] else ():
-            click.echo(json.dumps(record | {"output": str(output)}, ensure_ascii=False))
+            say_record(record | {"output": str(output)})
 
 
 def _targets(given: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from vitflow.cli.options import DRAWING, PathOrURL, drawing_options, given_options, talking
+from vitflow.cli.saying import say
 from vitflow.errors import printable
 from vitflow.pictures.options import OVERLAY_FORMATS
 
@@ -39,7 +40,7 @@ def draw(run: Path | str, **given: Any) -> None:
             for path in drawn.paths:
                 click.echo(printable(path))
             if drawn.error is not None:
-                click.echo(f"error: {printable(drawn.input)}: {drawn.error}", err=True)
+                say(f"error: {printable(drawn.input)}: {drawn.error}")
 
         drawing = given_options(given, DRAWING)
         found = draw_run(
@@ -55,6 +56,6 @@ def draw(run: Path | str, **given: Any) -> None:
         )
         failed = sum(one.error is not None for one in found)
         line = f"{len(found) - failed} drawn"
-        click.echo(f"{line}, {failed} failed" if failed else line, err=True)
+        say(f"{line}, {failed} failed" if failed else line)
         if failed:
             sys.exit(1)

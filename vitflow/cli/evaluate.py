@@ -1,6 +1,5 @@
 """`vitflow evaluate`: what the maps of each method are worth, on a model and data of the user's own."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from vitflow.cli.options import (
     pictures_bar,
     talking,
 )
+from vitflow.cli.saying import say, say_record
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.method_options import OPTIONS
@@ -118,14 +118,14 @@ def evaluate(data: str | None, **given: Any) -> None:
         _check_metrics(given["metrics"])
         found = _run(data or given["data_option"], given)
         if given["as_json"]:
-            click.echo(json.dumps(found.to_dict()))
+            say_record(found.to_dict())
         else:
-            click.echo(found.to_markdown(), nl=False)
+            click.echo(printable(found.to_markdown(), lines=True), nl=False)
         if given["output"] is not None:
-            click.echo(f"report: {printable(given['output'] / 'report.html')}", err=True)
+            say(f"report: {printable(given['output'] / 'report.html')}")
         if found.failures:
             where = f" (see {printable(given['output'] / 'report.html')})" if given["output"] is not None else ""
-            click.echo(f"{len(found.failures)} of the pictures failed{where}", err=True)
+            say(f"{len(found.failures)} of the pictures failed{where}")
             sys.exit(1)
 
 

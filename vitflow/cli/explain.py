@@ -1,6 +1,5 @@
 """`vitflow explain`: one method over one or several pictures."""
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from vitflow.cli.options import (
     target_of,
     tell_limits,
 )
+from vitflow.cli.saying import say, say_record
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import ImageError, OptionError, printable
 from vitflow.explaining.method_choices import choose_methods
@@ -79,7 +79,7 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
         if failed < len(images):
             tell_limits(explainer)
         if failed:
-            click.echo(f"{len(images) - failed} explained, {failed} failed", err=True)
+            say(f"{len(images) - failed} explained, {failed} failed")
             sys.exit(1)
 
 
@@ -96,17 +96,17 @@ def _explain_one(
             saliency.save(files[1])
     except ImageError as error:
         named = "" if image.name in str(error) else f"{printable(image)}: "
-        click.echo(f"error: {named}{error}", err=True)
+        say(f"error: {named}{error}")
         return False
     except OSError as error:
-        click.echo(f"error: {cannot_write(files[-1], error)}", err=True)
+        say(f"error: {cannot_write(files[-1], error)}")
         return False
     for note in notes_on([saliency]):
-        click.echo(f"note: {note}", err=True)
-    click.echo(f"{printable(image)}: {_answer(saliency, explainer.class_names)}", err=True)
+        say(f"note: {note}")
+    say(f"{printable(image)}: {_answer(saliency, explainer.class_names)}")
     if given["as_json"]:
         record = saliency.to_dict() | {"output": str(output)} | ({"map": str(files[1])} if len(files) > 1 else {})
-        click.echo(json.dumps(record, ensure_ascii=False))
+        say_record(record)
     else:
         for file in files:
             click.echo(printable(file))

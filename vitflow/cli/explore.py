@@ -15,6 +15,7 @@ from vitflow.cli.options import (
     talking,
     tell_limits,
 )
+from vitflow.cli.saying import say
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.explaining.method_choices import choose_methods
@@ -82,7 +83,7 @@ def explore(images: tuple[Path, ...], **given: Any) -> None:
         except OSError as error:
             raise VitflowError(cannot_write(output, error)) from error
         for note in page.notes:
-            click.echo(note, err=True)
+            say(note)
         tell_limits(explainer)
         click.echo(printable(output))
 

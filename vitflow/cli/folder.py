@@ -25,6 +25,7 @@ from vitflow.cli.options import (
     target_of,
     tell_limits,
 )
+from vitflow.cli.saying import say
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.method_choices import choose_methods
@@ -161,7 +162,7 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
             line += f" ({summary.kept} of them before)"
         if summary.failed:
             line += f", {summary.failed} failed (see {printable(summary.manifest)})"
-        click.echo(line, err=True)
+        say(line)
         if summary.failed:
             sys.exit(1)
 

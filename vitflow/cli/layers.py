@@ -1,6 +1,5 @@
 """`vitflow layers`: a map as it builds up through the layers, and the heads of one layer, on one sheet."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from vitflow.cli.options import (
     talking,
     tell_limits,
 )
+from vitflow.cli.saying import say_record
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.explaining.method_choices import choose_methods
@@ -68,6 +68,6 @@ def layers(image: Path, **given: Any) -> None:
         tell_limits(explainer)
         if given["as_json"]:
             maps = [saliency.to_dict() for saliency in found.saliencies]
-            click.echo(json.dumps({"input": str(image), "output": str(output), "maps": maps}, ensure_ascii=False))
+            say_record({"input": str(image), "output": str(output), "maps": maps})
         else:
             click.echo(printable(output))

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from vitflow.cli.options import shown, talking
+from vitflow.cli.saying import say
 from vitflow.errors import printable
 from vitflow.explaining.method_options import OPTIONS
 from vitflow.explaining.method_table import Method, get_method, list_methods
@@ -114,7 +115,7 @@ def models(pattern: str, as_json: bool, untrained: bool) -> None:
         if not as_json:
             width = max(len(name) for name in names)
             columns = ("input", "grid", "prefix", "rollout", "flow", "gradients", "pooling, or why not")
-            click.echo(_line("model", *columns, width), err=True)
+            say(_line("model", *columns, width))
         for row in list_models(names):
             with tqdm.external_write_mode():  # a line of the table, not the rest of a progress bar
                 click.echo(json.dumps(row, ensure_ascii=False) if as_json else _row(row, width))

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from vitflow.cli.saying import say
 from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning, printable
 from vitflow.explaining.method_options import OPTIONS
 from vitflow.explaining.method_table import Method, list_methods
@@ -105,7 +106,7 @@ def talking() -> Iterator[None]:
         line = f"{'note' if issubclass(category, VitflowWarning) else 'warning'}: {message}"
         kind = re.sub(r"\d+(\.\d+)?", "0", line)  # the same of other pictures, whatever its numbers are
         if not told[kind]:
-            click.echo(line, err=True)
+            say(line)
             first[kind] = line
         told[kind] += 1
 
@@ -113,7 +114,7 @@ def talking() -> Iterator[None]:
         for kind, count in told.items():
             if count > 1:
                 start = first[kind] if len(first[kind]) < 60 else f"{first[kind][:57]}…"
-                click.echo(f"{start} (told once, it came up {count} times)", err=True)
+                say(f"{start} (told once, it came up {count} times)")
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -124,10 +125,10 @@ def talking() -> Iterator[None]:
                 yield
                 tell_counts()
         except (OptionError, ModelError) as error:
-            click.echo(f"error: {error}", err=True)
+            say(f"error: {error}")
             sys.exit(2)
         except VitflowError as error:
-            click.echo(f"error: {error}", err=True)
+            say(f"error: {error}")
             sys.exit(1)
 
 
@@ -275,7 +276,7 @@ def make_explainer(given: Mapping[str, Any]) -> Any:
     from vitflow.recording.isolation import default_device
 
     if given["model"] is None:
-        click.echo(f"model: {DEFAULT_MODEL} (--model takes another)", err=True)
+        say(f"model: {DEFAULT_MODEL} (--model takes another)")
     model = load_model(
         given["model"] or DEFAULT_MODEL,
         checkpoint=given["checkpoint"],
@@ -293,7 +294,7 @@ def tell_limits(explainer: Any) -> None:
     from vitflow.models.facts import model_id
 
     if limits := limits_of(model_id(explainer.model)):
-        click.echo(f"model: {explainer.model_id} {limits}: of other pictures its maps tell nothing", err=True)
+        say(f"model: {explainer.model_id} {limits}: of other pictures its maps tell nothing")
 
 
 def check_pictures(images: Iterable[Path], command: str) -> None:
@@ -358,9 +359,9 @@ def going_on(kept: bool) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if kept:
-            click.echo("interrupted: what was done is kept; the same command goes on from there", err=True)
+            say("interrupted: what was done is kept; the same command goes on from there")
         else:
-            click.echo("interrupted: nothing is kept; with -o FOLDER a run can be gone on with", err=True)
+            say("interrupted: nothing is kept; with -o FOLDER a run can be gone on with")
         sys.exit(130)
 
 

@@ -1,6 +1,5 @@
 """`vitflow read`: what a word of a text rests on, or each word that a model writes."""
 
-import json
 import os
 import shutil
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import click
 
 from vitflow.cli.options import check_suffix, given_options, method_options, name_option, talking
+from vitflow.cli.saying import say, say_record
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.explaining.method_options import OPTIONS
@@ -206,7 +206,7 @@ def _print(result: Any, view: Callable[[], Any], given: Mapping[str, Any]) -> No
     from vitflow.words.labels import text_of
 
     if given["as_json"]:
-        click.echo(json.dumps(result.to_dict(), ensure_ascii=False, allow_nan=False))
+        say_record(result.to_dict())
         return
     if given["prompt"] is not None:
         click.echo(text_of(result.prompt_tokens + result.generated_tokens) + "\n")
@@ -220,7 +220,7 @@ def _print(result: Any, view: Callable[[], Any], given: Mapping[str, Any]) -> No
     click.echo(shown, color=color)
     for path in (given["html"], given["png"]):
         if path is not None:
-            click.echo(f"written: {printable(path)}", err=True)
+            say(f"written: {printable(path)}")
 
 
 def _wants_color() -> bool:

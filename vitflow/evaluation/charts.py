@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, unknown_name
+from vitflow.errors import OptionError, printable, unknown_name
 from vitflow.evaluation.controls import is_twin
 from vitflow.evaluation.metrics import Metric
 from vitflow.evaluation.statistics import defined_means
@@ -28,7 +28,6 @@ from vitflow.pictures.charts import (
 )
 from vitflow.pictures.figures import figure_bytes, save_figure
 from vitflow.pictures.files import write_atomically
-from vitflow.pictures.typesetting import drawable
 
 # Lengths in inches.
 _ROW, _PANEL, _AROUND = 0.19, 1.65, 0.55
@@ -51,7 +50,7 @@ def draw_bars(evaluation: Tables, names: Sequence[str], *, theme: Theme = LIGHT)
     if not metrics:
         known = [name for metric in evaluation.metrics for name in (metric.group, metric.name)]
         raise OptionError(unknown_name("metric of this evaluation", ", ".join(names), set(known)))
-    labels = [drawable(name) for name in evaluation.methods]
+    labels = [printable(name) for name in evaluation.methods]
     size = (label_width(labels) + _PANEL * len(metrics), _AROUND + _ROW * len(labels))
     figure = new_chart(size, theme)
     plots: Any = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import stops_all
+from vitflow.errors import printable, stops_all
 from vitflow.evaluation.choices import Question
 from vitflow.evaluation.controls import blurred, twin_of
 from vitflow.evaluation.data.datasets import Labelled
@@ -23,7 +23,6 @@ from vitflow.explaining.method_table import BASELINES
 from vitflow.explaining.saliency import Saliency
 from vitflow.folder.batches import Batches
 from vitflow.folder.work import LabelledMethod
-from vitflow.pictures.typesetting import drawable
 
 One = TypeVar("One")
 
@@ -113,7 +112,7 @@ def measure(batches: Batches, cases: Sequence[Case], protocol: Protocol) -> Iter
 
 def failed_row(name: str, error: Exception) -> dict[str, Any]:
     """The row of a picture that could not be measured."""
-    message = drawable(str(error)) or type(error).__name__
+    message = printable(str(error)) or type(error).__name__
     return {"input": name, "status": "failed", "error": type(error).__name__, "message": message}
 
 

@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, unknown_name
+from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, printable, unknown_name
 from vitflow.explaining.agreement import Agreement, mean_of_defined, measure_agreement, spearman
 from vitflow.explaining.captions import own_options
 from vitflow.explaining.explainer import Explainer
@@ -119,7 +119,7 @@ class Comparison:
 
     def __repr__(self) -> str:
         count = len(self.pictures)
-        return f"Comparison({count} picture{'s' if count > 1 else ''}: {', '.join(self.labels)})"
+        return f"Comparison({count} picture{'s' if count > 1 else ''}: {printable(', '.join(self.labels))})"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """What a notebook shows: the strip of the first pictures, in the size of a page."""

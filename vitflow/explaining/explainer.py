@@ -18,6 +18,7 @@ from vitflow.errors import (
     UnsupportedModelError,
     ValueNormsError,
     VitflowWarning,
+    printable,
     unknown_name,
 )
 from vitflow.explaining.answers import Answered, PlacedPicture, activate, apply_methods, log_odds, probabilities_of
@@ -154,7 +155,7 @@ class Explainer:
     def __repr__(self) -> str:
         count = "" if self.facts.class_count is None else f", {self.facts.class_count} classes"
         height, width = self.spec.size
-        return f"Explainer({self.model_id}{count}, input {width} × {height}, fit={self.fit}, {self.device})"
+        return f"Explainer({printable(self.model_id)}{count}, input {width} × {height}, fit={self.fit}, {self.device})"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """What a notebook shows: what is known of the model."""

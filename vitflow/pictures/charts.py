@@ -10,8 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from vitflow.errors import printable
 from vitflow.pictures.figures import DPI
-from vitflow.pictures.typesetting import BODY, TITLE, QuietFigure, drawable
+from vitflow.pictures.typesetting import BODY, TITLE, QuietFigure
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ def draw_lines(
     plots[0].set_ylim(bottom=bottom)
     legend = figure.legend(
         handles.values(),
-        map(drawable, handles),
+        map(printable, handles),
         loc="outside right center",
         frameon=False,
         fontsize=BODY,
@@ -140,7 +141,7 @@ def _numbers(values: Sequence[float | None]) -> NDArray[np.float64]:
 def _mark(axes: Axes, values: Sequence[float], words: Sequence[str]) -> None:
     """Ticks at whole numbers, or the words that stand for them."""
     if words:
-        axes.set_xticks(values, [drawable(word) for word in words])
+        axes.set_xticks(values, [printable(word) for word in words])
     elif all(value == round(value) for value in values):
         axes.set_xticks(values if len(values) <= _MOST_TICKS else values[:: len(values) // 12])
 
@@ -165,7 +166,7 @@ def settled(figure: Figure) -> Figure:
 def style_axes(axes: Axes, title: str, theme: Theme) -> None:
     """Give a panel its title and its look."""
     axes.set_facecolor(theme.paper)
-    axes.set_title(drawable(title), fontsize=TITLE, loc="left", color=theme.ink, parse_math=False)
+    axes.set_title(printable(title, lines=True), fontsize=TITLE, loc="left", color=theme.ink, parse_math=False)
     axes.tick_params(labelsize=BODY, length=2.5, width=0.6, colors=theme.soft, labelcolor=theme.ink)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set(linewidth=0.6, color=theme.rule)

@@ -1,7 +1,6 @@
 """Setting type and pictures on a page: fonts, line breaks, and places in inches, drawn by matplotlib."""
 
 import math
-import unicodedata
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,8 @@ from matplotlib.backends.backend_agg import RendererAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, fontManager
 from numpy.typing import NDArray
+
+from vitflow.errors import printable
 
 # Sizes of type in points.
 TITLE, BODY, SMALL = 8.0, 6.6, 6.0
@@ -101,7 +102,7 @@ class Page:
         Words are measured: lines of equally many characters, as textwrap makes them, would stand out of their column
         for one class name of ImageNet in forty.
         """
-        words = drawable(text).split()
+        words = printable(text, lines=True).split()
         broken: list[str] = []
         while words and len(broken) < lines:
             count = next(
@@ -167,16 +168,3 @@ def readable(*values: float) -> tuple[tuple[str, ...], str]:
         told = tuple(text.rstrip("0").rstrip(".") for text in told)
     told = tuple("0" if text == "-0" else text.replace("-", "−") for text in told)
     return told, f"× 10{str(power).translate(_SUPERSCRIPTS)}" if power else ""
-
-
-def drawable(text: str) -> str:
-    """A text that can be drawn and stand in XML: control characters and broken UTF-8 become question marks.
-
-    >>> drawable("cat\\x00 on\\tmat")
-    'cat? on\\tmat'
-    """
-    return "".join("?" if char in "\ufffe\uffff" or _is_control(char) else char for char in text)
-
-
-def _is_control(char: str) -> bool:
-    return unicodedata.category(char) in ("Cc", "Cs") and not char.isspace()

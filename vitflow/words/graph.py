@@ -9,10 +9,10 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, ShapeError
+from vitflow.errors import OptionError, ShapeError, printable
 from vitflow.methods.sequences import Words
 from vitflow.pictures.figures import DPI
-from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, Page, drawable
+from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, Page
 from vitflow.words.labels import labels_of, shown_positions
 from vitflow.words.terminal import padded
 from vitflow.words.trust import Trust, check_weights
@@ -75,14 +75,15 @@ class GraphView(View):
         tokens = self.words.length
         checked = [
             Panel(
-                panel.title,
+                printable(panel.title),
                 _checked(panel.matrices, tokens),
                 None if panel.paths is None else _checked(panel.paths, tokens),
-                panel.note,
+                printable(panel.note),
             )
             for panel in self.panels
         ]
         object.__setattr__(self, "panels", checked)
+        self._clean("title", "caption")
         shown, layers = len(self._columns), max((len(panel.matrices) for panel in checked), default=0)
         if not checked or shown > MOST_TOKENS or layers > MOST_LAYERS:
             raise OptionError(
@@ -142,7 +143,7 @@ class GraphView(View):
         labels = labels_of(self.words)
         names = [padded(labels[position].text, 14).rstrip() for position in self._columns]
         scratch = Page(DPI, 1.0)
-        name_width = max(scratch.measure(drawable(name), BODY) for name in names) + 0.08
+        name_width = max(scratch.measure(name, BODY) for name in names) + 0.08
         layers = max(len(panel.matrices) for panel in self.panels)
         step = min(_STEP, 7.0 / layers)
         # Tokens stand below each other and layers beside each other, so that words can be read.
@@ -153,13 +154,11 @@ class GraphView(View):
         bottom = top
         for number, panel in enumerate(self.panels):
             left = MARGIN + name_width + number * (wide + _GAP)
-            page.line(drawable(panel.title), left, top - 0.14, TITLE, ha="left", weight="bold")
+            page.line(panel.title, left, top - 0.14, TITLE, ha="left", weight="bold")
             bottom = max(bottom, self._draw_panel(page, panel, left, top, wide, row))
         for place, (name, position) in enumerate(zip(names, self._columns, strict=True)):
             weight = "bold" if position in self.asked else "normal"
-            page.line(
-                drawable(name), MARGIN + name_width - 0.08, top + place * row + 0.03, BODY, ha="right", weight=weight
-            )
+            page.line(name, MARGIN + name_width - 0.08, top + place * row + 0.03, BODY, ha="right", weight=weight)
         return draw_foot(page, self._foot if framed else (), bottom)
 
     def _draw_panel(self, page: Page, panel: Panel, left: float, top: float, wide: float, row: float) -> float:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError
 from vitflow.methods.sequences import Words
 from vitflow.pictures.figures import DPI
-from vitflow.pictures.typesetting import BODY, GREY, LEADING, RULE, SMALL, Page, drawable
+from vitflow.pictures.typesetting import BODY, GREY, LEADING, RULE, SMALL, Page
 from vitflow.words.labels import Label, labels_of
 from vitflow.words.terminal import bar, shaded, wrapped
 from vitflow.words.trust import Trust, check_weights
@@ -71,6 +71,7 @@ class ShadedText(View):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", check_weights(self.weights, (self.words.length,)))
+        self._clean("title", "caption")
         for position in (*self.asked, *self.hidden):
             if not 0 <= position < self.words.length:
                 raise OptionError(f"Expected positions from 0 to {self.words.length - 1}, got {position}.")
@@ -171,7 +172,7 @@ class ShadedText(View):
         space = page.measure("n n", _SIZE) - 2 * page.measure("n", _SIZE)
         x = MARGIN
         for word in _by_word(self._tokens):
-            widths = [page.measure(drawable(token.label.text), _SIZE) + 0.02 for token in word]
+            widths = [page.measure(token.label.text, _SIZE) + 0.02 for token in word]
             gap = space if word[0].label.space and lines[-1] else 0.0
             if lines[-1] and x + gap + sum(widths) > _WIDTH - MARGIN:
                 lines.append([])
@@ -212,9 +213,7 @@ def _by_word(tokens: Sequence[_Token]) -> list[list[_Token]]:
 def _draw_token(page: Page, token: _Token, left: float, baseline: float, width: float) -> None:
     _shade_box(page, token.shade, left, baseline, width - 0.01, own=token.own)
     color = GREY if token.plain and not token.own else "white" if abs(token.shade) > 0.62 else None
-    page.line(
-        drawable(token.label.text), left + 0.005, baseline, _SIZE, ha="left", **({"color": color} if color else {})
-    )
+    page.line(token.label.text, left + 0.005, baseline, _SIZE, ha="left", **({"color": color} if color else {}))
     if token.number:
         page.line(token.number, left + width / 2, baseline + 0.145, SMALL - 1.0, color=GREY)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from vitflow.errors import ShapeError, printable
 from vitflow.methods.sequences import Words
 from vitflow.pictures.figures import DPI
-from vitflow.pictures.typesetting import BODY, GREY, INK, RULE, SMALL, Page, drawable
+from vitflow.pictures.typesetting import BODY, GREY, INK, RULE, SMALL, Page
 from vitflow.words.labels import labels_of, shown_positions
 from vitflow.words.terminal import padded, shaded, width_of
 from vitflow.words.trust import Trust, check_weights
@@ -69,6 +69,8 @@ class Sheet(View):
         object.__setattr__(self, "weights", check_weights(self.weights, (None, self.words.length)))
         if self.rest is not None:
             object.__setattr__(self, "rest", check_weights(self.rest, (len(self.rows),)))
+        object.__setattr__(self, "rows", [printable(name) for name in self.rows])
+        self._clean("rest_name", "title", "caption")
         if len(self.rows) != len(self.weights):
             raise ShapeError(f"Expected a name for each of {len(self.weights)} rows, got {len(self.rows)}.")
 
@@ -139,7 +141,7 @@ class Sheet(View):
         """The rows of the table, from the top."""
         return [
             {
-                "name": printable(self.rows[row]),
+                "name": self.rows[row],
                 "cells": [
                     {
                         "shade": float(self._shades[row, column]),
@@ -156,7 +158,7 @@ class Sheet(View):
 
     def text(self, *, color: bool = False, width: int = 80, plain: bool = False) -> str:
         """The sheet for a terminal: blocks of as many columns as fit, a percentage in each cell."""
-        head = max(width_of(printable(name)) for name in self.rows)
+        head = max(width_of(name) for name in self.rows)
         rest = self.rest is not None
         cell = 5
         per_block = max((width - head) // cell - rest, 1)
@@ -171,7 +173,7 @@ class Sheet(View):
                     for text, shade in ((self._number(row, c), float(self._shades[row, c])) for c in columns)
                 ]
                 tail = f" |{percent(self._rest[row]):>4}" if self._rest is not None and last else ""
-                lines.append(padded(printable(self.rows[row]), head) + "".join(cells) + tail)
+                lines.append(padded(self.rows[row], head) + "".join(cells) + tail)
             lines.append("")
         return "\n".join([*lines, *self._foot])
 
@@ -201,9 +203,9 @@ class Sheet(View):
         height = max(min(_CELL, 9.0 / len(order)), 0.03)
         scratch = Page(DPI, 1.0)
         names = [_cut(name) for name in self._names]
-        rows = [_cut(printable(self.rows[row])) for row in order]
-        left = MARGIN + max(scratch.measure(drawable(name), BODY) for name in rows) + 0.06
-        above = max((scratch.measure(drawable(name), BODY) for name in names), default=0.0)
+        rows = [_cut(self.rows[row]) for row in order]
+        left = MARGIN + max(scratch.measure(name, BODY) for name in rows) + 0.06
+        above = max((scratch.measure(name, BODY) for name in names), default=0.0)
         width = left + cell * len(columns) + (0.75 if self.rest is not None else 0.0) + MARGIN
         page = Page(DPI, max(width, 3.6))
         top = draw_title(page, self.title if framed else "")
@@ -211,7 +213,7 @@ class Sheet(View):
         every = max(round(0.1 / cell + 0.49), 1)
         for number in range(0, len(columns), every):
             x = left + (number + 0.5) * cell + 0.03
-            page.line(drawable(names[number]), x, top - 0.04, BODY, ha="center", rotation=90, rotation_mode="default")
+            page.line(names[number], x, top - 0.04, BODY, ha="center", rotation=90, rotation_mode="default")
         shades = np.array([[self._shades[row, column] for column in columns] for row in order])
         unseen = np.array([[np.isnan(self.weights[row, column]) for column in columns] for row in order])
         _draw_cells(page, shades, unseen, left, top, cell, height)
@@ -226,7 +228,7 @@ class Sheet(View):
         for place, (row, name) in enumerate(zip(self._order, rows, strict=True)):
             baseline = top + (place + 0.5) * height + 0.03
             if place % every == 0:
-                page.line(drawable(name), left - 0.05, baseline, BODY, ha="right")
+                page.line(name, left - 0.05, baseline, BODY, ha="right")
             for number, column in enumerate(self._columns if numbers else ()):
                 text = self._number(row, column)
                 ink = "white" if abs(self._shades[row, column]) > 0.55 else INK

@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from vitflow.errors import printable
 from vitflow.pictures.figures import figure_bytes, save_figure
 from vitflow.pictures.typesetting import GREY, LEADING, SMALL, TITLE, Page
 
@@ -24,6 +25,11 @@ MARGIN = 0.12
 
 class View(ABC):
     """A drawing of words with their weights, in any of three forms."""
+
+    def _clean(self, *names: str) -> None:
+        """Make the strings of these fields printable: they go to terminals as they are."""
+        for name in names:
+            object.__setattr__(self, name, printable(getattr(self, name), lines=True))
 
     @abstractmethod
     def html(self) -> str:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, UnsupportedModelError
+from vitflow.errors import OptionError, UnsupportedModelError, printable
 from vitflow.explaining.method_table import Method
 from vitflow.explaining.progress import tracking
 from vitflow.explaining.text import views
@@ -92,7 +92,7 @@ class Generation:
             text = text_of(self.prompt_tokens + self.generated_tokens)
             written, prompt = self.generated_tokens.length, self.prompt_tokens.length
             told = f"{text[:_SHOWN]!r}, {written} tokens after a prompt of {prompt}"
-        return f"Generation({told}, {self.method}, {self.values.shape[-1]} layers, {self.model})"
+        return f"Generation({told}, {self.method}, {self.values.shape[-1]} layers, {printable(self.model)})"
 
     def __len__(self) -> int:
         return len(self.prompt_tokens) if isinstance(self.prompt_tokens, tuple) else 1

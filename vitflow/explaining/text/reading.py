@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, whole_number
+from vitflow.errors import OptionError, printable, whole_number
 from vitflow.explaining.text import views
 from vitflow.explaining.text.method_table import for_kind, text_method
 from vitflow.explaining.text.read_rows import read_rows
@@ -77,7 +77,7 @@ class Reading:
     def __repr__(self) -> str:
         asked = views.joined(self.tokens, self.asked)
         size = f"{self.tokens.length} tokens, {len(self.layers)} layers"
-        return f"Reading({self.text[:_SHOWN]!r}, {self.method}, token={asked!r}, {size}, {self.model})"
+        return f"Reading({self.text[:_SHOWN]!r}, {self.method}, token={asked!r}, {size}, {printable(self.model)})"
 
     def shaded(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> ShadedText:
         """The text with each token on the shade of its weight.
