@@ -9,7 +9,7 @@ import click
 
 from vitflow.cli.options import (
     DRAWING,
-    ONCE,
+    Once,
     against_option,
     cannot_write,
     check_pictures,
@@ -37,14 +37,14 @@ _SUFFIXES = tuple(WRITE_OPTIONS)
 
 
 @click.command(cls=SectionedCommand, short_help="Lay one method's map over pictures.")
-@click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path), is_eager=True)
+@click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
 @model_options
 @click.option(
     "--method",
     default=["rollout"],
     show_default=True,
     metavar="NAME",
-    **ONCE,
+    cls=Once,
     help="What to compute; `vitflow methods` lists the choices.",
 )
 @class_option

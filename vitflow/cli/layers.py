@@ -7,7 +7,7 @@ import click
 
 from vitflow.cli.options import (
     DRAWING,
-    ONCE,
+    Once,
     cannot_write,
     check_pictures,
     class_option,
@@ -29,14 +29,14 @@ from vitflow.pictures.options import FIGURE_FORMATS
 
 
 @click.command(cls=SectionedCommand, short_help="Show a picture's map layer by layer, and the heads of one.")
-@click.argument("image", metavar="IMAGE", type=click.Path(path_type=Path), is_eager=True)
+@click.argument("image", metavar="IMAGE", type=click.Path(path_type=Path))
 @model_options
 @click.option(
     "--method",
     default=["rollout"],
     show_default=True,
     metavar="NAME",
-    **ONCE,
+    cls=Once,
     help="What is built up: rollout, gradient_rollout or gae.",
 )
 @class_option

@@ -214,25 +214,24 @@ def drawing_options(command: Callable[..., None]) -> Callable[..., None]:
     return reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
 
 
-def _only_one(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> str | None:
-    """The one value of an option that is read as if it could be repeated, so that a second one is not dropped.
+class Once(click.Option):
+    """An option that is taken once, and read as if it could be repeated, so that a second one is not dropped."""
 
-    Its pictures are named where they are `is_eager` arguments, which are read before.
-    """
-    if len(values) > 1:
-        flag = param.opts[0]
-        several = " ".join(f"{flag} {shlex.quote(printable(value))}" for value in values)
-        if ctx.info_name == "folder":
-            advice = "run vitflow folder once for each, with an output folder of its own"
-        else:
-            pictures = ctx.params.get("images") or [ctx.params.get("image") or "IMAGE"]
-            advice = f"vitflow compare {shlex.join(map(printable, pictures))} {several} shows them side by side"
-        raise click.UsageError(f"Expected {flag} once, got it {len(values)} times: {advice}.", ctx)
-    return values[0] if values else None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "multiple": True})
 
-
-# Of an option that a command takes once, as for `click.option`.
-ONCE: dict[str, Any] = {"multiple": True, "callback": _only_one}
+    def only(self, ctx: click.Context, values: Sequence[str]) -> str | None:
+        """Its one value; a usage error that says how to ask for several, now that all of the command line is read."""
+        if len(values) > 1:
+            flag = self.opts[0]
+            several = " ".join(f"{flag} {shlex.quote(printable(value))}" for value in values)
+            if ctx.info_name == "folder":
+                advice = "run vitflow folder once for each, with an output folder of its own"
+            else:
+                pictures = ctx.params.get("images") or [ctx.params.get("image") or "IMAGE"]
+                advice = f"vitflow compare {shlex.join(map(printable, pictures))} {several} shows them side by side"
+            raise click.UsageError(f"Expected {flag} once, got it {len(values)} times: {advice}.", ctx)
+        return values[0] if values else None
 
 
 def class_option(command: Callable[..., None]) -> Callable[..., None]:
@@ -242,7 +241,7 @@ def class_option(command: Callable[..., None]) -> Callable[..., None]:
         "target",
         metavar="NAME|INDEX",
         help="Class to explain and report.  [default: the predicted class]",
-        **ONCE,
+        cls=Once,
     )(command)
 
 
