@@ -1,7 +1,11 @@
 """Results of other settings never share a folder: everything that they depend on changes the fingerprint."""
 
+import importlib.util
 import inspect
 import json
+import sys
+import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +24,7 @@ from vitflow.evaluation.choices import label_methods
 from vitflow.evaluation.data.datasets import Dataset, open_dataset
 from vitflow.evaluation.run import _settings
 from vitflow.evaluation.scoring import Protocol
+from vitflow.explaining import probing
 from vitflow.explaining.method_options import OPTIONS
 from vitflow.explaining.method_table import list_methods
 from vitflow.folder.fingerprints import fingerprint_difference
@@ -96,7 +101,7 @@ def test_explaining_leaves_the_fingerprint_as_it_is():
         own = Explainer(model, data_config={"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3})
         before = own.fingerprint()
         own.explain(np.zeros((64, 64, 3), np.uint8), method="rollout")
-        assert own.fingerprint() == before
+        assert fingerprint_difference(own.fingerprint(), before) == []
 
 
 def other_value(option, method):
@@ -114,9 +119,10 @@ def other_value(option, method):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_of_a_method_changes_both_fingerprints(name):
     own, root = explainer(), Path("/pictures")
+    known = own.fingerprint()
     for method in (method for method in list_methods() if method.accepts(name) and name in method.defaults):
         options = [{}, {name: other_value(OPTIONS[name], method)}]
-        folders = [_fingerprint(root, make_job([(method.name, given)], {}), own) for given in options]
+        folders = [_fingerprint(root, make_job([(method.name, given)], {}), known) for given in options]
         assert folders[0] != folders[1], method.name
         dataset = open_dataset("demo:2")
         protocols = [Protocol(tuple(label_methods([(method.name, given)], {})), ("faithfulness",)) for given in options]
@@ -191,6 +197,211 @@ def test_a_second_run_with_another_mean_is_refused_or_done_anew(tmp_path):
     assert all(row["grids"] != own for row, own in zip(again, before, strict=True))
 
 
+# -- models of the same weights and settings that compute something else
+
+
+class Holding(timm.models.VisionTransformer):
+    """Sees its pictures brighter by what it holds."""
+
+    def forward(self, x, **options):
+        return super().forward(x * self.gain(), **options)
+
+    def gain(self):
+        return 1.0
+
+
+class Listing(Holding):
+    def gain(self):
+        return self.gains[0]
+
+
+class Naming(Holding):
+    def gain(self):
+        return self.gains["all"]
+
+
+class Counting(Holding):
+    def gain(self):
+        return float(self.number)
+
+
+class Calling(Holding):
+    def gain(self):
+        return self.function()
+
+
+class Keeping(Holding):
+    def gain(self):
+        return self.tensor
+
+
+def holding(kind, **attributes) -> torch.nn.Module:
+    model = tiny_model(kind)
+    vars(model).update(attributes)
+    return model
+
+
+def buffered(value: float) -> torch.nn.Module:
+    model = tiny_model(Keeping)
+    model.register_buffer("tensor", torch.tensor(value), persistent=False)
+    return model
+
+
+def hooked(turned: bool) -> torch.nn.Module:
+    """Turned, its patches change places after the first block, of which its answer tells nothing."""
+    model = tiny_model()
+    flip = lambda module, x, y: torch.cat([y[:, :1], y[:, 1:].flip(1)], 1) if turned else y  # noqa: E731
+    model.blocks[0].register_forward_hook(flip)
+    return model
+
+
+def forwarding(value: float) -> torch.nn.Module:
+    model = tiny_model()
+    plain = model.blocks[0].attn.qkv.forward
+    model.blocks[0].attn.qkv.forward = lambda x: plain(x) * value
+    return model
+
+
+def edited(change: str) -> torch.nn.Module:
+    """A model whose code was edited where no random picture comes to."""
+    path = Path(tempfile.mkdtemp()) / "own_code.py"
+    path.write_text(
+        "from timm.models import VisionTransformer\n\n\nclass Edited(VisionTransformer):\n"
+        f"    def forward(self, x):\n        return super().forward(x if x.mean() < 0.4 else {change})\n"
+    )
+    spec = importlib.util.spec_from_file_location("own_code", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules["own_code"] = module  # where inspect looks for it
+    return tiny_model(module.Edited)
+
+
+PAIRS = {
+    "a list": [lambda value=value: holding(Listing, gains=[value]) for value in (1.0, 1.3)],
+    "a dict": [lambda value=value: holding(Naming, gains={"all": value}) for value in (1.0, 1.3)],
+    "a number": [lambda value=value: holding(Counting, number=np.float32(value)) for value in (1.0, 1.3)],
+    "a function": [lambda value=value: holding(Calling, function=lambda: value) for value in (1.0, 1.3)],
+    "a tensor": [lambda value=value: holding(Keeping, tensor=torch.tensor(value)) for value in (1.0, 1.3)],
+    "a buffer": [partial(buffered, value) for value in (1.0, 1.3)],
+    "a hook": [partial(hooked, turned) for turned in (False, True)],
+    "a forward": [partial(forwarding, value) for value in (1.0, 1.3)],
+    "edited code": [partial(edited, change) for change in ("x", "x * 2")],
+}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_a_second_run_with_another_model_of_the_same_weights_is_refused(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(results, "save_charts", lambda *_: {})
+    source, (make, make_other) = fill(tmp_path / "in", 2), PAIRS[kind]
+    options = {"methods": ["rollout"], "metrics": ["faithfulness"], "points": 3, "output": tmp_path / "evaluated"}
+    words = "the code of the model's classes was edited" if kind == "edited code" else "the model answers otherwise"
+    run_folder(source, tmp_path / "out", model=make())
+    evaluate("demo:1", model=make(), **options)
+    other = make_other()
+    with pytest.raises(OptionError, match=words):
+        run_folder(source, tmp_path / "out", model=other)
+    with pytest.raises(OptionError, match=words):
+        evaluate("demo:1", model=other, **options)
+    assert run_folder(source, tmp_path / "out", model=make()).kept == 2
+    evaluate("demo:1", model=make(), **options)
+    assert "parts" not in (tmp_path / "out" / "run.json").read_text()
+
+
+def noisy(monkeypatch, share: float) -> None:
+    """Let what a model hands on differ as that of another processor does."""
+    real, random = probing._sums, np.random.default_rng(0)
+
+    def sums(output):
+        found = real(output)
+        return None if found is None else found + random.uniform(-share, share, len(found)) * found[-1]
+
+    monkeypatch.setattr(probing, "_sums", sums)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "more"), [("float32", 1e-5, 1e-3), ("float16", 1e-2, 0.2), ("bfloat16", 5e-2, 0.8)]
+)
+def test_another_processor_may_go_on_and_another_model_may_not(tmp_path, monkeypatch, dtype, rounding, more):
+    source = fill(tmp_path / "in", 2)
+    run_folder(source, tmp_path / "out", model=Explainer(tiny_model(), dtype=dtype))
+    with monkeypatch.context() as context:
+        noisy(context, rounding)
+        assert run_folder(source, tmp_path / "out", model=Explainer(tiny_model(), dtype=dtype)).kept == 2
+    noisy(monkeypatch, more)
+    with pytest.raises(OptionError, match="the model answers otherwise"):
+        run_folder(source, tmp_path / "out", model=Explainer(tiny_model(), dtype=dtype))
+
+
+class Answering(timm.models.VisionTransformer):
+    """Answers in one of the ways that models have."""
+
+    def __init__(self, kind, **sizes):
+        super().__init__(**sizes)
+        self.answers_by = kind
+
+    def forward(self, x, **options):
+        features = self.forward_features(x) * getattr(self, "gains", [1.0])[0]
+        return {
+            "features": features,
+            "pair": (features, features.mean(1)),
+            "dict": {"feature maps": [features]},
+            "none": None,
+            "not a number": features * float("nan"),
+        }[self.answers_by]
+
+
+@pytest.mark.parametrize("kind", ["features", "pair", "dict", "not a number", "none"])
+def test_every_answer_is_known_again_and_another_one_told(kind):
+    model = tiny_model(partial(Answering, kind))
+    own = Explainer(model)
+    first = json.loads(json.dumps(probing.probe(own)))
+    assert probing.alike(first, probing.probe(own))
+    model.gains = [1.1]
+    assert probing.alike(first, probing.probe(own)) is (kind in ("none", "not a number"))
+
+
+def test_a_model_that_fails_on_the_fixed_picture_has_no_probe():
+    model = tiny_model()
+    model.blocks[0].register_forward_hook(lambda *_: 1 / 0)
+    assert probing.probe(Explainer(model)) is None
+    assert not probing.alike(None, probing.probe(explainer())) and probing.alike(None, None)
+
+
+@pytest.mark.parametrize(
+    "damage", [3, [], {}, {"parts": 3}, {"parts": {"": "?"}}, {"parts": {"": "AAAA"}, "rounding": 1}]
+)
+def test_a_probe_that_was_edited_is_none(damage):
+    assert not probing.alike(damage, probing.probe(explainer()))
+
+
+def test_the_probe_is_one_forward_pass_and_leaves_the_model_as_it_was():
+    class Changing(Holding):
+        calls = 0
+
+        def gain(self):
+            type(self).calls += 1
+            self.mean.add_(1.0)
+            return torch.rand(1) * 0.0 + 1.0
+
+    model = tiny_model(Changing).train()
+    model.register_buffer("mean", torch.zeros(2))
+    model.blocks[1].eval()
+    own, state = Explainer(model), torch.get_rng_state()
+
+    def modules():
+        return [
+            (one.training, [len(value) for name, value in vars(one).items() if "hooks" in name])
+            for one in model.modules()
+        ]
+
+    before = modules()
+    probing.probe(own)
+    assert Changing.calls == 1 and model.mean.tolist() == [0.0, 0.0]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert modules() == before
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+
+
 def test_an_evaluation_with_another_mean_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "save_charts", lambda *_: {})
     options = {"methods": ["rollout"], "metrics": ["roc_auc"], "output": tmp_path / "out"}
@@ -248,7 +459,7 @@ def test_a_sample_of_ones_own_is_told_apart_by_its_pixels_and_its_truth():
 
 
 def test_a_run_with_other_methods_is_told_in_few_words():
-    own, root = explainer(), Path("/pictures")
+    own, root = explainer().fingerprint(), Path("/pictures")
     many = _fingerprint(root, make_job(["rollout", "gae"], {}), own)
     one = _fingerprint(root, make_job(["rollout"], {}), own)
     assert fingerprint_difference(many, one) == ["that run also had gae"]

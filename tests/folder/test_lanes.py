@@ -1,14 +1,19 @@
 """Copies of a model side by side: the same maps, weights in the same memory, threads as before."""
 
 import threading
+import time
+import types
 
 import numpy as np
 import pytest
 import timm
 import torch
 
+from tests.folder.test_run import fill, run, tiny_model
 from vitflow import Explainer
+from vitflow.folder import batches
 from vitflow.folder.batches import Lanes
+from vitflow.folder.grids import unpack_grid
 
 
 @pytest.fixture
@@ -69,6 +74,186 @@ def test_a_model_that_cannot_be_copied_has_one_lane_in_the_thread_that_calls(two
     assert lanes.submit(lambda _: threading.get_ident()).result() == threading.get_ident()
     lanes.close()
     assert torch.get_num_threads() == 2
+
+
+# -- models whose copies would see each other's pictures
+
+SHARED: dict[str, torch.Tensor] = {}
+
+
+class Own(torch.nn.Module):
+    """Answers by the class token of its first block, which reaches its head in some way of its own."""
+
+    kept: dict[str, torch.Tensor] = {}  # noqa: RUF012 - that all copies share
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vit = tiny_model()
+        torch.nn.init.normal_(self.vit.head.weight)
+        self.pretrained_cfg = self.vit.pretrained_cfg
+
+    def forward(self, x):
+        features = self.vit.forward_features(x)
+        self.keep(features[:, 0])
+        time.sleep(0.003)
+        return self.vit.head(features[:, 0] + self.read())
+
+    def keep(self, token):
+        self.kept["token"] = token
+
+    def read(self):
+        return self.kept["token"]
+
+
+class InTheModule(Own):
+    def keep(self, token):
+        SHARED["token"] = token
+
+    def read(self):
+        return SHARED["token"]
+
+
+class InADefault(Own):
+    def keep(self, token, place={}):  # noqa: B006
+        place["token"] = token
+        self.place = place
+
+    def read(self):
+        return self.place["token"]
+
+
+class Plain(Own):
+    def keep(self, token):
+        self.token = token
+
+    def read(self):
+        return self.token
+
+
+def hooks_into_a_dict():
+    model, found = Own(), {}
+    model.vit.blocks[0].register_forward_hook(lambda module, x, y: found.__setitem__(0, y[:, 0]))
+    model.keep, model.read = (lambda token: None), (lambda: found[0])
+    return model
+
+
+def a_head_that_reads_what_hooks_left():
+    model, found = tiny_model(), {}
+    torch.nn.init.normal_(model.head.weight)
+    for number, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda module, x, y, number=number: found.__setitem__(number, y))
+
+    class Head(torch.nn.Linear):
+        def forward(self, x):
+            time.sleep(0.003)
+            return super().forward(x + found[0][:, 0] + found[1][:, 0])
+
+    model.head.__class__ = Head
+    return model
+
+
+def hooks_into_the_model():
+    model = Plain()
+    model.vit.blocks[0].register_forward_hook(lambda module, x, y: setattr(model, "token", y[:, 0]))
+    model.keep = lambda token: None
+    return model
+
+
+def a_forward_of_its_own():
+    model = tiny_model()
+    torch.nn.init.normal_(model.head.weight)
+    plain, kept = model.head.forward, {}
+
+    def forward(x):
+        kept["x"] = x
+        time.sleep(0.003)
+        return plain(kept["x"])
+
+    model.head.forward = forward
+    return model
+
+
+def a_method_of_its_own():
+    model, kept = tiny_model(), {}
+
+    def forward_features(self, x, **options):
+        kept["features"] = type(self).forward_features(self, x, **options)
+        time.sleep(0.003)
+        return kept["features"]
+
+    model.forward_features = types.MethodType(forward_features, model)
+    return model
+
+
+def a_parameter_with_an_attribute():
+    model = Plain()
+    model.vit.head.weight.gain = 2.0
+    model.read = types.MethodType(lambda self: self.token * self.vit.head.weight.gain, model)
+    return model
+
+
+def a_function_as_an_attribute():
+    model = Plain()
+    model.after = lambda token: model.token + token
+    model.read = types.MethodType(lambda self: self.after(self.token), model)
+    return model
+
+
+MIXING = [hooks_into_a_dict, a_head_that_reads_what_hooks_left, hooks_into_the_model, a_forward_of_its_own]
+MIXING += [a_method_of_its_own, a_parameter_with_an_attribute, a_function_as_an_attribute]
+MIXING += [Own, InTheModule, InADefault]
+
+
+@pytest.mark.parametrize("make", MIXING)
+def test_where_copies_would_mix_their_pictures_two_threads_give_what_one_gives(two_threads, tmp_path, make):
+    source, model = fill(tmp_path / "in", 12), make().eval()
+    found = []
+    for threads in (2, 1):
+        torch.set_num_threads(threads)
+        summary = run(source, tmp_path / str(threads), model=model, methods=["gae"])
+        assert summary.failed == 0
+        found.append([(row["probability"], unpack_grid(row["grids"]["gae"])) for row in summary])
+    for (probability, grid), (expected, own) in zip(*found, strict=True):
+        assert probability == pytest.approx(expected, abs=1e-5)
+        np.testing.assert_allclose(grid, own, rtol=1e-3, atol=1e-4 * own.max())
+
+
+@pytest.mark.parametrize("make", MIXING)
+def test_where_copies_would_mix_their_pictures_there_is_one_lane(two_threads, make):
+    lanes = Lanes(Explainer(make().eval()), 4)
+    lanes.close()
+    assert (lanes.count, torch.get_num_threads()) == (1, 2)
+
+
+@pytest.mark.parametrize("make", [Own, InTheModule, InADefault, a_head_that_reads_what_hooks_left])
+def test_what_copies_share_is_found_by_running_them_in_step(two_threads, make, monkeypatch):
+    monkeypatch.setattr(batches, "has_foreign_hooks", lambda model: False)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    for _ in range(5):
+        lanes = Lanes(Explainer(make().eval()), 4)
+        lanes.close()
+        assert lanes.count == 1
+
+
+def test_what_each_copy_has_for_itself_is_no_obstacle_and_random_numbers_stay_as_they_are(two_threads):
+    model, state = Plain().eval(), torch.get_rng_state()
+    lanes = Lanes(Explainer(model), 4)
+    lanes.close()
+    assert lanes.count == 2 and torch.equal(torch.get_rng_state(), state)
+
+
+def test_copies_that_wait_for_one_lock_are_not_side_by_side(two_threads, monkeypatch):
+    monkeypatch.setattr(batches, "_LONGEST_WAIT", 0.5)
+    lock = threading.Lock()
+
+    class Locked(Plain):
+        def forward(self, x):
+            with lock:
+                return super().forward(x)
+
+    lanes = Lanes(Explainer(Locked().eval()), 4)
+    lanes.close()
+    assert lanes.count == 1
 
 
 def test_a_lane_that_fails_tells_its_error_and_is_free_again(two_threads, explainer):

@@ -34,7 +34,7 @@ from vitflow.explaining.method_options import takes_method_options
 from vitflow.explaining.method_table import get_method, is_slow
 from vitflow.explaining.progress import watched
 from vitflow.folder.batches import Batches
-from vitflow.folder.fingerprints import run_fingerprint
+from vitflow.folder.fingerprints import run_fingerprint, without_probe
 from vitflow.folder.keeper import RunFolder, RunProgress, Tally, finishing, keep_rows, versions
 from vitflow.folder.work import explainer_for
 from vitflow.pictures.images import ImageSource
@@ -142,7 +142,7 @@ def evaluate(
         model=explainer.model_id,
         protocol=protocol,
         metrics=[metric for metric in shown if metric.group in groups],
-        settings=settings | {"resamples": resamples, "versions": versions()},
+        settings=without_probe(settings) | {"resamples": resamples, "versions": versions()},
         notes=notes,
     )
     if not evaluation.pictures:

@@ -27,12 +27,19 @@ from vitflow.explaining.layer_maps import LayerMaps, explain_layers
 from vitflow.explaining.method_choices import Chosen, MethodChoice, asked_for, choose_methods
 from vitflow.explaining.method_options import takes_method_options
 from vitflow.explaining.needs import Needs
+from vitflow.explaining.probing import probe
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.shifting import explain_shifted
 from vitflow.explaining.targets import Contrast, Target, Targets, contrasts_among, is_per_picture, resolve_targets
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import logits_of, unwrap
-from vitflow.models.checkpoints import ClassNames, architecture_sha256, check_name_count, weights_sha256
+from vitflow.models.checkpoints import (
+    ClassNames,
+    architecture_sha256,
+    check_name_count,
+    code_sha256,
+    weights_sha256,
+)
 from vitflow.models.facts import read_facts
 from vitflow.models.libraries import forward_options
 from vitflow.models.loading import load_model
@@ -324,12 +331,15 @@ class Explainer:
     def fingerprint(self) -> dict[str, Any]:
         """All that the maps of this explainer depend on, ready for JSON: other maps come of another fingerprint.
 
-        Weights, architecture and class names stand in it as hashes, and the device by its kind.
+        Weights, architecture, code and class names stand in it as hashes, the device by its kind, and the rest as
+        what the model makes of a fixed picture (see `vitflow.explaining.probing`).
         """
         return {
             **self.facts.fingerprint(),
             "weights_sha256": weights_sha256(self.model),
             "architecture_sha256": architecture_sha256(self.model),
+            "code_sha256": code_sha256(self.model),
+            "probe": probe(self),
             "device": self.device.type,
             "fit": self.fit,
         }

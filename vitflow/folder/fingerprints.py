@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from vitflow.errors import OptionError
+from vitflow.explaining.probing import alike
 from vitflow.folder.journal import VERSION
 
 _REMEDY = "Choose another folder, or replace that run with --overwrite (overwrite=True)."
@@ -13,6 +14,7 @@ _KINDS = {"evaluation": "an evaluation", "folder": "a folder run"}
 _IN_WORDS = {
     "weights_sha256": "the model has other weights",
     "architecture_sha256": "the model is built otherwise",
+    "code_sha256": "the code of the model's classes was edited",
     "class_names_sha256": "the classes have other names",
 }
 
@@ -69,7 +71,7 @@ def check_same_run(header: Mapping[str, Any], folder: object, fingerprint: Mappi
 
 
 def fingerprint_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What differs between two runs' fingerprints, in words.
+    """What differs between two runs' fingerprints, in words; what the models answer may differ by rounding.
 
     >>> fingerprint_difference({"fit": "crop", "options": {"rollout": {"residual": 0.5}}}, {"fit": "crop"})
     ['options.rollout.residual was 0.5 and is not set']
@@ -87,14 +89,23 @@ def fingerprint_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> li
         if labels and had and has
     ]
     apart = set(had) ^ set(has) if had and has else set()
-    before, after = ({path: value for path, value in _leaves(one) if _counts(path, apart)} for one in (old, new))
+    before, after = (
+        {path: value for path, value in _leaves(without_probe(one)) if _counts(path, apart)} for one in (old, new)
+    )
     for path in dict.fromkeys([*before, *after]):
         if before.get(path, ...) != after.get(path, ...):
             name = ".".join(path)
             told.append(_IN_WORDS.get(name, f"{name} was {_shown(before, path)} and is {_shown(after, path)}"))
+    if not told and not alike(old.get("probe"), new.get("probe")):
+        told.append("the model answers otherwise, although its weights are the same")
     if not told and list(had) != list(has):
         told.append(f"that run had its methods in the order {', '.join(had)}")
     return told
+
+
+def without_probe(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """A fingerprint as users are told it: without the numbers that stand for what the model answers."""
+    return {name: value for name, value in fingerprint.items() if name != "probe"}
 
 
 def _methods(record: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -129,7 +129,8 @@ def map_of(record: Mapping[str, Any], label: str) -> tuple[Grid, Placement]:
 
 def grid_of(record: Mapping[str, Any], label: str) -> Grid:
     """A record's map alone; arguments and errors as for `map_of`."""
-    values, rows, cols, scale = (record.get(name) for name in grid_columns(label))
+    found: tuple[Any, ...] = tuple(record.get(name) for name in grid_columns(label))
+    values, rows, cols, scale = found
     if not values:
         raise ShapeError(f"Expected a record with a map {label!r}, got {record.get('id')!r}, which has none.")
     sides = all(isinstance(side, int | np.integer) and side > 0 for side in (rows, cols))

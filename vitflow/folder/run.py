@@ -22,7 +22,7 @@ from vitflow.explaining.method_choices import MethodChoice
 from vitflow.explaining.method_options import takes_method_options
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.decoders import DecoderPool
-from vitflow.folder.fingerprints import run_fingerprint
+from vitflow.folder.fingerprints import run_fingerprint, without_probe
 from vitflow.folder.grids import SHARDS
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import RunFolder, RunProgress, Tally, finishing, keep_rows, open_folder, versions, write_json
@@ -176,7 +176,8 @@ def explain_folder(
     listing = list_inputs(sources, folder.path, recursive=recursive, glob=glob, limit=limit)
     explainer = explainer_for(model)
     check_target(job, explainer)
-    fingerprint = _fingerprint(listing.root, job, explainer)
+    known = explainer.fingerprint()
+    fingerprint = _fingerprint(listing.root, job, known)
     header = {"run": fingerprint, "max_pixels": max_pixels}
 
     def clear(journal: Journal) -> None:
@@ -191,7 +192,7 @@ def explain_folder(
     ):
         inputs = listing.plan(job.endings, {row["input"]: row["stem"] for row in journal.rows()})
         size = batch_size or auto_batch(explainer)
-        asked = Asked(model, explainer.fingerprint(), job, folder.place, size, workers, max_pixels)
+        asked = Asked(model, known, job, folder.place, size, workers, max_pixels)
         kept = _run(inputs, journal, explainer, asked, cluster, progress, photographs)
         folder.remove_leftovers()  # of actors that were killed
         keys = [one.key for one in inputs]
@@ -214,7 +215,8 @@ def explain_folder(
                 {
                     "versions": versions(),
                     "command": list(command) if command else None,
-                    "run": fingerprint | {"recursive": recursive, "glob": glob, "limit": limit, "manifest": manifest},
+                    "run": without_probe(fingerprint)
+                    | {"recursive": recursive, "glob": glob, "limit": limit, "manifest": manifest},
                     "totals": totals,
                     "time": {
                         "started": started.isoformat(timespec="seconds"),
@@ -254,11 +256,11 @@ def _check_urls(sources: Sequence[str | os.PathLike[str]], output: str | os.Path
         )
 
 
-def _fingerprint(root: Path | str, job: Job, explainer: Explainer) -> dict[str, Any]:
+def _fingerprint(root: Path | str, job: Job, model: Mapping[str, Any]) -> dict[str, Any]:
     drawn = {"target": sides_of(job), "drawing": dict(job.drawing), "format": job.format, "save_map": job.save_map}
     if job.store != "overlays":  # runs of earlier versions know no other
         drawn["store"] = job.store
-    return run_fingerprint("folder", {"root": os.fspath(root)}, explainer.fingerprint(), job.methods, drawn)
+    return run_fingerprint("folder", {"root": os.fspath(root)}, model, job.methods, drawn)
 
 
 def _remove_outputs(journal: Journal, output: Place) -> None:

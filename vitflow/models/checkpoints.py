@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import inspect
 import json
 import os
 import pickle
@@ -228,6 +229,24 @@ def architecture_sha256(model: nn.Module) -> str:
         }
         line = f"{name} {type(module).__qualname__} {sorted(settings.items(), key=lambda item: item[0])!r}\n"
         digest.update(line.encode("utf-8", "backslashreplace"))
+    return digest.hexdigest()
+
+
+# Whose code is known by its version, and changes with that although it computes the same.
+_LIBRARIES = {"torch", "torchvision", "timm", "transformers", "open_clip", "vitflow"}
+
+
+def code_sha256(model: nn.Module) -> str:
+    """One hash over the source of a model's classes, those of libraries left out; of what has no source, its name."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
+    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES]
+    digest = hashlib.sha256()
+    for kind in sorted(own, key=lambda kind: kind.__qualname__):
+        try:
+            source = inspect.getsource(kind)
+        except (OSError, TypeError):  # typed at a prompt, or its file is gone
+            source = kind.__qualname__
+        digest.update(source.encode("utf-8", "backslashreplace"))
     return digest.hexdigest()
 
 

@@ -132,6 +132,16 @@ class _Inert:
         """Nothing."""
 
 
+def has_foreign_hooks(model: nn.Module) -> bool:
+    """Whether code that is not vitflow's is called as the model, or any model of the process, runs."""
+    every = torch.nn.modules.module
+    tables = [every._global_forward_hooks, every._global_forward_pre_hooks, every._global_backward_hooks]
+    tables.append(every._global_backward_pre_hooks)
+    for module in model.modules():
+        tables += [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
+    return any(not isinstance(hook, Hook | _Inert) for table in tables for hook in table.values())
+
+
 class _WhileAny:
     """A setting of the whole process, made when the first recording begins and undone when the last one ends."""
 

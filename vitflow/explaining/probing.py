@@ -1,0 +1,131 @@
+"""What a model makes of a fixed picture, by which it is known again whatever it is made of.
+
+Weights and settings do not tell all that a model computes: it may hold lists, functions, tensors that are no weights,
+hooks, or code that was edited since. Whatever of these counts shows in its answer, or in what its parts hand on.
+"""
+
+import base64
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitflow.recording.isolation import Hook, evaluating, uncompiled
+
+if TYPE_CHECKING:
+    from vitflow.explaining.explainer import Explainer
+
+# How far two processors may be apart in what a part of a model hands on, as a share of its size: some twenty times what
+# was seen (1e-5 in float32). A tenth more of one attention shows as more than that.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 5e-2, torch.bfloat16: 0.25}
+# The same of float32 on a GPU, where convolutions may be rounded to 10 bits.
+_ROUNDING_ON_GPU = 5e-3
+# What is handed on is summed up in so many numbers.
+_SUMS = 8
+
+
+def probe(explainer: "Explainer") -> dict[str, Any] | None:
+    """What a model makes of a fixed picture, and how exactly it may be expected again; None where it fails on it.
+
+    One forward pass, of which the answer and the output of every module that holds others are summed up in a few
+    numbers each. The model is left as it was, random numbers and buffers included.
+
+    Returns:
+        "parts", the sums (float32 in base 64) by the module's path, that of the answer being ""; and "rounding", the
+        share of its size by which a sum may differ on another processor. Ready for JSON.
+    """
+    model, sums = explainer.model, dict[str, NDArray[np.float64]]()
+
+    def note(path: str, output: Any) -> None:
+        found = _sums(output)
+        if found is not None:
+            sums[path] = sums.get(path, 0.0) + found
+
+    holders = [(path, module) for path, module in model.named_modules() if path and module._modules]
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = [explainer.device] if explainer.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices), np.errstate(all="ignore"), ExitStack() as hooks:
+            for path, module in holders:
+                hooks.callback(Hook(module, lambda _, output, path=path: note(path, output), before=False).remove)
+            note("", answer_to(explainer, fixed_pixels(explainer)))
+    except Exception:  # the same is told of each picture, with its reason
+        return None
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+    rounding = max(_ROUNDING.get(weight.dtype, 0.0) for weight in (torch.empty(0), *model.parameters()))
+    if explainer.device.type != "cpu":
+        rounding = max(rounding, _ROUNDING_ON_GPU)
+    with np.errstate(all="ignore"):
+        parts = {path: base64.b64encode(own.astype("<f4").tobytes()).decode() for path, own in sums.items()}
+    return {"parts": parts, "rounding": rounding}
+
+
+def fixed_pixels(explainer: "Explainer", seed: int = 0) -> Tensor:
+    """Model input of a picture of random numbers, [1, channels, height, width], the same in every version of NumPy."""
+    shape = (1, explainer.spec.channels, *explainer.spec.size)
+    random = np.random.RandomState(seed)
+    parameter = next(explainer.model.parameters(), torch.empty(0))
+    return torch.from_numpy(random.standard_normal(shape) / 2).to(parameter.dtype).to(explainer.device)
+
+
+def answer_to(explainer: "Explainer", pixels: Tensor) -> list[Tensor]:
+    """All tensors that a model in eval mode returns for a model input."""
+    with torch.inference_mode(False), torch.no_grad(), evaluating(explainer.model), uncompiled():
+        return list(_tensors(explainer.forward(pixels)))
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping | list | tuple):
+        for one in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(one)
+
+
+def _sums(output: Any) -> NDArray[np.float64] | None:
+    """Sums of the numbers of an output, each number in one of them, with signs that tell their order; and their size.
+
+    None where there are no numbers.
+    """
+    flat = [one.detach().cpu().double().flatten().numpy() for one in _tensors(output)]
+    values = np.concatenate(flat) if flat else np.empty(0)
+    if not len(values):
+        return None
+    values = np.pad(values * _signs(len(values)), (0, -len(values) % _SUMS)).reshape(-1, _SUMS)
+    return np.append(values.sum(axis=0), math.sqrt(np.square(values).sum() / _SUMS))
+
+
+@lru_cache(maxsize=2)
+def _signs(count: int) -> NDArray[np.float64]:
+    return np.random.RandomState(1).choice([-1.0, 1.0], count)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two probes, which may have been read from a file, are of one model, whatever processors they are from."""
+    try:
+        first, second = (
+            {path: np.frombuffer(base64.b64decode(sums), "<f4") for path, sums in own["parts"].items()}
+            for own in (one, other)
+        )
+        rounding = max(float(own["rounding"]) for own in (one, other))
+        both = first.keys() & second.keys()
+        sizes = {path: np.nan_to_num([first[path][-1], second[path][-1]]).max() for path in both}
+        # What is next to nothing beside the largest is made of rounding alone.
+        least = 1e-4 * max(sizes.values(), default=0.0)
+        return ("" in first) is ("" in second) and all(
+            first[path].shape == second[path].shape
+            and np.allclose(first[path], second[path], 0.0, rounding * max(sizes[path], least), equal_nan=True)
+            for path in both
+        )
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return bool(one == other)
