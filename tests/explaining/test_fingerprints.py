@@ -68,6 +68,7 @@ OTHERS = {
     ],
     "layout": [TokenLayout(1, 4, 4)],
     "activation": ["sigmoid"],
+    "name": ["mine"],
 }
 
 

@@ -44,9 +44,7 @@ class AskedTrace(Trace):
     ) -> "AskedTrace":
         """Ask a recorded pass for these classes."""
         recorded = {field.name: getattr(trace, field.name) for field in fields(Trace)}
-        return cls(
-            **recorded, targets=targets, predict=predict, log_odds=log_odds, refinement_asked=refinement_asked
-        )
+        return cls(**recorded, targets=targets, predict=predict, log_odds=log_odds, refinement_asked=refinement_asked)
 
     @property
     def wanted(self) -> Tensor:
