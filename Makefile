@@ -25,7 +25,8 @@ test-processors: install
 	    failed="$$failed== failed: $$settings\n"; \
 	done; printf "$${failed:-== passed with each of these settings\n}"; test -z "$$failed"
 
-# The core tests with the oldest dependencies that pyproject.toml allows, in an environment that is removed afterwards.
+# The core tests with the oldest dependencies that pyproject.toml allows, then with some in between, each in an environment
+# that is removed afterwards.
 test-lowest:
 	$(PYTHON) -m tests.lower_bounds $(PYTEST_ARGS)
 

@@ -1,5 +1,7 @@
 """What the tests share: the hub stays unasked, and data from outside the project is used only where it is there."""
 
+import functools
+import inspect
 import os
 import shutil
 from pathlib import Path
@@ -8,6 +10,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
+
+# Before click 8.2 its runner cannot tell stderr and the mixture of both at once.
+if "mix_stderr" in inspect.signature(CliRunner).parameters:
+    CliRunner.__init__ = functools.partialmethod(CliRunner.__init__, mix_stderr=False)
+    Result.output = property(lambda result: result.stdout + result.stderr)
 
 ROOT = Path(__file__).resolve().parent.parent
 

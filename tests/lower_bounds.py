@@ -1,12 +1,13 @@
-"""Run the core tests with the oldest versions that pyproject.toml allows: `make test-lowest`.
+"""Run the core tests with old versions of the dependencies: `make test-lowest`.
 
-    python -m tests.lower_bounds [--keep] [pytest's arguments]
+    python -m tests.lower_bounds [--keep] [--set oldest|middle] [pytest's arguments]
 
-Makes an environment of its own in .venv-lowest (about 7 GB) from exactly the lower bounds of the dependencies and of
-the extras for users, with the tools of the test extra beside them, and removes it after the run unless it is to be
-kept.
+Two sets, one after the other: exactly the lower bounds that pyproject.toml gives for users, and one from between them
+and today. Each gets an environment of its own in .venv-lowest (about 7 GB), with the tools of the test extra beside it,
+which is removed after the run unless it is to be kept.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -16,10 +17,41 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".venv-lowest"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 # Extras that no user installs: their tools may be new.
 TOOLS = ("test", "bench")
+USERS = [*PROJECT["dependencies"], *(line for name in EXTRAS if name not in TOOLS for line in EXTRAS[name])]
+SETS = {
+    "oldest": sorted({line.replace(">=", "==") for line in USERS}),
+    "middle": [
+        "click==8.1.7",
+        "defusedxml==0.7.1",
+        "fsspec==2024.6",
+        "jinja2==3.1.4",
+        "lazy-loader==0.4",
+        "matplotlib==3.9",
+        "networkx==3.3",
+        "numba==0.61",
+        "numpy==2.0",
+        "opencv-python-headless==4.10.0.84",
+        "pillow==11.0",
+        "pyarrow==17.0",
+        "pycocotools==2.0.8",
+        "ray[data]==2.40",
+        "safetensors==0.5",
+        "scikit-image==0.25",
+        "scipy==1.14",
+        "timm==1.0.15",
+        "torch==2.6",
+        "torchvision==0.21",
+        "tqdm==4.66.5",
+        "transformers==5.0",
+    ],
+}
 CORE = [
-    f"tests/{name}" for name in ("methods", "pictures", "models", "recording", "explaining", "test_documentation.py")
+    f"tests/{name}"
+    for name in ("methods", "pictures", "models", "recording", "explaining", "cli", "test_documentation.py")
 ]
 # These take minutes, and what they hold is held by others for fewer models and pictures.
 LONG = ("recording/test_families.py", "recording/test_threads.py", "models/test_checkpoint_fuzz.py")
@@ -27,29 +59,35 @@ LONG = ("recording/test_families.py", "recording/test_threads.py", "models/test_
 WARNINGS = ("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
-def requirements() -> list[str]:
-    """What to install: `name==bound` for what users get, and the tools of the tests as they stand."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"]
-    own = [*project["dependencies"], *(line for name in extras if name not in TOOLS for line in extras[name])]
-    return sorted({line.replace(">=", "==") for line in own} | set(extras["test"]))
-
-
-def main() -> None:
-    """Make the environment, run the tests in it, and leave with their exit code."""
-    arguments = [word for word in sys.argv[1:] if word != "--keep"]
-    python = FOLDER / "bin" / "python"
+def passes(name: str, arguments: list[str]) -> bool:
+    """Make the environment of a set where it is not there yet, and run the tests in it."""
+    python = FOLDER / name / "bin" / "python"
     if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", FOLDER], check=True)
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--editable", ROOT, *requirements()], check=True)
-    print("\n".join(line for line in requirements() if "==" in line), flush=True)
-    left_out = [word for name in LONG for word in ("--ignore", f"tests/{name}")]
+        subprocess.run([sys.executable, "-m", "venv", FOLDER / name], check=True)
+    wanted = [*SETS[name], *EXTRAS["test"]]
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--editable", ROOT, *wanted], check=True)
+    print(f"{name}:", *SETS[name], flush=True)
+    left_out = [word for file in LONG for word in ("--ignore", f"tests/{file}")]
     options = ["-q", "-m", "not slow and not shared", *(word for kind in WARNINGS for word in ("-W", kind)), *left_out]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([python, "-m", "pytest", *options, *CORE, *arguments], cwd=ROOT, env=environment, check=False)
-    if "--keep" not in sys.argv:
-        shutil.rmtree(FOLDER)
-    sys.exit(done.returncode)
+    return done.returncode == 0
+
+
+def main() -> None:
+    """Run the tests with every set, and leave with 1 where they failed with one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", action="store_true", help="keep the environments")
+    parser.add_argument("--set", dest="sets", action="append", choices=SETS, help="run this one alone")
+    given, arguments = parser.parse_known_args()
+    failed = []
+    for name in given.sets or SETS:
+        try:
+            failed += [] if passes(name, arguments) else [name]
+        finally:
+            if not given.keep:
+                shutil.rmtree(FOLDER / name)
+    sys.exit(f"The tests failed with: {', '.join(failed)}." if failed else 0)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+import timm
 from PIL import Image
 
 import vitflow
@@ -375,7 +376,8 @@ def test_models_are_listed_as_a_table_with_what_applies_to_each():
     done = run("models", "test_*vit*", "--all")
     table = {line.split()[0]: line for line in done.stdout.splitlines()}
     assert "10×10" in table["test_vit.r160_in1k"]
-    assert "windows  no       windows" in table["test_maxvit"]
+    if timm.is_model("test_maxvit"):  # which older releases of timm have not
+        assert "windows  no       windows" in table["test_maxvit"]
     assert done.stderr.split()[:3] == ["model", "input", "grid"]
 
 

@@ -129,6 +129,7 @@ def test_the_hub_is_asked_only_for_what_it_has_and_its_silence_costs_seconds(mon
     monkeypatch.setattr(hub, "hub_answers", lambda: bool(asked.append(1)))
     monkeypatch.setattr(hub.timm, "create_model", lambda *_, **__: states.append(constants.HF_HUB_OFFLINE))
     hub.create_model("vit_tiny_patch16_224", pretrained=False)
+    (tmp_path / "config.json").write_text('{"architecture": "test_vit"}')
     hub.create_model(f"local-dir:{tmp_path}", pretrained=True)
     assert (asked, states) == ([], [False, False])
     hub.create_model("vit_tiny_patch16_224", pretrained=True)

@@ -137,7 +137,7 @@ def test_what_an_initialiser_leaves_is_drawn_too():
 
 
 def test_a_model_without_blocks_is_cut_at_its_top_level_modules():
-    model = timm.create_model("test_resnet", num_classes=5).eval()
+    model = timm.create_model("resnet10t", num_classes=5).eval()
     names = stage_names(model)
     assert names == ["fc", "layer4", "layer3", "layer2", "layer1", "bn1", "conv1"]
     explainer = Explainer(model, data_config={**DATA, "input_size": (3, 64, 64)})

@@ -37,6 +37,7 @@ KINDS = {
     "pvt_v2_b0": ("windows", "no", 0, (56, 56), MEAN),
     "levit_128s": ("windows", "no", 0, (14, 14), MEAN),
 }
+KINDS = {name: found for name, found in KINDS.items() if timm.is_model(name)}  # older releases of timm have fewer
 # Models to which rollout does not apply, and why.
 NONE = {
     "resnet18": "no attention between tokens",
@@ -47,6 +48,7 @@ NONE = {
     "efficientvit_m0": "its windows cannot be followed to the picture",
     "halonet26t": "its windows cannot be followed to the picture",
 }
+NONE = {name: reason for name, reason in NONE.items() if timm.is_model(name)}
 
 
 def run_with_values(name: str) -> Support:
@@ -68,7 +70,7 @@ def test_where_rollout_does_not_apply_the_reason_is_told(name):
     assert support_of(name) == Support("no", "no", "no", NONE[name])
 
 
-@pytest.mark.parametrize("name", ["test_vit", "test_vit3", "test_maxvit", "resnet18", "crossvit_tiny_240"])
+@pytest.mark.parametrize("name", ["test_vit", "maxvit_rmlp_pico_rw_256", "resnet18", "crossvit_tiny_240"])
 def test_a_run_with_values_says_the_same(name):
     assert run_with_values(name) == support_of(name)
 
@@ -156,8 +158,7 @@ def test_an_architecture_is_looked_at_once_for_all_its_tags(monkeypatch):
     genuine = support._find
     monkeypatch.setattr(support, "_find", lambda name: looked_at.append(name) or genuine(name))
     rows = list(list_models(matching("vit_tiny_patch16_*")))
-    assert len(rows) == 4
-    assert len(looked_at) == 3
+    assert len(looked_at) == len({row["architecture"] for row in rows}) < len(rows)
     assert [row["model"] for row in rows] == timm.list_pretrained("vit_tiny_patch16_*")
     first = rows[0]
     assert first["architecture"] == "vit_tiny_patch16_224"

@@ -72,7 +72,7 @@ def test_what_makes_no_sheet_is_refused(explainer, options, message):
 
 def test_a_model_without_attention_is_refused():
     with pytest.raises(NoAttentionError):
-        Explainer(timm.create_model("test_resnet", num_classes=3).eval()).layers(PICTURE)
+        Explainer(timm.create_model("resnet10t", num_classes=3).eval()).layers(PICTURE)
 
 
 def test_the_command_writes_a_sheet(monkeypatch, tmp_path, capsys):

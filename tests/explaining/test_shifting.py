@@ -68,6 +68,6 @@ def test_other_numbers_are_refused(demo, shifts):
 
 
 def test_a_model_without_patches_is_refused():
-    explainer = Explainer(timm.create_model("test_resnet", num_classes=3).eval())
+    explainer = Explainer(timm.create_model("resnet10t", num_classes=3).eval())
     with pytest.raises(UnsupportedModelError, match="half a patch"):
         explainer.explain(PICTURE, method="gradcam", shifts=4)

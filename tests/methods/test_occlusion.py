@@ -160,7 +160,7 @@ def test_cells_of_another_size():
     assert explainer.explain(PICTURES[0], method="input_gradient", patch_size=4).grid.shape == (8, 8)
 
 
-@pytest.mark.parametrize("name", ["test_resnet", "test_convnext"])
+@pytest.mark.parametrize("name", ["resnet10t", "convnext_atto"])
 def test_models_without_attention_are_explained_too(name):
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=5).eval()

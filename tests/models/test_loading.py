@@ -6,6 +6,7 @@ import json
 import pickle
 
 import pytest
+import safetensors.torch
 import timm
 import torch
 from safetensors.torch import save_file
@@ -80,7 +81,7 @@ def test_a_checkpoint_without_a_classifier(model, tmp_path):
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    other = timm.create_model("test_vit2", num_classes=1000)
+    other = timm.create_model("vit_tiny_patch16_224", depth=2)
     save_file(other.state_dict(), tmp_path / "w.safetensors")
     with pytest.raises(ModelError, match=r"do not fit test_vit.*Is it the right model id|do not fit test_vit"):
         vitflow.load_model(ID, checkpoint=tmp_path / "w.safetensors")
@@ -109,7 +110,11 @@ def test_weights_that_fit_but_for_some_are_told_by_name(model, tmp_path):
         vitflow.load_model(ID, checkpoint=tmp_path / "w.pth")
 
 
-@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.int64, torch.complex64, torch.bool])
+# Older releases of safetensors write no complex numbers.
+COMPLEX = [torch.complex64] if torch.complex64 in safetensors.torch._SIZE else []
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.int64, torch.bool, *COMPLEX])
 def test_weights_that_are_no_floats_are_refused_from_every_kind_of_file(model, tmp_path, kind):
     weights = model.state_dict()
     weights["head.weight"] = weights["head.weight"].to(kind)
@@ -127,11 +132,11 @@ def test_weights_that_are_no_floats_are_refused_from_every_kind_of_file(model, t
 
 
 def test_whole_numbers_stay_where_a_model_has_them(tmp_path):
-    own = timm.create_model("test_resnet", num_classes=3).eval()
+    own = timm.create_model("resnet10t", num_classes=3).eval()
     counter = next(name for name in own.state_dict() if name.endswith("num_batches_tracked"))
     own.state_dict()[counter].fill_(7)
     save_file(own.state_dict(), tmp_path / "w.safetensors")
-    assert same_weights(vitflow.load_model("test_resnet", checkpoint=tmp_path / "w.safetensors", num_classes=3), own)
+    assert same_weights(vitflow.load_model("resnet10t", checkpoint=tmp_path / "w.safetensors", num_classes=3), own)
 
 
 @pytest.mark.parametrize("name", ["head.weight", "pos_embed", "norm.bias"])

@@ -417,7 +417,7 @@ def test_wrappers_are_looked_through():
 
 
 def test_a_model_without_attention_is_refused_by_name():
-    model = timm.create_model("test_resnet").eval()
+    model = timm.create_model("resnet10t").eval()
     with pytest.raises(NoAttentionError, match=r"No attention between tokens was seen .* ResNet"), torch.no_grad():
         with record_attention(model):
             model(torch.randn(1, 3, 64, 64))

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from vitflow.errors import ModelError, NoAttentionError, UnsupportedModelError
 from vitflow.explaining.progress import tracking
+from vitflow.models.hub import without_values
 from vitflow.recording.attention_kinds import is_difference, other_attention_in, refusal_in_words
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
@@ -99,7 +100,7 @@ def _find(name: str) -> Support:
 
 def _draft(name: str, **options: Any) -> nn.Module:
     """The model without values."""
-    with torch.device("meta"), _Uninitialised():
+    with without_values(), _Uninitialised():
         model: nn.Module = timm.create_model(name, **options)
     return model.eval()
 

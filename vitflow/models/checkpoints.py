@@ -9,7 +9,8 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def _read_torch(path: Path) -> Checkpoint:
     _check_container(path)
     try:
         # timm's own training checkpoints hold their command line, a plain record of values.
-        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+        with _allowed(argparse.Namespace), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an unusual pickle protocol, which the error below tells better
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file makes torch raise nearly anything
@@ -102,6 +103,18 @@ def _read_torch(path: Path) -> Checkpoint:
     if not weights:
         raise ModelError(f"Expected a state dict in {path}, got {type(loaded).__name__} without named tensors.")
     return Checkpoint(_without_prefixes(weights), names, {})
+
+
+@contextmanager
+def _allowed(kind: type) -> Iterator[None]:
+    """Let torch read objects of a type from files with `weights_only=True` (torch 2.4 has no `safe_globals` yet)."""
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.add_safe_globals([kind])
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
 
 
 def _check_container(path: Path) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import timm
-import torch
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError
+from vitflow.models.hub import without_values
 from vitflow.pictures.geometry import CROP_MODES, FILTERS
 
 Weights = Mapping[str, Tensor]
@@ -148,7 +148,7 @@ def guess_architecture(weights: Weights) -> str | None:
 
 @cache
 def _plain_shapes(name: str) -> tuple[dict[str, tuple[int, ...]], tuple[int, ...]]:
-    with torch.device("meta"):
+    with without_values():
         own = timm.create_model(name, pretrained=False).state_dict()
     return _shapes(own), tuple(own["pos_embed"].shape)
 

@@ -5,13 +5,16 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
+from torch.overrides import TorchFunctionMode
 
 from vitflow.errors import ModelError, printable
 
@@ -32,6 +35,8 @@ def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
         raise ModelError(f"Unknown model {name!r}.{hint} `vitflow models PATTERN` lists the known ones.")
     try:
         with _quiet_hub(asked=online or (pretrained and not local)):
+            if local and not hasattr(timm.models._hub, "load_model_config_from_path"):
+                name, options = _of_folder(Path(name.removeprefix("local-dir:")), options)
             return timm.create_model(name, pretrained=pretrained, **options)
     except RuntimeError as error:
         if "pretrained tag" in str(error):
@@ -52,6 +57,32 @@ def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
             "in its cache. Remedies: a weights file (--checkpoint FILE, checkpoint=…), a folder (local-dir:FOLDER), or "
             "the bundled model, which knows eight drawn shapes only (--model demo)."
         ) from error
+
+
+def _of_folder(folder: Path, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Architecture and options of a folder as timm saves it, for releases of timm that do not read one themselves."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    own = {**config.get("pretrained_cfg", config), **config}
+    known = {field.name for field in fields(timm.models.PretrainedCfg)}
+    told = {key: value for key, value in own.items() if key in known}
+    told |= {"architecture": config["architecture"], "file": str(folder / "model.safetensors"), "source": "local-dir"}
+    return config["architecture"], {**config.get("model_args", {}), **options, "pretrained_cfg": told}
+
+
+class _NumbersAsTheyAre(TorchFunctionMode):
+    """Keeps rates that are spread evenly over a model's blocks on the CPU: older releases of timm read them back."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.linspace and not kwargs:
+            kwargs = {"device": "cpu"}
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Models that are built inside have shapes and take no memory."""
+    with torch.device("meta"), _NumbersAsTheyAre():
+        yield
 
 
 @contextmanager

@@ -172,8 +172,11 @@ def forward_options(model: nn.Module, input_size: tuple[int, int]) -> dict[str, 
     embedding = embedding_of(model) if _pretrained(model) is model else None
     if embedding is None or not embedding.dynamic or input_size == embedding.image_size:
         return {}
-    asked = "interpolate_pos_encoding" in inspect.signature(embedding.module.forward).parameters
-    return {"interpolate_pos_encoding": True} if asked else {}
+    option = "interpolate_pos_encoding"
+    own = inspect.signature(model.forward).parameters
+    taken = option in own or any(kind.kind is inspect.Parameter.VAR_KEYWORD for kind in own.values())
+    asked = option in inspect.signature(embedding.module.forward).parameters
+    return {option: True} if asked and taken else {}
 
 
 def class_count(model: nn.Module) -> int | None:

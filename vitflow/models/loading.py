@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import timm
-import torch
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, VitflowWarning
 from vitflow.models import fitting
 from vitflow.models.checkpoints import Checkpoint, ClassNames, read_checkpoint, told_class_names
 from vitflow.models.facts import remember_name
-from vitflow.models.hub import create_model
+from vitflow.models.hub import create_model, without_values
 from vitflow.models.libraries import class_count
 
 # Numbers that a model may have beyond twice those of a file: classes that the file lacks.
@@ -125,7 +124,7 @@ def _from_checkpoint(
     weights, notes = checkpoint.weights, []
     options = {**fitting.architecture_options(checkpoint.metadata, path), **options}
     config = fitting.input_config(checkpoint.metadata, path)
-    with torch.device("meta"):
+    with without_values():
         draft = create_model(name, pretrained=False, **options)
     fitting.check_numbers(weights, draft, path)
     if _count(draft.state_dict()) > 2 * _count(weights) + _SLACK:

@@ -196,9 +196,8 @@ def _attend(
         return probabilities.to(value.dtype) @ value
     if is_causal:
         attn_mask = None
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    grouped = {"enable_gqa": True} if enable_gqa else {}  # which torch knows from 2.5 on
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **grouped)
 
 
 def _attend_in_parts(
