@@ -90,7 +90,7 @@ def test_every_family_is_recorded_as_it_comes(name, where, sees):
         heads, values = layer.heads, layer.values
         assert heads is not None and values is not None
         made = (heads @ values.vectors).transpose(1, 2).flatten(2)
-        torch.testing.assert_close(made[real], output.flatten(2)[real], atol=2e-6, rtol=1e-5)
+        assert (made - output.flatten(2))[real].abs().max() <= 1e-5 * output.abs().max()
         sums = heads.sum(dim=-1).transpose(1, 2)[real]
         if "sink" in sees:
             assert (sums < 1 - 1e-4).all() and (sums > 0).all()
