@@ -244,7 +244,12 @@ def test_by_default_a_picture_that_is_much_alike_is_refined_as_if_asked(demo):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"refine": -1}, "at least 0, got -1"), ({"refine": 1.5}, "whole number"), ({"affinity": "key"}, "Unknown affin")],
+    [
+        ({"refine": -1}, "from 0 to 100, got -1"),
+        ({"refine": 1_000_000}, "from 0 to 100, got 1000000"),
+        ({"refine": 1.5}, "whole number"),
+        ({"affinity": "key"}, "Unknown affin"),
+    ],
 )
 def test_steps_and_affinity_are_checked(demo, options, words):
     with pytest.raises(OptionError, match=words):

@@ -1,6 +1,7 @@
 """A folder run on Ray: the rows and maps of the local run, whatever is killed on the way."""
 
 import json
+import multiprocessing
 import os
 import pickle
 import signal
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from PIL import Image
+from timm.models.vision_transformer import VisionTransformer
 
 from examples.ray_data import explain as explain_with_ray
 from tests.conftest import ROOT
@@ -155,6 +157,43 @@ def test_what_concerns_all_stops_the_run_in_its_own_words(tmp_path, options, cha
     else:
         with pytest.raises(error, match=message):
             row_of(found[0])
+
+
+class Deadly(VisionTransformer):
+    """A model that kills its process when it sees a white picture."""
+
+    def forward(self, pixels):
+        if (pixels.flatten(1).amin(dim=1) > 0.99).any():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(pixels)
+
+
+def test_a_picture_that_kills_its_actor_three_times_is_a_row(tmp_path):
+    source, explainer = fill(tmp_path / "in", 3), Explainer(tiny_model(Deadly))
+    Image.new("RGB", (40, 40), "white").save(source / "1b.png")
+    out = tmp_path / "out"
+    inputs = list_inputs([source], out).plan(["-rollout.jpg"])
+    asked = Asked(explainer, explainer.fingerprint(), make_job(["rollout"], {}), out, 4, 0, 10**6)
+    sent = pickle.dumps(asked)
+
+    def work(place) -> None:
+        found = Worker(sent)({"task": [pickle.dumps((inputs, {"0.jpg"}))]})["row"]
+        place.write_bytes(b"".join(found))
+
+    for number in range(4):
+        place = tmp_path / f"rows{number}"
+        child = multiprocessing.get_context("fork").Process(target=work, args=(place,))
+        child.start()
+        child.join(120)
+        assert (child.exitcode, place.exists()) == ((0, True) if number == 3 else (-signal.SIGKILL, False))
+    rows = {row["input"]: row for row in map(row_of, place.read_bytes().splitlines())}
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "1.jpg": "explained",
+        "1b.png": "failed",
+        "2.jpg": "explained",
+    }
+    assert rows["1b.png"]["error"] == "ActorDied" and "3 times" in rows["1b.png"]["message"]
+    assert not list((out / ".vitflow" / "tries").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -629,6 +629,22 @@ def test_what_is_wrong_with_all_stops_the_run_and_writes_nothing(tmp_path, optio
     assert not (tmp_path / "out").exists()
 
 
+def test_no_more_decoders_start_than_there_are_cores_and_pictures(tmp_path, monkeypatch):
+    source, counts = fill(tmp_path / "in", 2), []
+
+    class Counted(DecoderPool):
+        def __init__(self, workers, **options):
+            counts.append(workers)
+            super().__init__(0, **options)
+
+    monkeypatch.setattr("vitflow.folder.run.DecoderPool", Counted)
+    for cores, number in ((8, 0), (1, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        run(source, tmp_path / f"out{number}", workers=1000)
+    run(fill(tmp_path / "in", 3), tmp_path / "out0", workers=1000)
+    assert counts == [2, 1, 1]
+
+
 def test_mutated_pictures_never_crash_or_hang_and_each_has_its_row(tmp_path):
     write_mutations(tmp_path / "in", 240)
     summary = run(tmp_path / "in", tmp_path / "out", workers=2, batch_size=16)

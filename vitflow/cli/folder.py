@@ -96,7 +96,7 @@ class _Model:
     "--workers",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Processes that read pictures.  [default: half the cores]",
+    help="Processes that read pictures, at most one for each core.  [default: half the cores]",
 )
 @click.option(
     "--resume/--overwrite",

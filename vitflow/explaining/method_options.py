@@ -17,6 +17,10 @@ REFINING: Mapping[str, Any] = {"refine": 0, "affinity": "attention"}
 COMMON: Mapping[str, Any] = {**REFINING, "shifts": 0}
 
 
+# Steps of refinement, at most. Each brings a map nearer to a constant one: by attention nothing else is left after ten.
+_MOST_STEPS = 100
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One option that methods may have; the command line and the checks are made from it.
@@ -95,7 +99,7 @@ OPTIONS: dict[str, Option] = {
             "refine",
             int,
             "Steps that spread the map among the patches that the model treats alike; 0: none.",
-            metavar="N≥0",
+            metavar=f"0…{_MOST_STEPS}",
         ),
         Option(
             "affinity",
@@ -117,7 +121,7 @@ OPTIONS: dict[str, Option] = {
 
 def check_common(options: Mapping[str, Any]) -> None:
     """Raise OptionError unless those of the common options that are there can be used."""
-    whole_number("refine", options.get("refine", 0), 0)
+    whole_number("refine", options.get("refine", 0), 0, _MOST_STEPS)
     affinities = OPTIONS["affinity"].choices
     if options.get("affinity", affinities[0]) not in affinities:
         raise OptionError(unknown_name("affinity", options["affinity"], affinities))

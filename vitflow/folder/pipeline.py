@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -24,7 +24,7 @@ from vitflow.folder.plan import Input
 from vitflow.folder.remote import Fetcher, RemoteFolder, StoreError
 from vitflow.folder.shards import ShardWriter
 from vitflow.folder.work import Job, Picture, PictureMaps, compute_maps, draw_files
-from vitflow.pictures.files import stays_inside, write_atomically
+from vitflow.pictures.files import remove_inside, stays_inside, write_atomically
 
 # Batches that wait to be written: with more the disk is the bottleneck, and waiting helps nobody.
 _BATCHES_BEHIND = 2
@@ -46,6 +46,14 @@ def put_file(output: Place, path: str, content: bytes) -> None:
         raise OSError(f"a link leads out of the folder {str(output)!r}")
     with write_atomically(output / path) as file:
         file.write(content)
+
+
+def remove_files(output: Place, paths: Iterable[str]) -> None:
+    """Remove files below the output folder, those that are there."""
+    if isinstance(output, RemoteFolder):
+        output.remove(paths)
+    else:
+        remove_inside(output, paths)
 
 
 _Writing = list[Future[dict[str, Any]]]

@@ -6,9 +6,12 @@ that nothing changes for it. A row is in the journal once its files are there, a
 from there.
 """
 
+import hashlib
 import json
 import logging
+import os
 import pickle
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,17 +20,21 @@ import numpy as np
 
 from vitflow import errors
 from vitflow.errors import OptionError, VitflowError, unknown_name
-from vitflow.folder.decoders import DecoderPool
+from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.fingerprints import fingerprint_difference
 from vitflow.folder.journal import Journal, json_line
 from vitflow.folder.keeper import Tally
-from vitflow.folder.pipeline import Pipeline, Place
+from vitflow.folder.pipeline import Pipeline, Place, put_file, remove_files
 from vitflow.folder.plan import Input
-from vitflow.folder.work import Job, explainer_for
+from vitflow.folder.remote import RemoteFolder
+from vitflow.folder.shards import read_file
+from vitflow.folder.work import Job, Picture, PictureMaps, describe, explainer_for
 from vitflow.pictures.options import ENGINES
 
 # Batches that an actor gets at once, at most; a task that is lost is done again whole.
 _MOST_BATCHES = 64
+# How often a task is begun before its pictures are taken one by one, and where that is noted below the output folder.
+_TOGETHER, _TRIES = 2, ".vitflow/tries"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +112,7 @@ class Worker:
         sent: list[bytes] = []
         try:
             for task in batch["task"]:
-                inputs, done = pickle.loads(task)
-                self._loaded().run(inputs, done)
+                self._do(*pickle.loads(task))
                 sent += map(json_line, self._rows.rows)
                 self._rows.rows.clear()
         except VitflowError as error:  # what stops all stops the run with its own words
@@ -114,6 +120,30 @@ class Worker:
         column = np.empty(len(sent), object)
         column[:] = sent
         return {"row": column}
+
+    def _do(self, inputs: Sequence[Input], done: set[str]) -> None:
+        """Do a task; one at which actors were killed twice goes picture by picture, to find out at which."""
+        output = self._asked.output
+        name = hashlib.sha256("\0".join(one.key for one in inputs).encode("utf-8", "surrogateescape")).hexdigest()
+        note = f"{_TRIES}/{name[:16]}.json"
+        begun, killing, alone = _noted(output, note)
+        if alone is not None:
+            killing.append(alone)
+
+        def tell(alone: str | None) -> None:
+            put_file(output, note, json.dumps([begun + 1, killing, alone]).encode())
+
+        tell(None)
+        if begun < _TOGETHER:
+            self._loaded().run(inputs, done)
+        else:
+            for one in inputs:
+                if one.key in killing:
+                    self._rows.append([_killed(one, self._asked.job)])
+                elif one.key not in done:
+                    tell(one.key)
+                    self._loaded().run([one], set())
+        remove_files(output, [note])
 
     def _loaded(self) -> Pipeline:
         if self._pipeline is None:
@@ -123,13 +153,39 @@ class Worker:
             device = {"device": asked.fingerprint["device"]}
             if different := fingerprint_difference(asked.fingerprint, explainer.fingerprint() | device):
                 raise OptionError(f"A machine of the cluster has another model: {'; '.join(different)}.")
-            decoders = DecoderPool(
-                1 if asked.workers is None else asked.workers, max_pixels=asked.max_pixels
-            )  # they end with the actor
+            workers = 1 if asked.workers is None else min(asked.workers, os.cpu_count() or 1)
+            decoders = DecoderPool(workers, max_pixels=asked.max_pixels)  # they end with the actor
             options: dict[str, Any] = {"batch_size": asked.batch_size, "decoders": decoders, "tally": Tally(None, 0)}
             journal: Any = self._rows
             self._pipeline = Pipeline(explainer, asked.job, asked.output, journal, **options)
         return self._pipeline
+
+
+def _noted(output: Place, note: str) -> tuple[int, list[str], str | None]:
+    """How often a task was begun, the pictures that killed an actor, and the one that was taken alone at the end."""
+    try:
+        begun, killing, alone = json.loads(read_file(output, note))
+    except (OSError, ValueError):
+        return 0, [], None
+    return begun, killing, alone
+
+
+def _killed(one: Input, job: Job) -> dict[str, Any]:
+    """The row of a picture at which actors were killed."""
+    message = (
+        f"The process that explained this picture was killed {_TOGETHER + 1} times: memory ran out, or the model "
+        "crashes on it. Try it alone with vitflow explain."
+    )
+    found = PictureMaps(error="ActorDied", message=message)
+    return describe(Picture(one.key, one.stem, Decoded()), found, job)
+
+
+def _forget_tries(output: Place) -> None:
+    """Remove the notes of tasks that were not ended."""
+    if isinstance(output, RemoteFolder):
+        output.remove(output.names(_TRIES))
+    else:
+        shutil.rmtree(output / _TRIES, ignore_errors=True)
 
 
 def run_on_ray(
@@ -154,6 +210,7 @@ def run_on_ray(
         VitflowError: no picture can be explained this way.
     """
     ray = load_ray()
+    _forget_tries(asked.output)
     started = not ray.is_initialized()
     if started:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
@@ -183,6 +240,7 @@ def run_on_ray(
             for row in rows:
                 tally.row(row)
     finally:
+        _forget_tries(asked.output)
         talk.setLevel(level)
         if started:
             ray.shutdown()

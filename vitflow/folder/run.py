@@ -27,14 +27,14 @@ from vitflow.folder.grids import SHARDS
 from vitflow.folder.journal import Journal
 from vitflow.folder.keeper import RunFolder, RunProgress, Tally, finishing, keep_rows, open_folder, versions, write_json
 from vitflow.folder.manifest import load_pyarrow, write_manifest
-from vitflow.folder.pipeline import Pipeline, Place, put_file
+from vitflow.folder.pipeline import Pipeline, Place, put_file, remove_files
 from vitflow.folder.plan import Input, list_inputs
 from vitflow.folder.ray_engine import Asked, Cluster, choose_engine, run_on_ray
 from vitflow.folder.remote import RemoteFolder, lies_in
 from vitflow.folder.rows import is_folder_row
 from vitflow.folder.shards import ShardReader, ShardWriter, read_file, tidy
 from vitflow.folder.work import Job, auto_batch, check_target, cost_of, explainer_for, make_job, sides_of
-from vitflow.pictures.files import is_remote, remove_inside
+from vitflow.pictures.files import is_remote
 from vitflow.pictures.images import MAX_PIXELS
 from vitflow.pictures.options import MANIFEST_FORMATS
 from vitflow.pictures.overlay import blend
@@ -133,7 +133,8 @@ def explain_folder(
         limit: take the first pictures only.
         batch_size: pictures that the model works on at once; by default 16 on a CPU and 64 on a GPU, halved where
             memory runs out.
-        workers: processes that read pictures; by default half the cores, at most 8. With 0 this process reads them,
+        workers: processes that read pictures, no more than there are cores or pictures to read; by default half the
+            cores, at most 8. With 0 this process reads them,
             and a file that crashes the decoder takes the run with it.
         overwrite: do everything anew; the outputs of an earlier run with other options are removed.
         save_map: write each unscaled map as .npz, too.
@@ -266,16 +267,9 @@ def _fingerprint(root: Path | str, job: Job, model: Mapping[str, Any]) -> dict[s
 def _remove_outputs(journal: Journal, output: Place) -> None:
     """Remove the files that an earlier run has made."""
     for row in journal.rows():
-        _remove(
+        remove_files(
             output, (*row.get("outputs", {}).values(), *(row.get("maps") or {}).values(), *row.get("shard", ())[:1])
         )
-
-
-def _remove(output: Place, paths: Iterable[str]) -> None:
-    if isinstance(output, RemoteFolder):
-        output.remove(paths)
-    else:
-        remove_inside(output, paths)
 
 
 def _tidy(journal: Journal, output: Place, job: Job) -> None:
@@ -287,7 +281,7 @@ def _tidy(journal: Journal, output: Place, job: Job) -> None:
         names = output.names(SHARDS)
     else:
         names = [f"{SHARDS}/{path.name}" for path in (output / SHARDS).glob("*.parquet")]
-    _remove(output, tidy(journal, reader, writer, names))
+    remove_files(output, tidy(journal, reader, writer, names))
 
 
 def _refuse_foreign_files(output: Place, inputs: Sequence[Input], job: Job) -> None:

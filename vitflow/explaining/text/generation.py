@@ -174,6 +174,7 @@ def explain_generation(
     tokenizer: Any = None,
     method: str = "rollout",
     name: str | None = None,
+    trust_remote_code: bool = False,
     **options: Any,
 ) -> Generation:
     """Let a model write, and tell what each token that it writes rests on.
@@ -184,6 +185,7 @@ def explain_generation(
         tokenizer: its tokenizer; by default the one saved beside it. Without one, tokens are told by their numbers.
         method: "rollout", "attention", "flow" or "gae".
         name: what to call the model; by default the id that it was loaded by.
+        trust_remote_code: run Python code that a model by name brings along; without it such a model is refused.
         options: as `model.generate` takes them, such as max_new_tokens=20 or do_sample=True; and the method's own, such
             as causal="raw" (by default "receptive_field"), head_fusion="max", or preset="paper".
 
@@ -197,7 +199,7 @@ def explain_generation(
     if isinstance(model, nn.Module):
         model = unwrap(model)
     else:
-        model, own_tokenizer = load_language_model(model)
+        model, own_tokenizer = load_language_model(model, trust_remote_code=trust_remote_code)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
     refuse_generation(model, generate)
     _refuse_looking_ahead(model)
