@@ -17,7 +17,17 @@ _WIDTH = 26
 
 # What stands under each title, in this order; the options of single methods follow those of Method.
 _SECTIONS: dict[str, tuple[str, ...]] = {
-    "Model": ("model", "checkpoint", "num_classes", "class_names", "name", "device", "dtype", "batch_size"),
+    "Model": (
+        "model",
+        "checkpoint",
+        "num_classes",
+        "class_names",
+        "name",
+        "device",
+        "dtype",
+        "batch_size",
+        "trust_remote_code",
+    ),
     "Picture": ("data_option", "images", "recursive", "glob", "limit", "fit", "workers", "max_pixels"),
     "Text": ("prompt", "generate", "token"),
     "Method": ("method", "methods", "method_names", "target", "targets", "against", "causal"),
