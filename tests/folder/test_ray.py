@@ -219,6 +219,7 @@ def test_the_command_sends_no_model(tmp_path):
         "checkpoint": None,
         "num_classes": None,
         "class_names": None,
+        "name": None,
         "fit": "crop",
         "device": "cpu",
         "dtype": None,

@@ -1,5 +1,6 @@
 """Pictures and outputs behind fsspec: the rows of a local run, resumed, with faults as rows."""
 
+import json
 import os
 import signal
 import subprocess
@@ -306,6 +307,14 @@ def test_an_archive_is_a_folder_of_pictures(tmp_path, explainer):
     assert run(url, tmp_path / "out", model=explainer, recursive=True).kept == 3
     part = run(f"zip://below::file://{tmp_path}/in.zip", tmp_path / "part", model=explainer)
     assert [row["input"] for row in part] == ["0.jpg"]
+
+
+def test_references_are_a_folder_of_pictures(tmp_path, explainer):
+    source = fill(tmp_path / "in", 2)
+    references = {"a.jpg": [f"file://{source}/0.jpg"], "b/c.jpg": [f"file://{source}/1.jpg"]}
+    (tmp_path / "references.json").write_text(json.dumps(references))
+    summary = run(f"reference://::file://{tmp_path}/references.json", tmp_path / "out", model=explainer, recursive=True)
+    assert [(row["input"], row["status"]) for row in summary] == [("a.jpg", "explained"), ("b/c.jpg", "explained")]
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,8 @@ class RemoteFolder:
         self.patience = min(self.patience, _HURRY)
 
     def _path(self, path: str) -> str:
-        return f"{self._system[1].rstrip('/')}/{path}"
+        root = self._system[1]
+        return f"{root.rstrip('/')}/{path}" if root else path  # what lies in an archive has no root
 
     def _ask(self, what: str, work: Callable[[Any, Callable[[], None]], T], stalled: float | None = None) -> T:
         """What `work` gives, in time: it is called with the file system, and a function to call when something came.
