@@ -334,6 +334,50 @@ def test_the_help_says_how_layers_heads_and_patches_count(here):
     assert "FIRST:LAST counted from 1" in text
 
 
+@pytest.mark.parametrize("command", ["explain", "compare", "layers", "explore", "evaluate", "folder"])
+def test_names_that_no_file_can_have_are_told_in_one_line(command, here, pictures):
+    long, own = "x" * 300, ["--method", "rollout", "--model", "demo"]
+    own += {"folder": ["-o", "out"], "evaluate": ["--metric", "faithfulness"]}.get(command, [])
+    code, _, told = here(command, long, *own)
+    assert code in (1, 2) and "error: " in told and long in told
+    suffix = {"explore": ".html", "evaluate": "", "folder": ""}.get(command, ".png")
+    own = own[: own.index("-o")] if "-o" in own else own
+    code, _, told = here(command, pictures[0], *own, "-o", long + suffix)
+    assert code in (1, 2) and "File name too long" in told
+
+
+def test_a_picture_with_the_longest_name_is_told_to_need_an_output(here, pictures, tmp_path):
+    longest = tmp_path / f"{'x' * 251}.png"
+    longest.write_bytes(pictures[0].read_bytes())
+    code, _, told = here("explain", longest, "--model", "demo")
+    assert code == 1 and "File name too long. Choose another place" in told
+    assert here("explain", longest, "--model", "demo", "-o", "own.png")[0] == 0
+    code, _, _ = here("folder", longest, "-o", "out", "--model", "demo", "--method", "centre", "--workers", 0)
+    assert code == 0 and len([*(tmp_path / "out").glob("*xxx*")]) == 1, [*(tmp_path / "out").iterdir()]
+
+
+def test_json_names_what_is_no_text_by_escapes(here, pictures, tmp_path):
+    odd = os.fsdecode(b"caf\xe9 \xc2\x9b31m \xe2\x80\xae.png")
+    (tmp_path / odd).write_bytes(pictures[0].read_bytes())
+    for command in ("explain", "compare", "layers"):
+        code, out, _ = here(command, odd, "--method", "rollout", "--model", "demo", "--json", "-o", "a.png")
+        assert code == 0 and out.isascii() and json.loads(out)["input"] == odd
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "meta"], "The device 'meta' cannot be used"),
+        (["--discard-ratio", "inf"], "Expected a finite discard_ratio, got inf"),
+        (["--method", "centre", "--sigma", "nan"], "Expected a finite sigma, got nan"),
+    ],
+)
+@pytest.mark.parametrize("command", ["explain", "folder"])
+def test_values_that_nothing_can_be_made_with_are_usage_errors(command, arguments, message, here, pictures):
+    code, out, told = here(command, pictures[0], "-o", "out", "--model", "demo", *arguments)
+    assert (code, out) == (2, "") and message in told
+
+
 def test_names_that_terminals_cannot_print(pictures, tmp_path):
     odd = os.fsencode(tmp_path) + b"/new\nline \xff.png"
     with open(odd, "wb") as file:  # noqa: PTH123 - a name that is not text

@@ -1,7 +1,9 @@
 """`vitflow read` as a user meets it: words in the terminal, pages, pictures, JSON, and errors that say what to do."""
 
 import json
+import pickle
 import re
+import shutil
 import subprocess
 import sys
 
@@ -293,3 +295,58 @@ def test_code_of_a_model_runs_when_its_own_option_says_so_and_never_by_stdin(tmp
     assert "brings Python code of its own" in done.stderr and "--trust-remote-code" in done.stderr
     done = CliRunner().invoke(cli, [*words, "--trust-remote-code"])
     assert (done.exit_code, ran.exists()) == (0, True), done.stderr
+
+
+class _Hostile:
+    def __reduce__(self):
+        return print, ("code of a file ran",)
+
+
+def _without_weights(folder):
+    (folder / "model.safetensors").unlink()
+    return folder / "pytorch_model.bin"
+
+
+DAMAGE = {
+    "config of nothing": (lambda place: (place / "config.json").write_text("null"), "as the model, got"),
+    "deep config": (lambda place: (place / "config.json").write_text("[" * 100_000), "as the model, got"),
+    "architecture": (lambda place: _set(place, architectures=[5]), "as the model, got"),
+    "no model": (lambda place: _set(place, architectures=["pipeline"]), "as the model, got"),
+    "no heads": (lambda place: _set(place, num_attention_heads=0), "as the model, got"),
+    "no size": (lambda place: _set(place, hidden_size="x"), "as the model, got"),
+    "cut weights": (lambda place: (place / "model.safetensors").write_bytes(b"\0" * 100), "as the model, got"),
+    "pickle": (lambda place: torch.save([_Hostile()], _without_weights(place)), "could run code when loaded"),
+    "plain pickle": (lambda place: _without_weights(place).write_bytes(pickle.dumps(_Hostile())), "could run code"),
+    "tokenizer": (lambda place: (place / "tokenizer.json").write_text("null"), "Expected a tokenizer beside"),
+    "its settings": (lambda place: (place / "tokenizer_config.json").write_text("[1]"), "Expected a tokenizer beside"),
+}
+
+
+def _set(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_model_of_a_language_is_told_in_one_line(case, encoder, tmp_path):
+    place = shutil.copytree(encoder, tmp_path / "model")
+    damage, message = DAMAGE[case]
+    damage(place)
+    done = CliRunner().invoke(cli, ["read", "the key", "--model", str(place)])
+    assert isinstance(done.exception, SystemExit) and done.exit_code == 2, done.exception
+    assert message in done.stderr.splitlines()[-1] and done.stdout == "" and "code of a file ran" not in done.output
+
+
+def test_a_name_that_no_file_can_have_is_told(encoder):
+    done = CliRunner().invoke(cli, ["read", "the key", "--model", "x" * 300])
+    assert done.exit_code == 2 and "Expected an id of the hub" in done.stderr
+    for name in ("", "x" * 300):
+        done = CliRunner().invoke(cli, ["read", "the key", "--model", str(encoder), "--html", name])
+        assert done.exit_code == 1 and "Cannot write" in done.stderr, done.exception
+
+
+def test_a_target_that_is_none_is_told(decoder):
+    for target, message in (("caf\udce9", "Expected a text in UTF-8"), ("99999", "from 0 to 15, got 99999")):
+        asked = ["--method", "gae", "--target", target, "--model", str(decoder)]
+        done = CliRunner().invoke(cli, ["read", "the key", *asked])
+        assert done.exit_code == 2 and message in done.stderr, done.exception

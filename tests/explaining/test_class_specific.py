@@ -297,6 +297,12 @@ def test_the_centre_prior_is_its_formula():
         centre_prior(3, 3, sigma=0.0)
 
 
+@pytest.mark.parametrize(("sigma", "edge"), [(1e308, 1.0), (1e-320, 0.0)])
+def test_the_centre_prior_of_any_width_is_finite(sigma, edge):
+    found = centre_prior(3, 3, sigma=sigma)
+    assert found[1, 1] == 1 and found[0, 0] == found[1, 0] == edge
+
+
 # --- Whether the asked object lights up ---
 
 

@@ -7,7 +7,7 @@ import torch
 import vitflow
 from tests.recording.test_recorder import tiny
 from vitflow import Explainer, TokenLayout, attention_flow, attention_graph, attention_rollout, record_attention
-from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError
+from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError, VitflowError
 
 ONE = torch.full((1, 2, 5, 5), 0.2)
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
@@ -184,13 +184,26 @@ def test_an_explainer_is_told_what_is_no_layout_and_no_device():
             Explainer(tiny(), data_config=DATA, **options)
 
 
+def test_a_model_without_weights_is_refused_before_it_runs():
+    lazy = tiny()
+    lazy.head = torch.nn.LazyLinear(5)
+    with pytest.raises(ModelError, match=r"head\.weight has no shape yet: run it on an input"):
+        Explainer(lazy, data_config=DATA)
+    lazy(torch.zeros(1, 3, *DATA["input_size"][1:]))
+    assert Explainer(lazy, data_config=DATA).num_classes == 5
+    with pytest.raises(ModelError, match=r"has a shape and no values \(meta\): load its weights first"):
+        Explainer(tiny().to("meta"), data_config=DATA)
+    with pytest.raises(OptionError, match=r"The device 'meta' cannot be used: it computes shapes"):
+        Explainer(tiny(), data_config=DATA, device="meta")
+
+
 def test_a_module_is_moved_where_it_is_asked_to_and_changed_in_nothing_else():
     model = tiny().train()
     model.blocks[1].eval()
     model.head.weight.requires_grad_(False)
     modes = [module.training for module in model.modules()]
     needed = [parameter.requires_grad for parameter in model.parameters()]
-    assert Explainer(model, data_config=DATA, device="meta").device.type == "meta"
-    assert all(parameter.is_meta for parameter in model.parameters())
+    assert Explainer(model, data_config=DATA, device="cpu", dtype="bfloat16").device.type == "cpu"
+    assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     assert [module.training for module in model.modules()] == modes
     assert [parameter.requires_grad for parameter in model.parameters()] == needed

@@ -18,7 +18,7 @@ from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import block_norms, logits_of
 from vitflow.models.facts import class_names_of, model_id, read_input_spec
-from vitflow.models.libraries import class_count, from_processor
+from vitflow.models.libraries import _processor_settings, class_count, from_processor
 
 transformers = pytest.importorskip("transformers")
 
@@ -355,6 +355,13 @@ def test_pictures_are_prepared_as_by_the_image_processor(name):
     prepared = explainer.pixels(source)
     assert prepared.shape == expected.shape == (1, 3, 224, 224)
     assert (prepared - expected).abs().max() < 3 / 255 / 0.25  # filters round to 8 bits, each in its own way
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "null", "[" * 100_000])
+def test_broken_processor_settings_are_named(tmp_path, text):
+    (tmp_path / "preprocessor_config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"Expected a JSON object in .*preprocessor_config\.json"):
+        _processor_settings(str(tmp_path))
 
 
 def test_processor_settings_that_are_left_out_stay_open():

@@ -4,6 +4,7 @@ import argparse
 import copy
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -266,6 +267,59 @@ def test_a_weights_file_that_names_its_architecture(model, tmp_path):
 def test_a_folder_that_is_no_model_is_named(tmp_path):
     with pytest.raises(ModelError, match=r"config\.json and model\.safetensors"):
         vitflow.load_model(tmp_path)
+
+
+WRONG = {
+    "no JSON": ("{", "Expected JSON in"),
+    "no text": ("\udcff", "Expected JSON in"),
+    "too deep": ("[" * 100_000, "Expected JSON in"),
+    "a list": ([1], "names a model of timm as its architecture, got '\\[1\\]'"),
+    "nothing": (None, "names a model of timm as its architecture"),
+    "of transformers": ({"model_type": "vit"}, "It is of transformers"),
+    "architecture": ({"architecture": ["a"]}, "names a model of timm as its architecture"),
+    "pretrained_cfg": ({"architecture": ID, "pretrained_cfg": 5}, "Expected pretrained_cfg in"),
+    "model_args": ({"architecture": ID, "model_args": [1]}, "Expected model_args in"),
+    "no heads": (
+        {"architecture": ID, "pretrained_cfg": {}, "model_args": {"num_heads": 0}},
+        "cannot be built: ZeroDivisionError",
+    ),
+    "mean": ({"mean": ["a", "b", "c"]}, "Expected mean of .* to be three numbers"),
+    "std": ({"std": 0.5}, "Expected std of .* to be three numbers"),
+    "crop": ({"crop_pct": "x"}, "Expected crop_pct of .* to be a number"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_broken_configuration_is_told_in_one_line(model, tmp_path, case):
+    held, message = WRONG[case]
+    if isinstance(held, dict) and held.keys() <= PRETRAINED.keys() | {"crop_pct"}:
+        held = {"architecture": ID, "num_classes": 1000, "pretrained_cfg": PRETRAINED | held}
+    text = held if isinstance(held, str) else json.dumps(held)
+    (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=message) as told:
+        vitflow.Explainer(tmp_path)
+    assert "\n" not in str(told.value)
+
+
+def test_names_of_classes_that_are_none_are_left(model):
+    model = timm.create_model(ID)
+    model.pretrained_cfg = dict(model.pretrained_cfg) | {"label_names": 5}
+    assert class_names_of(model)[0] == "tench"
+
+
+def test_names_that_no_file_can_have_are_told_as_unknown_models():
+    for name in ("x" * 300, "\udcff" * 300):
+        with pytest.raises(ModelError, match="Unknown model"):
+            vitflow.load_model(name)
+    with pytest.raises(ModelError, match="No checkpoint file at"):
+        vitflow.load_model(ID, checkpoint="x" * 300)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that cannot be read from its start")
+def test_a_file_that_cannot_be_read_is_named():
+    with pytest.raises(ModelError, match=r"/proc/self/mem cannot be read"):
+        vitflow.load_model("/proc/self/mem")
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224.augreg_in21k_ft_in1k", "hf-hub:somebody/a-model"])

@@ -30,6 +30,7 @@ from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.method_choices import choose_methods
 from vitflow.explaining.method_options import OPTIONS
+from vitflow.pictures.files import is_link, is_there
 from vitflow.pictures.options import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS, STORES
 
 
@@ -172,7 +173,7 @@ def _check_sources(sources: tuple[Path | str, ...]) -> None:
     for source in sources:
         if isinstance(source, str):
             continue
-        if not source.exists() and not source.is_symlink() and not set("*?[") & set(str(source)):
+        if not is_there(source) and not is_link(source) and not set("*?[") & set(str(source)):
             raise OptionError(f"Expected a folder or a picture, but there is nothing at {printable(source)!r}.")
 
 

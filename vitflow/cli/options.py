@@ -20,7 +20,7 @@ from vitflow.explaining.method_options import OPTIONS
 from vitflow.explaining.method_table import Method, list_methods
 from vitflow.explaining.progress import shown_by
 from vitflow.models.precisions import DTYPES
-from vitflow.pictures.files import is_remote
+from vitflow.pictures.files import is_folder, is_remote
 from vitflow.pictures.options import BACKGROUNDS, FITS, INTERPOLATIONS
 
 # Knows photographs, and is small enough to fetch for a first look.
@@ -299,7 +299,7 @@ def tell_limits(explainer: Any) -> None:
 def check_pictures(images: Iterable[Path], command: str) -> None:
     """Raise OptionError for a folder among the pictures: another command is made for it."""
     for image in images:
-        if image.is_dir():
+        if is_folder(image):
             raise OptionError(
                 f"Expected pictures, got the folder {printable(image)}: vitflow folder {printable(image)} -o OUTPUT "
                 f"explains every picture of a folder, vitflow {command} the ones that you name."
@@ -322,7 +322,7 @@ def output_file(output: str | None, name: str, suffixes: Sequence[str]) -> Path:
 
 def names_folder(output: str) -> bool:
     """Whether an output can only be meant as a folder."""
-    return output.endswith(("/", os.sep)) or Path(output).is_dir()
+    return output.endswith(("/", os.sep)) or is_folder(output)
 
 
 def check_suffix(output: Path, suffixes: Sequence[str], more: str = "") -> None:

@@ -6,6 +6,7 @@ This module imports no torch: a method's function is loaded when it first runs.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from math import isfinite
 from typing import Any, Literal
 
 from vitflow.errors import OptionError, unknown_name
@@ -69,9 +70,11 @@ class Method:
         """Fill in options that were not given (or are None): from `preset` if it was given, else from the defaults.
 
         Raises:
-            OptionError: it has no such option or preset.
+            OptionError: it has no such option or preset; a number is infinite or none.
         """
-        for name in options:
+        for name, value in options.items():
+            if isinstance(value, float) and not isfinite(value):
+                raise OptionError(f"Expected a finite {name}, got {value}.")
             if not self.accepts(name):
                 known = self.defaults or {"(none)": None}
                 having = [method.name for method in _METHODS.values() if method.accepts(name)]

@@ -18,7 +18,7 @@ from vitflow.errors import OptionError, VitflowError
 from vitflow.folder.fingerprints import check_same_run
 from vitflow.folder.journal import Journal
 from vitflow.folder.remote import RemoteFolder, RemoteJournal, StoreError
-from vitflow.pictures.files import is_remote, write_atomically
+from vitflow.pictures.files import is_file, is_folder, is_link, is_remote, is_there, write_atomically
 
 _RECORD = ".vitflow"
 # Distributions whose versions a run's record tells.
@@ -84,8 +84,8 @@ class RunFolder:
             OptionError: another run is writing here, or nobody may.
         """
         place = self.path / _RECORD
-        for path, is_ours in ((place, Path.is_dir), (self.journal, Path.is_file), (place / "lock", Path.is_file)):
-            if path.is_symlink() or (path.exists() and not is_ours(path)):
+        for path, is_ours in ((place, is_folder), (self.journal, is_file), (place / "lock", is_file)):
+            if is_link(path) or (is_there(path) and not is_ours(path)):
                 raise OptionError(
                     f"Expected {str(path)!r} to be the run's own, got a link or another kind of file: remove it, or "
                     "choose another folder."

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vitflow.errors import ImageError, OptionError
 from vitflow.folder.remote import Known, RemoteFolder, find_remote
-from vitflow.pictures.files import is_remote
+from vitflow.pictures.files import is_folder, is_remote
 from vitflow.pictures.images import is_image_name, natural_order
 
 # Longest file name that common file systems take, in bytes.
@@ -112,7 +112,7 @@ def list_inputs(
                 f"The output folder {str(output)!r} is also read from: choose another one, such as "
                 f"{str(output / 'vitflow')!r}."
             )
-    root = absolute[0] if len(absolute) == 1 and Path(absolute[0]).is_dir() else _common_parent(absolute)
+    root = absolute[0] if len(absolute) == 1 and is_folder(absolute[0]) else _common_parent(absolute)
     found: dict[str, tuple[str, str | None]] = {}
     for path in absolute:
         for file, problem in _files(path, recursive, glob, os.path.realpath(output)):
@@ -164,7 +164,7 @@ def _common_parent(paths: Sequence[str]) -> str:
 
 def _files(source: str, recursive: bool, glob: str | None, output: str) -> Iterator[tuple[str, str | None]]:
     """(file, problem) for each input below a source; a file that is named itself is taken whatever its name."""
-    if not Path(source).is_dir():
+    if not is_folder(source):
         yield source, None
         return
     problems: list[OSError] = []

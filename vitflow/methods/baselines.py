@@ -64,5 +64,6 @@ def centre_prior(rows: int, cols: int, *, sigma: float = 0.25) -> Tensor:
         raise OptionError(f"Expected sigma > 0, got {sigma}.")
     if rows < 1 or cols < 1:
         raise ShapeError(f"Expected at least 1 × 1 patches, got {rows} × {cols}.")
-    y, x = ((torch.arange(count) + 0.5) / count - 0.5 for count in (rows, cols))
-    return torch.exp(-(y[:, None] ** 2 + x[None, :] ** 2) / (2.0 * sigma**2))
+    # In shares of σ, whose own square may be more or less than a float can hold.
+    y, x = (((torch.arange(count, dtype=torch.float64) + 0.5) / count - 0.5) / sigma for count in (rows, cols))
+    return torch.exp(-(y[:, None] ** 2 + x[None, :] ** 2) / 2.0).float()

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError
+from vitflow.pictures.files import is_file
 
 # Where training scripts keep the weights inside a checkpoint, the averaged ones first, and the class names.
 _WEIGHT_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict", "net")
@@ -55,7 +56,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         ModelError: there is no such file, it is damaged, or it holds objects that could run code.
     """
     path = Path(path)
-    if not path.is_file():
+    if not is_file(path):
         raise ModelError(f"No checkpoint file at {path}.")
     found = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
     for name, weight in found.weights.items():
@@ -119,8 +120,11 @@ def _allowed(kind: type) -> Iterator[None]:
 
 def _check_container(path: Path) -> None:
     """Refuse what torch did not write, and an archive that would unpack to far more than it is."""
-    with path.open("rb") as file:
-        start = file.read(2)
+    try:
+        with path.open("rb") as file:
+            start = file.read(2)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
     if start not in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
         raise ModelError(
             f"{path} is not a weights file: expected what torch.save writes, or a file that ends in .safetensors."

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
+from numbers import Real
 from typing import Any
 
 import timm
@@ -156,10 +157,8 @@ def class_names_of(model: nn.Module) -> list[str] | None:
     if own is not None:
         return own
     names, described = config.get("label_names"), config.get("label_descriptions")
-    if names and len(names) == count:
-        return [
-            str(described[name]) if isinstance(described, Mapping) and name in described else name for name in names
-        ]
+    if isinstance(names, list | tuple) and names and len(names) == count:
+        return [str(described.get(str(name), name)) if isinstance(described, Mapping) else str(name) for name in names]
     return _imagenet_names(infer_imagenet_subset({"num_classes": count}))
 
 
@@ -219,6 +218,7 @@ def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
     config: dict[str, Any] = {**resolve_model_data_config(model), **given}
     transformer: Any = transformer_of(model)
     embed = getattr(transformer, "patch_embed", None)
+    _check_input(config, model)
     channels, height, width = config["input_size"]
     built_for = getattr(embed, "img_size", None)
     if built_for is not None and "input_size" not in given:
@@ -242,3 +242,14 @@ def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
     if channels == 1:
         spec = replace(spec, mean=spec.mean[:1] * 3, std=spec.std[:1] * 3)
     return spec
+
+
+def _check_input(config: Mapping[str, Any], model: nn.Module) -> None:
+    """Raise ModelError where what a model wants to see is said in something else than numbers."""
+    for name, count in (("input_size", 3), ("mean", None), ("std", None), ("crop_pct", 0)):
+        value = config[name]
+        parts = [value] if count == 0 else value
+        numbers = isinstance(parts, Sequence) and all(isinstance(part, Real) for part in parts)
+        if not numbers or (count and len(parts) != count):
+            expected = "a number" if count == 0 else "three numbers"
+            raise ModelError(f"Expected {name} of {model_id(model)} to be {expected}, got {str(value)[:60]!r}.")

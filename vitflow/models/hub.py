@@ -33,10 +33,11 @@ def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
         close = get_close_matches(name.split(".")[0], timm.list_models(), n=3)
         hint = f" Did you mean {' or '.join(close)}?" if close else ""
         raise ModelError(f"Unknown model {name!r}.{hint} `vitflow models PATTERN` lists the known ones.")
+    config = _config_of(Path(name.removeprefix("local-dir:"))) if local else {}
     try:
         with _quiet_hub(asked=online or (pretrained and not local)):
             if local and not hasattr(timm.models._hub, "load_model_config_from_path"):
-                name, options = _of_folder(Path(name.removeprefix("local-dir:")), options)
+                name, options = _of_folder(Path(name.removeprefix("local-dir:")), config, options)
             return timm.create_model(name, pretrained=pretrained, **options)
     except RuntimeError as error:
         if "pretrained tag" in str(error):
@@ -45,7 +46,7 @@ def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
         raise ModelError(f"{name!r} cannot be loaded: {error}") from error
     except TypeError as error:
         raise ModelError(f"{name!r} cannot be built with these options: {error}.") from error
-    except (KeyError, AttributeError, AssertionError, IndexError, RecursionError) as error:  # of a hostile config.json
+    except (KeyError, AttributeError, AssertionError, IndexError, ArithmeticError) as error:  # of a hostile config.json
         raise ModelError(f"{name!r} cannot be built: {type(error).__name__}: {error}.") from error
     except (OSError, ValueError) as error:  # every network and file error of the hub client is an OSError
         if local:
@@ -59,9 +60,8 @@ def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
         ) from error
 
 
-def _of_folder(folder: Path, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _of_folder(folder: Path, config: dict[str, Any], options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Architecture and options of a folder as timm saves it, for releases of timm that do not read one themselves."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     own = {**config.get("pretrained_cfg", config), **config}
     known = {field.name for field in fields(timm.models.PretrainedCfg)}
     told = {key: value for key, value in own.items() if key in known}
@@ -83,6 +83,33 @@ def without_values() -> Iterator[None]:
     """Models that are built inside have shapes and take no memory."""
     with torch.device("meta"), _NumbersAsTheyAre():
         yield
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    """What a folder's config.json says, in the way of timm; ModelError where it does not say which model it is of."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(
+            f"Expected a folder with config.json and model.safetensors, got {printable(folder)}: "
+            f"{error.strerror or error}."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"Expected JSON in {printable(path)}, got something else: {error}.") from error
+    told: dict[str, Any] = config if isinstance(config, dict) else {}
+    if not isinstance(told.get("architecture"), str):
+        theirs = "model_type" in told
+        raise ModelError(
+            f"Expected {printable(path)} to be a JSON object that names a model of timm as its architecture, got "
+            f"{str(told.get('architecture', config))[:60]!r}."
+            f"{' It is of transformers: load it there, and pass the model in Python.' if theirs else ''}"
+        )
+    for part in ("pretrained_cfg", "model_args"):
+        value = told.get(part, {})
+        if not isinstance(value, dict):
+            raise ModelError(f"Expected {part} in {printable(path)} to be a JSON object, got {str(value)[:60]!r}.")
+    return told
 
 
 @contextmanager
@@ -116,7 +143,7 @@ def hub_answers(seconds: float = _PATIENCE) -> bool:
 def refuse_pictures(name: str) -> None:
     """Raise ModelError where a name is that of a model for pictures alone: one of timm, or a folder that says so."""
     config: dict[str, Any] = {}
-    with suppress(OSError, ValueError, TypeError):
+    with suppress(OSError, ValueError, TypeError, RecursionError):
         config = dict(json.loads((Path(name) / "config.json").read_text(encoding="utf-8")))
     of_timm = name == "demo" or name.startswith(("local-dir:", "hf-hub:")) or "architecture" in config
     if of_timm or {"patch_size", "image_size"} <= config.keys() or timm.is_model(name):

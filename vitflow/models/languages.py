@@ -1,6 +1,7 @@
 """Language models of transformers: what they say of themselves."""
 
 import copy
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowError, printable
 from vitflow.models.libraries import class_count, library_id
+from vitflow.pictures.files import is_file, is_folder
 
 # What transformers calls texts among a model's arguments; the first one given tells how many there are.
 _TEXTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
@@ -94,13 +96,18 @@ def load_language_model(name: str | Path, *, trust_remote_code: bool = False) ->
         loader = next((auto for auto, place in own if str(place).endswith(f".{architecture}")), "AutoModel")
         kind = getattr(transformers, architecture, getattr(transformers, loader, transformers.AutoModel))
         model: nn.Module = kind.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+        model.eval()
+    except pickle.UnpicklingError as error:
+        raise ModelError(
+            f"The weights of {str(name)!r} are damaged, or a pickle that could run code when loaded, and are refused. "
+            "Save them as safetensors: model.save_pretrained(FOLDER)."
+        ) from error
+    except Exception as error:  # a damaged or hostile folder makes transformers raise nearly anything
         _tell_code(name, error)
         raise ModelError(
-            f"Expected an id of the hub or a folder of transformers as the model, got {str(name)!r}: "
-            f"{str(error).strip().splitlines()[0]}"
+            f"Expected an id of the hub or a folder of transformers as the model, got {str(name)!r}: {_reason(error)}"
         ) from error
-    return model.eval(), load_tokenizer(name, trust_remote_code=trust_remote_code)
+    return model, load_tokenizer(name, trust_remote_code=trust_remote_code)
 
 
 def _tell_code(name: str | Path, error: Exception) -> None:
@@ -114,16 +121,21 @@ def _tell_code(name: str | Path, error: Exception) -> None:
 
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer that was saved beside a model; ModelError where there is none."""
+    transformers = _transformers()
     try:
-        if Path(name).is_dir() and not any((Path(name) / file).is_file() for file in _TOKENIZER_FILES):
+        if is_folder(name) and not any(is_file(Path(name) / file) for file in _TOKENIZER_FILES):
             raise OSError(f"no {', '.join(_TOKENIZER_FILES)}")  # transformers would make one that knows no words
-        return _transformers().AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # likewise
         _tell_code(name, error)
         raise ModelError(
-            f"Expected a tokenizer beside the model {str(name)!r}, got none: pass tokenizer=. "
-            f"({str(error).strip().splitlines()[0]})"
+            f"Expected a tokenizer beside the model {str(name)!r}, got none: pass tokenizer=. ({_reason(error)})"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What an error of transformers says, on one line."""
+    return " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
 
 
 def _transformers() -> Any:

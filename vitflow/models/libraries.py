@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, UnsupportedModelError
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
+from vitflow.pictures.files import is_file
 
 # What transformers calls the layer that makes tokens of patches, and the tokens that stand before them.
 _PATCHES = ("patch_embeddings", "patch_embedding")
@@ -234,14 +235,17 @@ def _processor_settings(name: str) -> Mapping[str, Any]:
 
     for file in ("preprocessor_config.json", "processor_config.json"):
         path: Any = Path(name) / file
-        if not path.is_file():
+        if not is_file(path):
             try:
                 path = try_to_load_from_cache(name, file)
             except HFValidationError:  # no such name can be on the hub
                 continue
         if isinstance(path, str | Path):
-            settings: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-            return dict(settings.get("image_processor", settings))
+            try:
+                settings: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+                return dict(settings.get("image_processor", settings))
+            except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+                raise ModelError(f"Expected a JSON object in {path}, the image processor's: {error}.") from error
     return {}
 
 

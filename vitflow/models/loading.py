@@ -15,6 +15,7 @@ from vitflow.models.checkpoints import Checkpoint, ClassNames, read_checkpoint, 
 from vitflow.models.facts import remember_name
 from vitflow.models.hub import create_model, without_values
 from vitflow.models.libraries import class_count
+from vitflow.pictures.files import is_file, is_folder
 
 # Numbers that a model may have beyond twice those of a file: classes that the file lacks.
 _SLACK = 25_000_000
@@ -89,9 +90,9 @@ def _locate(name: str, checkpoint: str | Path | None) -> tuple[str, str | Path |
     path = Path(name)
     if name.startswith(("hf-hub:", "hf_hub:", "local-dir:")):
         return name, checkpoint
-    if path.is_dir():
+    if is_folder(path):
         return f"local-dir:{path}", checkpoint
-    if path.is_file():
+    if is_file(path):
         metadata = read_checkpoint(path).metadata
         if (path.parent / "config.json").is_file() and "architecture" not in metadata:
             return f"local-dir:{path.parent}", checkpoint or path

@@ -1,5 +1,6 @@
 """Write files so that nothing half-written ever stands under a final name."""
 
+import errno
 import os
 import secrets
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,8 @@ def write_atomically(path: str | os.PathLike[str], *, durable: bool = False) -> 
         OSError: the folder or file cannot be written.
     """
     target = Path(path)
+    if not target.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     # A short name of its own: the target's may be as long as the file system allows.
     unfinished = target.with_name(f".vitflow-{secrets.token_hex(8)}.part")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -34,6 +37,26 @@ def write_atomically(path: str | os.PathLike[str], *, durable: bool = False) -> 
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder lies there; none does where the system refuses the name, as it does one of 300 letters."""
+    return os.path.isdir(path)  # noqa: PTH112 - where Path.is_dir() raises
+
+
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Whether a plain file lies there; none does where the system refuses the name."""
+    return os.path.isfile(path)  # noqa: PTH113
+
+
+def is_link(path: str | os.PathLike[str]) -> bool:
+    """Whether a link lies there; none does where the system refuses the name."""
+    return os.path.islink(path)  # noqa: PTH114
+
+
+def is_there(path: str | os.PathLike[str]) -> bool:
+    """Whether anything lies there; nothing does where the system refuses the name."""
+    return os.path.exists(path)  # noqa: PTH110
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from vitflow.errors import ImageError, ShapeError, VitflowError
-from vitflow.pictures.files import write_atomically
+from vitflow.pictures.files import is_file, is_folder, is_there, write_atomically
 from vitflow.pictures.options import WRITE_OPTIONS
 from vitflow.pictures.pillow_settings import pillow_settings
 
@@ -167,9 +167,9 @@ def find_images(path: str | os.PathLike[str], *, recursive: bool = False) -> lis
         ImageError: there is nothing at this path, or a folder cannot be read.
     """
     root = Path(path)
-    if root.is_file():
+    if is_file(root):
         return [root]
-    if not root.is_dir():
+    if not is_folder(root):
         raise ImageError(f"Expected a folder or a picture, but there is nothing at {str(root)!r}.")
 
     def stop(error: OSError) -> None:
@@ -308,13 +308,13 @@ def _over_white(rgba: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def _check_file(path: Path) -> None:
     """Raise ImageError unless there is a file with something in it."""
-    if path.is_dir():
+    if is_folder(path):
         more = "vitflow.explain_folder explains all pictures in it."
         raise ImageError(f"Expected a picture, got the folder {str(path)!r}. {more}")
-    if not path.exists():
+    if not is_there(path):
         hint = " Pictures on the web must be downloaded first." if re.match(r"https?:/", str(path)) else ""
         raise ImageError(f"Expected a picture at {str(path)!r}, but there is no such file.{hint}")
-    if not path.is_file():  # reading from a pipe would wait for ever
+    if not is_file(path):  # reading from a pipe would wait for ever
         raise ImageError(f"Expected a picture at {str(path)!r}, got a device or a pipe. Save it to a file first.")
 
 

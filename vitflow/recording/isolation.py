@@ -47,7 +47,9 @@ def move_to(model: nn.Module, device: str | torch.device | None, dtype: torch.dt
 
     Raises:
         OptionError: the device cannot be used.
+        ModelError: the model has no weights yet.
     """
+    refuse_without_weights(model)
     if dtype is not None:
         with turn(model):
             model.to(dtype)
@@ -55,6 +57,8 @@ def move_to(model: nn.Module, device: str | torch.device | None, dtype: torch.dt
         return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     try:
         device = torch.device(device)
+        if device.type == "meta":
+            raise TypeError("it computes shapes and no values.")
         with turn(model):
             model.to(device)
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
@@ -187,3 +191,15 @@ def refuse_inference_tensors(model: nn.Module) -> None:
             f"The weights of {type(model).__name__} were made under torch.inference_mode(), and no gradient can pass "
             "them. Build or load the model outside of it; explaining inside is fine."
         )
+
+
+def refuse_without_weights(model: nn.Module) -> None:
+    """Raise ModelError for a model whose weights have no shape yet, or a shape and no values."""
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        lazy = nn.parameter.is_lazy(weight)
+        if lazy or weight.is_meta:
+            what = "no shape yet: run it on an input, or load its weights" if lazy else "a shape and no values (meta)"
+            raise ModelError(
+                f"Expected a model with weights, got {type(model).__name__}, whose {name} has {what}"
+                f"{', first.' if lazy else ': load its weights first.'}"
+            )

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_picture
 from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError
 from vitflow.evaluation.data.annotations import Annotation, read_annotations
-from vitflow.evaluation.data.finder import PictureFinder, is_file
+from vitflow.evaluation.data.finder import PictureFinder
 from vitflow.evaluation.data.masks import find_class_names, find_mask, read_mask_regions
 from vitflow.evaluation.data.regions import Label, Region, check_count, mask_region
+from vitflow.pictures.files import is_file, is_folder, is_there
 from vitflow.pictures.images import ImageSource, find_images, read_image
 
 _ANNOTATIONS = (".csv", ".json", ".xml")
@@ -140,20 +141,20 @@ def open_dataset(
         return data if limit is None else _cut(data, limit)
     if limit is not None and limit < 1:
         raise OptionError(f"Expected a limit of at least 1 picture, got {limit}.")
-    if isinstance(data, str) and (match := _DEMO.fullmatch(data)) and not Path(data).exists():
+    if isinstance(data, str) and (match := _DEMO.fullmatch(data)) and not is_there(data):
         count, seed = int(match[1] or 100), int(match[2] or 0)
         return _cut(_drawn(data, count, seed), limit)
     if not isinstance(data, str | os.PathLike):
         return _cut(_listed(list(data)), limit)
-    if images is not None and not Path(images).is_dir():
+    if images is not None and not is_folder(images):
         raise OptionError(f"Expected the folder with the pictures, but there is none at {str(images)!r}.")
     path = Path(data)
     extra = Path(images) if images is not None else None
-    if path.is_file() and path.suffix.lower() in _ANNOTATIONS:
+    if is_file(path) and path.suffix.lower() in _ANNOTATIONS:
         return _cut(_annotated([path], path.name, extra), limit)
-    if path.is_file():
+    if is_file(path):
         return _pictures(path.name, [path], None)
-    if path.is_dir():
+    if is_folder(path):
         return _cut(_folder(path, extra), limit)
     raise OptionError(
         f"Expected data to evaluate on, but there is nothing at {str(path)!r}. Give a folder with pictures, a file "

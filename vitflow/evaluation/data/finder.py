@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vitflow.errors import OptionError
+from vitflow.pictures.files import is_file
 from vitflow.pictures.images import is_image_name
 
 _LONGEST_TOLD = 200  # characters of a name that an error repeats
@@ -66,8 +67,3 @@ class PictureFinder:
                         index.setdefault(file.name, file)
                         index.setdefault(file.stem, file)
         return index
-
-
-def is_file(path: Path) -> bool:
-    """Whether there is a file; a name that no file can have is none, where `Path.is_file` would raise."""
-    return os.path.isfile(path)  # noqa: PTH113

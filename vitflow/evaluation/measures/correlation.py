@@ -31,7 +31,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.methods.values import ValueWeighting
 from vitflow.pictures import figures
 from vitflow.pictures.charts import Series, draw_lines
-from vitflow.pictures.files import write_atomically
+from vitflow.pictures.files import is_folder, write_atomically
 from vitflow.pictures.images import ImageSource, find_images
 from vitflow.pictures.options import FIGURE_FORMATS
 from vitflow.pictures.typesetting import decimal
@@ -123,7 +123,7 @@ def rank_correlation(
 
 
 def _sources(images: Any) -> list[ImageSource]:
-    if isinstance(images, str | os.PathLike) and Path(images).is_dir():
+    if isinstance(images, str | os.PathLike) and is_folder(images):
         images = find_images(images)
         if not images:
             raise OptionError("Expected a folder with pictures, got one without any.")

@@ -232,6 +232,7 @@ def _asked(words: Words, token: str | int | None, tokenizer: Any, causal: bool) 
 def _target(target: str | int | None, tokenizer: Any, model: nn.Module) -> int | None:
     """The number of the token or class whose logit is explained."""
     if isinstance(target, str):
+        check_text(target)
         if not predicts_words(model):
             raise OptionError(f"Expected the number of a class as the target, got {target!r}.")
         for written in (f" {target.strip()}", target.strip()):  # as it stands inside a text, and at its beginning
