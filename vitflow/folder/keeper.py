@@ -220,7 +220,7 @@ def finishing(output: object) -> Iterator[None]:
         yield
     except OSError as error:
         raise VitflowError(
-            f"The rows of this run are kept, but its tables and reports could not be written to {str(output)!r}: "
+            f"What was done is kept, but the tables and reports could not be written to {str(output)!r}: "
             f"{error.strerror or error}. Make room and run the same command again."
         ) from error
 
