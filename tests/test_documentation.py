@@ -26,7 +26,7 @@ from tests.explaining.text.test_reading import wordpiece_tokenizer
 from vitflow.cli import cli
 from vitflow.demo import sample_pictures
 from vitflow.errors import VitflowWarning
-from vitflow.explaining.method_table import get_method
+from vitflow.explaining.asking.method_table import get_method
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -21,14 +21,14 @@ import numpy as np
 from tests.benchmarks.folder import draw_photographs
 from vitflow.explaining.saliency import Saliency
 from vitflow.folder.decoders import decode_file
-from vitflow.folder.draw import draw_run, read_grids
-from vitflow.folder.grids import pack_grid
-from vitflow.folder.journal import Journal
-from vitflow.folder.keeper import RunFolder
-from vitflow.folder.pipeline import put_file
+from vitflow.folder.found.draw import draw_run, read_grids
 from vitflow.folder.shards import ShardWriter
 from vitflow.folder.work import Decoded, Picture, PictureMaps, describe, encode_overlay, make_job
 from vitflow.pictures.geometry import place
+from vitflow.runs.grids import pack_grid
+from vitflow.runs.journal import Journal
+from vitflow.runs.keeper import RunFolder
+from vitflow.runs.places import put_file
 
 
 def make_run(source: Path, output: Path, count: int, drawn: int) -> None:

@@ -21,10 +21,10 @@ from pathlib import Path
 import timm
 import torch
 
-from vitflow.explaining.asked import AskedTrace
-from vitflow.explaining.method_table import get_method
-from vitflow.explaining.needs import Needs
-from vitflow.explaining.refining import make_maps
+from vitflow.explaining.asking.method_table import get_method
+from vitflow.explaining.making.asked import AskedTrace
+from vitflow.explaining.making.needs import Needs
+from vitflow.explaining.making.refining import make_maps
 
 # glibc gives memory back as soon as it is free: else the peak depends on what was kept from before.
 GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_TRIM_THRESHOLD_": "0"}

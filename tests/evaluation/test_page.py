@@ -11,7 +11,7 @@ from PIL import Image
 from vitflow import Explainer, register_method
 from vitflow.demo import draw_picture
 from vitflow.evaluation import Evaluation, evaluate
-from vitflow.explaining.method_table import _METHODS
+from vitflow.explaining.asking.method_table import _METHODS
 from vitflow.pictures.charts import DARK, LIGHT, darkened
 
 HOSTILE = "<img src=x onerror=alert(1)>"

@@ -29,9 +29,9 @@ from vitflow.evaluation import (
     scoring,
 )
 from vitflow.evaluation.data.datasets import Dataset
-from vitflow.explaining.method_table import _METHODS
-from vitflow.folder.journal import Journal
-from vitflow.folder.keeper import RunFolder
+from vitflow.explaining.asking.method_table import _METHODS
+from vitflow.runs.journal import Journal
+from vitflow.runs.keeper import RunFolder
 
 QUICK = ["rollout", "gae"]
 

@@ -26,9 +26,9 @@ from vitflow import Comparison, Explainer
 from vitflow.cli import main
 from vitflow.demo import sample_pictures
 from vitflow.errors import ImageError, NoAttentionError, OptionError, ShapeError, VitflowWarning
-from vitflow.explaining import method_table
-from vitflow.explaining.agreement import Agreement, measure_agreement, spearman, top_overlap
-from vitflow.explaining.comparison import DEFAULT_METHODS, compare
+from vitflow.explaining.asking import method_table
+from vitflow.explaining.showing.agreement import Agreement, measure_agreement, spearman, top_overlap
+from vitflow.explaining.showing.comparison import DEFAULT_METHODS, compare
 from vitflow.pictures import figures, overlay
 from vitflow.pictures.pen import Pen
 from vitflow.pictures.typesetting import readable

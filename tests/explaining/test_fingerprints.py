@@ -24,17 +24,21 @@ from vitflow.evaluation.choices import label_methods
 from vitflow.evaluation.data.datasets import Dataset, open_dataset
 from vitflow.evaluation.run import _settings
 from vitflow.evaluation.scoring import Protocol
-from vitflow.explaining import probing
-from vitflow.explaining.method_options import OPTIONS
-from vitflow.explaining.method_table import list_methods
-from vitflow.folder.fingerprints import fingerprint_difference
-from vitflow.folder.keeper import RunFolder
+from vitflow.explaining.asking.method_options import OPTIONS
+from vitflow.explaining.asking.method_table import list_methods
 from vitflow.folder.run import _fingerprint
 from vitflow.folder.work import make_job
 from vitflow.methods.tokens import TokenLayout
 from vitflow.pictures.preprocessing import InputSpec
+from vitflow.recording import probing
+from vitflow.runs.fingerprints import fingerprint_difference
+from vitflow.runs.keeper import RunFolder
 
 CONFIG = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+
+
+def probe_of(own):
+    return probing.probe(own.model, own.forward, own.input_shape)
 
 
 def own_model(**options) -> torch.nn.Module:
@@ -355,24 +359,24 @@ class Answering(timm.models.VisionTransformer):
 def test_every_answer_is_known_again_and_another_one_told(kind):
     model = tiny_model(partial(Answering, kind))
     own = Explainer(model)
-    first = json.loads(json.dumps(probing.probe(own)))
-    assert probing.alike(first, probing.probe(own))
+    first = json.loads(json.dumps(probe_of(own)))
+    assert probing.alike(first, probe_of(own))
     model.gains = [1.1]
-    assert probing.alike(first, probing.probe(own)) is (kind in ("none", "not a number"))
+    assert probing.alike(first, probe_of(own)) is (kind in ("none", "not a number"))
 
 
 def test_a_model_that_fails_on_the_fixed_picture_has_no_probe():
     model = tiny_model()
     model.blocks[0].register_forward_hook(lambda *_: 1 / 0)
-    assert probing.probe(Explainer(model)) is None
-    assert not probing.alike(None, probing.probe(explainer())) and probing.alike(None, None)
+    assert probe_of(Explainer(model)) is None
+    assert not probing.alike(None, probe_of(explainer())) and probing.alike(None, None)
 
 
 @pytest.mark.parametrize(
     "damage", [3, [], {}, {"parts": 3}, {"parts": {"": "?"}}, {"parts": {"": "AAAA"}, "rounding": 1}]
 )
 def test_a_probe_that_was_edited_is_none(damage):
-    assert not probing.alike(damage, probing.probe(explainer()))
+    assert not probing.alike(damage, probe_of(explainer()))
 
 
 def test_the_probe_is_one_forward_pass_and_leaves_the_model_as_it_was():
@@ -396,7 +400,7 @@ def test_the_probe_is_one_forward_pass_and_leaves_the_model_as_it_was():
         ]
 
     before = modules()
-    probing.probe(own)
+    probe_of(own)
     assert Changing.calls == 1 and model.mean.tolist() == [0.0, 0.0]
     assert torch.equal(torch.get_rng_state(), state)
     assert modules() == before

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from vitflow.errors import OptionError
-from vitflow.explaining import method_table
-from vitflow.explaining.method_choices import check_methods
-from vitflow.explaining.method_table import register_method
+from vitflow.explaining.asking import method_table
+from vitflow.explaining.asking.choices import check_methods
+from vitflow.explaining.asking.method_table import register_method
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def test_needs_may_come_from_any_iterable():
 
 def test_methods_are_chosen_and_checked_without_torch():
     code = (
-        "import sys\nfrom vitflow.explaining.method_choices import choose_methods\n"
+        "import sys\nfrom vitflow.explaining.asking.choices import choose_methods\n"
         "[(method, options)] = choose_methods([('rollout', {'residual': 0.3})], {'head_fusion': 'min'})\n"
         "print(method.name, options['residual'], options['head_fusion'], {'torch', 'numpy'} & {*sys.modules})"
     )

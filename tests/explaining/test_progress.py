@@ -17,9 +17,9 @@ from vitflow.cli import cli
 from vitflow.cli.options import going_on, pictures_bar, talking
 from vitflow.errors import VitflowWarning
 from vitflow.evaluation import evaluate
-from vitflow.explaining.method_table import is_slow, list_methods
+from vitflow.explaining.asking.method_table import is_slow, list_methods
 from vitflow.explaining.progress import tracking, watched
-from vitflow.folder.keeper import RunProgress
+from vitflow.runs.keeper import RunProgress
 
 
 def test_the_share_grows_steadily_over_several_computations():

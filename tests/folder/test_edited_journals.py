@@ -16,10 +16,11 @@ from tests.folder.test_run import run as run_folder
 from vitflow import Explainer, explain_folder
 from vitflow.errors import OptionError, VitflowError
 from vitflow.evaluation import evaluate, results
-from vitflow.folder.journal import Journal
-from vitflow.folder.keeper import RunFolder
-from vitflow.folder.report import report_run
-from vitflow.folder.rows import is_folder_row, is_inside, parse_row
+from vitflow.folder.found.report import report_run
+from vitflow.folder.rows import is_folder_row
+from vitflow.runs.checks import is_inside, parse_row
+from vitflow.runs.journal import Journal
+from vitflow.runs.keeper import RunFolder
 
 
 @pytest.fixture(scope="module")

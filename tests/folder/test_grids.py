@@ -22,12 +22,12 @@ from vitflow import Explainer, explain_folder
 from vitflow.cli import cli
 from vitflow.errors import OptionError, VitflowError
 from vitflow.folder import pipeline, shards
-from vitflow.folder.conditions import parse_condition
-from vitflow.folder.draw import draw_run, read_grids
-from vitflow.folder.journal import Journal
-from vitflow.folder.keeper import RunFolder
-from vitflow.folder.report import report_run
+from vitflow.folder.found.conditions import parse_condition
+from vitflow.folder.found.draw import draw_run, read_grids
+from vitflow.folder.found.report import report_run
 from vitflow.folder.rows import is_folder_row
+from vitflow.runs.journal import Journal
+from vitflow.runs.keeper import RunFolder
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -436,7 +436,7 @@ def test_a_shard_that_would_grow_in_memory_is_refused_before_it_is_read(both, tm
 def test_a_file_too_large_for_a_shard_is_not_read_whole(both, tmp_path, monkeypatch):
     out = tmp_path / "out"
     shutil.copytree(both / "grids", out)
-    monkeypatch.setattr(shards, "_LARGEST", 100)
+    monkeypatch.setattr("vitflow.runs.places._LARGEST", 100)
     with pytest.raises(VitflowError, match="gone, damaged, or others"):
         found(out)
 

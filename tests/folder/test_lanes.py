@@ -11,9 +11,9 @@ import torch
 
 from tests.folder.test_run import fill, run, tiny_model
 from vitflow import Explainer
-from vitflow.folder import batches
-from vitflow.folder.batches import Lanes
-from vitflow.folder.grids import unpack_grid
+from vitflow.runs import batches
+from vitflow.runs.batches import Lanes
+from vitflow.runs.grids import unpack_grid
 
 
 @pytest.fixture

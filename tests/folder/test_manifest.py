@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from vitflow.errors import OptionError, VitflowError
-from vitflow.folder.journal import Journal
-from vitflow.folder.keeper import RunFolder
-from vitflow.folder.manifest import COLUMNS, write_manifest
+from vitflow.folder.found.manifest import COLUMNS, write_manifest
+from vitflow.runs.journal import Journal
+from vitflow.runs.keeper import RunFolder
 
 ODD = os.fsdecode(b"caf\xe9\nnew.jpg")
 

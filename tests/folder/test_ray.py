@@ -25,13 +25,13 @@ from vitflow import Explainer, explain_folder
 from vitflow.cli import cli
 from vitflow.cli.folder import _Model
 from vitflow.errors import OptionError
-from vitflow.folder.draw import read_grids
-from vitflow.folder.grids import map_of
-from vitflow.folder.journal import Journal
-from vitflow.folder.keeper import RunFolder
+from vitflow.folder.found.draw import read_grids
 from vitflow.folder.plan import list_inputs
 from vitflow.folder.ray_engine import Asked, Worker, row_of
 from vitflow.folder.work import make_job
+from vitflow.runs.grids import map_of
+from vitflow.runs.journal import Journal
+from vitflow.runs.keeper import RunFolder
 
 PICTURES, BAD = 300, 10
 

@@ -21,12 +21,13 @@ from tests.folder.test_run import fill, picture_bytes, run, tiny_model
 from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.errors import ImageError, OptionError
-from vitflow.folder import remote
-from vitflow.folder.draw import draw_run, read_grids
-from vitflow.folder.keeper import open_folder
-from vitflow.folder.remote import Known, RemoteFolder, StoreError, find_remote, lies_in
-from vitflow.folder.report import report_run
+from vitflow.folder.fetching import find_remote
+from vitflow.folder.found.draw import draw_run, read_grids
+from vitflow.folder.found.report import report_run
 from vitflow.folder.rows import is_folder_row
+from vitflow.runs import places as remote
+from vitflow.runs.keeper import open_folder
+from vitflow.runs.places import Known, RemoteFolder, StoreError, lies_in
 
 fsspec = pytest.importorskip("fsspec")
 

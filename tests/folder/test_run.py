@@ -27,15 +27,15 @@ from vitflow import Contrast, explain_folder
 from vitflow.cli import cli
 from vitflow.errors import ImageError, ModelError, OptionError, VitflowError
 from vitflow.folder import pipeline
-from vitflow.folder.batches import Batches
 from vitflow.folder.decoders import DecoderPool, decode_file
-from vitflow.folder.draw import draw_run
-from vitflow.folder.journal import Journal
-from vitflow.folder.keeper import RunFolder
+from vitflow.folder.found.draw import draw_run
+from vitflow.folder.found.report import report_run
 from vitflow.folder.plan import list_inputs
-from vitflow.folder.report import report_run
 from vitflow.folder.work import Picture, compute_maps, draw_files, make_job
 from vitflow.models.checkpoints import weights_sha256
+from vitflow.runs.batches import Batches
+from vitflow.runs.journal import Journal
+from vitflow.runs.keeper import RunFolder
 
 
 def tiny_model(kind=VisionTransformer) -> torch.nn.Module:
@@ -554,7 +554,7 @@ class SmallMemory(VisionTransformer):
 @pytest.fixture
 def one_lane(monkeypatch):
     """All of a batch in one forward pass, however many threads there are."""
-    monkeypatch.setattr("vitflow.folder.batches._MOST_LANES", 1)
+    monkeypatch.setattr("vitflow.runs.batches._MOST_LANES", 1)
 
 
 def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path, one_lane):
@@ -762,7 +762,7 @@ def test_the_report_remembers_the_bound_on_pixels(tmp_path, monkeypatch):
     bounds = []
     real = decode_file
     monkeypatch.setattr(
-        "vitflow.folder.draw.decode_file", lambda path, bound: (bounds.append(bound), real(path, bound))[1]
+        "vitflow.folder.found.draw.decode_file", lambda path, bound: (bounds.append(bound), real(path, bound))[1]
     )
     source = fill(tmp_path / "in", 1)
     run(source, tmp_path / "out", max_pixels=5000)
@@ -838,7 +838,8 @@ def test_a_report_needs_no_photograph_that_the_run_had_in_hand(tmp_path, monkeyp
     run(source, out, limit=2)
     decoded = []
     monkeypatch.setattr(
-        "vitflow.folder.draw.decode_file", lambda path, bound: (decoded.append(Path(path).name), decode_file(path))[1]
+        "vitflow.folder.found.draw.decode_file",
+        lambda path, bound: (decoded.append(Path(path).name), decode_file(path))[1],
     )
     page = run(source, out, report=True, batch_size=2).report.read_bytes()
     assert decoded == ["0.jpg", "1.jpg"]  # those of the run before

@@ -9,9 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 from tests import references
 from vitflow import Explainer
 from vitflow.errors import OptionError, ShapeError
-from vitflow.explaining.maps import rollout
-from vitflow.explaining.method_table import get_method
-from vitflow.explaining.needs import Needs
+from vitflow.explaining.asking.method_table import get_method
+from vitflow.explaining.making.maps import rollout
+from vitflow.explaining.making.needs import Needs
 from vitflow.methods.staged_rollout import staged_rollout
 from vitflow.recording.recorder import record_attention
 

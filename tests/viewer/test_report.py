@@ -16,12 +16,12 @@ from tests.references import patch_box
 from tests.viewer.waiting import until
 from vitflow import explain_folder
 from vitflow.errors import OptionError
-from vitflow.folder.journal import Journal
-from vitflow.folder.keeper import RunFolder
-from vitflow.folder.report import report_run
+from vitflow.folder.found.report import report_run
 from vitflow.pictures.geometry import Placement, place
 from vitflow.pictures.overlay import blend, scale_range
 from vitflow.pictures.upsampling import upsample
+from vitflow.runs.journal import Journal
+from vitflow.runs.keeper import RunFolder
 
 HOSTILE = "<img src=x onerror=alert(1)>.jpg"
 CLASSES = ["cat", "dog", "</script><script>alert(2)</script>", "'\"&amp;", "bird"]

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from vitflow.errors import OptionError, ShapeError, printable
-from vitflow.methods.sequences import Words
+from vitflow.methods.sequence.layout import Words
 from vitflow.words.graph import GraphView, Panel
 from vitflow.words.labels import ENGLISH_STOP_WORDS, hide, labels_of
 from vitflow.words.shaded import ShadedText

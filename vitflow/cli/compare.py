@@ -25,9 +25,9 @@ from vitflow.cli.options import (
 from vitflow.cli.saying import say, say_record
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, VitflowError, printable
-from vitflow.explaining.method_choices import check_methods
-from vitflow.explaining.method_options import OPTIONS
-from vitflow.explaining.method_table import DEFAULT_METHODS, Method, get_method
+from vitflow.explaining.asking.choices import check_methods
+from vitflow.explaining.asking.method_options import OPTIONS
+from vitflow.explaining.asking.method_table import DEFAULT_METHODS, Method, get_method
 from vitflow.pictures.options import FIGURE_FORMATS, SCALINGS
 
 _SUFFIXES = (*FIGURE_FORMATS, ".json")
@@ -111,7 +111,7 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
         output = _output_path(images, given["output"])
         methods = given["methods"] or None
         check_methods(methods or DEFAULT_METHODS, options)  # before torch is loaded
-        from vitflow.explaining.comparison import compare
+        from vitflow.explaining.showing.comparison import compare
 
         explainer = make_explainer(given)
         comparison = compare(images, model=explainer, methods=methods, targets=_targets(given), **options)

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from vitflow.demo import load_demo_model, sample_pictures
-from vitflow.explaining.comparison import compare
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.showing.comparison import compare
 
 # The map that each picture's own overlay shows: it answers for the class that the model finds first.
 _METHOD = "gae"

@@ -34,7 +34,7 @@ def draw(run: Path | str, **given: Any) -> None:
     A run with --store grids keeps maps without overlays: this draws those that are worth a look.
     """
     with talking():
-        from vitflow.folder.draw import Drawn, draw_run
+        from vitflow.folder.found.draw import Drawn, draw_run
 
         def tell(drawn: Drawn) -> None:
             for path in drawn.paths:

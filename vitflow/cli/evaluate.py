@@ -20,7 +20,7 @@ from vitflow.cli.options import (
 from vitflow.cli.saying import say, say_record
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
-from vitflow.explaining.method_options import OPTIONS
+from vitflow.explaining.asking.method_options import OPTIONS
 
 
 class _MethodOrAll(MethodWithOptions):

@@ -18,7 +18,7 @@ from vitflow.cli.options import (
 from vitflow.cli.saying import say
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, VitflowError, printable
-from vitflow.explaining.method_choices import choose_methods
+from vitflow.explaining.asking.choices import choose_methods
 
 
 @click.command(cls=SectionedCommand)
@@ -67,7 +67,7 @@ def explore(images: tuple[Path, ...], **given: Any) -> None:
             raise OptionError(f"The page would overwrite the picture {str(output)!r}: choose another output.")
         methods = list(given["methods"]) or None
         choose_methods(methods or ["rollout"], {})  # before torch is loaded
-        from vitflow.explaining.exploring import explore
+        from vitflow.explaining.showing.exploring import explore
 
         explainer = make_explainer(given)
         page = explore(

@@ -28,8 +28,8 @@ from vitflow.cli.options import (
 from vitflow.cli.saying import say
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
-from vitflow.explaining.method_choices import choose_methods
-from vitflow.explaining.method_options import OPTIONS
+from vitflow.explaining.asking.choices import choose_methods
+from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.pictures.files import is_link, is_there
 from vitflow.pictures.options import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS, STORES
 

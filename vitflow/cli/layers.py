@@ -23,8 +23,8 @@ from vitflow.cli.options import (
 from vitflow.cli.saying import say_record
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, VitflowError, printable
-from vitflow.explaining.method_choices import choose_methods
-from vitflow.explaining.method_options import OPTIONS
+from vitflow.explaining.asking.choices import choose_methods
+from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.pictures.options import FIGURE_FORMATS
 
 

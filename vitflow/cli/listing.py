@@ -9,8 +9,8 @@ import click
 from vitflow.cli.options import shown, talking
 from vitflow.cli.saying import say
 from vitflow.errors import printable
-from vitflow.explaining.method_options import OPTIONS
-from vitflow.explaining.method_table import Method, get_method, list_methods
+from vitflow.explaining.asking.method_options import OPTIONS
+from vitflow.explaining.asking.method_table import Method, get_method, list_methods
 
 
 @click.command(short_help="List the methods, or tell all of one.")

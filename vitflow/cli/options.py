@@ -16,8 +16,8 @@ import click
 
 from vitflow.cli.saying import say
 from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning, printable
-from vitflow.explaining.method_options import OPTIONS
-from vitflow.explaining.method_table import Method, list_methods
+from vitflow.explaining.asking.method_options import OPTIONS
+from vitflow.explaining.asking.method_table import Method, list_methods
 from vitflow.explaining.progress import shown_by
 from vitflow.models.precisions import DTYPES
 from vitflow.pictures.files import is_folder, is_remote
@@ -258,7 +258,7 @@ def target_of(target: Any, given: Mapping[str, Any]) -> Any:
     """The class to explain, or a contrast of it and the one that was set against it."""
     if given["against"] is None:
         return target
-    from vitflow.explaining.targets import Contrast
+    from vitflow.explaining.asking.targets import Contrast
 
     return Contrast(target, against=given["against"])
 

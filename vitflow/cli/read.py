@@ -15,7 +15,7 @@ from vitflow.cli.options import check_suffix, given_options, method_options, nam
 from vitflow.cli.saying import say, say_record
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, VitflowError, printable
-from vitflow.explaining.method_options import OPTIONS
+from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.explaining.text.method_table import TEXT_METHODS, text_method
 from vitflow.pictures.options import FIGURE_FORMATS
 

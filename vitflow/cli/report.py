@@ -13,6 +13,6 @@ from vitflow.errors import printable
 def report(output: Path) -> None:
     """Write report.html into OUT, the output folder of `vitflow folder`: one page that needs no network."""
     with talking():
-        from vitflow.folder.report import report_run
+        from vitflow.folder.found.report import report_run
 
         click.echo(printable(report_run(output)))

@@ -13,10 +13,10 @@ from vitflow.errors import OptionError, UnsupportedModelError, VitflowError, Vit
 from vitflow.evaluation.data.datasets import Dataset, Labelled, Sample
 from vitflow.evaluation.data.regions import WORDNET_ID, Label, Region, union
 from vitflow.evaluation.measures.perturbation import REPLACEMENTS
+from vitflow.explaining.asking.choices import MethodChoice, choose_methods
+from vitflow.explaining.asking.method_table import BASELINES, get_method, list_methods
+from vitflow.explaining.asking.targets import class_index
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_choices import MethodChoice, choose_methods
-from vitflow.explaining.method_table import BASELINES, get_method, list_methods
-from vitflow.explaining.targets import class_index
 from vitflow.folder.work import LabelledMethod
 
 _IMAGENET_CLASSES = 1000

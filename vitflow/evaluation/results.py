@@ -18,10 +18,10 @@ from vitflow.evaluation.metrics import Metric
 from vitflow.evaluation.page import write_page
 from vitflow.evaluation.statistics import defined_means, markdown_table
 from vitflow.evaluation.tables import Tables
-from vitflow.folder.manifest import plain_cell
 from vitflow.pictures import notebook
 from vitflow.pictures.figures import figure_bytes
 from vitflow.pictures.files import write_atomically
+from vitflow.runs.columns import plain_cell
 
 # Columns of the CSV files.
 _PICTURE = ("input", "asked", "class_index", "class_name", "probability", "predicted_index", "region_share")

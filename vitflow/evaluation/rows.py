@@ -7,7 +7,7 @@ from vitflow.evaluation.measures.correlation import LAYER_METHODS, REFERENCES
 from vitflow.evaluation.measures.randomisation import default_stages
 from vitflow.evaluation.scoring import CURVES, Protocol
 from vitflow.explaining.explainer import Explainer
-from vitflow.folder.rows import ANSWER, FAILED, Check, dict_of, has, is_number, is_text, list_of, or_none
+from vitflow.runs.checks import ANSWER, FAILED, Check, dict_of, has, is_number, is_text, list_of, or_none
 
 _VALUE = or_none(is_number)
 _numbers_by_name = dict_of(_VALUE)

@@ -28,16 +28,16 @@ from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.rows import accepts
 from vitflow.evaluation.scoring import Case, Protocol, failed_row, measure
 from vitflow.evaluation.statistics import RESAMPLES
+from vitflow.explaining.asking.choices import MethodChoice
+from vitflow.explaining.asking.method_options import takes_method_options
+from vitflow.explaining.asking.method_table import get_method, is_slow
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_choices import MethodChoice
-from vitflow.explaining.method_options import takes_method_options
-from vitflow.explaining.method_table import get_method, is_slow
 from vitflow.explaining.progress import watched
-from vitflow.folder.batches import Batches
-from vitflow.folder.fingerprints import run_fingerprint, without_probe
-from vitflow.folder.keeper import RunFolder, RunProgress, Tally, finishing, keep_rows, versions
 from vitflow.folder.work import explainer_for
 from vitflow.pictures.images import ImageSource
+from vitflow.runs.batches import Batches
+from vitflow.runs.fingerprints import run_fingerprint, without_probe
+from vitflow.runs.keeper import RunFolder, RunProgress, Tally, finishing, keep_rows, versions
 
 #: On how many pictures the costly groups are measured where nothing else is asked for.
 SANITY_PICTURES = 24

@@ -16,13 +16,13 @@ from vitflow.evaluation.measures import sanity
 from vitflow.evaluation.measures.correlation import rank_correlation
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.localisation import localise
-from vitflow.explaining.agreement import is_constant
+from vitflow.explaining.asking.choices import MethodChoice
+from vitflow.explaining.asking.method_table import BASELINES
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_choices import MethodChoice
-from vitflow.explaining.method_table import BASELINES
 from vitflow.explaining.saliency import Saliency
-from vitflow.folder.batches import Batches
+from vitflow.explaining.showing.agreement import is_constant
 from vitflow.folder.work import LabelledMethod
+from vitflow.runs.batches import Batches
 
 One = TypeVar("One")
 

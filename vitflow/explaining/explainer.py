@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+import vitflow
 from vitflow.errors import (
     ModelError,
     OptionError,
@@ -21,16 +22,28 @@ from vitflow.errors import (
     printable,
     unknown_name,
 )
-from vitflow.explaining.answers import Answered, PlacedPicture, activate, apply_methods, log_odds, probabilities_of
-from vitflow.explaining.contrast import explain_contrasts
-from vitflow.explaining.layer_maps import LayerMaps, explain_layers
-from vitflow.explaining.method_choices import Chosen, MethodChoice, asked_for, choose_methods
-from vitflow.explaining.method_options import takes_method_options
-from vitflow.explaining.needs import Needs
-from vitflow.explaining.probing import probe
+from vitflow.explaining.asking.choices import Chosen, MethodChoice, asked_for, choose_methods
+from vitflow.explaining.asking.method_options import takes_method_options
+from vitflow.explaining.asking.targets import (
+    Contrast,
+    Target,
+    Targets,
+    contrasts_among,
+    is_per_picture,
+    resolve_targets,
+)
+from vitflow.explaining.making.applying import (
+    Answered,
+    PlacedPicture,
+    activate,
+    apply_methods,
+    log_odds,
+    probabilities_of,
+)
+from vitflow.explaining.making.contrast import explain_contrasts
+from vitflow.explaining.making.needs import Needs
+from vitflow.explaining.making.shifting import explain_shifted
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.shifting import explain_shifted
-from vitflow.explaining.targets import Contrast, Target, Targets, contrasts_among, is_per_picture, resolve_targets
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import logits_of, unwrap
 from vitflow.models.checkpoints import (
@@ -49,6 +62,7 @@ from vitflow.pictures.images import ImageSource, read_image
 from vitflow.pictures.options import FITS
 from vitflow.pictures.preprocessing import InputSpec
 from vitflow.recording.isolation import default_device, evaluating, move_to, refuse_inference_tensors
+from vitflow.recording.probing import probe
 from vitflow.recording.trace import Trace
 from vitflow.viewer.explorer import ExplorerPage
 
@@ -218,33 +232,9 @@ class Explainer:
             raise OptionError(f"One map was expected, and {target!r} asks for {len(found)}: use explain_batch.")
         return found[0]
 
-    @takes_method_options
-    def layers(
-        self,
-        image: ImageSource,
-        *,
-        method: str = "rollout",
-        layer: int = -1,
-        target: Target | Contrast = None,
-        **options: Any,
-    ) -> LayerMaps:
-        """Show one picture's map layer by layer as it builds up, and the heads of one layer.
-
-        Args:
-            image: a path, bytes, a PIL picture, or an RGB array.
-            method: one that goes through the layers: "rollout", "gradient_rollout" or "gae".
-            layer: whose heads are shown, counted from 1; -1 is the last.
-            target: class index or name; by default the predicted class.
-            options: of the method and of raw attention, such as patch=(3, 7).
-
-        Raises:
-            VitflowError: the picture, the model or an option is wrong.
-
-        >>> from vitflow.demo import sample_pictures
-        >>> Explainer("demo").layers(sample_pictures()[0], layer=2).heads[0].grid.shape
-        (12, 12)
-        """
-        return explain_layers(self, image, method=method, layer=layer, target=target, options=options)
+    def layers(self, image: ImageSource, **options: Any) -> "vitflow.LayerMaps":
+        """Show one picture's map layer by layer, and the heads of one layer; options as for `vitflow.layers`."""
+        return vitflow.layers(image, model=self, **options)
 
     @takes_method_options
     def explain_batch(
@@ -295,9 +285,7 @@ class Explainer:
 
     def explore(self, images: ImageSource | Sequence[ImageSource], **options: Any) -> ExplorerPage:
         """Make a page that answers in the browser when a patch is clicked; options as for `vitflow.explore`."""
-        from vitflow.explaining.exploring import explore  # which makes explainers itself
-
-        return explore(images, model=self, **options)
+        return vitflow.explore(images, model=self, **options)
 
     def _explain_read(
         self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, asked: frozenset[str]
@@ -332,17 +320,22 @@ class Explainer:
         """All that the maps of this explainer depend on, ready for JSON: other maps come of another fingerprint.
 
         Weights, architecture, code and class names stand in it as hashes, the device by its kind, and the rest as
-        what the model makes of a fixed picture (see `vitflow.explaining.probing`).
+        what the model makes of a fixed picture (see `vitflow.recording.probing`).
         """
         return {
             **self.facts.fingerprint(),
             "weights_sha256": weights_sha256(self.model),
             "architecture_sha256": architecture_sha256(self.model),
             "code_sha256": code_sha256(self.model),
-            "probe": probe(self),
+            "probe": probe(self.model, self.forward, self.input_shape),
             "device": self.device.type,
             "fit": self.fit,
         }
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """The shape of a picture as the model takes it, (channels, height, width)."""
+        return self.spec.channels, *self.spec.size
 
     @property
     def num_classes(self) -> int:

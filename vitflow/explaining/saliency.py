@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from vitflow.demo import limits_of
 from vitflow.errors import OptionError
-from vitflow.explaining.captions import class_lines, method_title, own_options
-from vitflow.explaining.targets import Class, Contrast
+from vitflow.explaining.asking.captions import class_lines, method_title, own_options
+from vitflow.explaining.asking.targets import Class, Contrast
 from vitflow.pictures import figures, notebook, overlay
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.geometry import Placement

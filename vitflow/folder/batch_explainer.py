@@ -8,14 +8,14 @@ import numpy as np
 from torch import nn
 
 from vitflow.errors import OptionError, printable
+from vitflow.explaining.asking.choices import MethodChoice
+from vitflow.explaining.asking.targets import Contrast, Target
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_choices import MethodChoice
-from vitflow.explaining.targets import Contrast, Target
-from vitflow.folder.batches import Batches
 from vitflow.folder.decoders import Decoded, decode_file, decode_given
-from vitflow.folder.grids import columns_of, record_of
 from vitflow.folder.work import Picture, auto_batch, check_target, compute_maps, describe, make_job
 from vitflow.pictures.images import MAX_PIXELS
+from vitflow.runs.batches import Batches
+from vitflow.runs.grids import columns_of, record_of
 
 # What stands for "none" in a column, so that a column has one type whatever a batch holds.
 _NOTHING: dict[str, Any] = {"text": "", "json": "", "bytes": b"", "whole": -1, "number": float("nan")}
@@ -126,7 +126,7 @@ class BatchExplainer:
         Raises:
             ShapeError: the picture of that row has no such map.
         """
-        from vitflow.folder.grids import map_of
+        from vitflow.runs.grids import map_of
 
         return map_of({name: values[row] for name, values in found.items()}, label)
 

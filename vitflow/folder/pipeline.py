@@ -6,46 +6,28 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import printable
+from vitflow.explaining.asking.method_table import is_slow
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_table import is_slow
 from vitflow.explaining.progress import watched
-from vitflow.folder.batches import WAITING_BYTES, Batches, Lanes
 from vitflow.folder.decoders import Decoded, DecoderPool
-from vitflow.folder.journal import Journal
-from vitflow.folder.keeper import Tally
+from vitflow.folder.fetching import Fetcher
 from vitflow.folder.plan import Input
-from vitflow.folder.remote import Fetcher, RemoteFolder, StoreError
 from vitflow.folder.shards import ShardWriter
 from vitflow.folder.work import Job, Picture, PictureMaps, compute_maps, draw_files
-from vitflow.pictures.files import remove_inside, stays_inside, write_atomically
+from vitflow.pictures.files import remove_inside
+from vitflow.runs.batches import WAITING_BYTES, Batches, Lanes
+from vitflow.runs.journal import Journal
+from vitflow.runs.keeper import Tally
+from vitflow.runs.places import Place, RemoteFolder, StoreError, put_file
 
 # Batches that wait to be written: with more the disk is the bottleneck, and waiting helps nobody.
 _BATCHES_BEHIND = 2
-
-#: Where files of a run go.
-Place = Path | RemoteFolder
-
-
-def put_file(output: Place, path: str, content: bytes) -> None:
-    """Write a file below the output folder, whole or not at all, and never through a link that leads out of it.
-
-    Raises:
-        OSError: a link does, or the disk is full.
-    """
-    if isinstance(output, RemoteFolder):
-        output.put(path, content)
-        return
-    if not stays_inside(output, path):
-        raise OSError(f"a link leads out of the folder {str(output)!r}")
-    with write_atomically(output / path) as file:
-        file.write(content)
 
 
 def remove_files(output: Place, paths: Iterable[str]) -> None:

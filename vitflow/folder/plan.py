@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vitflow.errors import ImageError, OptionError
-from vitflow.folder.remote import Known, RemoteFolder, find_remote
+from vitflow.folder.fetching import find_remote
 from vitflow.pictures.files import is_folder, is_remote
 from vitflow.pictures.images import is_image_name, natural_order
+from vitflow.runs.places import Known, RemoteFolder
 
 # Longest file name that common file systems take, in bytes.
 _LONGEST_NAME = 255

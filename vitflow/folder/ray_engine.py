@@ -21,15 +21,14 @@ import numpy as np
 from vitflow import errors
 from vitflow.errors import OptionError, VitflowError, unknown_name
 from vitflow.folder.decoders import Decoded, DecoderPool
-from vitflow.folder.fingerprints import fingerprint_difference
-from vitflow.folder.journal import Journal, json_line
-from vitflow.folder.keeper import Tally
-from vitflow.folder.pipeline import Pipeline, Place, put_file, remove_files
+from vitflow.folder.pipeline import Pipeline, remove_files
 from vitflow.folder.plan import Input
-from vitflow.folder.remote import RemoteFolder
-from vitflow.folder.shards import read_file
 from vitflow.folder.work import Job, Picture, PictureMaps, describe, explainer_for
 from vitflow.pictures.options import ENGINES
+from vitflow.runs.fingerprints import fingerprint_difference
+from vitflow.runs.journal import Journal, json_line
+from vitflow.runs.keeper import Tally
+from vitflow.runs.places import Place, RemoteFolder, put_file, read_file
 
 # Batches that an actor gets at once, at most; a task that is lost is done again whole.
 _MOST_BATCHES = 64

@@ -17,30 +17,31 @@ import numpy as np
 from torch import nn
 
 from vitflow.errors import OptionError, VitflowWarning
+from vitflow.explaining.asking.choices import MethodChoice
+from vitflow.explaining.asking.method_options import takes_method_options
+from vitflow.explaining.asking.targets import Contrast, Target
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_choices import MethodChoice
-from vitflow.explaining.method_options import takes_method_options
-from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.decoders import DecoderPool
-from vitflow.folder.fingerprints import run_fingerprint, without_probe
-from vitflow.folder.grids import SHARDS
-from vitflow.folder.journal import Journal
-from vitflow.folder.keeper import RunFolder, RunProgress, Tally, finishing, keep_rows, open_folder, versions, write_json
-from vitflow.folder.manifest import load_pyarrow, write_manifest
-from vitflow.folder.pipeline import Pipeline, Place, put_file, remove_files
+from vitflow.folder.found.manifest import write_manifest
+from vitflow.folder.pipeline import Pipeline, remove_files
 from vitflow.folder.plan import Input, list_inputs
 from vitflow.folder.ray_engine import Asked, Cluster, choose_engine, run_on_ray
-from vitflow.folder.remote import RemoteFolder, lies_in
 from vitflow.folder.rows import is_folder_row
-from vitflow.folder.shards import ShardReader, ShardWriter, read_file, tidy
+from vitflow.folder.shards import ShardReader, ShardWriter, tidy
 from vitflow.folder.work import Job, auto_batch, check_target, cost_of, explainer_for, make_job, sides_of
 from vitflow.pictures.files import is_remote
 from vitflow.pictures.images import MAX_PIXELS
 from vitflow.pictures.options import MANIFEST_FORMATS
 from vitflow.pictures.overlay import blend
+from vitflow.runs.columns import load_pyarrow
+from vitflow.runs.fingerprints import run_fingerprint, without_probe
+from vitflow.runs.grids import SHARDS
+from vitflow.runs.journal import Journal
+from vitflow.runs.keeper import RunFolder, RunProgress, Tally, finishing, keep_rows, open_folder, versions, write_json
+from vitflow.runs.places import Place, RemoteFolder, lies_in, put_file, read_file
 
 if TYPE_CHECKING:
-    from vitflow.folder.report import Thumbnails
+    from vitflow.folder.found.report import Thumbnails
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -206,7 +207,7 @@ def explain_folder(
             table = _write_manifest(folder, journal, keys, fingerprint, manifest)
             page = None
             if report:
-                from vitflow.folder.report import report_run
+                from vitflow.folder.found.report import report_run
 
                 page = report_run(folder.path, keys=keys, thumbnails=photographs)
             seconds = time.perf_counter() - clock
@@ -330,7 +331,7 @@ def _photographs(folder: RunFolder, report: bool) -> AbstractContextManager["Thu
     """Where the photographs that the run has in hand wait for its report."""
     if not report:
         return nullcontext()
-    from vitflow.folder.report import Thumbnails
+    from vitflow.folder.found.report import Thumbnails
 
     return closing(Thumbnails(folder.journal.parent))
 

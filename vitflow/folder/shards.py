@@ -10,11 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from vitflow.errors import ShapeError, VitflowError, printable
-from vitflow.folder.grids import (
+from vitflow.runs.columns import load_pyarrow, shown_name
+from vitflow.runs.grids import (
     AnyGrid,
     columns_of,
     grid_columns,
@@ -25,17 +25,14 @@ from vitflow.folder.grids import (
     shard_name,
     unpack_grid,
 )
-from vitflow.folder.journal import Journal
-from vitflow.folder.manifest import load_pyarrow, shown_name
-from vitflow.folder.remote import RemoteFolder
-from vitflow.pictures.files import stays_inside
+from vitflow.runs.journal import Journal
 
 # Pictures of a shard, and seconds after which one that is not full is written all the same: what a kill may cost.
 _ROWS, _PATIENCE = 1024, 30.0
 # Characters of maps in a shard's rows; such a shard takes 96 MiB.
 _HELD = 2**28
-# What is believed to be a shard: bytes of the file, rows, and bytes of all that is not a map, unpacked.
-_LARGEST, _MOST_ROWS, _MOST_WORDS = 2**28, 2**16, 2**26
+# What is believed to be a shard: rows, and bytes of all that is not a map, unpacked.
+_MOST_ROWS, _MOST_WORDS = 2**16, 2**26
 
 Row = dict[str, Any]
 
@@ -181,23 +178,6 @@ def _check_size(metadata: Any, names: Iterable[str]) -> None:
                 raise ValueError("maps are written as they are")
     if metadata.num_rows > _MOST_ROWS or words > _MOST_WORDS:
         raise ValueError("too large to be a shard")
-
-
-def read_file(output: Path | RemoteFolder, path: str) -> bytes:
-    """The content of a file below an output folder.
-
-    Raises:
-        OSError: it cannot be read, it is too large to be a shard, or a link leads out of the folder.
-    """
-    if isinstance(output, RemoteFolder):
-        return output.read(path, _LARGEST)
-    if not stays_inside(output, path):
-        raise OSError(f"a link leads out of the folder {str(output)!r}")
-    with (output / path).open("rb") as file:
-        content = file.read(_LARGEST + 1)
-    if len(content) > _LARGEST:
-        raise OSError(f"more than {_LARGEST // 2**20} MiB")
-    return content
 
 
 def _damaged(path: str) -> VitflowError:

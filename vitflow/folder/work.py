@@ -15,11 +15,9 @@ from PIL import Image
 from torch import nn
 
 from vitflow.errors import OptionError, printable, unknown_name
-from vitflow.explaining.captions import duration
-from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_choices import choose_methods
-from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import (
+from vitflow.explaining.asking.captions import duration
+from vitflow.explaining.asking.choices import choose_methods
+from vitflow.explaining.asking.targets import (
     Contrast,
     Target,
     check_class_specific,
@@ -28,11 +26,13 @@ from vitflow.explaining.targets import (
     is_top,
     resolve_targets,
 )
-from vitflow.folder.batches import Batches
+from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.saliency import Saliency
 from vitflow.folder.decoders import Decoded
-from vitflow.folder.grids import pack_grid
 from vitflow.methods.cells import cell_grid
 from vitflow.pictures.options import OVERLAY_FORMATS, STORES, WRITE_OPTIONS
+from vitflow.runs.batches import Batches
+from vitflow.runs.grids import pack_grid
 
 # (label, name, options) of a method that a run computes; no two labels of a run are equal.
 LabelledMethod = tuple[str, str, Mapping[str, Any]]

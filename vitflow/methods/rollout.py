@@ -19,7 +19,14 @@ from vitflow.methods.fusion import (
     layers_of,
 )
 from vitflow.methods.gradients import at_least_float32
-from vitflow.methods.visibility import Causal, matrix_among, own_token, relative_to, uniform_attention, visible_keys
+from vitflow.methods.visibility import (
+    Causal,
+    matrix_among,
+    own_token,
+    relative_to,
+    uniform_attention,
+    visible_keys,
+)
 
 
 def attention_rollout(

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, printable
-from vitflow.methods.sequences import Words
+from vitflow.methods.sequence.layout import Words
 from vitflow.pictures.figures import DPI
 from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, Page
 from vitflow.words.labels import labels_of, shown_positions

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from vitflow.errors import printable
-from vitflow.methods.sequences import Words
+from vitflow.methods.sequence.layout import Words
 
 # Words of English that say little by themselves.
 _STOP_WORDS = """

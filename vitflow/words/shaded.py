@@ -12,7 +12,7 @@ from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError
-from vitflow.methods.sequences import Words
+from vitflow.methods.sequence.layout import Words
 from vitflow.pictures.figures import DPI
 from vitflow.pictures.typesetting import BODY, GREY, LEADING, RULE, SMALL, Page
 from vitflow.words.labels import Label, labels_of

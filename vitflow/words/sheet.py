@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, printable
-from vitflow.methods.sequences import Words
+from vitflow.methods.sequence.layout import Words
 from vitflow.pictures.figures import DPI
 from vitflow.pictures.typesetting import BODY, GREY, INK, RULE, SMALL, Page
 from vitflow.words.labels import labels_of, shown_positions

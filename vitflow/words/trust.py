@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError
-from vitflow.methods.sequences import Words
+from vitflow.methods.sequence.layout import Words
 
 
 def check_weights(weights: Any, shape: tuple[int | None, ...]) -> NDArray[np.float64]:

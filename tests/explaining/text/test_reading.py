@@ -11,7 +11,7 @@ from tests.recording.test_languages import SIZES, built
 from vitflow import Words, explain_text, layouts_of, record_attention
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
 from vitflow.explaining.text.wording import words_of
-from vitflow.methods.sequences import Grid, Prefix, SequenceLayout
+from vitflow.methods.sequence.layout import Grid, Prefix, SequenceLayout
 from vitflow.methods.tokens import TokenLayout
 
 transformers = pytest.importorskip("transformers")

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, unknown_name
 from vitflow.evaluation.statistics import markdown_table
-from vitflow.explaining.agreement import spearman
+from vitflow.explaining.asking.choices import MethodChoice
+from vitflow.explaining.asking.targets import Target
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_choices import MethodChoice
-from vitflow.explaining.targets import Target
+from vitflow.explaining.showing.agreement import spearman
 from vitflow.methods.attention import check_layer, raw_attention
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.fusion import HeadFusion

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vitflow.errors import OptionError
 from vitflow.evaluation.measures.perturbation import Choice, Numbers, patch_order, perturb
-from vitflow.explaining.answers import activate
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.making.applying import activate
 from vitflow.explaining.saliency import Saliency
 from vitflow.recording.isolation import evaluating
 

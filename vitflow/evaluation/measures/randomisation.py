@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from vitflow.errors import OptionError, VitflowWarning, unknown_name
-from vitflow.explaining.agreement import spearman
+from vitflow.explaining.asking.choices import MethodChoice
+from vitflow.explaining.asking.targets import Target
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_choices import MethodChoice
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import Target
+from vitflow.explaining.showing.agreement import spearman
 from vitflow.models.anatomy import transformer_of
 from vitflow.models.libraries import library_norms
 from vitflow.pictures.images import ImageSource

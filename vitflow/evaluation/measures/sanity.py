@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, unknown_name
 from vitflow.evaluation.measures.randomisation import cascading_randomisation, original_maps, stage_names
-from vitflow.explaining.agreement import mean_of_defined, spearman
+from vitflow.explaining.asking.choices import MethodChoice
+from vitflow.explaining.asking.method_table import get_method
+from vitflow.explaining.asking.targets import Target
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_choices import MethodChoice
-from vitflow.explaining.method_table import get_method
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import Target
+from vitflow.explaining.showing.agreement import mean_of_defined, spearman
 from vitflow.methods.cells import cell_grid
 from vitflow.models.anatomy import logits_of
 from vitflow.pictures.images import ImageSource, read_image

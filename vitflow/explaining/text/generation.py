@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, printable
-from vitflow.explaining.method_table import Method
+from vitflow.explaining.asking.method_table import Method
 from vitflow.explaining.progress import tracking
 from vitflow.explaining.text import views
 from vitflow.explaining.text.method_table import TEXT_METHODS, for_kind, text_method
 from vitflow.explaining.text.read_rows import read_rows
 from vitflow.explaining.text.wording import words_of
-from vitflow.methods.growing_rollout import GrowingRollout
-from vitflow.methods.sequences import Words
+from vitflow.methods.sequence.growing_rollout import GrowingRollout
+from vitflow.methods.sequence.layout import Words
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id
 from vitflow.models.languages import (

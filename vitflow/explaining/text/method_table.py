@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vitflow.errors import OptionError, unknown_name
-from vitflow.explaining.method_table import Method
+from vitflow.explaining.asking.method_table import Method
 
 _PAPER = {"value_weighted": False}
 _RAW = {**_PAPER, "causal": "raw"}
@@ -21,7 +21,7 @@ TEXT_METHODS: Mapping[str, Method] = {
         Method(
             "rollout",
             "Attention rollout: attention as proportions, multiplied through the layers.",
-            "vitflow.methods.layer_rows:rollout_rows",
+            "vitflow.methods.sequence.layer_rows:rollout_rows",
             defaults={
                 "head_fusion": "mean",
                 "discard_ratio": 0.0,
@@ -37,7 +37,7 @@ TEXT_METHODS: Mapping[str, Method] = {
         Method(
             "attention",
             "Raw attention of one layer.",
-            "vitflow.methods.layer_rows:attention_rows",
+            "vitflow.methods.sequence.layer_rows:attention_rows",
             defaults={"head_fusion": "mean", "layer": -1, "discard_ratio": 0.0, "value_weighted": None},
             needs=frozenset({"attention"}),
             paper="Abnar & Zuidema, ACL 2020, the baseline",
@@ -46,7 +46,7 @@ TEXT_METHODS: Mapping[str, Method] = {
         Method(
             "flow",
             "Attention flow: attention as capacities, and the maximum flow to each token.",
-            "vitflow.methods.layer_rows:flow_rows",
+            "vitflow.methods.sequence.layer_rows:flow_rows",
             defaults={
                 "layers": 4,
                 "below": "rollout",
@@ -65,7 +65,7 @@ TEXT_METHODS: Mapping[str, Method] = {
         Method(
             "gae",
             "Generic attention explainability: attention times its gradient, added up through the layers.",
-            "vitflow.methods.layer_rows:relevance_rows",
+            "vitflow.methods.sequence.layer_rows:relevance_rows",
             defaults={"head_fusion": "mean", "start_layer": 1, "value_weighted": None},
             needs=frozenset({"heads", "gradients"}),
             class_specific=True,

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, ValueNormsError, whole_number
-from vitflow.explaining.method_table import Method
+from vitflow.explaining.asking.method_table import Method
 from vitflow.explaining.progress import tracking
-from vitflow.methods import layer_rows
 from vitflow.methods.attention import check_layer
 from vitflow.methods.fusion import fuse_heads
 from vitflow.methods.rollout import for_the_class
+from vitflow.methods.sequence import layer_rows
 from vitflow.models.languages import has_head, reading
 from vitflow.recording.causality import is_causal
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors

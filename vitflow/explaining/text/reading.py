@@ -17,7 +17,7 @@ from vitflow.explaining.text import views
 from vitflow.explaining.text.method_table import for_kind, text_method
 from vitflow.explaining.text.read_rows import read_rows
 from vitflow.explaining.text.wording import words_in, words_of
-from vitflow.methods.sequences import Words
+from vitflow.methods.sequence.layout import Words
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id
 from vitflow.models.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of

@@ -11,7 +11,7 @@ from vitflow.errors import OptionError, whole_number
 from vitflow.methods.attention import check_layer
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.rollout import attention_rollout
-from vitflow.methods.sequences import Words
+from vitflow.methods.sequence.layout import Words
 from vitflow.words.graph import MOST_TOKENS, GraphView, Panel
 from vitflow.words.labels import hide, labels_of, text_of
 from vitflow.words.shaded import ShadedText

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import ShapeError
-from vitflow.methods.sequences import Grid, Part, SequenceLayout, Words
+from vitflow.methods.sequence.layout import Grid, Part, SequenceLayout, Words
 
 # So many tokens before one are read again to see what it adds to their text.
 _CONTEXT = 6

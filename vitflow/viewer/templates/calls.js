@@ -45,7 +45,7 @@ function rolloutCode(path, call, options, patch, end) {
   lines.push(`tokens = vitflow.attention_rollout(layers, readout=readout, num_prefix_tokens=trace.layout.num_prefix_tokens, ${named})`);
   lines.push("grid = trace.layout.to_grid(tokens)");
   if (refine) {
-    lines.push("", "from vitflow.explaining.refining import affinity_of", "from vitflow.methods.refinement import refine", "");
+    lines.push("", "from vitflow.explaining.making.refining import affinity_of", "from vitflow.methods.refinement import refine", "");
     lines.push(`grid = refine(grid, affinity_of(trace, "${affinity}", grid.shape[1:]), ${refine})`);
   }
   return lines.join("\n");

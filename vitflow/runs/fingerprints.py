@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from vitflow.errors import OptionError
-from vitflow.explaining.probing import alike
-from vitflow.folder.journal import VERSION
+from vitflow.recording.probing import alike
+from vitflow.runs.journal import VERSION
 
 _REMEDY = "Choose another folder, or replace that run with --overwrite (overwrite=True)."
 _KINDS = {"evaluation": "an evaluation", "folder": "a folder run"}

@@ -13,21 +13,19 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import mkdtemp
 from typing import Any, BinaryIO, TypeVar
 from weakref import finalize
 
-from vitflow.errors import ImageError, OptionError, VitflowError, printable
-from vitflow.folder.decoders import Decoded, DecoderPool
-from vitflow.folder.journal import Journal, json_line
-from vitflow.pictures.files import is_remote
+from vitflow.errors import OptionError, VitflowError, printable
+from vitflow.pictures.files import is_remote, stays_inside, write_atomically
+from vitflow.runs.journal import Journal, json_line
 
 T = TypeVar("T")
 
@@ -68,11 +66,12 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         found: tuple[Any, str] = fsspec.core.url_to_fs(url)
     except Exception as error:  # a store's own errors are of many kinds
-        raise OptionError(f"Cannot reach {printable(url)!r}: {_told(error)}") from error
+        raise OptionError(f"Cannot reach {printable(url)!r}: {reason_of(error)}") from error
     return found
 
 
-def _told(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """What an error says, or its kind where it says nothing."""
     return printable(str(error).strip()) or type(error).__name__
 
 
@@ -220,7 +219,7 @@ class RemoteFolder:
         [error] = failed
         if isinstance(error, FileNotFoundError | VitflowError):
             raise error
-        raise StoreError(f"Could not {what}: {_told(error)}.") from error
+        raise StoreError(f"Could not {what}: {reason_of(error)}.") from error
 
     def put(self, path: str, content: bytes) -> None:
         """Write a file below the folder, whole or not at all."""
@@ -238,7 +237,7 @@ class RemoteFolder:
         try:
             self._ask(f"write {path!r} to {self.url!r}", write)
         except FileNotFoundError as error:
-            raise StoreError(f"Could not write {path!r} to {self.url!r}: {_told(error)}.") from error
+            raise StoreError(f"Could not write {path!r} to {self.url!r}: {reason_of(error)}.") from error
 
     def fetch(self, path: str, file: BinaryIO, largest: int | None = None) -> None:
         """Copy a file below the folder into one of this machine, piece by piece.
@@ -378,73 +377,41 @@ class RemoteJournal(Journal):
         self._parts = []
 
 
-def find_remote(source: str, recursive: bool) -> dict[str, Known]:
-    """The files below a URL, by their path below it, with what the store's listing tells of them.
+#: Where files of a run go.
+Place = Path | RemoteFolder
+
+
+def put_file(output: Place, path: str, content: bytes) -> None:
+    """Write a file below the output folder, whole or not at all, and never through a link that leads out of it.
 
     Raises:
-        ImageError: there is nothing there.
+        OSError: a link does, or the disk is full.
     """
-    try:
-        found = RemoteFolder(source).listed(recursive=recursive)
-    except (FileNotFoundError, StoreError) as error:
-        raise ImageError(f"Could not list {printable(source)!r}: {_told(error)}") from error
-    if not found:
-        raise ImageError(f"Expected a folder with pictures, but there is nothing at {printable(source)!r}.")
-    return dict(found)
+    if isinstance(output, RemoteFolder):
+        output.put(path, content)
+        return
+    if not stays_inside(output, path):
+        raise OSError(f"a link leads out of the folder {str(output)!r}")
+    with write_atomically(output / path) as file:
+        file.write(content)
 
 
-class Fetcher:
-    """Brings files to this machine one by one, for the decoders to read.
+# Bytes of a file that is believed to be a shard.
+_LARGEST = 2**28
 
-    Args:
-        decoders: the processes that read.
+
+def read_file(output: Path | RemoteFolder, path: str) -> bytes:
+    """The content of a file below an output folder.
+
+    Raises:
+        OSError: it cannot be read, it is too large to be a shard, or a link leads out of the folder.
     """
-
-    def __init__(self, decoders: DecoderPool) -> None:
-        self._decoders = decoders
-        self._scratch = TemporaryDirectory(prefix="vitflow-", ignore_cleanup_errors=True)
-        self._threads = ThreadPoolExecutor(8, thread_name_prefix="vitflow-fetch")
-        self._stores: dict[str, RemoteFolder] = {}
-
-    def submit(self, store: str, path: str, known: Known | None) -> "Future[Decoded]":
-        """Have a file of a store fetched and read; the future never raises for what is wrong with the file.
-
-        Args:
-            store: URL of the folder.
-            path: of the file below it.
-            known: what is known of it already.
-        """
-        if store not in self._stores:
-            self._stores[store] = RemoteFolder(store)
-        return self._threads.submit(self._fetch, self._stores[store], path, known or Known())
-
-    def _fetch(self, store: RemoteFolder, path: str, known: Known) -> Decoded:
-        place = Path(self._scratch.name, secrets.token_hex(8))
-        try:
-            if known.size is None:  # before it is read: if it changes meanwhile, the next run reads it again
-                with suppress(StoreError):
-                    known = store.known(path) or known
-            place.mkdir()
-            copy = place / (posixpath.basename(path)[-200:] or "picture")
-            with copy.open("wb") as file:
-                store.fetch(path, file, LARGEST_PICTURE)
-            decoded = self._decoders.submit(str(copy)).result()
-            return replace(decoded, mtime_ns=known.changed, etag=known.tag)
-        except Exception as error:  # a store's own errors are of many kinds
-            cause = error.__cause__ if isinstance(error, StoreError) and error.__cause__ is not None else error
-            told = f"Could not read {printable(path)!r} from {printable(store.url)!r}: {_told(error)}."
-            return Decoded(
-                mtime_ns=known.changed,
-                etag=known.tag,
-                error=type(cause).__name__,
-                message=printable(str(error)) if isinstance(error, VitflowError) else told,
-            )
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-
-    def close(self) -> None:
-        """Stop at once: what is on its way is not waited for."""
-        for store in self._stores.values():
-            store.patience = 0.0
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._scratch.cleanup()
+    if isinstance(output, RemoteFolder):
+        return output.read(path, _LARGEST)
+    if not stays_inside(output, path):
+        raise OSError(f"a link leads out of the folder {str(output)!r}")
+    with (output / path).open("rb") as file:
+        content = file.read(_LARGEST + 1)
+    if len(content) > _LARGEST:
+        raise OSError(f"more than {_LARGEST // 2**20} MiB")
+    return content

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from vitflow.errors import ShapeError, UnsupportedModelError, VitflowError, VitflowWarning
-from vitflow.explaining.maps import Maps
-from vitflow.explaining.method_table import Method
+from vitflow.explaining.asking.method_table import Method
+from vitflow.explaining.making.maps import Maps
 from vitflow.methods.refinement import Affinity, AffinityName, check_affinity, co_attention, key_affinity, refine
 from vitflow.recording.layers import AttentionLayer, FusionKey
 from vitflow.recording.trace import Trace

@@ -14,15 +14,15 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, printable, unknown_name
-from vitflow.explaining.agreement import Agreement, mean_of_defined, measure_agreement, spearman
-from vitflow.explaining.captions import own_options
+from vitflow.explaining.asking.captions import own_options
+from vitflow.explaining.asking.choices import MethodChoice, check_methods
+from vitflow.explaining.asking.method_options import takes_method_options
+from vitflow.explaining.asking.method_table import DEFAULT_METHODS, get_method
+from vitflow.explaining.asking.targets import Contrast, Targets, contrasts_among, is_per_picture
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_choices import MethodChoice, check_methods
-from vitflow.explaining.method_options import takes_method_options
-from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.strips import columns_of, draw_comparison
-from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_picture
+from vitflow.explaining.showing.agreement import Agreement, mean_of_defined, measure_agreement, spearman
+from vitflow.explaining.showing.strips import columns_of, draw_comparison
 from vitflow.pictures import figures, notebook
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource

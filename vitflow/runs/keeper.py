@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from vitflow.errors import OptionError, VitflowError
-from vitflow.folder.fingerprints import check_same_run
-from vitflow.folder.journal import Journal
-from vitflow.folder.remote import RemoteFolder, RemoteJournal, StoreError
 from vitflow.pictures.files import is_file, is_folder, is_link, is_remote, is_there, write_atomically
+from vitflow.runs.fingerprints import check_same_run
+from vitflow.runs.journal import Journal
+from vitflow.runs.places import RemoteFolder, RemoteJournal, StoreError
 
 _RECORD = ".vitflow"
 # Distributions whose versions a run's record tells.

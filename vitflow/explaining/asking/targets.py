@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import OptionError
-from vitflow.explaining.method_table import Method
+from vitflow.explaining.asking.method_table import Method
 from vitflow.models.facts import wordnet_of
 
 # A class index, a class name, "top1" … for the most probable ones, or None for the predicted class.

@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any, Literal
 
 from vitflow.errors import OptionError, unknown_name
-from vitflow.explaining.method_options import COMMON, REFINING
+from vitflow.explaining.asking.method_options import COMMON, REFINING
 
 # When a method's map is spread among the patches that the model treats alike.
 Refined = Literal["after", "within", "never"]
@@ -164,7 +164,7 @@ def list_methods() -> list[Method]:
 
 
 #: The function of rollout, of which the layers' product is enough to know.
-ROLLOUT = "vitflow.explaining.maps:rollout"
+ROLLOUT = "vitflow.explaining.making.maps:rollout"
 
 register_method(
     "rollout",
@@ -186,7 +186,7 @@ register_method(
 )
 register_method(
     "attention",
-    "vitflow.explaining.maps:attention",
+    "vitflow.explaining.making.maps:attention",
     summary="Raw attention of one layer, fused or of one head.",
     answers="What does the readout attend to in one layer?",
     defaults={
@@ -204,7 +204,7 @@ register_method(
 )
 register_method(
     "flow",
-    "vitflow.explaining.maps:flow",
+    "vitflow.explaining.making.maps:flow",
     summary="Attention flow: attention as capacities, and the maximum flow from the answer to each patch.",
     answers="How much of each patch could arrive at the top at most, if attention is capacity?",
     defaults={
@@ -225,7 +225,7 @@ register_method(
 )
 register_method(
     "gradient_rollout",
-    "vitflow.explaining.maps:gradient_rollout",
+    "vitflow.explaining.making.maps:gradient_rollout",
     summary="Gradient rollout: rollout over attention times its gradient for the class.",
     answers="Along which ways of attention does each patch raise this class?",
     defaults={
@@ -244,7 +244,7 @@ register_method(
 )
 register_method(
     "gae",
-    "vitflow.explaining.maps:gae",
+    "vitflow.explaining.making.maps:gae",
     summary="Generic attention explainability: attention times its gradient, added up through the layers.",
     answers="Which attention raises this class?",
     defaults={"head_fusion": "max", "start_layer": 1, "value_weighted": "output", "patch": None, "refine": 1},
@@ -255,7 +255,7 @@ register_method(
 )
 register_method(
     "consensus",
-    "vitflow.explaining.consensus:consensus",
+    "vitflow.explaining.making.consensus:consensus",
     summary="Consensus: the geometric mean of GAE, gradient rollout and rollout, each refined.",
     answers="Where do the maps of attention and of its gradients agree?",
     defaults={"value_weighted": "output", "patch": None, "refine": 1},
@@ -265,7 +265,7 @@ register_method(
 )
 register_method(
     "gradcam",
-    "vitflow.explaining.maps:gradcam",
+    "vitflow.explaining.making.maps:gradcam",
     summary="Grad-CAM on the tokens of one block.",
     answers="Which patch features raise this class?",
     defaults={"layer": -1},
@@ -275,7 +275,7 @@ register_method(
 )
 register_method(
     "input_gradient",
-    "vitflow.explaining.maps:input_gradient",
+    "vitflow.explaining.making.maps:input_gradient",
     summary="Absolute gradient of the class by the pixels, summed per patch.",
     answers="Which pixels change this class?",
     defaults={"patch_size": None},
@@ -285,7 +285,7 @@ register_method(
 )
 register_method(
     "occlusion",
-    "vitflow.explaining.maps:occlusion",
+    "vitflow.explaining.making.maps:occlusion",
     summary="Blank-out: what the class's log-odds lose when a patch is hidden.",
     answers="Which patches does this class lose most without?",
     defaults={"patch_size": None, "occlusion_batch": 32, "score": "log-odds"},
@@ -296,7 +296,7 @@ register_method(
 )
 register_method(
     "random",
-    "vitflow.explaining.maps:random",
+    "vitflow.explaining.making.maps:random",
     summary="Baseline: random numbers.",
     answers="What does a map look like that knows nothing?",
     defaults={"random_seed": 0},
@@ -304,7 +304,7 @@ register_method(
 )
 register_method(
     "centre",
-    "vitflow.explaining.maps:centre",
+    "vitflow.explaining.making.maps:centre",
     summary="Baseline: a bump in the middle of the picture.",
     answers="What does a map look like that only knows where photographers put things?",
     defaults={"sigma": 0.25},

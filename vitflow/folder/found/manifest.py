@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from vitflow.errors import OptionError
-from vitflow.folder.journal import json_line
 from vitflow.pictures.files import write_atomically
+from vitflow.runs.columns import load_pyarrow, plain_cell, shown_name
+from vitflow.runs.journal import json_line
 
 #: The columns of a manifest and what they hold; "json" is text in CSV and Parquet.
 COLUMNS = {
@@ -46,9 +46,6 @@ COLUMNS = {
     "saturated_share": "number",
     "seconds": "number",
 }
-
-# Excel, LibreOffice and others compute what begins so; the apostrophe is there to tell ours from theirs.
-_COMPUTED = ("=", "+", "-", "@", "\t", "\r", "'")
 
 
 def write_manifest(path: Path, rows: Iterable[Mapping[str, Any]], common: Mapping[str, Any]) -> None:
@@ -93,15 +90,6 @@ def _write_csv(file: IO[bytes], rows: Iterable[dict[str, Any]], kinds: Mapping[s
         text.detach()
 
 
-def plain_cell(value: Any) -> Any:
-    """Put an apostrophe before text that a spreadsheet would compute, for readers to take away; numbers stay.
-
-    >>> plain_cell("=1+2.jpg"), plain_cell("a.jpg"), plain_cell(-1.5)
-    ("'=1+2.jpg", 'a.jpg', -1.5)
-    """
-    return f"'{value}" if isinstance(value, str) and value.startswith(_COMPUTED) else value
-
-
 def _write_parquet(file: IO[bytes], rows: Iterable[dict[str, Any]], kinds: Mapping[str, str]) -> None:
     pyarrow, parquet = load_pyarrow()
     types = {"text": pyarrow.string(), "json": pyarrow.string(), "whole": pyarrow.int64(), "number": pyarrow.float64()}
@@ -116,18 +104,6 @@ def _write_parquet(file: IO[bytes], rows: Iterable[dict[str, Any]], kinds: Mappi
         writer.write_table(pyarrow.Table.from_pylist(group, schema=schema))
 
 
-def load_pyarrow() -> tuple[Any, Any]:
-    """The modules pyarrow and pyarrow.parquet; OptionError that says how to get it if it is not installed."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise OptionError(
-            "Parquet needs pyarrow: pip install 'vitflow[parquet]', or take --manifest jsonl and --store overlays."
-        ) from error
-    return pyarrow, pyarrow.parquet
-
-
 def _as_text(row: dict[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
     """A row for formats that know only text and numbers."""
     for name, kind in kinds.items():
@@ -137,12 +113,3 @@ def _as_text(row: dict[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
     if shown != row["input"]:
         row |= {"input": shown, "input_hex": os.fsencode(row["input"]).hex()}
     return row
-
-
-def shown_name(name: str) -> str:
-    """An input's name as text; bytes that are none become escapes.
-
-    >>> shown_name("caf\\udce9.jpg")
-    'caf\\\\xe9.jpg'
-    """
-    return os.fsencode(name).decode("utf-8", "backslashreplace")

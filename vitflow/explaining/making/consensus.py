@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from vitflow.explaining.asked import AskedTrace
-from vitflow.explaining.maps import Maps, Patch
-from vitflow.explaining.method_table import get_method
-from vitflow.explaining.refining import make_maps
+from vitflow.explaining.asking.method_table import get_method
+from vitflow.explaining.making.asked import AskedTrace
+from vitflow.explaining.making.maps import Maps, Patch
+from vitflow.explaining.making.refining import make_maps
 from vitflow.methods.refinement import AffinityName
 from vitflow.methods.values import ValueWeighting
 

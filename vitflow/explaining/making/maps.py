@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, unknown_name
-from vitflow.explaining.asked import AskedTrace
-from vitflow.explaining.method_options import OPTIONS
+from vitflow.explaining.asking.method_options import OPTIONS
+from vitflow.explaining.making.asked import AskedTrace
 from vitflow.explaining.progress import tracking
 from vitflow.methods import baselines, gradients
 from vitflow.methods import occlusion as blank_out

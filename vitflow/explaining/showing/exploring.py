@@ -17,13 +17,13 @@ from vitflow.errors import (
     VitflowWarning,
     printable,
 )
-from vitflow.explaining.answers import activate
+from vitflow.explaining.asking.choices import MethodChoice, choose_methods
+from vitflow.explaining.asking.method_table import get_method
+from vitflow.explaining.asking.targets import Targets
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_choices import MethodChoice, choose_methods
-from vitflow.explaining.method_table import get_method
-from vitflow.explaining.refining import affinity_of
+from vitflow.explaining.making.applying import activate
+from vitflow.explaining.making.refining import affinity_of
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import Targets
 from vitflow.methods.refinement import AffinityName
 from vitflow.models.anatomy import block_norm
 from vitflow.pictures.images import ImageSource, read_image

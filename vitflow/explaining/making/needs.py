@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import nn
 
-from vitflow.explaining.method_choices import Chosen
-from vitflow.explaining.method_table import ROLLOUT
-from vitflow.explaining.refining import HEAD_MEANS, needs_head_means, needs_keys
+from vitflow.explaining.asking.choices import Chosen
+from vitflow.explaining.asking.method_table import ROLLOUT
+from vitflow.explaining.making.refining import HEAD_MEANS, needs_head_means, needs_keys
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import block_norm
 from vitflow.recording.layers import FusionKey

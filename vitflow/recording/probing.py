@@ -6,20 +6,17 @@ hooks, or code that was edited since. Whatever of these counts shows in its answ
 
 import base64
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitflow.recording.isolation import Hook, evaluating, uncompiled
-
-if TYPE_CHECKING:
-    from vitflow.explaining.explainer import Explainer
 
 # How far two processors may be apart in what a part of a model hands on, as a share of its size: some twenty times what
 # was seen (1e-5 in float32). A tenth more of one attention shows as more than that.
@@ -30,17 +27,26 @@ _ROUNDING_ON_GPU = 5e-3
 _SUMS = 8
 
 
-def probe(explainer: "Explainer") -> dict[str, Any] | None:
+# Runs a model on its input.
+Forward = Callable[[Tensor], Any]
+
+
+def probe(model: nn.Module, forward: Forward, shape: tuple[int, ...]) -> dict[str, Any] | None:
     """What a model makes of a fixed picture, and how exactly it may be expected again; None where it fails on it.
 
     One forward pass, of which the answer and the output of every module that holds others are summed up in a few
     numbers each. The model is left as it was, random numbers and buffers included.
 
+    Args:
+        model: the model.
+        forward: runs it.
+        shape: of the picture, (channels, height, width).
+
     Returns:
         "parts", the sums (float32 in base 64) by the module's path, that of the answer being ""; and "rounding", the
         share of its size by which a sum may differ on another processor. Ready for JSON.
     """
-    model, sums = explainer.model, dict[str, NDArray[np.float64]]()
+    pixels, sums = fixed_pixels(model, shape), dict[str, NDArray[np.float64]]()
 
     def note(path: str, output: Any) -> None:
         found = _sums(output)
@@ -49,12 +55,12 @@ def probe(explainer: "Explainer") -> dict[str, Any] | None:
 
     holders = [(path, module) for path, module in model.named_modules() if path and module._modules]
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = [explainer.device] if explainer.device.type == "cuda" else []
+    devices = [pixels.device] if pixels.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices), np.errstate(all="ignore"), ExitStack() as hooks:
             for path, module in holders:
                 hooks.callback(Hook(module, lambda _, output, path=path: note(path, output), before=False).remove)
-            note("", answer_to(explainer, fixed_pixels(explainer)))
+            note("", answer_to(model, forward, pixels))
     except Exception:  # the same is told of each picture, with its reason
         return None
     finally:
@@ -63,25 +69,23 @@ def probe(explainer: "Explainer") -> dict[str, Any] | None:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
     rounding = max(_ROUNDING.get(weight.dtype, 0.0) for weight in (torch.empty(0), *model.parameters()))
-    if explainer.device.type != "cpu":
+    if pixels.device.type != "cpu":
         rounding = max(rounding, _ROUNDING_ON_GPU)
     with np.errstate(all="ignore"):
         parts = {path: base64.b64encode(own.astype("<f4").tobytes()).decode() for path, own in sums.items()}
     return {"parts": parts, "rounding": rounding}
 
 
-def fixed_pixels(explainer: "Explainer", seed: int = 0) -> Tensor:
-    """Model input of a picture of random numbers, [1, channels, height, width], the same in every version of NumPy."""
-    shape = (1, explainer.spec.channels, *explainer.spec.size)
-    random = np.random.RandomState(seed)
-    parameter = next(explainer.model.parameters(), torch.empty(0))
-    return torch.from_numpy(random.standard_normal(shape) / 2).to(parameter.dtype).to(explainer.device)
+def fixed_pixels(model: nn.Module, shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    """Model input of one picture of random numbers, the same in every version of NumPy, where the model lies."""
+    parameter = next(model.parameters(), torch.empty(0))
+    return torch.from_numpy(np.random.RandomState(seed).standard_normal((1, *shape)) / 2).to(parameter)
 
 
-def answer_to(explainer: "Explainer", pixels: Tensor) -> list[Tensor]:
+def answer_to(model: nn.Module, forward: Forward, pixels: Tensor) -> list[Tensor]:
     """All tensors that a model in eval mode returns for a model input."""
-    with torch.inference_mode(False), torch.no_grad(), evaluating(explainer.model), uncompiled():
-        return list(_tensors(explainer.forward(pixels)))
+    with torch.inference_mode(False), torch.no_grad(), evaluating(model), uncompiled():
+        return list(_tensors(forward(pixels)))
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

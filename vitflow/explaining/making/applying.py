@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import ModelError, ShapeError
-from vitflow.explaining.asked import AskedTrace
-from vitflow.explaining.method_choices import Chosen
-from vitflow.explaining.method_table import Method
-from vitflow.explaining.refining import make_maps
+from vitflow.explaining.asking.choices import Chosen
+from vitflow.explaining.asking.method_table import Method
+from vitflow.explaining.asking.targets import doubt
+from vitflow.explaining.making.asked import AskedTrace
+from vitflow.explaining.making.refining import make_maps
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import doubt
 from vitflow.models.facts import ModelFacts
 from vitflow.pictures.geometry import Placement
 from vitflow.recording.trace import Trace

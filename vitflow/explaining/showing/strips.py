@@ -6,8 +6,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from vitflow.demo import limits_of
-from vitflow.explaining.captions import class_lines, duration, method_title, own_options
-from vitflow.explaining.method_table import BASELINES
+from vitflow.explaining.asking.captions import class_lines, duration, method_title, own_options
+from vitflow.explaining.asking.method_table import BASELINES
 from vitflow.explaining.saliency import Saliency
 from vitflow.pictures import figures, overlay
 from vitflow.pictures.figures import Cell, Column

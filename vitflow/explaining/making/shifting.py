@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import UnsupportedModelError
-from vitflow.explaining.answers import PlacedPicture
-from vitflow.explaining.method_choices import Chosen
-from vitflow.explaining.method_table import get_method
+from vitflow.explaining.asking.choices import Chosen
+from vitflow.explaining.asking.method_table import get_method
+from vitflow.explaining.making.applying import PlacedPicture
 from vitflow.explaining.saliency import Saliency
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.preprocessing import InputSpec

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vitflow.errors import stops_all
+from vitflow.explaining.asking.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_choices import MethodChoice
-from vitflow.explaining.probing import answer_to, fixed_pixels
 from vitflow.recording.isolation import has_foreign_hooks
+from vitflow.recording.probing import answer_to, fixed_pixels
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -211,20 +211,21 @@ def _are_apart(explainers: Sequence[Explainer], threads: ThreadPoolExecutor) -> 
 
     What one has left in a place that they share, whatever that is, the next one has written over before it is read.
     """
-    pictures = [fixed_pixels(explainers[0], seed) for seed in (0, 1)]
+    first = explainers[0]
+    pictures = [fixed_pixels(first.model, first.input_shape, seed) for seed in (0, 1)]
     barrier, ended = Barrier(len(explainers)), Event()
 
     def in_step(explainer: Explainer, pixels: Tensor) -> list[Tensor]:
         try:
             with _InStep(barrier, ended):
-                return answer_to(explainer, pixels)
+                return answer_to(explainer.model, explainer.forward, pixels)
         finally:  # the others go on by themselves
             ended.set()
             barrier.abort()
 
     try:
         with torch.random.fork_rng([]):
-            alone = [threads.submit(answer_to, explainers[0], pixels).result() for pixels in pictures]
+            alone = [threads.submit(answer_to, first.model, first.forward, pixels).result() for pixels in pictures]
             found = [threads.submit(in_step, one, pictures[number % 2]) for number, one in enumerate(explainers)]
             return all(
                 len(own.result()) == len(alone[number % 2]) and all(map(torch.equal, own.result(), alone[number % 2]))

@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import ImageError
-from vitflow.folder.draw import not_named, read_photograph
-from vitflow.folder.journal import Journal
-from vitflow.folder.keeper import RunFolder
+from vitflow.folder.found.draw import not_named, read_photograph
 from vitflow.folder.rows import folder_run, is_folder_row
-from vitflow.folder.shards import ShardReader, read_file
+from vitflow.folder.shards import ShardReader
 from vitflow.pictures.files import is_remote
+from vitflow.runs.journal import Journal
+from vitflow.runs.keeper import RunFolder
+from vitflow.runs.places import read_file
 from vitflow.viewer.drawing import thumbnail
 from vitflow.viewer.report import write_report
 

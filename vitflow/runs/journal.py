@@ -9,7 +9,7 @@ once a second, and whole before it replaces an older one. The files of a picture
 long they are, and one of another length is made again.
 
 A journal is a file that anybody may have edited: a line that is torn, or no row that a run would have written, counts
-as none (see `vitflow.folder.rows`), and nothing is written or removed through a link that leads out of the folder.
+as none (see `vitflow.runs.checks`), and nothing is written or removed through a link that leads out of the folder.
 """
 
 import json
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vitflow.errors import VitflowError
-from vitflow.folder.rows import is_name, parse_row
 from vitflow.pictures.files import write_atomically
+from vitflow.runs.checks import is_name, parse_row
 
 _SYNC_EVERY = 1.0  # seconds; a killed process loses nothing without it, a power cut does
 # Bytes of a line; a row is mostly its maps' grids, and those of the largest pictures are a few MiB each.

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import SameClassError
-from vitflow.explaining.method_choices import Chosen
+from vitflow.explaining.asking.choices import Chosen
+from vitflow.explaining.asking.targets import Contrast, check_class_specific
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import Contrast, check_class_specific
 
 
 def explain_contrasts(

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vitflow.explaining.method_table import get_method
-from vitflow.explaining.targets import Class, Contrast
+from vitflow.explaining.asking.method_table import get_method
+from vitflow.explaining.asking.targets import Class, Contrast
 
 _TITLES = {
     "attention": "Raw attention",

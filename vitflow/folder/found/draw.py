@@ -16,18 +16,17 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, VitflowError, VitflowWarning, printable, unknown_name, whole_number
 from vitflow.explaining.saliency import Saliency
-from vitflow.folder.conditions import misspelt, parse_condition
 from vitflow.folder.decoders import decode_file, decode_given
-from vitflow.folder.grids import Grid, placement_of
-from vitflow.folder.journal import Journal
-from vitflow.folder.keeper import RunFolder, open_folder
-from vitflow.folder.pipeline import put_file
-from vitflow.folder.remote import LARGEST_PICTURE, RemoteFolder
+from vitflow.folder.found.conditions import misspelt, parse_condition
 from vitflow.folder.rows import folder_run, is_folder_row
-from vitflow.folder.shards import ShardReader, read_file
+from vitflow.folder.shards import ShardReader
 from vitflow.folder.work import encode_overlay
 from vitflow.pictures.files import is_remote
 from vitflow.pictures.options import OVERLAY_FORMATS
+from vitflow.runs.grids import Grid, placement_of
+from vitflow.runs.journal import Journal
+from vitflow.runs.keeper import RunFolder, open_folder
+from vitflow.runs.places import LARGEST_PICTURE, RemoteFolder, put_file, read_file
 
 # A picture's row and its maps by their labels.
 Explained = tuple[dict[str, Any], Mapping[str, Grid]]

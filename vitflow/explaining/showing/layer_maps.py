@@ -3,19 +3,24 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from torch import nn
 
 from vitflow.demo import limits_of
 from vitflow.errors import OptionError
-from vitflow.explaining.captions import class_lines, method_title, own_options
-from vitflow.explaining.method_choices import choose_methods
-from vitflow.explaining.method_table import list_methods
+from vitflow.explaining.asking.captions import class_lines, method_title, own_options
+from vitflow.explaining.asking.choices import choose_methods
+from vitflow.explaining.asking.method_options import takes_method_options
+from vitflow.explaining.asking.method_table import list_methods
+from vitflow.explaining.asking.targets import Contrast, Target
+from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.strips import map_cell
+from vitflow.explaining.showing.strips import map_cell
 from vitflow.methods.attention import check_layer
 from vitflow.pictures import figures, notebook, overlay
 from vitflow.pictures.figures import Block, Cell, Column
@@ -23,9 +28,6 @@ from vitflow.pictures.images import ImageSource, image_name
 from vitflow.pictures.pen import Pen, file_too, takes_drawing_options
 from vitflow.recording.isolation import evaluating
 from vitflow.recording.recorder import record_attention
-
-if TYPE_CHECKING:
-    from vitflow.explaining.explainer import Explainer
 
 # What the sheet itself varies.
 _OWN = ("layer", "head", "start_layer")
@@ -123,17 +125,41 @@ def _bands(cells: list[tuple[Column, Cell]]) -> Iterator[tuple[list[Column], lis
         yield [column for column, _ in columns], [[[cell] for _, cell in columns]]
 
 
-def explain_layers(
-    explainer: "Explainer", image: ImageSource, *, method: str, layer: int, target: Any, options: dict[str, Any]
+@takes_method_options
+def layers(
+    image: ImageSource,
+    *,
+    model: str | Path | nn.Module | Explainer,
+    method: str = "rollout",
+    layer: int = -1,
+    target: Target | Contrast = None,
+    **options: Any,
 ) -> LayerMaps:
-    """The maps of `Explainer.layers`: one pass that counts layers and heads, and one for all maps."""
+    """Show one picture's map layer by layer as it builds up, and the heads of one layer.
+
+    Args:
+        image: a path, bytes, a PIL picture, or an RGB array.
+        model: a model id (see `load_model`), a module of your own, or an `Explainer`.
+        method: one that goes through the layers: "rollout", "gradient_rollout" or "gae".
+        layer: whose heads are shown, counted from 1; -1 is the last.
+        target: class index or name; by default the predicted class.
+        options: of the method and of raw attention, such as patch=(3, 7).
+
+    Raises:
+        VitflowError: the picture, the model or an option is wrong.
+
+    >>> from vitflow.demo import sample_pictures
+    >>> layers(sample_pictures()[0], model="demo", layer=2).heads[0].grid.shape
+    (12, 12)
+    """
     through = [one.name for one in list_methods() if one.accepts("start_layer")]
     if method not in through:
         raise OptionError(f"Expected a method that goes through the layers ({', '.join(through)}), got {method!r}.")
     if own := [name for name in _OWN if name in options]:
         raise OptionError(f"Expected no {own[0]}: the sheet shows every one of them. Choose the layer of the heads.")
     choose_methods([method, "attention"], options)  # before the model runs
-    heads = _count_heads(explainer, image)
+    explainer = model if isinstance(model, Explainer) else Explainer(model)
+    heads = _count_heads(explainer, image)  # one pass that counts, and one for all maps
     number = check_layer("layer", layer, len(heads)) + 1
     # What one layer or head attends to is shown as it is: refinement would lay the same mean over all of them.
     choices: list[tuple[str, dict[str, Any]]] = [
@@ -148,7 +174,7 @@ def explain_layers(
     return LayerMaps(maps[:count], maps[count : 2 * count], maps[2 * count :], number)
 
 
-def _count_heads(explainer: "Explainer", image: ImageSource) -> list[int]:
+def _count_heads(explainer: Explainer, image: ImageSource) -> list[int]:
     """How many heads each layer has."""
     with torch.no_grad(), evaluating(explainer.model):
         with record_attention(explainer.model, layout=explainer.layout) as trace:

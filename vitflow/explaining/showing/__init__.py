@@ -1,0 +1,1 @@
+"""Maps beside each other: comparisons, layers, the page that answers."""
