@@ -50,8 +50,8 @@ def test_compacting_puts_rows_in_order_and_keeps_the_others(journal):
     assert [json.loads(line) for line in journal.path.read_text().splitlines()[1:]] == [
         {"input": "b", "n": 1},
         {"input": "c", "n": 2},
-        {"input": "a", "n": 1},
-        {"input": "d", "n": 1},
+        {"input": "a", "n": 1, "beyond": True},
+        {"input": "d", "n": 1, "beyond": True},
     ]
     assert list(journal.rows(["c"])) == list(Journal(journal.path).rows(["c"])) == [{"input": "c", "n": 2}]
 
