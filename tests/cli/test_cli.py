@@ -378,6 +378,19 @@ def test_values_that_nothing_can_be_made_with_are_usage_errors(command, argument
     assert (code, out) == (2, "") and message in told
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch-size", "²"], "expected auto or a number of at least 1, got '²'"),
+        (["--method", "occlusion", "--occlusion-batch", "0"], "at least 1"),
+        (["--method", "occlusion", "--patch-size", "0"], "patch_size"),
+    ],
+)
+def test_a_folder_run_refuses_numbers_that_are_none(arguments, message, here, pictures):
+    code, out, told = here("folder", pictures[0], "-o", "out", "--model", "demo", "--workers", 0, *arguments)
+    assert (code, out) == (2, "") and message in told
+
+
 def test_names_that_terminals_cannot_print(pictures, tmp_path):
     odd = os.fsencode(tmp_path) + b"/new\nline \xff.png"
     with open(odd, "wb") as file:  # noqa: PTH123 - a name that is not text

@@ -40,7 +40,7 @@ class _BatchSize(click.ParamType):  # type: ignore[type-arg]  # generic from cli
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
         if value is None or value == "auto":
             return None
-        if not str(value).isdigit() or int(value) < 1:
+        if not str(value).isdecimal() or int(value) < 1:
             self.fail(f"expected auto or a number of at least 1, got {value!r}.", param, ctx)
         return int(value)
 

@@ -157,7 +157,7 @@ def cost_of(job: Job, explainer: Explainer, count: int) -> str | None:
     else:
         rows, cols = cell_grid(height, width, asked["patch_size"])
     grey = explainer.pixels(np.full((height, width, 3), 128, np.uint8))
-    batch = grey.expand(min(_TRIED, asked["occlusion_batch"]), -1, -1, -1)
+    batch = grey.expand(max(min(_TRIED, asked["occlusion_batch"]), 1), -1, -1, -1)
     with torch.no_grad():
         explainer.logits(batch)  # the first pass prepares what the others find ready
         started = time.perf_counter()
