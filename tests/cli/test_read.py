@@ -101,7 +101,7 @@ def test_a_crafted_tokenizer_sends_nothing_but_words_to_a_terminal(decoder, tmp_
 def test_words_of_a_command_line_that_fit_nowhere_are_shown_as_text(monkeypatch, capsys):
     for words in (
         ["read", "--\x1b[31m\u202e"],
-        ["\x9b31m"],
+        ["a\x9b31m"],
         ["read", "a", "b\u202e", "--model", "m"],
         ["read", "--view", "\x9b"],
     ):
@@ -330,6 +330,8 @@ def _set(folder, **values):
 @pytest.mark.parametrize("case", DAMAGE)
 def test_a_damaged_model_of_a_language_is_told_in_one_line(case, encoder, tmp_path):
     place = shutil.copytree(encoder, tmp_path / "model")
+    if "pickle" in case and not hasattr(torch.compiler, "set_stance"):
+        pytest.skip("transformers reads no pickles with torch before 2.6")
     damage, message = DAMAGE[case]
     damage(place)
     done = CliRunner().invoke(cli, ["read", "the key", "--model", str(place)])

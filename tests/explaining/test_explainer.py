@@ -343,7 +343,7 @@ def test_a_layout_of_ones_own():
         def __init__(self) -> None:
             super().__init__()
             self.embed = nn.Conv2d(3, 24, 8, 8)
-            self.attend = timm.layers.Attention(24, num_heads=2)
+            self.attend = timm.models.vision_transformer.Attention(24, num_heads=2)
 
         def forward(self, pixels):
             return self.attend(self.embed(pixels).flatten(2).transpose(1, 2)).mean(1)

@@ -119,6 +119,14 @@ def test_uniform_attention_is_uniform_for_each_written_token(name):
 def test_prompts_padded_on_the_left_are_each_as_alone_with_a_mask_and_without(name, method):
     model, padded = of_kind(name), torch.cat([numbers(9), numbers(9)])
     padded[1, :4] = 0
+    if name == "OpenAI-GPT":  # older releases of transformers count its padding as places of the text
+        own = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+        scores = [
+            model.generate(ids, attention_mask=ids.ne(0).long(), **own).scores[0][-1]
+            for ids in (padded, padded[1:, 4:])
+        ]
+        if not torch.allclose(*scores, atol=1e-4):
+            pytest.skip("its own answers move with the place of a text")
     options = {"max_new_tokens": 3, "do_sample": False, "method": method}
     alone = explain_generation(model, padded[1:, 4:], **options)
     masked = {"input_ids": padded, "attention_mask": padded.ne(0).long()}

@@ -244,9 +244,18 @@ def refuse_static(cache: Any) -> None:
         )
 
 
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The part of a model of transformers that writes."""
+    of_theirs: Any = model
+    decoder: nn.Module | None = of_theirs.get_decoder()
+    if decoder is None:  # before transformers 5, of most models that have no other part
+        decoder = of_theirs.base_model
+    return decoder
+
+
 def decoder_path(model: nn.Module) -> str:
     """The path of the part that writes, inside a model that may see or hear as well; empty where it is the model."""
-    decoder = model.get_decoder()  # type: ignore[operator]
+    decoder = decoder_of(model)
     return next((path for path, module in model.named_modules() if module is decoder), "")
 
 

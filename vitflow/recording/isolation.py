@@ -2,14 +2,14 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from vitflow.errors import ModelError, OptionError
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 
 _guard = threading.Lock()
 _turns: WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = WeakKeyDictionary()
@@ -180,8 +180,24 @@ def _no_fast_path() -> Iterator[None]:
 
 #: Have torch's own transformer modules take the path on which their attention is seen.
 no_fast_path = _WhileAny(_no_fast_path)
+
+
+def _force_eager() -> AbstractContextManager[Any]:
+    # Older releases of torch cannot be told; `refuse_compiled` keeps their compiled models out.
+    return torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
+
+
 #: Have compiled code run as it was written: compiled code shows no calls.
-uncompiled = _WhileAny(lambda: torch.compiler.set_stance("force_eager"))
+uncompiled = _WhileAny(_force_eager)
+
+
+def refuse_compiled() -> None:
+    """Raise UnsupportedModelError where torch cannot run compiled code as it was written: before 2.6."""
+    if not hasattr(torch.compiler, "set_stance"):
+        raise UnsupportedModelError(
+            f"Expected a model without compiled parts, since compiled code shows no attention, got some with torch "
+            f"{torch.__version__}. Pass the model as it was before torch.compile, or install torch 2.6 or newer."
+        )
 
 
 def refuse_inference_tensors(model: nn.Module) -> None:

@@ -46,7 +46,7 @@ from vitflow.recording.attention_kinds import (
     refusal_of,
 )
 from vitflow.recording.interception import Interception
-from vitflow.recording.isolation import Hook, aside, is_aside, no_fast_path, turn, uncompiled
+from vitflow.recording.isolation import Hook, aside, is_aside, no_fast_path, refuse_compiled, turn, uncompiled
 from vitflow.recording.layer_tokens import find_tokens
 from vitflow.recording.layers import (
     Arrange,
@@ -150,6 +150,7 @@ class record_attention:
             self._enter_hooks(stack)
             stack.enter_context(no_fast_path())
             if runs_compiled(self._called):
+                refuse_compiled()
                 stack.enter_context(uncompiled())
             if self._attention:
                 stack.enter_context(self._interception)

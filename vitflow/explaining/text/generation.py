@@ -25,6 +25,7 @@ from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id
 from vitflow.models.languages import (
     check_text,
+    decoder_of,
     generation_setting,
     load_language_model,
     mask_of,
@@ -234,7 +235,7 @@ def explain_generation(
 
 def _refuse_looking_ahead(model: nn.Module) -> None:
     """Raise UnsupportedModelError where a token moves what is made of those before it."""
-    if not is_causal(model.get_decoder()):  # type: ignore[operator]
+    if not is_causal(decoder_of(model)):
         raise UnsupportedModelError(
             f"Expected a model whose tokens see only those before them, got {type(model).__name__}, in which a later "
             "token moves earlier ones: it writes no text from left to right. Use vitflow.explain_text to see what it "
