@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from vitflow.demo import limits_of
 from vitflow.errors import OptionError
 from vitflow.explaining.asking.captions import class_lines, method_title, own_options
+from vitflow.explaining.asking.method_options import plain_options
 from vitflow.explaining.asking.targets import Class, Contrast
 from vitflow.pictures import figures, notebook, overlay
 from vitflow.pictures.files import write_atomically
@@ -203,7 +204,7 @@ class Saliency:
             "input": self.source,
             "model": self.model,
             "method": self.method,
-            "options": {key: list(value) if isinstance(value, tuple) else value for key, value in self.options.items()},
+            "options": plain_options(self.options),
             "class_specific": self.class_specific,
             "class_index": self.target,
             "class_name": self.class_name,

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, ValueNormsError, whole_number
@@ -179,3 +181,9 @@ def score_of(trace: Trace, position: int, target: int | None) -> Tensor:
     if target is not None:
         whole_number("target", target, 0, len(scores) - 1)
     return scores.max() if target is None else scores[target]
+
+
+def array_of(tensor: Tensor) -> NDArray[np.float32]:
+    """The same numbers in NumPy, float32."""
+    array: NDArray[np.float32] = tensor.detach().float().cpu().numpy()
+    return array

@@ -13,17 +13,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, printable, whole_number
-from vitflow.explaining.text import views
+from vitflow.explaining.asking.method_options import plain_options
+from vitflow.explaining.text.captions import caption
 from vitflow.explaining.text.method_table import for_kind, text_method
-from vitflow.explaining.text.read_rows import read_rows
+from vitflow.explaining.text.read_rows import array_of, read_rows
 from vitflow.explaining.text.wording import words_in, words_of
+from vitflow.methods.flow.attention_flow import attention_flow
+from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.sequence.layout import Words
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id
 from vitflow.models.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
 from vitflow.models.libraries import class_count
 from vitflow.recording.causality import is_causal
-from vitflow.words.graph import GraphView
+from vitflow.words.graph import MOST_TOKENS, GraphView, Panel
+from vitflow.words.labels import hide, text_of
 from vitflow.words.shaded import ShadedText
 from vitflow.words.sheet import Sheet
 
@@ -75,9 +79,8 @@ class Reading:
     seconds: float = 0.0
 
     def __repr__(self) -> str:
-        asked = views.joined(self.tokens, self.asked)
         size = f"{self.tokens.length} tokens, {len(self.layers)} layers"
-        return f"Reading({self.text[:_SHOWN]!r}, {self.method}, token={asked!r}, {size}, {printable(self.model)})"
+        return f"Reading({self.text[:_SHOWN]!r}, {self.method}, token={self._word!r}, {size}, {printable(self.model)})"
 
     def shaded(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> ShadedText:
         """The text with each token on the shade of its weight.
@@ -87,11 +90,18 @@ class Reading:
             stop_words: words to show without a shade, such as `vitflow.words.labels.ENGLISH_STOP_WORDS`. What is not
                 shown is said below the view, with its share of the weight.
         """
-        return views.shade_reading(self, special=special, stop_words=stop_words)
+        return ShadedText(self.tokens, self._seen(self.weights), own=self.own, **self._shown(special, stop_words))
 
     def sheet(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> Sheet:
         """The weights where the method ends at each layer, the last layer on top; options as for `shaded`."""
-        return views.layers_of_reading(self, special=special, stop_words=stop_words)
+        return Sheet(
+            self.tokens,
+            self._seen(self.layers),
+            [f"layer {number}" for number in range(1, len(self.layers) + 1)],
+            own=self.own,
+            upwards=True,
+            **self._shown(special, stop_words),
+        )
 
     def graph(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> GraphView:
         """Raw attention, rollout and flow as graphs side by side, as the paper draws them; options as for `shaded`.
@@ -99,7 +109,53 @@ class Reading:
         Raises:
             OptionError: the text is too long for a graph.
         """
-        return views.graph_of_reading(self, special=special, stop_words=stop_words)
+        shown = self._shown(special, stop_words)
+        count = self.tokens.length - len(shown["hidden"])
+        if self.matrices is None or count > MOST_TOKENS:
+            raise OptionError(
+                f"Expected a text of at most {MOST_TOKENS} tokens for a graph, got {count}: take a part of it, leave "
+                "stop words out, or draw the sheet of its layers."
+            )
+        options: dict[str, Any] = {
+            "residual": self.options.get("residual", 0.5),
+            "causal": self.options.get("causal") if self.causal else None,
+            "num_prefix_tokens": 0,
+        }
+        layers = [torch.from_numpy(layer).unsqueeze(0) for layer in np.asarray(self.matrices)]
+        rolled = [attention_rollout(layers[:count], **options)[0].numpy() for count in range(1, len(layers) + 1)]
+        flows = attention_flow(layers, all_sources=True, **options).normalized[0].numpy()
+        raw, rollout = np.asarray(self.matrices), np.stack(rolled)
+        panels = [
+            Panel("raw attention", raw, _walked(raw, self.asked), "edges: each layer's attention"),
+            Panel("attention rollout", rollout, _rows(rollout, self.asked), "edges: what is held of the input"),
+            Panel("attention flow", flows, _rows(flows, self.asked), "edges: flow from the input"),
+        ]
+        told = {
+            name: self.options[name] for name in ("head_fusion", "value_weighted", "causal") if name in self.options
+        }
+        below = caption("graphs", {**told, "residual": options["residual"]}, self.model)
+        return GraphView(self.tokens, panels, **{**shown, "caption": below})
+
+    @property
+    def _word(self) -> str:
+        """The word that the asked tokens make up, as it is shown."""
+        return text_of(self.tokens[min(self.asked) : max(self.asked) + 1])
+
+    def _seen(self, weights: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Weights [..., tokens], NaN for what the asked token could not see."""
+        seen = np.array(weights, dtype=np.float64)
+        if self.causal:
+            seen[..., max(self.asked) + 1 :] = np.nan
+        return seen
+
+    def _shown(self, special: bool, stop_words: Iterable[str]) -> dict[str, Any]:
+        """What all views have: what is asked about, what is hidden, and the lines above and below."""
+        return {
+            "asked": self.asked,
+            "hidden": hide(self.tokens, special=not special, stop_words=stop_words),
+            "title": f"What “{self._word}” rests on",
+            "caption": caption(self.method, self.options, self.model, target=self.target, probability=self.probability),
+        }
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the shaded text as .png, .pdf or .svg; options as for `shaded`."""
@@ -120,7 +176,7 @@ class Reading:
             "trust": asdict(self.shaded().trust),
             "model": self.model,
             "method": self.method,
-            "options": views.plain_options(self.options),
+            "options": plain_options(self.options),
             "target": self.target,
             "probability": self.probability,
             "facts": dict(self.facts),
@@ -190,9 +246,9 @@ def explain_text(
         told = _told(read.logits, asked[-1], wanted, tokenizer, model)
     return Reading(
         tokens=words,
-        weights=_array(read.rows[read.chosen, 0]),
-        layers=_array(read.rows[:, 0]),
-        matrices=_array(read.matrices) if words.length <= LONGEST_GRAPH else None,
+        weights=array_of(read.rows[read.chosen, 0]),
+        layers=array_of(read.rows[:, 0]),
+        matrices=array_of(read.matrices) if words.length <= LONGEST_GRAPH else None,
         asked=asked,
         own=None if read.own is None else float(read.own[read.chosen, 0]),
         causal=causal,
@@ -258,6 +314,18 @@ def _told(logits: Tensor, position: int, wanted: int | None, tokenizer: Any, mod
     return {"target": name, "probability": float(scores.double().softmax(dim=-1)[number])}
 
 
-def _array(tensor: Tensor) -> NDArray[np.float32]:
-    array: NDArray[np.float32] = tensor.detach().float().cpu().numpy()
-    return array
+def _rows(matrices: NDArray[Any], asked: tuple[int, ...]) -> NDArray[np.float64]:
+    """The asked tokens' rows alone, layer by layer."""
+    kept = np.zeros(matrices.shape)
+    kept[:, asked] = matrices[:, asked]
+    return kept
+
+
+def _walked(matrices: NDArray[Any], asked: tuple[int, ...]) -> NDArray[np.float64]:
+    """Each edge times what of the asked tokens' top row arrives at it from above."""
+    walked, arrives = np.zeros(matrices.shape), np.zeros(matrices.shape[1])
+    arrives[list(asked)] = 1 / len(asked)
+    for layer in range(len(matrices) - 1, -1, -1):
+        walked[layer] = arrives[:, None] * matrices[layer]
+        arrives = walked[layer].sum(axis=0)
+    return walked
