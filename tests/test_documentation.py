@@ -128,7 +128,7 @@ def hub(monkeypatch) -> None:
     monkeypatch.setattr(torchvision.models, "vit_b_16", random_vit)
     monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(no_weights))
 
-    def language_model(name: str):
+    def language_model(name: str, **options: object):
         tokenizer = wordpiece_tokenizer()
         size = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": len(tokenizer)}
         return transformers.BertForMaskedLM(transformers.BertConfig(**size)).eval(), tokenizer
