@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -23,6 +24,18 @@ def test_needs_may_come_from_any_iterable():
         register_method("other", "module:function", needs=iter(["atention"]))
     with pytest.raises(OptionError, match="Unknown method 'other'"):
         method_table.get_method("other")
+
+
+def test_a_method_of_the_table_is_taken_with_what_is_changed_of_it():
+    rollout = method_table.get_method("rollout")
+    mine = register_method(replace(rollout, name="mine", defaults={"residual": 0.3}))
+    assert method_table.get_method("mine") is mine
+    assert mine.defaults == {"residual": 0.3, "refine": 0, "affinity": "attention", "shifts": 0}
+    assert mine.presets == rollout.presets and mine.needs == {"attention"}
+    with pytest.raises(OptionError, match="There is already a method 'mine'"):
+        register_method(mine)
+    assert register_method(replace(mine, refined="never"), replace=True).refined == "never"
+    assert register_method(name="other", function="module:function").name == "other"
 
 
 def test_methods_are_chosen_and_checked_without_torch():

@@ -86,6 +86,13 @@ def test_tokens_stand_as_in_the_text(wordpieces, bytes_tokenizer):
     assert found.text == "The keys é is" and found.model == "GPT2LMHeadModel"
 
 
+def test_more_layers_of_flow_than_there_are_are_refused_as_for_pictures_unless_by_default(wordpieces):
+    given = {"model": reads(), "tokenizer": wordpieces, "method": "flow"}
+    assert explain_text(TEXT, **given).options["layers"] == 4  # all two of them
+    with pytest.raises(OptionError, match="a number from 1 to 2, .* got 3"):
+        explain_text(TEXT, layers=3, **given)
+
+
 @pytest.mark.parametrize(
     ("method", "options"),
     [("rollout", {}), ("attention", {"layer": 1}), ("flow", {"layers": 2}), ("gae", {"target": "table"})],

@@ -3,7 +3,7 @@
 This module imports no torch: a method's function is loaded when it first runs.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import isfinite
@@ -14,6 +14,7 @@ from vitflow.explaining.asking.method_options import COMMON, REFINING
 
 # When a method's map is spread among the patches that the model treats alike.
 Refined = Literal["after", "within", "never"]
+_NEEDS = frozenset({"attention", "heads", "gradients", "features", "predict"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +23,11 @@ class Method:
 
     Attributes:
         name: what callers write.
+        function: `(trace, **options) -> maps`, or where to load it from as "module:name"; `trace` is a `Trace` that has
+            `targets` and `predict`, too, and the maps are [batch, rows, cols], or `Maps` with facts. The options that
+            all methods have in common are not passed on (see `refined`).
         summary: one line for `vitflow methods`.
-        function: `(trace, **options) -> Maps`, or where to load it from as "module:name".
-        defaults: its options and their default values.
+        defaults: its options and their default values; `refine`, `affinity` and `shifts` need not be given.
         needs: what must be recorded: "attention" (fused per head_fusion and value_weighted), "heads" (every head),
             "gradients" (of all that is recorded), "features" (tokens after the first norm of block `layer`), "predict"
             (running the model again).
@@ -35,11 +38,15 @@ class Method:
         refined: "after" its function, by the step that all methods have in common; "within" its function, which is
             given the options of that step; or "never". Else `refine`, `affinity` and `shifts` are among its options.
         answers: the question that its map answers.
+        rows: the function for texts of a method that has one, `(ReadText, **options) -> rows`, given as `function` is.
+
+    Raises:
+        OptionError: `needs` holds something unknown.
     """
 
     name: str
-    summary: str
     function: str | Callable[..., Any]
+    summary: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     needs: frozenset[str] = frozenset()
     class_specific: bool = False
@@ -48,6 +55,17 @@ class Method:
     implies: Mapping[tuple[str, Any], str] = field(default_factory=dict)
     refined: Refined = "after"
     answers: str = ""
+    rows: str | Callable[..., Any] = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needs", frozenset(self.needs))
+        for need in self.needs - _NEEDS:
+            raise OptionError(unknown_name("need", need, _NEEDS))
+        if self.refined != "never":
+            common = {name: self.defaults.get(name, value) for name, value in COMMON.items()}
+            presets = {name: {"refine": 0, "shifts": 0, **options} for name, options in self.presets.items()}
+            object.__setattr__(self, "defaults", {**self.defaults, **common})
+            object.__setattr__(self, "presets", presets)
 
     def load(self) -> Callable[..., Any]:
         """The function itself."""
@@ -96,7 +114,6 @@ BASELINES = ("random", "centre")
 DEFAULT_METHODS = ("attention", "rollout", "flow", "gradient_rollout", "gae", "gradcam", *BASELINES)
 
 _PAPER = "Abnar & Zuidema, ACL 2020"
-_NEEDS = frozenset({"attention", "heads", "gradients", "features", "predict"})
 _METHODS: dict[str, Method] = {}
 
 
@@ -110,45 +127,25 @@ def is_slow(name: str) -> bool:
 
 
 def register_method(
-    name: str,
-    function: Callable[..., Any] | str,
-    *,
-    summary: str = "",
-    defaults: Mapping[str, Any] | None = None,
-    needs: Iterable[str] = (),
-    class_specific: bool = False,
-    paper: str = "",
-    presets: Mapping[str, Mapping[str, Any]] | None = None,
-    implies: Mapping[tuple[str, Any], str] | None = None,
-    refined: Refined = "after",
-    answers: str = "",
-    replace: bool = False,
+    name: str | Method, function: Callable[..., Any] | str = "", *, replace: bool = False, **fields: Any
 ) -> Method:
     """Add a method to the table, so that every verb of the toolkit can use it by name.
 
     Args:
-        name: what callers write.
-        function: called as `function(trace, **options)`; `trace` is a `Trace` that has `targets` and `predict`, too.
-            It returns maps [batch, rows, cols], or `Maps` with facts. The options that all methods have in common are
-            not passed on (see `refined`).
-        summary, needs, class_specific, paper, presets, implies, refined, answers: as for `Method`.
-        defaults: as for `Method`; `refine`, `affinity` and `shifts` need not be among them.
+        name: a `Method`; or its name, followed by the other fields.
+        function: called as `function(trace, **options)`, to return maps [batch, rows, cols]; see `Method`.
         replace: allow an existing name to be taken over.
+        fields: summary, defaults, needs, class_specific, paper, presets, implies, refined, answers, as for `Method`.
 
     Raises:
         OptionError: the name is taken, or `needs` holds something unknown.
     """
-    if name in _METHODS and not replace:
-        raise OptionError(f"There is already a method {name!r}: choose another name, or pass replace=True.")
-    needs = frozenset(needs)
-    for need in needs - _NEEDS:
-        raise OptionError(unknown_name("need", need, _NEEDS))
-    common = {} if refined == "never" else {**COMMON, **{k: v for k, v in (defaults or {}).items() if k in COMMON}}
-    plain = {"refine": 0, "shifts": 0} if common else {}
-    named = {preset: {**plain, **options} for preset, options in (presets or {}).items()}
-    own = {**(defaults or {}), **common}, needs, class_specific, paper, named, dict(implies or {}), refined, answers
-    _METHODS[name] = Method(name, summary, function, *own)
-    return _METHODS[name]
+    given = {field: value for field, value in fields.items() if value is not None}
+    method = Method(name, function, **given) if isinstance(name, str) else name
+    if method.name in _METHODS and not replace:
+        raise OptionError(f"There is already a method {method.name!r}: choose another name, or pass replace=True.")
+    _METHODS[method.name] = method
+    return method
 
 
 def get_method(name: str) -> Method:
@@ -169,6 +166,7 @@ ROLLOUT = "vitflow.explaining.making.maps:rollout"
 register_method(
     "rollout",
     ROLLOUT,
+    rows="vitflow.explaining.text.read_rows:rollout",
     summary="Attention rollout: attention as proportions, multiplied through the layers.",
     answers="How much of each patch arrives at the top, if attention mixes tokens in proportion?",
     defaults={
@@ -187,6 +185,7 @@ register_method(
 register_method(
     "attention",
     "vitflow.explaining.making.maps:attention",
+    rows="vitflow.explaining.text.read_rows:attention",
     summary="Raw attention of one layer, fused or of one head.",
     answers="What does the readout attend to in one layer?",
     defaults={
@@ -205,6 +204,7 @@ register_method(
 register_method(
     "flow",
     "vitflow.explaining.making.maps:flow",
+    rows="vitflow.explaining.text.read_rows:flow",
     summary="Attention flow: attention as capacities, and the maximum flow from the answer to each patch.",
     answers="How much of each patch could arrive at the top at most, if attention is capacity?",
     defaults={
@@ -245,6 +245,7 @@ register_method(
 register_method(
     "gae",
     "vitflow.explaining.making.maps:gae",
+    rows="vitflow.explaining.text.read_rows:gae",
     summary="Generic attention explainability: attention times its gradient, added up through the layers.",
     answers="Which attention raises this class?",
     defaults={"head_fusion": "max", "start_layer": 1, "value_weighted": "output", "patch": None, "refine": 1},
@@ -310,3 +311,6 @@ register_method(
     defaults={"sigma": 0.25},
     refined="never",
 )
+
+#: The methods that the project brings.
+BUILT_IN = tuple(_METHODS.values())

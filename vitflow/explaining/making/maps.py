@@ -17,7 +17,7 @@ from vitflow.methods import occlusion as blank_out
 from vitflow.methods import rollout as rollouts
 from vitflow.methods.attention import check_layer, one_head
 from vitflow.methods.flow.attention_flow import Solver, attention_flow
-from vitflow.methods.flow.layers import LayerRange
+from vitflow.methods.flow.layers import LayerRange, default_window
 from vitflow.methods.fusion import HeadFusion, normalize_rows
 from vitflow.methods.staged_rollout import staged_attention, staged_rollout
 from vitflow.methods.values import ValueWeighting
@@ -27,8 +27,6 @@ Patch = Sequence[int]
 
 # A flow map with a larger saturated share is told to say little.
 MOSTLY_SATURATED = 0.5
-# Layers that a flow runs through where nothing else is asked; the default in the table of methods.
-DEFAULT_LAYERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +108,7 @@ def flow(
             "gradcam."
         )
     matrices = trace.fused(head_fusion, value_weighted=value_weighted)
-    if layers == DEFAULT_LAYERS:
-        layers = min(DEFAULT_LAYERS, len(matrices))  # a shallower model has no more
+    layers = default_window(layers, len(matrices))
     prefix, readout = trace.layout.num_prefix_tokens, readout_of(trace, patch)
     options: dict[str, Any] = {"discard_ratio": discard_ratio, "residual": residual, "num_prefix_tokens": prefix}
     with tracking("attention flow", len(readout) * trace.layout.num_tokens) as progress:

@@ -4,76 +4,38 @@ Two options have a default for each kind of model: see `for_kind`. This module i
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from vitflow.errors import OptionError, unknown_name
-from vitflow.explaining.asking.method_table import Method
+from vitflow.explaining.asking.method_options import COMMON
+from vitflow.explaining.asking.method_table import BUILT_IN, Method
 
-_PAPER = {"value_weighted": False}
-_RAW = {**_PAPER, "causal": "raw"}
 # What is best depends on what a token sees: in a decoder plain attention relative to the receptive field finds a
 # looked-up word (97 % against 62 % value-weighted); in a BERT plain rollout is on special tokens for two thirds.
 _OF_DECODERS = {"value_weighted": False, "causal": "receptive_field"}
 _OF_ENCODERS = {"value_weighted": "output", "causal": "raw"}
-TEXT_METHODS: Mapping[str, Method] = {
-    method.name: method
-    for method in (
-        Method(
-            "rollout",
-            "Attention rollout: attention as proportions, multiplied through the layers.",
-            "vitflow.methods.sequence.layer_rows:rollout_rows",
-            defaults={
-                "head_fusion": "mean",
-                "discard_ratio": 0.0,
-                "residual": 0.5,
-                "start_layer": 1,
-                "value_weighted": None,
-                "causal": None,
-            },
-            needs=frozenset({"attention"}),
-            paper="Abnar & Zuidema, ACL 2020, §3.1",
-            presets={"paper": _RAW},
-        ),
-        Method(
-            "attention",
-            "Raw attention of one layer.",
-            "vitflow.methods.sequence.layer_rows:attention_rows",
-            defaults={"head_fusion": "mean", "layer": -1, "discard_ratio": 0.0, "value_weighted": None},
-            needs=frozenset({"attention"}),
-            paper="Abnar & Zuidema, ACL 2020, the baseline",
-            presets={"paper": _PAPER},
-        ),
-        Method(
-            "flow",
-            "Attention flow: attention as capacities, and the maximum flow to each token.",
-            "vitflow.methods.sequence.layer_rows:flow_rows",
-            defaults={
-                "layers": 4,
-                "below": "rollout",
-                "head_fusion": "mean",
-                "discard_ratio": 0.0,
-                "residual": 0.5,
-                "value_weighted": None,
-                "solver": "exact",
-                "causal": None,
-            },
-            needs=frozenset({"attention"}),
-            paper="Abnar & Zuidema, ACL 2020, §3.2",
-            presets={"paper": {**_RAW, "layers": "all", "below": "none"}},
-            implies={("layers", "all"): "paper"},
-        ),
-        Method(
-            "gae",
-            "Generic attention explainability: attention times its gradient, added up through the layers.",
-            "vitflow.methods.sequence.layer_rows:relevance_rows",
-            defaults={"head_fusion": "mean", "start_layer": 1, "value_weighted": None},
-            needs=frozenset({"heads", "gradients"}),
-            class_specific=True,
-            paper="Chefer, Gur & Wolf, ICCV 2021, §3",
-            presets={"paper": _PAPER},
-        ),
+# Where the defaults for texts are not those for pictures; None stands for those of the kind of model.
+_OF_TEXTS = {"head_fusion": "mean", "discard_ratio": 0.0, "value_weighted": None}
+_OF_PICTURES = {"patch", "head", *COMMON}
+
+
+def _for_texts(method: Method) -> Method:
+    """A method of the table with its function, its options and their defaults for texts."""
+    # What multiplies the layers with their residual connections can be relative to what uniform attention gives.
+    causal = "residual" in method.defaults
+    defaults = {name: _OF_TEXTS.get(name, value) for name, value in method.defaults.items() if name not in _OF_PICTURES}
+    paper = {name: value for name, value in method.presets["paper"].items() if name in defaults}
+    return replace(
+        method,
+        function=method.rows,
+        defaults=defaults | ({"causal": None} if causal else {}),
+        presets={"paper": paper | ({"causal": "raw"} if causal else {})},
+        refined="never",
     )
-}
+
+
+TEXT_METHODS: Mapping[str, Method] = {method.name: _for_texts(method) for method in BUILT_IN if method.rows}
 
 
 def text_method(name: str, options: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:

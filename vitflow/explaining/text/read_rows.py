@@ -13,14 +13,37 @@ from vitflow.errors import OptionError, UnsupportedModelError, ValueNormsError, 
 from vitflow.explaining.asking.method_table import Method
 from vitflow.explaining.progress import tracking
 from vitflow.methods.attention import check_layer
-from vitflow.methods.fusion import fuse_heads
+from vitflow.methods.flow.layers import LayerRange, default_window
+from vitflow.methods.fusion import HeadFusion
 from vitflow.methods.rollout import for_the_class
 from vitflow.methods.sequence import layer_rows
+from vitflow.methods.values import ValueWeighting
 from vitflow.models.languages import has_head, reading
 from vitflow.recording.causality import is_causal
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadText:
+    """What a method for texts is given: a pass over one text, and what is asked of it.
+
+    Attributes:
+        trace: the pass.
+        visible: which keys each query may see in each layer, bool [tokens, tokens].
+        readout: what speaks, [rows, tokens].
+        targets: for each row the position of a logit, and whose it is; None for the most probable.
+    """
+
+    trace: Trace
+    visible: Sequence[Tensor]
+    readout: Tensor
+    targets: Sequence[tuple[int, int | None]]
+
+    def fused(self, head_fusion: str, value_weighted: ValueWeighting) -> list[Tensor]:
+        """Fused attention of each layer, [tokens, tokens]."""
+        return [layer[0] for layer in self.trace.fused(head_fusion, value_weighted=value_weighted)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +93,12 @@ def read_rows(
         refuse_inference_tensors(model)
     with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(model):
         trace = _record(model, inputs, options, gradients)
-        return _rows(trace, _seen(trace, inputs), readout, method, options, targets)
+        weighted = False if gradients else options["value_weighted"]
+        matrices = torch.stack([layer[0] for layer in trace.fused(options["head_fusion"], value_weighted=weighted)])
+        text = ReadText(trace, _visible(trace, inputs), readout.to(matrices), targets)
+        rows, own = method.load()(text, **options)
+    chosen = check_layer("layer", options.get("layer", -1), len(trace.layers))
+    return RowsRead(rows, chosen, own, matrices, None if trace.logits is None else trace.logits.detach())
 
 
 def _record(model: nn.Module, inputs: Mapping[str, Tensor], options: Mapping[str, Any], gradients: bool) -> Trace:
@@ -106,7 +134,7 @@ def _outer(matrix: Tensor) -> tuple[int, int, int]:
     return len(matrix), matrix.shape[-2], matrix.shape[-1]
 
 
-def _seen(trace: Trace, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+def _visible(trace: Trace, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """Which keys each query of a layer may see, [tokens, tokens]: by its masks, by padding, and by what was caused."""
     tokens = inputs["input_ids"].shape[1]
     common = torch.ones(tokens, tokens, dtype=torch.bool, device=trace.layers[0].example.device)
@@ -117,56 +145,44 @@ def _seen(trace: Trace, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     return [common if layer.visible is None else common & layer.visible[0] for layer in trace.layers]
 
 
-def _rows(
-    trace: Trace,
-    seen: Sequence[Tensor],
-    readout: Tensor,
-    method: Method,
-    options: Mapping[str, Any],
-    targets: Sequence[tuple[int, int | None]],
-) -> RowsRead:
-    own = None
-    used = {name: value for name, value in options.items() if name not in ("head_fusion", "value_weighted", "layer")}
-    chosen = check_layer("layer", options.get("layer", -1), len(trace.layers))
-    if method.class_specific:
-        weighted = trace.heads(value_weighted=options["value_weighted"])
-        found = _for_targets(trace, weighted, readout, options["head_fusion"], targets, used)
-        matrices = torch.stack([fuse_heads(heads.detach(), options["head_fusion"])[0] for heads in trace.heads()])
-    else:
-        fused = trace.fused(options["head_fusion"], value_weighted=options["value_weighted"])
-        matrices = torch.stack([one[0] for one in fused])
-    readout = readout.to(matrices)
-    if method.name == "attention":
-        found = layer_rows.attention_rows([*matrices], seen, readout, **used)
-    elif method.name == "rollout":
-        found, own = layer_rows.rollout_rows([*matrices], seen, readout, **used)
-    elif method.name == "flow":
-        used["layers"] = min(used["layers"], len(seen)) if isinstance(used["layers"], int) else used["layers"]
-        rounds = 2 if used["causal"] == "receptive_field" else 1
-        with tracking("attention flow", rounds * len(seen) * readout.numel()) as progress:
-            found, own = layer_rows.flow_rows([*matrices], seen, readout, progress=progress, **used)
-    logits = None if trace.logits is None else trace.logits.detach()
-    return RowsRead(found, chosen, own, matrices, logits)
+def rollout(
+    text: ReadText, *, head_fusion: str, value_weighted: ValueWeighting, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Rows of attention rollout."""
+    return layer_rows.rollout_rows(text.fused(head_fusion, value_weighted), text.visible, text.readout, **options)
 
 
-def _for_targets(
-    trace: Trace,
-    weighted: Sequence[Tensor],
-    readout: Tensor,
-    head_fusion: Any,
-    targets: Sequence[tuple[int, int | None]],
-    options: Mapping[str, Any],
-) -> Tensor:
+def attention(
+    text: ReadText, *, head_fusion: str, value_weighted: ValueWeighting, layer: int, **options: Any
+) -> tuple[Tensor, None]:
+    """Rows of each layer's own attention."""
+    matrices = text.fused(head_fusion, value_weighted)
+    return layer_rows.attention_rows(matrices, text.visible, text.readout, **options), None
+
+
+def flow(
+    text: ReadText, *, head_fusion: str, value_weighted: ValueWeighting, layers: LayerRange, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Rows of attention flow, carried on to the input by rollout."""
+    matrices = text.fused(head_fusion, value_weighted)
+    options["layers"] = default_window(layers, len(matrices))
+    rounds = 2 if options["causal"] == "receptive_field" else 1
+    with tracking("attention flow", rounds * len(matrices) * text.readout.numel()) as progress:
+        return layer_rows.flow_rows(matrices, text.visible, text.readout, progress=progress, **options)
+
+
+def gae(
+    text: ReadText, *, head_fusion: HeadFusion, value_weighted: ValueWeighting, **options: Any
+) -> tuple[Tensor, None]:
     """Rows of generic attention explainability: one backward pass for each row's own logit."""
-    found = []
-    with tracking("backward passes", len(readout)) as progress:
-        for row, (position, target) in zip(readout, targets, strict=True):
-            score = score_of(trace, position, target)
-            gradients = trace.gradients_of(score).attentions
+    weighted, rows = text.trace.heads(value_weighted=value_weighted), []
+    with tracking("backward passes", len(text.readout)) as progress:
+        for row, (position, target) in zip(text.readout, text.targets, strict=True):
+            gradients = text.trace.gradients_of(score_of(text.trace, position, target)).attentions
             layers = [layer[0] for layer in for_the_class(weighted, gradients, head_fusion)]
-            found.append(layer_rows.relevance_rows(layers, row.to(layers[0]).unsqueeze(0), **options)[:, 0].detach())
+            rows.append(layer_rows.relevance_rows(layers, row.unsqueeze(0), **options)[:, 0].detach())
             progress(1)
-    return torch.stack(found, dim=1)
+    return torch.stack(rows, dim=1), None
 
 
 def score_of(trace: Trace, position: int, target: int | None) -> Tensor:

@@ -23,6 +23,8 @@ from vitflow.methods.visibility import discard_in_rows
 # "all", the last N layers, (first, last), or what the command line writes: "4", "9:12", "9:".
 LayerRange = str | int | Sequence[int]
 
+# Layers that a flow runs through where nothing else is asked; the default in the table of methods.
+DEFAULT_LAYERS = 4
 # Layers are taken together up to so many entries: few large steps where matrices are small, little memory where not.
 TOGETHER = 2**20
 
@@ -74,6 +76,15 @@ def parse_window(layers: LayerRange, count: int, start_layer: int | None = None)
     if not 1 <= begin <= end <= count:
         raise OptionError(expected)
     return begin, end
+
+
+def default_window(layers: LayerRange, count: int) -> LayerRange:
+    """The layers that are meant, where the default is the last four: a shallower model has no more.
+
+    >>> default_window(4, 12), default_window(4, 2), default_window(3, 2)
+    (4, 2, 3)
+    """
+    return min(DEFAULT_LAYERS, count) if layers == DEFAULT_LAYERS else layers
 
 
 def window_below(layer: int, layers: LayerRange, count: int, start_layer: int | None = None) -> tuple[int, int]:
