@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.benchmarks.folder import draw_photographs
+from vitflow.explaining.asking.answer import Answer
 from vitflow.explaining.saliency import Saliency
 from vitflow.folder.decoders import decode_file
 from vitflow.folder.found.draw import draw_run, read_grids
@@ -44,7 +45,8 @@ def make_run(source: Path, output: Path, count: int, drawn: int) -> None:
         pixels = np.broadcast_to(np.uint8(0), (375, 500, 3)) if decoded is None else decoded.image
         placement = place(pixels.shape[:2], (224, 224), crop_pct=0.875)
         grid = dice.random((14, 14), np.float32)
-        maps = [Saliency(grid, placement, pixels, name, "m", "rollout", {}, target=1, probability=number / count)]
+        answer = Answer("class 1", number / count, index=1, named=False)
+        maps = [Saliency(grid, placement, pixels, name, "m", "rollout", {}, answer=answer)]
         row = describe(Picture(name, name[:-4], decoded or Decoded(size=1, mtime_ns=1)), PictureMaps(maps), job)
         journal.append(writer.add([row | {"outputs": {}, "maps": None, "grids": {"rollout": pack_grid(grid)}}]))
     journal.append(writer.flush())

@@ -115,14 +115,15 @@ def _explain_one(
 
 def _answer(saliency: Any, class_names: list[str] | None) -> str:
     """What the model said of a picture, in words."""
-    if saliency.contrast is not None:
-        return f"{saliency.label}, {saliency.contrast.told}"
-    if saliency.target is None:
+    answer = saliency.answer
+    if answer.sides:
+        return f"{answer.name}, {answer.told}"
+    if answer.index is None:
         return f"{saliency.method} (the model has no classes)"
-    words = f"{saliency.label} ({saliency.target}), {saliency.probability:.1%}"
-    if saliency.predicted != saliency.target:
-        name = class_names[saliency.predicted] if class_names else "class"
-        words += f"; predicted: {name} ({saliency.predicted})"
+    words = f"{answer.name} ({answer.index}), {answer.told}"
+    if not answer.is_predicted:
+        name = class_names[answer.predicted] if class_names else "class"
+        words += f"; predicted: {name} ({answer.predicted})"
         if not saliency.class_specific:
             words += f"; {saliency.method} does not depend on the class"
     return words

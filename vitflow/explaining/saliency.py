@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from vitflow.demo import limits_of
 from vitflow.errors import OptionError
+from vitflow.explaining.asking.answer import Answer
 from vitflow.explaining.asking.captions import class_lines, method_title, own_options
 from vitflow.explaining.asking.method_options import plain_options
-from vitflow.explaining.asking.targets import Class, Contrast
+from vitflow.explaining.asking.targets import Contrast
 from vitflow.pictures import figures, notebook, overlay
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.geometry import Placement
@@ -38,12 +39,8 @@ class Saliency:
         method: the method's name.
         options: every option of the method with the value used.
         class_specific: whether the map depends on the target.
-        target: class index that was asked for, by default the predicted one; None where the model has no classes.
-        class_name: its name, where known.
-        probability: the model's probability of it.
-        predicted: class index that the model finds most probable.
-        contrast: the classes that were set against each other, with the difference of their logits; then target,
-            class_name and probability are None.
+        answer: the class that was asked for, by default the predicted one, with the model's probability of it; or the
+            two that were set against each other, with the difference of their logits.
         facts: what else belongs beside the map, such as how the answer is read out or the saturated share of a flow.
         seconds: time of the forward pass (the picture's share of its batch) and of the method.
     """
@@ -56,11 +53,7 @@ class Saliency:
     method: str
     options: Mapping[str, Any]
     class_specific: bool = False
-    target: int | None = None
-    class_name: str | None = None
-    probability: float | None = None
-    predicted: int | None = None
-    contrast: Contrast | None = None
+    answer: Answer = field(default_factory=Answer)
     facts: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -78,18 +71,33 @@ class Saliency:
     @property
     def label(self) -> str:
         """The target's name, or its number where names are not known; empty where the model has no classes."""
-        if self.contrast is not None:
-            return self.contrast.name
-        if self.class_name is not None:
-            return self.class_name
-        return "" if self.target is None else f"class {self.target}"
+        return self.answer.name
 
     @property
-    def asked(self) -> Class | Contrast | None:
-        """What the map is about, with a name and a number; None where the model has no classes."""
-        if self.contrast is not None or self.probability is None:
-            return self.contrast
-        return Class(self.label, self.probability)
+    def target(self) -> int | None:
+        """Index of the class that was asked for; None for a contrast, and where the model has no classes."""
+        return self.answer.index
+
+    @property
+    def class_name(self) -> str | None:
+        """Its name, where known."""
+        return self.answer.class_name
+
+    @property
+    def probability(self) -> float | None:
+        """The model's probability of it."""
+        return self.answer.probability
+
+    @property
+    def predicted(self) -> int | None:
+        """Index of the class that the model finds most probable."""
+        return self.answer.predicted
+
+    @property
+    def contrast(self) -> Contrast | None:
+        """The classes that were set against each other, with the difference of their logits."""
+        answer = self.answer
+        return Contrast(*answer.sides, name=answer.name, value=answer.number) if answer.sides else None
 
     @property
     def heatmap(self) -> NDArray[np.float32]:
@@ -157,7 +165,7 @@ class Saliency:
                 self.placement,
                 self.image,
                 title=method_title(self.method),
-                lines=tuple(class_lines(self.asked)),
+                lines=tuple(class_lines(self.answer)),
                 details=own_options(self.method, self.options),
                 notes=tuple(self._notes()),
                 box=self.patch_box,
@@ -206,12 +214,7 @@ class Saliency:
             "method": self.method,
             "options": plain_options(self.options),
             "class_specific": self.class_specific,
-            "class_index": self.target,
-            "class_name": self.class_name,
-            "probability": self.probability,
-            "target": None if self.asked is None else self.asked.name,
-            "value": None if self.asked is None else self.asked.value,
-            "predicted_index": self.predicted,
+            **self.answer.to_dict(),
             "grid_size": [rows, cols],
             "grid_rows": rows,
             "grid_columns": cols,

@@ -257,12 +257,7 @@ def describe(picture: Picture, found: PictureMaps, job: Job) -> dict[str, Any]:
         "status": "explained",
         "width": first.image.shape[1],
         "height": first.image.shape[0],
-        "class_index": first.target,
-        "class_name": first.class_name,
-        "probability": _rounded(first.probability),
-        "target": None if first.asked is None else first.asked.name,
-        "value": None if first.asked is None else _rounded(first.asked.value),
-        "predicted_index": first.predicted,
+        **{name: round(told, 6) if isinstance(told, float) else told for name, told in first.answer.to_dict().items()},
         "facts": json.loads(json.dumps(facts, default=float)),
         "saturated_share": _saturated_share(facts),
         "window": [round(edge, 3) for edge in first.placement.window],
@@ -295,10 +290,6 @@ def draw_files(picture: Picture, found: PictureMaps, job: Job) -> Explained:
         "seconds": round(found.seconds + time.perf_counter() - started, 4),
     }
     return Explained(row, files)
-
-
-def _rounded(number: float | None) -> float | None:
-    return None if number is None else round(number, 6)
 
 
 def _saturated_share(facts: Mapping[str, Mapping[str, Any]]) -> float | None:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from vitflow.explaining.asking.answer import Answer
 from vitflow.explaining.asking.method_table import get_method
-from vitflow.explaining.asking.targets import Class, Contrast
 
 _TITLES = {
     "attention": "Raw attention",
@@ -26,14 +26,14 @@ def method_title(method: str) -> str:
     return _TITLES.get(method, method)
 
 
-def class_lines(asked: Class | Contrast | None) -> Iterator[str]:
+def class_lines(answer: Answer) -> Iterator[str]:
     """What was asked and its number, in one line or two."""
-    if isinstance(asked, Contrast):
-        yield from (asked.name, asked.told)
-    elif asked is not None:
-        chance = "<0.1%" if asked.value < 0.0005 else asked.told
+    if answer.sides:
+        yield from (answer.name, answer.told)
+    elif answer.number is not None:
+        chance = "<0.1%" if answer.number < 0.0005 else answer.told
         # The probability of a long name gets a line of its own, so that it is not cut off.
-        yield from (asked.name, chance) if len(asked.name) > 40 else (f"{asked.name}, {chance}",)
+        yield from (answer.name, chance) if len(answer.name) > 40 else (f"{answer.name}, {chance}",)
 
 
 def own_options(name: str, options: Mapping[str, Any]) -> str:

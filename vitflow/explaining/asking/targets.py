@@ -179,28 +179,6 @@ def _top(target: Target) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Class:
-    """A class that a map is about.
-
-    Attributes:
-        name: of the class, or "class 3" where names are not known.
-        value: the model's probability of it.
-    """
-
-    name: str
-    value: float
-
-    @property
-    def told(self) -> str:
-        """Its number as people read it.
-
-        >>> Class("cat", 0.873).told
-        '87.3%'
-        """
-        return f"{self.value:.1%}"
-
-
-@dataclass(frozen=True, slots=True)
 class Contrast:
     """One class against another: what speaks for the first, less what speaks for the second.
 
@@ -223,15 +201,6 @@ class Contrast:
     def sides(self) -> list[Target]:
         """What is set against each other: the class, and the one against it."""
         return [self.target, self.against]
-
-    @property
-    def told(self) -> str:
-        """Its number as people read it.
-
-        >>> Contrast(3, 5, "cat against dog", -1.234).told
-        '−1.23 in logits'
-        """
-        return "" if self.value is None else f"{self.value:+.2f} in logits".replace("-", "−")
 
 
 def contrasts_among(targets: Any) -> list[Contrast]:

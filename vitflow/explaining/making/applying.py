@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import ModelError, ShapeError
+from vitflow.explaining.asking.answer import Answer
 from vitflow.explaining.asking.choices import Chosen
 from vitflow.explaining.asking.method_table import Method
 from vitflow.explaining.asking.targets import doubt
@@ -158,7 +159,7 @@ def _apply(
             | (maps.facts[index] if maps.facts else {})
             | _doubts(method, answers[index], answered),
             seconds=seconds,
-            **answers[index],
+            answer=answers[index],
         )
         for index, picture in enumerate(pictures)
     ]
@@ -171,25 +172,17 @@ def _patch_grid(trace: Trace, options: Mapping[str, Any], shape: tuple[int, ...]
     return {"patch_grid": [trace.top.rows, trace.top.cols]}
 
 
-def _answer(answered: Answered, target: Tensor | None, index: int) -> dict[str, Any]:
-    probabilities, names = answered.probabilities, answered.facts.class_names
-    if probabilities is None or target is None:
-        return {}
-    number = int(target[index])
-    return {
-        "target": number,
-        "class_name": names[number] if names else None,
-        "probability": float(probabilities[index, number]),
-        "predicted": int(probabilities[index].argmax()),
-    }
+def _answer(answered: Answered, target: Tensor | None, index: int) -> Answer:
+    if answered.probabilities is None or target is None:
+        return Answer()
+    return Answer.of(answered.probabilities[index], int(target[index]), answered.facts.class_names)
 
 
-def _doubts(method: Method, answer: dict[str, Any], answered: Answered) -> dict[str, str]:
+def _doubts(method: Method, answer: Answer, answered: Answered) -> dict[str, str]:
     """The fact that a class which was asked for is one that the model all but rules out."""
-    probabilities = answered.probabilities
-    if not method.class_specific or probabilities is None or answer.get("target") in (None, answer.get("predicted")):
+    if not method.class_specific or answered.probabilities is None or answer.number is None or answer.is_predicted:
         return {}
-    note = doubt(answer["probability"], probabilities.shape[1])
+    note = doubt(answer.number, answered.probabilities.shape[1])
     return {} if note is None else {"note": note}
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import SameClassError
+from vitflow.explaining.asking.answer import Answer
 from vitflow.explaining.asking.choices import Chosen
 from vitflow.explaining.asking.targets import Contrast, check_class_specific
 from vitflow.explaining.saliency import Saliency
@@ -30,38 +31,31 @@ def explain_contrasts(
     """
     check_class_specific(method for method, _ in chosen)
     maps = explain(targets=[side for one in contrasts for side in one.sides])
-    asked = [contrasts[number % len(contrasts)] for number in range(len(maps) // 2)]
-    return [
-        contrasted(one, first, second, activation)
-        for one, first, second in zip(asked, maps[::2], maps[1::2], strict=True)
-    ]
+    return [contrasted(first, second, activation) for first, second in zip(maps[::2], maps[1::2], strict=True)]
 
 
-def contrasted(asked: Contrast, first: Saliency, second: Saliency, activation: str = "softmax") -> Saliency:
+def contrasted(first: Saliency, second: Saliency, activation: str = "softmax") -> Saliency:
     """What speaks for one class less what speaks for another, each map scaled by the sum of its absolute values.
 
     Raises:
         SameClassError: both maps are of one class.
     """
-    if first.target == second.target:
+    if first.target is None or second.target is None or first.target == second.target:
         raise SameClassError(
             f"Expected two classes to set against each other, got {first.label} twice: choose another one on one side."
         )
     value = _log_odds(first.probability, activation) - _log_odds(second.probability, activation)
-    told = replace(
-        asked,
-        target=first.target,
-        against=second.target,
-        name=f"{first.label} against {second.label}",
-        value=value if isfinite(value) else None,  # a probability was rounded to 0 or 1
+    answer = Answer(
+        f"{first.label} against {second.label}",
+        value if isfinite(value) else None,  # a probability was rounded to 0 or 1
+        "logits",
+        predicted=first.predicted,
+        sides=(first.target, second.target),
     )
     return replace(
         first,
         grid=(_shares(first.grid) - _shares(second.grid)).astype(np.float32),
-        target=None,
-        class_name=None,
-        probability=None,
-        contrast=told,
+        answer=answer,
         facts={name: fact for name, fact in first.facts.items() if name != "note"},
         seconds=first.seconds + second.seconds,
     )

@@ -17,6 +17,7 @@ from vitflow.errors import (
     VitflowWarning,
     printable,
 )
+from vitflow.explaining.asking.answer import Answer
 from vitflow.explaining.asking.choices import MethodChoice, choose_methods
 from vitflow.explaining.asking.method_table import get_method
 from vitflow.explaining.asking.targets import Targets
@@ -172,12 +173,13 @@ class _Explorer:
 
     def _answers(self, trace: Trace, found: ExploredPicture) -> None:
         """The most probable classes."""
-        logits, names = trace.logits, self._explainer.class_names
+        logits = trace.logits
         if not isinstance(logits, Tensor) or logits.ndim != 2 or not self._explainer.num_classes:
             return
-        top = activate(logits, self._explainer.activation)[0].topk(min(_ANSWERS, logits.shape[1]))
-        for probability, index in zip(top.values.tolist(), top.indices.tolist(), strict=True):
-            found.answers.append({"name": names[index] if names else f"class {index}", "probability": probability})
+        probabilities = activate(logits, self._explainer.activation)[0]
+        for index in probabilities.topk(min(_ANSWERS, len(probabilities))).indices.tolist():
+            answer = Answer.of(probabilities, index, self._explainer.class_names)
+            found.answers.append({"name": answer.name, "probability": answer.number})
 
     def _features(self, trace: Trace, found: ExploredPicture) -> None:
         """What the patches hold before the last block, where that lies on the picture."""

@@ -85,7 +85,7 @@ class LayerMaps:
             [(column, map_cell(one, limits[id(one)], pen)) for column, one in section] for section in self._sections()
         ]
         whole = self.built_up[-1]
-        photograph = Cell(pen.photograph(whole.image), tuple(class_lines(whole.asked)), (image_name(whole.source),))
+        photograph = Cell(pen.photograph(whole.image), tuple(class_lines(whole.answer)), (image_name(whole.source),))
         cells[-1].insert(0, (Column("Photograph"), photograph))
         bands = [band for section in cells for band in _bands(section)]
         sides = sorted({overlay.has_two_sides(low, high) for low, high in limits.values()})

@@ -34,7 +34,7 @@ def columns_of(picture: Sequence[Saliency]) -> list[list[Saliency]]:
     for one in picture:
         if not columns or (columns[-1][0].method, columns[-1][0].options) != (one.method, one.options):
             columns.append([one])
-        elif (one.target, one.contrast) not in [(other.target, other.contrast) for other in columns[-1]]:
+        elif one.answer not in [other.answer for other in columns[-1]]:
             columns[-1].append(one)
     return columns
 
@@ -87,14 +87,10 @@ def _block(
 ) -> list[list[Cell]]:
     """One picture's cells: itself, with the class that each row explains, and its maps."""
     first = columns[0][0]
-    named = max(columns, key=len) if max(map(len, columns)) > 1 else [_about_the_class(columns) or first]
+    named = max(columns, key=lambda maps: (len(maps), maps[0].class_specific))
     name = (image_name(first.source),)
-    photographs = [Cell(pen.photograph(one.image), tuple(class_lines(one.asked)), name) for one in named]
+    photographs = [Cell(pen.photograph(one.image), tuple(class_lines(one.answer)), name) for one in named]
     return [photographs, *([map_cell(one, limits[id(one)], pen, timings=timings) for one in maps] for maps in columns)]
-
-
-def _about_the_class(columns: Sequence[Sequence[Saliency]]) -> Saliency | None:
-    return next((maps[0] for maps in columns if maps[0].class_specific), None)
 
 
 def map_cell(saliency: Saliency, limits: Limits, pen: Pen, *, timings: bool = False) -> Cell:
