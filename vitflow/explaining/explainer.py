@@ -9,19 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import vitflow
-from vitflow.errors import (
-    ModelError,
-    OptionError,
-    UnsupportedModelError,
-    ValueNormsError,
-    VitflowWarning,
-    printable,
-    unknown_name,
-)
+from vitflow.errors import OptionError, UnsupportedModelError, ValueNormsError, VitflowWarning
 from vitflow.explaining.asking.choices import Chosen, MethodChoice, asked_for, choose_methods
 from vitflow.explaining.asking.method_options import takes_method_options
 from vitflow.explaining.asking.targets import (
@@ -32,42 +23,16 @@ from vitflow.explaining.asking.targets import (
     is_per_picture,
     resolve_targets,
 )
-from vitflow.explaining.making.applying import (
-    Answered,
-    PlacedPicture,
-    activate,
-    apply_methods,
-    log_odds,
-    probabilities_of,
-)
+from vitflow.explaining.making.applying import Answered, PlacedPicture, apply_methods, probabilities_of
 from vitflow.explaining.making.contrast import explain_contrasts
 from vitflow.explaining.making.needs import Needs
 from vitflow.explaining.making.shifting import explain_shifted
+from vitflow.explaining.picture_model import PictureModel
 from vitflow.explaining.saliency import Saliency
-from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import logits_of, unwrap
-from vitflow.models.checkpoints import (
-    ClassNames,
-    architecture_sha256,
-    check_name_count,
-    code_sha256,
-    weights_sha256,
-)
-from vitflow.models.facts import read_facts
-from vitflow.models.libraries import forward_options
-from vitflow.models.loading import load_model
-from vitflow.models.precisions import DTYPES
-from vitflow.pictures import notebook
-from vitflow.pictures.images import ImageSource, read_image
-from vitflow.pictures.options import FITS
-from vitflow.pictures.preprocessing import InputSpec
-from vitflow.recording.isolation import default_device, evaluating, move_to, refuse_inference_tensors
-from vitflow.recording.probing import probe
+from vitflow.pictures.images import ImageSource
+from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.trace import Trace
 from vitflow.viewer.explorer import ExplorerPage
-
-# Names of classes that a notebook shows of an explainer.
-_NAMES_SHOWN = 12
 
 
 @takes_method_options
@@ -105,7 +70,7 @@ def explain(
     return explainer.explain(image, method=method, target=target, **options)
 
 
-class Explainer:
+class Explainer(PictureModel):
     """A model that is kept, to explain one picture after another or in batches.
 
     Several threads may share it: explanations of one model take turns. A model in training mode is put into eval mode
@@ -138,88 +103,7 @@ class Explainer:
         VitflowError: the model cannot be loaded, or an option is wrong.
     """
 
-    def __init__(
-        self,
-        model: str | Path | nn.Module,
-        *,
-        device: str | torch.device | None = None,
-        dtype: str | None = None,
-        fit: str = "crop",
-        class_names: ClassNames | None = None,
-        data_config: Any = None,
-        layout: TokenLayout | None = None,
-        activation: str | None = None,
-        name: str | None = None,
-    ) -> None:
-        if fit not in FITS:  # before a model is loaded
-            raise OptionError(unknown_name("fit", fit, FITS))
-        if dtype is not None and dtype not in DTYPES:
-            raise OptionError(unknown_name("dtype", dtype, DTYPES))
-        if not isinstance(model, nn.Module):
-            model = load_model(model, dynamic_img_size=fit == "native")
-            device = device or default_device()
-        self.model = unwrap(model)
-        self.device = move_to(self.model, device, None if dtype is None else getattr(torch, dtype))
-        self.facts = read_facts(
-            self.model,
-            data_config=data_config,
-            class_names=class_names,
-            activation=activation,
-            layout=layout,
-            name=name,
-        )
-        self.preprocessing = self.facts.preprocessing(fit)
-        self._weighable = True
-        if class_names is not None and self.facts.class_count is None:
-            check_name_count(self.facts.class_names or (), self.num_classes)
-
-    def __repr__(self) -> str:
-        count = "" if self.facts.class_count is None else f", {self.facts.class_count} classes"
-        height, width = self.spec.size
-        return f"Explainer({printable(self.model_id)}{count}, input {width} × {height}, fit={self.fit}, {self.device})"
-
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """What a notebook shows: what is known of the model."""
-        names, spec = self.class_names or [], self.spec
-        more = f", … ({len(names)})" if len(names) > _NAMES_SHOWN else ""
-        rows = [
-            ("model", f"{self.model_id} ({type(self.model).__name__}, {self.device})"),
-            ("input", f"{spec.size[1]} × {spec.size[0]} pixels, fit={self.fit}"),
-            ("classes", ", ".join(names[:_NAMES_SHOWN]) + more if names else self.facts.class_count),
-            ("answers by", self.activation),
-        ]
-        return notebook.bundle(repr(self), tables=[notebook.html_table(rows)])
-
-    @property
-    def model_id(self) -> str:
-        """The name that the model goes by."""
-        return self.facts.id
-
-    @property
-    def class_names(self) -> list[str] | None:
-        """Names by class index, where known."""
-        names = self.facts.class_names
-        return None if names is None else list(names)
-
-    @property
-    def activation(self) -> str:
-        """What makes probabilities of logits, "softmax" or "sigmoid"."""
-        return self.facts.activation
-
-    @property
-    def layout(self) -> TokenLayout | None:
-        """Prefix tokens and patch grid, where they were told."""
-        return self.facts.layout
-
-    @property
-    def spec(self) -> InputSpec:
-        """What the model wants to see."""
-        return self.preprocessing.spec
-
-    @property
-    def fit(self) -> str:
-        """How pictures are fitted to that: "crop", "squash", "pad" or "native"."""
-        return self.preprocessing.fit
+    _weighable = True  # until value weighting turned out not to apply to the model
 
     @takes_method_options
     def explain(
@@ -316,54 +200,6 @@ class Explainer:
                 found[method.name] = str(error)
         return found
 
-    def fingerprint(self) -> dict[str, Any]:
-        """All that the maps of this explainer depend on, ready for JSON: other maps come of another fingerprint.
-
-        Weights, architecture, code and class names stand in it as hashes, the device by its kind, and the rest as
-        what the model makes of a fixed picture (see `vitflow.recording.probing`).
-        """
-        return {
-            **self.facts.fingerprint(),
-            "weights_sha256": weights_sha256(self.model),
-            "architecture_sha256": architecture_sha256(self.model),
-            "code_sha256": code_sha256(self.model),
-            "probe": probe(self.model, self.forward, self.input_shape),
-            "device": self.device.type,
-            "fit": self.fit,
-        }
-
-    @property
-    def input_shape(self) -> tuple[int, int, int]:
-        """The shape of a picture as the model takes it, (channels, height, width)."""
-        return self.spec.channels, *self.spec.size
-
-    @property
-    def num_classes(self) -> int:
-        """How many classes the model has, 0 where it ends in features; one that does not say is tried."""
-        if self.facts.class_count is not None:
-            return self.facts.class_count
-        with torch.no_grad(), evaluating(self.model):
-            answer = logits_of(self.forward(self.pixels(self.grey())))
-        return 0 if answer is None or answer.ndim != 2 else answer.shape[1]
-
-    def grey(self) -> NDArray[np.uint8]:
-        """A grey picture of the model's own size, uint8 [height, width, 3], to try what does not depend on pictures."""
-        return np.full((*self.spec.size, 3), 128, np.uint8)
-
-    def pixels(self, image: ImageSource) -> Tensor:
-        """The model input that a picture becomes, [1, channels, height, width], on the explainer's device."""
-        return self._tensor([self._read(image, "")])
-
-    def _read(self, source: ImageSource, name: str) -> PlacedPicture:
-        image = read_image(source)
-        return PlacedPicture(name, image, self.preprocessing.place((image.shape[0], image.shape[1])))
-
-    def _tensor(self, pictures: Sequence[PlacedPicture]) -> Tensor:
-        arrays = [self.preprocessing.prepare(picture.image, picture.placement) for picture in pictures]
-        stacked = torch.from_numpy(np.stack(arrays))
-        parameter = next(self.model.parameters(), stacked)
-        return stacked.to(self.device, parameter.dtype)
-
     def _run(
         self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, asked: frozenset[str]
     ) -> list[list[Saliency]]:
@@ -409,30 +245,6 @@ class Explainer:
         with Needs.of(chosen).record(self.model, self.layout) as trace:
             self.forward(pixels)
         return trace
-
-    def forward(self, pixels: Tensor) -> Any:
-        """Run the model as it stands on model inputs [pictures, channels, height, width]; returns its own output."""
-        return self.model(pixels, **forward_options(self.model, (pixels.shape[-2], pixels.shape[-1])))
-
-    def logits(self, pixels: Tensor) -> Tensor:
-        """What the model answers in eval mode to model inputs [pictures, channels, height, width]: [pictures, classes].
-
-        Raises:
-            ModelError: it answers with something else than a tensor, or an output that has one.
-        """
-        with evaluating(self.model):
-            logits = logits_of(self.forward(pixels))
-        if logits is None:
-            raise ModelError(f"Expected {self.model_id} to return one tensor of logits, got none.")
-        return logits
-
-    def _predict(self, pixels: Tensor) -> Tensor:
-        with torch.no_grad():
-            return activate(self.logits(pixels), self.activation)
-
-    def _log_odds(self, pixels: Tensor) -> Tensor:
-        with torch.no_grad():
-            return log_odds(self.logits(pixels), self.activation)
 
 
 def _several(images: Any) -> Any:

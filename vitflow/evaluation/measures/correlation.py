@@ -35,8 +35,6 @@ from vitflow.pictures.files import is_folder, write_atomically
 from vitflow.pictures.images import ImageSource, find_images
 from vitflow.pictures.options import FIGURE_FORMATS
 from vitflow.pictures.typesetting import decimal
-from vitflow.recording.isolation import evaluating
-from vitflow.recording.recorder import record_attention
 
 LAYER_METHODS = ("attention", "rollout", "flow")
 REFERENCES = ("occlusion", "input_gradient")
@@ -106,12 +104,16 @@ def rank_correlation(
     found, numbers = [], list[int]()
     for done, source in enumerate(sources, start=1):
         held = explainer.explain_batch([source], methods=references, targets=target)
-        fused, readout, layout = _record(explainer, source, head_fusion, value_weighted)
+        trace = explainer.record(source, head_fusion=head_fusion, value_weighted=value_weighted)
+        fused = trace.fused(head_fusion, value_weighted=value_weighted)
         numbers = _chosen_layers(layers, start_layer, len(fused))
-        options = {"discard_ratio": discard_ratio, "num_prefix_tokens": layout.num_prefix_tokens}
+        options = {"discard_ratio": discard_ratio, "num_prefix_tokens": trace.layout.num_prefix_tokens}
         further = {"residual": residual, "start_layer": start_layer}
         grids = [
-            [_without_rounding(_layer_map(method, fused[:n], readout, options, further), layout) for n in numbers]
+            [
+                _without_rounding(_layer_map(method, fused[:n], trace.readout, options, further), trace.layout)
+                for n in numbers
+            ]
             for method in methods
         ]
         found.append([[[spearman(grid, one.grid) for grid in row] for row in grids] for one in held])
@@ -131,22 +133,6 @@ def _sources(images: Any) -> list[ImageSource]:
     if not sources:
         raise OptionError("Expected at least one picture, got none.")
     return sources
-
-
-def _record(
-    explainer: Explainer, source: ImageSource, head_fusion: HeadFusion, value_weighted: ValueWeighting
-) -> tuple[list[Tensor], Tensor, TokenLayout]:
-    """Fused attention of each layer, the readout and the token layout of one picture."""
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        evaluating(explainer.model),
-        record_attention(
-            explainer.model, head_fusion=head_fusion, value_weighted=value_weighted, layout=explainer.layout
-        ) as trace,
-    ):
-        explainer.forward(explainer.pixels(source))
-    return trace.fused(head_fusion, value_weighted=value_weighted), trace.readout, trace.layout
 
 
 def _chosen_layers(layers: Sequence[int] | None, start_layer: int, count: int) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import (
@@ -28,8 +29,6 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.methods.refinement import AffinityName
 from vitflow.models.anatomy import block_norm
 from vitflow.pictures.images import ImageSource, read_image
-from vitflow.recording.isolation import evaluating
-from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
 from vitflow.viewer.explorer import FUSED, ExploredPicture, ExplorerPage, ModelCall, make_explorer
 
@@ -37,6 +36,8 @@ from vitflow.viewer.explorer import FUSED, ExploredPicture, ExplorerPage, ModelC
 READY_METHODS = ("gae", "gradient_rollout", "consensus", "gradcam", "flow")
 # What is made beforehand, too, where the browser cannot compute it.
 _OTHERWISE_LIVE = ("rollout", "attention")
+# A picture, RGB [height, width, 3].
+Pixels = NDArray[np.uint8]
 # Classes that the page names, and those for which class-specific maps are made by default.
 _ANSWERS, _TARGETS = 5, "top3"
 
@@ -122,39 +123,33 @@ class _Explorer:
         path = str(source) if isinstance(source, str | Path) else None
         placement = explainer.preprocessing.place((image.shape[0], image.shape[1]))
         found = ExploredPicture(path or f"picture {number}", path, image, placement.window)
-        with torch.inference_mode(False), torch.no_grad(), evaluating(explainer.model):
-            pixels = explainer.pixels(image)
-            trace = self._record(pixels, found)
-            self._answers(trace, found)
-            self._features(trace, found)
-            if found.layout is not None:
-                self._affinities(trace, found)
-                self._heads(pixels, found)
+        trace = self._record(image, found)
+        self._answers(trace, found)
+        self._features(trace, found)
+        if found.layout is not None:
+            self._affinities(trace, found)
+            self._heads(image, found)
         saliencies = self._made(image, found)
         found.maps = [_map(saliency) for saliency in saliencies]
         return found
 
-    def _record(self, pixels: Tensor, found: ExploredPicture) -> Trace:
+    def _record(self, image: Pixels, found: ExploredPicture) -> Trace:
         """Record what the browser computes with, or why it cannot."""
         explainer, weighted = self._explainer, True
         try:
             features = [block_norm(explainer.model, -1)]
         except UnsupportedModelError as error:
             features, found.refused["features"] = [], str(error)
-        options: dict[str, Any] = {"features": features, "layout": explainer.layout}
         while True:
             keys = [key for key in FUSED if weighted or not key[1]]
             try:
-                with record_attention(explainer.model, fusions=keys, keys=True, **options) as trace:
-                    explainer.forward(pixels)
+                trace = explainer.record(image, fusions=keys, keys=True, features=features)
                 break
             except ValueNormsError as error:
                 weighted, found.refused["weighting"] = False, str(error).removesuffix(" Use value_weighted=False.")
             except NoAttentionError as error:
                 found.refused["live"] = str(error)
-                with record_attention(explainer.model, attention=False, **options) as trace:
-                    explainer.forward(pixels)
-                return trace
+                return explainer.record(image, attention=False, features=features)
         try:
             if trace.staged:
                 raise UnsupportedModelError(
@@ -207,18 +202,16 @@ class _Explorer:
             found.affinities[name] = affinity.matrix[0].cpu().numpy()
             found.uniform = found.uniform or (name == "attention" and bool(affinity.nearly_uniform[0]))
 
-    def _heads(self, pixels: Tensor, found: ExploredPicture) -> None:
+    def _heads(self, image: Pixels, found: ExploredPicture) -> None:
         """Every head, if there may be room for them."""
         fused = next(iter(found.attention.values()))
         if fused.size > self._room:
             return
-        with record_attention(self._explainer.model, layout=self._explainer.layout) as trace:
-            self._explainer.forward(pixels)
-        heads = [layer[0].float().clamp_min(0).cpu() for layer in trace.heads()]
+        heads = [layer[0].float().clamp_min(0).cpu() for layer in self._explainer.record(image).heads()]
         if len({len(layer) for layer in heads}) == 1:
             found.heads = torch.stack(heads).numpy()
 
-    def _made(self, image: np.ndarray[Any, Any], found: ExploredPicture) -> list[Saliency]:
+    def _made(self, image: Pixels, found: ExploredPicture) -> list[Saliency]:
         """The maps that are made beforehand: unrefined where the browser can do that."""
         names: list[MethodChoice] = list(self._methods or READY_METHODS)
         if self._methods is None:

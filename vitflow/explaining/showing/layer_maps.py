@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -26,8 +25,6 @@ from vitflow.pictures import figures, notebook, overlay
 from vitflow.pictures.figures import Block, Cell, Column
 from vitflow.pictures.images import ImageSource, image_name
 from vitflow.pictures.pen import Pen, file_too, takes_drawing_options
-from vitflow.recording.isolation import evaluating
-from vitflow.recording.recorder import record_attention
 
 # What the sheet itself varies.
 _OWN = ("layer", "head", "start_layer")
@@ -159,7 +156,8 @@ def layers(
         raise OptionError(f"Expected no {own[0]}: the sheet shows every one of them. Choose the layer of the heads.")
     choose_methods([method, "attention"], options)  # before the model runs
     explainer = model if isinstance(model, Explainer) else Explainer(model)
-    heads = _count_heads(explainer, image)  # one pass that counts, and one for all maps
+    # One pass that counts the heads of each layer, and one for all maps.
+    heads = [own.shape[1] for own in explainer.record(image).heads(value_weighted=False)]
     number = check_layer("layer", layer, len(heads)) + 1
     # What one layer or head attends to is shown as it is: refinement would lay the same mean over all of them.
     choices: list[tuple[str, dict[str, Any]]] = [
@@ -172,11 +170,3 @@ def layers(
         raise OptionError(f"Expected one class, got {target!r}, which asks for several.")
     count = len(heads)
     return LayerMaps(maps[:count], maps[count : 2 * count], maps[2 * count :], number)
-
-
-def _count_heads(explainer: Explainer, image: ImageSource) -> list[int]:
-    """How many heads each layer has."""
-    with torch.no_grad(), evaluating(explainer.model):
-        with record_attention(explainer.model, layout=explainer.layout) as trace:
-            explainer.forward(explainer.pixels(image))
-        return [heads.shape[1] for heads in trace.heads(value_weighted=False)]
