@@ -45,7 +45,10 @@ class VitflowWarning(UserWarning):
 
 
 class ValueNormsError(UnsupportedModelError):
-    """Value weighting does not apply to how the model joins its heads."""
+    """Value weighting does not apply to how the model joins its heads; `args` hold the reason alone."""
+
+    def __str__(self) -> str:
+        return f"{self.args[0]} Use value_weighted=False."
 
 
 class NoAttentionError(UnsupportedModelError):

@@ -21,7 +21,7 @@ from pathlib import Path
 import timm
 import torch
 
-from vitflow.explaining.asking.method_table import get_method
+from vitflow.explaining.asking.choices import choose_methods
 from vitflow.explaining.making.asked import AskedTrace
 from vitflow.explaining.making.needs import Needs
 from vitflow.explaining.making.refining import make_maps
@@ -38,11 +38,10 @@ def plain(model: torch.nn.Module, pixels: torch.Tensor) -> None:
 
 def with_rollout(model: torch.nn.Module, pixels: torch.Tensor, **chosen: object) -> None:
     """Rollout of the table of methods, through windows where the model has them, with its defaults or a preset."""
-    rollout = get_method("rollout")
-    options = rollout.complete(chosen)
-    with Needs.of([(rollout, options)]).record(model, None) as trace:
+    [rollout] = choose_methods(["rollout"], chosen)
+    with Needs.of([rollout]).record(model, None) as trace:
         model(pixels)
-    make_maps(rollout, options, AskedTrace.of(trace, None), asked=True)
+    make_maps(rollout.method, rollout.options, AskedTrace.of(trace, None))
 
 
 def refinement_share(name: str, batch: int, repeats: int) -> float:

@@ -41,8 +41,8 @@ def test_a_method_of_the_table_is_taken_with_what_is_changed_of_it():
 def test_methods_are_chosen_and_checked_without_torch():
     code = (
         "import sys\nfrom vitflow.explaining.asking.choices import choose_methods\n"
-        "[(method, options)] = choose_methods([('rollout', {'residual': 0.3})], {'head_fusion': 'min'})\n"
-        "print(method.name, options['residual'], options['head_fusion'], {'torch', 'numpy'} & {*sys.modules})"
+        "[one] = choose_methods([('rollout', {'residual': 0.3})], {'head_fusion': 'min'})\n"
+        "print(one.name, one.options['residual'], one.options['head_fusion'], {'torch', 'numpy'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "rollout 0.3 min set()\n", done.stderr

@@ -611,7 +611,7 @@ def test_a_bad_picture_does_not_make_the_batches_after_its_own_smaller(tmp_path,
     ("options", "error", "message"),
     [
         ({"methods": ["rolout"]}, OptionError, "Did you mean 'rollout'"),
-        ({"methods": ["rollout", "rollout"]}, OptionError, "asked for twice"),
+        ({"methods": ["rollout", "rollout"]}, OptionError, "rollout twice with the same options"),
         ({"cmap_": 1}, OptionError, "Unknown option of method rollout"),
         ({"drawing": {"cmap": "rainbows"}}, OptionError, "Unknown colormap"),
         ({"target": "top3"}, OptionError, "one class for all"),

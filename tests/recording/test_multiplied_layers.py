@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests import references
 from vitflow import Explainer
 from vitflow.errors import OptionError, ShapeError
+from vitflow.explaining.asking.choices import choose_methods
 from vitflow.explaining.asking.method_table import get_method
 from vitflow.explaining.making.maps import rollout
 from vitflow.explaining.making.needs import Needs
@@ -70,7 +71,7 @@ def test_only_one_rollout_alone_is_multiplied():
     whole = get_method("rollout")
 
     def residual(*chosen):
-        return Needs.of([(get_method(name), get_method(name).complete(own)) for name, own in chosen]).residual
+        return Needs.of(choose_methods(chosen, {})).residual
 
     paper = ("rollout", {"preset": "paper", "residual": 0.25})
     assert residual(paper) == residual(paper, ("occlusion", {"refine": 0}), paper) == 0.25
@@ -128,7 +129,7 @@ def test_a_forward_pass_with_rollout_keeps_a_third_of_a_matrix_a_layer():
     explainer = Explainer(model)
 
     def explained(preset):
-        with Needs.of([(get_method("rollout"), get_method("rollout").complete(preset))]).record(model, None) as trace:
+        with Needs.of(choose_methods(["rollout"], preset)).record(model, None) as trace:
             explainer.forward(pixels)
         return trace
 

@@ -2,22 +2,21 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, UnsupportedModelError, VitflowError, VitflowWarning
+from vitflow.errors import OptionError, VitflowError, VitflowWarning
 from vitflow.evaluation.data.datasets import Dataset, Labelled, Sample
 from vitflow.evaluation.data.regions import WORDNET_ID, Label, Region, union
 from vitflow.evaluation.measures.perturbation import REPLACEMENTS
-from vitflow.explaining.asking.choices import MethodChoice, choose_methods
-from vitflow.explaining.asking.method_table import BASELINES, get_method, list_methods
+from vitflow.explaining.asking.choices import ChosenMethod, MethodChoice, check_methods, choose_methods, left_out
+from vitflow.explaining.asking.method_table import BASELINES, list_methods
 from vitflow.explaining.asking.targets import class_index
 from vitflow.explaining.explainer import Explainer
-from vitflow.folder.work import LabelledMethod
 
 _IMAGENET_CLASSES = 1000
 
@@ -43,21 +42,21 @@ def choose_all(methods: str | Sequence[MethodChoice] | None) -> list[MethodChoic
         found = [method.name for method in list_methods()]
     else:
         found = [methods] if isinstance(methods, str) else list(methods)
-    names = [name if isinstance(name, str) else name[0] for name in found]
+    names = [one.name for one in choose_methods(found, {})] if found else []
     ahead = [choice for choice, name in zip(found, names, strict=True) if name not in BASELINES]
     last = [choice for choice, name in zip(found, names, strict=True) if name in BASELINES]
     return [*ahead, *last, *(name for name in BASELINES if name not in names)]
 
 
-def label_methods(choices: Sequence[MethodChoice], options: Mapping[str, Any]) -> list[LabelledMethod]:
-    """(label, name, options) of each method; a label tells the options that were given with the name."""
-    found: list[LabelledMethod] = []
-    for choice, (method, complete) in zip(choices, choose_methods(choices, options), strict=True):
-        own = {} if isinstance(choice, str) else choice[1]
-        label = method.name + (":" + ",".join(f"{key}={value}" for key, value in own.items()) if own else "")
-        if any(label == other or (method.name, complete) == (name, given) for other, name, given in found):
+def label_methods(choices: Sequence[MethodChoice], options: Mapping[str, Any]) -> list[ChosenMethod]:
+    """The methods that are measured; a label tells the options that were given with the name."""
+    found: list[ChosenMethod] = []
+    for choice, one in zip(choices, check_methods(choices, options), strict=True):
+        own = choice[1] if isinstance(choice, tuple) else {}
+        label = one.name + (":" + ",".join(f"{key}={value}" for key, value in own.items()) if own else "")
+        if any(label == other.label for other in found):
             raise OptionError(f"Expected different methods or options, got {label} twice.")
-        found.append((label, method.name, complete))
+        found.append(replace(one, label=label))
     return found
 
 
@@ -76,25 +75,16 @@ def possible_groups(groups: Sequence[str], dataset: Dataset, explainer: Explaine
 
 
 def applicable_methods(
-    explainer: Explainer, dataset: Dataset, chosen: Sequence[LabelledMethod]
-) -> tuple[list[LabelledMethod], list[str]]:
+    explainer: Explainer, dataset: Dataset, chosen: list[ChosenMethod]
+) -> tuple[list[ChosenMethod], list[str]]:
     """Of all methods those that apply to the model, tried on one picture; and what to tell of the others."""
     picture = next((image for sample in dataset.samples[:20] if (image := _image(sample)) is not None), None)
     if picture is None:
-        return list(chosen), []  # the run will tell what is wrong with the pictures
-    kept: list[LabelledMethod] = []
-    refused: dict[str, list[str]] = {}
-    for label, name, options in chosen:
-        try:
-            if "predict" not in get_method(name).needs:  # those only run the model, which any model allows
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", VitflowWarning)
-                    explainer.explain_batch([picture], methods=[(name, options)])
-        except (UnsupportedModelError, OptionError) as error:
-            refused.setdefault(str(error), []).append(label)
-        else:
-            kept.append((label, name, options))
-    return kept, [f"Left out: {', '.join(labels)}. {reason}" for reason, labels in refused.items()]
+        return chosen, []  # the run will tell what is wrong with the pictures
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", VitflowWarning)
+        refused = explainer.refusals(chosen, picture)
+    return [one for one in chosen if one.name not in refused], left_out(refused)
 
 
 def _image(sample: Sample) -> Any:

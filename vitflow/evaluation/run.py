@@ -30,7 +30,7 @@ from vitflow.evaluation.scoring import Case, Protocol, failed_row, measure
 from vitflow.evaluation.statistics import RESAMPLES
 from vitflow.explaining.asking.choices import MethodChoice
 from vitflow.explaining.asking.method_options import takes_method_options
-from vitflow.explaining.asking.method_table import get_method, is_slow
+from vitflow.explaining.asking.method_table import is_slow
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.progress import watched
 from vitflow.folder.work import explainer_for
@@ -122,7 +122,7 @@ def evaluate(
         notes += left_out
     how = replace_by or ("drop" if "faithfulness" in groups and can_drop_tokens(explainer) else "blank")
     # Of "all" methods those that run the model once per patch would take longer than all others together.
-    slow = [label for label, name, _ in chosen if methods == "all" and "predict" in get_method(name).needs]
+    slow = [one.label for one in chosen if methods == "all" and "predict" in one.method.needs]
     twins = blurred_twin and bool({"localisation", "faithfulness"} & set(groups))
     protocol = Protocol(
         methods=tuple(chosen),
@@ -237,7 +237,7 @@ class _Run:
 
     def _rounds(self, samples: Sequence[Sample]) -> float:
         """How many times the work of the methods that take long, on the whole batch, is expected of it."""
-        slow = [label for label, name, _ in self.protocol.methods if is_slow(name)]
+        slow = [one.label for one in self.protocol.methods if is_slow(one.name)]
         checked = len([label for label in slow if label not in self.protocol.unchecked])
         share = sum("sanity" in self.groups[sample.name] for sample in samples) / len(samples)
         return max(len(slow) + checked * share * _SANITY_ROUNDS, 1)

@@ -16,12 +16,11 @@ from vitflow.evaluation.measures import sanity
 from vitflow.evaluation.measures.correlation import rank_correlation
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.localisation import localise
-from vitflow.explaining.asking.choices import MethodChoice
+from vitflow.explaining.asking.choices import ChosenMethod
 from vitflow.explaining.asking.method_table import BASELINES
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.showing.agreement import is_constant
-from vitflow.folder.work import LabelledMethod
 from vitflow.runs.batches import Batches
 
 One = TypeVar("One")
@@ -36,7 +35,7 @@ class Protocol:
     """What is measured, the same for every picture of a run.
 
     Attributes:
-        methods: (label, name, options) of each; no two labels are equal.
+        methods: those that are measured, by other labels each.
         groups: of metrics.
         replace: what is left of removed patches: "drop", "blank" or "blur".
         points: of the deletion and insertion curves.
@@ -46,7 +45,7 @@ class Protocol:
         blurred_twin: whether each map is measured blurred, too, as a control; baselines and sanity checks are not.
     """
 
-    methods: tuple[LabelledMethod, ...]
+    methods: tuple[ChosenMethod, ...]
     groups: tuple[str, ...]
     replace: str = "drop"
     points: int = 11
@@ -58,7 +57,7 @@ class Protocol:
     @property
     def labels(self) -> list[str]:
         """What the methods are called in tables, each followed by its control."""
-        return [found for label, name, _ in self.methods for found in self._with_control(name, label, twin_of)]
+        return [found for one in self.methods for found in self._with_control(one.name, one.label, twin_of)]
 
     def with_controls(self, maps: Sequence[Saliency]) -> list[Saliency]:
         """The maps of the methods with those of their controls, in the order of the labels."""
@@ -66,11 +65,6 @@ class Protocol:
 
     def _with_control(self, method: str, one: One, control: Callable[[One], One]) -> tuple[One, ...]:
         return (one, control(one)) if self.blurred_twin and method not in BASELINES else (one,)
-
-    @property
-    def choices(self) -> list[MethodChoice]:
-        """The methods as the explainer takes them."""
-        return [(name, options) for _, name, options in self.methods]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +91,7 @@ def measure(batches: Batches, cases: Sequence[Case], protocol: Protocol) -> Iter
         OptionError, UnsupportedModelError: no picture can be measured this way.
     """
     explainer = batches.explainer
-    maps = batches.each(cases, lambda own: _explain(explainer, own, protocol), protocol.choices)
+    maps = batches.each(cases, lambda own: _explain(explainer, own, protocol), protocol.methods)
     for case, found in zip(cases, maps, strict=True):
         try:
             row = (
@@ -127,7 +121,7 @@ def _explain(explainer: Explainer, cases: Sequence[Case], protocol: Protocol) ->
     ):
         if numbers:
             images = [cases[number].picture.image for number in numbers]
-            flat = explainer.explain_batch(images, methods=protocol.choices, targets=targets)
+            flat = explainer.explain_batch(images, methods=protocol.methods, targets=targets)
             count = len(protocol.methods)
             for place, number in enumerate(numbers):
                 found[number] = protocol.with_controls(flat[place * count : (place + 1) * count])
@@ -211,9 +205,8 @@ def _add_faithfulness(row: dict[str, Any], explainer: Explainer, maps: Sequence[
 def _add_sanity(
     row: dict[str, Any], explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: Protocol
 ) -> None:
-    labels = [label for label, _, _ in protocol.methods if label not in protocol.unchecked]
-    image = case.picture.image
-    methods: list[MethodChoice] = [(name, own) for label, name, own in protocol.methods if label in labels]
+    methods = [one for one in protocol.methods if one.label not in protocol.unchecked]
+    labels, image = [one.label for one in methods], case.picture.image
     by_label = dict(zip(protocol.labels, maps, strict=True))
     maps = [by_label[label] for label in labels]
     # Other random weights for every picture, the same in every run.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import vitflow
 from vitflow.errors import OptionError, UnsupportedModelError, ValueNormsError, VitflowWarning
-from vitflow.explaining.asking.choices import Chosen, MethodChoice, asked_for, choose_methods
+from vitflow.explaining.asking.choices import Chosen, MethodChoice, choose_methods
 from vitflow.explaining.asking.method_options import takes_method_options
 from vitflow.explaining.asking.targets import (
     Contrast,
@@ -148,7 +148,6 @@ class Explainer(PictureModel):
         """
         sources: Sequence[ImageSource] = _several(images)
         chosen = choose_methods(methods, options)
-        asked = asked_for(("value_weighted", "refine"), methods, options)
         if contrasts := contrasts_among(targets):
             explain = partial(self.explain_batch, sources, methods=methods, names=names, **options)
             return explain_contrasts(explain, contrasts, chosen, self.activation)
@@ -159,10 +158,10 @@ class Explainer(PictureModel):
         if len(names) != len(sources):
             raise OptionError(f"Expected one name for each of {len(sources)} pictures, got {len(names)}.")
         pictures = [self._read(image, name) for image, name in zip(sources, names, strict=True)]
-        found = self._explain_read(pictures, chosen, targets, asked)
-        if any(own.get("shifts") for _, own in chosen):
+        found = self._explain_read(pictures, chosen, targets)
+        if any(one.options.get("shifts") for one in chosen):
             found = [
-                explain_shifted(partial(self._explain_read, asked=asked), picture, maps, self.spec)
+                explain_shifted(self._explain_read, chosen, picture, maps, self.spec)
                 for picture, maps in zip(pictures, found, strict=True)
             ]
         return [saliency for maps in found for saliency in maps]
@@ -171,9 +170,7 @@ class Explainer(PictureModel):
         """Make a page that answers in the browser when a patch is clicked; options as for `vitflow.explore`."""
         return vitflow.explore(images, model=self, **options)
 
-    def _explain_read(
-        self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, asked: frozenset[str]
-    ) -> list[list[Saliency]]:
+    def _explain_read(self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any) -> list[list[Saliency]]:
         """Explain pictures that were read, those of one input size as one batch: [pictures][methods and targets]."""
         results: list[list[Saliency]] = [[] for _ in pictures]
         groups: dict[tuple[int, int], list[int]] = {}
@@ -183,26 +180,24 @@ class Explainer(PictureModel):
             wanted: Any = targets
             if is_per_picture(targets):
                 wanted = wanted[members]
-            found_by_picture = self._run([pictures[i] for i in members], chosen, wanted, asked)
+            found_by_picture = self._run([pictures[i] for i in members], chosen, wanted)
             for index, found in zip(members, found_by_picture, strict=True):
                 results[index] = found
         return results
 
-    def refusals(self, methods: Sequence[MethodChoice]) -> dict[str, str]:
-        """Which of these methods do not apply to this model, and why: tried one by one on a grey picture."""
+    def refusals(self, methods: Sequence[MethodChoice], image: ImageSource | None = None) -> dict[str, str]:
+        """Which of these methods do not apply to this model, and why: tried one by one on a picture, or a grey one."""
         found = {}
-        for method, options in choose_methods(methods, {}):
-            if "predict" in method.needs:
+        for one in choose_methods(methods, {}):
+            if "predict" in one.method.needs:
                 continue  # it only runs the model, which every model allows
             try:
-                self.explain_batch([self.grey()], methods=[(method.name, options)])
-            except UnsupportedModelError as error:
-                found[method.name] = str(error)
+                self.explain_batch([self.grey() if image is None else image], methods=[one])
+            except (UnsupportedModelError, OptionError) as error:
+                found[one.name] = str(error)
         return found
 
-    def _run(
-        self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, asked: frozenset[str]
-    ) -> list[list[Saliency]]:
+    def _run(self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any) -> list[list[Saliency]]:
         """Explain pictures of one input size: [pictures][methods and targets]."""
         gradients = Needs.of(chosen).gradients
         if gradients:
@@ -210,24 +205,17 @@ class Explainer(PictureModel):
         # Leaving inference mode lets a caller's torch.inference_mode() stand around this.
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(self.model):
             started = time.perf_counter()
-            trace, chosen = self._record_weighted(self._tensor(pictures), chosen, "value_weighted" in asked)
+            trace, chosen = self._record_weighted(self._tensor(pictures), chosen)
             answered = probabilities_of(trace.logits, self.facts)
             seconds = time.perf_counter() - started
             wanted = resolve_targets(targets, answered, self.facts.class_names)
-            return apply_methods(
-                Answered(
-                    trace, pictures, self.facts, answered, self._predict, self._log_odds, seconds, "refine" in asked
-                ),
-                chosen,
-                wanted,
-            )
+            recorded = Answered(trace, pictures, self.facts, answered, self._predict, self._log_odds, seconds)
+            return apply_methods(recorded, chosen, wanted)
 
-    def _record_weighted(self, pixels: Tensor, chosen: Chosen, weighting_asked: bool) -> tuple[Trace, Chosen]:
+    def _record_weighted(self, pixels: Tensor, chosen: Chosen) -> tuple[Trace, Chosen]:
         """Record, without value weighting where it is only a default and does not apply to the model."""
-        plain = [
-            (method, options | {"value_weighted": False} if "value_weighted" in options else options)
-            for method, options in chosen
-        ]
+        plain = [one.but(value_weighted=False) for one in chosen]
+        weighting_asked = any("value_weighted" in one.asked for one in chosen)
         if not self._weighable and not weighting_asked:
             return self._record(pixels, plain), plain
         try:
@@ -236,8 +224,7 @@ class Explainer(PictureModel):
             if weighting_asked:
                 raise
             self._weighable = False
-            reason = str(error).removesuffix(" Use value_weighted=False.")
-            warnings.warn(f"{reason} Maps are made without value weighting.", VitflowWarning, stacklevel=2)
+            warnings.warn(f"{error.args[0]} Maps are made without value weighting.", VitflowWarning, stacklevel=2)
         return self._record(pixels, plain), plain
 
     def _record(self, pixels: Tensor, chosen: Chosen) -> Trace:

@@ -74,7 +74,7 @@ class Pipeline:
         self._fetcher: Fetcher | None = None
         self._output, self._put = output, partial(put_file, output)
         self._shards = ShardWriter(self._put, job.labels) if job.store == "grids" else None
-        self._slow = sum(is_slow(name) for _, name, _ in job.methods)
+        self._slow = sum(is_slow(one.name) for one in job.methods)
         # Methods that take long use all threads by themselves, and end soon on Ctrl-C only in this one.
         self._explainer, self._several = explainer, not self._slow
         self._explaining: deque[tuple[list[Picture], set[str], Future[list[PictureMaps]]]] = deque()

@@ -4,7 +4,7 @@ import io
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from vitflow.errors import OptionError, printable, unknown_name
 from vitflow.explaining.asking.captions import duration
-from vitflow.explaining.asking.choices import choose_methods
+from vitflow.explaining.asking.choices import ChosenMethod, check_methods
 from vitflow.explaining.asking.targets import (
     Contrast,
     Target,
@@ -34,8 +34,6 @@ from vitflow.pictures.options import OVERLAY_FORMATS, STORES, WRITE_OPTIONS
 from vitflow.runs.batches import Batches
 from vitflow.runs.grids import pack_grid
 
-# (label, name, options) of a method that a run computes; no two labels of a run are equal.
-LabelledMethod = tuple[str, str, Mapping[str, Any]]
 # Pictures of the pass by which a run's duration is guessed.
 _TRIED = 8
 
@@ -45,7 +43,7 @@ class Job:
     """What is computed for every picture of a run, and how it is drawn.
 
     Attributes:
-        methods: (label, name, options) for each map; the label is the name, numbered where a method is asked twice.
+        methods: one for each map; its label is its name, numbered where a method is asked twice.
         target: class to explain, or one against another; by default each picture's predicted class.
         drawing: options of `Saliency.overlay`.
         format: of the overlays, "jpg", "png" or "webp".
@@ -53,7 +51,7 @@ class Job:
         store: "overlays" writes a picture per map; "grids" keeps the maps alone, to be drawn on demand.
     """
 
-    methods: tuple[LabelledMethod, ...]
+    methods: tuple[ChosenMethod, ...]
     target: Target | Contrast = None
     drawing: Mapping[str, Any] = field(default_factory=dict)
     format: str = "jpg"
@@ -63,7 +61,7 @@ class Job:
     @property
     def labels(self) -> list[str]:
         """What the maps of a picture are called."""
-        return [label for label, _, _ in self.methods]
+        return [one.label for one in self.methods]
 
     @property
     def endings(self) -> list[str]:
@@ -116,16 +114,13 @@ def make_job(
     one_class = target is None or isinstance(target, int | str)
     if not (contrasting or one_class) or is_several(target):
         raise OptionError(f"Expected one class for all pictures, got {target!r}.")
-    labelled: list[LabelledMethod] = []
-    every = choose_methods(methods, options)
+    chosen = check_methods(methods, options)
     if contrasting:
-        check_class_specific(method for method, _ in every)
-    for method, chosen in every:
-        if any((method.name, chosen) == (name, others) for _, name, others in labelled):
-            raise OptionError(f"Method {method.name} was asked for twice with the same options.")
-        count = 1 + sum(name == method.name for _, name, _ in labelled)
-        labelled.append((method.name if count == 1 else f"{method.name}-{count}", method.name, chosen))
-    return Job(tuple(labelled), target, dict(drawing or {}), format, save_map, store)
+        check_class_specific(chosen)
+    for place, one in enumerate(chosen):
+        count = 1 + sum(other.name == one.name for other in chosen[:place])
+        chosen[place] = one if count == 1 else replace(one, label=f"{one.name}-{count}")
+    return Job(tuple(chosen), target, dict(drawing or {}), format, save_map, store)
 
 
 def explainer_for(model: str | Path | nn.Module | Explainer | Callable[[], Explainer]) -> Explainer:
@@ -147,7 +142,7 @@ def cost_of(job: Job, explainer: Explainer, count: int) -> str | None:
 
     The model is tried on a grey picture, on this machine.
     """
-    asked = next((options for _, name, options in job.methods if name == "occlusion"), None)
+    asked = next((one.options for one in job.methods if one.name == "occlusion"), None)
     if asked is None or not count:
         return None
     height, width = explainer.spec.size
@@ -211,20 +206,19 @@ def compute_maps(batches: Batches, pictures: Sequence[Picture], job: Job) -> lis
     Raises:
         OptionError, UnsupportedModelError: no picture could be explained this way.
     """
-    methods = [(name, options) for _, name, options in job.methods]
 
     def explain(members: Sequence[Picture]) -> list[PictureMaps]:
         started = time.perf_counter()
         images = [picture.decoded.image for picture in members if picture.decoded.image is not None]
         names = [printable(picture.key) for picture in members]
-        flat = batches.explainer.explain_batch(images, methods=methods, targets=job.target, names=names)
+        flat = batches.explainer.explain_batch(images, methods=job.methods, targets=job.target, names=names)
         seconds = (time.perf_counter() - started) / len(images)
         return [
-            PictureMaps(flat[start : start + len(methods)], seconds=seconds)
-            for start in range(0, len(flat), len(methods))
+            PictureMaps(flat[start : start + len(job.methods)], seconds=seconds)
+            for start in range(0, len(flat), len(job.methods))
         ]
 
-    found = batches.each([picture for picture in pictures if picture.decoded.image is not None], explain, methods)
+    found = batches.each([picture for picture in pictures if picture.decoded.image is not None], explain, job.methods)
     return [
         PictureMaps(error=picture.decoded.error, message=picture.decoded.message)
         if picture.decoded.image is None

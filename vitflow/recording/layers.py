@@ -171,7 +171,7 @@ def read_values(value: Tensor, module: nn.Module, name: str, around: nn.Module |
     if projection is None or projection.shape[-1] != value.shape[1] * value.shape[-1]:
         raise ValueNormsError(
             f"{type(module).__name__} ({name}) does not join its heads by one linear output projection, which value "
-            "weighting needs. Use value_weighted=False."
+            "weighting needs."
         )
     value = value.detach()
     value = value if value.dtype == torch.float64 else value.float()

@@ -393,7 +393,7 @@ class record_attention:
         if value is None:
             raise ValueNormsError(
                 f"{type(module).__name__} ({name}) applies its attention by itself, where the values that value "
-                "weighting needs cannot be seen. Use value_weighted=False."
+                "weighting needs cannot be seen."
             )
         around = self._path[-2][1] if len(self._path) > 1 else None
         return read_values(value if arrange is None else arrange(value), module, name, around)

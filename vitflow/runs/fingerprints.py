@@ -1,10 +1,11 @@
 """Whether an output folder's run may be gone on with: only by one that would have given the same results."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vitflow.errors import OptionError
+from vitflow.explaining.asking.choices import Chosen
 from vitflow.recording.probing import alike
 from vitflow.runs.journal import VERSION
 
@@ -23,7 +24,7 @@ def run_fingerprint(
     kind: str,
     source: Mapping[str, Any],
     model: Mapping[str, Any],
-    methods: Iterable[tuple[str, str, Mapping[str, Any]]],
+    methods: Chosen,
     how: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Everything that the results of a run depend on, ready for JSON; two runs that agree in it may share a folder.
@@ -32,16 +33,15 @@ def run_fingerprint(
         kind: "folder" or "evaluation".
         source: what the pictures are.
         model: the explainer's fingerprint.
-        methods: (label, name, options) of each.
+        methods: of the run, by other labels each.
         how: what else the rows depend on.
     """
-    methods = list(methods)
     record = {
         "kind": kind,
         **source,
         **model,
-        "methods": {label: name for label, name, _ in methods},
-        "options": {label: dict(options) for label, _, options in methods},
+        "methods": {one.label: one.name for one in methods},
+        "options": {one.label: one.options for one in methods},
         **how,
     }
     plain: dict[str, Any] = json.loads(json.dumps(record, default=str))

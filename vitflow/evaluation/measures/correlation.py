@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, unknown_name
 from vitflow.evaluation.statistics import markdown_table
-from vitflow.explaining.asking.choices import MethodChoice
+from vitflow.explaining.asking.choices import MethodChoice, choose_methods
 from vitflow.explaining.asking.targets import Target
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.showing.agreement import spearman
@@ -120,7 +120,7 @@ def rank_correlation(
         if progress is not None:
             progress(done, len(sources))
     values = np.moveaxis(np.array(found, dtype=float), 0, -1)  # None becomes NaN
-    names = tuple(name if isinstance(name, str) else name[0] for name in references)
+    names = tuple(one.name for one in choose_methods(references, {}))
     return RankCorrelation(explainer.model_id, tuple(methods), names, tuple(numbers), values)
 
 

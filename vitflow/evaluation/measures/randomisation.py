@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from vitflow.errors import OptionError, VitflowWarning, unknown_name
-from vitflow.explaining.asking.choices import MethodChoice
+from vitflow.explaining.asking.choices import MethodChoice, choose_methods
 from vitflow.explaining.asking.targets import Target
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
@@ -112,7 +112,7 @@ def original_maps(
         maps = explainer.explain_batch([image], methods=methods, targets=target, **options)
         if len(maps) != len(methods):
             raise OptionError(f"Expected one class to explain, got {target!r}, which stands for several.")
-    names = [choice if isinstance(choice, str) else choice[0] for choice in methods]
+    names = [one.name for one in choose_methods(methods, options)]
     if [saliency.method for saliency in maps] != names or len({saliency.target for saliency in maps}) > 1:
         raise OptionError(
             f"Expected one map by each of {', '.join(names)}, all of one class, got "

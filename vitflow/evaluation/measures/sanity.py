@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, unknown_name
 from vitflow.evaluation.measures.randomisation import cascading_randomisation, original_maps, stage_names
-from vitflow.explaining.asking.choices import MethodChoice
-from vitflow.explaining.asking.method_table import get_method
+from vitflow.explaining.asking.choices import MethodChoice, choose_methods
 from vitflow.explaining.asking.targets import Target
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
@@ -161,7 +160,7 @@ def class_sensitivity(
     """
     if other not in OTHERS:
         raise OptionError(unknown_name("other class", other, OTHERS))
-    specific = [get_method(name if isinstance(name, str) else name[0]).class_specific for name in methods]
+    specific = [one.method.class_specific for one in choose_methods(methods, options)]
     asked = [choice for choice, is_specific in zip(methods, specific, strict=True) if is_specific]
     if not asked:
         return [0.0] * len(specific)

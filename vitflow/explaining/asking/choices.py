@@ -4,6 +4,7 @@ This module imports no torch.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vitflow.errors import OptionError
@@ -19,13 +20,44 @@ _MISNAMED = {
     "target": "targets={0!r}, which takes one class or a list of them",
     "targets": "target=…, one class by its index or name; explain_batch takes several",
 }
-# A method by name, or by name with options of its own.
-MethodChoice = str | tuple[str, Mapping[str, Any]]
+# What a method can do without where it does not apply.
+_DISPENSABLE = ("value_weighted", "refine")
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenMethod:
+    """A method with all its options.
+
+    Attributes:
+        method: of the table.
+        options: every one with its value.
+        label: what it is called; no two methods of a run are called the same.
+        asked: which of value_weighted and refine are asked for, and are no mere defaults: what does not apply is then
+            refused, and else left out.
+    """
+
+    method: Method
+    options: dict[str, Any]
+    label: str = ""
+    asked: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """The method's name."""
+        return self.method.name
+
+    def but(self, **options: Any) -> "ChosenMethod":
+        """The same with other values of these options, as far as it has them."""
+        return replace(self, options={name: options.get(name, value) for name, value in self.options.items()})
+
+
 # Methods with all their options.
-Chosen = Sequence[tuple[Method, dict[str, Any]]]
+Chosen = Sequence[ChosenMethod]
+# A method by name, by name with options of its own, or with all of them.
+MethodChoice = str | tuple[str, Mapping[str, Any]] | ChosenMethod
 
 
-def choose_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) -> list[tuple[Method, dict[str, Any]]]:
+def choose_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) -> list[ChosenMethod]:
     """Look methods up and complete their options: shared `options` go to each method that has them.
 
     Raises:
@@ -36,8 +68,12 @@ def choose_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) 
     if not methods:
         raise OptionError("Expected at least one method, got none.")
     pairs = [
-        (get_method(choice), {}) if isinstance(choice, str) else (get_method(choice[0]), choice[1])
-        for choice in methods
+        (one.method, one.options)
+        if isinstance(one, ChosenMethod)
+        else (get_method(one), {})
+        if isinstance(one, str)
+        else (get_method(one[0]), one[1])
+        for one in methods
     ]
     for name in options:
         if name in _MISNAMED and not any(method.accepts(name) for method, _ in pairs):
@@ -51,36 +87,35 @@ def choose_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) 
             )
         if not any(method.accepts(name) for method, _ in pairs):
             pairs[0][0].complete({name: None})  # raises, naming the options that there are
-    chosen = [
-        (method, method.complete({**{k: v for k, v in options.items() if method.accepts(k)}, **own}))
-        for method, own in pairs
-    ]
-    for _, complete in chosen:
-        check_common(complete)
+    chosen = []
+    for method, own in pairs:
+        shared = {name: value for name, value in options.items() if method.accepts(name)}
+        # A run hands over each method with all its options: one that equals the default was not asked for.
+        asked = frozenset(
+            name
+            for name in _DISPENSABLE
+            if shared.get(name) or (own.get(name) and own[name] != method.defaults.get(name))
+        )
+        chosen.append(ChosenMethod(method, method.complete({**shared, **own}), method.name, asked))
+        check_common(chosen[-1].options)
     return chosen
 
 
-def asked_for(names: Sequence[str], methods: Sequence[MethodChoice], options: Mapping[str, Any]) -> frozenset[str]:
-    """Which of these options are asked for, and are no mere defaults: what does not apply is then refused.
-
-    A run hands over each method with all its options, so that one that equals its method's default was not asked for.
-
-    >>> sorted(asked_for(["refine"], ["gae"], {"refine": 1}))
-    ['refine']
-    >>> sorted(asked_for(["refine"], [("gae", {"refine": 1})], {}))
-    []
-    """
-    pairs = [(get_method(choice[0]), choice[1]) for choice in methods if not isinstance(choice, str)]
-    return frozenset(
-        name
-        for name in names
-        if options.get(name) or any(own.get(name) and own[name] != method.defaults.get(name) for method, own in pairs)
-    )
-
-
-def check_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) -> None:
-    """Raise OptionError for an unknown method or option, or for the same method with the same options twice."""
+def check_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) -> list[ChosenMethod]:
+    """As `choose_methods`; OptionError also for the same method with the same options twice."""
     chosen = choose_methods(methods, options)
     for number, one in enumerate(chosen):
-        if one in chosen[:number]:
-            raise OptionError(f"Expected different methods or options, got {one[0].name} twice with the same options.")
+        if any((one.name, one.options) == (other.name, other.options) for other in chosen[:number]):
+            raise OptionError(f"Expected different methods or options, got {one.name} twice with the same options.")
+    return chosen
+
+
+def left_out(refusals: Mapping[str, str]) -> list[str]:
+    """What to tell of methods that do not apply, of which the reasons are known by name.
+
+    >>> left_out({"flow": "No layers.", "gae": "No layers."})
+    ['Left out: flow, gae. No layers.']
+    """
+    reasons = dict.fromkeys(refusals.values())
+    names = [", ".join(name for name, own in refusals.items() if own == reason) for reason in reasons]
+    return [f"Left out: {those}. {reason}" for those, reason in zip(names, reasons, strict=True)]

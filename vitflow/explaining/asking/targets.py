@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import OptionError
-from vitflow.explaining.asking.method_table import Method
+from vitflow.explaining.asking.choices import Chosen
 from vitflow.models.facts import wordnet_of
 
 # A class index, a class name, "top1" … for the most probable ones, or None for the predicted class.
@@ -222,11 +222,11 @@ def contrasts_among(targets: Any) -> list[Contrast]:
     return found
 
 
-def check_class_specific(methods: Iterable[Method]) -> None:
+def check_class_specific(chosen: Chosen) -> None:
     """Raise OptionError for a method whose map is the same for every class."""
-    for method in methods:
-        if not method.class_specific:
+    for one in chosen:
+        if not one.method.class_specific:
             raise OptionError(
-                f"Expected class-specific methods for one class against another, got {method.name}, whose map is the "
+                f"Expected class-specific methods for one class against another, got {one.name}, whose map is the "
                 "same for every class: use gae, gradient_rollout, consensus or gradcam."
             )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitflow.errors import ModelError, ShapeError
 from vitflow.explaining.asking.answer import Answer
-from vitflow.explaining.asking.choices import Chosen
+from vitflow.explaining.asking.choices import Chosen, ChosenMethod
 from vitflow.explaining.asking.method_table import Method
 from vitflow.explaining.asking.targets import doubt
 from vitflow.explaining.making.asked import AskedTrace
@@ -44,7 +44,6 @@ class Answered:
         predict: maps model inputs to probabilities, by running the model again.
         log_odds: likewise, to log-odds.
         seconds: that the pass took.
-        refinement_asked: whether refinement was asked for, and is no mere default.
     """
 
     trace: Trace
@@ -54,7 +53,6 @@ class Answered:
     predict: Callable[[Tensor], Tensor]
     log_odds: Callable[[Tensor], Tensor]
     seconds: float
-    refinement_asked: bool = False
 
 
 def activate(logits: Tensor, activation: str) -> Tensor:
@@ -114,32 +112,30 @@ def apply_methods(answered: Answered, chosen: Chosen, wanted: Sequence[Tensor | 
         chosen: methods and their options.
         wanted: class indices [batch] per target; None where the model has no classes.
     """
-    gradients = any("gradients" in method.needs for method, _ in chosen)
+    gradients = any("gradients" in one.method.needs for one in chosen)
     found: list[list[list[Saliency]]] = [[[] for _ in chosen] for _ in answered.pictures]
     for number, target in enumerate(wanted):
-        asked = answered.refinement_asked
-        trace = AskedTrace.of(answered.trace, target, answered.predict, answered.log_odds, refinement_asked=asked)
+        trace = AskedTrace.of(answered.trace, target, answered.predict, answered.log_odds)
         started = time.perf_counter()
         if gradients:
             trace.backward()  # once for all methods, and each method's seconds hold it
         backward = time.perf_counter() - started
-        for position, (method, options) in enumerate(chosen):
-            if number and not method.class_specific:
+        for position, one in enumerate(chosen):
+            if number and not one.method.class_specific:
                 continue
-            seconds = answered.seconds + (backward if "gradients" in method.needs else 0.0)
-            for maps, saliency in zip(found, _apply(method, options, trace, answered, seconds), strict=True):
+            seconds = answered.seconds + (backward if "gradients" in one.method.needs else 0.0)
+            for maps, saliency in zip(found, _apply(one, trace, answered, seconds), strict=True):
                 maps[position].append(saliency)
         trace.forget_gradients()
     return [[saliency for maps in of_picture for saliency in maps] for of_picture in found]
 
 
-def _apply(
-    method: Method, options: dict[str, Any], trace: AskedTrace, answered: Answered, seconds: float
-) -> list[Saliency]:
+def _apply(one: ChosenMethod, trace: AskedTrace, answered: Answered, seconds: float) -> list[Saliency]:
     """One method for the trace's targets: a map for each picture. `seconds` is what the batch has taken before."""
     started = time.perf_counter()
-    pictures = answered.pictures
-    maps, used = make_maps(method, options, trace, asked=answered.refinement_asked)
+    method, pictures = one.method, answered.pictures
+    trace.refinement_asked = "refine" in one.asked
+    maps, used = make_maps(method, one.options, trace)
     grids = _check_grids(maps.grids, method, len(pictures))
     seconds = (seconds + time.perf_counter() - started) / len(pictures)
     readout = {"readout": trace.pooling} if method.needs & {"attention", "heads"} else {}

@@ -19,7 +19,7 @@ class AskedTrace(Trace):
         targets: the class that each picture is explained for, [batch]; None where there are no classes.
         predict: maps model inputs to probabilities [batch, classes]; for methods that run the model again.
         log_odds: likewise, to log-odds [batch, classes], which keep apart what rounds to a probability of 1.
-        refinement_asked: whether refinement was asked for, and is no mere default.
+        refinement_asked: whether refinement of the method in turn was asked for, and is no mere default.
 
     >>> import torch
     >>> asked = AskedTrace.of(Trace(), torch.tensor([3]))
@@ -39,12 +39,10 @@ class AskedTrace(Trace):
         targets: Tensor | None,
         predict: Callable[[Tensor], Tensor] | None = None,
         log_odds: Callable[[Tensor], Tensor] | None = None,
-        *,
-        refinement_asked: bool = False,
     ) -> "AskedTrace":
         """Ask a recorded pass for these classes."""
         recorded = {field.name: getattr(trace, field.name) for field in fields(Trace)}
-        return cls(**recorded, targets=targets, predict=predict, log_odds=log_odds, refinement_asked=refinement_asked)
+        return cls(**recorded, targets=targets, predict=predict, log_odds=log_odds)
 
     @property
     def wanted(self) -> Tensor:

@@ -26,7 +26,7 @@ def consensus(
     for name in PARTS:
         method = get_method(name)
         own = {"refine": refine, "affinity": affinity, "value_weighted": value_weighted, "patch": patch}
-        maps, _ = make_maps(method, method.complete(own), trace, asked=trace.refinement_asked)
+        maps, _ = make_maps(method, method.complete(own), trace)
         grids.append(maps.grids)
         facts.append(maps.facts)
     return Maps(geometric_mean(grids), facts[0])

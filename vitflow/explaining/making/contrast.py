@@ -29,7 +29,7 @@ def explain_contrasts(
         OptionError: a method does not depend on the class.
         SameClassError: both sides are one class.
     """
-    check_class_specific(method for method, _ in chosen)
+    check_class_specific(chosen)
     maps = explain(targets=[side for one in contrasts for side in one.sides])
     return [contrasted(first, second, activation) for first, second in zip(maps[::2], maps[1::2], strict=True)]
 

@@ -41,22 +41,22 @@ class Needs:
     @classmethod
     def of(cls, chosen: Chosen) -> "Needs":
         """What methods with these options need."""
-        named = frozenset[str]().union(*(method.needs for method, _ in chosen))
+        named = frozenset[str]().union(*(one.method.needs for one in chosen))
         gradients, attention = "gradients" in named, bool(named & {"attention", "heads"})
         every_head = any(
-            "heads" in method.needs or (gradients and attention) or options.get("head") is not None
-            for method, options in chosen
+            "heads" in one.method.needs or (gradients and attention) or one.options.get("head") is not None
+            for one in chosen
         )
         fusions = frozenset(
-            (str(options.get("head_fusion", "mean")), options.get("value_weighted", False))
-            for method, options in chosen
-            if "attention" in method.needs
+            (str(one.options.get("head_fusion", "mean")), one.options.get("value_weighted", False))
+            for one in chosen
+            if "attention" in one.method.needs
         )
-        if means := any(needs_head_means(options) for _, options in chosen):
+        if means := any(needs_head_means(one.options) for one in chosen):
             fusions |= {HEAD_MEANS}
-        keys = any(needs_keys(options) for _, options in chosen)
-        weighted = any(options.get("value_weighted") for _, options in chosen)
-        layers = frozenset(options["layer"] for method, options in chosen if "features" in method.needs)
+        keys = any(needs_keys(one.options) for one in chosen)
+        weighted = any(one.options.get("value_weighted") for one in chosen)
+        layers = frozenset(one.options["layer"] for one in chosen if "features" in one.method.needs)
         attention = attention or means or keys
         residual = 0.0 if every_head or means or keys or gradients else _residual_of_one_product(chosen)
         return cls(attention, every_head, gradients, every_head and weighted, fusions, layers, keys, residual)
@@ -80,9 +80,9 @@ def _residual_of_one_product(chosen: Chosen) -> float:
     """The share of the residual connection, where all that is seen of attention goes into one and the same rollout."""
     named = ("head_fusion", "value_weighted", "residual", "discard_ratio", "start_layer")
     products: list[list[Any]] = [
-        [method.function, *(options.get(name) for name in named)]
-        for method, options in chosen
-        if "attention" in method.needs
+        [one.method.function, *(one.options.get(name) for name in named)]
+        for one in chosen
+        if "attention" in one.method.needs
     ]
     if not products or any(product != products[0] for product in products[1:]):
         return 0.0

@@ -8,6 +8,7 @@ import torch
 
 from vitflow.errors import ShapeError, UnsupportedModelError, VitflowError, VitflowWarning
 from vitflow.explaining.asking.method_table import Method
+from vitflow.explaining.making.asked import AskedTrace
 from vitflow.explaining.making.maps import Maps
 from vitflow.methods.refinement import Affinity, AffinityName, check_affinity, co_attention, key_affinity, refine
 from vitflow.recording.layers import AttentionLayer, FusionKey
@@ -29,17 +30,15 @@ def needs_head_means(options: Mapping[str, Any]) -> bool:
     return bool(options.get("refine")) and options["affinity"] != "keys"
 
 
-def make_maps(
-    method: Method, options: Mapping[str, Any], trace: Trace, *, asked: bool
-) -> tuple[Maps, list[dict[str, Any]]]:
+def make_maps(method: Method, options: Mapping[str, Any], trace: AskedTrace) -> tuple[Maps, list[dict[str, Any]]]:
     """Run a method on a trace, and refine its maps as its options say.
 
     Args:
         method: any of the table.
         options: all of its options.
-        trace: what was recorded, with the head means or the keys that the affinity needs.
-        asked: whether a caller asked for refinement. Where it is only a default and does not apply, or would make a map
-            nearly constant, the map is left as it is, and a fact tells of it.
+        trace: what was recorded, with the head means or the keys that the affinity needs. Where refinement was not
+            asked for and does not apply, or would make a map nearly constant, the map is left as it is, and a fact
+            tells of it.
 
     Returns:
         The maps, and the options that hold for the map of each picture.
@@ -48,21 +47,21 @@ def make_maps(
         UnsupportedModelError: refinement was asked for and does not apply.
     """
     steps, affinity = options.get("refine", 0), options.get("affinity", "attention")
-    if steps and asked and method.refined == "within":
+    if steps and trace.refinement_asked and method.refined == "within":
         affinity_of(trace, affinity, (trace.layout.rows, trace.layout.cols))
     found = method.load()(trace, **method.own(options))
     maps = found if isinstance(found, Maps) else Maps(found)
     batch = 0 if trace.pixels is None else len(trace.pixels)
     if steps and method.refined == "after" and maps.grids.ndim == 3 and len(maps.grids) == batch:
-        maps = _refined(maps, trace, steps, affinity, asked)
+        maps = _refined(maps, trace, steps, affinity)
     facts = maps.facts or [{}] * batch
     left = [str(own.get("refinement", "")).startswith(_LEFT_OUT) for own in facts]
     return maps, [{**options, "refine": 0} if out else dict(options) for out in left]
 
 
-def _refined(maps: Maps, trace: Trace, steps: int, name: AffinityName, asked: bool) -> Maps:
+def _refined(maps: Maps, trace: AskedTrace, steps: int, name: AffinityName) -> Maps:
     """The maps refined, and facts of those that are not, or that show little because of it."""
-    rows, cols = maps.grids.shape[1:]
+    asked, (rows, cols) = trace.refinement_asked, maps.grids.shape[1:]
     facts = maps.facts or [{}] * len(maps.grids)
     try:
         affinity = affinity_of(trace, name, (rows, cols))

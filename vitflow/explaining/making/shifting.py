@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from vitflow.errors import UnsupportedModelError
 from vitflow.explaining.asking.choices import Chosen
-from vitflow.explaining.asking.method_table import get_method
 from vitflow.explaining.making.applying import PlacedPicture
 from vitflow.explaining.saliency import Saliency
 from vitflow.pictures.geometry import Placement
@@ -18,6 +17,7 @@ from vitflow.pictures.preprocessing import InputSpec
 
 def explain_shifted(
     explain: Callable[[Sequence[PlacedPicture], Chosen, Any], list[list[Saliency]]],
+    chosen: Chosen,
     picture: PlacedPicture,
     maps: Sequence[Saliency],
     spec: InputSpec,
@@ -26,6 +26,7 @@ def explain_shifted(
 
     Args:
         explain: gives the maps of some pictures, by method and target: [pictures][methods and targets].
+        chosen: the methods.
         picture: the picture, placed without a shift.
         maps: its maps without a shift.
         spec: the input of the model.
@@ -39,8 +40,8 @@ def explain_shifted(
     for one in maps:
         if one.options.get("shifts"):
             targets = None if one.target is None else np.full(len(crops), one.target)
-            own = [(get_method(one.method), {**one.options, "shifts": 0})]
-            shifted = [of_crop[0] for of_crop in explain(crops, own, targets)]
+            method = next(own for own in chosen if own.name == one.method).but(**{**one.options, "shifts": 0})
+            shifted = [of_crop[0] for of_crop in explain(crops, [method], targets)]
             grid = mean_map([each.grid for each in shifted], pixels, picture.placement.input_size)
             one = replace(one, grid=grid, seconds=one.seconds + sum(each.seconds for each in shifted))
         found.append(one)

@@ -15,7 +15,7 @@ from torch import nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, printable, unknown_name
 from vitflow.explaining.asking.captions import own_options
-from vitflow.explaining.asking.choices import MethodChoice, check_methods
+from vitflow.explaining.asking.choices import MethodChoice, check_methods, left_out
 from vitflow.explaining.asking.method_options import takes_method_options
 from vitflow.explaining.asking.method_table import DEFAULT_METHODS, get_method
 from vitflow.explaining.asking.targets import Contrast, Targets, contrasts_among, is_per_picture
@@ -92,19 +92,13 @@ def compare(
         except UnsupportedModelError:
             if methods is not None:
                 raise
-            chosen = _applicable(explainer, chosen)
+            refused = explainer.refusals(chosen)
+            for note in left_out(refused):
+                warnings.warn(note, VitflowWarning, stacklevel=2)
+            chosen = [name for name in chosen if name not in refused]
             found = explainer.explain_batch([source], methods=chosen, targets=wanted, names=names, **options)
         pictures.append(tuple(maps for column in columns_of(found) for maps in column))
     return Comparison(tuple(pictures))
-
-
-def _applicable(explainer: Explainer, names: Sequence[MethodChoice]) -> list[MethodChoice]:
-    """Those of the methods that apply to the model; a warning tells of the others."""
-    refused = explainer.refusals(names)
-    for reason in dict.fromkeys(refused.values()):
-        left_out = ", ".join(name for name, why in refused.items() if why == reason)
-        warnings.warn(f"Left out: {left_out}. {reason}", VitflowWarning, stacklevel=3)
-    return [name for name in names if name not in refused]
 
 
 @dataclass(frozen=True, slots=True, repr=False)

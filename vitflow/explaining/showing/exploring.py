@@ -19,7 +19,7 @@ from vitflow.errors import (
     printable,
 )
 from vitflow.explaining.asking.answer import Answer
-from vitflow.explaining.asking.choices import MethodChoice, choose_methods
+from vitflow.explaining.asking.choices import MethodChoice, choose_methods, left_out
 from vitflow.explaining.asking.method_table import get_method
 from vitflow.explaining.asking.targets import Targets
 from vitflow.explaining.explainer import Explainer
@@ -146,7 +146,7 @@ class _Explorer:
                 trace = explainer.record(image, fusions=keys, keys=True, features=features)
                 break
             except ValueNormsError as error:
-                weighted, found.refused["weighting"] = False, str(error).removesuffix(" Use value_weighted=False.")
+                weighted, found.refused["weighting"] = False, error.args[0]
             except NoAttentionError as error:
                 found.refused["live"] = str(error)
                 return explainer.record(image, attention=False, features=features)
@@ -218,27 +218,25 @@ class _Explorer:
             names += [] if found.attention else _OTHERWISE_LIVE
             if not self._explainer.num_classes:
                 names = [name for name in names if not get_method(str(name)).class_specific]
-        chosen = choose_methods(names, {})
-        plain: list[tuple[str, dict[str, Any]]] = [
-            (method.name, options | ({"refine": 0} if method.refined == "after" and found.affinities else {}))
-            for method, options in chosen
+        plain = [
+            one.but(refine=0) if one.method.refined == "after" and found.affinities else one
+            for one in choose_methods(names, {})
         ]
-        targets = self._targets if any(method.class_specific for method, _ in chosen) else None
-        try:
+
+        def explain() -> list[Saliency]:
+            targets = self._targets if any(one.method.class_specific for one in plain) else None
             return self._explainer.explain_batch([image], methods=plain, targets=targets, names=[found.name])
+
+        try:
+            return explain()
         except UnsupportedModelError:
             if self._methods is not None:
                 raise
         refused = self._explainer.refusals(plain)
-        for reason in dict.fromkeys(refused.values()):
-            left_out = ", ".join(name for name, why in refused.items() if why == reason)
-            warnings.warn(f"Left out: {left_out}. {reason}", VitflowWarning, stacklevel=4)
-        plain = [pair for pair in plain if pair[0] not in refused]
-        if not plain:
-            return []
-        specific = any(get_method(name).class_specific for name, _ in plain)
-        targets = targets if specific else None
-        return self._explainer.explain_batch([image], methods=plain, targets=targets, names=[found.name])
+        for note in left_out(refused):
+            warnings.warn(note, VitflowWarning, stacklevel=4)
+        plain = [one for one in plain if one.name not in refused]
+        return explain() if plain else []
 
 
 def _map(saliency: Saliency) -> dict[str, Any]:
