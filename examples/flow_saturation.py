@@ -15,7 +15,6 @@ from pathlib import Path
 
 import cv2
 import numpy as np
-import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -64,8 +63,7 @@ def measure(explainer: vitflow.Explainer, data: Iterator[tuple[np.ndarray, np.nd
         inside = points(mask, found.placement.seen_box) > 0.5
         if inside.all() or not inside.any():
             continue
-        with torch.no_grad(), vitflow.record_attention(explainer.model, fusions=[key]) as trace:
-            explainer.model(explainer.pixels(image))
+        trace = explainer.record(image, fusions=[key])
         layers, prefix = trace.fused("mean"), trace.layout.num_prefix_tokens
         row = []
         for depth in range(1, len(layers) + 1):
