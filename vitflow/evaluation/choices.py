@@ -52,7 +52,7 @@ def label_methods(choices: Sequence[MethodChoice], options: Mapping[str, Any]) -
     """The methods that are measured; a label tells the options that were given with the name."""
     found: list[ChosenMethod] = []
     for choice, one in zip(choices, check_methods(choices, options), strict=True):
-        own = choice[1] if isinstance(choice, tuple) else {}
+        own = {} if isinstance(choice, str | ChosenMethod) else choice[1]
         label = one.name + (":" + ",".join(f"{key}={value}" for key, value in own.items()) if own else "")
         if any(label == other.label for other in found):
             raise OptionError(f"Expected different methods or options, got {label} twice.")

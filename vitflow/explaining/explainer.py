@@ -177,9 +177,7 @@ class Explainer(PictureModel):
         for index, picture in enumerate(pictures):
             groups.setdefault(picture.placement.input_size, []).append(index)
         for members in groups.values():
-            wanted: Any = targets
-            if is_per_picture(targets):
-                wanted = wanted[members]
+            wanted = targets[members] if is_per_picture(targets) else targets
             found_by_picture = self._run([pictures[i] for i in members], chosen, wanted)
             for index, found in zip(members, found_by_picture, strict=True):
                 results[index] = found

@@ -67,26 +67,24 @@ def choose_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) 
         methods = [methods]
     if not methods:
         raise OptionError("Expected at least one method, got none.")
-    pairs = [
-        (one.method, one.options)
-        if isinstance(one, ChosenMethod)
-        else (get_method(one), {})
-        if isinstance(one, str)
-        else (get_method(one[0]), one[1])
+    named = [
+        (one, {}) if isinstance(one, str) else (one.name, one.options) if isinstance(one, ChosenMethod) else one
         for one in methods
     ]
+    pairs = [(get_method(name), own) for name, own in named]
     for name in options:
-        if name in _MISNAMED and not any(method.accepts(name) for method, _ in pairs):
+        if any(method.accepts(name) for method, _ in pairs):
+            continue
+        if name in _MISNAMED:
             value = options[name]
             told = _MISNAMED[name].format(value if isinstance(value, str | int) else "…")
             raise OptionError(f"Expected {told}, got {name}={value!r:.80}.")
-        if name in _CALLED_TARGET and not any(method.accepts(name) for method, _ in pairs):
+        if name in _CALLED_TARGET:
             raise OptionError(
                 f"Unknown option {name!r}: name the class to explain by target={options[name]!r} (targets, for several "
                 "pictures or classes at once)."
             )
-        if not any(method.accepts(name) for method, _ in pairs):
-            pairs[0][0].complete({name: None})  # raises, naming the options that there are
+        pairs[0][0].complete({name: None})  # raises, naming the options that there are
     chosen = []
     for method, own in pairs:
         shared = {name: value for name, value in options.items() if method.accepts(name)}
