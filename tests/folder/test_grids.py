@@ -21,11 +21,12 @@ from tests.folder.test_run import fill, picture_bytes, run, start, tiny_model
 from vitflow import Explainer, explain_folder
 from vitflow.cli import cli
 from vitflow.errors import OptionError, VitflowError
-from vitflow.folder import pipeline, shards
+from vitflow.folder import shards
 from vitflow.folder.found.conditions import parse_condition
 from vitflow.folder.found.draw import draw_run, read_grids
 from vitflow.folder.found.report import report_run
 from vitflow.folder.rows import is_folder_row
+from vitflow.runs import places
 from vitflow.runs.journal import Journal
 from vitflow.runs.keeper import RunFolder
 
@@ -224,14 +225,14 @@ def test_a_second_run_does_what_is_missing_and_each_picture_lies_in_one_shard(tm
 
 
 def test_a_full_disk_fails_the_pictures_of_its_shard(tmp_path, explainer, monkeypatch):
-    source, real = fill(tmp_path / "in", 3), pipeline.write_atomically
+    source, real = fill(tmp_path / "in", 3), places.write_atomically
 
     def full(path, **options):
         if path.suffix == ".parquet":
             raise OSError(28, "No space left on device")
         return real(path, **options)
 
-    monkeypatch.setattr(pipeline, "write_atomically", full)
+    monkeypatch.setattr(places, "write_atomically", full)
     summary = run(source, tmp_path / "out", model=explainer, store="grids")
     assert summary.failed == 3 and "No space left on device" in next(summary.failures())["message"]
     assert shard_files(tmp_path / "out") == []
@@ -315,7 +316,7 @@ def run_until(source: Path, output: Path, moment: str, count: int) -> None:
     """A run that is killed at the count-th of such moments."""
     torch.set_num_threads(1)
     shards.ShardWriter.__init__.__defaults__ = (5, 30.0)
-    left, real, append = count, pipeline.write_atomically, Journal.append
+    left, real, append = count, places.write_atomically, Journal.append
 
     def reached(name: str) -> bool:
         nonlocal left
@@ -344,7 +345,7 @@ def run_until(source: Path, output: Path, moment: str, count: int) -> None:
                 file.write(b'{"input": "0.jp')
             die()
 
-    pipeline.write_atomically, Journal.append = write, told
+    places.write_atomically, Journal.append = write, told
     run(source, output, workers=0, store="grids")
 
 

@@ -116,9 +116,12 @@ class Explainer(PictureModel):
             raise OptionError(f"One map was expected, and {target!r} asks for {len(found)}: use explain_batch.")
         return found[0]
 
-    def layers(self, image: ImageSource, **options: Any) -> "vitflow.LayerMaps":
-        """Show one picture's map layer by layer, and the heads of one layer; options as for `vitflow.layers`."""
-        return vitflow.layers(image, model=self, **options)
+    @takes_method_options
+    def layers(
+        self, image: ImageSource, *, method: str = "rollout", layer: int = -1, **options: Any
+    ) -> "vitflow.LayerMaps":
+        """Show one picture's map layer by layer, and the heads of one layer; arguments as for `vitflow.layers`."""
+        return vitflow.layers(image, model=self, method=method, layer=layer, **options)
 
     @takes_method_options
     def explain_batch(
