@@ -14,7 +14,7 @@ from tests.folder.test_run import fill, tiny_model
 from tests.folder.test_run import run as run_folder
 from vitflow import Explainer
 from vitflow.cli import cli
-from vitflow.cli.options import going_on, pictures_bar, talking
+from vitflow.cli.saying import going_on, pictures_bar, talking
 from vitflow.errors import VitflowWarning
 from vitflow.evaluation import evaluate
 from vitflow.explaining.asking.method_table import is_slow, list_methods

@@ -5,6 +5,7 @@ Nothing here imports torch before a command runs, so that help and usage errors 
 """
 
 import sys
+from typing import Any
 
 import click
 
@@ -19,10 +20,20 @@ from vitflow.cli.layers import layers
 from vitflow.cli.listing import demo, methods, models
 from vitflow.cli.read import read
 from vitflow.cli.report import report
+from vitflow.cli.saying import talking
 from vitflow.errors import printable
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class _Talking(click.Group):
+    """Commands whose errors and warnings are told in lines on stderr."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that was asked for."""
+        with talking():
+            return super().invoke(ctx)
+
+
+@click.group(cls=_Talking, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="vitflow")
 def cli() -> None:
     """See what a Vision Transformer looks at.

@@ -9,22 +9,20 @@ import click
 from vitflow.cli.options import (
     DRAWING,
     against_option,
-    cannot_write,
-    check_pictures,
+    classes_option,
     drawing_options,
     given_options,
     make_explainer,
     method_options,
     model_options,
-    notes_on,
-    output_file,
-    talking,
+    output_option,
+    pictures_argument,
     target_of,
-    tell_limits,
 )
-from vitflow.cli.saying import say, say_record
+from vitflow.cli.outputs import output_file, writing
+from vitflow.cli.saying import say, say_notes, say_record, tell_limits
 from vitflow.cli.sections import SectionedCommand
-from vitflow.errors import OptionError, VitflowError, printable
+from vitflow.errors import OptionError, printable
 from vitflow.explaining.asking.choices import check_methods
 from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.explaining.asking.method_table import DEFAULT_METHODS, Method, get_method
@@ -69,7 +67,7 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> "click.P
 
 
 @click.command(cls=SectionedCommand, short_help="Show several methods over the same pictures, in one strip.")
-@click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
+@pictures_argument
 @model_options
 @click.option(
     "--method",
@@ -79,13 +77,7 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> "click.P
     help="A method to show, also with options of its own: rollout:head_fusion=max,discard_ratio=0.9. Repeat it for "
     "more columns.  [default: all quick ones and two baselines]",
 )
-@click.option(
-    "--class",
-    "targets",
-    metavar="NAME|INDEX|top5",
-    multiple=True,
-    help="Class to explain; repeat it for more rows.  [default: the predicted class]",
-)
+@classes_option(help="Class to explain; repeat it for more rows.  [default: the predicted class]")
 @against_option
 @method_options
 @drawing_options
@@ -95,10 +87,7 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> "click.P
     help="Which maps of one method have the limits of their colours in common.  [default: those of one picture]",
 )
 @click.option("--timings", is_flag=True, default=None, help="Tell below each map how long it took.")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=str),
+@output_option(
     help="File for the strip: .png, .pdf, .svg; or .json for the numbers; or a folder, with / at its end.  [default: "
     "IMAGE-compare.png here; of several, IMAGE-and-N-more-compare.png]",
 )
@@ -106,28 +95,24 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> "click.P
 def compare(images: tuple[Path, ...], **given: Any) -> None:
     """Lay several methods over each IMAGE, side by side in one strip, and say how far they agree."""
     options = given_options(given, OPTIONS)
-    with talking():
-        check_pictures(images, "compare")
-        output = _output_path(images, given["output"])
-        methods = given["methods"] or None
-        check_methods(methods or DEFAULT_METHODS, options)  # before torch is loaded
-        from vitflow.explaining.showing.comparison import compare
+    others = f"-and-{len(images) - 1}-more" if len(images) > 1 else ""
+    output = output_file(images, given["output"], f"{images[0].stem}{others}-compare.png", _SUFFIXES)
+    methods = given["methods"] or None
+    check_methods(methods or DEFAULT_METHODS, options)  # before torch is loaded
+    from vitflow.explaining.showing.comparison import compare
 
-        explainer = make_explainer(given)
-        comparison = compare(images, model=explainer, methods=methods, targets=_targets(given), **options)
-        drawing = {} if output.suffix.lower() == ".json" else given_options(given, (*DRAWING, "scaling", "timings"))
-        try:
-            comparison.save(output, **drawing)
-        except OSError as error:
-            raise VitflowError(cannot_write(output, error)) from error
-        for note in notes_on(comparison.saliencies):
-            say(f"note: {note}")
-        say(str(comparison.agreement()))
-        tell_limits(explainer)
-        if not given["as_json"]:
-            click.echo(printable(output))
-        for record in comparison.records() if given["as_json"] else ():
-            say_record(record | {"output": str(output)})
+    explainer = make_explainer(given)
+    comparison = compare(images, model=explainer, methods=methods, targets=_targets(given), **options)
+    drawing = {} if output.suffix.lower() == ".json" else given_options(given, (*DRAWING, "scaling", "timings"))
+    with writing(output):
+        comparison.save(output, **drawing)
+    say_notes(comparison.saliencies)
+    say(str(comparison.agreement()))
+    tell_limits(explainer)
+    if not given["as_json"]:
+        click.echo(printable(output))
+    for record in comparison.records() if given["as_json"] else ():
+        say_record(record | {"output": str(output)})
 
 
 def _targets(given: dict[str, Any]) -> Any:
@@ -135,13 +120,3 @@ def _targets(given: dict[str, Any]) -> Any:
     if given["against"] is None:
         return list(given["targets"]) or None
     return [target_of(target, given) for target in given["targets"] or (None,)]
-
-
-def _output_path(images: tuple[Path, ...], asked: str | None) -> Path:
-    """Where the strip goes; it overwrites none of the pictures."""
-    others = len(images) - 1
-    name = f"{images[0].stem}{f'-and-{others}-more' if others else ''}-compare.png"
-    output = output_file(asked, name, _SUFFIXES)
-    if output.resolve() in {image.resolve() for image in images}:
-        raise OptionError(f"The strip would overwrite the picture {str(output)!r}: choose another output.")
-    return output

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from vitflow.cli.options import DRAWING, PathOrURL, drawing_options, given_options, talking
+from vitflow.cli.options import DRAWING, PathOrURL, drawing_options, given_options, limit_option
 from vitflow.cli.saying import say
 from vitflow.errors import printable
 from vitflow.pictures.options import OVERLAY_FORMATS
@@ -25,7 +25,7 @@ from vitflow.pictures.options import OVERLAY_FORMATS
 )
 @click.option("--where", metavar="CONDITION", help='Draw where this holds, such as "probability < 0.5".')
 @click.option("--method", "methods", multiple=True, metavar="NAME", help="Draw this map.  [default: all of the run]")
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Draw the first N pictures only.")
+@limit_option
 @click.option("--format", type=click.Choice(OVERLAY_FORMATS), help="Of the overlays.  [default: as the run was asked]")
 @drawing_options
 def draw(run: Path | str, **given: Any) -> None:
@@ -33,29 +33,28 @@ def draw(run: Path | str, **given: Any) -> None:
 
     A run with --store grids keeps maps without overlays: this draws those that are worth a look.
     """
-    with talking():
-        from vitflow.folder.found.draw import Drawn, draw_run
+    from vitflow.folder.found.draw import Drawn, draw_run
 
-        def tell(drawn: Drawn) -> None:
-            for path in drawn.paths:
-                click.echo(printable(path))
-            if drawn.error is not None:
-                say(f"error: {printable(drawn.input)}: {drawn.error}")
+    def tell(drawn: Drawn) -> None:
+        for path in drawn.paths:
+            click.echo(printable(path))
+        if drawn.error is not None:
+            say(f"error: {printable(drawn.input)}: {drawn.error}")
 
-        drawing = given_options(given, DRAWING)
-        found = draw_run(
-            run,
-            given["output"],
-            where=given["where"],
-            methods=given["methods"] or None,
-            limit=given["limit"],
-            format=given["format"],
-            drawing=drawing,
-            images=given["images"],
-            progress=tell,
-        )
-        failed = sum(one.error is not None for one in found)
-        line = f"{len(found) - failed} drawn"
-        say(f"{line}, {failed} failed" if failed else line)
-        if failed:
-            sys.exit(1)
+    drawing = given_options(given, DRAWING)
+    found = draw_run(
+        run,
+        given["output"],
+        where=given["where"],
+        methods=given["methods"] or None,
+        limit=given["limit"],
+        format=given["format"],
+        drawing=drawing,
+        images=given["images"],
+        progress=tell,
+    )
+    failed = sum(one.error is not None for one in found)
+    line = f"{len(found) - failed} drawn"
+    say(f"{line}, {failed} failed" if failed else line)
+    if failed:
+        sys.exit(1)

@@ -9,15 +9,15 @@ import click
 
 from vitflow.cli.compare import MethodWithOptions
 from vitflow.cli.options import (
+    batch_size_option,
     given_options,
-    going_on,
+    limit_option,
     make_explainer,
     method_options,
     model_options,
-    pictures_bar,
-    talking,
+    resume_option,
 )
-from vitflow.cli.saying import say, say_record
+from vitflow.cli.saying import going_on, pictures_bar, say, say_record
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.asking.method_options import OPTIONS
@@ -64,7 +64,7 @@ class _MethodOrAll(MethodWithOptions):
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Where the pictures of an annotation file are.  [default: beside it]",
 )
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Take the first N pictures only.")
+@limit_option
 @click.option(
     "--replace",
     "replace_by",
@@ -89,19 +89,14 @@ class _MethodOrAll(MethodWithOptions):
     metavar="N",
     help="Measure sanity and rank correlation, which take many forward passes, on N pictures drawn at random.",
 )
-@click.option("--batch-size", type=click.IntRange(min=1), metavar="N", help="Pictures per forward pass.")
+@batch_size_option
 @click.option(
     "--resamples", type=click.IntRange(min=1), default=2000, show_default=True, help="Behind each bootstrap interval."
 )
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of all that is drawn at random."
 )
-@click.option(
-    "--resume/--overwrite",
-    default=True,
-    show_default="resume",
-    help="Go on with an earlier run of the same options in the output folder, or do all of it anew.",
-)
+@resume_option
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object instead of tables.")
 @method_options
 def evaluate(data: str | None, **given: Any) -> None:
@@ -112,21 +107,20 @@ def evaluate(data: str | None, **given: Any) -> None:
     XML or CSV. A picture that fails is told, and the others go on. Drawn pictures are measured with the demo model,
     unless --model names another.
     """
-    with talking():
-        if (data is None) == (given["data_option"] is None):
-            raise click.UsageError("Give DATA once, as an argument or with --data: a folder, annotations, or demo:500.")
-        _check_metrics(given["metrics"])
-        found = _run(data or given["data_option"], given)
-        if given["as_json"]:
-            say_record(found.to_dict())
-        else:
-            click.echo(printable(found.to_markdown(), lines=True), nl=False)
-        if given["output"] is not None:
-            say(f"report: {printable(given['output'] / 'report.html')}")
-        if found.failures:
-            where = f" (see {printable(given['output'] / 'report.html')})" if given["output"] is not None else ""
-            say(f"{len(found.failures)} of the pictures failed{where}")
-            sys.exit(1)
+    if (data is None) == (given["data_option"] is None):
+        raise click.UsageError("Give DATA once, as an argument or with --data: a folder, annotations, or demo:500.")
+    _check_metrics(given["metrics"])
+    found = _run(data or given["data_option"], given)
+    if given["as_json"]:
+        say_record(found.to_dict())
+    else:
+        click.echo(printable(found.to_markdown(), lines=True), nl=False)
+    if given["output"] is not None:
+        say(f"report: {printable(given['output'] / 'report.html')}")
+    if found.failures:
+        where = f" (see {printable(given['output'] / 'report.html')})" if given["output"] is not None else ""
+        say(f"{len(found.failures)} of the pictures failed{where}")
+        sys.exit(1)
 
 
 def _check_metrics(names: tuple[str, ...]) -> None:

@@ -9,24 +9,20 @@ import click
 
 from vitflow.cli.options import (
     DRAWING,
-    Once,
     against_option,
-    cannot_write,
-    check_pictures,
-    check_suffix,
     class_option,
     drawing_options,
     given_options,
     make_explainer,
+    method_option,
     method_options,
     model_options,
-    names_folder,
-    notes_on,
-    talking,
+    output_option,
+    pictures_argument,
     target_of,
-    tell_limits,
 )
-from vitflow.cli.saying import say, say_record
+from vitflow.cli.outputs import CannotWrite, check_pictures, check_suffix, names_folder, writing
+from vitflow.cli.saying import say, say_notes, say_record, tell_limits
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import ImageError, OptionError, printable
 from vitflow.explaining.asking.choices import choose_methods
@@ -37,23 +33,14 @@ _SUFFIXES = tuple(WRITE_OPTIONS)
 
 
 @click.command(cls=SectionedCommand, short_help="Lay one method's map over pictures.")
-@click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
+@pictures_argument
 @model_options
-@click.option(
-    "--method",
-    default=["rollout"],
-    show_default=True,
-    metavar="NAME",
-    cls=Once,
-    help="What to compute; `vitflow methods` lists the choices.",
-)
+@method_option(help="What to compute; `vitflow methods` lists the choices.")
 @class_option
 @against_option
 @method_options
 @drawing_options
-@click.option(
-    "-o", "--output", type=click.Path(path_type=str), help="File for one picture, folder for several.  [default: here]"
-)
+@output_option(help="File for one picture, folder for several.  [default: here]")
 @click.option(
     "--figure",
     is_flag=True,
@@ -65,22 +52,18 @@ _SUFFIXES = tuple(WRITE_OPTIONS)
 def explain(images: tuple[Path, ...], **given: Any) -> None:
     """Lay a saliency map over each IMAGE."""
     options = given_options(given, OPTIONS)
-    with talking():
-        choose_methods([given["method"]], options)  # before torch is loaded
-        check_pictures(images, "explain")
-        targets = _output_paths(
-            images, given["output"], given["method"], FIGURE_FORMATS if given["figure"] else _SUFFIXES
-        )
-        explainer = make_explainer(given)
-        failed = sum(
-            not _explain_one(explainer, image, target, options, given)
-            for image, target in zip(images, targets, strict=True)
-        )
-        if failed < len(images):
-            tell_limits(explainer)
-        if failed:
-            say(f"{len(images) - failed} explained, {failed} failed")
-            sys.exit(1)
+    choose_methods([given["method"]], options)  # before torch is loaded
+    targets = _output_paths(images, given["output"], given["method"], FIGURE_FORMATS if given["figure"] else _SUFFIXES)
+    explainer = make_explainer(given)
+    failed = sum(
+        not _explain_one(explainer, image, target, options, given)
+        for image, target in zip(images, targets, strict=True)
+    )
+    if failed < len(images):
+        tell_limits(explainer)
+    if failed:
+        say(f"{len(images) - failed} explained, {failed} failed")
+        sys.exit(1)
 
 
 def _explain_one(
@@ -90,19 +73,17 @@ def _explain_one(
     drawing, files = given_options(given, DRAWING), [output]
     try:
         saliency = explainer.explain(image, method=given["method"], target=target_of(given["target"], given), **options)
-        (saliency.figure if given["figure"] else saliency.save)(output, **drawing)
+        with writing(output):
+            (saliency.figure if given["figure"] else saliency.save)(output, **drawing)
         if given["save_map"]:
             files.append(output.with_suffix(".npz"))
-            saliency.save(files[1])
-    except ImageError as error:
-        named = "" if image.name in str(error) else f"{printable(image)}: "
+            with writing(files[1]):
+                saliency.save(files[1])
+    except (ImageError, CannotWrite) as error:
+        named = "" if isinstance(error, CannotWrite) or image.name in str(error) else f"{printable(image)}: "
         say(f"error: {named}{error}")
         return False
-    except OSError as error:
-        say(f"error: {cannot_write(files[-1], error)}")
-        return False
-    for note in notes_on([saliency]):
-        say(f"note: {note}")
+    say_notes([saliency])
     say(f"{printable(image)}: {_answer(saliency, explainer.class_names)}")
     if given["as_json"]:
         record = saliency.to_dict() | {"output": str(output)} | ({"map": str(files[1])} if len(files) > 1 else {})
@@ -148,8 +129,5 @@ def _output_paths(
                 stem, number = f"{image.stem}-{number}-{method}", number + 1
             taken.add(stem.lower())
             paths.append(folder / f"{stem}.png")
-    read = {image.resolve() for image in images}
-    for path in paths:
-        if path.resolve() in read:
-            raise OptionError(f"The overlay would overwrite the picture {str(path)!r}: choose another output.")
+    check_pictures(images, paths)
     return paths

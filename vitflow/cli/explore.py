@@ -7,22 +7,22 @@ import click
 
 from vitflow.cli.options import (
     DEFAULT_MODEL,
-    cannot_write,
-    check_pictures,
+    classes_option,
+    flag_of,
     make_explainer,
     model_options,
-    output_file,
-    talking,
-    tell_limits,
+    output_option,
+    pictures_argument,
 )
-from vitflow.cli.saying import say
+from vitflow.cli.outputs import output_file, writing
+from vitflow.cli.saying import say, tell_limits
 from vitflow.cli.sections import SectionedCommand
-from vitflow.errors import OptionError, VitflowError, printable
+from vitflow.errors import printable
 from vitflow.explaining.asking.choices import choose_methods
 
 
 @click.command(cls=SectionedCommand)
-@click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
+@pictures_argument
 @model_options
 @click.option(
     "--method",
@@ -32,13 +32,7 @@ from vitflow.explaining.asking.choices import choose_methods
     help="A map to make beforehand, beside those that the page computes; repeat it for more.  [default: the "
     "class-specific ones and flow, as far as they apply]",
 )
-@click.option(
-    "--class",
-    "targets",
-    metavar="NAME|INDEX|top5",
-    multiple=True,
-    help="Class for class-specific maps; repeat it for more.  [default: top3]",
-)
+@classes_option(help="Class for class-specific maps; repeat it for more.  [default: top3]")
 @click.option(
     "--max-size",
     type=click.FloatRange(min=0, min_open=True),
@@ -47,45 +41,34 @@ from vitflow.explaining.asking.choices import choose_methods
     metavar="MB",
     help="Size of the page. What does not fit is left out, single heads first, or kept in 8 bits; the page says so.",
 )
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=str),
-    help="The page, .html; or a folder, with / at its end.  [default: IMAGE-explore.html here]",
-)
+@output_option(help="The page, .html; or a folder, with / at its end.  [default: IMAGE-explore.html here]")
 def explore(images: tuple[Path, ...], **given: Any) -> None:
     """Make a page that answers in the browser when a patch is clicked.
 
     It shows what each patch of an IMAGE looks at, by rollout or raw attention through any of the layers: no server, no
     network.
     """
-    with talking():
-        check_pictures(images, "explore")
-        name = f"{images[0].stem}-explore.html" if len(images) == 1 else "explore.html"
-        output = output_file(given["output"], name, (".html",))
-        if output.resolve() in {image.resolve() for image in images}:
-            raise OptionError(f"The page would overwrite the picture {str(output)!r}: choose another output.")
-        methods = list(given["methods"]) or None
-        choose_methods(methods or ["rollout"], {})  # before torch is loaded
-        from vitflow.explaining.showing.exploring import explore
+    name = f"{images[0].stem}-explore.html" if len(images) == 1 else "explore.html"
+    output = output_file(images, given["output"], name, (".html",))
+    methods = list(given["methods"]) or None
+    choose_methods(methods or ["rollout"], {})  # before torch is loaded
+    from vitflow.explaining.showing.exploring import explore
 
-        explainer = make_explainer(given)
-        page = explore(
-            list(images),
-            model=explainer,
-            methods=methods,
-            targets=list(given["targets"]) or "top3",
-            max_size=given["max_size"],
-            call=_call(given),
-        )
-        try:
-            page.save(output)
-        except OSError as error:
-            raise VitflowError(cannot_write(output, error)) from error
-        for note in page.notes:
-            say(note)
-        tell_limits(explainer)
-        click.echo(printable(output))
+    explainer = make_explainer(given)
+    page = explore(
+        list(images),
+        model=explainer,
+        methods=methods,
+        targets=list(given["targets"]) or "top3",
+        max_size=given["max_size"],
+        call=_call(given),
+    )
+    with writing(output):
+        page.save(output)
+    for note in page.notes:
+        say(note)
+    tell_limits(explainer)
+    click.echo(printable(output))
 
 
 def _call(given: dict[str, Any]) -> Any:
@@ -96,7 +79,7 @@ def _call(given: dict[str, Any]) -> Any:
     arguments, loading = ["--model", model], [repr(model)]
     for name in ("checkpoint", "num_classes", "class_names"):
         if given[name] is not None:
-            arguments += [f"--{name.replace('_', '-')}", str(given[name])]
+            arguments += [flag_of(name), str(given[name])]
             loading.append(f"{name}={given[name] if isinstance(given[name], int) else str(given[name])!r}")
     making = []
     if given["fit"] != "crop":

@@ -13,36 +13,24 @@ from vitflow.cli.options import (
     DRAWING,
     PathOrURL,
     against_option,
+    batch_size_option,
     class_option,
     drawing_options,
     given_options,
-    going_on,
+    limit_option,
     make_explainer,
     method_options,
     model_options,
-    pictures_bar,
-    talking,
+    resume_option,
     target_of,
-    tell_limits,
 )
-from vitflow.cli.saying import say
+from vitflow.cli.saying import going_on, pictures_bar, say, tell_limits
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.asking.choices import choose_methods
 from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.pictures.files import is_link, is_there
 from vitflow.pictures.options import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS, STORES
-
-
-class _BatchSize(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    name = "auto|N"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
-        if value is None or value == "auto":
-            return None
-        if not str(value).isdecimal() or int(value) < 1:
-            self.fail(f"expected auto or a number of at least 1, got {value!r}.", param, ctx)
-        return int(value)
 
 
 class _Model:
@@ -85,26 +73,15 @@ class _Model:
 @against_option
 @click.option("--recursive", "-r", is_flag=True, help="Read the folders below, too.")
 @click.option("--glob", metavar="PATTERN", help="Read the files whose name or path matches, whatever their suffix.")
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Take the first N pictures only.")
-@click.option(
-    "--batch-size",
-    type=_BatchSize(),
-    default="auto",
-    show_default=True,
-    help="Pictures that the model works on at once.",
-)
+@limit_option
+@batch_size_option
 @click.option(
     "--workers",
     type=click.IntRange(min=0),
     metavar="N",
     help="Processes that read pictures, at most one for each core.  [default: half the cores]",
 )
-@click.option(
-    "--resume/--overwrite",
-    default=True,
-    show_default="resume",
-    help="Do what is missing or changed since an earlier run with the same options, or do all of it anew.",
-)
+@resume_option
 @click.option("--save-map", is_flag=True, help="Write each unscaled map as .npz, too.")
 @click.option(
     "--store",
@@ -148,24 +125,23 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
     done is kept; Ctrl-C keeps what is done, too.
     """
     options = given_options(given, OPTIONS)
-    with talking():
-        choose_methods(given["method_names"], options)  # before torch is loaded
-        _check_sources(sources)
-        model = _Model(given)
-        with going_on(kept=True), pictures_bar() as progress:
-            summary = _run(sources, given, options, progress, model)
-        tell_limits(model())
-        click.echo(printable(summary.manifest))
-        if summary.report:
-            click.echo(printable(summary.report))
-        line = f"{summary.explained:,} explained".replace(",", " ")
-        if summary.kept:
-            line += f" ({summary.kept} of them before)"
-        if summary.failed:
-            line += f", {summary.failed} failed (see {printable(summary.manifest)})"
-        say(line)
-        if summary.failed:
-            sys.exit(1)
+    choose_methods(given["method_names"], options)  # before torch is loaded
+    _check_sources(sources)
+    model = _Model(given)
+    with going_on(kept=True), pictures_bar() as progress:
+        summary = _run(sources, given, options, progress, model)
+    tell_limits(model())
+    click.echo(printable(summary.manifest))
+    if summary.report:
+        click.echo(printable(summary.report))
+    line = f"{summary.explained:,} explained".replace(",", " ")
+    if summary.kept:
+        line += f" ({summary.kept} of them before)"
+    if summary.failed:
+        line += f", {summary.failed} failed (see {printable(summary.manifest)})"
+    say(line)
+    if summary.failed:
+        sys.exit(1)
 
 
 def _check_sources(sources: tuple[Path | str, ...]) -> None:

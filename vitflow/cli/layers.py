@@ -7,22 +7,19 @@ import click
 
 from vitflow.cli.options import (
     DRAWING,
-    Once,
-    cannot_write,
-    check_pictures,
     class_option,
     drawing_options,
     given_options,
     make_explainer,
+    method_option,
     method_options,
     model_options,
-    output_file,
-    talking,
-    tell_limits,
+    output_option,
 )
-from vitflow.cli.saying import say_record
+from vitflow.cli.outputs import output_file, writing
+from vitflow.cli.saying import say_record, tell_limits
 from vitflow.cli.sections import SectionedCommand
-from vitflow.errors import OptionError, VitflowError, printable
+from vitflow.errors import printable
 from vitflow.explaining.asking.choices import choose_methods
 from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.pictures.options import FIGURE_FORMATS
@@ -31,21 +28,11 @@ from vitflow.pictures.options import FIGURE_FORMATS
 @click.command(cls=SectionedCommand, short_help="Show a picture's map layer by layer, and the heads of one.")
 @click.argument("image", metavar="IMAGE", type=click.Path(path_type=Path))
 @model_options
-@click.option(
-    "--method",
-    default=["rollout"],
-    show_default=True,
-    metavar="NAME",
-    cls=Once,
-    help="What is built up: rollout, gradient_rollout or gae.",
-)
+@method_option(help="What is built up: rollout, gradient_rollout or gae.")
 @class_option
 @method_options
 @drawing_options
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=str),
+@output_option(
     help="File for the sheet: .png, .pdf or .svg; or a folder, with / at its end.  [default: IMAGE-layers.png here]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -53,21 +40,15 @@ def layers(image: Path, **given: Any) -> None:
     """Show what each layer looks at, how the map of IMAGE builds up, and each head of one layer (--layer)."""
     options = given_options(given, OPTIONS)
     layer = options.pop("layer", -1)
-    with talking():
-        choose_methods([given["method"], "attention"], options)  # before torch is loaded
-        check_pictures([image], "layers")
-        output = output_file(given["output"], f"{image.stem}-layers.png", FIGURE_FORMATS)
-        if output.resolve() == image.resolve():
-            raise OptionError(f"The sheet would overwrite the picture {str(output)!r}: choose another output.")
-        explainer = make_explainer(given)
-        found = explainer.layers(image, method=given["method"], layer=layer, target=given["target"], **options)
-        try:
-            found.figure(output, **given_options(given, DRAWING))
-        except OSError as error:
-            raise VitflowError(cannot_write(output, error)) from error
-        tell_limits(explainer)
-        if given["as_json"]:
-            maps = [saliency.to_dict() for saliency in found.saliencies]
-            say_record({"input": str(image), "output": str(output), "maps": maps})
-        else:
-            click.echo(printable(output))
+    choose_methods([given["method"], "attention"], options)  # before torch is loaded
+    output = output_file([image], given["output"], f"{image.stem}-layers.png", FIGURE_FORMATS)
+    explainer = make_explainer(given)
+    found = explainer.layers(image, method=given["method"], layer=layer, target=given["target"], **options)
+    with writing(output):
+        found.figure(output, **given_options(given, DRAWING))
+    tell_limits(explainer)
+    if given["as_json"]:
+        maps = [saliency.to_dict() for saliency in found.saliencies]
+        say_record({"input": str(image), "output": str(output), "maps": maps})
+    else:
+        click.echo(printable(output))

@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from vitflow.cli.options import shown, talking
+from vitflow.cli.options import flag_of, shown
+from vitflow.cli.outputs import writing
 from vitflow.cli.saying import say
 from vitflow.errors import printable
 from vitflow.explaining.asking.method_options import OPTIONS
@@ -21,8 +22,7 @@ def methods(name: str | None, as_json: bool) -> None:
 
     With NAME, tell all of one: the question that it answers, and what each of its options does and can be.
     """
-    with talking():
-        chosen = list_methods() if name is None else [get_method(name)]
+    chosen = list_methods() if name is None else [get_method(name)]
     if as_json:
         click.echo(json.dumps([_record(method) for method in chosen], indent=2))
         return
@@ -32,7 +32,7 @@ def methods(name: str | None, as_json: bool) -> None:
     for method in chosen:
         click.echo(f"{method.name}{'  (class-specific)' if method.class_specific else ''}")
         click.echo(f"    {method.summary}")
-        options = "  ".join(f"{_flag(option)} {shown(value)}" for option, value in method.defaults.items())
+        options = "  ".join(f"{flag_of(option)} {shown(value)}" for option, value in method.defaults.items())
         if options:
             click.echo(f"    defaults: {options}")
         if method.paper:
@@ -63,7 +63,7 @@ def _all_of(method: Method) -> str:
     options = [_option_row(method, name) for name in method.defaults]
     for preset, values in method.presets.items():
         differing = {name: value for name, value in values.items() if value != method.defaults[name]}
-        told = "  ".join(f"{_flag(name)} {shown(value)}" for name, value in differing.items())
+        told = "  ".join(f"{flag_of(name)} {shown(value)}" for name, value in differing.items())
         options.append((f"--preset {preset}", f"{OPTIONS['preset'].help}  [{told}]"))
     formatter = click.get_current_context().make_formatter()
     formatter.write(f"{method.name}\n")
@@ -80,11 +80,7 @@ def _all_of(method: Method) -> str:
 def _option_row(method: Method, name: str) -> tuple[str, str]:
     """What an option does, what it can be, and what it is by default; one that only a registered method has is bare."""
     option, default = OPTIONS.get(name), f"default: {shown(method.defaults[name])}"
-    return (_flag(name), f"{option.help}  [{option.values}; {default}]" if option else f"[{default}]")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return (flag_of(name), f"{option.help}  [{option.values}; {default}]" if option else f"[{default}]")
 
 
 @click.command(short_help="List timm's models and which methods apply to each.")
@@ -106,19 +102,18 @@ def models(pattern: str, as_json: bool, untrained: bool) -> None:
 
     Each architecture is built without weights and run once on shapes alone: nothing is downloaded.
     """
-    with talking():
-        from tqdm import tqdm
+    from tqdm import tqdm
 
-        from vitflow.explaining.applicability import list_models, matching
+    from vitflow.explaining.applicability import list_models, matching
 
-        names = matching(pattern, untrained=untrained)
-        if not as_json:
-            width = max(len(name) for name in names)
-            columns = ("input", "grid", "prefix", "rollout", "flow", "gradients", "pooling, or why not")
-            say(_line("model", *columns, width))
-        for row in list_models(names):
-            with tqdm.external_write_mode():  # a line of the table, not the rest of a progress bar
-                click.echo(json.dumps(row, ensure_ascii=False) if as_json else _row(row, width))
+    names = matching(pattern, untrained=untrained)
+    if not as_json:
+        width = max(len(name) for name in names)
+        columns = ("input", "grid", "prefix", "rollout", "flow", "gradients", "pooling, or why not")
+        say(_line("model", *columns, width))
+    for row in list_models(names):
+        with tqdm.external_write_mode():  # a line of the table, not the rest of a progress bar
+            click.echo(json.dumps(row, ensure_ascii=False) if as_json else _row(row, width))
 
 
 def _row(row: dict[str, Any], width: int) -> str:
@@ -156,8 +151,13 @@ def _line(
 )
 def demo(output: Path) -> None:
     """Explain the bundled pictures with the bundled model: overlays and one strip."""
-    with talking():
-        from vitflow.cli.demo import run_demo
+    from vitflow.demo import load_demo_model, sample_pictures
+    from vitflow.explaining.explainer import Explainer
+    from vitflow.explaining.showing.comparison import compare
 
-        for path in run_demo(output):
-            click.echo(printable(path))
+    explainer, pictures = Explainer(load_demo_model()), sample_pictures()
+    with writing(output):
+        for picture in pictures:
+            # Its map answers for the class that the model finds first.
+            click.echo(printable(explainer.explain(picture, method="gae").save(output / f"{picture.stem}-gae.png")))
+        click.echo(printable(compare(pictures, model=explainer).save(output / "strip.png")))

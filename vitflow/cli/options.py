@@ -1,27 +1,22 @@
-"""What the commands share: the options of models, methods and drawing, and how errors are told."""
+"""The options that commands share: of models, methods, drawing and runs, and what is made of them."""
 
-import os
-import re
 import shlex
-import sys
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import reduce
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import click
 
 from vitflow.cli.saying import say
-from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning, printable
+from vitflow.errors import printable
 from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.explaining.asking.method_table import Method, list_methods
-from vitflow.explaining.progress import shown_by
 from vitflow.models.precisions import DTYPES
-from vitflow.pictures.files import is_folder, is_remote
+from vitflow.pictures.files import is_remote
 from vitflow.pictures.options import BACKGROUNDS, FITS, INTERPOLATIONS
+
+_Command = Callable[..., None]
 
 # Knows photographs, and is small enough to fetch for a first look.
 DEFAULT_MODEL = "vit_small_patch16_224.augreg_in21k_ft_in1k"
@@ -39,6 +34,17 @@ class _Patch(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
         except ValueError:
             self.fail(f"expected ROW,COL counted from 0, such as 3,7, got {value!r}.", param, ctx)
         return row, col
+
+
+class _BatchSize(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
+    name = "auto|N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        if value is None or value == "auto":
+            return None
+        if not str(value).isdecimal() or int(value) < 1:
+            self.fail(f"expected auto or a number of at least 1, got {value!r}.", param, ctx)
+        return int(value)
 
 
 class PathOrURL(click.Path):
@@ -59,7 +65,7 @@ def method_options(command: Callable[..., None], methods: Iterable[Method] | Non
         kind: Any = {"choice": click.Choice(option.choices), "patch": _Patch(), "text": str}.get(
             str(option.kind), option.kind
         )
-        flag = f"--{option.name.replace('_', '-')}"
+        flag = flag_of(option.name)
         text = f"{option.help}  [{_defaults(having, option.name)}]"
         if option.kind is bool:
             command = click.option(f"{flag}/--no-{flag[2:]}", option.name, default=None, help=text)(command)
@@ -68,6 +74,11 @@ def method_options(command: Callable[..., None], methods: Iterable[Method] | Non
                 command
             )
     return command
+
+
+def flag_of(name: str) -> str:
+    """How the command line writes an option."""
+    return f"--{name.replace('_', '-')}"
 
 
 def shown(value: Any) -> str:
@@ -86,132 +97,100 @@ def _defaults(methods: list[Method], name: str) -> str:
     return f"default: {'; '.join(told if len(told) > 1 else by_default)}"
 
 
-@contextmanager
-def _progress_bar(label: str, total: int) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr for what takes longer than a moment, on terminals only."""
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc=label, delay=2, leave=False, disable=None) as bar:
-        yield bar.update
+def _together(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
+    """What gives a command several options at once."""
+    return lambda command: reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
 
 
-@contextmanager
-def talking() -> Iterator[None]:
-    """Turn errors into one line and an exit code, and warnings into lines on stderr."""
+name_option = click.option(
+    "--name", metavar="TEXT", help="What to call the model in figures and rows.  [default: its id, as far as known]"
+)
+#: The options that choose a model and where it runs.
+model_options = _together(
+    click.option(
+        "--model",
+        metavar="ID|demo|PATH",
+        help="timm id, hf-hub:…, local-dir:…, a folder, a weights file, or demo, the bundled model, which knows "
+        f"eight drawn shapes only.  [default: {DEFAULT_MODEL}]",
+    ),
+    click.option(
+        "--checkpoint",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="Weights for the model: safetensors or a torch file.",
+    ),
+    click.option("--num-classes", type=click.IntRange(min=1), help="Build the model with that many classes."),
+    click.option(
+        "--class-names",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="File with the names of the classes: one per line, or JSON.",
+    ),
+    name_option,
+    click.option("--device", metavar="cpu|cuda|mps|…", help="Where to run.  [default: a GPU if there is one]"),
+    click.option("--dtype", type=click.Choice(DTYPES), help="Precision to run in.  [default: the model's own]"),
+    click.option(
+        "--fit",
+        type=click.Choice(FITS),
+        default="crop",
+        show_default=True,
+        help="How the picture becomes the model's input: the model's own crop, or the whole picture squashed, "
+        "padded, or in its own aspect ratio.",
+    ),
+)
 
-    told: Counter[str] = Counter()
-    first: dict[str, str] = {}
+#: The options that say how a map is drawn; `DRAWING` has their names.
+drawing_options = _together(
+    click.option(
+        "--cmap",
+        metavar="NAME",
+        help="Colour map of matplotlib.  [default: plasma; red above and blue below 0 where a map has both]",
+    ),
+    click.option("--alpha", type=click.FloatRange(0, 1), help="Strength of the colours.  [default: 0.6]"),
+    click.option(
+        "--vmin",
+        type=float,
+        help="Value of the first colour.  [default: 2nd percentile of the map; -vmax where it has negative values]",
+    ),
+    click.option(
+        "--vmax",
+        type=float,
+        help="Value of the last colour.  [default: 98th percentile of the map, without its signs]",
+    ),
+    click.option(
+        "--interpolation", type=click.Choice(INTERPOLATIONS), help="How patches become pixels.  [default: smooth]"
+    ),
+    click.option(
+        "--background",
+        type=click.Choice(BACKGROUNDS),
+        help="What stands under the colours: the photograph as it is, in darkened grey, or darkened with half its "
+        "colour.  [default: grey]",
+    ),
+    click.option(
+        "--contours",
+        is_flag=True,
+        default=None,
+        help="Draw lines around the highest values that make up 10, 25 and 50 % of the map's mass.",
+    ),
+)
 
-    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        line = f"{'note' if issubclass(category, VitflowWarning) else 'warning'}: {message}"
-        kind = re.sub(r"\d+(\.\d+)?", "0", line)  # the same of other pictures, whatever its numbers are
-        if not told[kind]:
-            say(line)
-            first[kind] = line
-        told[kind] += 1
+# What runs over many pictures have in common.
+limit_option = click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Take the first N pictures only.")
+batch_size_option = click.option(
+    "--batch-size",
+    type=_BatchSize(),
+    default="auto",
+    show_default=True,
+    help="Pictures that the model works on at once.",
+)
+resume_option = click.option(
+    "--resume/--overwrite",
+    default=True,
+    show_default="resume",
+    help="Do what is missing or changed since an earlier run with the same options, or do all of it anew.",
+)
 
-    def tell_counts() -> None:
-        for kind, count in told.items():
-            if count > 1:
-                start = first[kind] if len(first[kind]) < 60 else f"{first[kind][:57]}…"
-                say(f"{start} (told once, it came up {count} times)")
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("always", VitflowWarning)
-        warnings.showwarning = show
-        try:
-            with shown_by(_progress_bar):
-                yield
-                tell_counts()
-        except (OptionError, ModelError) as error:
-            say(f"error: {error}")
-            sys.exit(2)
-        except VitflowError as error:
-            say(f"error: {error}")
-            sys.exit(1)
-
-
-def name_option(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the option that says what to call its model."""
-    return click.option(
-        "--name", metavar="TEXT", help="What to call the model in figures and rows.  [default: its id, as far as known]"
-    )(command)
-
-
-def model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options that choose a model and where it runs."""
-    options = (
-        click.option(
-            "--model",
-            metavar="ID|demo|PATH",
-            help="timm id, hf-hub:…, local-dir:…, a folder, a weights file, or demo, the bundled model, which knows "
-            f"eight drawn shapes only.  [default: {DEFAULT_MODEL}]",
-        ),
-        click.option(
-            "--checkpoint",
-            type=click.Path(exists=True, dir_okay=False, path_type=Path),
-            help="Weights for the model: safetensors or a torch file.",
-        ),
-        click.option("--num-classes", type=click.IntRange(min=1), help="Build the model with that many classes."),
-        click.option(
-            "--class-names",
-            type=click.Path(exists=True, dir_okay=False, path_type=Path),
-            help="File with the names of the classes: one per line, or JSON.",
-        ),
-        name_option,
-        click.option("--device", metavar="cpu|cuda|mps|…", help="Where to run.  [default: a GPU if there is one]"),
-        click.option("--dtype", type=click.Choice(DTYPES), help="Precision to run in.  [default: the model's own]"),
-        click.option(
-            "--fit",
-            type=click.Choice(FITS),
-            default="crop",
-            show_default=True,
-            help="How the picture becomes the model's input: the model's own crop, or the whole picture squashed, "
-            "padded, or in its own aspect ratio.",
-        ),
-    )
-    return reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
-
-
-def drawing_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options that say how a map is drawn."""
-    options = (
-        click.option(
-            "--cmap",
-            metavar="NAME",
-            help="Colour map of matplotlib.  [default: plasma; red above and blue below 0 where a map has both]",
-        ),
-        click.option("--alpha", type=click.FloatRange(0, 1), help="Strength of the colours.  [default: 0.6]"),
-        click.option(
-            "--vmin",
-            type=float,
-            help="Value of the first colour.  [default: 2nd percentile of the map; -vmax where it has negative values]",
-        ),
-        click.option(
-            "--vmax",
-            type=float,
-            help="Value of the last colour.  [default: 98th percentile of the map, without its signs]",
-        ),
-        click.option(
-            "--interpolation",
-            type=click.Choice(INTERPOLATIONS),
-            help="How patches become pixels.  [default: smooth]",
-        ),
-        click.option(
-            "--background",
-            type=click.Choice(BACKGROUNDS),
-            help="What stands under the colours: the photograph as it is, in darkened grey, or darkened with half its "
-            "colour.  [default: grey]",
-        ),
-        click.option(
-            "--contours",
-            is_flag=True,
-            default=None,
-            help="Draw lines around the highest values that make up 10, 25 and 50 % of the map's mass.",
-        ),
-    )
-    return reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
+pictures_argument = click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
+#: Called with its help: a file, or a folder that need not be there yet.
+output_option = partial(click.option, "-o", "--output", type=click.Path(path_type=str))
 
 
 class Once(click.Option):
@@ -234,24 +213,22 @@ class Once(click.Option):
         return values[0] if values else None
 
 
-def class_option(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the option that names one class."""
-    return click.option(
-        "--class",
-        "target",
-        metavar="NAME|INDEX",
-        help="Class to explain and report.  [default: the predicted class]",
-        cls=Once,
-    )(command)
-
-
-def against_option(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the option that sets another class against the one to explain."""
-    return click.option(
-        "--against",
-        metavar="NAME|INDEX",
-        help="Show what speaks for the class less what speaks for this one; class-specific methods only.",
-    )(command)
+#: Called with its help: the one method of a command.
+method_option = partial(click.option, "--method", default=["rollout"], show_default=True, metavar="NAME", cls=Once)
+class_option = click.option(
+    "--class",
+    "target",
+    metavar="NAME|INDEX",
+    help="Class to explain and report.  [default: the predicted class]",
+    cls=Once,
+)
+#: Called with its help: the classes of a command that shows several.
+classes_option = partial(click.option, "--class", "targets", metavar="NAME|INDEX|top5", multiple=True)
+against_option = click.option(
+    "--against",
+    metavar="NAME|INDEX",
+    help="Show what speaks for the class less what speaks for this one; class-specific methods only.",
+)
 
 
 def target_of(target: Any, given: Mapping[str, Any]) -> Any:
@@ -285,126 +262,3 @@ def make_explainer(given: Mapping[str, Any]) -> Any:
     )
     device = given["device"] or default_device()
     return Explainer(model, device=device, dtype=given["dtype"], fit=given["fit"], name=given["name"])
-
-
-def tell_limits(explainer: Any) -> None:
-    """Say on stderr what a reader must know of the model before any of its maps, whatever the user calls it."""
-    from vitflow.demo import limits_of
-    from vitflow.models.facts import model_id
-
-    if limits := limits_of(model_id(explainer.model)):
-        say(f"model: {explainer.model_id} {limits}: of other pictures its maps tell nothing")
-
-
-def check_pictures(images: Iterable[Path], command: str) -> None:
-    """Raise OptionError for a folder among the pictures: another command is made for it."""
-    for image in images:
-        if is_folder(image):
-            raise OptionError(
-                f"Expected pictures, got the folder {printable(image)}: vitflow folder {printable(image)} -o OUTPUT "
-                f"explains every picture of a folder, vitflow {command} the ones that you name."
-            )
-
-
-def output_file(output: str | None, name: str, suffixes: Sequence[str]) -> Path:
-    """Where a command writes its one file: under this name here, or in a folder, which need not be there yet.
-
-    Raises:
-        OptionError: the file would have none of the suffixes that the command writes.
-    """
-    if output is None:
-        return Path(name)
-    if names_folder(output):
-        return Path(output) / name
-    check_suffix(Path(output), suffixes, ", or a folder with / at its end")
-    return Path(output)
-
-
-def names_folder(output: str) -> bool:
-    """Whether an output can only be meant as a folder."""
-    return output.endswith(("/", os.sep)) or is_folder(output)
-
-
-def check_suffix(output: Path, suffixes: Sequence[str], more: str = "") -> None:
-    """Raise OptionError where an output has none of the suffixes that a command writes."""
-    if output.suffix.lower() not in suffixes:
-        raise OptionError(f"Expected an output that ends in {', '.join(suffixes)}{more}, got {str(output)!r}.")
-
-
-def cannot_write(path: Path, error: OSError) -> str:
-    """What is wrong with a place that cannot be written, and what to do; never the name of an unfinished file."""
-    return f"Cannot write {printable(path)}: {error.strerror or error}. Choose another place with -o."
-
-
-def notes_on(saliencies: Iterable[Any]) -> list[str]:
-    """What a reader of these maps should bear in mind, each class of a picture once."""
-    return list(
-        dict.fromkeys(
-            f"{printable(one.source)}, {one.label}: {one.facts['note']}." for one in saliencies if "note" in one.facts
-        )
-    )
-
-
-def _told(name: str, row: Mapping[str, Any]) -> str:
-    """What is wrong with a picture, its name told once."""
-    message = f"{row['error']}: {row['message']}"
-    return message if name in message else f"{name}: {message}"
-
-
-@contextmanager
-def going_on(kept: bool) -> Iterator[None]:
-    """Say on Ctrl-C how a run goes on, and end with its exit code."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if kept:
-            say("interrupted: what was done is kept; the same command goes on from there")
-        else:
-            say("interrupted: nothing is kept; with -o FOLDER a run can be gone on with")
-        sys.exit(130)
-
-
-@contextmanager
-def pictures_bar() -> Iterator[Any]:
-    """A callback that shows pictures per second, the time left, the current file and what failed, on stderr."""
-    from tqdm import tqdm
-
-    class Bar(tqdm):  # type: ignore[misc]
-        """A bar that tells its pace in words."""
-
-        @property
-        def format_dict(self) -> dict[str, Any]:
-            found: dict[str, Any] = super().format_dict
-            done, elapsed = found["n"] - found["initial"], found["elapsed"]
-            pace = done / elapsed if elapsed else 0.0
-            words = f"{pace:.1f} pictures/s" if pace >= 1 else f"{1 / pace:.1f} s/picture" if pace else "starting"
-            return found | {"pace": words, "whole": int(found["n"])}
-
-    bar: Any = None
-
-    def show(state: Any) -> None:
-        nonlocal bar
-        if bar is None:
-            bar = Bar(
-                total=state.total,
-                initial=state.done,
-                dynamic_ncols=True,
-                file=sys.stderr,
-                disable=None,  # none into a file
-                mininterval=0.2,
-                smoothing=0,
-                bar_format="{percentage:3.0f} %|{bar}| {whole}/{total} pictures, {elapsed} passed, {remaining} left, "
-                "{pace}{postfix}",
-            )
-        if state.row is not None:
-            name = printable(state.row["input"])
-            bar.set_postfix_str(name[-40:], refresh=False)
-            if state.row["status"] == "failed":
-                bar.write(f"error: {_told(name, state.row)}", file=sys.stderr)
-        bar.update(max(state.done + state.under_way - bar.n, 0))
-
-    try:
-        yield show
-    finally:
-        if bar is not None:
-            bar.close()

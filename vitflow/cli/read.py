@@ -11,10 +11,11 @@ from typing import Any
 
 import click
 
-from vitflow.cli.options import check_suffix, given_options, method_options, name_option, talking
+from vitflow.cli.options import given_options, method_options, name_option
+from vitflow.cli.outputs import check_suffix, writing
 from vitflow.cli.saying import say, say_record
 from vitflow.cli.sections import SectionedCommand
-from vitflow.errors import OptionError, VitflowError, printable
+from vitflow.errors import OptionError, printable
 from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.explaining.text.method_table import TEXT_METHODS, text_method
 from vitflow.pictures.options import FIGURE_FORMATS
@@ -80,24 +81,19 @@ def read(text: str | None, **given: Any) -> None:
     Unless asked otherwise, decoders are read without value weighting and relative to the receptive field, encoders
     value-weighted along the output.
     """
-    with talking():
-        options = given_options(given, [*OPTIONS, "causal"])
-        text_method(given["method"], options)  # before torch is loaded
-        view = _check(text, given)
-        hiding = {"special": not given["hide_special"], "stop_words": _stop_words(given["hide_stop_words"])}
-        result = _compute(text, given, options)
-        views = _views(result, view, given, hiding)
-        try:
-            if given["png"] is not None:
-                path = given["png"]
-                views[view]().save(path)
-            if given["html"] is not None:
-                path = given["html"]
-                _write_page(path, result, views)
-        except OSError as error:
-            words = f"Cannot write {printable(path)}: {error.strerror or error}. Choose another place."
-            raise VitflowError(words) from error
-        _print(result, views[view], given)
+    options = given_options(given, [*OPTIONS, "causal"])
+    text_method(given["method"], options)  # before torch is loaded
+    view = _check(text, given)
+    hiding = {"special": not given["hide_special"], "stop_words": _stop_words(given["hide_stop_words"])}
+    result = _compute(text, given, options)
+    views = _views(result, view, given, hiding)
+    if (path := given["png"]) is not None:
+        with writing(path, "--png"):
+            views[view]().save(path)
+    if (path := given["html"]) is not None:
+        with writing(path, "--html"):
+            _write_page(path, result, views)
+    _print(result, views[view], given)
 
 
 def _check(text: str | None, given: Mapping[str, Any]) -> str:

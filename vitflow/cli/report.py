@@ -4,7 +4,6 @@ from pathlib import Path
 
 import click
 
-from vitflow.cli.options import talking
 from vitflow.errors import printable
 
 
@@ -12,7 +11,6 @@ from vitflow.errors import printable
 @click.argument("output", metavar="OUT", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def report(output: Path) -> None:
     """Write report.html into OUT, the output folder of `vitflow folder`: one page that needs no network."""
-    with talking():
-        from vitflow.folder.found.report import report_run
+    from vitflow.folder.found.report import report_run
 
-        click.echo(printable(report_run(output)))
+    click.echo(printable(report_run(output)))
