@@ -203,11 +203,10 @@ class Saliency:
     def to_dict(self) -> dict[str, Any]:
         """Everything but the arrays, ready for JSON.
 
-        The sizes in `placement` are [height, width] and its offset is [top, left]; `grid_size` is [rows, columns], and
-        `seen_box` is [left, top, right, bottom] in pixels of the picture, right and bottom exclusive.
+        `seen` is in pixels of the picture, right and bottom exclusive. `placement` is exact and as rows of a folder run
+        have it, its sizes [height, width] and its offset [top, left].
         """
         rows, cols = self.grid.shape
-        left, top, right, bottom = self.placement.seen_box
         return {
             "input": self.source,
             "model": self.model,
@@ -215,7 +214,6 @@ class Saliency:
             "options": plain_options(self.options),
             "class_specific": self.class_specific,
             **self.answer.to_dict(),
-            "grid_size": [rows, cols],
             "grid_rows": rows,
             "grid_columns": cols,
             "image_width": self.placement.image_size[1],
@@ -223,8 +221,7 @@ class Saliency:
             "input_width": self.placement.input_size[1],
             "input_height": self.placement.input_size[0],
             "placement": self.placement.to_dict(),
-            "seen_box": [left, top, right, bottom],
-            "seen": {"left": left, "top": top, "right": right, "bottom": bottom},
+            "seen": dict(zip(("left", "top", "right", "bottom"), self.placement.seen_box, strict=True)),
             "facts": dict(self.facts),
             "seconds": round(self.seconds, 4),
         }
