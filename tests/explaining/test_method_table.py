@@ -38,6 +38,12 @@ def test_a_method_of_the_table_is_taken_with_what_is_changed_of_it():
     assert register_method(name="other", function="module:function").name == "other"
 
 
+def test_a_method_of_ones_own_is_called_what_its_author_calls_it():
+    assert register_method("mine", "module:function").title == "mine"
+    assert register_method("mine", "module:function", title="My own", replace=True).title == "My own"
+    assert method_table.get_method("gae").title == "GAE"
+
+
 def test_methods_are_chosen_and_checked_without_torch():
     code = (
         "import sys\nfrom vitflow.explaining.asking.choices import choose_methods\n"

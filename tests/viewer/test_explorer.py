@@ -265,7 +265,7 @@ def test_a_map_that_cannot_be_asked_says_so_over_the_picture(page):
     page.get_by_role("tab", name="GAE").click()
     until(page, "panels.a.map.own")
     silent = "GAE was made for the whole answer, and cannot be asked for one patch."
-    silent += " Rollout, Attention and Similar patches can."
+    silent += " Attention rollout, Raw attention and Similar patches can."
     assert page.locator("#silent").is_visible() and page.locator("#asking").is_hidden()
     for ask in (lambda: page.mouse.click(*point_of(page, "a", 4, 9)), lambda: page.keyboard.press("ArrowRight")):
         page.evaluate("update()")
@@ -275,7 +275,7 @@ def test_a_map_that_cannot_be_asked_says_so_over_the_picture(page):
         inside, stage = told.bounding_box(), page.locator("#panel-a .stage").bounding_box()
         assert stage["y"] < inside["y"] and inside["y"] + inside["height"] < stage["y"] + stage["height"]
         assert told.evaluate("(one) => getComputedStyle(one).pointerEvents") == "none"
-    page.get_by_role("tab", name="Rollout").click()
+    page.get_by_role("tab", name="Attention rollout").click()
     until(page, "panels.a.told.hidden && panels.a.map.layers !== null")
 
 
@@ -305,10 +305,10 @@ def test_keys_move_the_patch_and_choose_the_map(page):
         page.keyboard.press(key)
     assert page.evaluate("state.patch") == "4,7" and page.locator("#source").text_content() == "row 4, column 7"
     page.keyboard.press("2")
-    assert page.get_by_role("tab", name="Attention").get_attribute("aria-selected") == "true"
-    page.get_by_role("tab", name="Attention").focus()
+    assert page.get_by_role("tab", name="Raw attention").get_attribute("aria-selected") == "true"
+    page.get_by_role("tab", name="Raw attention").focus()
     page.keyboard.press("ArrowLeft")
-    assert page.get_by_role("tab", name="Rollout").get_attribute("aria-selected") == "true"
+    assert page.get_by_role("tab", name="Attention rollout").get_attribute("aria-selected") == "true"
     page.locator("#panel-a .frame").focus()
     page.keyboard.press("Escape")
     assert page.evaluate("state.patch") == "" and page.locator("#source").text_content() == "the answer"
@@ -510,7 +510,7 @@ def test_a_model_with_windows_says_what_its_page_cannot_compute(browser, tmp_pat
     page.goto(made.save(tmp_path / "windows.html").as_uri())
     assert "SwinTransformer has windows" in page.locator("#refused").text_content()
     tabs = page.locator("#maps [role=tab]").all_text_contents()
-    assert tabs[0] == "Similar patches" and {"GAE", "Grad-CAM", "Rollout", "Attention"} <= set(tabs)
+    assert tabs[0] == "Similar patches" and {"GAE", "Grad-CAM", "Attention rollout", "Raw attention"} <= set(tabs)
     for name in tabs:
         page.get_by_role("tab", name=name, exact=True).click()
         until(page, "panels.a.map && Number.isFinite(panels.a.map.high)")

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from vitflow.demo import limits_of
 from vitflow.errors import OptionError
 from vitflow.explaining.asking.answer import Answer
-from vitflow.explaining.asking.captions import class_lines, method_title, own_options
+from vitflow.explaining.asking.captions import class_lines, own_options
 from vitflow.explaining.asking.method_options import plain_options
+from vitflow.explaining.asking.method_table import get_method
 from vitflow.explaining.asking.targets import Contrast
 from vitflow.pictures import figures, notebook, overlay
 from vitflow.pictures.files import write_atomically
@@ -164,7 +165,7 @@ class Saliency:
                 self.grid,
                 self.placement,
                 self.image,
-                title=method_title(self.method),
+                title=get_method(self.method).title,
                 lines=tuple(class_lines(self.answer)),
                 details=own_options(self.method, self.options),
                 notes=tuple(self._notes()),

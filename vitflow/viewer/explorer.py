@@ -120,7 +120,7 @@ def make_explorer(
     *,
     model: str,
     call: ModelCall,
-    defaults: Mapping[str, Any],
+    methods: Mapping[str, Mapping[str, Any]],
     max_size: float,
 ) -> ExplorerPage:
     """Make the page.
@@ -132,7 +132,7 @@ def make_explorer(
         pictures: one or several.
         model: its id.
         call: how a reader gets it.
-        defaults: the options that maps begin with, by method.
+        methods: what each is called, "title", and the options that its map begins with, "defaults".
         max_size: of the page, in megabytes.
     """
     told = [_told(picture) for picture in pictures]
@@ -150,7 +150,7 @@ def make_explorer(
         "pictures": told,
         "model": model,
         "call": {"arguments": call.arguments, "python": call.python},
-        "defaults": defaults,
+        "methods": methods,
         "layers": max((len(next(iter(picture.attention.values()))) for _, picture in live), default=0),
         "heads": heads,
         "tables": color_tables(),

@@ -6,25 +6,6 @@ from typing import Any
 from vitflow.explaining.asking.answer import Answer
 from vitflow.explaining.asking.method_table import get_method
 
-_TITLES = {
-    "attention": "Raw attention",
-    "rollout": "Attention rollout",
-    "flow": "Attention flow",
-    "gradient_rollout": "Gradient rollout",
-    "gae": "GAE",
-    "consensus": "Consensus",
-    "gradcam": "Grad-CAM",
-    "input_gradient": "Input gradient",
-    "occlusion": "Blank-out",
-    "random": "Random map",
-    "centre": "Centre prior",
-}
-
-
-def method_title(method: str) -> str:
-    """What a method is called in a figure; a registered one is called what its author called it."""
-    return _TITLES.get(method, method)
-
 
 def class_lines(answer: Answer) -> Iterator[str]:
     """What was asked and its number, in one line or two."""
@@ -43,17 +24,21 @@ def own_options(name: str, options: Mapping[str, Any]) -> str:
     for preset, values in method.presets.items():
         if differing and {**method.defaults, **values} == options:
             return "as in the paper" if preset == "paper" else f"preset {preset}"
-    return ", ".join(_option(name, value) for name, value in differing.items())
+    return in_words(differing)
 
 
-def _option(name: str, value: Any) -> str:
-    words = name.replace("_", " ")
-    if isinstance(value, bool):
-        return words if value else f"not {words}"
-    if isinstance(value, tuple | list):
-        value = ", ".join(str(part) for part in value)
-        return f"{words} ({value})"
-    return f"{words} {value}"
+def in_words(options: Mapping[str, Any]) -> str:
+    """Options as people read them.
+
+    >>> in_words({"head_fusion": "max", "value_weighted": False, "patch": (3, 7)})
+    'head fusion max, not value weighted, patch (3, 7)'
+    """
+    told = []
+    for name, value in options.items():
+        if isinstance(value, tuple | list):
+            value = f"({', '.join(map(str, value))})"
+        told.append(f"{name} {value}" if not isinstance(value, bool) else name if value else f"not {name}")
+    return ", ".join(told).replace("_", " ")
 
 
 def duration(seconds: float) -> str:

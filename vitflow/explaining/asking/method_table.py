@@ -38,6 +38,7 @@ class Method:
         refined: "after" its function, by the step that all methods have in common; "within" its function, which is
             given the options of that step; or "never". Else `refine`, `affinity` and `shifts` are among its options.
         answers: the question that its map answers.
+        title: what figures and pages call it; by default its name.
         rows: the function for texts of a method that has one, `(ReadText, **options) -> rows`, given as `function` is.
 
     Raises:
@@ -55,10 +56,12 @@ class Method:
     implies: Mapping[tuple[str, Any], str] = field(default_factory=dict)
     refined: Refined = "after"
     answers: str = ""
+    title: str = ""
     rows: str | Callable[..., Any] = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "needs", frozenset(self.needs))
+        object.__setattr__(self, "title", self.title or self.name)
         for need in self.needs - _NEEDS:
             raise OptionError(unknown_name("need", need, _NEEDS))
         if self.refined != "never":
@@ -135,7 +138,7 @@ def register_method(
         name: a `Method`; or its name, followed by the other fields.
         function: called as `function(trace, **options)`, to return maps [batch, rows, cols]; see `Method`.
         replace: allow an existing name to be taken over.
-        fields: summary, defaults, needs, class_specific, paper, presets, implies, refined, answers, as for `Method`.
+        fields: the other fields of a `Method`, such as summary, defaults and needs.
 
     Raises:
         OptionError: the name is taken, or `needs` holds something unknown.
@@ -166,6 +169,7 @@ ROLLOUT = "vitflow.explaining.making.maps:rollout"
 register_method(
     "rollout",
     ROLLOUT,
+    title="Attention rollout",
     rows="vitflow.explaining.text.read_rows:rollout",
     summary="Attention rollout: attention as proportions, multiplied through the layers.",
     answers="How much of each patch arrives at the top, if attention mixes tokens in proportion?",
@@ -185,6 +189,7 @@ register_method(
 register_method(
     "attention",
     "vitflow.explaining.making.maps:attention",
+    title="Raw attention",
     rows="vitflow.explaining.text.read_rows:attention",
     summary="Raw attention of one layer, fused or of one head.",
     answers="What does the readout attend to in one layer?",
@@ -204,6 +209,7 @@ register_method(
 register_method(
     "flow",
     "vitflow.explaining.making.maps:flow",
+    title="Attention flow",
     rows="vitflow.explaining.text.read_rows:flow",
     summary="Attention flow: attention as capacities, and the maximum flow from the answer to each patch.",
     answers="How much of each patch could arrive at the top at most, if attention is capacity?",
@@ -226,6 +232,7 @@ register_method(
 register_method(
     "gradient_rollout",
     "vitflow.explaining.making.maps:gradient_rollout",
+    title="Gradient rollout",
     summary="Gradient rollout: rollout over attention times its gradient for the class.",
     answers="Along which ways of attention does each patch raise this class?",
     defaults={
@@ -245,6 +252,7 @@ register_method(
 register_method(
     "gae",
     "vitflow.explaining.making.maps:gae",
+    title="GAE",
     rows="vitflow.explaining.text.read_rows:gae",
     summary="Generic attention explainability: attention times its gradient, added up through the layers.",
     answers="Which attention raises this class?",
@@ -257,6 +265,7 @@ register_method(
 register_method(
     "consensus",
     "vitflow.explaining.making.consensus:consensus",
+    title="Consensus",
     summary="Consensus: the geometric mean of GAE, gradient rollout and rollout, each refined.",
     answers="Where do the maps of attention and of its gradients agree?",
     defaults={"value_weighted": "output", "patch": None, "refine": 1},
@@ -267,6 +276,7 @@ register_method(
 register_method(
     "gradcam",
     "vitflow.explaining.making.maps:gradcam",
+    title="Grad-CAM",
     summary="Grad-CAM on the tokens of one block.",
     answers="Which patch features raise this class?",
     defaults={"layer": -1},
@@ -277,6 +287,7 @@ register_method(
 register_method(
     "input_gradient",
     "vitflow.explaining.making.maps:input_gradient",
+    title="Input gradient",
     summary="Absolute gradient of the class by the pixels, summed per patch.",
     answers="Which pixels change this class?",
     defaults={"patch_size": None},
@@ -287,6 +298,7 @@ register_method(
 register_method(
     "occlusion",
     "vitflow.explaining.making.maps:occlusion",
+    title="Blank-out",
     summary="Blank-out: what the class's log-odds lose when a patch is hidden.",
     answers="Which patches does this class lose most without?",
     defaults={"patch_size": None, "occlusion_batch": 32, "score": "log-odds"},
@@ -298,6 +310,7 @@ register_method(
 register_method(
     "random",
     "vitflow.explaining.making.maps:random",
+    title="Random map",
     summary="Baseline: random numbers.",
     answers="What does a map look like that knows nothing?",
     defaults={"random_seed": 0},
@@ -306,6 +319,7 @@ register_method(
 register_method(
     "centre",
     "vitflow.explaining.making.maps:centre",
+    title="Centre prior",
     summary="Baseline: a bump in the middle of the picture.",
     answers="What does a map look like that only knows where photographers put things?",
     defaults={"sigma": 0.25},

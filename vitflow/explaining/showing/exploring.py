@@ -88,7 +88,7 @@ def explore(
         pictures,
         model=explainer.model_id,
         call=call or _call(model, fit),
-        defaults={name: get_method(name).defaults for name in sorted(made)},
+        methods={one.name: {"title": one.title, "defaults": one.defaults} for one in map(get_method, sorted(made))},
         max_size=max_size,
     )
 

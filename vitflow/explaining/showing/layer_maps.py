@@ -12,10 +12,10 @@ from torch import nn
 
 from vitflow.demo import limits_of
 from vitflow.errors import OptionError
-from vitflow.explaining.asking.captions import class_lines, method_title, own_options
+from vitflow.explaining.asking.captions import class_lines, own_options
 from vitflow.explaining.asking.choices import choose_methods
 from vitflow.explaining.asking.method_options import takes_method_options
-from vitflow.explaining.asking.method_table import list_methods
+from vitflow.explaining.asking.method_table import get_method, list_methods
 from vitflow.explaining.asking.targets import Contrast, Target
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
@@ -95,7 +95,7 @@ class LayerMaps:
             (Column(f"Layer {number}", group="raw attention of each layer"), one)
             for number, one in enumerate(self.alone, start=1)
         ]
-        built = f"{method_title(self.built_up[0].method)} of these layers together"
+        built = f"{get_method(self.built_up[0].method).title} of these layers together"
         yield [
             (Column(f"Layers {first}–{count}" if first < count else f"Layer {count}", group=built), one)
             for first, one in zip(range(count, 0, -1), self.built_up, strict=True)
@@ -111,7 +111,7 @@ class LayerMaps:
         known = f", which {limits}" if (limits := limits_of(whole.model)) else ""
         return (
             "Each map has colours of its own: the values of the first and the last stand below it.\n"
-            f"{method_title(whole.method)}{told}. Model: {whole.model}{known}."
+            f"{get_method(whole.method).title}{told}. Model: {whole.model}{known}."
         )
 
 

@@ -6,8 +6,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from vitflow.demo import limits_of
-from vitflow.explaining.asking.captions import class_lines, duration, method_title, own_options
-from vitflow.explaining.asking.method_table import BASELINES
+from vitflow.explaining.asking.captions import class_lines, duration, own_options
+from vitflow.explaining.asking.method_table import BASELINES, get_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.pictures import figures, overlay
 from vitflow.pictures.figures import Cell, Column
@@ -110,7 +110,7 @@ def _head(saliency: Saliency) -> Column:
     group = "class-specific" if saliency.class_specific else "not class-specific"
     if saliency.method in BASELINES:
         group = "baselines, not class-specific"
-    return Column(method_title(saliency.method), own_options(saliency.method, saliency.options), group)
+    return Column(get_method(saliency.method).title, own_options(saliency.method, saliency.options), group)
 
 
 def _note(pictures: Pictures, scaling: Scaling, pen: Pen, two_sides: bool) -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from vitflow.explaining.asking.captions import in_words
+
 
 def caption(
     method: str, options: Mapping[str, Any], model: str, *, target: str | None = None, probability: float | None = None
@@ -10,13 +12,9 @@ def caption(
     """One line of words; a class-specific method is told with its target and the model's probability of that.
 
     >>> caption("gae", {"head_fusion": "mean", "value_weighted": False}, "bert", target="table", probability=0.25)
-    'gae (head fusion mean, value weighted off) · for “table”, probability 25.0% · bert'
+    'gae (head fusion mean, not value weighted) · for “table”, probability 25.0% · bert'
     """
-    listed = ", ".join(f"{name.replace('_', ' ')} {_value(value)}" for name, value in options.items())
+    listed = in_words(options)
     likely = "" if probability is None else f", probability {probability:.1%}"
     explained = "" if target is None else f"for “{target}”{likely}"
     return " · ".join(filter(None, [f"{method} ({listed})" if listed else method, explained, model]))
-
-
-def _value(value: Any) -> str:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value).replace("_", " ")

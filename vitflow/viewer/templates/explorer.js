@@ -1,17 +1,16 @@
 // The explorer: what is asked stands in `state`, from which everything on the page is drawn.
-const { pictures, tables, call, defaults, percentiles } = data;
+const { pictures, tables, call, methods, percentiles } = data;
 const colourMaps = data.cmaps, $$ = (selector) => [...document.querySelectorAll(selector)];
-const LIVE = { rollout: "Rollout", attention: "Attention", similar: "Similar patches" };
-const TITLES = { gae: "GAE", gradient_rollout: "Gradient rollout", consensus: "Consensus", gradcam: "Grad-CAM", flow: "Flow", input_gradient: "Input gradient", occlusion: "Blank-out" };
+const LIVE = ["rollout", "attention", "similar"];
 const ready = [...new Set(pictures.flatMap(({ maps }) => maps.map(({ method }) => method)))];
 const computes = pictures.some(({ attention }) => Object.keys(attention).length), hasFeatures = pictures.some(({ features }) => features);
 const fusedSets = computes ? pictures.map(({ attention }) => Object.keys(attention)).find((names) => names.length) : [];
-const modes = [...(computes ? ["rollout", "attention"] : []), ...(hasFeatures ? ["similar"] : []), ...ready.filter((name) => !computes || !(name in LIVE))];
-const titleOf = (mode) => LIVE[mode] ?? TITLES[mode] ?? mode;
+const modes = [...(computes ? ["rollout", "attention"] : []), ...(hasFeatures ? ["similar"] : []), ...ready.filter((name) => !computes || !LIVE.includes(name))];
+const titleOf = (mode) => methods[mode]?.title ?? "Similar patches";
 
 // What a map begins with: the method's own options, as far as the page holds what they need.
 function initialOf(map) {
-  const own = { ...defaults.rollout, ...defaults[map] }, refinable = pictures[0].affinities.attention && !pictures[0].uniform;
+  const own = { ...methods.rollout.defaults, ...methods[map]?.defaults }, refinable = pictures[0].affinities.attention && !pictures[0].uniform;
   const found = {
     map, a: 0, b: pictures.length > 1 ? 1 : -1, patch: "", patchb: "", asked: "a", class: "",
     start: own.start_layer, end: data.layers, layer: data.layers, head: "",
@@ -36,7 +35,7 @@ function setOf(name) {
 
 const pictureOf = (side) => pictures[state[side]];
 const patchKey = (side) => (side === "a" ? "patch" : "patchb");
-const isLive = () => modes.includes(state.map) && state.map in LIVE && (computes || state.map === "similar");
+const isLive = () => modes.includes(state.map) && LIVE.includes(state.map) && (computes || state.map === "similar");
 const mapsOf = (picture, mode) => picture.maps.filter(({ method }) => method === mode);
 
 // The grid on which a picture's patches are asked.
@@ -63,7 +62,7 @@ function refusal(picture) {
 // Why a click on a patch asks nothing, or null where it does.
 function silence() {
   if (isLive()) return null;
-  const asking = modes.filter((mode) => mode in LIVE && (computes || mode === "similar")).map(titleOf), last = asking.pop();
+  const asking = modes.filter((mode) => LIVE.includes(mode) && (computes || mode === "similar")).map(titleOf), last = asking.pop();
   const others = last ? ` ${asking.length ? `${asking.join(", ")} and ${last}` : last} can.` : "";
   return `${titleOf(state.map)} was made for the whole answer, and cannot be asked for one patch.${others}`;
 }
