@@ -20,6 +20,7 @@ from vitflow.cli.options import (
 from vitflow.cli.saying import going_on, pictures_bar, say, say_record
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
+from vitflow.evaluation.metrics import choose_metrics
 from vitflow.explaining.asking.method_options import OPTIONS
 
 
@@ -109,7 +110,7 @@ def evaluate(data: str | None, **given: Any) -> None:
     """
     if (data is None) == (given["data_option"] is None):
         raise click.UsageError("Give DATA once, as an argument or with --data: a folder, annotations, or demo:500.")
-    _check_metrics(given["metrics"])
+    choose_metrics(given["metrics"] or None)  # before torch is loaded
     found = _run(data or given["data_option"], given)
     if given["as_json"]:
         say_record(found.to_dict())
@@ -121,14 +122,6 @@ def evaluate(data: str | None, **given: Any) -> None:
         where = f" (see {printable(given['output'] / 'report.html')})" if given["output"] is not None else ""
         say(f"{len(found.failures)} of the pictures failed{where}")
         sys.exit(1)
-
-
-def _check_metrics(names: tuple[str, ...]) -> None:
-    """A mistyped metric is told before torch is loaded."""
-    from vitflow.evaluation.metrics import choose_metrics
-
-    if names:
-        choose_metrics(names)
 
 
 def _run(data: str, given: dict[str, Any]) -> Any:

@@ -29,8 +29,6 @@ from vitflow.explaining.asking.choices import choose_methods
 from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.pictures.options import FIGURE_FORMATS, WRITE_OPTIONS
 
-_SUFFIXES = tuple(WRITE_OPTIONS)
-
 
 @click.command(cls=SectionedCommand, short_help="Lay one method's map over pictures.")
 @pictures_argument
@@ -53,7 +51,9 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
     """Lay a saliency map over each IMAGE."""
     options = given_options(given, OPTIONS)
     choose_methods([given["method"]], options)  # before torch is loaded
-    targets = _output_paths(images, given["output"], given["method"], FIGURE_FORMATS if given["figure"] else _SUFFIXES)
+    targets = _output_paths(
+        images, given["output"], given["method"], FIGURE_FORMATS if given["figure"] else tuple(WRITE_OPTIONS)
+    )
     explainer = make_explainer(given)
     failed = sum(
         not _explain_one(explainer, image, target, options, given)
@@ -110,9 +110,7 @@ def _answer(saliency: Any, class_names: list[str] | None) -> str:
     return words
 
 
-def _output_paths(
-    images: tuple[Path, ...], asked: str | None, method: str, suffixes: tuple[str, ...] = _SUFFIXES
-) -> list[Path]:
+def _output_paths(images: tuple[Path, ...], asked: str | None, method: str, suffixes: tuple[str, ...]) -> list[Path]:
     """Where each overlay goes: no two pictures claim one file, and none overwrites a picture that is read."""
     output, is_folder = None if asked is None else Path(asked), asked is None or names_folder(asked)
     if output is not None and output.suffix.lower() in suffixes and not is_folder:

@@ -110,7 +110,7 @@ def models(pattern: str, as_json: bool, untrained: bool) -> None:
     if not as_json:
         width = max(len(name) for name in names)
         columns = ("input", "grid", "prefix", "rollout", "flow", "gradients", "pooling, or why not")
-        say(_line("model", *columns, width))
+        say(_line(width, "model", *columns))
     for row in list_models(names):
         with tqdm.external_write_mode():  # a line of the table, not the rest of a progress bar
             click.echo(json.dumps(row, ensure_ascii=False) if as_json else _row(row, width))
@@ -118,26 +118,15 @@ def models(pattern: str, as_json: bool, untrained: bool) -> None:
 
 def _row(row: dict[str, Any], width: int) -> str:
     """One model as a line of the table."""
-    size, grid = row["input_size"], row["grid"]
-    prefix = row["num_prefix_tokens"]
-    return _line(
-        row["model"],
-        "×".join(str(side) for side in size[1:]) if size else "",
-        "×".join(str(side) for side in grid) if grid else "",
-        "" if prefix is None else str(prefix),
-        row["rollout"],
-        row["flow"],
-        row["gradients"],
-        row["pooling"] or row["reason"] or "",
-        width,
-    )
+    size, grid = ("×".join(map(str, sides or ())) for sides in ((row["input_size"] or ())[1:], row["grid"]))
+    prefix = "" if row["num_prefix_tokens"] is None else row["num_prefix_tokens"]
+    applies = (row[name] for name in ("rollout", "flow", "gradients"))
+    return _line(width, row["model"], size, grid, prefix, *applies, row["pooling"] or row["reason"] or "")
 
 
-def _line(
-    model: str, size: str, grid: str, prefix: str, rollout: str, flow: str, gradients: str, rest: str, width: int
-) -> str:
-    columns = f"{model:{width}}  {size:>9}  {grid:>7}  {prefix:>6}  {rollout:7}  {flow:7}  {gradients:9}  {rest}"
-    return columns.rstrip()
+def _line(width: int, *columns: Any) -> str:
+    """A line of the table of models."""
+    return f"{{:{width}}}  {{:>9}}  {{:>7}}  {{:>6}}  {{:7}}  {{:7}}  {{:9}}  {{}}".format(*columns).rstrip()
 
 
 @click.command(short_help="Explain the bundled pictures with the bundled model.")

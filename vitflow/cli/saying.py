@@ -15,9 +15,9 @@ from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning
 from vitflow.explaining.progress import shown_by
 
 
-def say(text: object, *, err: bool = True) -> None:
-    """Print lines, on stderr unless asked otherwise; what a terminal would take for a command becomes escapes."""
-    click.echo(printable(str(text), lines=True), err=err)
+def say(text: object) -> None:
+    """Print lines on stderr; what a terminal would take for a command becomes escapes."""
+    click.echo(printable(str(text), lines=True), err=True)
 
 
 def say_record(record: Any) -> None:
@@ -89,10 +89,8 @@ def going_on(kept: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if kept:
-            say("interrupted: what was done is kept; the same command goes on from there")
-        else:
-            say("interrupted: nothing is kept; with -o FOLDER a run can be gone on with")
+        done = "what was done is kept; the same command goes on from there"
+        say(f"interrupted: {done if kept else 'nothing is kept; with -o FOLDER a run can be gone on with'}")
         sys.exit(130)
 
 
