@@ -384,6 +384,49 @@ def test_the_command_tells_counts_and_exit_codes(tmp_path):
     assert process.communicate(timeout=120)[1].startswith("error: The folder") and process.returncode == 2
 
 
+def listed(source, **options):
+    """The inputs below a folder, in order, and what is wrong with those of which something is."""
+    files = list_inputs([source], source.parent / "elsewhere", recursive=True, **options).files
+    return list(files), {key: problem for key, (_, problem) in files.items() if problem}
+
+
+def test_inputs_are_found_below_links_once_and_hidden_ones_not(tmp_path):
+    source = tmp_path / "in"
+    names = (
+        "10/1.png",
+        "9/8.gif",
+        "7.tif",
+        ".hidden.png",
+        ".cache/1.png",
+        "sub/.x.png",
+        "sub/y.png",
+        "album.png/1.jpg",
+    )
+    for name in (*names, "../away/3.png"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).touch()
+    (source / "sub/loop").symlink_to(source, target_is_directory=True)
+    (source / "self").symlink_to("self")
+    (source / "link").symlink_to(tmp_path / "away", target_is_directory=True)
+    (source / "file.png").symlink_to(tmp_path / "away/3.png")
+    shown = ["7.tif", "9/8.gif", "10/1.png", "album.png", "album.png/1.jpg", "file.png", "link/3.png", "sub/y.png"]
+    assert listed(source) == (shown, {})
+
+
+def test_a_folder_below_that_may_not_be_read_is_an_input_with_a_problem(tmp_path, monkeypatch):
+    (tmp_path / "in/sub").mkdir(parents=True)
+    (tmp_path / "in/1.png").touch()
+    scandir = os.scandir
+
+    def refuse(path):
+        if Path(path).name == "sub":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert listed(tmp_path / "in") == (["1.png", "sub"], {"sub": "Could not read this folder: Permission denied."})
+
+
 # -- faults
 
 

@@ -622,38 +622,14 @@ def touch(root: Path, *names: str) -> None:
         (root / name).touch()
 
 
-def found(root: Path, **options) -> list[str]:
-    return [path.relative_to(root).as_posix() for path in find_images(root, **options)]
-
-
 def test_pictures_come_in_natural_order(tmp_path):
     touch(tmp_path, "img10.png", "img2.PNG", "IMG1.jpg", "img2b.webp", "7.tif", "a.txt", "b.npz", "9/8.gif", "äöü.avif")
-    assert found(tmp_path) == ["7.tif", "IMG1.jpg", "img2.PNG", "img2b.webp", "img10.png", "äöü.avif"]
-    touch(tmp_path, "10/1.png")
-    assert found(tmp_path, recursive=True)[:3] == ["7.tif", "9/8.gif", "10/1.png"]
-
-
-def test_hidden_files_and_folders_are_skipped(tmp_path):
-    touch(tmp_path, ".hidden.png", ".cache/1.png", "._1.jpg", "shown.png", "sub/.x.png", "sub/y.png")
-    assert found(tmp_path, recursive=True) == ["shown.png", "sub/y.png"]
+    touch(tmp_path, ".hidden.png", "._1.jpg", "album.png/1.jpg")
+    (tmp_path / "broken.png").symlink_to("missing.png")
+    names = ["7.tif", "IMG1.jpg", "img2.PNG", "img2b.webp", "img10.png", "äöü.avif"]
+    assert [path.relative_to(tmp_path).as_posix() for path in find_images(tmp_path)] == names
     touch(tmp_path / ".asked for", "1.png")
-    assert found(tmp_path / ".asked for") == ["1.png"]
-
-
-def test_links(tmp_path):
-    touch(tmp_path, "pictures/1.png", "pictures/deep/2.png", "elsewhere/3.png")
-    (tmp_path / "pictures/deep/loop").symlink_to(tmp_path / "pictures", target_is_directory=True)
-    (tmp_path / "pictures/self").symlink_to("self")
-    (tmp_path / "pictures/broken.png").symlink_to("missing.png")
-    (tmp_path / "pictures/away").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
-    (tmp_path / "pictures/file.png").symlink_to(tmp_path / "elsewhere/3.png")
-    assert found(tmp_path / "pictures", recursive=True) == ["1.png", "away/3.png", "deep/2.png", "file.png"]
-
-
-def test_a_folder_with_the_suffix_of_a_picture(tmp_path):
-    touch(tmp_path, "album.png/1.jpg")
-    assert found(tmp_path) == []
-    assert found(tmp_path, recursive=True) == ["album.png/1.jpg"]
+    assert find_images(tmp_path / ".asked for") == [tmp_path / ".asked for/1.png"]
 
 
 def test_a_file_is_itself_and_nothing_is_an_error(tmp_path):
@@ -665,22 +641,20 @@ def test_a_file_is_itself_and_nothing_is_an_error(tmp_path):
 
 
 def test_a_folder_that_may_not_be_read(tmp_path, monkeypatch):
-    touch(tmp_path, "sub/1.png")
-    scandir = os.scandir
-
     def refuse(path):
-        if Path(path).name == "sub":
-            raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
+        raise PermissionError(13, "Permission denied", str(path))
 
+    (tmp_path / "sub").mkdir()
     monkeypatch.setattr(os, "scandir", refuse)
+    monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(ImageError, match=r"Could not read the folder '.*sub': Permission denied"):
-        find_images(tmp_path, recursive=True)
+        find_images(tmp_path / "sub")
 
 
 def test_digits_of_any_script_and_none():
     names = ["", "1", "٣", "²", "a1", "a٢", "a10", "1a", "-1", "01"]
     assert sorted(names, key=images.natural_order) == ["", "1", "01", "1a", "٣", "-1", "a1", "a٢", "a10", "²"]
+    assert len(images.natural_order("1" * 5000)) > 3
 
 
 def test_names_to_show(tmp_path):

@@ -153,40 +153,24 @@ def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
         ) from error
 
 
-def find_images(path: str | os.PathLike[str], *, recursive: bool = False) -> list[Path]:
-    """Find the pictures of a folder by their suffix, in natural order (2.png before 10.png).
+def find_images(path: str | os.PathLike[str]) -> list[Path]:
+    """Find the pictures that lie in a folder by their suffix, in natural order (2.png before 10.png).
 
-    Hidden files and folders are skipped. Links to folders are followed, and each folder is visited once. A path to
-    a file is returned as it is, whatever its suffix.
-
-    Args:
-        path: a folder, or a file.
-        recursive: look into the folders below, too.
+    Hidden files are skipped. A path to a file is returned as it is, whatever its suffix.
 
     Raises:
-        ImageError: there is nothing at this path, or a folder cannot be read.
+        ImageError: there is nothing at this path, or the folder cannot be read.
     """
     root = Path(path)
     if is_file(root):
         return [root]
     if not is_folder(root):
         raise ImageError(f"Expected a folder or a picture, but there is nothing at {str(root)!r}.")
-
-    def stop(error: OSError) -> None:
-        raise ImageError(f"Could not read the folder {error.filename!r}: {error.strerror}.") from error
-
-    found: list[Path] = []
-    visited: set[tuple[int, int]] = set()
-    for folder, subfolders, names in os.walk(root, onerror=stop, followlinks=True):
-        here = Path(folder)
-        status = here.stat()
-        if (status.st_dev, status.st_ino) in visited:
-            subfolders.clear()
-            continue
-        visited.add((status.st_dev, status.st_ino))
-        subfolders[:] = sorted(name for name in subfolders if recursive and not name.startswith("."))
-        found += [here / name for name in names if is_image_name(name) and (here / name).is_file()]
-    return sorted(found, key=lambda file: ([natural_order(part) for part in file.relative_to(root).parts], str(file)))
+    try:
+        found = [file for file in root.iterdir() if is_image_name(file.name) and is_file(file)]
+    except OSError as error:
+        raise ImageError(f"Could not read the folder {str(root)!r}: {error.strerror}.") from error
+    return sorted(found, key=lambda file: (natural_order(file.name), file.name))
 
 
 def is_image_name(name: str) -> bool:
@@ -210,8 +194,12 @@ def image_name(source: object) -> str:
 
 
 def natural_order(name: str) -> list[str | int]:
-    """Sort key that compares runs of digits as numbers."""
-    return [int(part) if part.isdecimal() else part.casefold() for part in re.split(r"(\d+)", name)]
+    """Sort key that compares runs of digits as numbers; Python makes none of more than some thousand digits.
+
+    >>> sorted(["10.jpg", "9.jpg", "a2", "A10"], key=natural_order)
+    ['9.jpg', '10.jpg', 'a2', 'A10']
+    """
+    return [int(part) if part.isdecimal() else part.casefold() for part in re.split(r"(\d{1,300})", name)]
 
 
 def _open(source: str | os.PathLike[str] | bytes) -> Image.Image:

@@ -2,7 +2,6 @@
 
 import base64
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from vitflow.demo import limits_of
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.pictures.files import stays_inside, write_atomically
+from vitflow.pictures.images import natural_order
 from vitflow.pictures.overlay import is_soft, scale_range
 from vitflow.viewer.drawing import drawing_of, one_table
 from vitflow.viewer.pages import FAILURES_SHOWN, write_html
@@ -44,7 +44,7 @@ def write_report(
         per_page: pictures on one page.
         embed_bytes: thumbnails beyond this sum on a page are written to `report-files/` and linked.
     """
-    keys = sorted(states, key=_natural)
+    keys = sorted(states, key=natural_order)
     shown = [key for key in keys if states[key] == "explained"]
     failed = [key for key in keys if states[key] == "failed"]
     drawing = run["drawing"]
@@ -66,7 +66,7 @@ def write_report(
             explained=len(shown),
             failed=len(failed),
             failures=list(read_rows(failed[:FAILURES_SHOWN])) if number == 1 else [],
-            classes=sorted({entry["label"] for entry in entries}, key=_natural),
+            classes=sorted({entry["label"] for entry in entries}, key=natural_order),
             methods=list(run["methods"]),
             data={"pictures": entries, "tables": tables, "alpha": drawing.get("alpha", 0.6), "drawing": drawn},
             pages=[{"number": index, "name": page} for index, page in enumerate(names, start=1)],
@@ -132,13 +132,3 @@ def _map(grid: Mapping[str, Any], run: Mapping[str, Any], facts: Mapping[str, An
         "high": high,
         "facts": {name: value for name, value in facts.items() if isinstance(value, str | int | float)},
     }
-
-
-def _natural(text: str) -> list[tuple[int, int, str]]:
-    """A sort key by which numbers in names count as numbers.
-
-    >>> sorted(["10.jpg", "9.jpg", "a2", "A10"], key=_natural)
-    ['9.jpg', '10.jpg', 'a2', 'A10']
-    """
-    parts = re.split(r"([0-9]{1,300})", text)
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part.casefold()) for part in parts if part]

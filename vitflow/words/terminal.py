@@ -58,18 +58,17 @@ def width_of(text: str) -> int:
     )
 
 
-def padded(text: str, width: int, *, left: bool = False) -> str:
-    """A text with spaces behind it, or before it, up to a width; a longer one is cut with an ellipsis.
+def padded(text: str, width: int) -> str:
+    """A text with spaces behind it up to a width; a longer one is cut with an ellipsis.
 
-    >>> padded("日本", 5), padded("abcdef", 4), padded("a", 2, left=True)
-    ('日本 ', 'abc…', ' a')
+    >>> padded("日本", 5), padded("abcdef", 4)
+    ('日本 ', 'abc…')
     """
     if width_of(text) > width:
         while width_of(text) > width - 1:
             text = text[:-1]
         text += "…"
-    space = " " * (width - width_of(text))
-    return space + text if left else text + space
+    return text + " " * (width - width_of(text))
 
 
 def wrapped(pieces: Sequence[tuple[bool, str]], width: int, breaks: Collection[int] = ()) -> Iterator[str]:
