@@ -103,7 +103,8 @@ def test_lossy_formats(fmt):
     assert np.abs(image.astype(int) - SMOOTH).max() < 10
 
 
-@pytest.mark.parametrize("fmt", ["GIF", "WEBP", *AVIF, "TIFF", "PNG", "MPO"])
+# Older releases of Pillow write broken MPO files of pictures so small.
+@pytest.mark.parametrize("fmt", ["GIF", "WEBP", "TIFF", "PNG", *(["AVIF", "MPO"] if AVIF else [])])
 def test_the_first_frame_is_read(fmt):
     frames = [Image.new("RGB", (16, 12), color) for color in ["red", "lime", "blue"]]
     data = encode(frames[0], fmt, save_all=True, append_images=frames[1:])

@@ -1,5 +1,6 @@
 """Upsampling, scaling, colouring and blending: against literal float64 references and pixel by pixel."""
 
+import cv2
 import matplotlib
 import numpy as np
 import pytest
@@ -167,7 +168,9 @@ def test_upsampling_commutes_with_turning_the_picture(interpolation):
     grid, (height, width) = random_grid(6, 4), (97, 55)
     upright = upsample(grid, place((height, width), (48, 32), fit="squash"), interpolation=interpolation)
     turned = upsample(grid.T, place((width, height), (32, 48), fit="squash"), interpolation=interpolation)
-    np.testing.assert_allclose(turned, upright.T, atol=1e-5)
+    # Before 5 OpenCV rounds places to 1/32 of a pixel.
+    exact = int(cv2.__version__.split(".")[0]) >= 5
+    np.testing.assert_allclose(turned, upright.T, atol=1e-5 if exact else 1 / 64 / 8 * 4)
     if interpolation != "nearest":  # a centre on the edge of a patch belongs to the patch behind it
         flipped = upsample(grid[:, ::-1], place((height, width), (48, 32), fit="squash"), interpolation=interpolation)
         np.testing.assert_allclose(flipped, upright[:, ::-1], atol=1 / 64 / 8 * 4)

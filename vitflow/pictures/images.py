@@ -228,7 +228,9 @@ def _from_pillow(image: Image.Image, max_pixels: int, name: str) -> NDArray[np.u
         orientation = None
     turn = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
     if turn is not None:
+        file_format = image.format
         image = image.transpose(turn)
+        image.format = file_format
     if image.mode == "La":
         image = image.convert("LA")
     if image.mode.startswith(("I", "F")):
@@ -241,8 +243,8 @@ def _from_pillow(image: Image.Image, max_pixels: int, name: str) -> NDArray[np.u
 def _eight_bits(image: Image.Image, name: str) -> NDArray[np.uint8]:
     """8-bit grey values [height, width] of a picture with one channel of 16 or 32 bits."""
     values = np.asarray(image)
-    # Pillow gives a PGM of more than 8 bits as 32 bits, scaled to 16.
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
+    # Pillow gives a PGM of more than 8 bits as 32 bits, scaled to 16; older releases a PNG, too.
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PPM", "PNG")):
         return (values >> 8).astype(np.uint8)
     largest = float(values.max())
     if not np.isfinite(values).all():

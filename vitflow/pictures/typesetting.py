@@ -69,8 +69,8 @@ class Page:
         left, top = self.snap(left), self.snap(top)
         right, bottom = left + image.shape[1] / self.dpi, top + image.shape[0] / self.dpi
         extent = (left, right, bottom, top)
-        # "antialiased" is what every release calls "auto", which older ones do not know.
-        self.axes.imshow(image, extent=extent, aspect="auto", origin="upper", interpolation="antialiased", zorder=1)
+        # Its pixels are those of the page; "auto" smooths some pictures in older releases of matplotlib.
+        self.axes.imshow(image, extent=extent, aspect="auto", origin="upper", interpolation="nearest", zorder=1)
 
     def line(self, text: str, x: float, baseline: float, size: float, **style: Any) -> None:
         """Set a line of type, by default centred on x; style as for matplotlib's text."""
