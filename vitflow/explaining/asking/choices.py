@@ -29,22 +29,22 @@ class ChosenMethod:
     """A method with all its options.
 
     Attributes:
-        method: of the table.
+        name: the method's name in the table.
         options: every one with its value.
         label: what it is called; no two methods of a run are called the same.
         asked: which of value_weighted and refine are asked for, and are no mere defaults: what does not apply is then
             refused, and else left out.
     """
 
-    method: Method
+    name: str
     options: dict[str, Any]
     label: str = ""
     asked: frozenset[str] = frozenset()
 
     @property
-    def name(self) -> str:
-        """The method's name."""
-        return self.method.name
+    def method(self) -> Method:
+        """The method itself."""
+        return get_method(self.name)
 
     def but(self, **options: Any) -> "ChosenMethod":
         """The same with other values of these options, as far as it has them."""
@@ -94,7 +94,7 @@ def choose_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) 
             for name in _DISPENSABLE
             if shared.get(name) or (own.get(name) and own[name] != method.defaults.get(name))
         )
-        chosen.append(ChosenMethod(method, method.complete({**shared, **own}), method.name, asked))
+        chosen.append(ChosenMethod(method.name, method.complete({**shared, **own}), method.name, asked))
         check_common(chosen[-1].options)
     return chosen
 
