@@ -12,7 +12,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -28,8 +27,7 @@ from vitflow.folder.work import Decoded, Picture, PictureMaps, describe, encode_
 from vitflow.pictures.geometry import place
 from vitflow.runs.grids import pack_grid
 from vitflow.runs.journal import Journal
-from vitflow.runs.keeper import RunFolder
-from vitflow.runs.places import put_file
+from vitflow.runs.places import RunFolder
 
 
 def make_run(source: Path, output: Path, count: int, drawn: int) -> None:
@@ -38,7 +36,7 @@ def make_run(source: Path, output: Path, count: int, drawn: int) -> None:
     run = {"root": str(source), "model": "m", "weights_sha256": "", "fit": "crop", "methods": {"rollout": "rollout"}}
     journal = Journal(RunFolder(output).journal)
     journal.start({"run": run | {"options": {"rollout": {}}, "drawing": {}, "format": "jpg", "kind": "folder"}})
-    writer = ShardWriter(partial(put_file, output), job.labels)
+    writer = ShardWriter(RunFolder(output).put, job.labels)
     for number in range(count):
         name = f"{number:05}.jpg"
         decoded = decode_file(str(source / name)) if number < drawn else None

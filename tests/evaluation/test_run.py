@@ -31,7 +31,7 @@ from vitflow.evaluation import (
 from vitflow.evaluation.data.datasets import Dataset
 from vitflow.explaining.asking.method_table import _METHODS
 from vitflow.runs.journal import Journal
-from vitflow.runs.keeper import RunFolder
+from vitflow.runs.places import RunFolder
 
 QUICK = ["rollout", "gae"]
 

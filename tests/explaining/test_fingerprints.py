@@ -32,7 +32,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.pictures.preprocessing import InputSpec
 from vitflow.recording import probing
 from vitflow.runs.fingerprints import fingerprint_difference
-from vitflow.runs.keeper import RunFolder
+from vitflow.runs.places import RunFolder
 
 CONFIG = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
 

@@ -20,7 +20,7 @@ from vitflow.folder.found.report import report_run
 from vitflow.folder.rows import is_folder_row
 from vitflow.runs.checks import is_inside, parse_row
 from vitflow.runs.journal import Journal
-from vitflow.runs.keeper import RunFolder
+from vitflow.runs.places import RunFolder
 
 
 @pytest.fixture(scope="module")

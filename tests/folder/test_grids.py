@@ -28,7 +28,7 @@ from vitflow.folder.found.report import report_run
 from vitflow.folder.rows import is_folder_row
 from vitflow.runs import places
 from vitflow.runs.journal import Journal
-from vitflow.runs.keeper import RunFolder
+from vitflow.runs.places import RunFolder
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -437,7 +437,7 @@ def test_a_shard_that_would_grow_in_memory_is_refused_before_it_is_read(both, tm
 def test_a_file_too_large_for_a_shard_is_not_read_whole(both, tmp_path, monkeypatch):
     out = tmp_path / "out"
     shutil.copytree(both / "grids", out)
-    monkeypatch.setattr("vitflow.runs.places._LARGEST", 100)
+    monkeypatch.setattr("vitflow.runs.places.LARGEST", 100)
     with pytest.raises(VitflowError, match="gone, damaged, or others"):
         found(out)
 

@@ -11,7 +11,7 @@ import pytest
 from vitflow.errors import OptionError, VitflowError
 from vitflow.folder.found.manifest import COLUMNS, write_manifest
 from vitflow.runs.journal import Journal
-from vitflow.runs.keeper import RunFolder
+from vitflow.runs.places import RunFolder
 
 ODD = os.fsdecode(b"caf\xe9\nnew.jpg")
 

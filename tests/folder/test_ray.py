@@ -31,7 +31,7 @@ from vitflow.folder.ray_engine import Asked, Worker, row_of
 from vitflow.folder.work import make_job
 from vitflow.runs.grids import map_of
 from vitflow.runs.journal import Journal
-from vitflow.runs.keeper import RunFolder
+from vitflow.runs.places import RunFolder
 
 PICTURES, BAD = 300, 10
 
@@ -150,7 +150,7 @@ def test_what_concerns_all_stops_the_run_in_its_own_words(tmp_path, options, cha
     source, explainer = fill(tmp_path / "in", 3), Explainer(tiny_model())
     inputs = list_inputs([source], tmp_path / "out").plan(["-rollout.jpg"])
     job = make_job(["rollout"], options)
-    asked = Asked(explainer, explainer.fingerprint() | change, job, tmp_path / "out", 2, 0, 10**6)
+    asked = Asked(explainer, explainer.fingerprint() | change, job, RunFolder(tmp_path / "out"), 2, 0, 10**6)
     found = Worker(pickle.dumps(asked))({"task": [pickle.dumps((inputs, {"1.jpg"}))]})["row"]
     if error is None:
         assert [row_of(line)["input"] for line in found] == ["0.jpg", "2.jpg"]
@@ -173,7 +173,7 @@ def test_a_picture_that_kills_its_actor_three_times_is_a_row(tmp_path):
     Image.new("RGB", (40, 40), "white").save(source / "1b.png")
     out = tmp_path / "out"
     inputs = list_inputs([source], out).plan(["-rollout.jpg"])
-    asked = Asked(explainer, explainer.fingerprint(), make_job(["rollout"], {}), out, 4, 0, 10**6)
+    asked = Asked(explainer, explainer.fingerprint(), make_job(["rollout"], {}), RunFolder(out), 4, 0, 10**6)
     sent = pickle.dumps(asked)
 
     def work(place) -> None:

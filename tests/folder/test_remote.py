@@ -25,9 +25,8 @@ from vitflow.folder.fetching import find_remote
 from vitflow.folder.found.draw import draw_run, read_grids
 from vitflow.folder.found.report import report_run
 from vitflow.folder.rows import is_folder_row
-from vitflow.runs import places as remote
-from vitflow.runs.keeper import open_folder
-from vitflow.runs.places import Known, RemoteFolder, StoreError, lies_in
+from vitflow.runs.remote import RemoteFolder, open_folder
+from vitflow.runs.stores import Known, StoreError, lies_in
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -250,7 +249,7 @@ def test_a_file_that_does_not_end_is_a_row_and_takes_no_memory(tmp_path, explain
     url, place, asked = web
     fill(place, 1)
     (place / "endless.jpg").touch()
-    monkeypatch.setattr(remote, "LARGEST_PICTURE", 2**24)
+    monkeypatch.setattr("vitflow.folder.fetching.LARGEST", 2**24)
     summary = run(url, tmp_path / "out", model=explainer)
     [row] = summary.failures()
     assert (row["input"], row["error"], summary.explained) == ("endless.jpg", "TooLargeError", 1)
@@ -262,7 +261,7 @@ def test_a_server_that_stalls_costs_a_row(tmp_path, explainer, web, monkeypatch)
     url, place, _ = web
     fill(place, 1)
     (place / "stalled.jpg").touch()
-    monkeypatch.setattr(remote, "_STALLED", 0.5)
+    monkeypatch.setattr("vitflow.runs.remote._STALLED", 0.5)
     summary = run(url, tmp_path / "out", model=explainer)
     [row] = summary.failures()
     assert (row["input"], row["error"], summary.explained) == ("stalled.jpg", "StoreError", 1)

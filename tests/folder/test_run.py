@@ -35,7 +35,7 @@ from vitflow.folder.work import Picture, compute_maps, draw_files, make_job
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.runs.batches import Batches
 from vitflow.runs.journal import Journal
-from vitflow.runs.keeper import RunFolder
+from vitflow.runs.places import RunFolder
 
 
 def tiny_model(kind=VisionTransformer) -> torch.nn.Module:

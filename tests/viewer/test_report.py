@@ -21,7 +21,7 @@ from vitflow.pictures.geometry import Placement, place
 from vitflow.pictures.overlay import blend, scale_range
 from vitflow.pictures.upsampling import upsample
 from vitflow.runs.journal import Journal
-from vitflow.runs.keeper import RunFolder
+from vitflow.runs.places import RunFolder
 
 HOSTILE = "<img src=x onerror=alert(1)>.jpg"
 CLASSES = ["cat", "dog", "</script><script>alert(2)</script>", "'\"&amp;", "bird"]

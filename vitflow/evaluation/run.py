@@ -37,7 +37,8 @@ from vitflow.folder.work import explainer_for
 from vitflow.pictures.images import ImageSource
 from vitflow.runs.batches import Batches
 from vitflow.runs.fingerprints import run_fingerprint, without_probe
-from vitflow.runs.keeper import RunFolder, RunProgress, Tally, finishing, keep_rows, versions
+from vitflow.runs.keeper import RunProgress, Tally, finishing, keep_rows, versions
+from vitflow.runs.places import RunFolder
 
 #: On how many pictures the costly groups are measured where nothing else is asked for.
 SANITY_PICTURES = 24

@@ -11,7 +11,9 @@ from tempfile import TemporaryDirectory
 
 from vitflow.errors import ImageError, VitflowError, printable
 from vitflow.folder.decoders import Decoded, DecoderPool
-from vitflow.runs.places import LARGEST_PICTURE, Known, RemoteFolder, StoreError, reason_of
+from vitflow.runs.places import LARGEST
+from vitflow.runs.remote import RemoteFolder
+from vitflow.runs.stores import Known, StoreError, reason_of
 
 
 def find_remote(source: str, recursive: bool) -> dict[str, Known]:
@@ -63,7 +65,7 @@ class Fetcher:
             place.mkdir()
             copy = place / (posixpath.basename(path)[-200:] or "picture")
             with copy.open("wb") as file:
-                store.fetch(path, file, LARGEST_PICTURE)
+                store.fetch(path, file, LARGEST)
             decoded = self._decoders.submit(str(copy)).result()
             return replace(decoded, mtime_ns=known.changed, etag=known.tag)
         except Exception as error:  # a store's own errors are of many kinds

@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -20,22 +20,14 @@ from vitflow.folder.fetching import Fetcher
 from vitflow.folder.plan import Input
 from vitflow.folder.shards import ShardWriter
 from vitflow.folder.work import Job, Picture, PictureMaps, compute_maps, draw_files
-from vitflow.pictures.files import remove_inside
 from vitflow.runs.batches import WAITING_BYTES, Batches, Lanes
 from vitflow.runs.journal import Journal
 from vitflow.runs.keeper import Tally
-from vitflow.runs.places import Place, RemoteFolder, StoreError, put_file
+from vitflow.runs.places import RunFolder
+from vitflow.runs.stores import StoreError
 
 # Batches that wait to be written: with more the disk is the bottleneck, and waiting helps nobody.
 _BATCHES_BEHIND = 2
-
-
-def remove_files(output: Place, paths: Iterable[str]) -> None:
-    """Remove files below the output folder, those that are there."""
-    if isinstance(output, RemoteFolder):
-        output.remove(paths)
-    else:
-        remove_inside(output, paths)
 
 
 _Writing = list[Future[dict[str, Any]]]
@@ -60,7 +52,7 @@ class Pipeline:
         self,
         explainer: Explainer,
         job: Job,
-        output: Place,
+        output: RunFolder,
         journal: Journal,
         *,
         batch_size: int,
@@ -72,8 +64,8 @@ class Pipeline:
         self._batch_size, self._decoders, self._tally = batch_size, decoders, tally
         self._on_pixels = on_pixels
         self._fetcher: Fetcher | None = None
-        self._output, self._put = output, partial(put_file, output)
-        self._shards = ShardWriter(self._put, job.labels) if job.store == "grids" else None
+        self._output = output
+        self._shards = ShardWriter(output.put, job.labels) if job.store == "grids" else None
         self._slow = sum(is_slow(one.name) for one in job.methods)
         # Methods that take long use all threads by themselves, and end soon on Ctrl-C only in this one.
         self._explainer, self._several = explainer, not self._slow
@@ -105,8 +97,7 @@ class Pipeline:
                 self._commit()
         except BaseException:
             # On Ctrl-C: keep what is written, and start nothing new. A store that hangs is not waited for.
-            if isinstance(self._output, RemoteFolder):
-                self._output.hurry()
+            self._output.hurry()
             with suppress(StoreError):
                 self._end(lanes, writers)
             raise
@@ -201,7 +192,7 @@ class Pipeline:
         try:
             explained = draw_files(picture, maps, self._job)
             for path, content in explained.files.items():
-                self._put(path, content)
+                self._output.put(path, content)
             pixels = picture.decoded.image
             if self._on_pixels is not None and pixels is not None and maps.maps:
                 self._on_pixels(picture.key, pixels)

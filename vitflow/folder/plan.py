@@ -13,7 +13,8 @@ from vitflow.errors import ImageError, OptionError
 from vitflow.folder.fetching import find_remote
 from vitflow.pictures.files import is_folder, is_remote
 from vitflow.pictures.images import is_image_name, natural_order
-from vitflow.runs.places import Known, RemoteFolder
+from vitflow.runs.remote import RemoteFolder
+from vitflow.runs.stores import Known
 
 # Longest file name that common file systems take, in bytes.
 _LONGEST_NAME = 255

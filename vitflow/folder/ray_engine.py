@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import pickle
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +20,14 @@ import numpy as np
 from vitflow import errors
 from vitflow.errors import OptionError, VitflowError, unknown_name
 from vitflow.folder.decoders import Decoded, DecoderPool
-from vitflow.folder.pipeline import Pipeline, remove_files
+from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input
 from vitflow.folder.work import Job, Picture, PictureMaps, describe, explainer_for
 from vitflow.pictures.options import ENGINES
 from vitflow.runs.fingerprints import fingerprint_difference
 from vitflow.runs.journal import Journal, json_line
 from vitflow.runs.keeper import Tally
-from vitflow.runs.places import Place, RemoteFolder, put_file, read_file
+from vitflow.runs.places import RunFolder
 
 # Batches that an actor gets at once, at most; a task that is lost is done again whole.
 _MOST_BATCHES = 64
@@ -51,7 +50,7 @@ class Asked:
     model: Any
     fingerprint: Mapping[str, Any]
     job: Job
-    output: Place
+    output: RunFolder
     batch_size: int
     workers: int | None
     max_pixels: int
@@ -130,7 +129,7 @@ class Worker:
             killing.append(alone)
 
         def tell(alone: str | None) -> None:
-            put_file(output, note, json.dumps([begun + 1, killing, alone]).encode())
+            output.put(note, json.dumps([begun + 1, killing, alone]).encode())
 
         tell(None)
         if begun < _TOGETHER:
@@ -142,7 +141,7 @@ class Worker:
                 elif one.key not in done:
                     tell(one.key)
                     self._loaded().run([one], set())
-        remove_files(output, [note])
+        output.remove([note])
 
     def _loaded(self) -> Pipeline:
         if self._pipeline is None:
@@ -160,10 +159,10 @@ class Worker:
         return self._pipeline
 
 
-def _noted(output: Place, note: str) -> tuple[int, list[str], str | None]:
+def _noted(output: RunFolder, note: str) -> tuple[int, list[str], str | None]:
     """How often a task was begun, the pictures that killed an actor, and the one that was taken alone at the end."""
     try:
-        begun, killing, alone = json.loads(read_file(output, note))
+        begun, killing, alone = json.loads(output.read(note))
     except (OSError, ValueError):
         return 0, [], None
     return begun, killing, alone
@@ -177,14 +176,6 @@ def _killed(one: Input, job: Job) -> dict[str, Any]:
     )
     found = PictureMaps(error="ActorDied", message=message)
     return describe(Picture(one.key, one.stem, Decoded()), found, job)
-
-
-def _forget_tries(output: Place) -> None:
-    """Remove the notes of tasks that were not ended."""
-    if isinstance(output, RemoteFolder):
-        output.remove(output.names(_TRIES))
-    else:
-        shutil.rmtree(output / _TRIES, ignore_errors=True)
 
 
 def run_on_ray(
@@ -209,7 +200,7 @@ def run_on_ray(
         VitflowError: no picture can be explained this way.
     """
     ray = load_ray()
-    _forget_tries(asked.output)
+    asked.output.remove(asked.output.names(_TRIES))  # the notes of tasks that were not ended
     started = not ray.is_initialized()
     if started:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
@@ -239,7 +230,7 @@ def run_on_ray(
             for row in rows:
                 tally.row(row)
     finally:
-        _forget_tries(asked.output)
+        asked.output.remove(asked.output.names(_TRIES))
         talk.setLevel(level)
         if started:
             ray.shutdown()

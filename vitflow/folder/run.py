@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from vitflow.explaining.asking.targets import Contrast, Target
 from vitflow.explaining.explainer import Explainer
 from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.found.manifest import write_manifest
-from vitflow.folder.pipeline import Pipeline, remove_files
+from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, list_inputs
 from vitflow.folder.ray_engine import Asked, Cluster, choose_engine, run_on_ray
 from vitflow.folder.rows import is_folder_row
@@ -37,8 +37,10 @@ from vitflow.runs.columns import load_pyarrow
 from vitflow.runs.fingerprints import run_fingerprint, without_probe
 from vitflow.runs.grids import SHARDS
 from vitflow.runs.journal import Journal
-from vitflow.runs.keeper import RunFolder, RunProgress, Tally, finishing, keep_rows, open_folder, versions, write_json
-from vitflow.runs.places import Place, RemoteFolder, lies_in, put_file, read_file
+from vitflow.runs.keeper import RunProgress, Tally, finishing, keep_rows, versions, write_json
+from vitflow.runs.places import RunFolder
+from vitflow.runs.remote import RemoteFolder, open_folder
+from vitflow.runs.stores import lies_in
 
 if TYPE_CHECKING:
     from vitflow.folder.found.report import Thumbnails
@@ -184,9 +186,9 @@ def explain_folder(
 
     def clear(journal: Journal) -> None:
         if overwrite:
-            _remove_outputs(journal, folder.place)
+            _remove_outputs(journal, folder)
         else:
-            _refuse_foreign_files(folder.place, listing.plan(job.endings), job)
+            _refuse_foreign_files(folder, listing.plan(job.endings), job)
 
     with (
         keep_rows(folder, header, is_folder_row, overwrite=overwrite, clear=clear) as journal,
@@ -194,16 +196,16 @@ def explain_folder(
     ):
         inputs = listing.plan(job.endings, {row["input"]: row["stem"] for row in journal.rows()})
         size = batch_size or auto_batch(explainer)
-        asked = Asked(model, known, job, folder.place, size, workers, max_pixels)
+        asked = Asked(model, known, job, folder, size, workers, max_pixels)
         kept = _run(inputs, journal, explainer, asked, cluster, progress, photographs)
         folder.remove_leftovers()  # of actors that were killed
         keys = [one.key for one in inputs]
         if job.store == "grids":
-            _tidy(journal, folder.place, job)
+            _tidy(journal, folder, job)
         journal.compact(keys)
         explained = sum(row["status"] == "explained" for row in journal.rows(keys))
         totals = {"total": len(keys), "explained": explained, "failed": len(keys) - explained}
-        with finishing(folder.place):
+        with finishing(folder):
             table = _write_manifest(folder, journal, keys, fingerprint, manifest)
             page = None
             if report:
@@ -229,8 +231,7 @@ def explain_folder(
                 },
             )
             folder.publish(folder.run_json)
-    where = folder.path if folder.remote is None else str(folder.remote)
-    return FolderSummary(where, table, **totals, kept=kept, seconds=seconds, report=page)
+    return FolderSummary(folder.address, table, **totals, kept=kept, seconds=seconds, report=page)
 
 
 def _check(job: Job, manifest: str, batch_size: int | None, workers: int | None, limit: int | None) -> None:
@@ -265,39 +266,26 @@ def _fingerprint(root: Path | str, job: Job, model: Mapping[str, Any]) -> dict[s
     return run_fingerprint("folder", {"root": os.fspath(root)}, model, job.methods, drawn)
 
 
-def _remove_outputs(journal: Journal, output: Place) -> None:
+def _remove_outputs(journal: Journal, output: RunFolder) -> None:
     """Remove the files that an earlier run has made."""
     for row in journal.rows():
-        remove_files(
-            output, (*row.get("outputs", {}).values(), *(row.get("maps") or {}).values(), *row.get("shard", ())[:1])
-        )
+        output.remove((*row.get("outputs", {}).values(), *(row.get("maps") or {}).values(), *row.get("shard", ())[:1]))
 
 
-def _tidy(journal: Journal, output: Place, job: Job) -> None:
+def _tidy(journal: Journal, output: RunFolder, job: Job) -> None:
     """Take away the shards that no row lies in, and put what lies in small ones together."""
-    reader = ShardReader(partial(read_file, output))
-    writer = ShardWriter(partial(put_file, output), job.labels)
-    # Shards of a run that was killed before it told of them are among these.
-    if isinstance(output, RemoteFolder):
-        names = output.names(SHARDS)
-    else:
-        names = [f"{SHARDS}/{path.name}" for path in (output / SHARDS).glob("*.parquet")]
-    remove_files(output, tidy(journal, reader, writer, names))
+    # Shards of a run that was killed before it told of them are among those that are there.
+    output.remove(tidy(journal, ShardReader(output.read), ShardWriter(output.put, job.labels), output.names(SHARDS)))
 
 
-def _refuse_foreign_files(output: Place, inputs: Sequence[Input], job: Job) -> None:
+def _refuse_foreign_files(output: RunFolder, inputs: Sequence[Input], job: Job) -> None:
     """A first run must not replace files that it did not make."""
-    if isinstance(output, RemoteFolder):
-        is_there: Callable[[str], bool] = set(output.every()).__contains__
-    else:
-        is_there = lambda path: os.path.lexists(os.path.join(output, path))  # noqa: E731, PTH118
-    for one in inputs:
-        for ending in job.endings:
-            if is_there(one.stem + ending):
-                raise OptionError(
-                    f"There is already a file {one.stem + ending!r} in {str(output)!r}, and no record of a run that "
-                    "made it. Choose another folder, or replace it with --overwrite (overwrite=True)."
-                )
+    foreign = output.first_of(one.stem + ending for one in inputs for ending in job.endings)
+    if foreign is not None:
+        raise OptionError(
+            f"There is already a file {foreign!r} in {str(output)!r}, and no record of a run that made it. Choose "
+            "another folder, or replace it with --overwrite (overwrite=True)."
+        )
 
 
 def _run(
@@ -310,7 +298,7 @@ def _run(
     photographs: "Thumbnails | None",
 ) -> int:
     """Do what is missing; how many pictures were done before."""
-    before = _done_before(inputs, journal, cache(partial(_length, asked.output)))
+    before = _done_before(inputs, journal, cache(asked.output.length))
     tally = Tally(progress, len(inputs), len(before))
     if (cost := cost_of(asked.job, explainer, len(inputs) - len(before))) is not None:
         warnings.warn(cost, VitflowWarning, stacklevel=4)
@@ -370,15 +358,6 @@ def _is_same_file(one: Input, row: Mapping[str, Any]) -> bool:
     return (status.st_size, status.st_mtime_ns) == (row["size"], row["mtime_ns"])
 
 
-def _length(output: Place, path: str) -> int | None:
-    if isinstance(output, RemoteFolder):
-        return output.length(path)
-    try:
-        return (output / path).stat().st_size
-    except OSError:
-        return None
-
-
 def _write_manifest(
     folder: RunFolder, journal: Journal, keys: Sequence[str], fingerprint: Mapping[str, Any], kind: str
 ) -> Path | str:
@@ -397,9 +376,5 @@ def _write_manifest(
     }
     path = folder.manifest(kind)
     write_manifest(path, journal.rows(keys), {**shared, **common})
-    for other in MANIFEST_FORMATS:
-        if other != kind:
-            folder.manifest(other).unlink(missing_ok=True)
-            if folder.remote is not None:
-                folder.remote.remove([folder.manifest(other).name])
+    folder.remove(folder.manifest(other).name for other in MANIFEST_FORMATS if other != kind)
     return folder.publish(path)

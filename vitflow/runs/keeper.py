@@ -5,119 +5,23 @@ runs and evaluations are kept alike.
 """
 
 import json
-import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from vitflow.errors import OptionError, VitflowError
-from vitflow.pictures.files import is_file, is_folder, is_link, is_remote, is_there, write_atomically
+from vitflow.pictures.files import write_atomically
 from vitflow.runs.fingerprints import check_same_run
 from vitflow.runs.journal import Journal
-from vitflow.runs.places import RemoteFolder, RemoteJournal, StoreError
+from vitflow.runs.places import RunFolder
+from vitflow.runs.stores import StoreError
 
-_RECORD = ".vitflow"
 # Distributions whose versions a run's record tells.
 _DISTRIBUTIONS = ("vitflow", "torch", "timm", "numpy", "opencv-python-headless", "pillow")
-
-
-@dataclass(frozen=True, slots=True)
-class RunFolder:
-    """The output folder of a run, and where things are in it.
-
-    Attributes:
-        path: the folder; of one that is elsewhere, a folder on this machine for what is put together here.
-        remote: the folder that is elsewhere.
-    """
-
-    path: Path
-    remote: RemoteFolder | None = None
-
-    @property
-    def place(self) -> Path | RemoteFolder:
-        """Where the run's files go."""
-        return self.remote or self.path
-
-    def open_journal(self, accepts: Callable[[Mapping[str, Any]], bool]) -> Journal:
-        """The journal, with the rows that are there."""
-        return Journal(self.journal, accepts) if self.remote is None else RemoteJournal(self.remote, accepts)
-
-    def publish(self, path: Path) -> Path | str:
-        """Where users find a file that was put together: in a folder that is elsewhere it is put there first."""
-        if self.remote is None:
-            return path
-        self.remote.put(path.name, path.read_bytes())
-        return f"{self.remote}/{path.name}"
-
-    @property
-    def journal(self) -> Path:
-        """The journal's file."""
-        return self.path / _RECORD / "journal.jsonl"
-
-    @property
-    def run_json(self) -> Path:
-        """Versions, command, options and totals of the last run."""
-        return self.path / "run.json"
-
-    def manifest(self, kind: str) -> Path:
-        """The manifest's file for a format."""
-        return self.path / f"manifest.{kind}"
-
-    def remove_leftovers(self) -> int:
-        """Remove the unfinished files of a run that was killed, and say how many there were."""
-        count = 0
-        for folder, _, names in os.walk(self.path):
-            for name in names:
-                if name.startswith(".vitflow-") and name.endswith(".part"):
-                    Path(folder, name).unlink(missing_ok=True)
-                    count += 1
-        return count
-
-    def lock(self) -> IO[bytes]:
-        """Make the folder, and keep a second run out of it while this one lives: the returned file holds the lock.
-
-        Raises:
-            OptionError: another run is writing here, or nobody may.
-        """
-        place = self.path / _RECORD
-        for path, is_ours in ((place, is_folder), (self.journal, is_file), (place / "lock", is_file)):
-            if is_link(path) or (is_there(path) and not is_ours(path)):
-                raise OptionError(
-                    f"Expected {str(path)!r} to be the run's own, got a link or another kind of file: remove it, or "
-                    "choose another folder."
-                )
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-            file = (place / "lock").open("ab")
-        except OSError as error:
-            raise OptionError(
-                f"The output folder {str(self.path)!r} cannot be written to: {error.strerror or error}. Choose another "
-                "one with -o (output=…)."
-            ) from error
-        try:
-            import fcntl
-        except ImportError:  # not on this system
-            return file
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.close()
-            raise OptionError(
-                f"Another run is writing to {str(self.path)!r}: wait for it, or choose another folder."
-            ) from error
-        return file
-
-
-def open_folder(output: str | os.PathLike[str]) -> RunFolder:
-    """The output folder at a path or a URL."""
-    if not is_remote(output):
-        return RunFolder(Path(output))
-    remote = RemoteFolder(os.fspath(output))
-    return RunFolder(remote.scratch, remote)
 
 
 @contextmanager
@@ -149,11 +53,11 @@ def keep_rows(
                 journal.start(header)
             except StoreError as error:
                 raise OptionError(
-                    f"The output folder {str(folder.place)!r} cannot be written to: {error} Choose another one with -o "
+                    f"The output folder {str(folder)!r} cannot be written to: {error} Choose another one with -o "
                     "(output=…)."
                 ) from error
         else:
-            check_same_run(journal.header, folder.place, header["run"])
+            check_same_run(journal.header, folder, header["run"])
             journal.header = dict(header)  # what no row depends on may have changed; it is written at the end
         folder.remove_leftovers()
         yield journal

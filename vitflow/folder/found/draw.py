@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from vitflow.pictures.files import is_remote
 from vitflow.pictures.options import OVERLAY_FORMATS
 from vitflow.runs.grids import Grid, placement_of
 from vitflow.runs.journal import Journal
-from vitflow.runs.keeper import RunFolder, open_folder
-from vitflow.runs.places import LARGEST_PICTURE, RemoteFolder, put_file, read_file
+from vitflow.runs.places import RunFolder
+from vitflow.runs.remote import RemoteFolder, open_folder
 
 # A picture's row and its maps by their labels.
 Explained = tuple[dict[str, Any], Mapping[str, Grid]]
@@ -67,13 +66,13 @@ def read_grids(run: str | os.PathLike[str], where: str | None = None) -> Iterato
     """
     folder = open_folder(run)
     journal = folder.open_journal(is_folder_row)
-    folder_run(journal.header, folder.place)
+    folder_run(journal.header, folder)
     yield from _maps(folder, journal, where)
 
 
 def _maps(folder: RunFolder, journal: Journal, where: str | None) -> Iterator[Explained]:
     holds = parse_condition(where) if where else None
-    reader = ShardReader(partial(read_file, folder.place))
+    reader = ShardReader(folder.read)
     for row in journal.latest():
         if row["status"] == "explained" and (holds is None or holds(row)):
             yield row, reader.maps(row)
@@ -111,9 +110,9 @@ def draw_run(
     """
     if limit is not None:
         limit = min(whole_number("limit", limit, 1), sys.maxsize)
-    folder, target = open_folder(run), Path(output)
+    folder, target = open_folder(run), RunFolder(Path(output))
     journal = folder.open_journal(is_folder_row)
-    asked, max_pixels = folder_run(journal.header, folder.place)
+    asked, max_pixels = folder_run(journal.header, folder)
     if images is None and is_remote(asked["root"]):
         raise OptionError(not_named(asked["root"]))
     source = asked["root"] if images is None else os.fspath(images)
@@ -134,10 +133,10 @@ def draw_run(
             for label in labels:
                 saliency = Saliency(maps[label], placement, pixels, row["input"], asked["model"], label, {})
                 path = f"{row['stem']}-{label}.{format}"
-                if os.path.relpath(os.path.realpath(target / path), root) in journal:
+                if os.path.relpath(os.path.realpath(target.path / path), root) in journal:
                     raise ShapeError(f"The overlay {path!r} would replace a photograph: choose another folder with -o.")
-                put_file(target, path, encode_overlay(saliency.overlay(**options), format))
-                paths.append(target / path)
+                target.put(path, encode_overlay(saliency.overlay(**options), format))
+                paths.append(target.path / path)
             return Drawn(row["input"], tuple(paths))
         except OptionError:
             raise  # of every picture
@@ -174,7 +173,7 @@ def read_photograph(row: Mapping[str, Any], root: str, max_pixels: int) -> NDArr
         VitflowError: it cannot be read, or is another one now.
     """
     if is_remote(root):
-        decoded = decode_given(RemoteFolder(root).read(row["input"], LARGEST_PICTURE), row["input"], max_pixels)
+        decoded = decode_given(RemoteFolder(root).read(row["input"]), row["input"], max_pixels)
     else:
         decoded = decode_file(os.path.join(root, row["input"]), max_pixels)  # noqa: PTH118 - a name that may not be text
     if decoded.image is None:

@@ -4,7 +4,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -17,9 +16,7 @@ from vitflow.folder.found.draw import not_named, read_photograph
 from vitflow.folder.rows import folder_run, is_folder_row
 from vitflow.folder.shards import ShardReader
 from vitflow.pictures.files import is_remote
-from vitflow.runs.journal import Journal
-from vitflow.runs.keeper import RunFolder
-from vitflow.runs.places import read_file
+from vitflow.runs.places import RunFolder
 from vitflow.viewer.drawing import thumbnail
 from vitflow.viewer.report import write_report
 
@@ -79,8 +76,8 @@ def report_run(
         OptionError: the folder holds no run, or its record is damaged.
     """
     folder = RunFolder(Path(output))
-    journal = Journal(folder.journal, is_folder_row)
-    run, max_pixels = folder_run(journal.header, folder.path)
+    journal = folder.open_journal(is_folder_row)
+    run, max_pixels = folder_run(journal.header, folder)
     states = {row["input"]: row["status"] for row in (journal.latest() if keys is None else journal.rows(keys))}
 
     def photograph(row: Mapping[str, Any]) -> bytes:
@@ -90,7 +87,7 @@ def report_run(
             raise ImageError(not_named(run["root"]))
         return thumbnail(read_photograph(row, run["root"], max_pixels))
 
-    reader = ShardReader(partial(read_file, folder.path))
+    reader = ShardReader(folder.read)
 
     def rows(keys: Iterable[str]) -> Iterator[dict[str, Any]]:
         return reader.with_grids(journal.rows(keys))
