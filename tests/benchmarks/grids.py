@@ -34,8 +34,9 @@ def make_run(source: Path, output: Path, count: int, drawn: int) -> None:
     """What a run with --store grids leaves."""
     job, dice = make_job(["rollout"], {}, store="grids"), np.random.default_rng(0)
     run = {"root": str(source), "model": "m", "weights_sha256": "", "fit": "crop", "methods": {"rollout": "rollout"}}
+    run |= {"options": {"rollout": {}}, "drawing": {}, "format": "jpg", "kind": "folder"}
     journal = Journal(RunFolder(output).journal)
-    journal.start({"run": run | {"options": {"rollout": {}}, "drawing": {}, "format": "jpg", "kind": "folder"}})
+    journal.start({"run": run, "max_pixels": 10**8})
     writer = ShardWriter(RunFolder(output).put, job.labels)
     for number in range(count):
         name = f"{number:05}.jpg"

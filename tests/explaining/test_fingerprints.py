@@ -416,7 +416,7 @@ def test_an_evaluation_with_another_mean_is_refused(tmp_path, monkeypatch):
         evaluate("demo:2", model=other, **options)
 
 
-def test_a_folder_of_an_earlier_version_is_refused_in_one_sentence(tmp_path, monkeypatch):
+def test_a_folder_of_another_version_is_refused_in_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "save_charts", lambda *_: {})
     source = fill(tmp_path / "in", 2)
     options = {"model": tiny_model(), "methods": ["rollout"], "metrics": ["faithfulness"], "points": 3}
@@ -432,7 +432,7 @@ def test_a_folder_of_an_earlier_version_is_refused_in_one_sentence(tmp_path, mon
         run = json.loads(header)["run"]
         for key in ("kind", "input", "activation", "layout", "device", "architecture_sha256", "class_names_sha256"):
             del run[key]
-        old = [json.dumps({"vitflow_journal": 1, "run": run})]
+        old = [json.dumps({"vitflow_journal": 0, "run": run})]
         old += [json.dumps({key: value for key, value in json.loads(row).items() if key != "written"}) for row in rows]
         path.write_text("\n".join(old) + "\n")
         with pytest.raises(OptionError, match=r"holds a run of another version of vitflow.*--overwrite"):

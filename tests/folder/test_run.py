@@ -26,13 +26,13 @@ import vitflow
 from vitflow import Contrast, explain_folder
 from vitflow.cli import cli
 from vitflow.errors import ImageError, ModelError, OptionError, VitflowError
-from vitflow.folder import pipeline
 from vitflow.folder.decoders import DecoderPool, decode_file
 from vitflow.folder.found.draw import draw_run
 from vitflow.folder.found.report import report_run
 from vitflow.folder.plan import list_inputs
 from vitflow.folder.work import Picture, compute_maps, draw_files, make_job
 from vitflow.models.checkpoints import weights_sha256
+from vitflow.runs import places
 from vitflow.runs.batches import Batches
 from vitflow.runs.journal import Journal
 from vitflow.runs.places import RunFolder
@@ -521,7 +521,7 @@ def test_decoders_load_no_torch():
 
 def test_a_full_disk_fails_what_does_not_fit(tmp_path, monkeypatch):
     source = fill(tmp_path / "in", 8)
-    real, left = pipeline.write_atomically, 5
+    real, left = places.write_atomically, 5
 
     def small_disk(path):
         nonlocal left
@@ -530,7 +530,7 @@ def test_a_full_disk_fails_what_does_not_fit(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(path)
 
-    monkeypatch.setattr(pipeline, "write_atomically", small_disk)
+    monkeypatch.setattr(places, "write_atomically", small_disk)
     summary = run(source, tmp_path / "out")
     assert (summary.explained, summary.failed) == (5, 3)
     assert {row["error"] for row in summary.failures()} == {"OSError"}

@@ -12,13 +12,10 @@ from vitflow.evaluation.measures.correlation import RankCorrelation
 from vitflow.evaluation.metrics import METRICS, Metric
 from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.scoring import CURVES, Protocol
+from vitflow.runs.columns import kinds_in
 
 Array = NDArray[np.float64]
 
-_KEPT = (
-    *("input", "groups", "asked", "class_index", "class_name", "probability", "predicted_index", "width", "height"),
-    *("region_share", "constant"),
-)
 _REPLACED = {
     "drop": "Removed patches leave the model's sequence of tokens.",
     "blank": "Removed patches are painted in the picture's mean colour.",
@@ -60,7 +57,7 @@ def collect(
         if row["status"] != "measured":
             failures.append(row)
             continue
-        pictures.append({name: row.get(name) for name in _KEPT})
+        pictures.append({name: row[name] for name in ("input", *kinds_in("measured"))})
         table.append(_array([[row["values"][label].get(name) for label in labels] for name in METRICS]))
         if "overlap" in row:
             overlaps.append(_array([row["overlap"][label] or [None] * 4 for label in labels]))

@@ -21,10 +21,10 @@ from vitflow.evaluation.tables import Tables
 from vitflow.pictures import notebook
 from vitflow.pictures.figures import figure_bytes
 from vitflow.pictures.files import write_atomically
-from vitflow.runs.columns import plain_cell
+from vitflow.runs.columns import kinds_in, plain_cell
 
 # Columns of the CSV files.
-_PICTURE = ("input", "asked", "class_index", "class_name", "probability", "predicted_index", "region_share")
+_PICTURE = tuple(kinds_in("results"))
 _ESTIMATE = ("mean", "standard_error", "low", "high", "count", "undefined")
 
 

@@ -7,7 +7,8 @@ from vitflow.evaluation.measures.correlation import LAYER_METHODS, REFERENCES
 from vitflow.evaluation.measures.randomisation import default_stages
 from vitflow.evaluation.scoring import CURVES, Protocol
 from vitflow.explaining.explainer import Explainer
-from vitflow.runs.checks import ANSWER, FAILED, Check, dict_of, has, is_number, is_text, list_of, or_none
+from vitflow.runs.checks import Check, dict_of, has, is_number, is_text, list_of, or_none
+from vitflow.runs.columns import checks_of
 
 _VALUE = or_none(is_number)
 _numbers_by_name = dict_of(_VALUE)
@@ -19,9 +20,7 @@ def accepts(protocol: Protocol, explainer: Explainer) -> Callable[[Mapping[str, 
     stages = default_stages(explainer.model) if "sanity" in protocol.groups else []
     texts = list_of(is_text)
     measured: dict[str, Check] = {
-        **ANSWER,
-        "region_share": _VALUE,
-        "asked": lambda value: value in ("label", "prediction"),
+        **checks_of("measured"),
         "groups": lambda value: texts(value) and set(value) <= set(protocol.groups),
         "constant": lambda value: texts(value) and set(value) <= labels,
         "values": dict_of(_numbers_by_name, labels),
@@ -42,7 +41,7 @@ def accepts(protocol: Protocol, explainer: Explainer) -> Callable[[Mapping[str, 
         if not isinstance(row.get("stamp"), list) or row.get("status") not in ("failed", "measured"):
             return False
         if row["status"] == "failed":
-            return has(row, FAILED)
+            return has(row, checks_of("failed"))
         return has(row, measured) and all(check(row[name]) for name, check in further.items() if name in row)
 
     return accept

@@ -26,7 +26,7 @@ from vitflow.evaluation.measures.token_dropping import can_drop_tokens
 from vitflow.evaluation.metrics import choose_metrics
 from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.rows import accepts
-from vitflow.evaluation.scoring import Case, Protocol, failed_row, measure
+from vitflow.evaluation.scoring import Case, Protocol, measure
 from vitflow.evaluation.statistics import RESAMPLES
 from vitflow.explaining.asking.choices import MethodChoice
 from vitflow.explaining.asking.method_options import takes_method_options
@@ -36,6 +36,7 @@ from vitflow.explaining.progress import watched
 from vitflow.folder.work import explainer_for
 from vitflow.pictures.images import ImageSource
 from vitflow.runs.batches import Batches
+from vitflow.runs.columns import failed_row
 from vitflow.runs.fingerprints import run_fingerprint, without_probe
 from vitflow.runs.keeper import RunProgress, Tally, finishing, keep_rows, versions
 from vitflow.runs.places import RunFolder
@@ -230,7 +231,7 @@ class _Run:
                 picture = sample.read()
                 question = question_of(picture)
             except (VitflowError, OSError) as error:
-                yield failed_row(sample.name, error) | stamps[sample.name]
+                yield failed_row({"input": sample.name}, error) | stamps[sample.name]
             else:
                 cases.append(Case(sample.name, picture, question, self.groups[sample.name]))
         for row in measure(batches, cases, self.protocol):

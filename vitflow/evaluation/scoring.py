@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import printable, stops_all
+from vitflow.errors import stops_all
 from vitflow.evaluation.choices import Question
 from vitflow.evaluation.controls import blurred, twin_of
 from vitflow.evaluation.data.datasets import Labelled
@@ -22,6 +22,7 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.showing.agreement import is_constant
 from vitflow.runs.batches import Batches
+from vitflow.runs.columns import failed_row
 
 One = TypeVar("One")
 
@@ -94,20 +95,12 @@ def measure(batches: Batches, cases: Sequence[Case], protocol: Protocol) -> Iter
     maps = batches.each(cases, lambda own: _explain(explainer, own, protocol), protocol.methods)
     for case, found in zip(cases, maps, strict=True):
         try:
-            row = (
-                failed_row(case.name, found) if isinstance(found, Exception) else _row(explainer, case, found, protocol)
-            )
+            row = found if isinstance(found, Exception) else _row(explainer, case, found, protocol)
         except Exception as error:
             if stops_all(error, explainer.fit):
                 raise
-            row = failed_row(case.name, error)
-        yield row
-
-
-def failed_row(name: str, error: Exception) -> dict[str, Any]:
-    """The row of a picture that could not be measured."""
-    message = printable(str(error)) or type(error).__name__
-    return {"input": name, "status": "failed", "error": type(error).__name__, "message": message}
+            row = error
+        yield failed_row({"input": case.name}, row) if isinstance(row, Exception) else row
 
 
 def _explain(explainer: Explainer, cases: Sequence[Case], protocol: Protocol) -> list[list[Saliency]]:

@@ -21,6 +21,7 @@ from vitflow.folder.plan import Input
 from vitflow.folder.shards import ShardWriter
 from vitflow.folder.work import Job, Picture, PictureMaps, compute_maps, draw_files
 from vitflow.runs.batches import WAITING_BYTES, Batches, Lanes
+from vitflow.runs.columns import failed_row
 from vitflow.runs.journal import Journal
 from vitflow.runs.keeper import Tally
 from vitflow.runs.places import RunFolder
@@ -199,9 +200,7 @@ class Pipeline:
             return explained.row
         except Exception as error:  # a full disk, above all
             reason = getattr(error, "strerror", None) or str(error)
-            message = f"The files of this picture could not be written: {reason}."
-            failed = PictureMaps(error=type(error).__name__, message=printable(message))
-            return draw_files(picture, failed, self._job).row
+            return failed_row(picture.known, error, f"The files of this picture could not be written: {reason}.")
 
     def _commit(self) -> None:
         _, futures = self._writing[0]

@@ -22,8 +22,9 @@ from vitflow.errors import OptionError, VitflowError, unknown_name
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input
-from vitflow.folder.work import Job, Picture, PictureMaps, describe, explainer_for
+from vitflow.folder.work import Job, Picture, explainer_for
 from vitflow.pictures.options import ENGINES
+from vitflow.runs.columns import failed_row
 from vitflow.runs.fingerprints import fingerprint_difference
 from vitflow.runs.journal import Journal, json_line
 from vitflow.runs.keeper import Tally
@@ -137,7 +138,7 @@ class Worker:
         else:
             for one in inputs:
                 if one.key in killing:
-                    self._rows.append([_killed(one, self._asked.job)])
+                    self._rows.append([_killed(one)])
                 elif one.key not in done:
                     tell(one.key)
                     self._loaded().run([one], set())
@@ -168,14 +169,13 @@ def _noted(output: RunFolder, note: str) -> tuple[int, list[str], str | None]:
     return begun, killing, alone
 
 
-def _killed(one: Input, job: Job) -> dict[str, Any]:
+def _killed(one: Input) -> dict[str, Any]:
     """The row of a picture at which actors were killed."""
     message = (
         f"The process that explained this picture was killed {_TOGETHER + 1} times: memory ran out, or the model "
         "crashes on it. Try it alone with vitflow explain."
     )
-    found = PictureMaps(error="ActorDied", message=message)
-    return describe(Picture(one.key, one.stem, Decoded()), found, job)
+    return failed_row(Picture(one.key, one.stem, Decoded()).known, "ActorDied", message)
 
 
 def run_on_ray(

@@ -5,9 +5,8 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -22,12 +21,13 @@ from vitflow.explaining.asking.method_options import takes_method_options
 from vitflow.explaining.asking.targets import Contrast, Target
 from vitflow.explaining.explainer import Explainer
 from vitflow.folder.decoders import DecoderPool
+from vitflow.folder.earlier import done_before, refuse_foreign_files, remove_outputs
 from vitflow.folder.found.manifest import write_manifest
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, list_inputs
 from vitflow.folder.ray_engine import Asked, Cluster, choose_engine, run_on_ray
 from vitflow.folder.rows import is_folder_row
-from vitflow.folder.shards import ShardReader, ShardWriter, tidy
+from vitflow.folder.shards import tidy
 from vitflow.folder.work import Job, auto_batch, check_target, cost_of, explainer_for, make_job, sides_of
 from vitflow.pictures.files import is_remote
 from vitflow.pictures.images import MAX_PIXELS
@@ -35,11 +35,10 @@ from vitflow.pictures.options import MANIFEST_FORMATS
 from vitflow.pictures.overlay import blend
 from vitflow.runs.columns import load_pyarrow
 from vitflow.runs.fingerprints import run_fingerprint, without_probe
-from vitflow.runs.grids import SHARDS
 from vitflow.runs.journal import Journal
 from vitflow.runs.keeper import RunProgress, Tally, finishing, keep_rows, versions, write_json
 from vitflow.runs.places import RunFolder
-from vitflow.runs.remote import RemoteFolder, open_folder
+from vitflow.runs.remote import open_folder
 from vitflow.runs.stores import lies_in
 
 if TYPE_CHECKING:
@@ -186,9 +185,9 @@ def explain_folder(
 
     def clear(journal: Journal) -> None:
         if overwrite:
-            _remove_outputs(journal, folder)
+            remove_outputs(journal, folder)
         else:
-            _refuse_foreign_files(folder, listing.plan(job.endings), job)
+            refuse_foreign_files(folder, listing.plan(job.endings), job.endings)
 
     with (
         keep_rows(folder, header, is_folder_row, overwrite=overwrite, clear=clear) as journal,
@@ -201,7 +200,7 @@ def explain_folder(
         folder.remove_leftovers()  # of actors that were killed
         keys = [one.key for one in inputs]
         if job.store == "grids":
-            _tidy(journal, folder, job)
+            tidy(journal, folder, job.labels)
         journal.compact(keys)
         explained = sum(row["status"] == "explained" for row in journal.rows(keys))
         totals = {"total": len(keys), "explained": explained, "failed": len(keys) - explained}
@@ -260,32 +259,9 @@ def _check_urls(sources: Sequence[str | os.PathLike[str]], output: str | os.Path
 
 
 def _fingerprint(root: Path | str, job: Job, model: Mapping[str, Any]) -> dict[str, Any]:
-    drawn = {"target": sides_of(job), "drawing": dict(job.drawing), "format": job.format, "save_map": job.save_map}
-    if job.store != "overlays":  # runs of earlier versions know no other
-        drawn["store"] = job.store
+    drawn = {"target": sides_of(job), "drawing": dict(job.drawing)}
+    drawn |= {"format": job.format, "save_map": job.save_map, "store": job.store}
     return run_fingerprint("folder", {"root": os.fspath(root)}, model, job.methods, drawn)
-
-
-def _remove_outputs(journal: Journal, output: RunFolder) -> None:
-    """Remove the files that an earlier run has made."""
-    for row in journal.rows():
-        output.remove((*row.get("outputs", {}).values(), *(row.get("maps") or {}).values(), *row.get("shard", ())[:1]))
-
-
-def _tidy(journal: Journal, output: RunFolder, job: Job) -> None:
-    """Take away the shards that no row lies in, and put what lies in small ones together."""
-    # Shards of a run that was killed before it told of them are among those that are there.
-    output.remove(tidy(journal, ShardReader(output.read), ShardWriter(output.put, job.labels), output.names(SHARDS)))
-
-
-def _refuse_foreign_files(output: RunFolder, inputs: Sequence[Input], job: Job) -> None:
-    """A first run must not replace files that it did not make."""
-    foreign = output.first_of(one.stem + ending for one in inputs for ending in job.endings)
-    if foreign is not None:
-        raise OptionError(
-            f"There is already a file {foreign!r} in {str(output)!r}, and no record of a run that made it. Choose "
-            "another folder, or replace it with --overwrite (overwrite=True)."
-        )
 
 
 def _run(
@@ -298,7 +274,7 @@ def _run(
     photographs: "Thumbnails | None",
 ) -> int:
     """Do what is missing; how many pictures were done before."""
-    before = _done_before(inputs, journal, cache(asked.output.length))
+    before = done_before(inputs, journal, cache(asked.output.length))
     tally = Tally(progress, len(inputs), len(before))
     if (cost := cost_of(asked.job, explainer, len(inputs) - len(before))) is not None:
         warnings.warn(cost, VitflowWarning, stacklevel=4)
@@ -322,40 +298,6 @@ def _photographs(folder: RunFolder, report: bool) -> AbstractContextManager["Thu
     from vitflow.folder.found.report import Thumbnails
 
     return closing(Thumbnails(folder.journal.parent))
-
-
-def _done_before(inputs: Sequence[Input], journal: Journal, length: Callable[[str], int | None]) -> set[str]:
-    """The keys of the inputs that an earlier run has explained."""
-    by_key = {one.key: one for one in inputs}
-    there = [one for one in inputs if one.store is not None and one.key in journal]
-    asked = [one for one in there if one.known is None or one.known.size is None]
-    if asked:  # the listing of a web server tells nothing of its files
-        store = RemoteFolder(str(asked[0].store))
-        threads = ThreadPoolExecutor(8, thread_name_prefix="vitflow-ask")
-        try:
-            found = threads.map(lambda one: store.known(one.key), asked)
-            by_key |= {one.key: replace(one, known=known) for one, known in zip(asked, found, strict=True)}
-        finally:
-            store.hurry()
-            threads.shutdown(wait=True, cancel_futures=True)
-    return {row["input"] for row in journal.rows(by_key) if _is_done(by_key[row["input"]], row, length)}
-
-
-def _is_done(one: Input, row: Mapping[str, Any], length: Callable[[str], int | None]) -> bool:
-    """Whether an earlier run explained this very file, and its outputs are still there."""
-    if one.problem is not None or row["status"] != "explained" or row["stem"] != one.stem or "written" not in row:
-        return False
-    return _is_same_file(one, row) and all(length(path) == written for path, written in row["written"].items())
-
-
-def _is_same_file(one: Input, row: Mapping[str, Any]) -> bool:
-    if one.store is not None:
-        return one.known is not None and one.known.same(row)
-    try:
-        status = os.stat(one.path)  # noqa: PTH116
-    except OSError:
-        return False
-    return (status.st_size, status.st_mtime_ns) == (row["size"], row["mtime_ns"])
 
 
 def _write_manifest(

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from vitflow.errors import ShapeError, VitflowError, printable
-from vitflow.runs.columns import load_pyarrow, shown_name
+from vitflow.errors import ShapeError, VitflowError
+from vitflow.runs.columns import failed_row, load_pyarrow, schema_of, shown_name
 from vitflow.runs.grids import (
+    SHARDS,
     AnyGrid,
     columns_of,
     grid_columns,
@@ -26,6 +27,7 @@ from vitflow.runs.grids import (
     unpack_grid,
 )
 from vitflow.runs.journal import Journal
+from vitflow.runs.places import RunFolder
 
 # Pictures of a shard, and seconds after which one that is not full is written all the same: what a kill may cost.
 _ROWS, _PATIENCE = 1024, 30.0
@@ -83,19 +85,15 @@ class ShardWriter:
         try:
             self._write(path, content)
         except Exception as error:  # a full disk, above all
-            reason = printable(getattr(error, "strerror", None) or str(error))
-            told = {"error": type(error).__name__, "message": f"The maps could not be written: {reason}."}
-            names = ("input", "stem", "size", "mtime_ns", "sha256")
-            return [{name: row[name] for name in names} | {"status": "failed"} | told for row in rows]
+            reason = getattr(error, "strerror", None) or str(error)
+            return [failed_row(row, error, f"The maps could not be written: {reason}.") for row in rows]
         place = {"grids": {}, "written": {path: len(content)}}
         return [row | place | {"shard": [path, index, len(rows)]} for index, row in enumerate(rows)]
 
 
 def _encode(rows: Sequence[Row], labels: Sequence[str]) -> bytes:
     pyarrow, parquet = load_pyarrow()
-    types = {"whole": pyarrow.int64(), "number": pyarrow.float64(), "bytes": pyarrow.binary()}
     kinds = columns_of(labels)
-    schema = pyarrow.schema([(name, types.get(kind, pyarrow.string())) for name, kind in kinds.items()])
     records = []
     for row in rows:
         maps = {label: unpack_grid(grid) for label, grid in row["grids"].items()}
@@ -104,7 +102,7 @@ def _encode(rows: Sequence[Row], labels: Sequence[str]) -> bytes:
     # Grids hardly repeat or compress; the words beside them do.
     words = [name for name, kind in kinds.items() if kind in ("text", "json")]
     parquet.write_table(
-        pyarrow.Table.from_pylist(records, schema=schema),
+        pyarrow.Table.from_pylist(records, schema=schema_of(kinds)),
         file,
         use_dictionary=words,
         compression={name: "zstd" if name in words else "none" for name in kinds},
@@ -187,14 +185,15 @@ def _damaged(path: str) -> VitflowError:
     )
 
 
-def tidy(journal: Journal, reader: ShardReader, writer: ShardWriter, names: Iterable[str]) -> list[str]:
-    """Leave each picture in one shard, and shards that are worth a file; the shards that are of no more use.
+def tidy(journal: Journal, output: RunFolder, labels: Sequence[str]) -> None:
+    """Leave each picture in one shard, and shards that are worth a file; the others are removed.
 
     Args:
         journal: of the run; it tells of the new places afterwards.
-        reader, writer: of its shards.
-        names: the files that are there.
+        output: the folder of the run.
+        labels: the maps of every row.
     """
+    reader, writer = ShardReader(output.read), ShardWriter(output.put, labels)
     live: Counter[str] = Counter()
     held: dict[str, int] = {}
     for row in journal.rows():
@@ -215,4 +214,5 @@ def tidy(journal: Journal, reader: ShardReader, writer: ShardWriter, names: Iter
             break  # the disk is full: they stay where they are
         journal.append(told)
     kept = {row["shard"][0] for row in journal.rows() if "shard" in row}
-    return [name for name in names if is_shard(name) and name not in kept]
+    # Shards of a run that was killed before it told of them are among those that are there.
+    output.remove(name for name in output.names(SHARDS) if is_shard(name) and name not in kept)

@@ -32,6 +32,7 @@ from vitflow.folder.decoders import Decoded
 from vitflow.methods.cells import cell_grid
 from vitflow.pictures.options import OVERLAY_FORMATS, STORES, WRITE_OPTIONS
 from vitflow.runs.batches import Batches
+from vitflow.runs.columns import failed_row
 from vitflow.runs.grids import pack_grid
 
 # Pictures of the pass by which a run's duration is guessed.
@@ -77,6 +78,14 @@ class Picture:
     key: str
     stem: str
     decoded: Decoded
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """What its row says of its file."""
+        read = self.decoded
+        file = {"size": read.size, "mtime_ns": read.mtime_ns, "sha256": read.sha256}
+        tag = {} if read.etag is None else {"etag": read.etag}
+        return {"input": self.key, "stem": self.stem} | file | tag
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,8 +204,8 @@ class PictureMaps:
     """A picture's maps, or why there are none."""
 
     maps: Sequence[Saliency] = ()
-    error: str | None = None
-    message: str | None = None
+    error: str = ""
+    message: str = ""
     seconds: float = 0.0
 
 
@@ -220,7 +229,7 @@ def compute_maps(batches: Batches, pictures: Sequence[Picture], job: Job) -> lis
 
     found = batches.each([picture for picture in pictures if picture.decoded.image is not None], explain, job.methods)
     return [
-        PictureMaps(error=picture.decoded.error, message=picture.decoded.message)
+        PictureMaps(error=picture.decoded.error or "", message=picture.decoded.message or "")
         if picture.decoded.image is None
         else _or_failed(next(found))
         for picture in pictures
@@ -230,24 +239,19 @@ def compute_maps(batches: Batches, pictures: Sequence[Picture], job: Job) -> lis
 def _or_failed(found: PictureMaps | Exception) -> PictureMaps:
     if isinstance(found, PictureMaps):
         return found
-    message = str(found) or type(found).__name__
+    message = str(found)
     if isinstance(found, torch.OutOfMemoryError):
-        message = f"The memory of the device is too small for this picture alone: {message.splitlines()[0]}"
-    return PictureMaps(error=type(found).__name__, message=printable(message))
+        message = "The memory of the device is too small for this picture alone: " + message.partition("\n")[0]
+    return PictureMaps(error=type(found).__name__, message=message)
 
 
 def describe(picture: Picture, found: PictureMaps, job: Job) -> dict[str, Any]:
     """What is known of a picture, without its maps: what became of it, its answer, and where its maps lie on it."""
-    decoded = picture.decoded
-    known = {"size": decoded.size, "mtime_ns": decoded.mtime_ns, "sha256": decoded.sha256}
-    if decoded.etag is not None:
-        known["etag"] = decoded.etag
-    row: dict[str, Any] = {"input": picture.key, "stem": picture.stem, "status": "failed", **known}
     if not found.maps:
-        return row | {"error": found.error, "message": found.message}
+        return failed_row(picture.known, found.error, found.message)
     first = found.maps[0]
     facts = {label: dict(saliency.facts) for label, saliency in zip(job.labels, found.maps, strict=True)}
-    return row | {
+    return picture.known | {
         "status": "explained",
         "width": first.image.shape[1],
         "height": first.image.shape[0],

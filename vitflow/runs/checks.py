@@ -1,10 +1,13 @@
 """What a row of a journal must be to be believed: a journal is a file that anybody may have edited."""
 
+import base64
 import json
 import math
 import os
 from collections.abc import Callable, Mapping, Set
 from typing import Any
+
+import numpy as np
 
 Check = Callable[[Any], bool]
 
@@ -87,11 +90,16 @@ def or_none(check: Check) -> Check:
 def dict_of(check: Check, names: Set[str] | None = None) -> Check:
     """A check for a dict of such values by name, with exactly these names where they are given."""
 
-    def is_dict(value: Any) -> bool:
+    def is_such(value: Any) -> bool:
         named = isinstance(value, dict) and (all(map(is_text, value)) if names is None else set(value) == names)
         return named and all(map(check, value.values()))
 
-    return is_dict
+    return is_such
+
+
+def is_dict(value: Any) -> bool:
+    """Whether a value is an object of JSON."""
+    return isinstance(value, dict)
 
 
 def list_of(check: Check, length: int | None = None) -> Check:
@@ -114,16 +122,16 @@ def has(row: Mapping[str, Any], fields: Mapping[str, Check]) -> bool:
     return all(name in row and check(row[name]) for name, check in fields.items())
 
 
-#: What the row of a failed picture says.
-FAILED: dict[str, Check] = {"error": is_text, "message": is_text}
+def is_grid(value: Any) -> bool:
+    """Whether a value is a map as the journal keeps it: a shape, and so many finite float32 in base 64."""
+    if not isinstance(value, dict) or not _is_shape(value.get("shape")) or not isinstance(value.get("values"), str):
+        return False
+    try:
+        values = base64.b64decode(value["values"], validate=True)
+    except ValueError:
+        return False
+    rows, cols = value["shape"]
+    return len(values) == 4 * rows * cols and bool(np.isfinite(np.frombuffer(values, "<f4")).all())
 
 
-#: What every run notes of a picture and of what the model answered.
-ANSWER: dict[str, Check] = {
-    "width": is_side,
-    "height": is_side,
-    "class_index": or_none(is_whole),
-    "class_name": or_none(is_text),
-    "probability": or_none(is_number),
-    "predicted_index": or_none(is_whole),
-}
+_is_shape = list_of(is_side, 2)

@@ -52,12 +52,11 @@ def check_same_run(header: Mapping[str, Any], folder: object, fingerprint: Mappi
     """Refuse a folder whose journal begins with the header of a run with another fingerprint.
 
     Raises:
-        OptionError: it does, or with that of a version of vitflow that did not keep the whole fingerprint.
+        OptionError: it does, or with that of another version of vitflow.
     """
     if header["vitflow_journal"] != VERSION:
         raise OptionError(
-            f"The folder {str(folder)!r} holds a run of another version of vitflow, which did not note all that "
-            f"its results depend on. {_REMEDY}"
+            f"The folder {str(folder)!r} holds a run of another version of vitflow, which notes other things. {_REMEDY}"
         )
     before = header["run"]
     kinds = [_KINDS.get(str(own.get("kind")), "another run") for own in (before, fingerprint)]

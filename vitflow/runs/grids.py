@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError
 from vitflow.pictures.geometry import Placement
+from vitflow.runs.columns import as_text, kinds_in
 
 Grid = NDArray[np.float32]
 AnyGrid = NDArray[np.floating[Any]]
@@ -26,24 +27,6 @@ SHARDS = "grids"
 # The scale of a map with the largest values of float32.
 _LARGEST_SCALE = 2.0**128
 _SHARD = re.compile(SHARDS + r"/[0-9a-f]{16}\.parquet")
-
-#: The columns of a record and what they hold; "json" is text. Each map adds those of `grid_columns`.
-COLUMNS = {
-    "id": "text",
-    "status": "text",
-    "error": "text",
-    "message": "text",
-    "width": "whole",
-    "height": "whole",
-    "class_index": "whole",
-    "class_name": "text",
-    "probability": "number",
-    "target": "text",
-    "value": "number",
-    "predicted_index": "whole",
-    "facts": "json",
-    "placement": "json",
-}
 
 
 def shard_name(content: bytes) -> str:
@@ -62,8 +45,9 @@ def grid_columns(label: str) -> dict[str, str]:
 
 
 def columns_of(labels: Sequence[str]) -> dict[str, str]:
-    """The columns of the records of a run with these maps."""
-    return COLUMNS | {name: kind for label in labels for name, kind in grid_columns(label).items()}
+    """The columns of the records of a run with these maps, and what they hold."""
+    maps = {name: kind for label in labels for name, kind in grid_columns(label).items()}
+    return {"id": "text", **kinds_in("record"), **maps}
 
 
 def record_of(
@@ -76,9 +60,7 @@ def record_of(
         maps: the unscaled grid of each map, [rows, cols].
         labels: the maps of every record.
     """
-    record = {"id": row["input"], **{name: row.get(name) for name in COLUMNS if name != "id"}}
-    for name in ("facts", "placement"):
-        record[name] = None if record[name] is None else json.dumps(record[name])
+    record = {"id": row["input"]} | as_text(row, kinds_in("record"))
     for label in labels:
         values = pack_half(maps[label]) if label in maps else (None,) * 4
         record |= dict(zip(grid_columns(label), values, strict=True))

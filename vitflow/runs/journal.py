@@ -26,8 +26,8 @@ from vitflow.runs.checks import is_name, parse_row
 _SYNC_EVERY = 1.0  # seconds; a killed process loses nothing without it, a power cut does
 # Bytes of a line; a row is mostly its maps' grids, and those of the largest pictures are a few MiB each.
 _LONGEST_LINE = 2**25
-#: The journals that this version writes: those before did not tell all that a model computes.
-VERSION = 3
+#: What kind of journal this version writes and goes on with.
+VERSION = 1
 
 
 class Journal:

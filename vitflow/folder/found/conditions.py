@@ -7,15 +7,13 @@ from difflib import get_close_matches
 from typing import Any
 
 from vitflow.errors import OptionError, printable, unknown_name
+from vitflow.runs.columns import kinds_in
 
 Row = Mapping[str, Any]
 Condition = Callable[[Row], bool]
 
 #: What of a row a condition may ask for.
-FIELDS = (
-    *("input", "class_index", "class_name", "probability", "target", "value", "predicted_index"),
-    *("width", "height", "size", "saturated_share", "seconds"),
-)
+FIELDS = tuple(kinds_in("condition"))
 _LONGEST = 1000
 # Values of a field that are told.
 _SHOWN = 8

@@ -121,14 +121,14 @@ def draw_run(
     for label in labels:
         if label not in asked["methods"]:
             raise OptionError(unknown_name("map of this run", label, asked["methods"]))
-    format = format or str(asked.get("format", "jpg"))
+    format = format or asked["format"]
     if format not in OVERLAY_FORMATS:
         raise OptionError(f"Expected a format of {', '.join(OVERLAY_FORMATS)}, got {format!r}.")
     options = {**asked["drawing"], **(drawing or {})}
 
     def draw(row: Mapping[str, Any], maps: Mapping[str, Grid]) -> Drawn:
         try:
-            pixels, placement = read_photograph(row, source, max_pixels), placement_of(row.get("placement", {}))
+            pixels, placement = read_photograph(row, source, max_pixels), placement_of(row["placement"])
             paths = []
             for label in labels:
                 saliency = Saliency(maps[label], placement, pixels, row["input"], asked["model"], label, {})

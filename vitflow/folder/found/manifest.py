@@ -8,44 +8,17 @@ CSV with an apostrophe before it (see `plain_cell`).
 
 import csv
 import io
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from vitflow.pictures.files import write_atomically
-from vitflow.runs.columns import load_pyarrow, plain_cell, shown_name
+from vitflow.runs.columns import as_text, kinds_in, load_pyarrow, plain_cell, schema_of, shown_name
 from vitflow.runs.journal import json_line
 
 #: The columns of a manifest and what they hold; "json" is text in CSV and Parquet.
-COLUMNS = {
-    "input": "text",
-    "input_hex": "text",
-    "status": "text",
-    "error": "text",
-    "message": "text",
-    "size": "whole",
-    "mtime_ns": "whole",
-    "sha256": "text",
-    "width": "whole",
-    "height": "whole",
-    "class_index": "whole",
-    "class_name": "text",
-    "probability": "number",
-    "target": "text",
-    "value": "number",
-    "predicted_index": "whole",
-    "model": "text",
-    "weights_sha256": "text",
-    "methods": "json",
-    "options": "json",
-    "outputs": "json",
-    "maps": "json",
-    "facts": "json",
-    "saturated_share": "number",
-    "seconds": "number",
-}
+COLUMNS = kinds_in("manifest")
 
 
 def write_manifest(path: Path, rows: Iterable[Mapping[str, Any]], common: Mapping[str, Any]) -> None:
@@ -59,7 +32,7 @@ def write_manifest(path: Path, rows: Iterable[Mapping[str, Any]], common: Mappin
     Raises:
         OptionError: Parquet without pyarrow.
     """
-    kinds = COLUMNS | {name: _kind(value) for name, value in common.items() if name not in COLUMNS}
+    kinds = {**COLUMNS, **{name: _kind(value) for name, value in common.items() if name not in COLUMNS}}
     full = ({name: row.get(name, common.get(name)) for name in kinds} for row in rows)
     # A column of the same name in both, such as an option "input", is the row's.
     writers = {".jsonl": _write_jsonl, ".csv": _write_csv, ".parquet": _write_parquet}
@@ -85,31 +58,26 @@ def _write_csv(file: IO[bytes], rows: Iterable[dict[str, Any]], kinds: Mapping[s
         writer = csv.DictWriter(text, kinds)
         writer.writeheader()
         for row in rows:
-            writer.writerow({name: plain_cell(value) for name, value in _as_text(row, kinds).items()})
+            writer.writerow({name: plain_cell(value) for name, value in _with_name(row, kinds).items()})
     finally:
         text.detach()
 
 
 def _write_parquet(file: IO[bytes], rows: Iterable[dict[str, Any]], kinds: Mapping[str, str]) -> None:
     pyarrow, parquet = load_pyarrow()
-    types = {"text": pyarrow.string(), "json": pyarrow.string(), "whole": pyarrow.int64(), "number": pyarrow.float64()}
-    schema = pyarrow.schema([(name, types[kind]) for name, kind in kinds.items()])
+    schema = schema_of(kinds)
     with parquet.ParquetWriter(file, schema) as writer:
         group: list[dict[str, Any]] = []
         for row in rows:
-            group.append(_as_text(row, kinds))
+            group.append(_with_name(row, kinds))
             if len(group) == 10_000:
                 writer.write_table(pyarrow.Table.from_pylist(group, schema=schema))
                 group.clear()
         writer.write_table(pyarrow.Table.from_pylist(group, schema=schema))
 
 
-def _as_text(row: dict[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
+def _with_name(row: dict[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
     """A row for formats that know only text and numbers."""
-    for name, kind in kinds.items():
-        if kind == "json" and row[name] is not None:
-            row[name] = json.dumps(row[name])
     shown = shown_name(row["input"])
-    if shown != row["input"]:
-        row |= {"input": shown, "input_hex": os.fsencode(row["input"]).hex()}
-    return row
+    name = {"input": shown, "input_hex": os.fsencode(row["input"]).hex()} if shown != row["input"] else {}
+    return as_text(row, kinds) | name
