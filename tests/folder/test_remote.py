@@ -57,6 +57,10 @@ def put(store: str, count: int) -> None:
     place.put("notes.txt", b"no picture")
 
 
+def every(url: str) -> set[str]:
+    return {path for path, _ in RemoteFolder(url).listed()}
+
+
 def facts(rows) -> list[dict]:
     # When a file was changed is each store's own to tell.
     return [
@@ -78,7 +82,7 @@ def test_a_run_on_a_store_is_that_of_a_folder_and_goes_on_where_it_was(tmp_path,
     for (_, own), (_, its) in zip(read_grids(local.output), read_grids(remote.output), strict=True):
         assert np.abs(own["rollout"] - its["rollout"]).max() <= 2**-11 * own["rollout"].max()
     names = {str(path.relative_to(local.output)) for path in local.output.rglob("*") if path.is_file()}
-    there = set(RemoteFolder(f"{store}/out").every())
+    there = every(f"{store}/out")
     assert {name for name in there if "grids/" not in name} == {
         name for name in names if "grids/" not in name and "lock" not in name
     }
@@ -94,7 +98,7 @@ def test_a_run_on_a_store_is_that_of_a_folder_and_goes_on_where_it_was(tmp_path,
     with pytest.raises(OptionError, match="other options: options.rollout.residual"):
         run(f"{store}/in", f"{store}/out", residual=0.3, **options)
     run(f"{store}/in", f"{store}/out", **{**options, "store": "overlays"}, overwrite=True, format="png")
-    assert not [name for name in RemoteFolder(f"{store}/out").every() if name.endswith(".parquet") or "jpg" in name]
+    assert not [name for name in every(f"{store}/out") if name.endswith(".parquet") or "jpg" in name]
 
 
 def test_rows_that_were_told_are_there_after_a_kill(explainer, store):

@@ -191,13 +191,13 @@ class Pipeline:
     def _write(self, picture: Picture, maps: PictureMaps) -> dict[str, Any]:
         """Draw, encode and write one picture; its row."""
         try:
-            explained = draw_files(picture, maps, self._job)
-            for path, content in explained.files.items():
+            row, files = draw_files(picture, maps, self._job)
+            for path, content in files.items():
                 self._output.put(path, content)
             pixels = picture.decoded.image
             if self._on_pixels is not None and pixels is not None and maps.maps:
                 self._on_pixels(picture.key, pixels)
-            return explained.row
+            return row
         except Exception as error:  # a full disk, above all
             reason = getattr(error, "strerror", None) or str(error)
             return failed_row(picture.known, error, f"The files of this picture could not be written: {reason}.")

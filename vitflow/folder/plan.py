@@ -114,7 +114,8 @@ def list_inputs(
                 f"The output folder {str(output)!r} is also read from: choose another one, such as "
                 f"{str(output / 'vitflow')!r}."
             )
-    root = absolute[0] if len(absolute) == 1 and is_folder(absolute[0]) else _common_parent(absolute)
+    one_folder = len(absolute) == 1 and is_folder(absolute[0])
+    root = absolute[0] if one_folder else os.path.commonpath(map(os.path.dirname, absolute))
     found: dict[str, tuple[str, str | None]] = {}
     for path in absolute:
         for file, problem in _files(path, recursive, glob, os.path.realpath(output)):
@@ -158,10 +159,6 @@ def _expand(source: str) -> list[str]:
     if not matches:
         raise ImageError(f"Expected a folder or a picture, but there is nothing at {source!r}.")
     return matches
-
-
-def _common_parent(paths: Sequence[str]) -> str:
-    return os.path.commonpath([os.path.dirname(path) for path in paths])  # noqa: PTH120
 
 
 def _files(source: str, recursive: bool, glob: str | None, output: str) -> Iterator[tuple[str, str | None]]:
@@ -221,7 +218,7 @@ def _namer(
         first = os.path.splitext(name)[0] or name  # noqa: PTH122
         number, extra = 1, ""
         while True:
-            stem = "/".join([*folders, _shorten(first, room - len(extra)) + extra])
+            stem = "/".join([*folders, first.encode()[: room - len(extra)].decode("utf-8", "ignore") + extra])
             if free(stem):
                 break
             number += 1
@@ -241,7 +238,3 @@ def _writable(name: str) -> str:
     """A name that every tool can show: what is not text, and control characters, become underscores."""
     text = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace").replace("\ufffd", "_")
     return "".join("_" if unicodedata.category(char).startswith("C") else char for char in text)
-
-
-def _shorten(name: str, room: int) -> str:
-    return name.encode()[:room].decode("utf-8", "ignore")

@@ -1,6 +1,7 @@
 """Explain folders of pictures: plan, run, and leave a manifest; what was done is not done again."""
 
 import itertools
+import json
 import os
 import time
 import warnings
@@ -36,7 +37,7 @@ from vitflow.pictures.overlay import blend
 from vitflow.runs.columns import load_pyarrow
 from vitflow.runs.fingerprints import run_fingerprint, without_probe
 from vitflow.runs.journal import Journal
-from vitflow.runs.keeper import RunProgress, Tally, finishing, keep_rows, versions, write_json
+from vitflow.runs.keeper import RunProgress, Tally, finishing, keep_rows, versions
 from vitflow.runs.places import RunFolder
 from vitflow.runs.remote import open_folder
 from vitflow.runs.stores import lies_in
@@ -213,23 +214,20 @@ def explain_folder(
                 page = report_run(folder.path, keys=keys, thumbnails=photographs)
             seconds = time.perf_counter() - clock
             done_now = explained - kept
-            write_json(
-                folder.run_json,
-                {
-                    "versions": versions(),
-                    "command": list(command) if command else None,
-                    "run": without_probe(fingerprint)
-                    | {"recursive": recursive, "glob": glob, "limit": limit, "manifest": manifest},
-                    "totals": totals,
-                    "time": {
-                        "started": started.isoformat(timespec="seconds"),
-                        "seconds": round(seconds, 3),
-                        "explained_by_this_run": done_now,
-                        "pictures_per_second": round(done_now / seconds, 3),
-                    },
+            record = {
+                "versions": versions(),
+                "command": list(command) if command else None,
+                "run": without_probe(fingerprint)
+                | {"recursive": recursive, "glob": glob, "limit": limit, "manifest": manifest},
+                "totals": totals,
+                "time": {
+                    "started": started.isoformat(timespec="seconds"),
+                    "seconds": round(seconds, 3),
+                    "explained_by_this_run": done_now,
+                    "pictures_per_second": round(done_now / seconds, 3),
                 },
-            )
-            folder.publish(folder.run_json)
+            }
+            folder.put("run.json", json.dumps(record, indent=2).encode("ascii") + b"\n", durable=True)
     return FolderSummary(folder.address, table, **totals, kept=kept, seconds=seconds, report=page)
 
 

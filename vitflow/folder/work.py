@@ -88,14 +88,6 @@ class Picture:
         return {"input": self.key, "stem": self.stem} | file | tag
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Explained:
-    """What became of one picture: its row of the manifest, and its files by path below the output folder."""
-
-    row: dict[str, Any]
-    files: dict[str, bytes]
-
-
 def make_job(
     methods: Sequence[Any],
     options: Mapping[str, Any],
@@ -264,11 +256,11 @@ def describe(picture: Picture, found: PictureMaps, job: Job) -> dict[str, Any]:
     }
 
 
-def draw_files(picture: Picture, found: PictureMaps, job: Job) -> Explained:
-    """A picture's row with its maps, and its overlays drawn and encoded where they are asked for."""
+def draw_files(picture: Picture, found: PictureMaps, job: Job) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """A picture's row with its maps, and its files by path below the output folder, drawn where they are asked for."""
     row = describe(picture, found, job)
     if not found.maps:
-        return Explained(row, {})
+        return row, {}
     started = time.perf_counter()
     maps = dict(zip(job.labels, found.maps, strict=True))
     files: dict[str, bytes] = {}
@@ -287,7 +279,7 @@ def draw_files(picture: Picture, found: PictureMaps, job: Job) -> Explained:
         "grids": {label: pack_grid(saliency.grid) for label, saliency in maps.items()},
         "seconds": round(found.seconds + time.perf_counter() - started, 4),
     }
-    return Explained(row, files)
+    return row, files
 
 
 def _saturated_share(facts: Mapping[str, Mapping[str, Any]]) -> float | None:

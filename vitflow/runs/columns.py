@@ -23,14 +23,11 @@ from vitflow.runs.checks import (
 
 
 class Column(NamedTuple):
-    """A column of rows.
+    """What a column holds, what a value in a journal must be to be believed, and which rows and tables have it.
 
-    Attributes:
-        kind: "text", "whole", "number", or "json", which is text in tables that hold nothing else.
-        check: what a value in a journal must be to be believed.
-        where: the rows that have it: "folder" for all of a folder run, "explained" for those of its pictures that were,
-            "measured" for those of an evaluation, "failed" for both, "run" for what a folder run was asked for; and
-            what shows it: a "manifest", a "record", a "condition", the "results" of an evaluation.
+    The kind "json" is text in tables that hold nothing else. Rows are "folder" (all of a folder run), "explained",
+    "measured" (by an evaluation), "failed", and "run", the header's; tables are a "manifest", a "record", what a
+    "condition" may ask for, and the "results" of an evaluation.
     """
 
     kind: str

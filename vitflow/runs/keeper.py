@@ -4,17 +4,14 @@ One run at a time works in an output folder, and only one that would give the sa
 runs and evaluations are kept alike.
 """
 
-import json
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from vitflow.errors import OptionError, VitflowError
-from vitflow.pictures.files import write_atomically
 from vitflow.runs.fingerprints import check_same_run
 from vitflow.runs.journal import Journal
 from vitflow.runs.places import RunFolder
@@ -127,9 +124,3 @@ def finishing(output: object) -> Iterator[None]:
             f"What was done is kept, but the tables and reports could not be written to {str(output)!r}: "
             f"{error.strerror or error}. Make room and run the same command again."
         ) from error
-
-
-def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Write one JSON object, whole or not at all."""
-    with write_atomically(path, durable=True) as file:
-        file.write(json.dumps(record, indent=2).encode("ascii") + b"\n")

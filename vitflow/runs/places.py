@@ -48,13 +48,18 @@ class RunFolder:
     def hurry(self) -> None:
         """Have everything done or given up in a moment."""
 
-    def put(self, path: str, content: bytes) -> None:
+    def put(self, path: str, content: bytes, *, durable: bool = False) -> None:
         """Write a file below the folder, whole or not at all, and never through a link that leads out of it.
+
+        Args:
+            path: of the file below the folder.
+            content: of the file.
+            durable: wait until a disk has it.
 
         Raises:
             OSError: a link does, or the disk is full.
         """
-        with write_atomically(self._inside(path)) as file:
+        with write_atomically(self._inside(path), durable=durable) as file:
             file.write(content)
 
     def read(self, path: str) -> bytes:
@@ -97,11 +102,6 @@ class RunFolder:
     def journal(self) -> Path:
         """The journal's file."""
         return self.path / _RECORD / "journal.jsonl"
-
-    @property
-    def run_json(self) -> Path:
-        """Versions, command, options and totals of the last run."""
-        return self.path / "run.json"
 
     def manifest(self, kind: str) -> Path:
         """The manifest's file for a format."""

@@ -132,7 +132,7 @@ class RemoteFolder(RunFolder):
             raise error
         raise StoreError(f"Could not {what}: {reason_of(error)}.") from error
 
-    def put(self, path: str, content: bytes) -> None:
+    def put(self, path: str, content: bytes, *, durable: bool = False) -> None:
         """Write a file below the folder, whole or not at all."""
         target = self._at(path)
 
@@ -209,16 +209,12 @@ class RemoteFolder(RunFolder):
             return []
         return sorted(f"{folder}/{posixpath.basename(name)}" for name in found)
 
-    def every(self) -> list[str]:
-        """All files below the folder, as paths below it."""
-        try:
-            return [path for path, _ in self.listed()]
-        except FileNotFoundError:
-            return []
-
     def first_of(self, paths: Iterable[str]) -> str | None:
         """The first of these paths at which there is a file."""
-        there = set(self.every())
+        try:
+            there = {path for path, _ in self.listed()}
+        except FileNotFoundError:
+            return None
         return next((path for path in paths if path in there), None)
 
     def listed(self, *, recursive: bool = True) -> list[tuple[str, Known]]:
