@@ -16,7 +16,7 @@ from PIL import Image
 from vitflow.errors import OptionError, ShapeError
 from vitflow.pictures import typesetting
 from vitflow.pictures.charts import Series, draw_lines
-from vitflow.pictures.figures import Bar, Cell, Column, draw_strip, panel_size, save_figure
+from vitflow.pictures.figures import Bar, Cell, Column, draw_bands, panel_size, save_figure
 from vitflow.pictures.options import FIGURE_FORMATS
 
 NAMES = [
@@ -43,7 +43,7 @@ def strip(names: list[str], *, rows: int = 1, classes: int = 1, size: tuple[int,
     for _ in range(rows):
         cells = [[Cell(noise(*size, number), (name,), (name,))] * classes for number, name in enumerate(names)]
         blocks.append([cells[0][:1], cells[0][:1], *cells[1:]])
-    return draw_strip(heads, blocks, bars=[Bar(noise(14, 200))], note=" ".join(names), **options)
+    return draw_bands([(heads, blocks)], bars=[Bar(noise(14, 200))], note=" ".join(names), **options)
 
 
 def boxes(figure):
@@ -89,7 +89,7 @@ def test_words_keep_clear_of_the_pictures():
 
 def test_a_png_holds_each_picture_pixel_by_pixel(tmp_path):
     pictures = [noise(150, 200), noise(97, 203, 1), noise(41, 230, 2)]
-    figure = draw_strip([Column("a"), Column("b"), Column("c")], [[[Cell(image)] for image in pictures]])
+    figure = draw_bands([([Column("a"), Column("b"), Column("c")], [[[Cell(image)] for image in pictures]])])
     save_figure(figure, tmp_path / "strip.png")
     with Image.open(tmp_path / "strip.png") as file:
         page = np.asarray(file.convert("RGB"))
@@ -101,7 +101,7 @@ def test_a_png_holds_each_picture_pixel_by_pixel(tmp_path):
 
 def test_a_cell_for_all_rows_is_drawn_once_and_the_rows_stand_below_each_other():
     once, twice = noise(100, 200), [noise(100, 200, 1), noise(100, 200, 2)]
-    figure = draw_strip([Column("a"), Column("b")], [[[Cell(once)], [Cell(image) for image in twice]]])
+    figure = draw_bands([([Column("a"), Column("b")], [[[Cell(once)], [Cell(image) for image in twice]]])])
     assert len(figure.axes[0].images) == 3
     first, upper, lower = (image.get_extent() for image in figure.axes[0].images)  # left, right, bottom, top
     assert first[3] == upper[3] < upper[2] < lower[3]
@@ -111,7 +111,7 @@ def test_a_cell_for_all_rows_is_drawn_once_and_the_rows_stand_below_each_other()
 
 def test_a_group_is_named_once_over_the_columns_that_stand_together():
     heads = [Column("a", group="x"), Column("b", group="x"), Column("c"), Column("d", group="x")]
-    figure = draw_strip(heads, [[[Cell(noise(50, 200))] for _ in heads]])
+    figure = draw_bands([(heads, [[[Cell(noise(50, 200))] for _ in heads]])])
     places = [text.get_position()[0] for text in figure.axes[0].texts if text.get_text() == "x"]
     lefts = [image.get_extent()[0] for image in figure.axes[0].images]
     assert len(places) == 2
@@ -197,9 +197,9 @@ def test_an_unknown_file_type_names_the_known_ones(name, tmp_path):
 def test_blocks_that_do_not_fit_the_columns_are_refused():
     cell = Cell(noise(10, 10))
     with pytest.raises(ShapeError, match="Expected 2 columns of 1 or 1 cells"):
-        draw_strip([Column("a"), Column("b")], [[[cell]]])
+        draw_bands([([Column("a"), Column("b")], [[[cell]]])])
     with pytest.raises(ShapeError, match=r"1 or 3 cells each, got \[2, 3\]"):
-        draw_strip([Column("a"), Column("b")], [[[cell] * 2, [cell] * 3]])
+        draw_bands([([Column("a"), Column("b")], [[[cell] * 2, [cell] * 3]])])
 
 
 @pytest.mark.parametrize("size", [(480, 640), (640, 480), (1, 5000), (5000, 1), (96, 96), (3000, 2000)])
@@ -214,7 +214,7 @@ def test_pictures_keep_their_aspect_inside_the_box_of_a_column(size):
 def test_drawing_needs_no_pyplot(tmp_path):
     code = (
         "import sys, numpy as np\nfrom vitflow.pictures.figures import *\n"
-        "figure = draw_strip([Column('a')], [[[Cell(np.zeros((9, 9, 3), np.uint8))]]])\n"
+        "figure = draw_bands([([Column('a')], [[[Cell(np.zeros((9, 9, 3), np.uint8))]]])])\n"
         "for suffix in ('png', 'svg', 'pdf'):\n    save_figure(figure, f'strip.{suffix}')\n"
         "print('matplotlib.pyplot' in sys.modules)"
     )

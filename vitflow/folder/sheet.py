@@ -6,7 +6,7 @@ from typing import Any
 
 from vitflow.errors import ImageError, printable
 from vitflow.pictures import notebook
-from vitflow.pictures.figures import Cell, Column, draw_strip, figure_bytes
+from vitflow.pictures.figures import Cell, Column, draw_bands, figure_bytes
 from vitflow.pictures.images import read_image
 
 #: Pictures that are shown.
@@ -38,4 +38,4 @@ def _draw_sheet(output: Path, rows: Sequence[Mapping[str, Any]]) -> bytes | None
             cells.append([Cell(overlay, (str(row["class_name"] or ""),))])
     if not columns:
         return None
-    return figure_bytes(draw_strip(columns, [cells], dpi=notebook.DPI), ".png")
+    return figure_bytes(draw_bands([(columns, [cells])], dpi=notebook.DPI), ".png")

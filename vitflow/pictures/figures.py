@@ -83,35 +83,6 @@ def panel_size(image_size: tuple[int, int], *, width: float = 1.5, dpi: int = DP
     return max(round(high * scale), 1), max(round(wide * scale), 1)
 
 
-def draw_strip(
-    columns: Sequence[Column],
-    blocks: Sequence[Block],
-    *,
-    bars: Sequence[Bar] = (),
-    note: str = "",
-    dpi: int = DPI,
-) -> Figure:
-    """Lay pictures out in columns under heads, with captions, colour bars and a note below them all.
-
-    Args:
-        columns: their heads, from left to right.
-        blocks: one or more rows each. For each column a block has one cell per row, or a single cell that stands for
-            all its rows and is drawn once, in the first.
-        bars: the colours, one bar below the other.
-        note: what holds for the whole strip; its own line breaks are kept.
-        dpi: pixels per inch of the pictures.
-
-    Raises:
-        ShapeError: a block has another number of columns, or a column of it neither one cell nor one per row.
-
-    >>> grey = np.full((60, 80, 3), 128, dtype=np.uint8)
-    >>> figure = draw_strip([Column("Photograph"), Column("Rollout")], [[[Cell(grey)], [Cell(grey, ("cat",))]]])
-    >>> [text.get_text() for text in figure.axes[0].texts]
-    ['Photograph', 'Rollout', 'cat']
-    """
-    return draw_bands([(columns, blocks)], bars=bars, note=note, dpi=dpi)
-
-
 def draw_bands(
     bands: Sequence[tuple[Sequence[Column], Sequence[Block]]],
     *,
@@ -119,7 +90,24 @@ def draw_bands(
     note: str = "",
     dpi: int = DPI,
 ) -> Figure:
-    """Lay several strips, (columns, blocks) each, below each other on one page; else as `draw_strip`."""
+    """Lay pictures out in columns under heads, with captions, and colour bars and a note below them all.
+
+    Args:
+        bands: one or more strips below each other. Of each its columns, the heads from left to right; and its blocks of
+            one or more rows. For each column a block has one cell per row, or a single cell that stands for all its
+            rows and is drawn once, in the first.
+        bars: the colours, one bar below the other.
+        note: what holds for all of it; its own line breaks are kept.
+        dpi: pixels per inch of the pictures.
+
+    Raises:
+        ShapeError: a block has another number of columns, or a column of it neither one cell nor one per row.
+
+    >>> grey = np.full((60, 80, 3), 128, dtype=np.uint8)
+    >>> figure = draw_bands([([Column("Photograph"), Column("Rollout")], [[[Cell(grey)], [Cell(grey, ("cat",))]]])])
+    >>> [text.get_text() for text in figure.axes[0].texts]
+    ['Photograph', 'Rollout', 'cat']
+    """
     for columns, blocks in bands:
         for block in blocks:
             rows = max((len(cells) for cells in block), default=0)
