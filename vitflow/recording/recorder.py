@@ -7,24 +7,16 @@ Nothing depends on `attn_drop`, which fused attention never calls. Afterwards th
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import (
-    NoAttentionError,
-    OptionError,
-    ShapeError,
-    UnsupportedModelError,
-    ValueNormsError,
-    VitflowError,
-)
+from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion
 from vitflow.methods.tokens import TokenLayout, check_layout
-from vitflow.methods.values import Values, ValueWeighting, check_value_weighting, fuse_weighted, gram_matrix
+from vitflow.methods.values import ValueWeighting, check_value_weighting
 from vitflow.models.anatomy import (
     block_norms,
     feature_layout,
@@ -37,31 +29,13 @@ from vitflow.models.anatomy import (
 )
 from vitflow.models.languages import reads_text, refuse_static, word_embedding
 from vitflow.models.libraries import refuse_unseen
-from vitflow.recording.attention_kinds import (
-    arrangement,
-    is_difference,
-    is_packed,
-    is_pooling,
-    other_attention,
-    refusal_of,
-)
+from vitflow.recording.attention_kinds import refusal_of
 from vitflow.recording.interception import Interception
-from vitflow.recording.isolation import Hook, aside, is_aside, no_fast_path, refuse_compiled, turn, uncompiled
+from vitflow.recording.isolation import Hook, aside, no_fast_path, refuse_compiled, turn, uncompiled
 from vitflow.recording.layer_tokens import find_tokens
-from vitflow.recording.layers import (
-    Arrange,
-    AttentionLayer,
-    FusionKey,
-    ModuleAttention,
-    close_layer,
-    join_pieces,
-    pile_up,
-    read_values,
-)
+from vitflow.recording.layers import AttentionLayer, FusionKey
+from vitflow.recording.listening import Listening
 from vitflow.recording.trace import Trace
-
-# Blocks whose attention modules work side by side on the same tokens: together they are one layer with more heads.
-_PARALLEL_BLOCKS = ("ParallelThingsBlock",)
 
 
 class record_attention:
@@ -124,14 +98,11 @@ class record_attention:
         check_fraction("residual", residual)
         kept = _checked(fusions if head_fusion is None else [*fusions, (head_fusion, value_weighted)])
         self._called, self._model = model, unwrap(model)
-        self._fusions = kept
-        self._keep_heads = gradients or not kept
-        if residual and (self._keep_heads or keys or visible or on_layer or len(kept) > 1):
+        if residual and (gradients or keys or visible or on_layer or len(kept) != 1):
             raise OptionError("With residual > 0, expected one fusion, no gradients, no keys and nothing visible.")
-        self._residual = residual
-        self.gradients, self.wants_keys, self.wants_visible = gradients, keys, visible
-        self._on_layer = on_layer
-        self._values = values or bool(value_weighted) or any(weighting for _, weighting in kept)
+        self._gradients = gradients
+        values = values or bool(value_weighted) or any(weighting for _, weighting in kept)
+        self._listening = Listening(self._model, kept, gradients, values, keys, visible, on_layer, residual)
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention = attention
         self._layout = layout
@@ -145,7 +116,9 @@ class record_attention:
             stack.enter_context(turn(self._model))
             if hasattr(self, "_interception"):
                 raise VitflowError("This recording is open already: make another record_attention(model).")
-            self._begin_trace()
+            self.trace, self._ran = Trace(model=self._model), False
+            self._listening.open(self.trace)
+            self._interception = Interception(self._listening)
             stack.callback(self._forget)
             self._enter_hooks(stack)
             stack.enter_context(no_fast_path())
@@ -157,29 +130,17 @@ class record_attention:
             self._stack = stack.pop_all()
         return self.trace
 
-    def _begin_trace(self) -> None:
-        self.trace = Trace(model=self._model)
-        self._path: list[tuple[str, nn.Module]] = []  # the modules that are running, outermost first
-        self._open: dict[str, list[ModuleAttention]] = {}  # layers that are running
-        self._streamed: dict[FusionKey, list[Tensor]] = {}  # the layer that is fused part by part
-        self._shared: Values | None = None  # what its parts' values share, and those of the first
-        self._other: set[str] = set()  # what runs that is no attention between tokens, in words
-        self._batch = 1
-        self._ran = self._seen = False  # the model, and any attention
-        self._interception = Interception(self)
-        self._pooling: Tensor | None = None
-
     def _forget(self) -> None:
-        del self._interception  # it knows its listener: a circle that would keep the trace alive
+        del self._interception  # from now on it can be opened again
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        other = self._other  # another thread may use this recorder as soon as its turn ends
-        unseen = self._ran and not self._seen
-        self._stack.close()
-        if kind is None and self._attention and unseen:
-            raise _nothing_seen(self._model, other)
+        unseen = kind is None and self._attention and self._ran and not self._listening.seen
+        refusal = self._listening.nothing_seen() if unseen else None
+        self._stack.close()  # another thread may use this recorder as soon as its turn ends
+        if refusal is not None:
+            raise refusal
 
     # -- the model's modules ------------------------------------------------------------------------------------------
 
@@ -189,30 +150,33 @@ class record_attention:
                 continue  # a leaf computes no attention between tokens by itself
             stack.callback(Hook(module, self._entering(name, module), before=True).remove)
             stack.callback(Hook(module, self._leaving(name), before=False).remove)
-        if self.gradients and (embedding := word_embedding(self._model)) is not None:
+        if self._gradients and (embedding := word_embedding(self._model)) is not None:
             stack.callback(Hook(embedding, _begin_graph, before=False).remove)
         for path, module in self._features.items():
             stack.callback(Hook(module, self._keeping(path), before=False).remove)
 
     def _entering(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        listening = self._listening
+
         def act(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not name:
                 args, kwargs = self._begin(args, kwargs)
-            self._path.append((name, module))
+            listening.path.append((name, module))
             return (args, kwargs) if not name else None
 
         return act
 
     def _leaving(self, name: str) -> Callable[..., None]:
+        listening, interception = self._listening, self._interception
+
         def act(args: Any, output: Any) -> None:
             if output is not None:  # no exception passes through
-                self._interception.ended(name)
-            if self._path and self._path[-1][0] == name:
-                self._path.pop()
+                interception.ended(name)
+            if listening.path and listening.path[-1][0] == name:
+                listening.path.pop()
             if output is None:
                 return
-            if name in self._open:
-                self._close(name)
+            listening.ended(name)
             if not name and (logits := logits_of(output)) is not None:
                 self._finish(logits)
 
@@ -229,23 +193,21 @@ class record_attention:
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         trace = self.trace
-        self._path, self._pooling, self._open = [], None, {}
-        self._streamed, self._shared = {}, None
-        self._other = set()
+        self._listening.begin()
         self._reads = reads_text(args, kwargs)
         trace.begin(None)
         if self._reads is not None:
             refuse_static(kwargs.get("past_key_values"))
-            self._batch, self._ran = len(self._reads), True
+            self._listening.batch, self._ran = len(self._reads), True
             self._check_gradients()
             return args, kwargs
         pixels = _pixels_among(args, kwargs)
         self._ran = pixels is not None
         if pixels is not None and 0 in pixels.shape:
             raise ShapeError(f"Expected at least one picture, got an empty model input {tuple(pixels.shape)}.")
-        self._batch = 1 if pixels is None else len(pixels)
+        self._listening.batch = 1 if pixels is None else len(pixels)
         norms = block_norms(self._model) if self._features else ()
-        if pixels is None or not self.gradients:
+        if pixels is None or not self._gradients:
             trace.begin(pixels, norms)
             return args, kwargs
         self._check_gradients()
@@ -259,7 +221,7 @@ class record_attention:
         )
 
     def _check_gradients(self) -> None:
-        if self.gradients and (not torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+        if self._gradients and (not torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
             raise OptionError(
                 "record_attention(gradients=True) needs a forward pass with gradients enabled, got one under "
                 "torch.no_grad() or torch.inference_mode(). Run it under torch.enable_grad()."
@@ -293,7 +255,7 @@ class record_attention:
         layout = max(layouts, key=lambda layout: layout.num_patches)
         trace.lay_out(layers, layout)
         top = layers[-1].tokens.queries
-        weights, pooling = read_readout(self._model, top, self._pooling)
+        weights, pooling = read_readout(self._model, top, self._listening.pooling)
         trace.read_out(weights.to(layers[-1].example).expand(len(pixels), -1), top, pooling)
         return layout
 
@@ -304,123 +266,6 @@ class record_attention:
             return self._layout or read_layout(self._model, size, tokens)
         except UnsupportedModelError:
             return None
-
-    # -- what the interception tells ----------------------------------------------------------------------------------
-
-    def running(self) -> str | None:
-        """Name of the module that runs now; None if what it computes is no attention between tokens."""
-        if not self._path or is_aside():
-            return None
-        name, module = self._path[-1]
-        other = other_attention(module)
-        if other is not None:
-            self._other.add(other)
-            return None
-        return name
-
-    def saw(
-        self,
-        probabilities: Tensor,
-        value: Tensor | None,
-        mixed: bool = False,
-        key: Tensor | None = None,
-        visible: Tensor | None = None,
-    ) -> None:
-        """Take in the attention of one module and the values that it is applied to."""
-        name, module = self._path[-1]
-        if self._pools():
-            self._pooling = probabilities.detach()
-            return
-        layer = self._parallel_block() or name
-        if layer == name and layer in self._open and is_difference(module):
-            raise UnsupportedModelError(
-                f"{type(module).__name__} ({name}) computes attention more than once in a pass: the difference of two "
-                "attention matrices has negative entries, and rollout and flow are not defined on it."
-            )
-        arrange = arrangement(module, probabilities, self._batch)
-        if visible is not None and visible.shape == probabilities.shape:  # heads are folded into the batch
-            visible = (visible if arrange is None else arrange(visible)).any(dim=-3)
-        if packed := is_packed(module, probabilities):  # values and keys are those of each group of heads
-            visible = None if visible is None else visible.any(dim=-2, keepdim=True)
-        values = self._values_of(value, None if packed else arrange)
-        keys = self._keys_of(key, None if packed else arrange)
-        part = ModuleAttention(probabilities, arrange, values, mixed, keys, visible)
-        self._open.setdefault(layer, []).append(part)
-
-    def streams(self, query: Tensor, key: Tensor) -> bool:
-        """Whether this call's probabilities are only needed fused, so that they never have to exist all at once."""
-        name, module = self._path[-1]
-        return not (
-            self._keep_heads
-            or query.device.type != "cpu"
-            or query.ndim != 4
-            or name in self._open
-            or self._parallel_block()
-            or self._pools()
-            or is_difference(module)
-            or arrangement(module, query, self._batch) is not None
-        )
-
-    def saw_part(self, probabilities: Tensor, value: Tensor, output: Tensor) -> None:
-        """Fuse the probabilities of some pictures of the batch."""
-        if self._shared is None and (own := self._values_of(value, None)) is not None:
-            along = any(weighting == "output" for _, weighting in self._fusions)
-            self._shared = replace(own, gram=gram_matrix(own.projection, own.owner) if along else None)
-        values = None if self._shared is None else replace(self._shared, vectors=value.detach())
-        for fusion, weighting in self._fusions:
-            part = fuse_weighted(probabilities.detach(), fusion, weighting, values, mixed=output.detach())  # type: ignore[arg-type]
-            self._streamed.setdefault((fusion, weighting), []).append(part)
-
-    def saw_parts(self, batch: int, key: Tensor, visible: Tensor | None = None) -> None:
-        """Take in a layer that was fused part by part."""
-        name = self._path[-1][0]
-        self._open[name] = []
-        joined = {key: join_pieces(pieces, batch, bool(key[1])) for key, pieces in self._streamed.items()}
-        self._streamed, self._shared = {}, None
-        self._take(AttentionLayer(name, fused=joined, keys=self._keys_of(key, None), visible=visible))
-
-    def _pools(self) -> bool:
-        """Whether what runs is the attention of a pooling head, or a part of one."""
-        return any(is_pooling(name, module) for name, module in self._path[-2:])
-
-    def _parallel_block(self) -> str | None:
-        return next((path for path, module in self._path if type(module).__name__ in _PARALLEL_BLOCKS), None)
-
-    def _values_of(self, value: Tensor | None, arrange: Arrange | None) -> Values | None:
-        if not self._values:
-            return None
-        name, module = self._path[-1]
-        if value is None:
-            raise ValueNormsError(
-                f"{type(module).__name__} ({name}) applies its attention by itself, where the values that value "
-                "weighting needs cannot be seen."
-            )
-        around = self._path[-2][1] if len(self._path) > 1 else None
-        return read_values(value if arrange is None else arrange(value), module, name, around)
-
-    def _keys_of(self, key: Tensor | None, arrange: Arrange | None) -> Tensor | None:
-        """The key vectors with the heads side by side, [batch · windows, keys, width], where they are asked for."""
-        if key is None or not self.wants_keys:
-            return None
-        key = (key if arrange is None else arrange(key)).detach()
-        return key.to(torch.promote_types(key.dtype, torch.float32)).transpose(1, 2).flatten(2)
-
-    def _close(self, name: str) -> None:
-        """A layer has run."""
-        parts = self._open.pop(name)
-        if parts:  # else it was fused part by part
-            module, fusions = self._model.get_submodule(name), () if self._keep_heads else self._fusions
-            self._take(close_layer(name, parts, module, fusions))
-
-    def _take(self, layer: AttentionLayer) -> None:
-        self._seen = True
-        batch, queries, keys = len(layer.example), *layer.example.shape[-2:]
-        if self._on_layer is not None:
-            self._on_layer(layer)
-        elif self._residual and batch == self._batch and queries == keys:
-            pile_up(self.trace.layers, layer, self._residual)
-        else:
-            self.trace.layers.append(layer)
 
 
 def _checked(fusions: Iterable[FusionKey]) -> set[FusionKey]:
@@ -473,12 +318,3 @@ def _refuse_checkpointing(model: nn.Module) -> None:
                 f"{type(module).__name__} uses gradient checkpointing, which computes the attention a second time "
                 f"during the backward pass. Call model.{off} first."
             )
-
-
-def _nothing_seen(model: nn.Module, other: set[str]) -> NoAttentionError:
-    instead = " and ".join(sorted(other)) or "convolution, or mixing of another kind"
-    return NoAttentionError(
-        f"No attention between tokens was seen in a forward pass of {type(model).__name__}: it computes {instead}. "
-        "Attention rollout and flow need a model with self-attention, such as a timm vit_*, deit_* or dinov2 model; "
-        "gradcam, input_gradient and occlusion work on this one."
-    )

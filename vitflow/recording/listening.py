@@ -1,0 +1,190 @@
+"""What the interception tells of a running model, put together layer by layer: fused at once where that is enough."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from vitflow.errors import NoAttentionError, UnsupportedModelError, ValueNormsError
+from vitflow.methods.values import Values, fuse_weighted, gram_matrix
+from vitflow.recording.attention_kinds import arrangement, is_difference, is_packed, is_pooling, other_attention
+from vitflow.recording.isolation import is_aside
+from vitflow.recording.layers import (
+    Arrange,
+    AttentionLayer,
+    FusionKey,
+    ModuleAttention,
+    close_layer,
+    join_pieces,
+    pile_up,
+    read_values,
+)
+from vitflow.recording.trace import Trace
+
+# Blocks whose attention modules work side by side on the same tokens: together they are one layer with more heads.
+_PARALLEL_BLOCKS = ("ParallelThingsBlock",)
+
+
+@dataclass(eq=False)
+class Listening:
+    """Takes in the attention of a running model, and adds each layer that has run to a trace.
+
+    Attributes:
+        model: the model without wrappers.
+        fusions: the (head fusion, value weighted) pairs to keep each layer by; none keep every head.
+        gradients, values, wants_keys, wants_visible, on_layer, residual: as for `record_attention`.
+        path: the modules that are running, outermost first.
+        pooling: what a pooling head attends to, where there is one.
+        batch: how many pictures or texts the pass has.
+        seen: whether any attention was seen.
+    """
+
+    model: nn.Module
+    fusions: Collection[FusionKey]
+    gradients: bool
+    values: bool
+    wants_keys: bool
+    wants_visible: bool
+    on_layer: Callable[[AttentionLayer], None] | None
+    residual: float
+
+    def open(self, trace: Trace) -> None:
+        """Listen for this trace from now on."""
+        self._trace, self.seen = trace, False
+        self._keep_heads = self.gradients or not self.fusions
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the pass before: another one begins."""
+        self.path: list[tuple[str, nn.Module]] = []
+        self.pooling: Tensor | None = None
+        self.batch = 1
+        self._open: dict[str, list[ModuleAttention]] = {}  # layers that are running
+        self._streamed: dict[FusionKey, list[Tensor]] = {}  # the layer that is fused part by part
+        self._shared: Values | None = None  # what its parts' values share, and those of the first
+        self._other: set[str] = set()  # what runs that is no attention between tokens, in words
+
+    def running(self) -> str | None:
+        """Name of the module that runs now; None if what it computes is no attention between tokens."""
+        if not self.path or is_aside():
+            return None
+        name, module = self.path[-1]
+        other = other_attention(module)
+        if other is not None:
+            self._other.add(other)
+            return None
+        return name
+
+    def saw(
+        self,
+        probabilities: Tensor,
+        value: Tensor | None,
+        mixed: bool = False,
+        key: Tensor | None = None,
+        visible: Tensor | None = None,
+    ) -> None:
+        """Take in the attention of one module and the values that it is applied to."""
+        name, module = self.path[-1]
+        if self._pools():
+            self.pooling = probabilities.detach()
+            return
+        layer = self._parallel_block() or name
+        if layer == name and layer in self._open and is_difference(module):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} ({name}) computes attention more than once in a pass: the difference of two "
+                "attention matrices has negative entries, and rollout and flow are not defined on it."
+            )
+        arrange = arrangement(module, probabilities, self.batch)
+        if visible is not None and visible.shape == probabilities.shape:  # heads are folded into the batch
+            visible = (visible if arrange is None else arrange(visible)).any(dim=-3)
+        if packed := is_packed(module, probabilities):  # values and keys are those of each group of heads
+            visible = None if visible is None else visible.any(dim=-2, keepdim=True)
+        values = self._values_of(value, None if packed else arrange)
+        keys = self._keys_of(key, None if packed else arrange)
+        part = ModuleAttention(probabilities, arrange, values, mixed, keys, visible)
+        self._open.setdefault(layer, []).append(part)
+
+    def streams(self, query: Tensor, key: Tensor) -> bool:
+        """Whether this call's probabilities are only needed fused, so that they never have to exist all at once."""
+        name, module = self.path[-1]
+        return not (
+            self._keep_heads
+            or query.device.type != "cpu"
+            or query.ndim != 4
+            or name in self._open
+            or self._parallel_block()
+            or self._pools()
+            or is_difference(module)
+            or arrangement(module, query, self.batch) is not None
+        )
+
+    def saw_part(self, probabilities: Tensor, value: Tensor, output: Tensor) -> None:
+        """Fuse the probabilities of some pictures of the batch."""
+        if self._shared is None and (own := self._values_of(value, None)) is not None:
+            along = any(weighting == "output" for _, weighting in self.fusions)
+            self._shared = replace(own, gram=gram_matrix(own.projection, own.owner) if along else None)
+        values = None if self._shared is None else replace(self._shared, vectors=value.detach())
+        for fusion, weighting in self.fusions:
+            part = fuse_weighted(probabilities.detach(), fusion, weighting, values, mixed=output.detach())  # type: ignore[arg-type]
+            self._streamed.setdefault((fusion, weighting), []).append(part)
+
+    def saw_parts(self, batch: int, key: Tensor, visible: Tensor | None = None) -> None:
+        """Take in a layer that was fused part by part."""
+        name = self.path[-1][0]
+        self._open[name] = []
+        joined = {key: join_pieces(pieces, batch, bool(key[1])) for key, pieces in self._streamed.items()}
+        self._streamed, self._shared = {}, None
+        self._take(AttentionLayer(name, fused=joined, keys=self._keys_of(key, None), visible=visible))
+
+    def _pools(self) -> bool:
+        """Whether what runs is the attention of a pooling head, or a part of one."""
+        return any(is_pooling(name, module) for name, module in self.path[-2:])
+
+    def _parallel_block(self) -> str | None:
+        return next((path for path, module in self.path if type(module).__name__ in _PARALLEL_BLOCKS), None)
+
+    def _values_of(self, value: Tensor | None, arrange: Arrange | None) -> Values | None:
+        if not self.values:
+            return None
+        name, module = self.path[-1]
+        if value is None:
+            raise ValueNormsError(
+                f"{type(module).__name__} ({name}) applies its attention by itself, where the values that value "
+                "weighting needs cannot be seen."
+            )
+        around = self.path[-2][1] if len(self.path) > 1 else None
+        return read_values(value if arrange is None else arrange(value), module, name, around)
+
+    def _keys_of(self, key: Tensor | None, arrange: Arrange | None) -> Tensor | None:
+        """The key vectors with the heads side by side, [batch · windows, keys, width], where they are asked for."""
+        if key is None or not self.wants_keys:
+            return None
+        key = (key if arrange is None else arrange(key)).detach()
+        return key.to(torch.promote_types(key.dtype, torch.float32)).transpose(1, 2).flatten(2)
+
+    def ended(self, name: str) -> None:
+        """A module has run; it may be a layer."""
+        parts = self._open.pop(name, ())
+        if parts:  # else it was fused part by part
+            module, fusions = self.model.get_submodule(name), () if self._keep_heads else self.fusions
+            self._take(close_layer(name, parts, module, fusions))
+
+    def _take(self, layer: AttentionLayer) -> None:
+        self.seen = True
+        batch, queries, keys = len(layer.example), *layer.example.shape[-2:]
+        if self.on_layer is not None:
+            self.on_layer(layer)
+        elif self.residual and batch == self.batch and queries == keys:
+            pile_up(self._trace.layers, layer, self.residual)
+        else:
+            self._trace.layers.append(layer)
+
+    def nothing_seen(self) -> NoAttentionError:
+        """What is raised where a model ran, and this saw no attention."""
+        instead = " and ".join(sorted(self._other)) or "convolution, or mixing of another kind"
+        return NoAttentionError(
+            f"No attention between tokens was seen in a forward pass of {type(self.model).__name__}: it computes "
+            f"{instead}. Attention rollout and flow need a model with self-attention, such as a timm vit_*, deit_* or "
+            "dinov2 model; gradcam, input_gradient and occlusion work on this one."
+        )
