@@ -142,3 +142,14 @@ def logit_rounding(explainer: Explainer, picture: NDArray[np.uint8]) -> float:
     with torch.no_grad():
         logits = explainer.logits(explainer.pixels(picture))
     return 100 * torch.finfo(torch.float32).eps * float(logits.abs().max())
+
+
+def mean_differences(kept: list[list[bool]], scores: list[float]) -> list[float]:
+    """The mean score where each patch was kept, less the mean score where it was dropped; 0 where one is missing."""
+    result = []
+    for patch in range(len(kept[0])):
+        having = [score for mask, score in zip(kept, scores, strict=True) if mask[patch]]
+        lacking = [score for mask, score in zip(kept, scores, strict=True) if not mask[patch]]
+        both = having and lacking
+        result.append(sum(having) / len(having) - sum(lacking) / len(lacking) if both else 0.0)
+    return result

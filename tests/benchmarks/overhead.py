@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.overhead [--models …] [--batch-sizes 1 8] [--repeats 15] [--preset paper|default]
     python -m tests.benchmarks.overhead --refinement [--models …] [--batch-sizes 8]
+    python -m tests.benchmarks.overhead --sampling [--models …] [--repeats 3]
 
 The two are timed in turn, round by round, so that a noisy machine meets both alike; the table shows the ratio of the
 fastest rounds and the median of the rounds' own ratios. Peak memory is what a fresh process needs beyond what it
@@ -18,9 +19,11 @@ import time
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import timm
 import torch
 
+from vitflow import Explainer
 from vitflow.explaining.asking.choices import choose_methods
 from vitflow.explaining.making.asked import AskedTrace
 from vitflow.explaining.making.needs import Needs
@@ -58,6 +61,30 @@ def refinement_share(name: str, batch: int, repeats: int) -> float:
             if number:  # the first round compiles
                 shares.append(1 - seconds[0] / seconds[1])
     return statistics.median(shares)
+
+
+def sampling_cost(name: str, repeats: int) -> tuple[float, float]:
+    """The processor time of a whole map by sampling in forward passes of its picture; and of ten classes in one's."""
+    model, pixels = prepare(name, 1)
+    explainer = Explainer(model)
+    picture = np.random.default_rng(0).integers(0, 256, (*pixels.shape[-2:], 3), dtype=np.uint8)
+    work = (
+        lambda: plain(model, pixels),
+        lambda: explainer.explain(picture, method="sampling", target=0),
+        lambda: explainer.explain_batch([picture], methods=["sampling"], targets=list(range(10))),
+    )
+    rounds = []
+    with torch.inference_mode():
+        for number in range(repeats + 1):
+            seconds = []
+            for one in work:
+                started = time.process_time()
+                one()
+                seconds.append(time.process_time() - started)
+            if number:  # the first round compiles, and tries whether tokens can be dropped
+                rounds.append((seconds[1] / seconds[0], seconds[2] / seconds[1]))
+    passes, classes = (statistics.median(one) for one in zip(*rounds, strict=True))
+    return passes, classes
 
 
 # As published: heads averaged, nothing discarded. Default: as `vitflow explain` does it.
@@ -106,6 +133,7 @@ def main() -> None:
     parser.add_argument(
         "--refinement", action="store_true", help="print refinement's share of the processor time alone"
     )
+    parser.add_argument("--sampling", action="store_true", help="print what sampling costs in forward passes alone")
     parser.add_argument("--memory-of", choices=list(WORK), help=argparse.SUPPRESS)
     parser.add_argument("--preset", choices=["paper", "default"], default="paper", help="which rollout")
     given = parser.parse_args()
@@ -124,6 +152,11 @@ def main() -> None:
         for name in given.models:
             for batch in given.batch_sizes:
                 print(f"{name}, batch {batch}: {refinement_share(name, batch, given.repeats):.1%}", flush=True)
+        return
+    if given.sampling:
+        for name in given.models:
+            passes, classes = sampling_cost(name, given.repeats)
+            print(f"{name}: 128 masks in {passes:.1f} forward passes, ten classes in {classes:.2f} × one", flush=True)
         return
     print(f"torch {torch.__version__}, timm {timm.__version__}, {torch.get_num_threads()} threads, float32\n")
     print("| model | batch | plain, images/s | with rollout, images/s | time × | median × | peak MiB | memory × |")

@@ -157,8 +157,8 @@ def test_models_of_torchvision_are_checked_too():
     assert all("encoder_layer_2" in name or "encoder.ln" in name for name in drawn if name.startswith("encoder"))
     assert len(cascading_randomisation(explainer, PICTURE, ["rollout"])) == 5
     assert class_sensitivity(explainer, PICTURE, ["input_gradient"])[0] > 0
-    assert not can_drop_tokens(explainer)
-    (found,) = faithfulness_curves(explainer, [explainer.explain(PICTURE)], replace="blank")
+    assert can_drop_tokens(explainer)
+    (found,) = faithfulness_curves(explainer, [explainer.explain(PICTURE)], replace="drop")
     assert found.deletion.std() > 0
 
 

@@ -159,9 +159,9 @@ def test_a_patch_of_the_top_layer_is_explained_refined(demo):
 
 
 def test_what_moves_along_attention_is_refined_once_by_default():
-    """As the rule in tests/benchmarks/defaults.py found it for these, and for no other was asked."""
+    """As the rules in tests/benchmarks/defaults.py and separation.py found it for these; for no other was asked."""
     steps = {name: method_table.get_method(name).complete({}).get("refine", 0) for name in ALL}
-    attentive = {"attention", "rollout", "flow", "gradient_rollout", "gae", "consensus"}
+    attentive = {"attention", "rollout", "flow", "gradient_rollout", "gae", "sampling", "consensus"}
     assert steps == {name: int(name in attentive) for name in steps}
 
 
@@ -223,11 +223,12 @@ def test_patches_that_are_all_alike_are_told(table):
         found = explainer.explain(PICTURES[0], method="input_gradient", refine=1)
     assert found.facts["refinement"] == "the model treats all patches nearly alike"
     assert np.ptp(found.grid) < 1e-4 * found.grid.max()
-    consensus = explainer.explain(PICTURES[0], method="consensus")  # only a default there
+    own = {"method": "consensus", "affinity": "attention"}  # the keys are nothing at all
+    consensus = explainer.explain(PICTURES[0], **own)  # only a default there
     assert consensus.options["refine"] == 0
     assert consensus.facts["refinement"] == "left out: the model treats all patches nearly alike"
     with pytest.warns(VitflowWarning, match="treats all patches nearly alike"):
-        asked = explainer.explain(PICTURES[0], method="consensus", refine=1)
+        asked = explainer.explain(PICTURES[0], refine=1, **own)
     assert asked.options["refine"] == 1
     assert asked.facts["refinement"] == "the model treats all patches nearly alike"
     assert np.ptp(asked.grid) < 1e-4 * asked.grid.max() < np.ptp(consensus.grid)
@@ -277,9 +278,9 @@ def test_keys_are_recorded_only_when_asked():
 def test_consensus_is_the_geometric_mean_of_its_parts_refined(demo):
     shares = []
     for part in PARTS:
-        grid = demo.explain(PICTURES[0], method=part, refine=1).grid.astype(np.float64)
+        grid = demo.explain(PICTURES[0], method=part, refine=1, affinity="both").grid.astype(np.float64)
         shares.append(grid / grid.sum())
-    expected = np.cbrt(np.prod(np.maximum(shares, FLOOR / grid.size), axis=0))
+    expected = np.sqrt(np.prod(np.maximum(shares, FLOOR / grid.size), axis=0))
     found = demo.explain(PICTURES[0], method="consensus")
     np.testing.assert_allclose(found.grid, expected, rtol=2e-4, atol=1e-9)
     assert found.class_specific and found.options["refine"] == 1

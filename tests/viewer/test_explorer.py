@@ -44,7 +44,7 @@ def place(tmp_path_factory, explainer) -> Path:
     wide = Image.new("RGB", (first.width * 3 // 2, first.height), "navy")
     wide.paste(second, (first.width // 4, 0))
     wide.save(folder / HOSTILE)
-    page = explore([folder / "first.png", folder / HOSTILE], model=explainer, methods=["gae", "consensus"])
+    page = explore([folder / "first.png", folder / HOSTILE], model=explainer, methods=["gae", "sampling", "consensus"])
     page.save(folder / "page.html")
     return folder
 
@@ -129,8 +129,10 @@ def expected(picture: dict, asked: dict) -> np.ndarray:
     if asked.get("patch"):
         row, col = map(int, asked["patch"].split(","))
         readout = torch.eye(len(readout), dtype=torch.float64)[picture["prefix"] + row * cols + col]
-    if asked["map"] in ("gae", "consensus"):
+    if asked["map"] in ("gae", "sampling", "consensus"):
         grid = torch.tensor(next(own for own in picture["maps"] if own["method"] == asked["map"])["values"])
+        if asked["map"] == "sampling" and asked["refine"]:
+            grid = grid.clamp_min(0.0)
     else:
         options = {"discard_ratio": asked["discard_ratio"], "num_prefix_tokens": picture["prefix"], "readout": readout}
         name = f"{asked['head_fusion']} {'weighted' if asked['value_weighted'] else 'plain'}"
@@ -163,7 +165,7 @@ def matrix_of(triangle: torch.Tensor, size: int) -> torch.Tensor:
 def random_state(generator: np.random.Generator, layers: int, heads: int, number: int) -> dict:
     end = int(generator.integers(1, layers + 1))
     return {
-        "map": ["rollout", "rollout", "attention", "gae", "rollout"][number % 5] if number else "consensus",
+        "map": ["rollout", "rollout", "attention", "gae", "sampling"][number % 5] if number else "consensus",
         "patch": "{},{}".format(*generator.integers(0, 12, 2)) if generator.random() < 0.7 else "",
         "start": int(generator.integers(1, end + 1)),
         "end": end,

@@ -44,14 +44,15 @@ class _MethodOrAll(MethodWithOptions):
     multiple=True,
     metavar="NAME[:OPTION=VALUE,…]|all",
     help="A method to measure, also with options of its own: rollout:preset=paper. Repeat it for more; all: every "
-    "method that applies to the model. The baselines are always there.  [default: all but blank-out]",
+    "method that applies to the model. The baselines are always there.  [default: all that need not run the model many "
+    "times, as blank-out, sampling and consensus do]",
 )
 @click.option(
     "--metric",
     "metrics",
     multiple=True,
     metavar="NAME|GROUP|all",
-    help="A metric, or one of the groups localisation, faithfulness, sanity, correlation; repeat it for more.  "
+    help="A metric, or one of the groups localisation, faithfulness, sanity, grid, correlation; repeat it for more.  "
     "[default: the first three groups]",
 )
 @click.option(

@@ -47,7 +47,7 @@ def _record(method: Method) -> dict[str, Any]:
         "answers": method.answers,
         "class_specific": method.class_specific,
         "options": dict(method.defaults),
-        "values": {name: OPTIONS[name].values for name in method.defaults if name in OPTIONS},
+        "values": {name: _values(method, name) for name in method.defaults if name in OPTIONS},
         "presets": {name: dict(options) for name, options in method.presets.items()},
         "paper": method.paper,
     }
@@ -80,7 +80,13 @@ def _all_of(method: Method) -> str:
 def _option_row(method: Method, name: str) -> tuple[str, str]:
     """What an option does, what it can be, and what it is by default; one that only a registered method has is bare."""
     option, default = OPTIONS.get(name), f"default: {shown(method.defaults[name])}"
-    return (flag_of(name), f"{option.help}  [{option.values}; {default}]" if option else f"[{default}]")
+    return (flag_of(name), f"{option.help}  [{_values(method, name)}; {default}]" if option else f"[{default}]")
+
+
+def _values(method: Method, name: str) -> str:
+    """What an option of a method can be: attention by itself has no sign that a mean could keep."""
+    values = OPTIONS[name].values
+    return values if "gradients" in method.needs else values.replace("|signed_mean", "")
 
 
 @click.command(short_help="List timm's models and which methods apply to each.")

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -66,7 +66,7 @@ def possible_groups(groups: Sequence[str], dataset: Dataset, explainer: Explaine
     if not dataset.has_regions:
         missing["localisation"] = "the data says nothing of where objects are (masks, boxes)"
     if not explainer.num_classes:
-        missing["faithfulness"] = missing["correlation"] = "the model has no classes"
+        missing |= dict.fromkeys(("faithfulness", "correlation", "grid"), "the model has no classes")
     left = [group for group in groups if group not in missing]
     told = [f"Left out: {group}, for {missing[group]}." for group in groups if group in missing]
     if not left:
@@ -102,11 +102,13 @@ class Question:
         target: class index that the maps are asked for; None for the class that the model predicts.
         region: the right answer, bool [height, width]; None where the data does not say.
         unknown: pixels of which the data says that nobody knows, bool [height, width]; they are left out.
+        objects: where the data says where objects are, the pixels of each class that the model has, by class.
     """
 
     target: int | None
     region: NDArray[np.bool_] | None = None
     unknown: NDArray[np.bool_] | None = None
+    objects: Mapping[int, NDArray[np.bool_]] = field(default_factory=dict)
 
 
 def ask(picture: Labelled, num_classes: int, class_names: Sequence[str] | None) -> Question:
@@ -132,23 +134,25 @@ def ask(picture: Labelled, num_classes: int, class_names: Sequence[str] | None) 
     unknown = [region for region in picture.regions if region.unknown]
     known = [region for region in picture.regions if not region.unknown]
     indices = [_index(region.label, num_classes, class_names) for region in known]
+    objects = _by_class(known, indices, (size[0], size[1]))
     if target is None:
-        target = _largest(known, indices, (size[0], size[1]))
+        # The class that covers the most pixels; of equal ones the first.
+        target = max(objects, key=lambda index: int(objects[index].sum()), default=None)
     own = [region for region, index in zip(known, indices, strict=True) if index is not None and index == target]
     mask = union(own or known, (size[0], size[1]))
     blurred = union(unknown, (size[0], size[1])) & ~mask if unknown else None
-    return Question(target, mask, blurred)
+    return Question(target, mask, blurred, objects)
 
 
-def _largest(regions: Sequence[Region], indices: Sequence[int | None], size: tuple[int, int]) -> int | None:
-    """The class that covers the most pixels; of equal ones the first."""
+def _by_class(
+    regions: Sequence[Region], indices: Sequence[int | None], size: tuple[int, int]
+) -> dict[int, NDArray[np.bool_]]:
+    """The pixels of each class that the model has."""
     by_class: dict[int, list[Region]] = {}
     for region, index in zip(regions, indices, strict=True):
         if index is not None:
             by_class.setdefault(index, []).append(region)
-    if len(by_class) < 2:
-        return next(iter(by_class), None)
-    return max(by_class, key=lambda index: int(union(by_class[index], size).sum()))
+    return {index: union(own, size) for index, own in by_class.items()}
 
 
 def _index(label: Label, num_classes: int, class_names: Sequence[str] | None) -> int | None:

@@ -57,7 +57,8 @@ def collect(
         if row["status"] != "measured":
             failures.append(row)
             continue
-        pictures.append({name: row[name] for name in ("input", *kinds_in("measured"))})
+        known = {name: row[name] for name in ("input", *kinds_in("measured"), "seconds")}
+        pictures.append(known | {"grid": row.get("grid")})
         table.append(_array([[row["values"][label].get(name) for label in labels] for name in METRICS]))
         if "overlap" in row:
             overlaps.append(_array([row["overlap"][label] or [None] * 4 for label in labels]))
@@ -135,15 +136,30 @@ def _notes(
         told.append(f"{_REPLACED[protocol.replace]} Curves have {protocol.points} points.")
     if protocol.blurred_twin:
         told.append(SAYS)
+    if "grid" in protocol.groups:
+        told.append(_about_grids([picture["grid"] for picture in pictures if picture["grid"] is not None]))
     checked = sum("sanity" in picture["groups"] for picture in pictures)
     if checked:
         told.append(f"The sanity checks were made on {_count(checked, 'picture')}.")
         if protocol.unchecked:
             told[-1] += (
-                f" {', '.join(protocol.unchecked)} was left out of them, for it runs the model once per patch; name it "
+                f" Left out of them, for they run the model many times: {', '.join(protocol.unchecked)}; name a method "
                 "with --method to have it checked."
             )
     return told
+
+
+def _about_grids(grids: Sequence[Sequence[str]]) -> str:
+    if not grids:
+        return (
+            "No grid of four pictures could be made: that takes four labelled pictures of different classes, each of "
+            "which the model gives more than half of its probability."
+        )
+    count = len({tuple(names) for names in grids})
+    return (
+        f"The grid pointing game asks {_count(len(grids), 'question')} of {_count(count, 'grid')}, four pictures each "
+        "whose labelled class the model gives more than half of its probability, drawn by the seed."
+    )
 
 
 def _undefined(

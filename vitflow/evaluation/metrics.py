@@ -16,7 +16,7 @@ class Metric:
     Attributes:
         name: what callers write, and its column in the tables.
         title: what readers see.
-        group: "localisation", "faithfulness" or "sanity"; metrics of a group are computed together.
+        group: "localisation", "faithfulness", "sanity" or "grid"; metrics of a group are computed together.
         better: "higher" or "lower".
         says: what it measures.
         silent: what it does not show.
@@ -158,11 +158,54 @@ METRICS: dict[str, Metric] = {
             "How unlike the maps for two classes are: 1 − Spearman; 0 for methods that ask for no class.",
             "It does not say that either map is right, and classes that look alike may rightly share a map.",
         ),
+        Metric(
+            "grid_energy",
+            "energy in cell",
+            "grid",
+            "higher",
+            "Of four pictures in a grid, one class asked for: the share of the map in the cell that shows it.",
+            "A map that is thin everywhere else gains by that alone. Chance, and every map that is the same for all "
+            "classes, is 0.25.",
+        ),
+        Metric(
+            "grid_auc",
+            "ROC-AUC of cell",
+            "grid",
+            "higher",
+            "The chance that a patch of the asked cell is higher than one of the other three cells.",
+            "The ground of the asked cell counts as right, so that 1 is more than a map of the object alone can reach.",
+        ),
+        Metric(
+            "grid_wins",
+            "cell wins",
+            "grid",
+            "higher",
+            "How often the asked cell has the largest mean of the four.",
+            "It says nothing about where in its cell the map lies; and grids are unlike the pictures that a model was "
+            "trained on.",
+        ),
+        Metric(
+            "separation",
+            "energy in asked object",
+            "grid",
+            "higher",
+            "In pictures with labelled objects of several classes: of the map's mass in all of them, the share in the "
+            "asked one.",
+            "What lies beside all objects does not count. Chance is the asked object's share of their area.",
+        ),
+        Metric(
+            "separation_wins",
+            "asked object wins",
+            "grid",
+            "higher",
+            "How often the asked object has the largest mean of the labelled ones.",
+            "With two objects, chance wins every other time.",
+        ),
     )
 }
 
 #: Groups of metrics; "correlation" is measured layer by layer and has tables of its own.
-GROUPS = ("localisation", "faithfulness", "sanity", "correlation")
+GROUPS = ("localisation", "faithfulness", "sanity", "grid", "correlation")
 
 #: What is measured where nothing else is asked for.
 DEFAULT_GROUPS = ("localisation", "faithfulness", "sanity")
@@ -177,7 +220,7 @@ def choose_metrics(names: Iterable[str] | None = None) -> tuple[list[Metric], li
     """The metrics of these names and groups, in the table's order, and the groups that must be computed for them.
 
     Args:
-        names: of metrics or groups, or "all"; by default everything but "correlation".
+        names: of metrics or groups, or "all"; by default everything but "grid" and "correlation".
 
     Raises:
         OptionError: there is no such metric or group, or none was named.

@@ -9,6 +9,7 @@ from vitflow.evaluation.metrics import CORRELATION_SILENT, Metric
 from vitflow.evaluation.statistics import CONFIDENCE, Difference
 from vitflow.evaluation.tables import Tables
 from vitflow.pictures.charts import darkened
+from vitflow.pictures.figures import figure_bytes
 from vitflow.pictures.typesetting import decimal
 from vitflow.viewer.pages import write_html
 
@@ -16,30 +17,34 @@ _TITLES = {
     "localisation": "Localisation",
     "faithfulness": "Faithfulness",
     "sanity": "Sanity",
+    "grid": "One class against another",
     "correlation": "Rank correlation by layer",
 }
 _QUESTIONS = {
     "localisation": "Does the map lie where the object is?",
     "faithfulness": "Does the answer go with the patches that the map calls relevant?",
     "sanity": "Does the map depend on the model, follow the picture, and tell classes apart?",
+    "grid": "Of several objects, does the map lie on the one that was asked for?",
     "correlation": "Do attention, rollout and flow of each layer rank patches as the references do?",
 }
 # Charts that stand with a group besides its bars.
 _FURTHER = {"faithfulness": "curves", "sanity": "randomisation"}
 
 
-def write_page(evaluation: Tables, path: Path, charts: Mapping[str, bytes]) -> Path:
+def write_page(evaluation: Tables, path: Path, charts: Mapping[str, bytes], *, answer: str = "") -> Path:
     """Write the page.
 
     Args:
         evaluation: what it tells.
         path: where to.
         charts: SVG by name, as `save_charts` gives them.
+        answer: to the question in its title, in a sentence.
     """
     return write_html(
         path,
         "evaluation",
         evaluation=evaluation,
+        answer=answer,
         groups=_groups(evaluation, charts),
         confidence=round(100 * CONFIDENCE),
     )
@@ -60,6 +65,9 @@ def _groups(evaluation: Tables, drawn: Mapping[str, bytes]) -> list[dict[str, An
                 "metrics": metrics,
                 "rows": _rows(evaluation, metrics),
                 "charts": [charts[name] for name in names if name in charts],
+                "pictures": [_data_uri(figure_bytes(one, ".png"), "png") for one in evaluation.grids]
+                if group == "grid"
+                else [],
                 "matrices": [_matrix(evaluation, metric) for metric in metrics],
                 "accumulated": evaluation.accumulated_mean_iou() if group == "localisation" else {},
             }
@@ -83,8 +91,8 @@ def _chart(name: str, svg: bytes) -> dict[str, str]:
     return {"name": name, "light": _data_uri(svg), "dark": _data_uri(darkened(svg))}
 
 
-def _data_uri(svg: bytes) -> str:
-    return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
+def _data_uri(content: bytes, kind: str = "svg+xml") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def _rows(evaluation: Tables, metrics: Sequence[Metric]) -> list[dict[str, Any]]:

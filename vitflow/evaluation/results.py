@@ -18,8 +18,9 @@ from vitflow.evaluation.metrics import Metric
 from vitflow.evaluation.page import write_page
 from vitflow.evaluation.statistics import defined_means, markdown_table
 from vitflow.evaluation.tables import Tables
+from vitflow.evaluation.verdict import verdict
 from vitflow.pictures import notebook
-from vitflow.pictures.figures import figure_bytes
+from vitflow.pictures.figures import figure_bytes, save_figure
 from vitflow.pictures.files import write_atomically
 from vitflow.runs.columns import kinds_in, plain_cell
 
@@ -57,6 +58,7 @@ class Evaluation(Tables):
             "baselines": [method for method in self.methods if self.is_baseline(method)],
             "settings": dict(self.settings),
             "notes": list(self.notes),
+            "verdict": verdict(self),
             "metrics": tables,
         }
         if self.overlaps is not None:
@@ -142,7 +144,10 @@ class Evaluation(Tables):
         _write(path / "summary.csv", summary_csv(self))
         _write(path / "differences.csv", differences_csv(self))
         _write(path / "summary.json", self._summary_json())
-        return write_page(self, path / "report.html", save_charts(self, path / "figures"))
+        for number, figure in enumerate(self.grids, start=1):
+            save_figure(figure, path / "figures" / f"grid-{number}.png")
+        charts = save_charts(self, path / "figures")
+        return write_page(self, path / "report.html", charts, answer=verdict(self))
 
     def _summary_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1) + "\n"

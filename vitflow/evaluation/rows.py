@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vitflow.evaluation.measures.correlation import LAYER_METHODS, REFERENCES
+from vitflow.evaluation.measures.grid import CELLS
 from vitflow.evaluation.measures.randomisation import default_stages
 from vitflow.evaluation.scoring import CURVES, Protocol
 from vitflow.explaining.explainer import Explainer
@@ -33,6 +34,7 @@ def accepts(protocol: Protocol, explainer: Explainer) -> Callable[[Mapping[str, 
             and set(value) <= labels
             and all(isinstance(own, dict) and all(curves(own.get(name)) for name in CURVES) for own in value.values())
         ),
+        "grid": or_none(list_of(is_text, CELLS)),
         "stages": lambda value: _are_stages(value, stages),
         "correlation": _is_correlation,
     }

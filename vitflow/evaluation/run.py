@@ -1,9 +1,8 @@
 """Evaluate methods on a model and data: measure picture by picture, resumable, and put everything together."""
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from vitflow.evaluation.choices import (
 )
 from vitflow.evaluation.collecting import collect
 from vitflow.evaluation.data.datasets import Dataset, Labelled, Sample, open_dataset
+from vitflow.evaluation.gridding import Grid, draw_grids, lot, make_grids
 from vitflow.evaluation.measures.token_dropping import can_drop_tokens
 from vitflow.evaluation.metrics import choose_metrics
 from vitflow.evaluation.results import Evaluation
@@ -84,10 +84,10 @@ def evaluate(
         data: drawn pictures ("demo:500"), annotations, a folder or list of pictures; see `open_dataset`.
         model: a model id (see `load_model`), a module, an Explainer, or a function that makes one when it is needed.
         methods: names, or (name, options) pairs; "all" for every method that applies to the model; by default all of
-            these but blank-out, which runs the model once per patch (of "all" it is left out of the sanity checks). The
-            baselines `random` and `centre` are added.
-        metrics: names or groups ("localisation", "faithfulness", "sanity", "correlation"), or "all" among them; by
-            default the first three groups.
+            these but blank-out, sampling and consensus, which run the model many times (of "all" they are left out of
+            the sanity checks). The baselines `random` and `centre` are added.
+        metrics: names or groups ("localisation", "faithfulness", "sanity", "grid", "correlation"), or "all" among them;
+            by default the first three groups.
         output: a folder for the rows, tables, figures and the page.
         images: where the pictures of an annotation file are, if not beside it.
         limit: take the first pictures only.
@@ -123,7 +123,7 @@ def evaluate(
         chosen, left_out = applicable_methods(explainer, dataset, chosen)
         notes += left_out
     how = replace_by or ("drop" if "faithfulness" in groups and can_drop_tokens(explainer) else "blank")
-    # Of "all" methods those that run the model once per patch would take longer than all others together.
+    # Of "all" methods those that run the model many times would take longer than all others together.
     slow = [one.label for one in chosen if methods == "all" and "predict" in one.method.needs]
     twins = blurred_twin and bool({"localisation", "faithfulness"} & set(groups))
     protocol = Protocol(
@@ -137,7 +137,8 @@ def evaluate(
     )
     settings = _settings(dataset, explainer, protocol, sanity_pictures)
     asked = _groups_of(dataset, protocol, sanity_pictures)
-    run = _Run(dataset, explainer, protocol, asked, batch_size, progress)
+    grids = make_grids(dataset.samples, explainer, _questions(explainer), seed) if "grid" in groups else {}
+    run = _Run(dataset, explainer, protocol, asked, batch_size, progress, grids)
     evaluation = collect(
         list(run.rows()) if output is None else run.kept_rows(RunFolder(Path(output)), settings, overwrite),
         dataset=dataset,
@@ -151,6 +152,9 @@ def evaluate(
         raise VitflowError(_nothing_measured(evaluation.failures))
     if output is not None:
         with finishing(output):
+            if grids:
+                best = _apart(evaluation)
+                evaluation = replace(evaluation, grids=draw_grids(grids, explainer, protocol.methods, best))
             evaluation.save(Path(output))
     return evaluation
 
@@ -168,6 +172,17 @@ def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol, sanity
         **removing,
     }
     return run_fingerprint("evaluation", data, explainer.fingerprint(), protocol.methods, measured)
+
+
+def _apart(evaluation: Evaluation) -> list[str]:
+    """The methods that tell classes apart, the best first."""
+    rows = evaluation.table("grid_auc") if "grid_auc" in evaluation.values else []
+    known = {row.method: row.estimate.mean for row in rows if row.estimate.mean is not None and not row.baseline}
+    return sorted(known, key=lambda method: -known[method])
+
+
+def _questions(explainer: Explainer) -> Callable[[Labelled], Question]:
+    return partial(ask, num_classes=explainer.num_classes, class_names=explainer.class_names)
 
 
 def _nothing_measured(failures: Sequence[Mapping[str, Any]]) -> str:
@@ -190,6 +205,11 @@ class _Run:
     groups: Mapping[str, tuple[str, ...]]
     batch_size: int | None
     progress: Callable[[RunProgress], None] | None
+    grids: Mapping[str, Grid]
+
+    def grid_names(self, name: str) -> list[str] | None:
+        """The pictures that a picture stands in a grid with."""
+        return self.grids[name].names if name in self.grids else None
 
     def kept_rows(self, folder: RunFolder, settings: Mapping[str, Any], overwrite: bool) -> Iterator[dict[str, Any]]:
         """Measure what the folder has no row of, and give all rows in the order of the data."""
@@ -197,7 +217,9 @@ class _Run:
         with keep_rows(folder, {"run": settings}, accept, overwrite=overwrite) as journal:
             samples = {sample.name: sample for sample in self.dataset.samples}
             before = {
-                name for row in journal.rows(samples) if _is_done(row, samples[name := row["input"]], self.groups[name])
+                name
+                for row in journal.rows(samples)
+                if _is_done(row, samples[name := row["input"]], self.groups[name], self.grid_names(name))
             }
             for row in self.rows(before):
                 journal.append([row])
@@ -212,7 +234,7 @@ class _Run:
         tally = Tally(self.progress, len(self.dataset), len(done))
         size = self.batch_size or _AUTO_BATCH.get(self.explainer.device.type, 8)
         batches = Batches(self.explainer, size)
-        question_of = partial(ask, num_classes=self.explainer.num_classes, class_names=self.explainer.class_names)
+        question_of = _questions(self.explainer)
         for start in range(0, len(missing), size):
             samples = missing[start : start + size]
             with watched(partial(_tell_share, tally, tally.done, len(samples)), self._rounds(samples)):
@@ -233,7 +255,9 @@ class _Run:
             except (VitflowError, OSError) as error:
                 yield failed_row({"input": sample.name}, error) | stamps[sample.name]
             else:
-                cases.append(Case(sample.name, picture, question, self.groups[sample.name]))
+                cases.append(
+                    Case(sample.name, picture, question, self.groups[sample.name], self.grids.get(sample.name))
+                )
         for row in measure(batches, cases, self.protocol):
             yield row | stamps[row["input"]]
 
@@ -249,7 +273,7 @@ def _groups_of(dataset: Dataset, protocol: Protocol, sanity_pictures: int) -> di
     """What is measured on each picture: the costly groups on some of them."""
     quick = tuple(group for group in protocol.groups if group not in _COSTLY)
     names = [sample.name for sample in dataset.samples]
-    drawn = set(sorted(names, key=lambda name: _draw(name, protocol.seed))[:sanity_pictures])
+    drawn = set(sorted(names, key=lambda name: lot(name, protocol.seed))[:sanity_pictures])
     return {name: protocol.groups if name in drawn else quick for name in names}
 
 
@@ -258,14 +282,10 @@ def _tell_share(tally: Tally, before: int, pictures: int, share: float) -> None:
     tally.share(max(before + share * pictures - tally.done, 0.0))
 
 
-def _draw(name: str, seed: int) -> bytes:
-    """A picture's lot: those with the smallest are drawn, and more pictures in the data change little of it."""
-    return hashlib.sha256(f"{seed} {name}".encode("utf-8", "surrogateescape")).digest()
-
-
-def _is_done(row: Mapping[str, Any], sample: Sample, groups: Sequence[str]) -> bool:
-    """Whether an earlier run measured this very picture, and all that is asked for."""
-    return row["status"] == "measured" and row["stamp"] == sample.stamp() and set(groups) <= set(row["groups"])
+def _is_done(row: Mapping[str, Any], sample: Sample, groups: Sequence[str], grid: list[str] | None) -> bool:
+    """Whether an earlier run measured this very picture, in this very grid, and all that is asked for."""
+    same = row["status"] == "measured" and row["stamp"] == sample.stamp() and set(groups) <= set(row["groups"])
+    return same and ("grid" not in groups or row.get("grid") == grid)
 
 
 def _only(row: dict[str, Any], groups: Sequence[str]) -> dict[str, Any]:

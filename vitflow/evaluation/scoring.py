@@ -12,15 +12,18 @@ from vitflow.errors import stops_all
 from vitflow.evaluation.choices import Question
 from vitflow.evaluation.controls import blurred, twin_of
 from vitflow.evaluation.data.datasets import Labelled
+from vitflow.evaluation.gridding import Grid, as_values
 from vitflow.evaluation.measures import sanity
 from vitflow.evaluation.measures.correlation import rank_correlation
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
+from vitflow.evaluation.measures.grid import score_object
 from vitflow.evaluation.measures.localisation import localise
 from vitflow.explaining.asking.choices import ChosenMethod
 from vitflow.explaining.asking.method_table import BASELINES
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.showing.agreement import is_constant
+from vitflow.explaining.showing.strips import columns_of
+from vitflow.methods.ranks import is_constant
 from vitflow.runs.batches import Batches
 from vitflow.runs.columns import failed_row
 
@@ -77,12 +80,14 @@ class Case:
         picture: what the data says of it.
         question: what is asked of it.
         groups: of metrics that are measured on this picture, some of the protocol's.
+        grid: that it stands in, if it does in one.
     """
 
     name: str
     picture: Labelled
     question: Question
     groups: tuple[str, ...]
+    grid: Grid | None = None
 
 
 def measure(batches: Batches, cases: Sequence[Case], protocol: Protocol) -> Iterator[dict[str, Any]]:
@@ -146,6 +151,8 @@ def _row(explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: P
         _add_faithfulness(row, explainer, maps, protocol)
     if "sanity" in case.groups:
         _add_sanity(row, explainer, case, maps, protocol)
+    if "grid" in case.groups:
+        _add_grid(row, explainer, case, protocol)
     if "correlation" in case.groups:
         _add_correlation(row, explainer, case)
     return row
@@ -218,6 +225,25 @@ def _add_sanity(
     for name, values in found.items():
         for label, value in zip(labels, values, strict=True):
             row["values"][label][name] = _rounded(value)
+
+
+def _add_grid(row: dict[str, Any], explainer: Explainer, case: Case, protocol: Protocol) -> None:
+    """The picture's cell among those of its grid, and its objects of several classes among each other."""
+    row["grid"] = None if case.grid is None else case.grid.names
+    if case.grid is not None:
+        for label, values in as_values(case.grid.scores(explainer, protocol.methods, case.name)).items():
+            row["values"][label] |= {name: _rounded(value) for name, value in values.items()}
+    objects = case.question.objects
+    if len(objects) < 2:
+        return
+    found = explainer.explain_batch([case.picture.image], methods=protocol.methods, targets=list(objects))
+    for method, maps in zip(protocol.methods, columns_of(found), strict=True):
+        by_class = list(maps) * (len(objects) if len(maps) == 1 else 1)
+        scores = [score_object(_heatmap(one), list(objects.values()), asked) for asked, one in enumerate(by_class)]
+        known = [one for one in scores if one is not None]
+        if known:
+            energy, wins = np.mean(known, axis=0)
+            row["values"][method.label] |= {"separation": _rounded(energy), "separation_wins": _rounded(wins)}
 
 
 def _add_correlation(row: dict[str, Any], explainer: Explainer, case: Case) -> None:

@@ -6,6 +6,7 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, unknown_name
@@ -52,6 +53,7 @@ class Tables:
         correlation: rank correlation by layer, where it was asked for.
         settings: what else the numbers depend on, ready for JSON.
         notes: sentences that belong beside the tables.
+        grids: some grids of four pictures with their maps, drawn, where they were measured for a page.
     """
 
     data: str
@@ -69,6 +71,7 @@ class Tables:
     correlation: RankCorrelation | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    grids: tuple[Figure, ...] = ()
     _known: dict[tuple[str, str], Any] = field(default_factory=dict, init=False)
 
     @property

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import vitflow
-from vitflow.errors import OptionError, UnsupportedModelError, ValueNormsError, VitflowWarning
+from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, ValueNormsError, VitflowWarning
 from vitflow.explaining.asking.choices import Chosen, MethodChoice, choose_methods
 from vitflow.explaining.asking.method_options import takes_method_options
 from vitflow.explaining.asking.targets import (
@@ -190,7 +190,7 @@ class Explainer(PictureModel):
         """Which of these methods do not apply to this model, and why: tried one by one on a picture, or a grey one."""
         found = {}
         for one in choose_methods(methods, {}):
-            if "predict" in one.method.needs:
+            if one.method.needs == {"predict"}:
                 continue  # it only runs the model, which every model allows
             try:
                 self.explain_batch([self.grey() if image is None else image], methods=[one])
@@ -206,12 +206,25 @@ class Explainer(PictureModel):
         # Leaving inference mode lets a caller's torch.inference_mode() stand around this.
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(self.model):
             started = time.perf_counter()
-            trace, chosen = self._record_weighted(self._tensor(pictures), chosen)
+            trace, chosen = self._record_if_seen(self._tensor(pictures), chosen)
             answered = probabilities_of(trace.logits, self.facts)
             seconds = time.perf_counter() - started
             wanted = resolve_targets(targets, answered, self.facts.class_names)
             recorded = Answered(trace, pictures, self.facts, answered, self._predict, self._log_odds, seconds)
             return apply_methods(recorded, chosen, wanted)
+
+    def _record_if_seen(self, pixels: Tensor, chosen: Chosen) -> tuple[Trace, Chosen]:
+        """Record, without what refines maps of no attention where that is only a default and there is no attention."""
+        try:
+            return self._record_weighted(pixels, chosen)
+        except NoAttentionError:
+            plain = [
+                one.but(refine=0) if one.method.needs == {"predict"} and "refine" not in one.asked else one
+                for one in chosen
+            ]
+            if plain == chosen:
+                raise
+        return self._record_weighted(pixels, plain)
 
     def _record_weighted(self, pixels: Tensor, chosen: Chosen) -> tuple[Trace, Chosen]:
         """Record, without value weighting where it is only a default and does not apply to the model."""

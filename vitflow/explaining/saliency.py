@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from vitflow.demo import limits_of
 from vitflow.errors import OptionError
 from vitflow.explaining.asking.answer import Answer
-from vitflow.explaining.asking.captions import class_lines, own_options
+from vitflow.explaining.asking.captions import class_lines, own_options, unsure
 from vitflow.explaining.asking.method_options import plain_options
 from vitflow.explaining.asking.method_table import get_method
 from vitflow.explaining.asking.targets import Contrast
@@ -177,6 +177,8 @@ class Saliency:
         """What a reader of the figure must know, line by line."""
         if self.target is not None and not self.class_specific:
             yield "The map is the same for every class."
+        if told := unsure(self.facts):
+            yield f"{told[0].upper()}{told[1:]}."
         if self.patch_box is not None:
             yield "The frame is the patch whose attention is shown."
         if not self.placement.sees_everything:

@@ -139,30 +139,42 @@ def auto_batch(explainer: Explainer) -> int:
 
 
 def cost_of(job: Job, explainer: Explainer, count: int) -> str | None:
-    """What so many pictures will take by the method that runs the model once for each patch; None without it.
+    """What so many pictures will take by the methods that run the model many times; None without any.
 
     The model is tried on a grey picture, on this machine.
     """
-    asked = next((one.options for one in job.methods if one.name == "occlusion"), None)
-    if asked is None or not count:
+    masked = {one.name: one.options for one in job.methods if one.name in ("sampling", "consensus")}
+    hiding = next((one.options for one in job.methods if one.name == "occlusion"), None)
+    if not count or not (masked or hiding):
         return None
     height, width = explainer.spec.size
-    own = explainer.spec.patch_size
-    if asked["patch_size"] is None and own is not None and min(own) >= 7:
-        rows, cols = height // own[0], width // own[1]
-    else:
-        rows, cols = cell_grid(height, width, asked["patch_size"])
+    words, passes, batch_size = [], 0, 1
+    if hiding is not None:
+        size, own_size = hiding["patch_size"], explainer.spec.patch_size
+        if size is None and own_size is not None and min(own_size) >= 7:
+            rows, cols = height // own_size[0], width // own_size[1]
+        else:
+            rows, cols = cell_grid(height, width, size)
+        words.append("occlusion hides one patch after another")
+        passes, batch_size = rows * cols * (1 + hiding["shifts"]), hiding["occlusion_batch"]
+    if masked:
+        most = max(masked.values(), key=lambda own: own["masks"])
+        words.append(
+            f"{' and '.join(masked)} leave{'s' if len(masked) == 1 else ''} out other patches {most['masks']} times"
+        )
+        # Dropped tokens take no time; those with the same masks ask once.
+        passes += round(most["masks"] * most["keep"]) * (1 + most["shifts"])
+        batch_size = max(batch_size, most["occlusion_batch"])
     grey = explainer.pixels(np.full((height, width, 3), 128, np.uint8))
-    batch = grey.expand(max(min(_TRIED, asked["occlusion_batch"]), 1), -1, -1, -1)
+    batch = grey.expand(max(min(_TRIED, batch_size), 1), -1, -1, -1)
     with torch.no_grad():
         explainer.logits(batch)  # the first pass prepares what the others find ready
         started = time.perf_counter()
         float(explainer.logits(batch).sum())  # waits for a GPU
     seconds = (time.perf_counter() - started) / len(batch)
-    passes = rows * cols * (1 + asked["shifts"])
     total = f"{count * passes:,}".replace(",", " ")
     return (
-        f"occlusion hides one patch after another: {passes} passes through the model a picture, {total} in all, about "
+        f"{'; '.join(words)}: {passes} passes through the model a picture, {total} in all, about "
         f"{duration(seconds * passes * count)} ({duration(seconds)} each, tried on this machine)."
     )
 

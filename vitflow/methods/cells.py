@@ -42,6 +42,20 @@ def cell_edges(length: int, count: int) -> list[int]:
     return [round(number * length / count) for number in range(count + 1)]
 
 
+def cell_owners(height: int, width: int, rows: int, cols: int) -> Tensor:
+    """The number of the cell that each pixel belongs to, 0 for the top left, in raster order, [height, width].
+
+    >>> cell_owners(2, 4, 1, 2)
+    tensor([[0, 0, 1, 1],
+            [0, 0, 1, 1]])
+    """
+    of_row, of_col = (
+        torch.repeat_interleave(torch.arange(count), torch.tensor(cell_edges(length, count)).diff())
+        for length, count in ((height, rows), (width, cols))
+    )
+    return of_row[:, None] * cols + of_col
+
+
 def sum_cells(values: Tensor, rows: int, cols: int) -> Tensor:
     """Sum of a picture [..., height, width] over the pixels of each cell, [..., rows, cols].
 

@@ -10,6 +10,8 @@ from vitflow.errors import OptionError, ShapeError, unknown_name, whole_number
 
 HeadFusion = Literal["mean", "max", "min"]
 HEAD_FUSIONS: tuple[HeadFusion, ...] = get_args(HeadFusion)
+# For what may be negative, too: the mean over heads before it is cut at 0, not after.
+SignedFusion = HeadFusion | Literal["signed_mean"]
 
 
 def check_head_fusion(head_fusion: str) -> None:

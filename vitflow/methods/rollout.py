@@ -11,6 +11,7 @@ from vitflow.methods import onepass
 from vitflow.methods.attention import check_layer, check_readout
 from vitflow.methods.fusion import (
     HeadFusion,
+    SignedFusion,
     check_attentions,
     check_fraction,
     check_prefix,
@@ -203,7 +204,7 @@ def relevance(layers: Sequence[Tensor], *, start_layer: int = 1, readout: Tensor
 
 
 def for_the_class(
-    attentions: Sequence[Tensor] | Tensor, gradients: Sequence[Tensor] | Tensor, head_fusion: HeadFusion
+    attentions: Sequence[Tensor] | Tensor, gradients: Sequence[Tensor] | Tensor, head_fusion: SignedFusion
 ) -> list[Tensor]:
     """W_l, the fused (A_l ⊙ ∇A_l)⁺ of each layer, [batch, tokens, tokens], which speaks for one class.
 
@@ -213,7 +214,8 @@ def for_the_class(
     Args:
         attentions: layers of [batch, heads, tokens, tokens], first layer first; weighted by their values, if wished.
         gradients: of each picture's target logit with respect to the attention probabilities, of the same shapes.
-        head_fusion: "mean" (both papers), "max" or "min" over heads.
+        head_fusion: "mean" (both papers), "max" or "min" over heads; or "signed_mean", (mean_h (A_l ⊙ ∇A_l))⁺, in which
+            heads that speak against the class cancel those that speak for it.
 
     Raises:
         OptionError: an unknown head fusion.
@@ -241,5 +243,9 @@ def for_the_class(
                 "Expected attention and its gradient of one shape [batch, heads, tokens, tokens], got "
                 f"{tuple(attention.shape)} and {tuple(gradient.shape)} in layer {number}."
             )
-        layers.append(fuse_heads((at_least_float32(attention) * gradient).clamp_min(0.0), head_fusion))
+        products = at_least_float32(attention) * gradient
+        if head_fusion == "signed_mean":
+            layers.append(products.mean(dim=-3).clamp_min(0.0))
+        else:
+            layers.append(fuse_heads(products.clamp_min(0.0), head_fusion))
     return layers

@@ -137,15 +137,24 @@ def library_readout(model: nn.Module, layout: TokenLayout) -> tuple[Tensor, str]
 
 def library_norms(model: nn.Module) -> list[str]:
     """Module path of each block's first norm, first block first; empty for models of timm."""
+    return [
+        f"{path}.{name}.{next(norm for norm in _FIRST_NORMS if hasattr(block, norm))}"
+        for path, blocks in library_blocks(model).items()
+        for name, block in blocks.named_children()
+    ]
+
+
+def library_blocks(model: nn.Module) -> dict[str, nn.ModuleList | nn.Sequential]:
+    """The stacks of blocks that begin with a norm, by module path; empty for models of timm."""
     if embedding_of(model) is None:
-        return []
-    found = []
-    for path, module in model.named_modules():
-        blocks = dict(module.named_children()) if isinstance(module, nn.ModuleList | nn.Sequential) else {}
-        norms = [next((norm for norm in _FIRST_NORMS if hasattr(block, norm)), None) for block in blocks.values()]
-        if None not in norms:
-            found += [f"{path}.{name}.{norm}" for name, norm in zip(blocks, norms, strict=True)]
-    return found
+        return {}
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+        and len(module)
+        and all(any(hasattr(block, norm) for norm in _FIRST_NORMS) for block in module)
+    }
 
 
 def refuse_unseen(model: nn.Module) -> None:

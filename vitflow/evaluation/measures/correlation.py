@@ -22,10 +22,10 @@ from vitflow.evaluation.statistics import markdown_table
 from vitflow.explaining.asking.choices import MethodChoice, choose_methods
 from vitflow.explaining.asking.targets import Target
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.showing.agreement import spearman
 from vitflow.methods.attention import check_layer, raw_attention
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.fusion import HeadFusion
+from vitflow.methods.ranks import spearman
 from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import TokenLayout
 from vitflow.methods.values import ValueWeighting

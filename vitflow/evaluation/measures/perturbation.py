@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import ModelError, OptionError, ShapeError, unknown_name
-from vitflow.evaluation.measures.token_dropping import check_can_drop, needs_patches, run_on_patches
+from vitflow.evaluation.measures.token_dropping import check_can_drop
 from vitflow.explaining.explainer import Explainer
-from vitflow.methods.cells import cell_edges
+from vitflow.methods.cells import cell_owners
 from vitflow.models.anatomy import logits_of
+from vitflow.recording.token_dropping import needs_patches, run_on_patches
 
 REPLACEMENTS = ("drop", "blank", "blur")
 # σ of the blur, as a share of the shorter side of the model input.
@@ -140,7 +141,8 @@ class _Hidden:
         self.explainer, self.pixels, self.filler = explainer, pixels, filler
 
     def logits(self, choices: Sequence[Choice], batch_size: int) -> Tensor:
-        owners = {grid: self._owners(*grid) for grid in {choice.grid for choice in choices}}
+        size = self.pixels.shape[-2], self.pixels.shape[-1]
+        owners = {grid: cell_owners(*size, *grid) for grid in {choice.grid for choice in choices}}
         found = []
         for chunk in _chunks(choices, batch_size):
             visible = torch.stack([self._visible(choice, owners[choice.grid]) for choice in chunk])
@@ -153,14 +155,6 @@ class _Hidden:
         stays = torch.zeros(choice.grid[0] * choice.grid[1], dtype=torch.bool)
         stays[torch.from_numpy(choice.kept)] = True
         return stays[owners][None]
-
-    def _owners(self, rows: int, cols: int) -> Tensor:
-        """The number of the patch that each pixel belongs to, [height, width]."""
-        of_row, of_col = (
-            torch.repeat_interleave(torch.arange(count), torch.tensor(cell_edges(length, count)).diff())
-            for length, count in zip(self.pixels.shape[-2:], (rows, cols), strict=True)
-        )
-        return of_row[:, None] * cols + of_col
 
 
 def _chunks(items: Sequence[Item], size: int) -> list[Sequence[Item]]:

@@ -16,7 +16,7 @@ from vitflow.explaining.asking.choices import MethodChoice, choose_methods
 from vitflow.explaining.asking.targets import Target
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.showing.agreement import spearman
+from vitflow.methods.ranks import spearman
 from vitflow.models.anatomy import transformer_of
 from vitflow.models.libraries import library_norms
 from vitflow.pictures.images import ImageSource

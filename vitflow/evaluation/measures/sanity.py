@@ -15,8 +15,9 @@ from vitflow.explaining.asking.choices import MethodChoice, choose_methods
 from vitflow.explaining.asking.targets import Target
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.showing.agreement import mean_of_defined, spearman
+from vitflow.explaining.showing.agreement import mean_of_defined
 from vitflow.methods.cells import cell_grid
+from vitflow.methods.ranks import spearman
 from vitflow.models.anatomy import logits_of
 from vitflow.pictures.images import ImageSource, read_image
 from vitflow.pictures.preprocessing import Preprocessing
@@ -72,7 +73,7 @@ def shift_stability(
     moved = [window[down : down + height, :width], window[:height, right : right + width]]
     original, targets = original_maps(explainer, image, methods, target, maps, options)
     several = None if targets is None else np.repeat(targets, 2)
-    found = _as_it_is(explainer, (height, width)).explain_batch(moved, methods=methods, targets=several, **options)
+    found = as_it_is(explainer, (height, width)).explain_batch(moved, methods=methods, targets=several, **options)
     values = []
     for number, before in enumerate(original):
         to_right, to_down = found[number].grid, found[number + len(methods)].grid
@@ -116,7 +117,7 @@ def flip_stability(
     """
     window = _wide_window(explainer, image, (0, 0))
     original, targets = original_maps(explainer, image, methods, target, maps, options)
-    mirrored = _as_it_is(explainer, window.shape[:2]).explain_batch(
+    mirrored = as_it_is(explainer, window.shape[:2]).explain_batch(
         [np.ascontiguousarray(window[:, ::-1])], methods=methods, targets=targets, **options
     )
     return [
@@ -219,7 +220,7 @@ def _wide_window(explainer: Explainer, image: ImageSource, margin: tuple[int, in
     return np.pad(window, [*missing, (0, 0)], mode="symmetric")
 
 
-def _as_it_is(explainer: Explainer, size: tuple[int, ...]) -> Explainer:
+def as_it_is(explainer: Explainer, size: tuple[int, ...]) -> Explainer:
     """The same explainer for pictures that are already the model input."""
     own = copy.copy(explainer)
     own.preprocessing = Preprocessing(replace(explainer.spec, size=(size[0], size[1])), "squash")

@@ -1,66 +1,13 @@
-"""Run a Vision Transformer on some of a picture's patches: the others leave the sequence, and cost nothing.
-
-A patch that is hidden by a grey square is still seen as a grey square. A patch whose token is dropped is not there at
-all, and the attention over fewer tokens is faster.
-"""
-
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any
-from weakref import WeakKeyDictionary
+"""Whether the patches that an evaluation removes can leave the model's sequence of tokens."""
 
 import torch
-from torch import Tensor, nn
 
-from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
+from vitflow.errors import UnsupportedModelError
 from vitflow.explaining.explainer import Explainer
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import read_layout, transformer_of, unwrap
-from vitflow.recording.isolation import evaluating
+from vitflow.recording.token_dropping import droppable_tokens, run_on_patches
 
-
-def run_on_patches(model: nn.Module, pixels: Tensor, kept: Tensor, *, layout: TokenLayout | None = None) -> Tensor:
-    """Logits of one picture for several choices of its patches, in one forward pass.
-
-    The picture is embedded once, whole. Before the first block every choice takes its own tokens, which carry their
-    position already; prefix tokens are always kept. Where the model rotates queries and keys by position (RoPE), the
-    kept patches keep their rotation. Average pooling then averages over the kept patches.
-
-    With a convolutional patch embedding, a kept token may have seen pixels of its dropped neighbours.
-
-    Args:
-        model: a Vision Transformer; it is left as it was, also after an exception.
-        pixels: the model input of one picture, [1, channels, height, width].
-        kept: numbers of the patches that stay, 0 for the top left, in raster order, [choices, patches].
-        layout: prefix tokens and patch grid, for a model that does not tell its own.
-
-    Returns:
-        What the model returns, usually logits [choices, classes].
-
-    Raises:
-        ShapeError: pixels or kept have the wrong shape.
-        OptionError: there is no such patch.
-        UnsupportedModelError: the tokens before the model's first block are not one sequence of patches.
-
-    >>> import timm
-    >>> model = timm.create_model("test_vit").eval()
-    >>> kept = torch.tensor([[0, 1, 2], [97, 98, 99]])
-    >>> with torch.no_grad():
-    ...     run_on_patches(model, torch.zeros(1, 3, 160, 160), kept).shape
-    torch.Size([2, 1000])
-    """
-    model = unwrap(model)
-    if pixels.ndim != 4 or len(pixels) != 1 or kept.ndim != 2 or kept.dtype.is_floating_point:
-        raise ShapeError(
-            "Expected pixels [1, channels, height, width] and whole numbers kept [choices, patches], got "
-            f"{tuple(pixels.shape)} and {kept.dtype} {tuple(kept.shape)}."
-        )
-    shortening = _Shortening(model, (pixels.shape[-2], pixels.shape[-1]), kept.to(pixels.device), layout)
-    with ExitStack() as stack:
-        for number, block in enumerate(_blocks(model)):
-            stack.callback(block.register_forward_pre_hook(shortening.before(number), with_kwargs=True).remove)
-        logits: Tensor = model(pixels)
-    return logits
+__all__ = ["can_drop_tokens", "check_can_drop", "run_on_patches"]
 
 
 def can_drop_tokens(explainer: Explainer) -> bool:
@@ -69,7 +16,11 @@ def can_drop_tokens(explainer: Explainer) -> bool:
     >>> can_drop_tokens(Explainer("demo"))
     True
     """
-    return isinstance(_verdict(explainer, explainer.spec.size), TokenLayout)
+    try:
+        check_can_drop(explainer, explainer.spec.size)
+    except UnsupportedModelError:
+        return False
+    return True
 
 
 def check_can_drop(explainer: Explainer, input_size: tuple[int, int]) -> TokenLayout:
@@ -78,150 +29,12 @@ def check_can_drop(explainer: Explainer, input_size: tuple[int, int]) -> TokenLa
     Raises:
         UnsupportedModelError: the model cannot run on some of its patches; the message says why, and what to do.
     """
-    verdict = _verdict(explainer, input_size)
-    if isinstance(verdict, str):
-        raise UnsupportedModelError(
-            f"{explainer.model_id} cannot drop patches from its sequence. {verdict} Hide patches in the picture "
-            'instead, with replace="blank" or replace="blur".'
-        )
-    return verdict
-
-
-def needs_patches(model: nn.Module, prefix: int) -> bool:
-    """Whether nothing is left to answer from when every patch is dropped: the model pools patches, not prefix tokens.
-
-    Args:
-        model: a Vision Transformer.
-        prefix: its number of prefix tokens.
-    """
-    transformer: Any = transformer_of(unwrap(model))
-    if prefix == 0:
-        return True
-    if hasattr(transformer, "head_dist") or getattr(transformer, "pool_include_prefix", False):
-        return False
-    pools_patches = getattr(transformer, "global_pool", None) in ("avg", "avgmax", "max", "map")
-    return pools_patches or getattr(transformer, "attn_pool", None) is not None
-
-
-class _Shortening:
-    """Takes the kept tokens before the first block, and their rotations before every block that is given any."""
-
-    def __init__(self, model: nn.Module, input_size: tuple[int, int], kept: Tensor, layout: TokenLayout | None) -> None:
-        self.model, self.input_size, self.kept, self.layout = model, input_size, kept, layout
-
-    def before(self, number: int) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The hook of one block, 0 for the first."""
-
-        def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if number == 0:
-                args = (self._choose(args[0] if args else None), *args[1:])
-            if kwargs.get("rope") is not None:
-                kwargs = kwargs | {"rope": self._rotations(kwargs["rope"])}
-            return args, kwargs
-
-        return hook
-
-    def _choose(self, tokens: Any) -> Tensor:
-        """[1, tokens, channels] → [choices, prefix + kept, channels]."""
-        name = type(transformer_of(self.model)).__name__
-        if not isinstance(tokens, Tensor) or tokens.ndim != 3 or len(tokens) != 1:
-            raise UnsupportedModelError(f"The first block of {name} is not given one sequence of tokens.")
-        if self.layout is None:
-            try:
-                self.layout = read_layout(self.model, self.input_size, tokens.shape[1])
-            except (AttributeError, TypeError) as error:
-                raise UnsupportedModelError(f"{name} does not say how its tokens are arranged ({error}).") from error
-        prefix, count = self.layout.num_prefix_tokens, self.layout.num_patches
-        if tokens.shape[1] != prefix + count:
-            raise UnsupportedModelError(
-                f"The first block of {name} is given {tokens.shape[1]} tokens, expected {prefix + count}."
-            )
-        if self.kept.numel() and (int(self.kept.min()) < 0 or int(self.kept.max()) >= count):
-            raise OptionError(f"Expected numbers of patches from 0 to {count - 1}, got {self.kept.tolist()}.")
-        before = torch.arange(prefix, device=tokens.device).expand(len(self.kept), -1)
-        return tokens[0][torch.cat([before, prefix + self.kept.long()], dim=1)]
-
-    def _rotations(self, rope: Any) -> Tensor:
-        """[patches, width] or [heads, patches, width] → [choices, 1 or heads, kept, width]."""
-        count = self.layout.num_patches if self.layout is not None else -1
-        if not isinstance(rope, Tensor) or rope.ndim not in (2, 3) or rope.shape[-2] != count:
-            raise UnsupportedModelError("The rotations by position do not belong to the patches one by one.")
-        chosen = rope[..., self.kept.long(), :].movedim(-3, 0)
-        return chosen if chosen.ndim == 4 else chosen.unsqueeze(1)
-
-
-def _blocks(model: nn.Module) -> nn.Sequential | nn.ModuleList:
-    transformer = transformer_of(model)
-    blocks = getattr(transformer, "blocks", None)
-    if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not len(blocks):
-        raise UnsupportedModelError(f"{type(transformer).__name__} has no sequence of blocks.")
-    return blocks
-
-
-# The layout of the tokens that a model can drop, or why it cannot, by input size and given layout.
-_verdicts: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], TokenLayout | str]] = WeakKeyDictionary()
-
-
-def _verdict(explainer: Explainer, input_size: tuple[int, int]) -> TokenLayout | str:
-    known = _verdicts.setdefault(explainer.model, {})
-    key = (input_size, explainer.layout)
-    if key not in known:
-        known[key] = _try(explainer, input_size)
-    return known[key]
-
-
-def _try(explainer: Explainer, input_size: tuple[int, int]) -> TokenLayout | str:
-    """Run noise whole and with all patches kept, and half the patches in two orders: each pair must agree.
-
-    Windows, relative position biases and convolutions between tokens either refuse a shorter sequence or, with the
-    patches in another order, see other neighbours. Where tokens carry their position themselves, the order is nothing.
-    """
-    model, spec = explainer.model, explainer.spec
-    dtype = next(model.parameters(), torch.zeros(())).dtype
-    random = torch.Generator().manual_seed(0)
-    noise = torch.randn(1, spec.channels, *input_size, generator=random).to(explainer.device, dtype)
+    parameter = next(explainer.model.parameters(), torch.zeros(()))
+    pixels = torch.empty(1, explainer.spec.channels, *input_size, dtype=parameter.dtype, device=explainer.device)
     try:
-        with torch.no_grad(), evaluating(model):
-            whole, seen = _seen_layout(model, noise)
-            layout = explainer.layout or seen
-            every = torch.randperm(layout.num_patches, generator=random)
-            half = every[: max(layout.num_patches // 2, 1)]
-            kept = run_on_patches(model, noise, every.sort().values[None], layout=layout)
-            halves = run_on_patches(model, noise, torch.stack([half, half.flip(0)]), layout=layout)
-    except torch.OutOfMemoryError:
-        raise
+        return droppable_tokens(explainer.model, pixels, explainer.layout)
     except UnsupportedModelError as error:
-        return str(error)
-    except Exception as error:  # a model may fail in any way over a sequence that it was not made for
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return f"It fails on half of its patches ({reason})."
-    if not isinstance(whole, Tensor) or whole.ndim != 2 or halves.shape != (2, whole.shape[1]):
-        return "It does not return one row of logits for each choice of patches."
-    if not _agree(whole, kept):
-        return "With all of its patches chosen one by one it answers otherwise than by itself."
-    if not _agree(halves[:1], halves[1:]):
-        return "Its answer depends on the order of the tokens, and not only on the positions that they carry."
-    return layout
-
-
-def _agree(first: Tensor, second: Tensor) -> bool:
-    tolerance = 1e-3 if first.dtype.itemsize >= 4 else 5e-2
-    difference = (first.double() - second.double()).abs().max()
-    return bool(difference <= tolerance * first.double().abs().max())  # False where there is NaN
-
-
-def _seen_layout(model: nn.Module, pixels: Tensor) -> tuple[Any, TokenLayout]:
-    """What a forward pass over all patches returns, and the layout that its first block was given."""
-    seen: list[int] = []
-
-    def count(block: nn.Module, args: tuple[Any, ...]) -> None:
-        if not args or not isinstance(args[0], Tensor) or args[0].ndim != 3:
-            raise UnsupportedModelError("The first block is not given one sequence of tokens.")
-        seen.append(args[0].shape[1])
-
-    handle = _blocks(model)[0].register_forward_pre_hook(count)
-    try:
-        output = model(pixels)
-    finally:
-        handle.remove()
-    return output, read_layout(model, (pixels.shape[-2], pixels.shape[-1]), seen[0])
+        raise UnsupportedModelError(
+            f"{explainer.model_id} cannot drop patches from its sequence. {error} Hide patches in the picture "
+            'instead, with replace="blank" or replace="blur".'
+        ) from error

@@ -6,6 +6,9 @@ from typing import Any
 from vitflow.explaining.asking.answer import Answer
 from vitflow.explaining.asking.method_table import get_method
 
+# Below it, the halves of a sample agree so little that another seed may well give another map.
+_LOW_RELIABILITY = 0.2
+
 
 def class_lines(answer: Answer) -> Iterator[str]:
     """What was asked and its number, in one line or two."""
@@ -39,6 +42,18 @@ def in_words(options: Mapping[str, Any]) -> str:
             value = f"({', '.join(map(str, value))})"
         told.append(f"{name} {value}" if not isinstance(value, bool) else name if value else f"not {name}")
     return ", ".join(told).replace("_", " ")
+
+
+def unsure(facts: Mapping[str, Any]) -> str:
+    """That the halves of a sample agree little, with their rank correlation; empty where they agree, or there is none.
+
+    >>> unsure({"reliability": 0.04})
+    'reliability 0.04: more masks make it surer'
+    """
+    reliability = facts.get("reliability")
+    if reliability is None or reliability >= _LOW_RELIABILITY:
+        return ""
+    return f"reliability {reliability:.2f}: more masks make it surer".replace("-", "−")
 
 
 def duration(seconds: float) -> str:

@@ -55,7 +55,13 @@ class Option:
 OPTIONS: dict[str, Option] = {
     option.name: option
     for option in (
-        Option("head_fusion", "choice", "How the heads of a layer become one matrix.", ("mean", "max", "min")),
+        Option(
+            "head_fusion",
+            "choice",
+            "How the heads of a layer become one matrix; signed_mean, of gradients: the mean before what is below 0 is "
+            "cut, not after.",
+            ("mean", "max", "min", "signed_mean"),
+        ),
         Option("discard_ratio", float, "Share of the smallest attention values to set to 0.", metavar="0…<1"),
         Option("residual", float, "Share of the residual connection in each layer.", metavar="0…<1"),
         Option("start_layer", int, "First layer of the product, counted from 1; 2 leaves out layer 1.", metavar="N≥1"),
@@ -76,14 +82,22 @@ OPTIONS: dict[str, Option] = {
             "ROW,COL",
         ),
         Option("patch_size", int, "Pixels per side of a patch, where it need not be the model's own.", metavar="N≥1"),
-        Option("occlusion_batch", int, "Pictures with a hidden patch per forward pass.", metavar="N≥1"),
+        Option(
+            "occlusion_batch",
+            int,
+            "Pictures with hidden patches per forward pass; where these leave the sequence, as many tokens.",
+            metavar="N≥1",
+        ),
         Option(
             "score",
             "choice",
             "What blank-out takes the drop of: the class's log-odds, or its probability as in the paper.",
             ("log-odds", "probability"),
         ),
-        Option("random_seed", int, "Seed of the random map.", metavar="N≥0"),
+        Option("masks", int, "Random masks of sampling: more make its map surer.", metavar="N≥2"),
+        Option("keep", float, "Share of the patches that each mask keeps.", metavar="0<K<1"),
+        Option("cells", int, "Random numbers on a side of a mask: more make its regions smaller.", metavar="N≥2"),
+        Option("random_seed", int, "Seed of the random map, or of the masks.", metavar="N≥0"),
         Option("sigma", float, "Width of the centre prior, as a share of the picture's side.", metavar="S>0"),
         Option(
             "layers",

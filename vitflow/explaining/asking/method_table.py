@@ -13,7 +13,7 @@ from vitflow.errors import OptionError, unknown_name
 from vitflow.explaining.asking.method_options import COMMON, REFINING
 
 # When a method's map is spread among the patches that the model treats alike.
-Refined = Literal["after", "within", "never"]
+Refined = Literal["after", "positive", "within", "never"]
 _NEEDS = frozenset({"attention", "heads", "gradients", "features", "predict"})
 
 
@@ -35,8 +35,9 @@ class Method:
         paper: where it comes from.
         presets: named sets of options for `preset`; "paper" is the published definition where the defaults differ.
         implies: option values that ask for a preset by themselves, {(option, value): preset}.
-        refined: "after" its function, by the step that all methods have in common; "within" its function, which is
-            given the options of that step; or "never". Else `refine`, `affinity` and `shifts` are among its options.
+        refined: "after" its function, by the step that all methods have in common; "positive": likewise, without what
+            is below 0; "within" its function, which is given the options of that step; or "never". Else `refine`,
+            `affinity` and `shifts` are among its options.
         answers: the question that its map answers.
         title: what figures and pages call it; by default its name.
         rows: the function for texts of a method that has one, `(ReadText, **options) -> rows`, given as `function` is.
@@ -163,6 +164,9 @@ def list_methods() -> list[Method]:
     return list(_METHODS.values())
 
 
+# What sampling draws and asks at once.
+_MASKS = {"masks": 128, "keep": 0.3, "cells": 7, "random_seed": 0, "occlusion_batch": 32}
+
 #: The function of rollout, of which the layers' product is enough to know.
 ROLLOUT = "vitflow.explaining.making.maps:rollout"
 
@@ -263,17 +267,6 @@ register_method(
     presets={"paper": {"head_fusion": "mean", "value_weighted": False}},
 )
 register_method(
-    "consensus",
-    "vitflow.explaining.making.consensus:consensus",
-    title="Consensus",
-    summary="Consensus: the geometric mean of GAE, gradient rollout and rollout, each refined.",
-    answers="Where do the maps of attention and of its gradients agree?",
-    defaults={"value_weighted": "output", "patch": None, "refine": 1},
-    needs={"attention", "heads", "gradients"},
-    class_specific=True,
-    refined="within",
-)
-register_method(
     "gradcam",
     "vitflow.explaining.making.maps:gradcam",
     title="Grad-CAM",
@@ -306,6 +299,29 @@ register_method(
     class_specific=True,
     paper="Zeiler & Fergus, ECCV 2014, §3",
     presets={"paper": {"score": "probability"}},
+)
+register_method(
+    "sampling",
+    "vitflow.explaining.making.sampling:sampling",
+    title="Sampling",
+    summary="Sampling: the class's log-odds with a patch less those without it, over random choices of the others.",
+    answers="Which patches raise this class, wherever the others are?",
+    defaults={**_MASKS, "refine": 1, "affinity": "both"},
+    needs={"predict"},
+    class_specific=True,
+    refined="positive",
+    paper="after Petsiuk et al., RISE, BMVC 2018, and Englebert et al., TIS, ICCV-W 2023",
+)
+register_method(
+    "consensus",
+    "vitflow.explaining.making.consensus:consensus",
+    title="Consensus",
+    summary="Consensus: the geometric mean of GAE and sampling, each refined.",
+    answers="Which patches raise this class both by the model's gradients and by trial?",
+    defaults={"head_fusion": "max", "value_weighted": "output", **_MASKS, "refine": 1, "affinity": "both"},
+    needs={"heads", "gradients", "predict"},
+    class_specific=True,
+    refined="within",
 )
 register_method(
     "random",

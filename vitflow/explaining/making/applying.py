@@ -114,8 +114,10 @@ def apply_methods(answered: Answered, chosen: Chosen, wanted: Sequence[Tensor | 
     """
     gradients = any("gradients" in one.method.needs for one in chosen)
     found: list[list[list[Saliency]]] = [[[] for _ in chosen] for _ in answered.pictures]
+    # The same for all targets.
+    kept: dict[str, Any] = {"facts": answered.facts, "answered": {}}
     for number, target in enumerate(wanted):
-        trace = AskedTrace.of(answered.trace, target, answered.predict, answered.log_odds)
+        trace = AskedTrace.of(answered.trace, target, answered.predict, answered.log_odds, **kept)
         started = time.perf_counter()
         if gradients:
             trace.backward()  # once for all methods, and each method's seconds hold it

@@ -1,11 +1,13 @@
 """What is asked of a recorded pass: for which classes maps are made, and how to run the model again."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from torch import Tensor
 
 from vitflow.errors import OptionError
+from vitflow.models.facts import ModelFacts
 from vitflow.recording.trace import Backward, Trace
 
 
@@ -20,6 +22,9 @@ class AskedTrace(Trace):
         predict: maps model inputs to probabilities [batch, classes]; for methods that run the model again.
         log_odds: likewise, to log-odds [batch, classes], which keep apart what rounds to a probability of 1.
         refinement_asked: whether refinement of the method in turn was asked for, and is no mere default.
+        facts: what the model says of itself.
+        answered: what methods that run the model again have found, by what they asked: further classes, and further
+            methods that ask the same, cost nothing.
 
     >>> import torch
     >>> asked = AskedTrace.of(Trace(), torch.tensor([3]))
@@ -31,6 +36,8 @@ class AskedTrace(Trace):
     predict: Callable[[Tensor], Tensor] | None = None
     log_odds: Callable[[Tensor], Tensor] | None = None
     refinement_asked: bool = False
+    facts: ModelFacts | None = None
+    answered: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -39,10 +46,11 @@ class AskedTrace(Trace):
         targets: Tensor | None,
         predict: Callable[[Tensor], Tensor] | None = None,
         log_odds: Callable[[Tensor], Tensor] | None = None,
+        **further: Any,
     ) -> "AskedTrace":
-        """Ask a recorded pass for these classes."""
+        """Ask a recorded pass for these classes; `further` are its own attributes."""
         recorded = {field.name: getattr(trace, field.name) for field in fields(Trace)}
-        return cls(**recorded, targets=targets, predict=predict, log_odds=log_odds)
+        return cls(**recorded, targets=targets, predict=predict, log_odds=log_odds, **further)
 
     @property
     def wanted(self) -> Tensor:

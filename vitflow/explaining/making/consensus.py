@@ -1,35 +1,34 @@
-"""Consensus: a patch counts where several methods agree that it does."""
+"""Consensus: a patch counts where a map of gradients and one of sampling agree that it does."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vitflow.explaining.asking.method_table import get_method
 from vitflow.explaining.making.asked import AskedTrace
-from vitflow.explaining.making.maps import Maps, Patch
+from vitflow.explaining.making.maps import Maps
 from vitflow.explaining.making.refining import make_maps
-from vitflow.methods.refinement import AffinityName
-from vitflow.methods.values import ValueWeighting
 
-#: The methods that agree, each with its own defaults.
-PARTS = ("gae", "gradient_rollout", "rollout")
+#: The methods that agree, each with its own defaults where it is not told otherwise.
+PARTS = ("gae", "sampling")
 
-# A patch that one map leaves at 0 keeps so much of the share of a patch in a constant map, so that the other maps still
-# rank it.
+# A patch that one map leaves at 0 keeps so much of the share of a patch in a constant map, so that the other map still
+# ranks it.
 FLOOR = 1e-6
 
 
-def consensus(
-    trace: AskedTrace, *, refine: int, affinity: AffinityName, value_weighted: ValueWeighting, patch: Patch | None
-) -> Maps:
-    """The geometric mean of GAE, gradient rollout and rollout for the target, each refined and scaled by its sum."""
-    grids, facts = [], []
+def consensus(trace: AskedTrace, **options: Any) -> Maps:
+    """The geometric mean of GAE and sampling for the target, each refined and scaled by its sum."""
+    grids: list[Tensor] = []
+    facts: list[dict[str, Any]] = [{"made_of": " and ".join(PARTS)} for _ in trace.wanted]
     for name in PARTS:
         method = get_method(name)
-        own = {"refine": refine, "affinity": affinity, "value_weighted": value_weighted, "patch": patch}
+        own = {name: value for name, value in options.items() if method.accepts(name)}
         maps, _ = make_maps(method, method.complete(own), trace)
         grids.append(maps.grids)
-        facts.append(maps.facts)
-    return Maps(geometric_mean(grids), facts[0])
+        facts = [known | further for known, further in zip(facts, maps.facts or [{}] * len(facts), strict=True)]
+    return Maps(geometric_mean(grids), facts)
 
 
 def geometric_mean(grids: list[Tensor]) -> Tensor:

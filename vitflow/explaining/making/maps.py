@@ -18,7 +18,7 @@ from vitflow.methods import rollout as rollouts
 from vitflow.methods.attention import check_layer, one_head
 from vitflow.methods.flow.attention_flow import Solver, attention_flow
 from vitflow.methods.flow.layers import LayerRange, default_window
-from vitflow.methods.fusion import HeadFusion, normalize_rows
+from vitflow.methods.fusion import HeadFusion, SignedFusion, normalize_rows
 from vitflow.methods.staged_rollout import staged_attention, staged_rollout
 from vitflow.methods.values import ValueWeighting
 from vitflow.recording.trace import Trace
@@ -62,7 +62,7 @@ def _through_layers(trace: Trace, matrices: Sequence[Tensor], readout: Tensor, *
     return Maps(layout.to_grid(row))
 
 
-def _for_the_class(trace: AskedTrace, head_fusion: HeadFusion, value_weighted: ValueWeighting) -> list[Tensor]:
+def _for_the_class(trace: AskedTrace, head_fusion: SignedFusion, value_weighted: ValueWeighting) -> list[Tensor]:
     """The fused (A ⊙ ∇A)⁺ of each layer, [batch · windows, queries, keys]."""
     heads = trace.heads(value_weighted=value_weighted)
     return rollouts.for_the_class(heads, trace.backward().attentions, head_fusion)
@@ -155,7 +155,7 @@ def attention(
 def gradient_rollout(
     trace: AskedTrace,
     *,
-    head_fusion: HeadFusion,
+    head_fusion: SignedFusion,
     value_weighted: ValueWeighting,
     patch: Patch | None,
     **options: Any,
@@ -168,7 +168,7 @@ def gradient_rollout(
 def gae(
     trace: AskedTrace,
     *,
-    head_fusion: HeadFusion,
+    head_fusion: SignedFusion,
     start_layer: int,
     value_weighted: ValueWeighting,
     patch: Patch | None,

@@ -52,15 +52,15 @@ def make_maps(method: Method, options: Mapping[str, Any], trace: AskedTrace) -> 
     found = method.load()(trace, **method.own(options))
     maps = found if isinstance(found, Maps) else Maps(found)
     batch = 0 if trace.pixels is None else len(trace.pixels)
-    if steps and method.refined == "after" and maps.grids.ndim == 3 and len(maps.grids) == batch:
-        maps = _refined(maps, trace, steps, affinity)
+    if steps and method.refined in ("after", "positive") and maps.grids.ndim == 3 and len(maps.grids) == batch:
+        maps = _refined(maps, trace, steps, affinity, least=0.0 if method.refined == "positive" else None)
     facts = maps.facts or [{}] * batch
     left = [str(own.get("refinement", "")).startswith(_LEFT_OUT) for own in facts]
     return maps, [{**options, "refine": 0} if out else dict(options) for out in left]
 
 
-def _refined(maps: Maps, trace: AskedTrace, steps: int, name: AffinityName) -> Maps:
-    """The maps refined, and facts of those that are not, or that show little because of it."""
+def _refined(maps: Maps, trace: AskedTrace, steps: int, name: AffinityName, *, least: float | None) -> Maps:
+    """The maps refined, values below the least cut; and facts of those that are not, or that show little after it."""
     asked, (rows, cols) = trace.refinement_asked, maps.grids.shape[1:]
     facts = maps.facts or [{}] * len(maps.grids)
     try:
@@ -76,7 +76,7 @@ def _refined(maps: Maps, trace: AskedTrace, steps: int, name: AffinityName) -> M
             VitflowWarning,
             stacklevel=2,
         )
-    grids = refine(maps.grids, affinity, steps)
+    grids = refine(maps.grids if least is None else maps.grids.clamp_min(least), affinity, steps)
     if not asked:
         grids = torch.where(uniform.to(grids.device).view(-1, 1, 1), maps.grids.detach(), grids)
     words = _UNIFORM if asked else f"{_LEFT_OUT}: {_UNIFORM}"

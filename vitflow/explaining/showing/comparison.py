@@ -21,8 +21,9 @@ from vitflow.explaining.asking.method_table import DEFAULT_METHODS, get_method
 from vitflow.explaining.asking.targets import Contrast, Targets, contrasts_among, is_per_picture
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.showing.agreement import Agreement, mean_of_defined, measure_agreement, spearman
+from vitflow.explaining.showing.agreement import Agreement, mean_of_defined, measure_agreement
 from vitflow.explaining.showing.strips import columns_of, draw_comparison
+from vitflow.methods.ranks import spearman
 from vitflow.pictures import figures, notebook
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource

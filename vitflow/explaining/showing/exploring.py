@@ -33,7 +33,7 @@ from vitflow.recording.trace import Trace
 from vitflow.viewer.explorer import FUSED, ExploredPicture, ExplorerPage, ModelCall, make_explorer
 
 #: Maps that a browser does not compute: they are made beforehand.
-READY_METHODS = ("gae", "gradient_rollout", "consensus", "gradcam", "flow")
+READY_METHODS = ("gae", "gradient_rollout", "sampling", "consensus", "gradcam", "flow")
 # What is made beforehand, too, where the browser cannot compute it.
 _OTHERWISE_LIVE = ("rollout", "attention")
 # A picture, RGB [height, width, 3].
@@ -219,7 +219,7 @@ class _Explorer:
             if not self._explainer.num_classes:
                 names = [name for name in names if not get_method(str(name)).class_specific]
         plain = [
-            one.but(refine=0) if one.method.refined == "after" and found.affinities else one
+            one.but(refine=0) if one.method.refined in ("after", "positive") and found.affinities else one
             for one in choose_methods(names, {})
         ]
 

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from vitflow.demo import limits_of
-from vitflow.explaining.asking.captions import class_lines, duration, own_options
+from vitflow.explaining.asking.captions import class_lines, duration, own_options, unsure
 from vitflow.explaining.asking.method_table import BASELINES, get_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.pictures import figures, overlay
@@ -102,6 +102,8 @@ def map_cell(saliency: Saliency, limits: Limits, pen: Pen, *, timings: bool = Fa
     share = saliency.facts.get("saturated")
     if share is not None:
         details.append(f"{share:.0%} saturated")
+    if told := unsure(saliency.facts):
+        details.append(told.partition(":")[0])
     drawn = pen.overlay(saliency.grid, saliency.placement, saliency.image, limits, saliency.patch_box)
     return Cell(drawn, (), tuple(details))
 

@@ -99,11 +99,14 @@ async function affinitiesOf(picture) {
   }));
 }
 
+// What is refined as it is, and what without its negative values.
+const SPREAD = ["after", "positive"];
+
 // Whether the map is refined by the browser.
 function refines(picture) {
   const kind = mapsOf(picture, state.map)[0]?.refined;
   const names = state.affinity === "both" ? ["attention", "keys"] : [state.affinity];
-  return state.refine > 0 && state.map !== "similar" && picture.grid && names.every((name) => picture.affinities[name]) && (isLive() || kind === "after");
+  return state.refine > 0 && state.map !== "similar" && picture.grid && names.every((name) => picture.affinities[name]) && (isLive() || SPREAD.includes(kind));
 }
 
 async function refined(picture, map) {
@@ -117,7 +120,7 @@ async function compute(side) {
   if (state.map === "similar") return { shape: grid, values: await similar(side), layers: null };
   if (!isLive()) {
     const maps = mapsOf(picture, state.map), own = maps.find(({ label }) => label === state.class) ?? maps[0];
-    return { shape: own.shape, values: await refined(picture, Float64Array.from(own.values)), layers: null, own };
+    return { shape: own.shape, values: await refined(picture, Float64Array.from(own.values, (value) => (own.refined === "positive" && refines(picture) ? Math.max(value, 0) : value))), layers: null, own };
   }
   const readout = readoutOf(picture, patch), patches = (row) => refined(picture, row.slice(picture.prefix));
   if (state.map === "attention" && state.head !== "") {
@@ -259,7 +262,7 @@ function whyNot(name) {
     const kind = mapsOf(picture, state.map)[0]?.refined;
     if (!Object.keys(picture.affinities).length) return picture.refused.refine ?? picture.refused.live;
     if (!isLive() && kind === "within") return "Consensus refines the maps that it is made of.";
-    if (!isLive() && kind !== "after") return "This map is not refined.";
+    if (!isLive() && !SPREAD.includes(kind)) return "This map is not refined.";
     if (picture.uniform && name === "refine" && state.affinity === "attention") return null;
   }
   return null;
@@ -406,7 +409,7 @@ function currentCall() {
   }
   if (!isLive()) {
     const { own } = panels[side].map, options = Object.fromEntries(Object.entries(own.options).filter(([name, value]) => value !== null && !(name === "shifts" && value === 0)));
-    return both(state.map, { ...(own.specific ? { class: own.class_index } : {}), ...options, ...(own.refined === "after" && refines(picture) ? refining : {}) });
+    return both(state.map, { ...(own.specific ? { class: own.class_index } : {}), ...options, ...(SPREAD.includes(own.refined) && refines(picture) ? refining : {}) });
   }
   const fused = { discard_ratio: state.discard_ratio, ...refining };
   if (state.map === "attention") {

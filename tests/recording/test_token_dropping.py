@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from tests import literal_vit
 from vitflow import Explainer, load_model
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
-from vitflow.evaluation.measures import token_dropping
-from vitflow.evaluation.measures.token_dropping import can_drop_tokens, check_can_drop, needs_patches, run_on_patches
+from vitflow.evaluation.measures.token_dropping import can_drop_tokens, check_can_drop
 from vitflow.methods.tokens import TokenLayout
+from vitflow.recording import token_dropping
+from vitflow.recording.token_dropping import needs_patches, run_on_patches
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 KEPT = torch.tensor([[3, 0, 7, 15, 9], [1, 2, 4, 8, 14]])

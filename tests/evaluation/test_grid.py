@@ -1,0 +1,158 @@
+"""The grid pointing game and the objects of one picture: scores by definition, which pictures make grids, the run."""
+
+import numpy as np
+import pytest
+
+from vitflow import Explainer
+from vitflow.demo import CLASS_NAMES, draw_picture
+from vitflow.errors import OptionError, ShapeError
+from vitflow.evaluation import evaluate, open_dataset
+from vitflow.evaluation.data.datasets import Dataset, Labelled, Sample
+from vitflow.evaluation.gridding import make_grids
+from vitflow.evaluation.measures.grid import score_cell, score_object, tile
+from vitflow.evaluation.run import _questions
+from vitflow.evaluation.verdict import verdict
+from vitflow.pictures.images import write_image
+
+DICE = np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return Explainer("demo")
+
+
+def literal_cell(grid: np.ndarray, cell: int) -> tuple[float, float, float]:
+    """Energy, AUC and wins, patch by patch and pair by pair."""
+    rows, cols = grid.shape
+    values: list[list[float]] = [[], [], [], []]
+    for row in range(rows):
+        for col in range(cols):
+            if (rows % 2 and row == rows // 2) or (cols % 2 and col == cols // 2):
+                continue  # it lies in two cells
+            values[2 * (2 * row >= rows) + (2 * col >= cols)].append(float(grid[row, col]))
+    mass = [sum(max(value, 0.0) for value in own) for own in values]
+    others = [value for number, own in enumerate(values) if number != cell for value in own]
+    pairs = [(mine > other) + 0.5 * (mine == other) for mine in values[cell] for other in others]
+    means = [sum(own) / len(own) for own in values]
+    return mass[cell] / sum(mass) if any(mass) else 0.25, sum(pairs) / len(pairs), float(means[cell] == max(means))
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (6, 4), (7, 4), (5, 5), (3, 8)])
+def test_cells_are_scored_as_a_loop_over_patches_does(shape):
+    for _ in range(5):
+        grid = DICE.normal(size=shape).astype(np.float32)
+        for cell in range(4):
+            assert score_cell(grid, cell) == pytest.approx(literal_cell(grid, cell), abs=1e-12)
+
+
+def test_a_right_map_wins_and_constant_and_empty_ones_have_chance():
+    right = np.zeros((4, 6), np.float32)
+    right[2:, :3] = 1.0
+    assert score_cell(right, 2) == (1.0, 1.0, 1.0)
+    assert score_cell(right, 1)[::2] == (0.0, 0.0)
+    for constant in (np.full((4, 6), 0.1, np.float32), np.zeros((4, 6), np.float32), np.full((5, 7), -2.0)):
+        assert score_cell(constant, 3) == (0.25, 0.5, 0.25)
+    whatever = DICE.random((4, 4))
+    assert np.mean([score_cell(whatever, cell).energy for cell in range(4)]) == pytest.approx(0.25)
+    with pytest.raises(ShapeError, match=r"at least 2 × 2 patches, got \(1, 4\)"):
+        score_cell(np.zeros((1, 4)), 0)
+
+
+def test_objects_are_scored_by_their_mass_and_their_mean():
+    heatmap = np.array([[4.0, 2.0, 1.0], [np.nan, 3.0, 1.0]])
+    first = np.array([[True, True, False], [True, False, False]])
+    second = np.array([[False, False, False], [False, True, False]])
+    # Above the minimum of 1: 3 + 1 on two seen pixels of the first, 2 on the only one of the second.
+    assert score_object(heatmap, [first, second], 0) == pytest.approx((4 / 6, 0.5))
+    assert score_object(heatmap, [first, second], 1) == pytest.approx((2 / 6, 0.5))
+    assert score_object(heatmap - 2.0, [first, second], 0) == pytest.approx((2 / 3, 0.5))  # what is below 0 is cut
+    unseen = np.array([[False] * 3, [True, False, False]])
+    assert score_object(heatmap, [first, unseen], 0) is None
+    assert score_object(np.ones((2, 3)), [first, second], 0) == (0.75, 0.5)  # by area
+
+
+def test_cells_of_odd_sizes_fill_the_whole_input():
+    found = tile([np.full((5, 7, 3), 50 * number + 5, np.uint8) for number in range(4)])
+    assert found.shape == (5, 7, 3)
+    assert [int((found[..., 0] == 50 * number + 5).sum()) for number in range(4)] == [8, 6, 12, 9]
+
+
+def test_grids_are_of_four_known_classes_of_which_none_shows_another(demo):
+    dataset = open_dataset("demo:24:3000")
+    grids = make_grids(dataset.samples, demo, _questions(demo), 0)
+    assert grids == {} or len(grids) % 4 == 0
+    assert len(grids) >= 4
+    for name, grid in grids.items():
+        assert name in grid.names and len(set(grid.classes)) == 4
+        for sample, own in zip(grid.samples, grid.classes, strict=True):
+            picture = sample.read()
+            saliency = demo.explain(picture.image, method="centre")
+            assert saliency.predicted == own and demo.explain(picture.image, target=own).probability > 0.5
+            shown = {CLASS_NAMES.index(region.label) for region in picture.regions}
+            assert shown & set(grid.classes) == {own}
+        image = grid.image(demo)
+        assert image.shape == (*demo.spec.size, 3) and image.dtype == np.uint8
+    again = make_grids(dataset.samples[::-1], demo, _questions(demo), 0)
+    assert {name: grid.names for name, grid in again.items()} == {name: grid.names for name, grid in grids.items()}
+    other = make_grids(dataset.samples, demo, _questions(demo), 1)
+    assert {name: grid.names for name, grid in other.items()} != {name: grid.names for name, grid in grids.items()}
+
+
+def test_an_evaluation_tells_classes_apart_and_goes_on_where_it_was(demo, tmp_path):
+    options = {"model": demo, "methods": ["gae", "rollout"], "metrics": ["grid"], "output": tmp_path / "out"}
+    found = evaluate("demo:24:3000", **options)
+    assert [metric.name for metric in found.metrics] == [
+        *("grid_energy", "grid_auc", "grid_wins", "separation", "separation_wins")
+    ]
+    means = {
+        metric.name: {row.method: row.estimate.mean for row in found.table(metric.name)} for metric in found.metrics
+    }
+    for name in ("rollout", "random", "centre"):  # the same for every class
+        assert means["grid_energy"][name] == pytest.approx(0.25)
+        assert means["grid_wins"][name] == pytest.approx(0.25)
+    assert means["grid_wins"]["gae"] > 0.5 and means["separation_wins"]["gae"] > 0.8
+    assert means["separation"]["gae"] > means["separation"]["rollout"]
+    grids = {tuple(picture["grid"]) for picture in found.pictures if picture["grid"]}
+    assert f"of {len(grids)} grids, four pictures each" in " ".join(found.notes)
+
+    page = (tmp_path / "out" / "report.html").read_text()
+    drawn = sorted(path.name for path in (tmp_path / "out" / "figures").glob("grid-*.png"))
+    assert drawn == [f"grid-{number}.png" for number in range(1, min(len(grids), 3) + 1)]
+    assert page.count("data:image/png;base64,") == len(drawn)
+    assert (answer := verdict(found)) and f'<p class="answer">{answer}</p>' in page
+
+    journal = next((tmp_path / "out").rglob("*.jsonl"))
+    lines = journal.read_bytes().splitlines()
+    journal.write_bytes(b"\n".join(lines[:-5]) + b"\n")
+    again = evaluate("demo:24:3000", **options)
+    for name in means:
+        np.testing.assert_array_equal(again.values[name], found.values[name])
+    # Of fewer pictures other grids are made: what was measured in another one counts no more.
+    fewer = evaluate("demo:24:3000", **{**options, "limit": 12})
+    fresh = evaluate("demo:24:3000", **{**options, "limit": 12, "output": None})
+    np.testing.assert_array_equal(fewer.values["grid_auc"], fresh.values["grid_auc"])
+
+
+def test_without_labels_there_is_no_grid_and_that_is_said(demo, tmp_path):
+    for number in range(3):
+        write_image(tmp_path / f"{number}.png", draw_picture(number).image)
+    found = evaluate(tmp_path, model=demo, methods=["gae"], metrics=["grid"])
+    assert "No grid of four pictures could be made" in " ".join(found.notes)
+    assert all(row.estimate.mean is None for row in found.table("grid_auc"))
+
+
+def test_a_picture_that_cannot_be_read_takes_no_grid_along(demo):
+    def broken() -> Labelled:
+        raise OSError("gone")
+
+    dataset = open_dataset("demo:24:3000")
+    samples = [*dataset.samples, Sample("broken", broken, fixed=True)]
+    found = evaluate(Dataset("mine", "25 pictures", samples, True), model=demo, methods=["gae"], metrics=["grid_wins"])
+    assert len(found.failures) == 1 and len(found.pictures) == 24
+    assert found.table("grid_wins")[0].estimate.count % 4 == 0
+
+
+def test_metrics_of_the_grid_are_listed():
+    with pytest.raises(OptionError, match="Did you mean 'grid_wins'"):
+        evaluate("demo:1", model="demo", metrics=["gridwins"])

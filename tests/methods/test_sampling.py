@@ -1,0 +1,265 @@
+"""Sampling against literal loops: over masks, over the model run by hand on kept tokens, over blanked pictures."""
+
+import itertools
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from tests import literal_vit, references
+from tests.recording.test_token_dropping import by_hand
+from vitflow import Contrast, Explainer, load_model
+from vitflow.demo import sample_pictures
+from vitflow.errors import NoAttentionError, OptionError, ShapeError
+from vitflow.explaining.making.contrast import contrasted
+from vitflow.methods.ranks import spearman
+from vitflow.methods.refinement import Affinity, co_attention, key_affinity, refine
+from vitflow.methods.sampling import draw_masks, halves, mean_differences
+from vitflow.recording.recorder import record_attention
+
+DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
+PICTURES = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
+
+
+def log_odds(logits: Tensor, target: int) -> float:
+    """z_t − log Σ exp of the other logits."""
+    others = [float(one) for number, one in enumerate(logits.tolist()) if number != target]
+    return float(logits[target]) - float(np.log(np.sum(np.exp(others))))
+
+
+def by_hand_on(model: nn.Module, pixels: Tensor, kept: Tensor, target: int, prefix: int = 1) -> list[float]:
+    """The target's log-odds for each mask, [masks], the model run by hand on the kept tokens, one mask at a time."""
+    with torch.no_grad():
+        return [
+            log_odds(by_hand(model, pixels, np.flatnonzero(mask).tolist(), prefix)[0], target) for mask in kept.tolist()
+        ]
+
+
+# --- The estimator and the masks ------------------------------------------------------------------------------------
+
+
+def test_the_estimator_equals_a_loop_over_masks():
+    dice = np.random.default_rng(1)
+    kept, scores = torch.from_numpy(dice.random((40, 12)) < 0.4), torch.from_numpy(dice.normal(size=(40, 3)))
+    kept[:, 4], kept[:, 9] = True, False  # never compared
+    found = mean_differences(kept, scores)
+    for target in range(3):
+        expected = references.mean_differences(kept.tolist(), scores[:, target].tolist())
+        np.testing.assert_allclose(found[:, target], expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(mean_differences(kept, scores[:, target]), found[:, target], rtol=0, atol=1e-12)
+    assert found[4].abs().max() == found[9].abs().max() == 0.0
+
+
+def test_a_score_that_is_a_sum_over_patches_is_found_again():
+    """Masks of equal size tie the patches together: a patch's own share shows beside the mean of the others'."""
+    worth = torch.tensor([3.0, -1.0, 0.5, 2.0, 0.0, 1.0], dtype=torch.float64)
+    every = torch.tensor([[number in some for number in range(6)] for some in itertools.combinations(range(6), 3)])
+    found = mean_differences(every, every.double() @ worth)
+    # Beside patch j, the kept ones have 2 of the 5 others, the dropped ones 3 of them.
+    expected = worth - (worth.sum() - worth) / 5
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_the_halves_are_every_other_mask():
+    kept = draw_masks(4, 4, masks=20, keep=0.5)
+    scores = torch.randn(20, dtype=torch.float64)
+    first, second = halves(kept, scores)
+    torch.testing.assert_close(first, mean_differences(kept[[*range(0, 20, 2)]], scores[[*range(0, 20, 2)]]))
+    torch.testing.assert_close(second, mean_differences(kept[[*range(1, 20, 2)]], scores[[*range(1, 20, 2)]]))
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(2, 3), (1, 9), (14, 14), (9, 20)])
+def test_masks_keep_exactly_so_many_patches_and_follow_from_the_seed(rows, cols):
+    masks = draw_masks(rows, cols, masks=30, keep=0.3)
+    assert masks.shape == (30, rows * cols) and (masks.sum(dim=1) == round(0.3 * rows * cols)).all()
+    assert torch.equal(draw_masks(rows, cols, masks=12, keep=0.3), masks[:12])  # fewer are the first ones
+    assert not torch.equal(draw_masks(rows, cols, masks=30, keep=0.3, seed=1), masks)
+    assert len(masks.unique(dim=0)) > (15 if rows * cols > 6 else 5)
+
+
+def test_fewer_cells_make_larger_regions():
+    def border(cells: int) -> float:
+        masks = draw_masks(16, 16, masks=100, cells=cells).reshape(-1, 16, 16)
+        return float((masks[:, 1:] != masks[:, :-1]).double().mean())
+
+    assert border(2) < border(4) < border(7) < border(16) < 0.42  # of patches alone, 2 · 0.3 · 0.7
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"masks": 1}, "masks of at least 2, got 1"),
+        ({"masks": 2.5}, "masks to be a whole number of at least 2, got 2.5"),
+        ({"cells": 1}, "cells of at least 2, got 1"),
+        ({"random_seed": -1}, "random_seed of at least 0, got -1"),
+        ({"keep": 0.03}, "4 × 4 patches that leaves one of them at least and not all, got 0.03"),
+        ({"keep": 0.99}, "and not all, got 0.99"),
+        ({"keep": 1}, "and not all, got 1"),
+        ({"keep": float("nan")}, "got nan"),
+        ({"keep": "much"}, "got 'much'"),
+        ({"occlusion_batch": 0}, "occlusion_batch of at least 1, got 0"),
+    ],
+)
+def test_impossible_options_are_named(options, message):
+    explainer = Explainer(literal_vit.timm_model(), data_config=DATA)
+    with pytest.raises(OptionError, match=message):
+        explainer.explain(PICTURES[0], method="sampling", **options)
+
+
+def test_wrong_shapes_are_named():
+    kept = torch.ones(3, 4, dtype=torch.bool)
+    with pytest.raises(ShapeError, match=r"got torch.float32 \(3, 4\) and \(3,\)"):
+        mean_differences(kept.float(), torch.zeros(3))
+    with pytest.raises(ShapeError, match=r"\(3, 4\) and \(2,\)"):
+        mean_differences(kept, torch.zeros(2))
+    with pytest.raises(ShapeError, match="at least two masks, got 1"):
+        mean_differences(kept[:1], torch.zeros(1))
+
+
+# --- Of a model -----------------------------------------------------------------------------------------------------
+
+
+def test_the_map_equals_a_loop_over_masks_of_the_model_run_by_hand():
+    model = literal_vit.timm_model("class token and registers")
+    explainer = Explainer(model, data_config=DATA)
+    options = {"masks": 24, "keep": 0.4, "cells": 3, "random_seed": 5}
+    targets = np.array([3, 1])
+    found = explainer.explain_batch(PICTURES, methods=["sampling"], targets=targets, refine=0, **options)
+    kept = draw_masks(4, 4, masks=24, keep=0.4, cells=3, seed=5)
+    for picture, target, saliency in zip(PICTURES, targets.tolist(), found, strict=True):
+        scores = by_hand_on(model, explainer.pixels(picture), kept, target, prefix=4)
+        expected = np.reshape(references.mean_differences(kept.tolist(), scores), (4, 4))
+        np.testing.assert_allclose(saliency.grid, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+        assert expected.min() < 0 < expected.max()
+        reliability = spearman(*(half.numpy() for half in halves(kept, torch.tensor(scores, dtype=torch.float64))))
+        assert saliency.facts == {"reliability": round(reliability, 3), "hidden": "tokens dropped"}
+
+
+def test_on_two_by_three_patches_every_mask_and_many_drawn_ones():
+    model = literal_vit.timm_model(img_size=(16, 24))
+    explainer = Explainer(model, data_config={**DATA, "input_size": (3, 16, 24)})
+    pixels = explainer.pixels(PICTURES[0])
+    every = torch.tensor([[number in some for number in range(6)] for some in itertools.combinations(range(6), 3)])
+    scores = by_hand_on(model, pixels, every, 2)
+    exact = [
+        sum(s for s, mask in zip(scores, every, strict=True) if mask[patch]) / 10
+        - sum(s for s, mask in zip(scores, every, strict=True) if not mask[patch]) / 10
+        for patch in range(6)
+    ]
+    np.testing.assert_allclose(
+        mean_differences(every, torch.tensor(scores, dtype=torch.float64)), exact, rtol=0, atol=1e-12
+    )
+
+    found = explainer.explain(PICTURES[0], method="sampling", target=2, masks=4096, keep=0.5, refine=0).grid.ravel()
+    drawn = draw_masks(2, 3, masks=4096, keep=0.5)
+    often = [int((drawn == mask).all(dim=1).sum()) for mask in every]
+    assert sum(often) == 4096 and min(often) > 50
+    for patch in range(6):
+        having, lacking = (
+            np.average(
+                [s for s, mask in zip(scores, every, strict=True) if bool(mask[patch]) is kept],
+                weights=[n for n, mask in zip(often, every, strict=True) if bool(mask[patch]) is kept],
+            )
+            for kept in (True, False)
+        )
+        assert found[patch] == pytest.approx(having - lacking, abs=1e-5 * np.abs(exact).max())
+
+
+class _Counted:
+    """How often a model ran, and on how many tokens at once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.passes: list[int] = []
+        model.blocks[-1].register_forward_pre_hook(lambda module, args: self.passes.append(args[0].shape[:2].numel()))
+
+
+def test_ten_classes_and_contrasts_come_of_the_same_passes():
+    model = literal_vit.timm_model(num_classes=10)
+    explainer = Explainer(model, data_config=DATA)
+    options = {"methods": ["sampling", "consensus"], "masks": 16}
+    one = {saliency.method: saliency for saliency in explainer.explain_batch(PICTURES[:1], targets=7, **options)}
+    counted = _Counted(model)
+    explainer.explain_batch(PICTURES[:1], targets=7, **options)
+    alone = list(counted.passes)
+    counted.passes.clear()
+    every = explainer.explain_batch(PICTURES[:1], targets="top10", **options)
+    assert counted.passes == alone and len(every) == 20
+    for saliency in every:
+        if saliency.target == 7:
+            np.testing.assert_array_equal(saliency.grid, one[saliency.method].grid)
+    counted.passes.clear()
+    [contrast] = explainer.explain_batch(PICTURES[:1], methods=["sampling"], targets=[Contrast(7, against=2)], masks=16)
+    assert sum(counted.passes) < sum(alone) + 17
+    by_class = {saliency.target: saliency for saliency in every if saliency.method == "sampling"}
+    expected = contrasted(by_class[7], by_class[2])
+    np.testing.assert_allclose(contrast.grid, expected.grid, rtol=0, atol=1e-6)
+
+
+def test_the_batch_size_changes_no_map_and_bounds_the_tokens_of_a_pass():
+    model = literal_vit.timm_model()
+    explainer, counted = Explainer(model, data_config=DATA), _Counted(model)
+    grids = []
+    for size in (1, 4, 100):
+        counted.passes.clear()
+        options = {"masks": 20, "keep": 0.25, "occlusion_batch": size, "refine": 0}
+        grids.append(explainer.explain(PICTURES[0], method="sampling", target=1, **options).grid)
+        assert max(counted.passes[1:]) <= max(size * 20, 17)  # 4 patches and the class token stand for 17 tokens
+    np.testing.assert_allclose(grids[1], grids[0], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(grids[2], grids[0], rtol=0, atol=1e-6)
+
+
+def test_refined_the_positive_part_is_spread():
+    explainer = Explainer(load_model("demo"))
+    picture = sample_pictures()[0]
+    plain = torch.from_numpy(explainer.explain(picture, method="sampling", refine=0).grid)[None]
+    assert plain.min() < 0
+    with record_attention(explainer.model, fusions=[("mean", False)], keys=True) as trace, torch.no_grad():
+        explainer.model(explainer.pixels(picture))
+    attention = co_attention(trace.fused("mean"), 144).attention
+    keys = key_affinity([layer.keys[:, -144:] for layer in trace.layers]).keys
+    expected = refine(plain.clamp_min(0), Affinity(attention, keys), 1)[0]
+    found = explainer.explain(picture, method="sampling", refine=1, affinity="both").grid
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * float(expected.max()))
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit_relpos"])
+def test_where_tokens_cannot_be_dropped_patches_are_blanked_and_the_map_says_so(name):
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=5, **({} if "resnet" in name else {"img_size": 64})).eval()
+    explainer = Explainer(model, data_config={**DATA, "input_size": (3, 64, 64)})
+    saliency = explainer.explain(PICTURES[0], method="sampling", target=3, masks=12, refine=0)
+    assert saliency.facts["hidden"].startswith("patches blanked, for their tokens cannot be dropped: ")
+    rows, cols = saliency.grid.shape
+    pixels, kept = explainer.pixels(PICTURES[0])[0], draw_masks(rows, cols, masks=12, keep=0.3)
+    edges = [round(number * 64 / rows) for number in range(rows + 1)]
+    scores = []
+    for mask in kept.reshape(-1, rows, cols):
+        blanked = pixels.clone()
+        for row, col in itertools.product(range(rows), range(cols)):
+            if not mask[row, col]:
+                for channel in range(3):
+                    mean = pixels[channel].mean()
+                    blanked[channel, edges[row] : edges[row + 1], edges[col] : edges[col + 1]] = mean
+        with torch.no_grad():
+            scores.append(log_odds(model(blanked[None])[0].double(), 3))
+    expected = np.reshape(references.mean_differences(kept.tolist(), scores), (rows, cols))
+    np.testing.assert_allclose(saliency.grid, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+
+
+def test_a_model_without_attention_is_not_refined_unless_that_is_asked_for():
+    explainer = Explainer(timm.create_model("test_resnet", num_classes=5).eval(), data_config=DATA)
+    assert explainer.explain(PICTURES[0], method="sampling", masks=4).options["refine"] == 0
+    with pytest.raises(NoAttentionError, match="No attention between tokens"):
+        explainer.explain(PICTURES[0], method="sampling", masks=4, refine=1)
+
+
+def test_consensus_says_what_it_is_made_of():
+    explainer = Explainer(literal_vit.timm_model(), data_config=DATA)
+    made = explainer.explain(PICTURES[0], method="consensus", masks=8)
+    assert made.facts["made_of"] == "gae and sampling"
+    assert made.facts["hidden"] == "tokens dropped" and "reliability" in made.facts
+    model = timm.create_model("test_vit_relpos", num_classes=5, img_size=64).eval()
+    other = Explainer(model, data_config={**DATA, "input_size": (3, 64, 64)})
+    assert "patches blanked" in other.explain(PICTURES[0], method="consensus", masks=8).facts["hidden"]

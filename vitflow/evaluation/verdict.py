@@ -1,0 +1,100 @@
+"""The answer of an evaluation in one sentence: which map for which question, and which maps nothing separates."""
+
+from collections.abc import Sequence
+
+from vitflow.evaluation.controls import is_twin
+from vitflow.evaluation.metrics import METRICS
+from vitflow.evaluation.tables import Tables
+from vitflow.explaining.asking.method_table import get_method, is_slow
+
+# What a reader asks of a map, and the metrics that answer it: the first that was measured does.
+_QUESTIONS = {
+    "where the object is": ("roc_auc", "mean_iou", "average_precision", "energy", "pointing_game"),
+    "what the answer rests on": ("gap", "deletion_auc", "insertion_auc"),
+    "one class against another": ("grid_auc", "separation", "grid_energy", "class_sensitivity"),
+}
+
+
+def verdict(evaluation: Tables) -> str:
+    """Which method answers which question best, which one where seconds count, and which of them nothing separates.
+
+    Only what was measured is told: empty where no question was asked of any method.
+
+    >>> from vitflow.evaluation import evaluate
+    >>> verdict(evaluate("demo:8", model="demo", methods=["gae", "attention"], metrics=["roc_auc"]))
+    'On your 8 pictures: GAE for where the object is.'
+    """
+    methods = [name for name in evaluation.methods if not (evaluation.is_baseline(name) or is_twin(name))]
+    measured = {metric.name for metric in evaluation.metrics}
+    asked = {
+        question: metric
+        for question, metrics in _QUESTIONS.items()
+        if (metric := next((name for name in metrics if name in measured), None)) is not None
+    }
+    winners: dict[str, list[str]] = {}
+    nothing: list[str] = []
+    for question, metric in asked.items():
+        best = _best(evaluation, metric, methods)
+        if best is None:
+            continue
+        if _is_level(evaluation, metric, best, "random"):
+            nothing.append(question)
+        else:
+            winners.setdefault(best, []).append(question)
+    parts = [f"{_title(method)} for {_listed(questions)}" for method, questions in winners.items()]
+    quick = [name for name in methods if not is_slow(name.partition(":")[0])]
+    first = next(iter(asked.values()), None)
+    fast = None if first is None or nothing else _best(evaluation, first, quick)
+    if fast is not None and fast not in winners and any(name not in quick for name in winners):
+        parts.append(f"{_title(fast)} where seconds count")
+    if nothing:
+        parts.append(f"no map is clearly better than a random one for {_listed(nothing)}")
+    if not parts:
+        return ""
+    named = [*winners, *([fast] if fast is not None else [])]
+    level = _level_pairs(evaluation, list(asked.values()), named, methods)
+    alike = [
+        f"nothing separates {_title(one)} from {_listed([_title(name) for name in others])}" for one, others in level
+    ]
+    count = len(evaluation.pictures)
+    return f"On your {count} picture{'' if count == 1 else 's'}: {'; '.join([', '.join(parts), *alike])}."
+
+
+def _best(evaluation: Tables, metric: str, methods: Sequence[str]) -> str | None:
+    """The one of these methods with the best mean."""
+    known = {row.method: row.estimate.mean for row in evaluation.table(metric) if row.estimate.mean is not None}
+    sign = 1.0 if METRICS[metric].better == "higher" else -1.0
+    return max((name for name in methods if name in known), key=lambda name: sign * (known[name] or 0.0), default=None)
+
+
+def _is_level(evaluation: Tables, metric: str, first: str, second: str) -> bool:
+    """Whether neither of two methods is clearly better than the other."""
+    return not any(one.is_clear for one in evaluation.differences(metric) if {one.first, one.second} == {first, second})
+
+
+def _level_pairs(
+    evaluation: Tables, metrics: Sequence[str], named: Sequence[str], methods: Sequence[str]
+) -> list[tuple[str, list[str]]]:
+    """For each named method those that no question separates from it, each pair once."""
+    found: list[tuple[str, list[str]]] = []
+    for number, one in enumerate(dict.fromkeys(named)):
+        before = list(dict.fromkeys(named))[:number]
+        others = [
+            name
+            for name in methods
+            if name != one
+            and name not in before
+            and all(_is_level(evaluation, metric, one, name) for metric in metrics)
+        ]
+        if others:
+            found.append((one, others))
+    return found
+
+
+def _title(label: str) -> str:
+    name, _, options = label.partition(":")
+    return f"{get_method(name).title} ({options})" if options else get_method(name).title
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

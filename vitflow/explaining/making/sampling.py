@@ -1,0 +1,102 @@
+"""Sampling: which patches raise this class, wherever the others are? Asked of the model with random patches dropped."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vitflow.errors import UnsupportedModelError, whole_number
+from vitflow.explaining.making.applying import log_odds
+from vitflow.explaining.making.asked import AskedTrace
+from vitflow.explaining.making.maps import Maps
+from vitflow.explaining.progress import tracking
+from vitflow.methods.cells import cell_owners
+from vitflow.methods.ranks import spearman
+from vitflow.methods.sampling import draw_masks, halves, mean_differences
+from vitflow.methods.tokens import TokenLayout
+from vitflow.recording.token_dropping import droppable_tokens, run_on_patches
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """What a model answered to a batch of pictures without some of their patches.
+
+    Attributes:
+        kept: which patches each mask keeps, bool [masks, patches].
+        grid: rows and columns of the patches.
+        log_odds: of each picture, [masks, classes].
+        hidden: how the other patches were hidden, in words.
+    """
+
+    kept: Tensor
+    grid: tuple[int, int]
+    log_odds: list[Tensor]
+    hidden: str
+
+
+def sampling(trace: AskedTrace, *, masks: int, keep: float, cells: int, random_seed: int, occlusion_batch: int) -> Maps:
+    """How much higher the target's log-odds are with a patch than without it, over random choices of the others."""
+    targets = trace.wanted
+    sample = _sampled(trace, masks, keep, cells, random_seed, occlusion_batch)
+    grids, facts = [], []
+    for scores, target in zip(sample.log_odds, targets.tolist(), strict=True):
+        own = scores[:, target]
+        grids.append(mean_differences(sample.kept, own).reshape(sample.grid))
+        reliability = spearman(*(half.numpy() for half in halves(sample.kept, own)))
+        facts.append({"reliability": None if reliability is None else round(reliability, 3), "hidden": sample.hidden})
+    return Maps(torch.stack(grids), facts)
+
+
+def _sampled(trace: AskedTrace, masks: int, keep: float, cells: int, random_seed: int, batch: int) -> Sample:
+    """What the model answers to the masks, for all classes; what it has answered before it is not asked again."""
+    batch, key = whole_number("occlusion_batch", batch, 1), ("sampling", keep, cells, random_seed)
+    assert trace.pixels is not None
+    layout, grid, hidden = _ways(trace)
+    kept = draw_masks(*grid, masks=masks, keep=keep, cells=cells, seed=random_seed)
+    pictures = trace.pixels.detach().split(1)
+    known: list[Tensor] = trace.answered.get(key) or [torch.empty(0)] * len(pictures)
+    before = min(len(known[0]), masks)  # the first of many masks are those of few
+    with tracking("sampling", len(pictures) * masks) as progress:
+        progress(len(pictures) * before)
+        if before < masks:
+            # As many tokens at once as that many whole pictures have.
+            size = batch
+            if layout is not None:
+                size = batch * layout.num_tokens // (layout.num_prefix_tokens + int(kept[0].sum()))
+            answers = []
+            for picture, own in zip(pictures, known, strict=True):
+                found = [own] if before else []
+                for part in kept[before:].split(size):
+                    found.append(_ask(trace, picture, part, layout, grid))
+                    progress(len(part))
+                answers.append(torch.cat(found))
+            known = trace.answered[key] = answers
+    return Sample(kept, grid, [own[:masks] for own in known], hidden)
+
+
+def _ways(trace: AskedTrace) -> tuple[TokenLayout | None, tuple[int, int], str]:
+    """The layout of the tokens that can be dropped; else None. And the patches' grid, and what is done with them."""
+    assert trace.pixels is not None
+    assert trace.facts is not None
+    try:
+        layout = droppable_tokens(trace.model, trace.pixels, trace.facts.layout)
+        return layout, (layout.rows, layout.cols), "tokens dropped"
+    except UnsupportedModelError as error:
+        hidden = f"patches blanked, for their tokens cannot be dropped: {error}"
+    try:
+        return None, (trace.layout.rows, trace.layout.cols), hidden
+    except UnsupportedModelError:  # it has no patches of its own
+        return None, trace.grid(), hidden
+
+
+def _ask(trace: AskedTrace, picture: Tensor, kept: Tensor, layout: TokenLayout | None, grid: tuple[int, int]) -> Tensor:
+    """The log-odds [masks, classes] of one picture with the kept patches alone."""
+    assert trace.facts is not None
+    assert trace.log_odds is not None
+    if layout is not None:
+        numbers = kept.nonzero()[:, 1].reshape(len(kept), -1)
+        with torch.no_grad():
+            return log_odds(run_on_patches(trace.model, picture, numbers, layout=layout), trace.facts.activation)
+    owners = cell_owners(picture.shape[-2], picture.shape[-1], *grid)
+    visible = kept[:, owners].unsqueeze(1).to(picture.device)  # [masks, 1, height, width]
+    return trace.log_odds(torch.where(visible, picture, picture.mean(dim=(2, 3), keepdim=True)))
