@@ -48,7 +48,6 @@ def test_every_method_that_takes_long_says_so_and_no_other(tmp_path):
         assert not steps or steps[-1] == 1.0
 
 
-@pytest.mark.filterwarnings("ignore:occlusion hides one patch")
 @pytest.mark.parametrize("methods", [["occlusion"], ["occlusion", "flow"], ["rollout"]])
 def test_a_folder_run_moves_before_its_first_picture_is_done(tmp_path, methods):
     states = []

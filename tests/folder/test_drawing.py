@@ -57,7 +57,8 @@ def test_a_class_that_no_picture_has_is_told_with_what_was_meant(tmp_path, monke
     assert capsys.readouterr().err == "0 drawn\n"  # there are such pictures
 
 
-def test_what_blank_out_costs_is_told_before_a_run(tmp_path):
+def test_what_blank_out_costs_is_told_before_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("vitflow.folder.work.WORTH_TELLING", 0.0)
     options = {"model": "demo", "methods": ["rollout", "occlusion"], "workers": 0}
     with pytest.warns(VitflowWarning, match=r"144 passes through the model a picture, 288 in all, about .* each"):
         vitflow.explain_folder(sample_pictures()[:2], tmp_path / "run", **options)

@@ -740,7 +740,6 @@ def native_explainer() -> vitflow.Explainer:
     return vitflow.Explainer(model, fit="native")
 
 
-@pytest.mark.filterwarnings("ignore:occlusion hides one patch")
 def test_cells_larger_than_a_small_picture_are_that_picture_s_row(tmp_path):
     source, explainer = fill(tmp_path / "in", 2), native_explainer()
     (source / "flat.jpg").write_bytes(picture_bytes(5, size=(160, 4)))

@@ -23,8 +23,6 @@ from vitflow.pictures.upsampling import upsample
 from vitflow.runs.journal import Journal
 from vitflow.runs.places import RunFolder
 
-pytestmark = pytest.mark.filterwarnings("ignore:occlusion hides one patch")
-
 HOSTILE = "<img src=x onerror=alert(1)>.jpg"
 CLASSES = ["cat", "dog", "</script><script>alert(2)</script>", "'\"&amp;", "bird"]
 

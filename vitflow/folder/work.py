@@ -37,6 +37,8 @@ from vitflow.runs.grids import pack_grid
 
 # Pictures of the pass by which a run's duration is guessed.
 _TRIED = 8
+#: Seconds from which on the cost of a run is told before it.
+WORTH_TELLING = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ def auto_batch(explainer: Explainer) -> int:
 
 
 def cost_of(job: Job, explainer: Explainer, count: int) -> str | None:
-    """What so many pictures will take by the methods that run the model many times; None without any.
+    """What so many pictures will take by the methods that run the model many times; None where that is a moment.
 
     The model is tried on a grey picture, on this machine.
     """
@@ -172,6 +174,8 @@ def cost_of(job: Job, explainer: Explainer, count: int) -> str | None:
         started = time.perf_counter()
         float(explainer.logits(batch).sum())  # waits for a GPU
     seconds = (time.perf_counter() - started) / len(batch)
+    if seconds * passes * count < WORTH_TELLING:
+        return None
     total = f"{count * passes:,}".replace(",", " ")
     return (
         f"{'; '.join(words)}: {passes} passes through the model a picture, {total} in all, about "
