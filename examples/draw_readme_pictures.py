@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(save_jpeg(strip, given.output / "photographs.jpg"))
     demo = vitflow.Explainer("demo", device="cpu")
     classes = vitflow.compare(
-        sample_pictures()[0], model=demo, methods=["gradient_rollout", "gradcam"], targets=CLASSES
+        sample_pictures()[0], model=demo, methods=["gradient_rollout", "gradcam", "sampling"], targets=CLASSES
     )
     print(save_jpeg(classes, given.output / "classes.jpg"))
 
