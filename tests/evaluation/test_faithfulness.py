@@ -21,6 +21,7 @@ from vitflow.demo import draw_pictures
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
 from vitflow.evaluation.measures.faithfulness import Curves, faithfulness_curves, removed_counts
 from vitflow.evaluation.measures.perturbation import patch_order
+from vitflow.explaining.asking.answer import Answer
 from vitflow.explaining.saliency import Saliency
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
@@ -96,7 +97,7 @@ def test_curves_equal_a_loop(readout, how):
     explainer = Explainer(model, data_config=DATA)
     grids, points = random_grids(2), 6
     maps = maps_of(explainer, *grids)
-    maps[1] = changed(maps[1], target=(maps[0].target + 1) % 5)
+    maps[1] = changed(maps[1], answer=changed(maps[1].answer, index=(maps[0].target + 1) % 5))
     pixels = explainer.pixels(PICTURE)
     if how == "drop" and prefix:
         with torch.no_grad():  # everything removed: the prefix tokens alone
@@ -379,7 +380,7 @@ def test_faults_are_named():
         ("batch_size of at least 1", maps, {"batch_size": 0}),
         ("at least one map, got none", [], {}),
         ("one and the same picture", [*maps, other], {}),
-        ("no target class", [changed(maps[0], target=None)], {}),
+        ("no target class", [changed(maps[0], answer=Answer())], {}),
     ]
     for message, given, options in faults:
         with pytest.raises(OptionError, match=message):

@@ -256,7 +256,9 @@ def test_the_class_can_be_chosen_and_maps_that_are_there_are_used(explainer, mon
     with pytest.raises(OptionError, match="one map by each of gae, rollout"):
         cascading_randomisation(explainer, PICTURE, methods, maps=maps[::-1])
     with pytest.raises(OptionError, match="all of one class"):
-        flip_stability(explainer, PICTURE, methods, maps=[maps[0], changed(maps[1], target=1)])
+        flip_stability(
+            explainer, PICTURE, methods, maps=[maps[0], changed(maps[1], answer=changed(maps[1].answer, index=1))]
+        )
     with pytest.raises(OptionError, match="stands for several"):
         shift_stability(explainer, PICTURE, methods, target="top2")
 

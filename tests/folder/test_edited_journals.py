@@ -309,7 +309,7 @@ def outside(place: Path, out: Path) -> dict[str, object]:
 def test_mutated_journals_never_crash_and_touch_nothing_outside(tmp_path, precious, explainer, monkeypatch):
     """520 of a folder run, each through resume, overwrite or report, and 80 of an evaluation."""
     monkeypatch.setattr(results, "save_charts", lambda *_: {})
-    monkeypatch.setattr(results, "write_page", lambda _, path, __: path)
+    monkeypatch.setattr(results, "write_page", lambda _, path, *__, **___: path)
     source, out, seen = fill(tmp_path / "in", 3), tmp_path / "out", tmp_path / "seen"
     (source / "bad.png").write_bytes(b"nothing")
     measuring = {"model": explainer, "methods": ["rollout"], "metrics": ["faithfulness", "sanity"], "points": 3}

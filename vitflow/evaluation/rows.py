@@ -25,6 +25,7 @@ def accepts(protocol: Protocol, explainer: Explainer) -> Callable[[Mapping[str, 
         "groups": lambda value: texts(value) and set(value) <= set(protocol.groups),
         "constant": lambda value: texts(value) and set(value) <= labels,
         "values": dict_of(_numbers_by_name, labels),
+        "seconds": dict_of(_VALUE, labels),
     }
     curves = list_of(_VALUE, protocol.points)
     further: dict[str, Check] = {
