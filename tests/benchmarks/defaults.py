@@ -121,14 +121,20 @@ def means(found: Evaluation) -> None:
     print(flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def data_parser(description: str) -> argparse.ArgumentParser:
+    """The options that say what is measured, and where its rows go."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--boxes", required=True)
     parser.add_argument("--drawn", default="demo:100:2000")
     parser.add_argument(
         "-o", "--output", type=Path, required=True, help="folder for the rows: a run goes on from there"
     )
+    return parser
+
+
+def main() -> None:
+    parser = data_parser(__doc__.splitlines()[0])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--of", choices=QUESTIONS, default="refine", help="which options are asked about")
     given = parser.parse_args()

@@ -23,7 +23,6 @@ candidate that holds is taken instead.
 Sampling and consensus have no today: their first candidate stands for it.
 """
 
-import argparse
 import sys
 import warnings
 from pathlib import Path
@@ -31,7 +30,7 @@ from pathlib import Path
 import numpy as np
 
 import vitflow
-from tests.benchmarks.defaults import CHECKPOINT, choosing, label
+from tests.benchmarks.defaults import CHECKPOINT, choosing, data_parser, label
 from vitflow.evaluation import evaluate
 from vitflow.evaluation.results import Evaluation
 
@@ -166,13 +165,7 @@ def table(runs: dict[str, Evaluation]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--checkpoint", type=Path, required=True)
-    parser.add_argument("--boxes", required=True)
-    parser.add_argument("--drawn", default="demo:100:2000")
-    parser.add_argument(
-        "-o", "--output", type=Path, required=True, help="folder for the rows: a run goes on from there"
-    )
+    parser = data_parser(__doc__.splitlines()[0])
     parser.add_argument("--methods", nargs="+", choices=CANDIDATES, default=["gae", "gradient_rollout"])
     given = parser.parse_args()
     warnings.simplefilter("ignore", vitflow.VitflowWarning)

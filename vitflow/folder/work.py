@@ -152,11 +152,9 @@ def cost_of(job: Job, explainer: Explainer, count: int) -> str | None:
     height, width = explainer.spec.size
     words, passes, batch_size = [], 0, 1
     if hiding is not None:
-        size, own_size = hiding["patch_size"], explainer.spec.patch_size
-        if size is None and own_size is not None and min(own_size) >= 7:
-            rows, cols = height // own_size[0], width // own_size[1]
-        else:
-            rows, cols = cell_grid(height, width, size)
+        size = explainer.spec.patch_size
+        patches = None if size is None else (height // size[0], width // size[1])
+        rows, cols = cell_grid(height, width, hiding["patch_size"], patches)
         words.append("occlusion hides one patch after another")
         passes, batch_size = rows * cols * (1 + hiding["shifts"]), hiding["occlusion_batch"]
     if masked:

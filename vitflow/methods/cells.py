@@ -9,17 +9,24 @@ from vitflow.errors import OptionError, ShapeError, whole_number
 DEFAULT_CELLS = 14
 
 
-def cell_grid(height: int, width: int, patch_size: int | None) -> tuple[int, int]:
-    """Rows and columns of cells of about `patch_size` pixels; of 1/14 of the shorter side where it is None.
+def cell_grid(
+    height: int, width: int, patch_size: int | None, patches: tuple[int, int] | None = None
+) -> tuple[int, int]:
+    """Rows and columns of cells of about `patch_size` pixels.
+
+    Where that is None, they are the model's own `patches` (rows and columns, of at least 7 pixels each), or cells of
+    1/14 of the shorter side.
 
     Raises:
         OptionError: a cell would be smaller than a pixel or larger than the picture.
 
-    >>> cell_grid(224, 320, None), cell_grid(224, 320, 32)
-    ((14, 20), (7, 10))
+    >>> cell_grid(224, 320, None), cell_grid(224, 320, 32), cell_grid(224, 320, None, (16, 16))
+    ((14, 20), (7, 10), (16, 16))
     """
     shorter = min(height, width)
     if patch_size is None:
+        if patches is not None and height >= 7 * patches[0]:
+            return patches
         side = shorter / min(DEFAULT_CELLS, shorter)
         return round(height / side), round(width / side)
     patch_size = whole_number("patch_size", patch_size)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.models.languages import plain_numbers
-from vitflow.recording.isolation import Hook, aside, evaluating
+from vitflow.recording.isolation import Hook, aside, device_of, evaluating
 
 # As many tokens are read, a number that is unlikely to be one of heads; and these are changed, one at a time.
 _LENGTH, _CHANGED = 11, (10, 6)
@@ -40,8 +40,7 @@ def is_causal(model: nn.Module) -> bool:
 
 def _looks_back(model: nn.Module) -> bool:
     *numbers, other = plain_numbers(model, _LENGTH + 1)
-    device = next((parameter.device for parameter in model.parameters()), None)
-    text = torch.tensor([numbers], device=device)
+    text = torch.tensor([numbers], device=device_of(model))
     with torch.no_grad(), aside():
         made = _made(model, text)
         for place in _CHANGED:

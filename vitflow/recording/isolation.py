@@ -42,6 +42,11 @@ def default_device() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model lies; the processor for one without parameters."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
 def move_to(model: nn.Module, device: str | torch.device | None, dtype: torch.dtype | None = None) -> torch.device:
     """Move a model, in its turn, and convert it where a precision is asked for; returns where it lies then.
 
@@ -54,7 +59,7 @@ def move_to(model: nn.Module, device: str | torch.device | None, dtype: torch.dt
         with turn(model):
             model.to(dtype)
     if device is None:
-        return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        return device_of(model)
     try:
         device = torch.device(device)
         if device.type == "meta":

@@ -123,9 +123,8 @@ class Trace:
         if self.pixels is None:
             raise VitflowError(_NOTHING_RECORDED)
         own = self._layout
-        if patch_size is None and own is not None and self.pixels.shape[-2] >= 7 * own.rows:
-            return own.rows, own.cols
-        return cell_grid(self.pixels.shape[-2], self.pixels.shape[-1], patch_size)
+        patches = None if own is None else (own.rows, own.cols)
+        return cell_grid(self.pixels.shape[-2], self.pixels.shape[-1], patch_size, patches)
 
     @property
     def readout(self) -> Tensor:

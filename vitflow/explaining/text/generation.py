@@ -25,7 +25,7 @@ from vitflow.methods.sequence.layout import Words
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id
 from vitflow.models.languages import load_language_model, refuse_generation
-from vitflow.recording.isolation import evaluating
+from vitflow.recording.isolation import device_of, evaluating
 from vitflow.words.labels import hide, labels_of, text_of
 from vitflow.words.shaded import ShadedText
 from vitflow.words.sheet import Sheet
@@ -265,7 +265,7 @@ def _taught(
 ) -> tuple[Tensor, Tensor | None]:
     """Rows of a method by one pass over each finished text, as `follow` gives those of rollout."""
     n, start = shape
-    device = next((parameter.device for parameter in model.parameters()), None)
+    device = device_of(model)
     rows, shares = [], []
     for prompt, new in zip(prompts, written, strict=True):
         text = torch.tensor([(prompt + new).ids[:-1]], device=device)

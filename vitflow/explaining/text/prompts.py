@@ -15,6 +15,7 @@ from vitflow.models.languages import (
     tokenizer_beside,
     tokenizer_of,
 )
+from vitflow.recording.isolation import device_of
 
 
 def arguments_of(
@@ -35,7 +36,7 @@ def arguments_of(
             "Expected a text, or what its tokenizer makes of it with return_tensors='pt' (input_ids [batch, tokens] "
             f"and attention_mask), got {type(inputs).__name__}."
         )
-    device = next((parameter.device for parameter in model.parameters()), ids.device)
+    device = device_of(model)
     arguments = {**arguments, **generate}
     if arguments.get("attention_mask") is None:
         arguments["attention_mask"] = mask_of(model, generate, ids)

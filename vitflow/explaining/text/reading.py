@@ -26,6 +26,7 @@ from vitflow.models.facts import check_name, model_id
 from vitflow.models.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
 from vitflow.models.libraries import class_count
 from vitflow.recording.causality import is_causal
+from vitflow.recording.isolation import device_of
 from vitflow.words.graph import MOST_TOKENS, GraphView, Panel
 from vitflow.words.labels import hide, text_of
 from vitflow.words.shaded import ShadedText
@@ -270,7 +271,7 @@ def _encode(text: str, tokenizer: Any, model: nn.Module) -> tuple[dict[str, Tens
     ids = encoded["input_ids"]
     if not ids.numel():
         raise OptionError(f"Expected a text of at least one token, got {text!r}.")
-    device = next((parameter.device for parameter in model.parameters()), ids.device)
+    device = device_of(model)
     inputs = {name: encoded[name].to(device) for name in ("input_ids", "attention_mask") if name in encoded}
     return inputs, words_in(text, tokenizer, ids[0].tolist(), offsets)
 
