@@ -14,9 +14,9 @@ from vitflow import Contrast, Explainer, load_model
 from vitflow.demo import sample_pictures
 from vitflow.errors import NoAttentionError, OptionError, ShapeError
 from vitflow.explaining.making.contrast import contrasted
+from vitflow.methods.hiding.sampling import draw_masks, halves, mean_differences
 from vitflow.methods.ranks import spearman
 from vitflow.methods.refinement import Affinity, co_attention, key_affinity, refine
-from vitflow.methods.sampling import draw_masks, halves, mean_differences
 from vitflow.recording.recorder import record_attention
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}

@@ -24,8 +24,9 @@ from vitflow.cli.saying import say, say_notes, say_record, tell_limits
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.asking.choices import check_methods
+from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.method_options import OPTIONS
-from vitflow.explaining.asking.method_table import DEFAULT_METHODS, Method, get_method
+from vitflow.explaining.asking.method_table import DEFAULT_METHODS, get_method
 from vitflow.pictures.options import FIGURE_FORMATS, SCALINGS
 
 _SUFFIXES = (*FIGURE_FORMATS, ".json")

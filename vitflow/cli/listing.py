@@ -10,8 +10,9 @@ from vitflow.cli.options import flag_of, shown
 from vitflow.cli.outputs import writing
 from vitflow.cli.saying import say
 from vitflow.errors import printable
+from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.method_options import OPTIONS
-from vitflow.explaining.asking.method_table import Method, get_method, list_methods
+from vitflow.explaining.asking.method_table import get_method, list_methods
 
 
 @click.command(short_help="List the methods, or tell all of one.")

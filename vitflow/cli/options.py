@@ -10,8 +10,9 @@ import click
 
 from vitflow.cli.saying import say
 from vitflow.errors import printable
+from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.method_options import OPTIONS
-from vitflow.explaining.asking.method_table import Method, list_methods
+from vitflow.explaining.asking.method_table import list_methods
 from vitflow.models.precisions import DTYPES
 from vitflow.pictures.files import is_remote
 from vitflow.pictures.options import BACKGROUNDS, FITS, INTERPOLATIONS

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vitflow.errors import OptionError
+from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.method_options import check_common
-from vitflow.explaining.asking.method_table import Method, get_method
+from vitflow.explaining.asking.method_table import get_method
 
 # What callers may call the class to explain, which is `target` here.
 _CALLED_TARGET = ("class_", "class_id", "class_idx", "class_index", "class_name", "category", "cls", "label")

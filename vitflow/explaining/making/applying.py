@@ -13,7 +13,7 @@ from torch import Tensor
 from vitflow.errors import ModelError, ShapeError
 from vitflow.explaining.asking.answer import Answer
 from vitflow.explaining.asking.choices import Chosen, ChosenMethod
-from vitflow.explaining.asking.method_table import Method
+from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.targets import doubt
 from vitflow.explaining.making.asked import AskedTrace
 from vitflow.explaining.making.refining import make_maps

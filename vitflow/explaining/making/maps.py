@@ -13,12 +13,12 @@ from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.explaining.making.asked import AskedTrace
 from vitflow.explaining.progress import tracking
 from vitflow.methods import baselines, gradients
-from vitflow.methods import occlusion as blank_out
 from vitflow.methods import rollout as rollouts
 from vitflow.methods.attention import check_layer, one_head
 from vitflow.methods.flow.attention_flow import Solver, attention_flow
 from vitflow.methods.flow.layers import LayerRange, default_window
 from vitflow.methods.fusion import HeadFusion, SignedFusion, normalize_rows
+from vitflow.methods.hiding import occlusion as blank_out
 from vitflow.methods.staged_rollout import staged_attention, staged_rollout
 from vitflow.methods.values import ValueWeighting
 from vitflow.recording.trace import Trace

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vitflow.errors import ShapeError, UnsupportedModelError, VitflowError, VitflowWarning
-from vitflow.explaining.asking.method_table import Method
+from vitflow.explaining.asking.method import Method
 from vitflow.explaining.making.asked import AskedTrace
 from vitflow.explaining.making.maps import Maps
 from vitflow.methods.refinement import Affinity, AffinityName, check_affinity, co_attention, key_affinity, refine

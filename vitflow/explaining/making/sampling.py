@@ -11,8 +11,8 @@ from vitflow.explaining.making.asked import AskedTrace
 from vitflow.explaining.making.maps import Maps
 from vitflow.explaining.progress import tracking
 from vitflow.methods.cells import cell_owners
+from vitflow.methods.hiding.sampling import draw_masks, halves, mean_differences
 from vitflow.methods.ranks import spearman
-from vitflow.methods.sampling import draw_masks, halves, mean_differences
 from vitflow.methods.tokens import TokenLayout
 from vitflow.recording.token_dropping import droppable_tokens, run_on_patches
 

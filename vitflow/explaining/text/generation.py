@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, printable, whole_number
+from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.method_options import plain_options
-from vitflow.explaining.asking.method_table import Method
 from vitflow.explaining.text.captions import caption
 from vitflow.explaining.text.method_table import TEXT_METHODS, for_kind, text_method
 from vitflow.explaining.text.prompts import arguments_of

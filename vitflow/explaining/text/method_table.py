@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from vitflow.errors import OptionError, unknown_name
+from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.method_options import COMMON
-from vitflow.explaining.asking.method_table import BUILT_IN, Method
+from vitflow.explaining.asking.method_table import BUILT_IN
 
 # What is best depends on what a token sees: in a decoder plain attention relative to the receptive field finds a
 # looked-up word (97 % against 62 % value-weighted); in a BERT plain rollout is on special tokens for two thirds.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, ValueNormsError, whole_number
-from vitflow.explaining.asking.method_table import Method
+from vitflow.explaining.asking.method import Method
 from vitflow.explaining.progress import tracking
 from vitflow.methods.attention import check_layer
 from vitflow.methods.flow.layers import LayerRange, default_window
