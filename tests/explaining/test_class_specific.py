@@ -236,7 +236,7 @@ def test_the_papers_definition_is_one_option_away():
         "value_weighted": False,
         "patch": None,
         "refine": 0,
-        "affinity": "attention",
+        "affinity": "both",
         "shifts": 0,
     }
     rollout = get_method("rollout").complete({"preset": "paper", "start_layer": 2})

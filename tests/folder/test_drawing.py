@@ -10,6 +10,7 @@ import vitflow
 from vitflow.cli import main
 from vitflow.demo import sample_pictures
 from vitflow.errors import OptionError, VitflowWarning
+from vitflow.folder.found.draw import read_grids
 from vitflow.folder.found.report import report_run
 
 
@@ -66,3 +67,16 @@ def test_what_blank_out_costs_is_told_before_a_run(tmp_path, monkeypatch):
     with pytest.warns(VitflowWarning, match="about") as told:
         vitflow.explain_folder(sample_pictures()[:1], tmp_path / "few", **options, patch_size=48, shifts=4)
     assert "20 passes through the model a picture, 20 in all" in str(told[0].message)
+
+
+def test_sampling_runs_over_a_folder_and_tells_what_it_costs(tmp_path, monkeypatch):
+    monkeypatch.setattr("vitflow.folder.work.WORTH_TELLING", 0.0)
+    options = {"model": "demo", "methods": ["sampling", "consensus"], "masks": 20, "workers": 0, "store": "grids"}
+    with pytest.warns(VitflowWarning, match="leave out other patches 20 times: 6 passes .* a picture, 12 in all"):
+        summary = vitflow.explain_folder(sample_pictures()[:2], tmp_path / "run", **options)
+    assert summary.explained == 2
+    for (row, maps), picture in zip(read_grids(tmp_path / "run"), sample_pictures()[:2], strict=True):
+        assert row["facts"]["sampling"]["hidden"] == "tokens dropped" and row["facts"]["sampling"]["reliability"]
+        for method, grid in maps.items():
+            alone = vitflow.explain(picture, model="demo", method=method, masks=20).grid
+            np.testing.assert_allclose(grid, alone, rtol=2e-3, atol=1e-3 * alone.max())

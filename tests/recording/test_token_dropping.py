@@ -108,6 +108,27 @@ def test_a_class_token_that_joins_late_sees_the_kept_patches():
             torch.testing.assert_close(row, expected[0], rtol=0, atol=1e-12)
 
 
+def test_a_model_of_transformers_equals_itself_run_by_hand_on_the_kept_tokens():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+    config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=5)
+    model = disturb(transformers.ViTForImageClassification(config)).double()
+    assert check_can_drop(Explainer(model, data_config=DATA), (32, 32)) == TokenLayout(1, 4, 4)
+    pixels = torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    with torch.no_grad():
+        found = run_on_patches(model, pixels, KEPT)
+        tokens = model.vit.embeddings(pixels)
+        layers = [module for module in model.modules() if type(module).__name__ == "ViTLayer"]
+        assert len(layers) == 3
+        for row, kept in zip(found, KEPT.tolist(), strict=True):
+            x = tokens[:, [0, *(1 + patch for patch in kept)]]
+            for layer in layers:
+                x = layer(x)
+                x = x[0] if isinstance(x, tuple) else x
+            expected = model.classifier(model.vit.layernorm(x)[:, 0])
+            torch.testing.assert_close(row, expected[0], rtol=0, atol=1e-12)
+
+
 def test_the_picture_is_embedded_once_and_blocks_see_the_kept_tokens_alone():
     model, shapes = literal_vit.timm_model("class token and registers"), []
     model.patch_embed.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))

@@ -62,7 +62,7 @@ def list_methods() -> list[Method]:
 
 
 # What sampling draws and asks at once.
-_MASKS = {"masks": 128, "keep": 0.3, "cells": 7, "random_seed": 0, "occlusion_batch": 32}
+_MASKS = {"masks": 256, "keep": 0.3, "cells": 7, "random_seed": 0, "occlusion_batch": 32}
 
 #: The function of rollout, of which the layers' product is enough to know.
 ROLLOUT = "vitflow.explaining.making.maps:rollout"
@@ -144,6 +144,7 @@ register_method(
         "value_weighted": "output",
         "patch": None,
         "refine": 1,
+        "affinity": "both",
     },
     needs={"heads", "gradients"},
     class_specific=True,
@@ -157,7 +158,14 @@ register_method(
     rows="vitflow.explaining.text.read_rows:gae",
     summary="Generic attention explainability: attention times its gradient, added up through the layers.",
     answers="Which attention raises this class?",
-    defaults={"head_fusion": "max", "start_layer": 1, "value_weighted": "output", "patch": None, "refine": 1},
+    defaults={
+        "head_fusion": "max",
+        "start_layer": 1,
+        "value_weighted": "output",
+        "patch": None,
+        "refine": 1,
+        "affinity": "both",
+    },
     needs={"heads", "gradients"},
     class_specific=True,
     paper="Chefer, Gur & Wolf, ICCV 2021, §3",
@@ -215,7 +223,7 @@ register_method(
     title="Consensus",
     summary="Consensus: the geometric mean of GAE and sampling, each refined.",
     answers="Which patches raise this class both by the model's gradients and by trial?",
-    defaults={"head_fusion": "max", "value_weighted": "output", **_MASKS, "refine": 1, "affinity": "both"},
+    defaults={"head_fusion": "signed_mean", "value_weighted": "output", **_MASKS, "refine": 1, "affinity": "both"},
     needs={"heads", "gradients", "predict"},
     class_specific=True,
     refined="within",
