@@ -91,7 +91,7 @@ def _carry(row: Floats, matrix: Floats, discard_ratio: float, residual: float, p
     count = int(discard_ratio * patches.size)
     if count:
         bits, equals_stay = _select(matrix.view(np.int32), prefix, count)
-        limit = np.int32(bits).view(np.float32)  # what is larger stays
+        limit = bits.view(np.float32)  # what is larger stays
         if equals_stay and limit > 0:
             matrix = matrix.copy()
             equals = np.flatnonzero(patches == limit)
@@ -140,8 +140,12 @@ def _fuse(lengths: Any, attention: Any, fusion: int, fused: Any) -> None:
             total = 0.0
             for key in range(keys):
                 total += row[key]
-            if not total > 0.0 and row.max() <= zero:
-                row[:] = zero
+            largest = row[0]
+            for key in range(keys):
+                largest = max(largest, row[key])
+            if not total > 0.0 and largest <= zero:
+                for key in range(keys):
+                    row[key] = zero
                 if queries == keys:
                     row[query] = np.float32(1.0)
                 continue
@@ -151,31 +155,36 @@ def _fuse(lengths: Any, attention: Any, fusion: int, fused: Any) -> None:
                 row[key] = np.float32(row[key] * factor)
 
 
-@compiled_loosely
-def _select(bits: Any, prefix: int, count: int) -> tuple[int, int]:
+def _select(bits: NDArray[np.int32], prefix: int, count: int) -> tuple[np.int32, int]:
     """The count-th smallest of the entries from column `prefix` on, and how many entries like it are larger in rank.
 
-    Entries are the bits of float32 numbers that are not negative, which have the order of the numbers. They are counted
-    by their upper half; only those that share it with the one looked for are put in order.
+    Entries are the bits of float32 numbers that are not negative, which have the order of the numbers.
     """
+    alike, rank = _alike(bits, prefix, count)
+    alike.sort()  # by NumPy: compiling a sort takes seconds
+    return alike[rank], int(np.searchsorted(alike, alike[rank], side="right")) - (rank + 1)
+
+
+@compiled_loosely
+def _alike(bits: Any, prefix: int, count: int) -> tuple[Any, int]:
+    """The entries that share their upper half with the count-th smallest, and its rank among them."""
     counts = np.zeros(1 << 15, np.int64)
-    for row in bits:
-        for entry in row[prefix:]:
-            counts[(entry & 0x7FFFFFFF) >> 16] += 1
+    for token in range(bits.shape[0]):
+        for key in range(prefix, bits.shape[1]):
+            counts[(bits[token, key] & 0x7FFFFFFF) >> 16] += 1
     upper = below = 0
     while below + counts[upper] < count:
         below += counts[upper]
         upper += 1
     alike = np.empty(counts[upper], np.int32)
     found = 0
-    for row in bits:
-        for entry in row[prefix:]:
-            if (entry & 0x7FFFFFFF) >> 16 == upper:
-                alike[found] = entry & 0x7FFFFFFF
+    for token in range(bits.shape[0]):
+        for key in range(prefix, bits.shape[1]):
+            entry = bits[token, key] & 0x7FFFFFFF
+            if entry >> 16 == upper:
+                alike[found] = entry
                 found += 1
-    alike.sort()
-    wanted = alike[count - below - 1]
-    return wanted, np.searchsorted(alike, wanted, side="right") - (count - below)
+    return alike, count - below - 1
 
 
 @compiled_loosely

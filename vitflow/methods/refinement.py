@@ -285,7 +285,8 @@ def _balance(matrix: Any, rows: Any, cols: Any, reached: Any, tolerance: float, 
     before, sums = np.empty(size), np.empty(size)
     for number in range(rounds + 1):
         worst = 0.0
-        sums[:] = 0.0
+        for j in range(size):
+            sums[j] = 0.0
         for i in range(size):
             before[i] = rows[i]
             row = matrix[first + i, first:]
@@ -300,7 +301,8 @@ def _balance(matrix: Any, rows: Any, cols: Any, reached: Any, tolerance: float, 
             for j in range(size):
                 sums[j] += rows[i] * row[j]
         if number == rounds or (number > 0 and worst <= tolerance):
-            rows[:] = before  # the round that only measured changes nothing
+            for i in range(size):
+                rows[i] = before[i]  # the round that only measured changes nothing
             return True
         for j in range(size):
             if not sums[j] > 0.0:
