@@ -1,0 +1,142 @@
+"""Pictures among the tokens of a vision–language model: which tokens are whose patches, and where these lie."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from torch import Tensor
+
+from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, unknown_name
+from vitflow.models.picture_families import READERS, Asked, Role
+from vitflow.pictures.geometry import Placement, Size
+
+
+@dataclass(frozen=True, slots=True)
+class PictureTokens:
+    """The tokens of a sequence that are patches of a picture, or of a part of one, and where that part lies.
+
+    Attributes:
+        positions: their places in the sequence without padding, row by row from the top left.
+        rows, cols: the grid that they form.
+        placement: which rectangle of the picture this grid covers; None for all of it.
+        role: "whole" for all of the picture, "tile" for a part of it in more detail, "thumbnail" for all of it, small,
+            beside its tiles.
+        picture: which of the prompt's pictures it is, counted from 0.
+
+    Raises:
+        ShapeError: there are not rows × cols positions, or one of them twice.
+        OptionError: an unknown role.
+
+    >>> part = PictureTokens(range(3, 9), rows=2, cols=3, placement=Placement((20, 30), (20, 30), (0, 0), (20, 30)))
+    >>> part.box(1, 2)
+    (20.0, 10.0, 30.0, 20.0)
+    """
+
+    positions: Sequence[int]
+    rows: int
+    cols: int
+    placement: Placement | None = None
+    role: Role = "whole"
+    picture: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "positions", tuple(int(place) for place in self.positions))
+        if self.role not in get_args(Role):
+            raise OptionError(unknown_name("role", self.role, get_args(Role)))
+        count = len(set(self.positions))
+        if min(self.rows, self.cols) < 1 or not count == len(self.positions) == self.rows * self.cols:
+            raise ShapeError(
+                f"Expected {self.rows} × {self.cols} different positions of patches, got {len(self.positions)}, "
+                f"{count} of them different."
+            )
+
+    def box(self, row: int, col: int) -> tuple[float, float, float, float]:
+        """Where a patch lies, (left, top, right, bottom) in pixels of the picture; it may reach beyond it.
+
+        Raises:
+            OptionError: it is not known which part of the picture the grid covers.
+        """
+        if self.placement is None:
+            raise OptionError("Expected PictureTokens with a placement, got none: where its patches lie is not known.")
+        height, width = self.placement.input_size[0] / self.rows, self.placement.input_size[1] / self.cols
+        top, left = self.placement.to_image(row * height, col * width)
+        bottom, right = self.placement.to_image((row + 1) * height, (col + 1) * width)
+        return left, top, right, bottom
+
+
+def picture_tokens(
+    config: Any, processor: Any, inputs: Mapping[str, Any], sizes: Sequence[Size]
+) -> tuple[PictureTokens, ...]:
+    """Where the patches of each picture stand among the tokens of one prompt.
+
+    Args:
+        config: the model's configuration.
+        processor: what made the inputs.
+        inputs: what it made: input_ids [1, tokens], pixel_values, and what else its family needs.
+        sizes: (height, width) of each picture, as it was given to the processor, in the order of the prompt.
+
+    Raises:
+        UnsupportedModelError: the family is not known, or the tokens are not as many as it makes.
+        OptionError: the prompt has a video, no picture, or there are several prompts.
+    """
+    family = str(getattr(config, "model_type", ""))
+    token = image_token(config)
+    ids = inputs["input_ids"]
+    if len(ids) != 1:
+        raise OptionError(f"Expected one prompt with its pictures, got {len(ids)} prompts: give one after the other.")
+    refuse_videos(config, inputs)
+    if family not in READERS or token is None:
+        raise UnsupportedModelError(
+            f"It is not known how {family or 'this model'} arranges the patches of a picture among its tokens "
+            f"(known: {', '.join(READERS)}): pass layout=PictureTokens(positions, rows, cols), the places of the "
+            "patches in the sequence, row by row, and the grid that they form."
+        )
+    places = _places(ids[0], inputs.get("attention_mask"), token)
+    if not places:
+        raise OptionError(
+            "Expected a picture among the tokens of the prompt, got none: write the processor's picture token into the "
+            f"prompt ({getattr(processor, 'image_token', '<image>')!r}), and give it the picture."
+        )
+    parts = [
+        (part, number)
+        for number, size in enumerate(sizes)
+        for part in READERS[family](Asked(config, processor, inputs, number, size, len(sizes), len(places)))
+    ]
+    count = sum(part.length for part, _ in parts)
+    if count != len(places):
+        raise UnsupportedModelError(
+            f"Expected {count} tokens of {len(sizes)} picture{'s'[: len(sizes) > 1]} of {_sizes(sizes)} pixels by the "
+            f"settings of {type(processor).__name__}, got {len(places)}: give the pictures that the prompt was made "
+            "of and the processor as it was called, or pass layout=PictureTokens(positions, rows, cols)."
+        )
+    found, start = [], 0
+    for part, number in parts:
+        patches = [places[start + place] for place in part.places]
+        found.append(PictureTokens(patches, part.rows, part.cols, part.placement, part.role, number))
+        start += part.length
+    return tuple(found)
+
+
+def image_token(config: Any) -> int | None:
+    """The number of the token that stands for each patch of a picture; None where the model has none."""
+    numbers = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
+    return next((number for number in numbers if isinstance(number, int)), None)
+
+
+def refuse_videos(config: Any, inputs: Mapping[str, Any]) -> None:
+    """Raise OptionError where a prompt holds a video."""
+    token = getattr(config, "video_token_id", None)
+    named = any("video" in name for name, value in inputs.items() if value is not None)
+    if named or (isinstance(token, int) and bool((inputs["input_ids"] == token).any())):
+        raise OptionError("Expected pictures, got a video: give its frames as pictures of their own.")
+
+
+def _places(ids: Tensor, mask: Tensor | None, token: int) -> list[int]:
+    """Where the picture's token stands in a sequence, counted without its padding."""
+    seen = ids[mask[0].bool().to(ids.device)] if isinstance(mask, Tensor) else ids
+    places: list[int] = (seen == token).nonzero().flatten().tolist()
+    return places
+
+
+def _sizes(sizes: Sequence[Size]) -> str:
+    return ", ".join(f"{width} × {height}" for height, width in sizes)
