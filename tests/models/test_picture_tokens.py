@@ -162,7 +162,7 @@ def test_what_is_not_known_is_told_with_the_way_out():
     with pytest.raises(UnsupportedModelError, match="Expected 72 tokens of 2 pictures of 30 × 30, 30 × 30 .* got 36"):
         picture_tokens(config, one.processor, {**inputs, "pixel_values": torch.zeros(2, 3, 24, 24)}, sizes * 2)
     with pytest.raises(OptionError, match="Expected a picture among the tokens .* got none: .*'<image>'"):
-        picture_tokens(config, one.processor, {**inputs, "input_ids": torch.tensor([[9, 10]])}, sizes)
+        picture_tokens(config, one.processor, {"input_ids": torch.tensor([[9, 10]])}, sizes)
     with pytest.raises(OptionError, match="Expected one prompt with its pictures, got 2 prompts"):
         picture_tokens(config, one.processor, {**inputs, "input_ids": torch.ones(2, 9, dtype=torch.long)}, sizes)
 
