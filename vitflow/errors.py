@@ -20,6 +20,10 @@ class OutsideGridError(OptionError):
     """A patch was asked for that the picture's grid does not have."""
 
 
+class OutsidePictureError(OptionError):
+    """A box was asked for that lies beside what the model saw of the picture."""
+
+
 class SameClassError(OptionError):
     """Both sides of a contrast are one class: of every picture, or of one that the model answers with that class."""
 
@@ -56,8 +60,10 @@ class NoAttentionError(UnsupportedModelError):
 
 
 def stops_all(error: Exception, fit: str) -> bool:
-    """Whether an error is that of every picture; where each has a grid of its own, others may have the patch."""
-    if isinstance(error, SameClassError) or (isinstance(error, OutsideGridError) and fit == "native"):
+    """Whether an error is that of every picture; where each has a grid or a size of its own, others may do."""
+    if isinstance(error, SameClassError | OutsidePictureError) or (
+        isinstance(error, OutsideGridError) and fit == "native"
+    ):
         return False
     return isinstance(error, OptionError | UnsupportedModelError)
 

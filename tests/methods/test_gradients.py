@@ -17,7 +17,7 @@ from vitflow.explaining.making.asked import AskedTrace
 from vitflow.methods import cells
 from vitflow.methods.gradients import grad_cam, input_gradient
 from vitflow.methods.rollout import attention_rollout, for_the_class, relevance
-from vitflow.models.anatomy import block_norm
+from vitflow.models.blocks import block_norm
 from vitflow.recording.trace import Trace
 
 BATCH, TARGETS = 3, [4, 0, 2]

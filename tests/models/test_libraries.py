@@ -16,7 +16,8 @@ import vitflow
 from vitflow import Explainer, record_attention
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import block_norms, logits_of
+from vitflow.models.anatomy import logits_of
+from vitflow.models.blocks import block_norms
 from vitflow.models.facts import class_names_of, model_id, read_input_spec
 from vitflow.models.libraries import _processor_settings, class_count, from_processor
 

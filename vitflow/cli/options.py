@@ -24,17 +24,30 @@ DEFAULT_MODEL = "vit_small_patch16_224.augreg_in21k_ft_in1k"
 DRAWING = ("cmap", "alpha", "vmin", "vmax", "interpolation", "background", "contours")
 
 
-class _Patch(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    name = "ROW,COL"
+class _Numbers(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
+    """Some numbers with commas between them."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+    def __init__(self, name: str, kind: type, told: str) -> None:
+        self.name, self._kind, self._told = name, kind, told
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
         if isinstance(value, tuple):
             return value
         try:
-            row, col = (int(part) for part in str(value).split(","))
+            numbers = tuple(self._kind(part) for part in str(value).split(","))
         except ValueError:
-            self.fail(f"expected ROW,COL counted from 0, such as 3,7, got {value!r}.", param, ctx)
-        return row, col
+            numbers = ()
+        if len(numbers) != self.name.count(",") + 1:
+            self.fail(f"expected {self.name} {self._told}, got {value!r}.", param, ctx)
+        return numbers
+
+
+# How the command line reads the kinds of options that are no types.
+_KINDS: dict[str, Any] = {
+    "patch": _Numbers("ROW,COL", int, "counted from 0, such as 3,7"),
+    "box": _Numbers("LEFT,TOP,RIGHT,BOTTOM", float, "in pixels, such as 40,20,300,260"),
+    "text": str,
+}
 
 
 class _BatchSize(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
@@ -63,8 +76,8 @@ def method_options(command: Callable[..., None], methods: Iterable[Method] | Non
         having = [method for method in table if method.accepts(option.name)]
         if methods is not None and not having:
             continue
-        kind: Any = {"choice": click.Choice(option.choices), "patch": _Patch(), "text": str}.get(
-            str(option.kind), option.kind
+        kind: Any = (
+            click.Choice(option.choices) if option.kind == "choice" else _KINDS.get(str(option.kind), option.kind)
         )
         flag = flag_of(option.name)
         text = f"{option.help}  [{_defaults(having, option.name)}]"

@@ -131,13 +131,13 @@ class Saliency:
 
     @property
     def patch_box(self) -> tuple[float, float, float, float] | None:
-        """Where the patch lies that the map was asked of, (left, top, right, bottom) in pixels of the picture.
+        """The patch or the box that the map was asked of, (left, top, right, bottom) in pixels of the picture.
 
         None where the model's own readout was taken.
         """
-        patch = self.options.get("patch")
+        patch, box = self.options.get("patch"), self.options.get("box")
         if patch is None:
-            return None
+            return None if box is None else tuple(box)
         rows, cols = self.facts.get("patch_grid", self.grid.shape)
         height, width = self.placement.input_size[0] / rows, self.placement.input_size[1] / cols
         top, left = self.placement.to_image(patch[0] * height, patch[1] * width)
@@ -179,7 +179,9 @@ class Saliency:
             yield "The map is the same for every class."
         if told := unsure(self.facts):
             yield f"{told[0].upper()}{told[1:]}."
-        if self.patch_box is not None:
+        if compared := self.facts.get("compared_with"):
+            yield f"Each patch is compared with {compared}."
+        elif self.patch_box is not None:
             yield "The frame is the patch whose attention is shown."
         if not self.placement.sees_everything:
             yield "The line bounds what the model saw."

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError
-from vitflow.methods.attention import check_layer
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.libraries import library_layout, library_norms, library_readout
+from vitflow.models.libraries import library_layout, library_readout
 
 # What attention modules call the projection that takes the joined heads back to the token width.
 _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", "out_lin", "Wo", "dense", "o")
@@ -20,10 +19,6 @@ _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", 
 _CLASS_TOKENS = ("cls_token", "class_token", "cls_token_0", "cls_token1")
 # Where models that answer with fields keep their logits.
 _OUTPUTS = ("logits", "pooler_output", "image_embeds", "last_hidden_state")
-# What they call the norm that a block begins with.
-_FIRST_NORMS = ("norm1", "in_norm", "norm_out")
-# What they call further blocks, in which a class token joins the patches.
-_LATE_BLOCKS = ("blocks_token_only", "cls_attn_blocks")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -72,82 +67,17 @@ def transformer_of(model: nn.Module) -> nn.Module:
     return next((module for module in model.modules() if hasattr(module, "patch_embed")), model)
 
 
-def block_norms(model: nn.Module) -> list[str]:
-    """Paths of the modules whose outputs Grad-CAM can read, first layer first; empty where there are none.
-
-    Each block's first norm in a transformer whose tokens stay the same, or that ends in a class token. Otherwise each
-    stage's output, as timm's `feature_info` names it; in a network that names none, its convolutions.
-    """
-    own = library_norms(model)
-    if own:
-        return own
-    transformer: Any = transformer_of(model)
-    root = next(path for path, module in model.named_modules() if module is transformer)
-    blocks = getattr(transformer, "blocks", None)
-    stages = _stages(transformer)
-    found: list[str] = []
-    if len({reduction for _, reduction in stages}) <= 1 and isinstance(blocks, nn.Sequential | nn.ModuleList):
-        found = _first_norms(blocks)
-        found = [f"blocks.{path}" for path in found] if len(found) == len(blocks) else []
-        found += _late_norms(transformer)
-    if not found and (class_tokens(transformer) or not stages):
-        found = [path for path, _ in transformer.named_modules() if path.split(".")[-1] == _FIRST_NORMS[0]]
-    found = found or [path for path, _ in stages]
-    found = found or [path for path, module in transformer.named_modules() if isinstance(module, nn.Conv2d)]
-    return [".".join(filter(None, (root, path))) for path in found]
-
-
-def _first_norms(blocks: nn.Module) -> list[str]:
-    """The first norm of each block that has one."""
-    found = []
-    for number, block in enumerate(blocks.children()):
-        norms = [path for path, module in block.named_modules() if "norm" in type(module).__name__.lower()]
-        first = next((name for name in _FIRST_NORMS if hasattr(block, name)), norms[0] if norms else None)
-        if first is not None:
-            found.append(f"{number}.{first}")
-    return found
-
-
-def _late_norms(transformer: nn.Module) -> list[str]:
-    """The first norms of further blocks, in which a class token joins the patches."""
-    return [
-        f"{name}.{path}"
-        for name in _LATE_BLOCKS
-        if (blocks := getattr(transformer, name, None)) is not None
-        for path in _first_norms(blocks)
-    ]
-
-
-def _stages(transformer: Any) -> list[tuple[str, int]]:
-    """Module path and reduction of each stage that timm names and that runs as a module of its own."""
-    try:
-        named = {str(one["module"]): int(one["reduction"]) for one in transformer.feature_info}
-        modules = {path: transformer.get_submodule(path) for path in named}
-    except (AttributeError, KeyError, TypeError):
-        return []
-    return [(path, named[path]) for path, module in modules.items() if not isinstance(module, nn.ModuleList)]
-
-
 def class_tokens(transformer: Any) -> int:
     """How many class (and distillation) tokens a model has of its own."""
     found = (getattr(transformer, name, None) for name in _CLASS_TOKENS)
     return next((int(token.shape[1]) for token in found if isinstance(token, Tensor) and token.ndim == 3), 0)
 
 
-def block_norm(model: nn.Module, layer: int) -> str:
-    """Path of one of the modules that Grad-CAM can read, 1 for the first, −1 for the last.
-
-    Raises:
-        UnsupportedModelError: the model has none.
-        OptionError: it has no such layer.
-    """
-    paths = block_norms(model)
-    if not paths:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has neither transformer blocks with norms, nor stages, nor convolutions, whose "
-            "features Grad-CAM needs. Use input_gradient or occlusion, which need none."
-        )
-    return paths[check_layer("layer", layer, len(paths))]
+def has_class_token(model: nn.Module, layout: TokenLayout) -> bool:
+    """Whether the first of a model's prefix tokens is a class token, and no register."""
+    transformer: Any = transformer_of(model)
+    other = class_tokens(transformer) > 0 or not hasattr(transformer, "num_prefix_tokens")
+    return layout.num_prefix_tokens > 0 and bool(getattr(transformer, "has_class_token", other))
 
 
 def feature_layout(
@@ -272,8 +202,7 @@ def read_readout(model: nn.Module, layout: TokenLayout, pooling_attention: Tenso
     if getattr(transformer, "head_dist", None) is not None and layout.num_prefix_tokens == 2:
         weights[0, :2] = 0.5
         return weights, "class and distillation token"
-    has_class_token = layout.num_prefix_tokens > 0 and getattr(transformer, "has_class_token", True)
-    if has_class_token and pool not in ("avg", "avgmax", "max"):
+    if has_class_token(model, layout) and pool not in ("avg", "avgmax", "max"):
         weights[0, 0] = 1.0
         return weights, "class token"
     first = 0 if getattr(transformer, "pool_include_prefix", False) else layout.num_prefix_tokens

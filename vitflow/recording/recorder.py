@@ -18,7 +18,6 @@ from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.methods.values import ValueWeighting, check_value_weighting
 from vitflow.models.anatomy import (
-    block_norms,
     feature_layout,
     logits_of,
     module_paths,
@@ -27,6 +26,7 @@ from vitflow.models.anatomy import (
     runs_compiled,
     unwrap,
 )
+from vitflow.models.blocks import block_norms
 from vitflow.models.languages import reads_text, refuse_static, word_embedding
 from vitflow.models.libraries import refuse_unseen
 from vitflow.recording.attention_kinds import refusal_of

@@ -21,6 +21,15 @@ COMMON: Mapping[str, Any] = {**REFINING, "shifts": 0}
 _MOST_STEPS = 100
 
 
+# What a value is, where the kind of an option does not say it.
+_ANNOTATIONS: dict[str, Any] = {
+    "patch": tuple[int, int],
+    "box": tuple[float, float, float, float],
+    "text": int | str,
+    "choice": None,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One option that methods may have; the command line and the checks are made from it.
@@ -48,7 +57,7 @@ class Option:
     @property
     def annotation(self) -> Any:
         """What it can be, as a type; None stands for the method's own default."""
-        kind: Any = {"patch": tuple[int, int], "text": int | str, "choice": None}.get(str(self.kind), self.kind)
+        kind: Any = _ANNOTATIONS.get(str(self.kind), self.kind)
         return (kind | Literal[self.choices] if self.choices else kind) | None
 
 
@@ -65,6 +74,7 @@ OPTIONS: dict[str, Option] = {
         Option("discard_ratio", float, "Share of the smallest attention values to set to 0.", metavar="0…<1"),
         Option("residual", float, "Share of the residual connection in each layer.", metavar="0…<1"),
         Option("start_layer", int, "First layer of the product, counted from 1; 2 leaves out layer 1.", metavar="N≥1"),
+        Option("end_layer", int, "Last layer of the product; -1 is the model's last.", metavar="N≥1|-1"),
         Option("layer", int, "Layer to look at, counted from 1; -1 is the last.", metavar="N≥1|-1"),
         Option("head", int, "One head's own attention instead of the fused heads, counted from 0.", metavar="N≥0"),
         Option(
@@ -77,9 +87,17 @@ OPTIONS: dict[str, Option] = {
         Option(
             "patch",
             "patch",
-            "Explain what this patch of the top layer holds, not the whole answer; row and column count from 0.",
+            "Explain what this patch of the top layer holds, not the whole answer; or compare with it. Row and column "
+            "count from 0.",
             (),
             "ROW,COL",
+        ),
+        Option(
+            "box",
+            "box",
+            "Compare with what the patches in this box of the picture hold; its edges are in pixels.",
+            (),
+            "LEFT,TOP,RIGHT,BOTTOM",
         ),
         Option("patch_size", int, "Pixels per side of a patch, where it need not be the model's own.", metavar="N≥1"),
         Option(

@@ -79,6 +79,7 @@ register_method(
         "discard_ratio": 0.9,
         "residual": 0.5,
         "start_layer": 1,
+        "end_layer": -1,
         "value_weighted": "output",
         "patch": None,
         "refine": 1,
@@ -227,6 +228,17 @@ register_method(
     needs={"heads", "gradients", "predict"},
     class_specific=True,
     refined="within",
+)
+register_method(
+    "similarity",
+    "vitflow.explaining.making.features:similarity",
+    title="Similar patches",
+    summary="Similarity: the cosine of each patch's features to those of a patch, a box, or the class token.",
+    answers="Which patches hold what this one, or this box, holds?",
+    defaults={"layer": -1, "patch": None, "box": None},
+    needs={"tokens"},
+    refined="never",
+    paper="as in Caron et al., DINO, ICCV 2021, and Amir et al., ECCV-W 2022",
 )
 register_method(
     "random",

@@ -115,7 +115,8 @@ def apply_methods(answered: Answered, chosen: Chosen, wanted: Sequence[Tensor | 
     gradients = any("gradients" in one.method.needs for one in chosen)
     found: list[list[list[Saliency]]] = [[[] for _ in chosen] for _ in answered.pictures]
     # The same for all targets.
-    kept: dict[str, Any] = {"facts": answered.facts, "answered": {}}
+    placements = [picture.placement for picture in answered.pictures]
+    kept: dict[str, Any] = {"facts": answered.facts, "placements": placements, "answered": {}}
     for number, target in enumerate(wanted):
         trace = AskedTrace.of(answered.trace, target, answered.predict, answered.log_odds, **kept)
         started = time.perf_counter()
@@ -153,7 +154,7 @@ def _apply(one: ChosenMethod, trace: AskedTrace, answered: Answered, seconds: fl
             options=used[index],
             class_specific=method.class_specific,
             facts=readout
-            | _patch_grid(trace, used[index], grids[index].shape)
+            | (_patch_grid(trace, used[index], grids[index].shape) if readout else {})
             | (maps.facts[index] if maps.facts else {})
             | _doubts(method, answers[index], answered),
             seconds=seconds,

@@ -1,6 +1,6 @@
 """What is asked of a recorded pass: for which classes maps are made, and how to run the model again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vitflow.errors import OptionError
 from vitflow.models.facts import ModelFacts
+from vitflow.pictures.geometry import Placement
 from vitflow.recording.trace import Backward, Trace
 
 
@@ -23,6 +24,7 @@ class AskedTrace(Trace):
         log_odds: likewise, to log-odds [batch, classes], which keep apart what rounds to a probability of 1.
         refinement_asked: whether refinement of the method in turn was asked for, and is no mere default.
         facts: what the model says of itself.
+        placements: where each model input lies on its picture.
         answered: what methods that run the model again have found, by what they asked: further classes, and further
             methods that ask the same, cost nothing.
 
@@ -37,6 +39,7 @@ class AskedTrace(Trace):
     log_odds: Callable[[Tensor], Tensor] | None = None
     refinement_asked: bool = False
     facts: ModelFacts | None = None
+    placements: Sequence[Placement] = ()
     answered: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod

@@ -46,19 +46,32 @@ def readout_of(trace: Trace, patch: Patch | None) -> Tensor:
     """The trace's own readout [batch, tokens], or one-hot on the patch at (row, col)."""
     if patch is None:
         return trace.readout
+    one_hot = torch.zeros_like(trace.readout)
+    one_hot[:, trace.top.token_of_patch(*patch_place(patch))] = 1.0
+    return one_hot
+
+
+def patch_place(patch: Patch) -> tuple[int, int]:
+    """Row and column of a patch; OptionError where it is no such pair."""
     try:
         row, col = patch
     except (TypeError, ValueError) as error:
         raise OptionError(f"Expected patch=(row, column), got {patch!r}.") from error
-    one_hot = torch.zeros_like(trace.readout)
-    one_hot[:, trace.top.token_of_patch(row, col)] = 1.0
-    return one_hot
+    return row, col
 
 
-def _through_layers(trace: Trace, matrices: Sequence[Tensor], readout: Tensor, **options: Any) -> Maps:
+def _through_layers(
+    trace: Trace, matrices: Sequence[Tensor], readout: Tensor, *, end_layer: int = -1, **options: Any
+) -> Maps:
     """The readout's row of a product of fused layers, on the patch grid; on the finest one where stages differ."""
-    tokens = [layer.tokens for layer in trace.layers]
-    row, layout = staged_rollout(trace.windows(matrices), tokens, readout=readout, **options)
+    count = check_layer("end_layer", end_layer, len(trace.layers)) + 1
+    tokens = [layer.tokens for layer in trace.layers[:count]]
+    if tokens[-1].queries != trace.layers[-1].tokens.queries:
+        raise UnsupportedModelError(
+            f"The tokens of layer {count} of {type(trace.model).__name__} are not those that its answer is read from: "
+            "use end_layer=-1."
+        )
+    row, layout = staged_rollout(trace.windows(matrices)[:count], tokens, readout=readout, **options)
     return Maps(layout.to_grid(row))
 
 
@@ -75,13 +88,15 @@ def rollout(
     value_weighted: ValueWeighting,
     patch: Patch | None,
     residual: float,
+    end_layer: int = -1,
     **options: Any,
 ) -> Maps:
     """Attention rollout of the readout, on the patch grid; on the finest one where stages differ."""
     readout, matrices = readout_of(trace, patch), trace.fused(head_fusion, value_weighted=value_weighted)
     # What was multiplied while the model ran holds its residual connections already.
     shares = [0.0 if layer.multiplied else residual for layer in trace.layers]
-    return _through_layers(trace, matrices, readout, residual=shares, **options)
+    shares = shares[: check_layer("end_layer", end_layer, len(shares)) + 1]
+    return _through_layers(trace, matrices, readout, end_layer=end_layer, residual=shares, **options)
 
 
 def flow(

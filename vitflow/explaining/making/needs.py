@@ -9,7 +9,7 @@ from vitflow.explaining.asking.choices import Chosen
 from vitflow.explaining.asking.method_table import ROLLOUT
 from vitflow.explaining.making.refining import HEAD_MEANS, needs_head_means, needs_keys
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import block_norm
+from vitflow.models.blocks import block_norm, layer_output
 from vitflow.recording.layers import FusionKey
 from vitflow.recording.recorder import record_attention
 
@@ -25,6 +25,7 @@ class Needs:
         values: the value vectors that single heads are weighted by.
         fusions: the (head fusion, value weighted) pairs that suffice where the heads are not needed.
         feature_layers: the blocks whose first norm is looked at.
+        token_layers: the blocks whose tokens are.
         keys: the key vectors of each layer.
         residual: where rollout's product of the layers suffices, the share of the residual connection in it; else 0.
     """
@@ -35,6 +36,7 @@ class Needs:
     values: bool
     fusions: frozenset[FusionKey]
     feature_layers: frozenset[int]
+    token_layers: frozenset[int]
     keys: bool
     residual: float
 
@@ -56,19 +58,25 @@ class Needs:
             fusions |= {HEAD_MEANS}
         keys = any(needs_keys(one.options) for one in chosen)
         weighted = any(one.options.get("value_weighted") for one in chosen)
-        layers = frozenset(one.options["layer"] for one in chosen if "features" in one.method.needs)
+        layers, token_layers = (
+            frozenset(one.options["layer"] for one in chosen if need in one.method.needs)
+            for need in ("features", "tokens")
+        )
         attention = attention or means or keys
         residual = 0.0 if every_head or means or keys or gradients else _residual_of_one_product(chosen)
-        return cls(attention, every_head, gradients, every_head and weighted, fusions, layers, keys, residual)
+        weighted = every_head and weighted
+        return cls(attention, every_head, gradients, weighted, fusions, layers, token_layers, keys, residual)
 
     def record(self, model: nn.Module, layout: TokenLayout | None) -> record_attention:
         """A recording of the model that keeps it."""
+        features = {block_norm(model, layer) for layer in self.feature_layers}
+        features |= {layer_output(model, layer)[0] for layer in self.token_layers}
         return record_attention(
             model,
             fusions=() if self.every_head else self.fusions,
             values=self.values,
             gradients=self.gradients,
-            features=sorted({block_norm(model, layer) for layer in self.feature_layers}),
+            features=sorted(features),
             attention=self.attention,
             layout=layout,
             keys=self.keys,
@@ -78,7 +86,7 @@ class Needs:
 
 def _residual_of_one_product(chosen: Chosen) -> float:
     """The share of the residual connection, where all that is seen of attention goes into one and the same rollout."""
-    named = ("head_fusion", "value_weighted", "residual", "discard_ratio", "start_layer")
+    named = ("head_fusion", "value_weighted", "residual", "discard_ratio", "start_layer", "end_layer")
     products: list[list[Any]] = [
         [one.method.function, *(one.options.get(name) for name in named)]
         for one in chosen
@@ -86,5 +94,5 @@ def _residual_of_one_product(chosen: Chosen) -> float:
     ]
     if not products or any(product != products[0] for product in products[1:]):
         return 0.0
-    function, _, _, residual, discard_ratio, start_layer = products[0]
-    return residual if (function, discard_ratio, start_layer) == (ROLLOUT, 0.0, 1) else 0.0
+    function, _, _, residual, *others = products[0]
+    return residual if [function, *others] == [ROLLOUT, 0.0, 1, -1] else 0.0

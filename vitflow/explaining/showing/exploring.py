@@ -24,10 +24,11 @@ from vitflow.explaining.asking.method_table import get_method
 from vitflow.explaining.asking.targets import Targets
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.making.applying import activate
+from vitflow.explaining.making.features import layer_features
 from vitflow.explaining.making.refining import affinity_of
 from vitflow.explaining.saliency import Saliency
 from vitflow.methods.refinement import AffinityName
-from vitflow.models.anatomy import block_norm
+from vitflow.models.blocks import layer_output
 from vitflow.pictures.images import ImageSource, read_image
 from vitflow.recording.trace import Trace
 from vitflow.viewer.explorer import FUSED, ExploredPicture, ExplorerPage, ModelCall, make_explorer
@@ -83,7 +84,7 @@ def explore(
     explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
     explorer = _Explorer(explainer, methods, targets, 10**6 * max_size / len(sources))
     pictures = [explorer.picture(source, number) for number, source in enumerate(sources, start=1)]
-    made = {own["method"] for picture in pictures for own in picture.maps} | set(_OTHERWISE_LIVE)
+    made = {own["method"] for picture in pictures for own in picture.maps} | {*_OTHERWISE_LIVE, "similarity"}
     return make_explorer(
         pictures,
         model=explainer.model_id,
@@ -137,7 +138,7 @@ class _Explorer:
         """Record what the browser computes with, or why it cannot."""
         explainer, weighted = self._explainer, True
         try:
-            features = [block_norm(explainer.model, -1)]
+            features = [layer_output(explainer.model, -1)[0]]
         except UnsupportedModelError as error:
             features, found.refused["features"] = [], str(error)
         while True:
@@ -177,18 +178,16 @@ class _Explorer:
             found.answers.append({"name": answer.name, "probability": answer.number})
 
     def _features(self, trace: Trace, found: ExploredPicture) -> None:
-        """What the patches hold before the last block, where that lies on the picture."""
-        for path, features in trace.features.items():
-            located = trace.feature_layouts.get(path)
-            if located is None:
-                found.refused["features"] = f"The features of {path} do not lie on the picture."
-                continue
-            layout, channels_last = located
-            own = features[0].float().cpu()
-            if own.ndim == 3:
-                own = own.flatten(0, 1) if channels_last else own.flatten(1).T
-            patches = own[layout.num_prefix_tokens :]
-            found.features = patches.numpy(), (layout.rows, layout.cols)
+        """What the patches hold, where that lies on the picture."""
+        if not trace.features:
+            return
+        try:
+            tokens, layout = layer_features(trace, -1)
+        except UnsupportedModelError as error:
+            found.refused["features"] = str(error)
+            return
+        patches = tokens[0, layout.num_prefix_tokens :].float().cpu()
+        found.features = patches.numpy(), (layout.rows, layout.cols)
 
     def _affinities(self, trace: Trace, found: ExploredPicture) -> None:
         """How alike the patches are, by attention and by keys."""

@@ -27,7 +27,7 @@ from vitflow.pictures.images import ImageSource, image_name
 from vitflow.pictures.pen import Pen, file_too, takes_drawing_options
 
 # What the sheet itself varies.
-_OWN = ("layer", "head", "start_layer")
+_OWN = ("layer", "head", "start_layer", "end_layer")
 _MOST_COLUMNS = 6
 
 

@@ -18,7 +18,7 @@ _OF_DECODERS = {"value_weighted": False, "causal": "receptive_field"}
 _OF_ENCODERS = {"value_weighted": "output", "causal": "raw"}
 # Where the defaults for texts are not those for pictures; None stands for those of the kind of model.
 _OF_TEXTS = {"head_fusion": "mean", "discard_ratio": 0.0, "value_weighted": None}
-_OF_PICTURES = {"patch", "head", *COMMON}
+_OF_PICTURES = {"patch", "head", "end_layer", *COMMON}
 
 
 def _for_texts(method: Method) -> Method:

@@ -1,12 +1,12 @@
 // The explorer: what is asked stands in `state`, from which everything on the page is drawn.
 const { pictures, tables, call, methods, percentiles } = data;
 const colourMaps = data.cmaps, $$ = (selector) => [...document.querySelectorAll(selector)];
-const LIVE = ["rollout", "attention", "similar"];
+const LIVE = ["rollout", "attention", "similarity"];
 const ready = [...new Set(pictures.flatMap(({ maps }) => maps.map(({ method }) => method)))];
 const computes = pictures.some(({ attention }) => Object.keys(attention).length), hasFeatures = pictures.some(({ features }) => features);
 const fusedSets = computes ? pictures.map(({ attention }) => Object.keys(attention)).find((names) => names.length) : [];
-const modes = [...(computes ? ["rollout", "attention"] : []), ...(hasFeatures ? ["similar"] : []), ...ready.filter((name) => !computes || !LIVE.includes(name))];
-const titleOf = (mode) => methods[mode]?.title ?? "Similar patches";
+const modes = [...(computes ? ["rollout", "attention"] : []), ...(hasFeatures ? ["similarity"] : []), ...ready.filter((name) => !(name === "similarity" ? hasFeatures : computes && LIVE.includes(name)))];
+const titleOf = (mode) => methods[mode].title;
 
 // What a map begins with: the method's own options, as far as the page holds what they need.
 function initialOf(map) {
@@ -35,12 +35,12 @@ function setOf(name) {
 
 const pictureOf = (side) => pictures[state[side]];
 const patchKey = (side) => (side === "a" ? "patch" : "patchb");
-const isLive = () => modes.includes(state.map) && LIVE.includes(state.map) && (computes || state.map === "similar");
+const isLive = () => modes.includes(state.map) && LIVE.includes(state.map) && (state.map === "similarity" ? hasFeatures : computes);
 const mapsOf = (picture, mode) => picture.maps.filter(({ method }) => method === mode);
 
 // The grid on which a picture's patches are asked.
 function gridOf(picture) {
-  if (state.map === "similar") return picture.features?.grid ?? null;
+  if (state.map === "similarity") return picture.features?.grid ?? null;
   return isLive() ? picture.grid : mapsOf(picture, state.map)[0]?.shape ?? null;
 }
 
@@ -49,12 +49,12 @@ function askedPatch(side) {
   const picture = pictureOf(side), grid = gridOf(picture), [row, col] = state[patchKey(side)].split(",").map(Number);
   const given = state[patchKey(side)] && grid && row < grid[0] && col < grid[1];
   if (given) return [row, col];
-  return state.map === "similar" && grid && side === state.asked ? grid.map((count) => Math.floor(count / 2)) : null;
+  return state.map === "similarity" && grid && side === state.asked ? grid.map((count) => Math.floor(count / 2)) : null;
 }
 
 // Why a map cannot be had of a picture, or null.
 function refusal(picture) {
-  if (state.map === "similar") return picture.features ? null : picture.refused.features;
+  if (state.map === "similarity") return picture.features ? null : picture.refused.features;
   if (!isLive()) return mapsOf(picture, state.map).length ? null : "This map was not made for this photograph.";
   return picture.grid ? null : picture.refused.live;
 }
@@ -62,7 +62,7 @@ function refusal(picture) {
 // Why a click on a patch asks nothing, or null where it does.
 function silence() {
   if (isLive()) return null;
-  const asking = modes.filter((mode) => LIVE.includes(mode) && (computes || mode === "similar")).map(titleOf), last = asking.pop();
+  const asking = modes.filter((mode) => LIVE.includes(mode) && (mode === "similarity" ? hasFeatures : computes)).map(titleOf), last = asking.pop();
   const others = last ? ` ${asking.length ? `${asking.join(", ")} and ${last}` : last} can.` : "";
   return `${titleOf(state.map)} was made for the whole answer, and cannot be asked for one patch.${others}`;
 }
@@ -106,7 +106,7 @@ const SPREAD = ["after", "positive"];
 function refines(picture) {
   const kind = mapsOf(picture, state.map)[0]?.refined;
   const names = state.affinity === "both" ? ["attention", "keys"] : [state.affinity];
-  return state.refine > 0 && state.map !== "similar" && picture.grid && names.every((name) => picture.affinities[name]) && (isLive() || SPREAD.includes(kind));
+  return state.refine > 0 && state.map !== "similarity" && picture.grid && names.every((name) => picture.affinities[name]) && (isLive() || SPREAD.includes(kind));
 }
 
 async function refined(picture, map) {
@@ -117,7 +117,7 @@ async function refined(picture, map) {
 // The map of one side, as numbers over its patches, and those of the layers below it, if there are any.
 async function compute(side) {
   const picture = pictureOf(side), grid = gridOf(picture), patch = askedPatch(side);
-  if (state.map === "similar") return { shape: grid, values: await similar(side), layers: null };
+  if (state.map === "similarity") return { shape: grid, values: await similar(side), layers: null };
   if (!isLive()) {
     const maps = mapsOf(picture, state.map), own = maps.find(({ label }) => label === state.class) ?? maps[0];
     return { shape: own.shape, values: await refined(picture, Float64Array.from(own.values, (value) => (own.refined === "positive" && refines(picture) ? Math.max(value, 0) : value))), layers: null, own };
@@ -159,7 +159,7 @@ async function update() {
   const maps = await Promise.all(shown.map((side, at) => (whys[at] ? null : compute(side))));
   if (number !== drawn) return; // something else was asked meanwhile
   // Likeness to one patch has one scale, wherever it is shown.
-  const all = state.map === "similar" ? Float64Array.from(maps.flatMap((map) => [...(map?.values ?? [])])) : null;
+  const all = state.map === "similarity" ? Float64Array.from(maps.flatMap((map) => [...(map?.values ?? [])])) : null;
   shown.forEach((side, at) => {
     const map = maps[at];
     if (map) Object.assign(map, limitsOf(all ?? map.values, percentiles));
@@ -180,7 +180,7 @@ function showPanel(side, why) {
   panel.answers.textContent = picture.answers.slice(0, 2).map(({ name, probability }) => `${name} ${percent(probability)}`).join(" · ");
   bound(panel.seen, picture);
   const patch = map && askedPatch(side);
-  outline(panel.asked, picture, gridOf(picture) ?? [1, 1], (isLive() && (state.map !== "similar" || side === state.asked)) ? patch : null);
+  outline(panel.asked, picture, gridOf(picture) ?? [1, 1], (isLive() && (state.map !== "similarity" || side === state.asked)) ? patch : null);
   panel.from.textContent = why ?? wordsOf(side);
   panel.told.hidden = true;
   panel.frame.classList.toggle("silent", !isLive());
@@ -202,7 +202,7 @@ const placeOf = (patch) => `the patch in row ${patch[0]}, column ${patch[1]}`;
 function wordsOf(side) {
   const picture = pictureOf(side), patch = askedPatch(side), from = patch ? placeOf(patch) : `the answer (${picture.pooling})`;
   const { map } = panels[side];
-  if (state.map === "similar") return side === state.asked ? `Likeness to ${placeOf(patch)}` : `Likeness to ${placeOf(askedPatch(state.asked))} of ${pictureOf(state.asked).name}`;
+  if (state.map === "similarity") return side === state.asked ? `Likeness to ${placeOf(patch)}` : `Likeness to ${placeOf(askedPatch(state.asked))} of ${pictureOf(state.asked).name}`;
   if (state.map === "rollout" && isLive()) return `Rollout from ${from} through layers ${state.end} to ${state.start}`;
   if (state.map === "attention" && isLive()) return `Attention of ${from} in layer ${state.layer}${state.head === "" ? "" : `, head ${state.head}`}`;
   const facts = factsOf(map.own.facts);
@@ -242,7 +242,7 @@ const outputs = {
 
 // Which groups of controls belong to the map that is shown.
 function groups() {
-  const live = isLive() && state.map !== "similar", kind = mapsOf(pictureOf("a"), state.map)[0];
+  const live = isLive() && state.map !== "similarity", kind = mapsOf(pictureOf("a"), state.map)[0];
   return {
     pictures: pictures.length > 1, source: isLive(), class: !isLive() && Boolean(kind?.specific), layers: live && state.map === "rollout",
     layer: live && state.map === "attention", attention: live, residual: live && state.map === "rollout", refine: live || !isLive(), drawing: true,
@@ -285,7 +285,7 @@ function showControls() {
   for (const group of $$("#controls fieldset")) showReasons(group, reasons.get(group));
   const patch = askedPatch(state.asked);
   $("source").textContent = patch ? `row ${patch[0]}, column ${patch[1]}` : "the answer";
-  $("readout").hidden = !state[patchKey(state.asked)] || state.map === "similar";
+  $("readout").hidden = !state[patchKey(state.asked)] || state.map === "similarity";
   const refused = pictureOf("a").refused.live;
   $("asking").hidden = !isLive(); $("silent").textContent = silence() ?? "";
   $("refused").hidden = !refused; $("refused").textContent = refused ?? "";
@@ -403,10 +403,7 @@ function currentCall() {
   const drawing = { ...(state.cmap === colourMaps[0] ? {} : { cmap: state.cmap }), ...(state.opacity === initialOf(state.map).opacity ? {} : { alpha: state.opacity }), ...(state.background === data.drawing.background ? {} : { background: state.background }), ...(state.contours ? { contours: true } : {}) };
   const weighting = state.value_weighted ? "output" : false, refining = { refine: state.refine, ...(state.refine ? { affinity: state.affinity } : {}) };
   const asked = patch ? { patch } : {}, both = (method, options) => ({ command: commandOf(path, call, method, options, drawing), python: explainCode(path, call, method, options, drawing) });
-  if (state.map === "similar") {
-    const other = sides.find((own) => own !== side && pictureOf(own));
-    return { command: "# the command line compares no features: the lines of Python do", python: likenessCode(path, call, patch, other && pictureOf(other).path) };
-  }
+  if (state.map === "similarity") return both("similarity", { patch });
   if (!isLive()) {
     const { own } = panels[side].map, options = Object.fromEntries(Object.entries(own.options).filter(([name, value]) => value !== null && !(name === "shifts" && value === 0)));
     return both(state.map, { ...(own.specific ? { class: own.class_index } : {}), ...options, ...(SPREAD.includes(own.refined) && refines(picture) ? refining : {}) });
@@ -417,8 +414,7 @@ function currentCall() {
     return both("attention", { layer: state.layer, ...(single ? { head: Number(state.head) } : { head_fusion: state.head_fusion }), value_weighted: single ? false : weighting, ...fused, ...asked });
   }
   const options = { head_fusion: state.head_fusion, value_weighted: weighting, ...fused, residual: state.residual, start_layer: state.start };
-  if (state.end === data.layers) return both("rollout", { ...options, ...asked });
-  return { command: "# the command line has no last layer: the lines of Python do", python: rolloutCode(path, call, options, patch, state.end) };
+  return both("rollout", { ...options, ...(state.end === data.layers ? {} : { end_layer: state.end }), ...asked });
 }
 
 // The photograph with its map as a PNG, in the size that the page has it.

@@ -1,0 +1,171 @@
+"""What patches hold: their likeness to one of them, to a box and to the class token, against loops in float64."""
+
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from tests import literal_vit
+from tests.models.test_libraries import FAMILIES, NORMALISATION, built
+from vitflow import Explainer
+from vitflow.cli import cli
+from vitflow.errors import OptionError, OutsideGridError, OutsidePictureError, UnsupportedModelError
+from vitflow.methods import features as mathematics
+from vitflow.methods.rollout import attention_rollout
+
+CONFIG = {"input_size": (3, 32, 32), "crop_pct": 1.0, **NORMALISATION}
+
+
+def picture(height: int = 64, width: int = 64, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def explainer_of(readout: str = "class token", **options) -> Explainer:
+    return Explainer(literal_vit.timm_model(readout), data_config=CONFIG, **options)
+
+
+def tokens_of(explainer: Explainer, image: np.ndarray, layer: int = 3) -> np.ndarray:
+    """The tokens behind a layer after the last norm, [tokens, width], as a loop over the model's own parts."""
+    model = explainer.model
+    with torch.no_grad():
+        tokens = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(explainer.pixels(image)))))
+        for number in range(layer):
+            tokens = model.blocks[number](tokens)
+        return model.norm(tokens)[0].numpy()
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True)) / (sum(x * x for x in a) * sum(y * y for y in b)) ** 0.5
+
+
+@pytest.mark.parametrize(("readout", "prefix"), [("class token and registers", 4), ("average", 0), ("distilled", 2)])
+@pytest.mark.parametrize("layer", [3, 1])
+def test_similarity_is_the_cosine_to_a_patch_and_to_the_class_token(readout, prefix, layer):
+    explainer, image = explainer_of(readout), picture()
+    tokens = tokens_of(explainer, image, layer)
+    whole = tokens[0] if prefix else tokens.mean(axis=0)
+    for patch, other in (((1, 2), tokens[prefix + 1 * 4 + 2]), (None, whole)):
+        found = explainer.explain(image, method="similarity", patch=patch, layer=layer)
+        wanted = [[cosine(tokens[prefix + 4 * row + col], other) for col in range(4)] for row in range(4)]
+        assert found.grid == pytest.approx(np.array(wanted), abs=1e-6)
+        assert found.facts["compared_with"] == (
+            "patch (1, 2)" if patch else "the class token" if prefix else "the mean of the patches"
+        )
+
+
+@pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
+def test_a_box_is_compared_by_the_part_of_it_that_lies_in_each_patch(fit):
+    explainer, image, box = explainer_of(fit=fit), picture(60, 90), (33.0, 11.5, 61.0, 40.25)
+    found = explainer.explain(image, method="similarity", box=box)
+    patches, total, reference = tokens_of(explainer, image)[1:], 0.0, np.zeros(24)
+    # Points of the box, as many as make the parts exact to a thousandth.
+    for y in np.linspace(box[1], box[3], 601)[:-1] + (box[3] - box[1]) / 1200:
+        for x in np.linspace(box[0], box[2], 601)[:-1] + (box[2] - box[0]) / 1200:
+            down, across = found.placement.to_input(float(y), float(x))
+            if 0 <= down < 32 and 0 <= across < 32:
+                total, reference = total + 1, reference + patches[4 * int(down // 8) + int(across // 8)]
+    wanted = np.array([cosine(patch, reference / total) for patch in patches]).reshape(4, 4)
+    assert found.grid == pytest.approx(wanted, abs=2e-3)
+    assert found.patch_box == box
+
+
+def test_a_picture_has_the_same_map_alone_and_in_a_batch():
+    explainer, images = explainer_of(), [picture(seed=seed) for seed in range(3)]
+    options = {"methods": ["similarity", "gae"], "box": (8.0, 8.0, 40.0, 50.0)}
+    together = explainer.explain_batch(images, **options)[::2]
+    for image, found in zip(images, together, strict=True):
+        alone = explainer.explain(image, method="similarity", box=options["box"])
+        assert found.grid == pytest.approx(alone.grid, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Dinov2WithRegistersModel", "DINOv3ViTModel", "SiglipVisionModel", "CLIPVisionModel"])
+def test_models_of_transformers_are_compared_after_their_last_norm(name):
+    model, image = built(name), picture()
+    explainer = Explainer(model, data_config={"input_size": (3, 32, 32), **NORMALISATION})
+    found = explainer.explain(image, method="similarity", patch=(0, 1)).grid
+    with torch.no_grad():
+        tokens = model(explainer.pixels(image)).last_hidden_state[0]
+        if name == "CLIPVisionModel":  # which norms its class token alone
+            tokens = dict(model.named_modules())[
+                next(n for n, _ in model.named_modules() if n.endswith("post_layernorm"))
+            ](tokens)
+    patches = tokens[FAMILIES[name][2] :].double().numpy()
+    wanted = np.array([cosine(patch, patches[1]) for patch in patches]).reshape(found.shape)
+    assert found == pytest.approx(wanted, abs=1e-5)
+
+
+def test_networks_without_tokens_are_compared_by_what_their_stages_give():
+    explainer = Explainer(timm.create_model("test_resnet").eval(), data_config={"input_size": (3, 64, 64)})
+    found = explainer.explain(picture(), method="similarity", patch=(0, 0))
+    assert found.grid[0, 0] == pytest.approx(1.0, abs=1e-6) and found.facts["compared_with"] == "patch (0, 0)"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"patch": (4, 0)}, OutsideGridError, "grid of 4 × 4"),
+        ({"patch": 7}, OptionError, "patch=\\(row, column\\)"),
+        ({"layer": 4}, OptionError, "layer from 1 to 3"),
+        ({"box": (1, 2, 3)}, OptionError, "left, top, right, bottom"),
+        ({"box": (5, 5, 5, 9)}, OptionError, "left < right"),
+        ({"box": (float("nan"), 5, 6, 9)}, OptionError, "left < right"),
+        ({"box": (200, 0, 300, 9)}, OutsidePictureError, "90 × 60"),
+        ({"box": (0, 0, 9, 9)}, OutsidePictureError, "what the model saw"),
+        ({"box": (30, 5, 40, 9), "patch": (0, 0)}, OptionError, "got both"),
+    ],
+)
+def test_what_cannot_be_compared_with_is_said(options, error, words):
+    with pytest.raises(error, match=words):
+        explainer_of().explain(picture(60, 90), method="similarity", **options)
+
+
+def test_features_that_do_not_lie_on_the_picture_are_refused():
+    flat = nn.Sequential(nn.Conv2d(3, 16, (63, 8)), nn.Flatten(), nn.Linear(16 * 2 * 25, 2))
+    explainer = Explainer(flat, data_config={"input_size": (3, 64, 32), **NORMALISATION})
+    with pytest.raises(UnsupportedModelError, match="no patches to compare"):
+        explainer.explain(picture(), method="similarity")
+
+
+def test_rollout_ends_at_the_layer_that_is_asked_for():
+    explainer, image = explainer_of(), picture()
+    trace = explainer.record(image)
+    options = {"discard_ratio": 0.0, "refine": 0, "value_weighted": False, "head_fusion": "mean"}
+    for end in (1, 2, -1):
+        found = explainer.explain(image, method="rollout", end_layer=end, **options).grid
+        layers = trace.attentions[:end] if end > 0 else trace.attentions
+        wanted = trace.layout.to_grid(attention_rollout(layers, readout=trace.readout))[0]
+        assert found == pytest.approx(wanted.numpy(), abs=1e-6)
+    for wrong in ({"end_layer": 4}, {"end_layer": 1, "start_layer": 2}):
+        with pytest.raises(OptionError, match="_layer from 1 to"):
+            explainer.explain(image, method="rollout", **wrong)
+
+
+def test_rollout_of_stages_ends_where_their_answer_is_read():
+    swin = timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=64, window_size=2, depths=(1, 1, 1, 1), num_classes=3
+    )
+    with pytest.raises(UnsupportedModelError, match="end_layer=-1"):
+        Explainer(swin.eval()).explain(picture(), method="rollout", end_layer=2)
+
+
+def test_a_box_takes_its_shares_from_the_patches_that_it_covers():
+    assert mathematics.area_shares((0.0, 0.0, 2.0, 2.0), 2, 2).tolist() == [0.25] * 4
+    assert mathematics.area_shares((-3.0, 1.0, 0.5, 9.0), 2, 2).tolist() == [0, 0, 1, 0]
+    with pytest.raises(OutsideGridError):
+        mathematics.area_shares((2.0, 0.0, 3.0, 1.0), 2, 2)
+
+
+def test_the_command_line_compares_with_a_box(tmp_path):
+    from vitflow.demo import sample_pictures
+
+    words = ["explain", str(sample_pictures()[0]), "--model", "demo", "--method", "similarity", "--json"]
+    done = CliRunner().invoke(cli, [*words, "--box", "40,20,120,100.5", "-o", str(tmp_path / "map.png")])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["options"]["box"] == [40, 20, 120, 100.5] and told["facts"]["compared_with"] == "the box"
+    wrong = CliRunner().invoke(cli, [*words, "--box", "40,20,120"])
+    assert wrong.exit_code == 2 and "LEFT,TOP,RIGHT,BOTTOM" in wrong.output

@@ -1,0 +1,58 @@
+"""What patches hold: how like their features are to each other, and the components along which they differ most."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from vitflow.errors import OutsideGridError, ShapeError
+
+
+def similarity(features: Tensor, reference: Tensor) -> Tensor:
+    """Cosine of the features of each patch and a reference: x · r / (|x| |r|), and 0 where one of them is 0.
+
+    Args:
+        features: x, [batch, patches, width].
+        reference: r, one for each picture, [batch, width].
+
+    Returns:
+        [batch, patches], from −1 to 1.
+
+    Raises:
+        ShapeError: other shapes.
+
+    >>> similarity(torch.tensor([[[2.0, 0.0], [1.0, 1.0], [0.0, -3.0]]]), torch.tensor([[0.0, 4.0]]))
+    tensor([[ 0.0000,  0.7071, -1.0000]])
+    """
+    if features.ndim != 3 or reference.shape != (len(features), features.shape[-1]):
+        raise ShapeError(
+            "Expected features [batch, patches, width] and a reference [batch, width], got "
+            f"{tuple(features.shape)} and {tuple(reference.shape)}."
+        )
+    return (normalize(features, dim=-1) @ normalize(reference, dim=-1).unsqueeze(-1)).squeeze(-1)
+
+
+def area_shares(box: tuple[float, float, float, float], rows: int, cols: int) -> Tensor:
+    """How much of a box lies in each patch, as shares that sum to 1.
+
+    Args:
+        box: its left, top, right and bottom edge, in patches from the top left corner.
+        rows, cols: of the patches.
+
+    Returns:
+        float64 [rows · cols], in raster order.
+
+    Raises:
+        OutsideGridError: the box has no area on the patches.
+
+    >>> area_shares((0.5, 0.0, 2.0, 1.0), 1, 3).tolist()
+    [0.3333333333333333, 0.6666666666666666, 0.0]
+    """
+    left, top, right, bottom = box
+    down, across = (
+        (torch.arange(1.0, count + 1, dtype=torch.float64).clamp_max(last) - torch.arange(count).clamp_min(first))
+        for count, first, last in ((rows, top, bottom), (cols, left, right))
+    )
+    areas = (down.clamp_min(0)[:, None] * across.clamp_min(0)).flatten()
+    if not areas.sum() > 0:
+        raise OutsideGridError(f"The box {box} lies outside the grid of {rows} × {cols} patches.")
+    return areas / areas.sum()
