@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.overhead [--models …] [--batch-sizes 1 8] [--repeats 15] [--preset paper|default]
     python -m tests.benchmarks.overhead --refinement [--models …] [--batch-sizes 8]
-    python -m tests.benchmarks.overhead --sampling [--models …] [--repeats 3]
+    python -m tests.benchmarks.overhead --sampling 128 256 [--models …] [--repeats 3]
 
 The two are timed in turn, round by round, so that a noisy machine meets both alike; the table shows the ratio of the
 fastest rounds and the median of the rounds' own ratios. Peak memory is what a fresh process needs beyond what it
@@ -63,15 +63,15 @@ def refinement_share(name: str, batch: int, repeats: int) -> float:
     return statistics.median(shares)
 
 
-def sampling_cost(name: str, repeats: int) -> tuple[float, float]:
+def sampling_cost(name: str, masks: int, repeats: int) -> tuple[float, float]:
     """The processor time of a whole map by sampling in forward passes of its picture; and of ten classes in one's."""
     model, pixels = prepare(name, 1)
     explainer = Explainer(model)
     picture = np.random.default_rng(0).integers(0, 256, (*pixels.shape[-2:], 3), dtype=np.uint8)
     work = (
         lambda: plain(model, pixels),
-        lambda: explainer.explain(picture, method="sampling", target=0),
-        lambda: explainer.explain_batch([picture], methods=["sampling"], targets=list(range(10))),
+        lambda: explainer.explain(picture, method="sampling", target=0, masks=masks),
+        lambda: explainer.explain_batch([picture], methods=["sampling"], targets=list(range(10)), masks=masks),
     )
     rounds = []
     with torch.inference_mode():
@@ -133,7 +133,9 @@ def main() -> None:
     parser.add_argument(
         "--refinement", action="store_true", help="print refinement's share of the processor time alone"
     )
-    parser.add_argument("--sampling", action="store_true", help="print what sampling costs in forward passes alone")
+    parser.add_argument(
+        "--sampling", nargs="+", type=int, metavar="MASKS", help="print what sampling costs in forward passes alone"
+    )
     parser.add_argument("--memory-of", choices=list(WORK), help=argparse.SUPPRESS)
     parser.add_argument("--preset", choices=["paper", "default"], default="paper", help="which rollout")
     given = parser.parse_args()
@@ -155,8 +157,10 @@ def main() -> None:
         return
     if given.sampling:
         for name in given.models:
-            passes, classes = sampling_cost(name, given.repeats)
-            print(f"{name}: 128 masks in {passes:.1f} forward passes, ten classes in {classes:.2f} × one", flush=True)
+            for masks in given.sampling:
+                passes, classes = sampling_cost(name, masks, given.repeats)
+                told = f"{name}: {masks} masks in {passes:.1f} forward passes, ten classes in {classes:.2f} × one"
+                print(told, flush=True)
         return
     print(f"torch {torch.__version__}, timm {timm.__version__}, {torch.get_num_threads()} threads, float32\n")
     print("| model | batch | plain, images/s | with rollout, images/s | time × | median × | peak MiB | memory × |")
