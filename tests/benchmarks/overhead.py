@@ -69,9 +69,9 @@ def sampling_cost(name: str, masks: int, repeats: int) -> tuple[float, float]:
     explainer = Explainer(model)
     picture = np.random.default_rng(0).integers(0, 256, (*pixels.shape[-2:], 3), dtype=np.uint8)
     work = (
-        lambda: plain(model, pixels),
-        lambda: explainer.explain(picture, method="sampling", target=0, masks=masks),
-        lambda: explainer.explain_batch([picture], methods=["sampling"], targets=list(range(10)), masks=masks),
+        lambda count: plain(model, pixels),
+        lambda count: explainer.explain(picture, method="sampling", target=0, masks=count),
+        lambda count: explainer.explain_batch([picture], methods=["sampling"], targets=list(range(10)), masks=count),
     )
     rounds = []
     with torch.inference_mode():
@@ -79,9 +79,9 @@ def sampling_cost(name: str, masks: int, repeats: int) -> tuple[float, float]:
             seconds = []
             for one in work:
                 started = time.process_time()
-                one()
+                one(masks if number else 2)  # the first round compiles, and tries whether tokens can be dropped
                 seconds.append(time.process_time() - started)
-            if number:  # the first round compiles, and tries whether tokens can be dropped
+            if number:
                 rounds.append((seconds[1] / seconds[0], seconds[2] / seconds[1]))
     passes, classes = (statistics.median(one) for one in zip(*rounds, strict=True))
     return passes, classes
