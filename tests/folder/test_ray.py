@@ -23,7 +23,7 @@ from tests.folder.test_batch_explainer import is_the_map_of
 from tests.folder.test_run import fill, picture_bytes, run, tiny_model
 from vitflow import Explainer, explain_folder
 from vitflow.cli import cli
-from vitflow.cli.folder import _Model
+from vitflow.cli.commands.folder import _Model
 from vitflow.errors import OptionError
 from vitflow.folder.found.draw import read_grids
 from vitflow.folder.plan import list_inputs

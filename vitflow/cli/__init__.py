@@ -10,16 +10,16 @@ from typing import Any
 import click
 
 from vitflow import __version__
-from vitflow.cli.compare import compare
-from vitflow.cli.draw import draw
-from vitflow.cli.evaluate import evaluate
-from vitflow.cli.explain import explain
-from vitflow.cli.explore import explore
-from vitflow.cli.folder import folder
-from vitflow.cli.layers import layers
-from vitflow.cli.listing import demo, methods, models
-from vitflow.cli.read import read
-from vitflow.cli.report import report
+from vitflow.cli.commands.compare import compare
+from vitflow.cli.commands.draw import draw
+from vitflow.cli.commands.evaluate import evaluate
+from vitflow.cli.commands.explain import explain
+from vitflow.cli.commands.explore import explore
+from vitflow.cli.commands.folder import folder
+from vitflow.cli.commands.layers import layers
+from vitflow.cli.commands.listing import demo, methods, models
+from vitflow.cli.commands.read import read
+from vitflow.cli.commands.report import report
 from vitflow.cli.saying import talking
 from vitflow.errors import printable
 

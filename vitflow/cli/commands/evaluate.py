@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from vitflow.cli.compare import MethodWithOptions
+from vitflow.cli.commands.compare import MethodWithOptions
 from vitflow.cli.options import (
     batch_size_option,
     given_options,
