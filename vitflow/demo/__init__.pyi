@@ -12,3 +12,15 @@ from .model import load_demo_model as load_demo_model
 from .samples import SAMPLE_FOLDER as SAMPLE_FOLDER
 from .samples import sample_masks as sample_masks
 from .samples import sample_pictures as sample_pictures
+from .scenes import Scene as Scene
+from .scenes import draw_scene as draw_scene
+from .scenes import draw_scenes as draw_scenes
+from .sentences import COLOURS as COLOURS
+from .sentences import SHAPES as SHAPES
+from .sentences import SIDES as SIDES
+from .sentences import Phrase as Phrase
+from .sentences import Sentence as Sentence
+from .sentences import Thing as Thing
+from .sentences import caption as caption
+from .sentences import falsified as falsified
+from .sentences import turned as turned

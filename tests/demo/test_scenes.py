@@ -1,0 +1,205 @@
+"""Scenes: pictures in which colour, shape and side are free, their exact masks, and the sentences about them."""
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+from vitflow.demo import (
+    COLOURS,
+    SHAPES,
+    SIDES,
+    Phrase,
+    Sentence,
+    Thing,
+    caption,
+    draw_ground,
+    draw_picture,
+    draw_scene,
+    draw_scenes,
+    falsified,
+    turned,
+)
+from vitflow.errors import OptionError
+
+SIZES = [64, 33, (64, 97), (150, 100)]
+
+
+def centre(mask: np.ndarray, short: int) -> tuple[float, float]:
+    rows, columns = np.nonzero(mask)
+    return float(columns.mean() + 0.5) / short, float(rows.mean() + 0.5) / short
+
+
+def lies(first: tuple[float, float], second: tuple[float, float]) -> str:
+    """The side by the centres, written out."""
+    right, down = first[0] - second[0], first[1] - second[1]
+    if right < 0 and -right > abs(down):
+        return "left of"
+    if right > 0 and right > abs(down):
+        return "right of"
+    return "above" if down < 0 else "below"
+
+
+# --- Drawing --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_masks_are_exact_and_lie_where_the_things_are(size: int | tuple[int, int]) -> None:
+    height, width = (size, size) if isinstance(size, int) else size
+    for seed, scene in enumerate(draw_scenes(25, seed=100, size=size), start=100):
+        assert scene.image.shape == (height, width, 3) and scene.image.dtype == np.uint8
+        assert scene.masks.shape == (len(scene.things), height, width) and scene.masks.sum(axis=0).max() == 1
+        changed = (scene.image != draw_ground(seed, size)).any(axis=-1)  # the ground is that of the seed
+        assert not (changed & ~scene.masks.any(axis=0)).any()
+        for thing, mask in zip(scene.things, scene.masks, strict=True):
+            assert changed[mask].mean() > 0.85
+            np.testing.assert_allclose(centre(mask, min(height, width)), thing.middle, atol=0.75 / min(height, width))
+
+
+def test_the_seed_alone_decides_and_the_scene_is_the_same_at_every_size() -> None:
+    first, again, large = draw_scene(11), draw_scene(11), draw_scene(11, 128)
+    np.testing.assert_array_equal(first.image, again.image)
+    assert first.things == again.things == large.things
+    assert first.caption == large.caption != draw_scene(12).caption
+    assert [scene.things for scene in draw_scenes(2, seed=11)] == [first.things, draw_scene(12).things]
+
+
+def test_colour_shape_count_and_side_are_free_of_each_other() -> None:
+    scenes = list(draw_scenes(400, size=16))
+    kinds = [(thing.phrase.colour, thing.phrase.shape) for scene in scenes for thing in scene.things]
+    assert len(set(kinds)) > 60  # of 64
+    assert all(len({thing.phrase for thing in scene.things}) == len(scene.things) for scene in scenes)
+    counts = np.bincount([len(scene.things) for scene in scenes], minlength=4)[1:] / len(scenes)
+    np.testing.assert_allclose(counts, (0.25, 0.45, 0.30), atol=0.07)
+    said = [Sentence.parse(scene.caption).relation for scene in scenes if len(scene.things) > 1]
+    assert min(said.count(side) for side in SIDES) > 20
+
+
+def test_objects_have_the_colour_that_is_said() -> None:
+    middle = dict(zip(COLOURS, (0, 27, 54, 122, 183, 222, 272, 328), strict=True))
+    for scene in draw_scenes(60, seed=400):
+        for thing, mask in zip(scene.things, scene.masks, strict=True):
+            red, green, blue = np.median(scene.image[mask], axis=0) / 255.0
+            hue = np.degrees(np.arctan2(np.sqrt(3.0) * (green - blue), 2.0 * red - green - blue))
+            assert abs((hue - middle[str(thing.phrase.colour)] + 180.0) % 360.0 - 180.0) < 30.0, (thing, hue)
+
+
+def test_shapes_stand_upright() -> None:
+    """A triangle and a heart are wider on one side: a triangle below, a heart above."""
+    wider = {"triangle": [], "heart": []}
+    for scene in draw_scenes(150, seed=500):
+        for thing, mask in zip(scene.things, scene.masks, strict=True):
+            if thing.phrase.shape in wider:
+                rows = mask.sum(axis=1)[mask.any(axis=1)]
+                wider[thing.phrase.shape].append(rows[: len(rows) // 2].sum() > rows[len(rows) // 2 :].sum())
+    assert len(wider["heart"]) > 15 and all(wider["heart"])
+    assert len(wider["triangle"]) > 15 and not any(wider["triangle"])
+
+
+def test_mask_of_a_sentence_is_that_of_all_things_that_it_names() -> None:
+    scene = next(scene for scene in draw_scenes(50) if len(scene.things) == 3)
+    for thing, mask in zip(scene.things, scene.masks, strict=True):
+        np.testing.assert_array_equal(scene.mask_of(str(thing.phrase)), mask)
+        same = [other.phrase.shape == thing.phrase.shape for other in scene.things]
+        alone = str(Phrase(shape=thing.phrase.shape))
+        np.testing.assert_array_equal(scene.mask_of(alone), scene.masks[same].any(axis=0))
+    np.testing.assert_array_equal(scene.mask_of(scene.caption), scene.masks.any(axis=0))
+    absent = next(colour for colour in COLOURS if colour not in {thing.phrase.colour for thing in scene.things})
+    assert not scene.mask_of(f"something {absent}").any()
+
+
+def test_bad_seeds_and_sizes_are_told_as_for_other_drawn_pictures() -> None:
+    for draw in (draw_scene, draw_picture):
+        with pytest.raises(OptionError, match="seed of at least 0, got -1"):
+            draw(-1)
+
+
+# --- Sentences ------------------------------------------------------------------------------------------------------
+
+
+def test_captions_are_true_of_the_masks_clear_and_say_all() -> None:
+    for scene in draw_scenes(150, seed=600):
+        sentence = Sentence.parse(scene.caption)
+        assert scene.holds(scene.caption) and len(sentence.phrases) == len(scene.things)
+        centres = {thing.phrase: centre(mask, 64) for thing, mask in zip(scene.things, scene.masks, strict=True)}
+        first, *others = (centres[phrase] for phrase in sentence.phrases)
+        for other in others:
+            assert lies(first, other) == sentence.relation
+        for one, other in permutations(centres.values(), 2):  # far enough from the diagonal
+            near, far = sorted((abs(one[0] - other[0]), abs(one[1] - other[1])))
+            assert near < 0.8 * far
+        if len(others) == 2:
+            assert lies(*others) in ("left of", "above")
+
+
+def test_there_is_one_caption_whatever_the_order_of_the_things() -> None:
+    for scene in draw_scenes(40, seed=700, size=16):
+        assert {str(caption(order)) for order in permutations(scene.things)} == {scene.caption}
+
+
+def test_falsified_sentences_are_false_and_differ_in_one_respect() -> None:
+    random = np.random.default_rng(0)
+    for scene in draw_scenes(60, seed=800, size=16):
+        sentence = Sentence.parse(scene.caption)
+        assert scene.holds(str(turned(sentence)))
+        for wrong in ("colour", "shape", "side"):
+            other = falsified(sentence, wrong, scene.things, random)
+            if wrong == "side" and len(scene.things) == 1:
+                assert other is None
+                continue
+            assert other is not None and not scene.holds(str(other))
+            kept = {"colour": ("shape",), "shape": ("colour",), "side": ("colour", "shape")}[wrong]
+            for name in kept:
+                assert sorted(getattr(phrase, name) for phrase in other.phrases) == sorted(
+                    getattr(phrase, name) for phrase in sentence.phrases
+                )
+            assert wrong == "side" or other.relation == sentence.relation
+
+
+HEART, STAR, RING = (
+    Thing(Phrase("red", "heart"), (0.2, 0.5)),
+    Thing(Phrase("blue", "star"), (0.7, 0.3)),
+    Thing(Phrase("red", "ring"), (0.6, 0.8)),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("a red heart", True),
+        ("a star", True),
+        ("something red", True),
+        ("a blue heart", False),
+        ("something green", False),
+        ("a red heart left of a blue star", True),
+        ("a blue star right of a red heart", True),
+        ("a blue star left of a red heart", False),
+        ("a blue heart left of a red star", False),
+        ("a blue star above a red ring", True),
+        ("a red heart left of a blue star and a red ring", True),
+        ("a red heart left of a red ring and a blue star", True),
+        ("a blue star above a red ring and a red heart", False),
+        ("something red left of something red", True),
+        ("something red below a star", True),
+        ("a red heart and a blue star and a red ring", True),
+        ("a heart and a heart", False),
+        ("something blue and something blue", False),
+    ],
+)
+def test_what_sentences_mean(text: str, holds: bool) -> None:
+    assert str(Sentence.parse(text)) == text
+    assert Sentence.parse(text).holds((HEART, STAR, RING)) is holds
+    assert str(caption((STAR, RING, HEART))) == "a red heart left of a blue star and a red ring"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "red heart", "a heart red", "a dog", "an red heart", "a heart near a star", "a heart left of"]
+)
+def test_what_is_no_sentence_is_told(text: str) -> None:
+    with pytest.raises(OptionError, match="Expected a sentence such as 'a red heart left of a blue square'"):
+        Sentence.parse(text)
+
+
+def test_words_are_those_of_the_classes() -> None:
+    assert len(set(COLOURS)) == len(set(SHAPES)) == 8
+    assert str(Phrase("orange", "disc")) == "an orange disc" and str(Phrase(colour="orange")) == "something orange"

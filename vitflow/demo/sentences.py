@@ -1,0 +1,192 @@
+"""What drawn pictures are said to show: a small grammar in which every sentence is true or false of every picture.
+
+    sentence = phrase | phrase relation phrase | phrase relation phrase "and" phrase
+    phrase   = "a red heart" | "a heart" | "something red"
+    relation = "left of" | "above" | "right of" | "below" | "and"
+
+"A left of B and C" says that A lies left of B and left of C. One thing lies left of another where its middle lies
+further left of the other's than above or below it; so exactly one of the four holds between two things.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+import numpy as np
+
+from vitflow.demo.drawing import CLASS_NAMES
+from vitflow.errors import OptionError
+
+COLOURS: tuple[str, ...] = tuple(name.split()[0] for name in CLASS_NAMES)
+SHAPES: tuple[str, ...] = tuple(name.split()[1] for name in CLASS_NAMES)
+SIDES: tuple[str, ...] = ("left of", "above", "right of", "below")  # a step of two is the opposite side
+_AND = "and"
+
+
+@dataclass(frozen=True)
+class Phrase:
+    """A thing as a sentence names it: by its colour, its shape, or both."""
+
+    colour: str | None = None
+    shape: str | None = None
+
+    def __str__(self) -> str:
+        words = [word for word in (self.colour, self.shape) if word]
+        if self.shape is None:
+            return f"something {words[0]}"
+        return f"{'an' if words[0][0] in 'aeiou' else 'a'} {' '.join(words)}"
+
+    def names(self, thing: "Thing") -> bool:
+        """Whether the phrase is true of a thing."""
+        return self.colour in (None, thing.phrase.colour) and self.shape in (None, thing.phrase.shape)
+
+
+@dataclass(frozen=True)
+class Thing:
+    """An object of a picture: its colour and its shape, and where its middle lies (x to the right, y down)."""
+
+    phrase: Phrase
+    middle: tuple[float, float]
+
+    def side_of(self, other: "Thing") -> str:
+        """On which side of another thing it lies: "left of", "above", "right of" or "below"."""
+        right, down = self.middle[0] - other.middle[0], self.middle[1] - other.middle[1]
+        if abs(right) > abs(down):
+            return "right of" if right > 0.0 else "left of"
+        return "below" if down > 0.0 else "above"
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """One to three phrases and the relation of the first to the others ("and": they are all there).
+
+    >>> sentence = Sentence.parse("a red heart left of a blue square and something yellow")
+    >>> sentence.relation, str(sentence.phrases[2]), str(sentence)
+    ('left of', 'something yellow', 'a red heart left of a blue square and something yellow')
+    """
+
+    phrases: tuple[Phrase, ...]
+    relation: str = _AND
+
+    def __str__(self) -> str:
+        first, *others = map(str, self.phrases)
+        return f"{first} {self.relation} {f' {_AND} '.join(others)}" if others else first
+
+    @classmethod
+    def parse(cls, text: str) -> "Sentence":
+        """Read a sentence.
+
+        Raises:
+            OptionError: the text is no sentence of the grammar.
+        """
+        relation, parts = _AND, [text]
+        for side in SIDES:
+            if f" {side} " in text:
+                relation, parts = side, text.split(f" {side} ", 1)
+                break
+        phrases = [_parse_phrase(part, text) for half in parts for part in half.split(f" {_AND} ")]
+        sentence = cls(tuple(phrases), relation)
+        if str(sentence) != text or len(phrases) > 3:
+            raise _no_sentence(text)
+        return sentence
+
+    def holds(self, things: Sequence[Thing]) -> bool:
+        """Whether the sentence is true of a picture of these things; each phrase names a thing of its own."""
+        if not all(any(phrase.names(thing) for thing in things) for phrase in self.phrases):
+            return False
+        return any(
+            all(phrase.names(thing) for phrase, thing in zip(self.phrases, chosen, strict=True))
+            and (self.relation == _AND or all(chosen[0].side_of(other) == self.relation for other in chosen[1:]))
+            for chosen in permutations(things, len(self.phrases))
+        )
+
+
+def _parse_phrase(words: str, text: str) -> Phrase:
+    match words.split():
+        case ["something", colour] if colour in COLOURS:
+            return Phrase(colour=colour)
+        case ["a" | "an", shape] if shape in SHAPES:
+            return Phrase(shape=shape)
+        case ["a" | "an", colour, shape] if colour in COLOURS and shape in SHAPES:
+            return Phrase(colour, shape)
+    raise _no_sentence(text)
+
+
+def _no_sentence(text: str) -> OptionError:
+    return OptionError(
+        f"Expected a sentence such as 'a red heart left of a blue square', 'a heart' or 'something red', got {text!r}. "
+        f"Colours: {', '.join(COLOURS)}. Shapes: {', '.join(SHAPES)}."
+    )
+
+
+def caption(things: Sequence[Thing]) -> Sentence | None:
+    """The one sentence that says all of a picture, and None where there is none.
+
+    It begins with the thing that lies on one side of all others; where several do, the side that SIDES names first.
+    Of two others, the one that lies left of or above the other is named first.
+
+    >>> heart, square = Thing(Phrase("red", "heart"), (0.2, 0.5)), Thing(Phrase("blue", "square"), (0.7, 0.6))
+    >>> str(caption([square, heart]))
+    'a red heart left of a blue square'
+    """
+    if len(things) == 1:
+        return Sentence((things[0].phrase,))
+    for side in SIDES:
+        for first in things:
+            others = [thing for thing in things if thing is not first]
+            if all(first.side_of(other) == side for other in others):
+                if len(others) == 2 and others[0].side_of(others[1]) in SIDES[2:]:
+                    others.reverse()
+                return Sentence((first.phrase, *(other.phrase for other in others)), side)
+    return None
+
+
+def turned(sentence: Sentence) -> Sentence:
+    """A sentence about two things said from the other one: "A left of B" as "B right of A"; any other as it is."""
+    if len(sentence.phrases) != 2 or sentence.relation == _AND:
+        return sentence
+    opposite = SIDES[(SIDES.index(sentence.relation) + 2) % 4]
+    return Sentence(sentence.phrases[::-1], opposite)
+
+
+def falsified(sentence: Sentence, wrong: str, things: Sequence[Thing], random: np.random.Generator) -> Sentence | None:
+    """A sentence that differs in one respect and is false of the picture.
+
+    Args:
+        sentence: whose phrases name colour and shape.
+        wrong: "colour" or "shape" (another one, or two phrases' exchanged), or "side" (another one, or the phrases
+            exchanged).
+        things: what the picture shows.
+        random: what chooses.
+
+    Returns:
+        None where no side can be wrong, for the sentence names none.
+    """
+    if wrong == "side" and (len(sentence.phrases) == 1 or sentence.relation == _AND):
+        return None
+    while True:
+        other = _change_side(sentence, random) if wrong == "side" else _change_word(sentence, wrong, random)
+        if not other.holds(things):
+            return other
+
+
+def _change_side(sentence: Sentence, random: np.random.Generator) -> Sentence:
+    if random.random() < 0.3:
+        first, second, *rest = sentence.phrases
+        return Sentence((second, first, *rest), sentence.relation)
+    return replace(sentence, relation=SIDES[random.integers(4)])
+
+
+def _change_word(sentence: Sentence, wrong: str, random: np.random.Generator) -> Sentence:
+    phrases = list(sentence.phrases)
+    number = int(random.integers(len(phrases)))
+    values = [getattr(phrase, wrong) for phrase in phrases]
+    if len(set(values)) > 1 and random.random() < 0.5:
+        other = int(random.choice([place for place, value in enumerate(values) if value != values[number]] or [number]))
+        values[number], values[other] = values[other], values[number]
+    else:
+        values[number] = str(random.choice(COLOURS if wrong == "colour" else SHAPES))
+    return replace(
+        sentence,
+        phrases=tuple(replace(phrase, **{wrong: value}) for phrase, value in zip(phrases, values, strict=True)),
+    )
