@@ -118,7 +118,7 @@ def hub(monkeypatch) -> None:
         return create("vit_tiny_patch16_224", **({"num_classes": 1000, "depth": 2} | options))
 
     def no_weights(kind, name: str, **options):
-        configuration = kind.config_class(hidden_size=24, num_hidden_layers=2, num_attention_heads=2)
+        configuration = kind.config_class(hidden_size=24, num_hidden_layers=2, num_attention_heads=2, num_labels=1000)
         return kind(configuration)
 
     def random_vit(weights=None):

@@ -29,6 +29,7 @@ from .methods.rollout import attention_rollout as attention_rollout
 from .methods.sequence.layout import SequenceLayout as SequenceLayout
 from .methods.sequence.layout import Words as Words
 from .methods.tokens import TokenLayout as TokenLayout
+from .models.answers import Answers as Answers
 from .models.loading import load_model as load_model
 from .recording.recorder import record_attention as record_attention
 from .recording.trace import Trace as Trace

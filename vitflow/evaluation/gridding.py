@@ -16,7 +16,6 @@ from vitflow.evaluation.measures.grid import CELLS, CellScore, score_cell, tile
 from vitflow.evaluation.measures.sanity import as_it_is
 from vitflow.explaining.asking.choices import ChosenMethod
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.making.applying import activate
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.showing.comparison import Comparison
 from vitflow.explaining.showing.strips import columns_of
@@ -119,7 +118,7 @@ def _first_grid(known: Sequence[tuple[Sample, int, frozenset[int]]]) -> list[tup
 
 def _knows(explainer: Explainer, picture: Labelled, target: int) -> bool:
     with torch.no_grad():
-        probabilities = activate(explainer.logits(explainer.pixels(picture.image)), explainer.activation)[0]
+        probabilities = explainer.answers.told(explainer.logits(explainer.pixels(picture.image)))[0]
     return int(probabilities.argmax()) == target and float(probabilities[target]) > _KNOWN
 
 

@@ -90,9 +90,12 @@ class Explainer(PictureModel):
         data_config: input_size, mean, std, crop_pct, interpolation, for a model without `pretrained_cfg`; or its image
             processor of transformers, or `weights.transforms()` of torchvision.
         layout: prefix tokens and patch grid, for a model that does not tell its own.
-        activation: "softmax" or "sigmoid" (multi-label); by default what the model's configuration says, else softmax.
+        activation: how answers are read: "softmax" or "sigmoid" (multi-label), by default what the model's
+            configuration says, else softmax; "cosine", or "value" for numbers as they are, as those of a function.
         name: what to call the model in figures and rows; by default the id that `load_model` loaded its weights by, and
             of weights that it does not know the architecture.
+        answers: what to ask instead of the model's classes: a function of its output that gives numbers [pictures, k],
+            through which gradients pass, with `class_names` as their names; or `Answers`.
 
     Attributes:
         model, device: the module itself, and where it runs.
@@ -210,7 +213,9 @@ class Explainer(PictureModel):
             answered = probabilities_of(trace.logits, self.facts)
             seconds = time.perf_counter() - started
             wanted = resolve_targets(targets, answered, self.facts.class_names)
-            recorded = Answered(trace, pictures, self.facts, answered, self._predict, self._log_odds, seconds)
+            asked = self.answers
+            predict, log_odds = (partial(run, asked) for run in (self._predict, self._log_odds))
+            recorded = Answered(trace, pictures, self.facts, asked, answered, predict, log_odds, seconds)
             return apply_methods(recorded, chosen, wanted)
 
     def _record_if_seen(self, pixels: Tensor, chosen: Chosen) -> tuple[Trace, Chosen]:
@@ -243,7 +248,7 @@ class Explainer(PictureModel):
 
     def _record(self, pixels: Tensor, chosen: Chosen) -> Trace:
         """One forward pass that keeps no more than the methods need."""
-        with Needs.of(chosen).record(self.model, self.layout) as trace:
+        with Needs.of(chosen).record(self.model, self.layout, self.answers.read) as trace:
             self.forward(pixels)
         return trace
 

@@ -1,6 +1,7 @@
 """A model for pictures that is kept: what it says of itself, how pictures become its input, and what it answers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, printable, unknown_name
-from vitflow.explaining.making.applying import PlacedPicture, activate, log_odds
+from vitflow.explaining.making.applying import PlacedPicture
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import logits_of, unwrap
+from vitflow.models.anatomy import unwrap
+from vitflow.models.answers import Answers, activate, log_odds
 from vitflow.models.checkpoints import (
     ClassNames,
     architecture_sha256,
@@ -52,6 +54,7 @@ class PictureModel:
         layout: TokenLayout | None = None,
         activation: str | None = None,
         name: str | None = None,
+        answers: Answers | Callable[[Any], Tensor] | None = None,
     ) -> None:
         if fit not in FITS:  # before a model is loaded
             raise OptionError(unknown_name("fit", fit, FITS))
@@ -69,8 +72,13 @@ class PictureModel:
             activation=activation,
             layout=layout,
             name=name,
+            answers=answers,
         )
         self.preprocessing = self.facts.preprocessing(fit)
+        if answers is not None:  # what is wrong with them is told before the first picture
+            with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
+                numbers = self.answers.numbers(self.forward(self.pixels(self.grey()).expand(2, -1, -1, -1)))
+            self.facts = replace(self.facts, answers=self.answers.tried(numbers))
         if class_names is not None and self.facts.class_count is None:
             check_name_count(self.facts.class_names or (), self.num_classes)
 
@@ -97,6 +105,11 @@ class PictureModel:
         return self.facts.id
 
     @property
+    def answers(self) -> Answers:
+        """What the model can be asked about."""
+        return self.facts.answers
+
+    @property
     def class_names(self) -> list[str] | None:
         """Names by class index, where known."""
         names = self.facts.class_names
@@ -104,7 +117,7 @@ class PictureModel:
 
     @property
     def activation(self) -> str:
-        """What makes probabilities of logits, "softmax" or "sigmoid"."""
+        """What makes probabilities of logits, "softmax" or "sigmoid"; "cosine" or "value" where none are made."""
         return self.facts.activation
 
     @property
@@ -133,7 +146,7 @@ class PictureModel:
             "weights_sha256": weights_sha256(self.model),
             "architecture_sha256": architecture_sha256(self.model),
             "code_sha256": code_sha256(self.model),
-            "probe": probe(self.model, self.forward, self.input_shape),
+            "probe": probe(self.model, self._probed, self.input_shape),
             "device": self.device.type,
             "fit": self.fit,
         }
@@ -149,7 +162,7 @@ class PictureModel:
         if self.facts.class_count is not None:
             return self.facts.class_count
         with torch.no_grad(), evaluating(self.model):
-            answer = logits_of(self.forward(self.pixels(self.grey())))
+            answer = self.answers.numbers(self.forward(self.pixels(self.grey())))
         return 0 if answer is None or answer.ndim != 2 else answer.shape[1]
 
     def grey(self) -> NDArray[np.uint8]:
@@ -186,26 +199,35 @@ class PictureModel:
         torch.Size([1, 145, 145])
         """
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
-            with record_attention(self.model, layout=self.layout, **options) as trace:
+            with record_attention(self.model, layout=self.layout, answers=self.answers.read, **options) as trace:
                 self.forward(self.pixels(image))
             return trace
 
-    def logits(self, pixels: Tensor) -> Tensor:
+    def logits(self, pixels: Tensor, answers: Answers | None = None) -> Tensor:
         """What the model answers in eval mode to model inputs [pictures, channels, height, width]: [pictures, classes].
+
+        Args:
+            pixels: the inputs.
+            answers: what is asked, by default the explainer's own answers.
 
         Raises:
             ModelError: it answers with something else than a tensor, or an output that has one.
         """
         with evaluating(self.model):
-            logits = logits_of(self.forward(pixels))
+            logits = (answers or self.answers).numbers(self.forward(pixels))
         if logits is None:
             raise ModelError(f"Expected {self.model_id} to return one tensor of logits, got none.")
         return logits
 
-    def _predict(self, pixels: Tensor) -> Tensor:
-        with torch.no_grad():
-            return activate(self.logits(pixels), self.activation)
+    def _probed(self, pixels: Tensor) -> Any:
+        """What the model returns, and what its answers are where they are not its classes."""
+        output = self.forward(pixels)
+        return output if self.answers.function is None else [output, self.answers.numbers(output)]
 
-    def _log_odds(self, pixels: Tensor) -> Tensor:
+    def _predict(self, answers: Answers, pixels: Tensor) -> Tensor:
         with torch.no_grad():
-            return log_odds(self.logits(pixels), self.activation)
+            return activate(self.logits(pixels, answers), answers.reading)
+
+    def _log_odds(self, answers: Answers, pixels: Tensor) -> Tensor:
+        with torch.no_grad():
+            return log_odds(self.logits(pixels, answers), answers.reading)

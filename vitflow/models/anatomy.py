@@ -3,7 +3,7 @@
 Read from the attributes that timm's Vision Transformers carry, never from guesses about sizes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -116,6 +116,15 @@ def logits_of(output: Any) -> Tensor | None:
         return answers[0] if len(answers) == 1 else None
     found = next((getattr(output, name, None) for name in _OUTPUTS if getattr(output, name, None) is not None), None)
     return found if isinstance(found, Tensor) else None
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """All tensors of what a model returned: itself, or those of a mapping or a sequence, however deep."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping | list | tuple):
+        for one in output.values() if isinstance(output, Mapping) else output:
+            yield from tensors_in(one)
 
 
 def layout_of_count(model: nn.Module, input_size: tuple[int, int], num_tokens: int) -> TokenLayout | None:

@@ -259,12 +259,17 @@ def code_sha256(model: nn.Module) -> str:
     own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES]
     digest = hashlib.sha256()
     for kind in sorted(own, key=lambda kind: kind.__qualname__):
-        try:
-            source = inspect.getsource(kind)
-        except (OSError, TypeError):  # typed at a prompt, or its file is gone
-            source = kind.__qualname__
-        digest.update(source.encode("utf-8", "backslashreplace"))
+        digest.update(source_of(kind))
     return digest.hexdigest()
+
+
+def source_of(code: Any) -> bytes:
+    """The source of a class or a function; of what has none, its name."""
+    try:
+        source = inspect.getsource(code)
+    except (OSError, TypeError):  # typed at a prompt, or its file is gone
+        source = str(code.__qualname__)
+    return source.encode("utf-8", "backslashreplace")
 
 
 def _is_setting(value: Any) -> bool:

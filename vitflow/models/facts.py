@@ -16,6 +16,7 @@ from torch import nn
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, printable
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.models.anatomy import transformer_of, unwrap
+from vitflow.models.answers import Answers, answers_of
 from vitflow.models.checkpoints import ClassNames, told_class_names
 from vitflow.models.libraries import (
     class_count,
@@ -37,18 +38,29 @@ class ModelFacts:
     Attributes:
         id: the name that it goes by.
         input: what it wants to see.
-        class_names: names by class index, where known.
-        class_count: how many classes it has, 0 where it ends in features; None where it does not say.
-        activation: "softmax", or "sigmoid" where each class has a probability of its own.
+        answers: what it can be asked about, by default its classes.
         layout: prefix tokens and patch grid, where the caller told them.
     """
 
     id: str
     input: InputSpec
-    class_names: tuple[str, ...] | None
-    class_count: int | None
-    activation: str
+    answers: Answers
     layout: TokenLayout | None = None
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """The names of the answers by index, where known."""
+        return self.answers.names
+
+    @property
+    def class_count(self) -> int | None:
+        """How many there are, 0 where the model ends in features; None where it does not say."""
+        return self.answers.count
+
+    @property
+    def activation(self) -> str:
+        """How their numbers are read: one of `vitflow.models.answers.READINGS`."""
+        return self.answers.reading
 
     def fingerprint(self) -> dict[str, Any]:
         """The facts, ready for JSON; the class names as a hash."""
@@ -59,6 +71,7 @@ class ModelFacts:
             "activation": self.activation,
             "class_names_sha256": None if names is None else hashlib.sha256(names).hexdigest(),
             "layout": None if self.layout is None else asdict(self.layout),
+            **({"answers": dict(self.answers.made_of)} if self.answers.made_of else {}),
         }
 
     def preprocessing(self, fit: Fit) -> Preprocessing:
@@ -84,13 +97,14 @@ def read_facts(
     activation: str | None = None,
     layout: TokenLayout | None = None,
     name: str | None = None,
+    answers: Any = None,
 ) -> ModelFacts:
     """Ask a model what it is; what the caller tells goes before what it says.
 
     Raises:
         ModelError: it does not say how its pictures were normalised, and `data_config` does not either; or the class
             names are not as many as its classes.
-        OptionError: there is no such activation; the layout is no TokenLayout; the name is none.
+        OptionError: there is no such activation; the answers are none; the layout is no TokenLayout; the name is none.
 
     >>> import timm
     >>> facts = read_facts(timm.create_model("vit_tiny_patch16_224", num_classes=5))
@@ -99,15 +113,25 @@ def read_facts(
     """
     spec = read_input_spec(model, data_config)
     check_layout(layout)
-    count = class_count(model)
-    names = class_names_of(model) if class_names is None else told_class_names(class_names, count)
+    answers = _answers(model, answers, class_names, activation)
+    called = model_id(model) if name is None else check_name(name)
+    return ModelFacts(called, spec, answers, layout)
+
+
+def _answers(model: nn.Module, told: Any, class_names: ClassNames | None, activation: str | None) -> Answers:
+    """What a model can be asked about: what the caller tells, or its classes."""
+    count = class_count(model) if told is None else None
+    names = None if class_names is None else tuple(told_class_names(class_names, count))
+    if isinstance(told, Answers):
+        return replace(told, names=names or told.names, reading=activation or told.reading)
+    if told is not None:
+        return answers_of(told, names, activation)
+    if class_names is None:
+        own_names = class_names_of(model)
+        names = None if own_names is None else tuple(own_names)
     config: Any = getattr(model, "pretrained_cfg", None) or {}
     own = config.get("activation") or ("sigmoid" if is_multi_label(model) else "softmax")
-    activation = activation or own
-    if activation not in ("softmax", "sigmoid"):
-        raise OptionError(f"Expected activation 'softmax' or 'sigmoid', got {activation!r}.")
-    called = model_id(model) if name is None else check_name(name)
-    return ModelFacts(called, spec, None if names is None else tuple(names), count, activation, layout)
+    return Answers(None, names, count, activation or own)
 
 
 def check_name(name: str) -> str:

@@ -6,7 +6,7 @@ hooks, or code that was edited since. Whatever of these counts shows in its answ
 
 import base64
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from vitflow.models.anatomy import tensors_in
 from vitflow.recording.isolation import Hook, evaluating, uncompiled
 
 # How far two processors may be apart in what a part of a model hands on, as a share of its size: some twenty times what
@@ -85,15 +86,7 @@ def fixed_pixels(model: nn.Module, shape: tuple[int, ...], seed: int = 0) -> Ten
 def answer_to(model: nn.Module, forward: Forward, pixels: Tensor) -> list[Tensor]:
     """All tensors that a model in eval mode returns for a model input."""
     with torch.inference_mode(False), torch.no_grad(), evaluating(model), uncompiled():
-        return list(_tensors(forward(pixels)))
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping | list | tuple):
-        for one in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(one)
+        return list(tensors_in(forward(pixels)))
 
 
 def _sums(output: Any) -> NDArray[np.float64] | None:
@@ -101,7 +94,7 @@ def _sums(output: Any) -> NDArray[np.float64] | None:
 
     None where there are no numbers.
     """
-    flat = [one.detach().cpu().double().flatten().numpy() for one in _tensors(output)]
+    flat = [one.detach().cpu().double().flatten().numpy() for one in tensors_in(output)]
     values = np.concatenate(flat) if flat else np.empty(0)
     if not len(values):
         return None

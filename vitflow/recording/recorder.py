@@ -63,6 +63,8 @@ class record_attention:
         residual: above 0, keep no attention but what rollout makes of it: the layers that attend between all tokens, as
             the product of three each, with that share of the residual connection and nothing discarded. It takes one
             fusion, and a third of the memory.
+        answers: maps what the model returns to the numbers whose gradients are asked for, [batch, classes]; by default
+            to its logits.
 
     Raises:
         NoAttentionError: on leaving the block, when a forward pass ran and no attention between tokens was seen.
@@ -93,6 +95,7 @@ class record_attention:
         visible: bool = False,
         on_layer: Callable[[AttentionLayer], None] | None = None,
         residual: float = 0.0,
+        answers: Callable[[Any], Tensor | None] = logits_of,
     ) -> None:
         check_layout(layout)
         check_fraction("residual", residual)
@@ -104,7 +107,7 @@ class record_attention:
         values = values or bool(value_weighted) or any(weighting for _, weighting in kept)
         self._listening = Listening(self._model, kept, gradients, values, keys, visible, on_layer, residual)
         self._features = {path: _submodule(self._model, path) for path in features}
-        self._attention = attention
+        self._attention, self._answers = attention, answers
         self._layout = layout
         if attention:
             refuse_unseen(self._model)
@@ -177,7 +180,8 @@ class record_attention:
             if output is None:
                 return
             listening.ended(name)
-            if not name and (logits := logits_of(output)) is not None:
+            if not name and (logits := self._answers(output)) is not None:
+                self.trace.output = output
                 self._finish(logits)
 
         return act

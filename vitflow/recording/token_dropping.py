@@ -18,8 +18,18 @@ from vitflow.models.anatomy import logits_of, read_layout, transformer_of, unwra
 from vitflow.models.libraries import forward_options, library_blocks
 from vitflow.recording.isolation import Hook, evaluating
 
+# Maps what a model returns to the numbers that are asked for.
+Read = Callable[[Any], Tensor | None]
 
-def run_on_patches(model: nn.Module, pixels: Tensor, kept: Tensor, *, layout: TokenLayout | None = None) -> Tensor:
+
+def run_on_patches(
+    model: nn.Module,
+    pixels: Tensor,
+    kept: Tensor,
+    *,
+    layout: TokenLayout | None = None,
+    answers: Read = logits_of,
+) -> Tensor:
     """Logits of one picture for several choices of its patches, in one forward pass.
 
     The picture is embedded once, whole. Before the first block every choice takes its own tokens, which carry their
@@ -33,9 +43,10 @@ def run_on_patches(model: nn.Module, pixels: Tensor, kept: Tensor, *, layout: To
         pixels: the model input of one picture, [1, channels, height, width].
         kept: numbers of the patches that stay, 0 for the top left, in raster order, [choices, patches].
         layout: prefix tokens and patch grid, for a model that does not tell its own.
+        answers: maps what the model returns to the numbers that are asked for.
 
     Returns:
-        The model's logits, [choices, classes].
+        The model's logits, or what `answers` makes of its output, [choices, classes].
 
     Raises:
         ShapeError: pixels or kept have the wrong shape.
@@ -59,19 +70,22 @@ def run_on_patches(model: nn.Module, pixels: Tensor, kept: Tensor, *, layout: To
     with ExitStack() as stack:
         for number, block in enumerate(_blocks(model)):
             stack.callback(Hook(block, shortening.before(number), before=True).remove)
-        logits = logits_of(_forward(model, pixels))
+        logits = answers(_forward(model, pixels))
     if logits is None:
         raise UnsupportedModelError(_NO_LOGITS)
     return logits
 
 
-def droppable_tokens(model: nn.Module, pixels: Tensor, layout: TokenLayout | None = None) -> TokenLayout:
+def droppable_tokens(
+    model: nn.Module, pixels: Tensor, layout: TokenLayout | None = None, answers: Read = logits_of
+) -> TokenLayout:
     """The layout of the tokens that the model can do without; it is tried once for each size of input, on noise.
 
     Args:
         model: any model.
         pixels: model inputs of the size that counts, [batch, channels, height, width].
         layout: prefix tokens and patch grid, for a model that does not tell its own.
+        answers: as for `run_on_patches`.
 
     Raises:
         UnsupportedModelError: the model cannot run on some of its patches; the message says why.
@@ -82,9 +96,13 @@ def droppable_tokens(model: nn.Module, pixels: Tensor, layout: TokenLayout | Non
     """
     model = unwrap(model)
     known = _verdicts.setdefault(model, {})
-    key = (tuple(pixels.shape[1:]), layout)
+    key = (
+        tuple(pixels.shape[1:]),
+        layout,
+        id(getattr(answers, "__self__", answers)),
+    )  # a method is made anew each time
     if key not in known:
-        known[key] = _try(model, pixels, layout)
+        known[key] = _try(model, pixels, layout, answers)
     verdict = known[key]
     if isinstance(verdict, str):
         raise UnsupportedModelError(verdict)
@@ -172,7 +190,7 @@ _NO_LOGITS = "It does not return one row of logits for each choice of patches."
 _verdicts: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], TokenLayout | str]] = WeakKeyDictionary()
 
 
-def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None) -> TokenLayout | str:
+def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, answers: Read) -> TokenLayout | str:
     """Run noise whole and with all patches kept, and half the patches in two orders: each pair must agree.
 
     Windows, relative position biases and convolutions between tokens either refuse a shorter sequence or, with the
@@ -182,12 +200,13 @@ def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None) -> TokenL
     noise = torch.randn(1, *pixels.shape[1:], generator=random).to(pixels)
     try:
         with torch.no_grad(), evaluating(model):
-            whole, seen = _seen_layout(model, noise)
+            output, seen = _seen_layout(model, noise)
+            whole = answers(output)
             layout = layout or seen
             every = torch.randperm(layout.num_patches, generator=random)
             half = every[: max(layout.num_patches // 2, 1)]
-            kept = run_on_patches(model, noise, every.sort().values[None], layout=layout)
-            halves = run_on_patches(model, noise, torch.stack([half, half.flip(0)]), layout=layout)
+            kept = run_on_patches(model, noise, every.sort().values[None], layout=layout, answers=answers)
+            halves = run_on_patches(model, noise, torch.stack([half, half.flip(0)]), layout=layout, answers=answers)
     except torch.OutOfMemoryError:
         raise
     except UnsupportedModelError as error:
@@ -210,8 +229,8 @@ def _agree(first: Tensor, second: Tensor) -> bool:
     return bool(difference <= tolerance * first.double().abs().max())  # False where there is NaN
 
 
-def _seen_layout(model: nn.Module, pixels: Tensor) -> tuple[Tensor | None, TokenLayout]:
-    """The logits of a forward pass over all patches, and the layout that its first block was given."""
+def _seen_layout(model: nn.Module, pixels: Tensor) -> tuple[Any, TokenLayout]:
+    """The output of a forward pass over all patches, and the layout that its first block was given."""
     seen: list[int] = []
 
     def count(block: nn.Module, args: tuple[Any, ...]) -> None:
@@ -224,4 +243,4 @@ def _seen_layout(model: nn.Module, pixels: Tensor) -> tuple[Tensor | None, Token
         output = _forward(model, pixels)
     finally:
         handle.remove()
-    return logits_of(output), read_layout(model, (pixels.shape[-2], pixels.shape[-1]), seen[0])
+    return output, read_layout(model, (pixels.shape[-2], pixels.shape[-1]), seen[0])

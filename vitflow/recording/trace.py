@@ -45,7 +45,8 @@ class Trace:
         feature_layouts: how each of them lies on the picture, and whether its channels come last; None if it does not.
         block_norms: where features were asked for, the paths of the modules that Grad-CAM can read, first layer first.
         pixels: the model input, [batch, channels, height, width].
-        logits: what the model returned.
+        output: what the model returned.
+        logits: its answers, [batch, classes].
         model: the model itself, for methods that run it again.
         refusal: why rollout and flow do not apply to this model, or None.
         affinities: how alike the patches are by kind, for each patch grid, as far as it was asked for.
@@ -56,6 +57,7 @@ class Trace:
     feature_layouts: dict[str, tuple[TokenLayout, bool] | None] = field(default_factory=dict)
     block_norms: Sequence[str] = ()
     pixels: Tensor | None = None
+    output: Any = None
     logits: Tensor | None = None
     pooling: str = ""
     model: Any = None
@@ -71,7 +73,7 @@ class Trace:
         self.layers, self.features, self.feature_layouts, self._backward = [], {}, {}, {}
         self.affinities = {}
         self.pixels, self.block_norms = pixels, block_norms
-        self.logits = self.refusal = self._layout = self._top = self._readout = None
+        self.output = self.logits = self.refusal = self._layout = self._top = self._readout = None
 
     def lay_out(
         self, layers: Sequence[AttentionLayer], layout: TokenLayout | None, *, refusal: str | None = None

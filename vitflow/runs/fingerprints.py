@@ -17,6 +17,9 @@ _IN_WORDS = {
     "architecture_sha256": "the model is built otherwise",
     "code_sha256": "the code of the model's classes was edited",
     "class_names_sha256": "the classes have other names",
+    "answers.code_sha256": "the function of the answers was edited",
+    "answers.weights_sha256": "the function of the answers has other weights",
+    "answers.vectors_sha256": "what is asked has other embeddings",
 }
 
 

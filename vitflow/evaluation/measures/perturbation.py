@@ -13,7 +13,6 @@ from vitflow.errors import ModelError, OptionError, ShapeError, unknown_name
 from vitflow.evaluation.measures.token_dropping import check_can_drop
 from vitflow.explaining.explainer import Explainer
 from vitflow.methods.cells import cell_owners
-from vitflow.models.anatomy import logits_of
 from vitflow.recording.token_dropping import needs_patches, run_on_patches
 
 REPLACEMENTS = ("drop", "blank", "blur")
@@ -125,13 +124,15 @@ class _Dropped:
 
     def _run(self, kept: Numbers) -> Tensor:
         """[choices, patches] → [choices, classes]."""
-        model, length = self.explainer.model, kept.shape[1]
+        explainer, length = self.explainer, kept.shape[1]
         if length == self.layout.num_patches:
-            return _finite(self.explainer, model(self.pixels)).expand(len(kept), -1)
-        if length == 0 and needs_patches(model, self.layout.num_prefix_tokens):
-            return _finite(self.explainer, model(blank(self.pixels))).expand(len(kept), -1)
+            return _finite(explainer, explainer.logits(self.pixels)).expand(len(kept), -1)
+        if length == 0 and needs_patches(explainer.model, self.layout.num_prefix_tokens):
+            return _finite(explainer, explainer.logits(blank(self.pixels))).expand(len(kept), -1)
         chosen = torch.from_numpy(kept)
-        return _finite(self.explainer, run_on_patches(model, self.pixels, chosen, layout=self.layout))
+        read = explainer.answers.read
+        found = run_on_patches(explainer.model, self.pixels, chosen, layout=self.layout, answers=read)
+        return _finite(explainer, found)
 
 
 class _Hidden:
@@ -147,7 +148,7 @@ class _Hidden:
         for chunk in _chunks(choices, batch_size):
             visible = torch.stack([self._visible(choice, owners[choice.grid]) for choice in chunk])
             pictures = torch.where(visible.to(self.pixels.device), self.pixels, self.filler)
-            found.append(_finite(self.explainer, logits_of(self.explainer.forward(pictures))))
+            found.append(_finite(self.explainer, self.explainer.logits(pictures)))
         return torch.cat(found)
 
     def _visible(self, choice: Choice, owners: Tensor) -> Tensor:
@@ -161,9 +162,9 @@ def _chunks(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _finite(explainer: Explainer, logits: Tensor | None) -> Tensor:
+def _finite(explainer: Explainer, logits: Tensor) -> Tensor:
     """The logits on the CPU; ModelError where they are not [choices, classes] of finite values."""
-    if logits is None or logits.ndim != 2:
+    if logits.ndim != 2:
         raise ModelError(f"Expected {explainer.model_id} to return logits [pictures, classes], got something else.")
     if not torch.isfinite(logits).all():
         raise ModelError(f"{explainer.model_id} returned NaN or infinite logits for a picture without some patches.")

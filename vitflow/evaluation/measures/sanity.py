@@ -18,10 +18,8 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.showing.agreement import mean_of_defined
 from vitflow.methods.cells import cell_grid
 from vitflow.methods.ranks import spearman
-from vitflow.models.anatomy import logits_of
 from vitflow.pictures.images import ImageSource, read_image
 from vitflow.pictures.preprocessing import Preprocessing
-from vitflow.recording.isolation import evaluating
 
 __all__ = ["cascading_randomisation", "class_sensitivity", "flip_stability", "shift_stability", "stage_names"]
 
@@ -176,9 +174,9 @@ def class_sensitivity(
 
 def _two_classes(explainer: Explainer, image: ImageSource, other: str) -> list[int]:
     """The most probable class of the picture, and another one."""
-    with torch.no_grad(), evaluating(explainer.model):
-        logits = logits_of(explainer.forward(explainer.pixels(image)))
-    if logits is None or logits.ndim != 2 or logits.shape[1] < 2:
+    with torch.no_grad():
+        logits = explainer.logits(explainer.pixels(image))
+    if logits.ndim != 2 or logits.shape[1] < 2:
         raise OptionError(f"Expected a model with at least two classes, got {explainer.model_id}, which has fewer.")
     ranked = logits[0].argsort(descending=True).tolist()
     return [ranked[0], ranked[1 if other == "second" else -1]]

@@ -1,10 +1,11 @@
 """An answer: the number that a model gave to what it was asked, made once for captions, rows, JSON and pages."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
+
+from vitflow.models.answers import Answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,8 +14,9 @@ class Answer:
 
     Attributes:
         name: of the class, "class 3" where names are not known; of two that are set against each other, both.
-        number: the model's probability of the class, or the difference of two logits; None where it is not known.
-        unit: of the number.
+        number: the model's probability of the class, the cosine or the number that it answers with, or the difference
+            of two; None where it is not known.
+        unit: of the number: "probability", "logits", "cosine", or what the answers tell, which may be nothing.
         index: of the class; None for two.
         predicted: index of the class that the model finds most probable.
         named: whether the name is the class's own.
@@ -23,23 +25,23 @@ class Answer:
 
     name: str = ""
     number: float | None = None
-    unit: Literal["probability", "logits"] = "probability"
+    unit: str = "probability"
     index: int | None = None
     predicted: int | None = None
     named: bool = True
     sides: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, probabilities: Tensor, index: int, class_names: Sequence[str] | None) -> "Answer":
-        """The answer for one class, of the probabilities [classes] of all.
+    def of(cls, told: Tensor, index: int, answers: Answers) -> "Answer":
+        """The answer for one class, of what is told of all [classes].
 
         >>> import torch
-        >>> Answer.of(torch.tensor([0.25, 0.75]), 0, ["cat", "dog"]).to_dict()["class_name"]
-        'cat'
+        >>> answer = Answer.of(torch.tensor([0.25, 0.75]), 0, Answers(names=("cat", "dog"), reading="softmax"))
+        >>> answer.name, answer.told
+        ('cat', '25.0%')
         """
-        name = class_names[index] if class_names else f"class {index}"
-        number, predicted = float(probabilities[index]), int(probabilities.argmax())
-        return cls(name, number, "probability", index, predicted, bool(class_names))
+        name = answers.names[index] if answers.names else f"class {index}"
+        return cls(name, float(told[index]), unit_of(answers), index, int(told.argmax()), bool(answers.names))
 
     @property
     def class_name(self) -> str | None:
@@ -62,10 +64,16 @@ class Answer:
 
         >>> Answer("cat", 0.873).told, Answer("cat against dog", -1.234, "logits").told
         ('87.3%', '−1.23 in logits')
+        >>> Answer("age", 31.4, "years").told
+        '31.4 years'
         """
         if self.number is None:
             return ""
-        return f"{self.number:.1%}" if self.unit == "probability" else f"{self.number:+.2f} in logits".replace("-", "−")
+        if self.unit == "probability":
+            return f"{self.number:.1%}"
+        signed = f"{self.number:+.2f} in logits" if self.unit == "logits" else ""
+        words = f"cosine {self.number:.3f}" if self.unit == "cosine" else f"{self.number:.4g} {self.unit}".rstrip()
+        return (signed or words).replace("-", "−")
 
     def to_dict(self) -> dict[str, Any]:
         """The columns of rows and the fields of JSON that tell of it; those of a class are None for two."""
@@ -77,3 +85,8 @@ class Answer:
             "value": self.number,
             "predicted_index": self.predicted,
         }
+
+
+def unit_of(answers: Answers) -> str:
+    """The unit of what answers tell."""
+    return {"value": answers.unit, "cosine": "cosine"}.get(answers.reading, "probability")

@@ -18,6 +18,7 @@ from vitflow.explaining.asking.targets import doubt
 from vitflow.explaining.making.asked import AskedTrace
 from vitflow.explaining.making.refining import make_maps
 from vitflow.explaining.saliency import Saliency
+from vitflow.models.answers import Answers
 from vitflow.models.facts import ModelFacts
 from vitflow.pictures.geometry import Placement
 from vitflow.recording.trace import Trace
@@ -40,7 +41,8 @@ class Answered:
         trace: the pass.
         pictures: those that it was for.
         facts: of the model.
-        probabilities: [batch, classes]; None where the model has no classes.
+        answers: what the maps are of.
+        probabilities: what is told beside them, [batch, classes]; None where the model has no classes.
         predict: maps model inputs to probabilities, by running the model again.
         log_odds: likewise, to log-odds.
         seconds: that the pass took.
@@ -49,45 +51,15 @@ class Answered:
     trace: Trace
     pictures: Sequence[PlacedPicture]
     facts: ModelFacts
+    answers: Answers
     probabilities: Tensor | None
     predict: Callable[[Tensor], Tensor]
     log_odds: Callable[[Tensor], Tensor]
     seconds: float
 
 
-def activate(logits: Tensor, activation: str) -> Tensor:
-    """The probabilities that logits [..., classes] stand for, float64 on the CPU.
-
-    >>> activate(torch.zeros(1, 2), "softmax")
-    tensor([[0.5000, 0.5000]], dtype=torch.float64)
-    """
-    # In float64, or what a hidden patch costs would be lost in the rounding of a probability near 1.
-    logits = logits.detach().cpu().double()
-    return logits.sigmoid() if activation == "sigmoid" else logits.softmax(dim=-1)
-
-
-def log_odds(logits: Tensor, activation: str) -> Tensor:
-    """The log-odds of each class against all others that logits [..., classes] stand for, float64 on the CPU.
-
-    Of a softmax `z_t − logsumexp` of the other logits; those of a sigmoid are log-odds as they are, and so is the one
-    logit of a model that has nothing else to answer. Their size is that of the logits, however sure the model is.
-
-    >>> log_odds(torch.tensor([[40.0, 0.0]]), "softmax")
-    tensor([[ 40., -40.]], dtype=torch.float64)
-    """
-    logits = logits.detach().cpu().double()
-    if activation != "softmax" or logits.shape[-1] == 1:
-        return logits
-    top = logits.argmax(dim=-1, keepdim=True)
-    below = logits.scatter(-1, top, -torch.inf).logsumexp(dim=-1, keepdim=True)
-    together = torch.logaddexp(logits.gather(-1, top), below)
-    # No other class has more than half of the whole, so that the rest without it is not lost in rounding.
-    others = together + torch.log1p(-(logits - together).exp())
-    return logits - others.scatter(-1, top, below)
-
-
 def probabilities_of(logits: object, facts: ModelFacts) -> Tensor | None:
-    """The probabilities [batch, classes] of what a model returned; None where it has no classes.
+    """What is told of a model's answers [batch, classes], as a rule probabilities; None where it has no classes.
 
     Raises:
         ModelError: it returned no tensor, or one with numbers that are not finite.
@@ -101,7 +73,7 @@ def probabilities_of(logits: object, facts: ModelFacts) -> Tensor | None:
             f"{facts.id} returned NaN or infinite logits for this picture: its weights or its precision "
             f"({logits.dtype}) are at fault, and no map of it would mean anything."
         )
-    return activate(logits, facts.activation)
+    return facts.answers.told(logits)
 
 
 def apply_methods(answered: Answered, chosen: Chosen, wanted: Sequence[Tensor | None]) -> list[list[Saliency]]:
@@ -117,6 +89,7 @@ def apply_methods(answered: Answered, chosen: Chosen, wanted: Sequence[Tensor | 
     # The same for all targets.
     placements = [picture.placement for picture in answered.pictures]
     kept: dict[str, Any] = {"facts": answered.facts, "placements": placements, "answered": {}}
+    kept["answers"] = answered.answers
     for number, target in enumerate(wanted):
         trace = AskedTrace.of(answered.trace, target, answered.predict, answered.log_odds, **kept)
         started = time.perf_counter()
@@ -174,14 +147,14 @@ def _patch_grid(trace: Trace, options: Mapping[str, Any], shape: tuple[int, ...]
 def _answer(answered: Answered, target: Tensor | None, index: int) -> Answer:
     if answered.probabilities is None or target is None:
         return Answer()
-    return Answer.of(answered.probabilities[index], int(target[index]), answered.facts.class_names)
+    return Answer.of(answered.probabilities[index], int(target[index]), answered.facts.answers)
 
 
 def _doubts(method: Method, answer: Answer, answered: Answered) -> dict[str, str]:
     """The fact that a class which was asked for is one that the model all but rules out."""
-    if not method.class_specific or answered.probabilities is None or answer.number is None or answer.is_predicted:
+    if not method.class_specific or answered.probabilities is None or answer.probability is None or answer.is_predicted:
         return {}
-    note = doubt(answer.number, answered.probabilities.shape[1])
+    note = doubt(answer.probability, answered.probabilities.shape[1])
     return {} if note is None else {"note": note}
 
 

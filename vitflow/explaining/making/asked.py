@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from vitflow.errors import OptionError
+from vitflow.models.answers import Answers
 from vitflow.models.facts import ModelFacts
 from vitflow.pictures.geometry import Placement
 from vitflow.recording.trace import Backward, Trace
@@ -22,6 +23,7 @@ class AskedTrace(Trace):
         targets: the class that each picture is explained for, [batch]; None where there are no classes.
         predict: maps model inputs to probabilities [batch, classes]; for methods that run the model again.
         log_odds: likewise, to log-odds [batch, classes], which keep apart what rounds to a probability of 1.
+        answers: what is asked of the model's output; what a map is of, which need not be what is told beside it.
         refinement_asked: whether refinement of the method in turn was asked for, and is no mere default.
         facts: what the model says of itself.
         placements: where each model input lies on its picture.
@@ -40,6 +42,7 @@ class AskedTrace(Trace):
     refinement_asked: bool = False
     facts: ModelFacts | None = None
     placements: Sequence[Placement] = ()
+    answers: Answers = field(default_factory=Answers)
     answered: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod

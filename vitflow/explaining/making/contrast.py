@@ -23,7 +23,7 @@ def explain_contrasts(
         explain: gives the maps of the pictures for the `targets` that it is called with, class by class.
         contrasts: one or several.
         chosen: the methods.
-        activation: "softmax" or "sigmoid", which made the probabilities.
+        activation: how the answers are read.
 
     Raises:
         OptionError: a method does not depend on the class.
@@ -44,11 +44,11 @@ def contrasted(first: Saliency, second: Saliency, activation: str = "softmax") -
         raise SameClassError(
             f"Expected two classes to set against each other, got {first.label} twice: choose another one on one side."
         )
-    value = _log_odds(first.probability, activation) - _log_odds(second.probability, activation)
+    value = _number(first.answer, activation) - _number(second.answer, activation)
     answer = Answer(
         f"{first.label} against {second.label}",
         value if isfinite(value) else None,  # a probability was rounded to 0 or 1
-        "logits",
+        {"probability": "logits", "cosine": "in cosine"}.get(first.answer.unit, first.answer.unit),
         predicted=first.predicted,
         sides=(first.target, second.target),
     )
@@ -67,8 +67,11 @@ def _shares(grid: NDArray[np.float32]) -> NDArray[np.float64]:
     return values / total if total > 0 else values
 
 
-def _log_odds(probability: float | None, activation: str) -> float:
-    """A logit from its probability; that of a softmax up to what all classes have in common."""
+def _number(answer: Answer, activation: str) -> float:
+    """A logit from its probability, that of a softmax up to what all classes have in common; others as they are."""
+    probability = answer.number
+    if probability is not None and answer.unit != "probability":
+        return probability
     if not probability:
         return -inf
     if activation == "softmax":

@@ -1,14 +1,16 @@
 """What methods need to see of a forward pass, so that no more than that is kept of it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from vitflow.explaining.asking.choices import Chosen
 from vitflow.explaining.asking.method_table import ROLLOUT
 from vitflow.explaining.making.refining import HEAD_MEANS, needs_head_means, needs_keys
 from vitflow.methods.tokens import TokenLayout
+from vitflow.models.anatomy import logits_of
 from vitflow.models.blocks import block_norm, layer_output
 from vitflow.recording.layers import FusionKey
 from vitflow.recording.recorder import record_attention
@@ -67,7 +69,9 @@ class Needs:
         weighted = every_head and weighted
         return cls(attention, every_head, gradients, weighted, fusions, layers, token_layers, keys, residual)
 
-    def record(self, model: nn.Module, layout: TokenLayout | None) -> record_attention:
+    def record(
+        self, model: nn.Module, layout: TokenLayout | None, answers: Callable[[Any], Tensor | None] = logits_of
+    ) -> record_attention:
         """A recording of the model that keeps it."""
         features = {block_norm(model, layer) for layer in self.feature_layers}
         features |= {layer_output(model, layer)[0] for layer in self.token_layers}
@@ -81,6 +85,7 @@ class Needs:
             layout=layout,
             keys=self.keys,
             residual=self.residual,
+            answers=answers,
         )
 
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import UnsupportedModelError, whole_number
-from vitflow.explaining.making.applying import log_odds
 from vitflow.explaining.making.asked import AskedTrace
 from vitflow.explaining.making.maps import Maps
 from vitflow.explaining.progress import tracking
@@ -14,6 +13,7 @@ from vitflow.methods.cells import cell_owners
 from vitflow.methods.hiding.sampling import draw_masks, halves, mean_differences
 from vitflow.methods.ranks import spearman
 from vitflow.methods.tokens import TokenLayout
+from vitflow.models.answers import log_odds
 from vitflow.recording.token_dropping import droppable_tokens, run_on_patches
 
 
@@ -79,7 +79,7 @@ def _ways(trace: AskedTrace) -> tuple[TokenLayout | None, tuple[int, int], str]:
     assert trace.pixels is not None
     assert trace.facts is not None
     try:
-        layout = droppable_tokens(trace.model, trace.pixels, trace.facts.layout)
+        layout = droppable_tokens(trace.model, trace.pixels, trace.facts.layout, trace.answers.read)
         return layout, (layout.rows, layout.cols), "tokens dropped"
     except UnsupportedModelError as error:
         hidden = f"patches blanked, for their tokens cannot be dropped: {error}"
@@ -91,12 +91,13 @@ def _ways(trace: AskedTrace) -> tuple[TokenLayout | None, tuple[int, int], str]:
 
 def _ask(trace: AskedTrace, picture: Tensor, kept: Tensor, layout: TokenLayout | None, grid: tuple[int, int]) -> Tensor:
     """The log-odds [masks, classes] of one picture with the kept patches alone."""
-    assert trace.facts is not None
     assert trace.log_odds is not None
     if layout is not None:
         numbers = kept.nonzero()[:, 1].reshape(len(kept), -1)
+        read = trace.answers.read
         with torch.no_grad():
-            return log_odds(run_on_patches(trace.model, picture, numbers, layout=layout), trace.facts.activation)
+            logits = run_on_patches(trace.model, picture, numbers, layout=layout, answers=read)
+        return log_odds(logits, trace.answers.reading)
     owners = cell_owners(picture.shape[-2], picture.shape[-1], *grid)
     visible = kept[:, owners].unsqueeze(1).to(picture.device)  # [masks, 1, height, width]
     return trace.log_odds(torch.where(visible, picture, picture.mean(dim=(2, 3), keepdim=True)))

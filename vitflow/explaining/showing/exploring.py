@@ -23,7 +23,6 @@ from vitflow.explaining.asking.choices import MethodChoice, choose_methods, left
 from vitflow.explaining.asking.method_table import get_method
 from vitflow.explaining.asking.targets import Targets
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.making.applying import activate
 from vitflow.explaining.making.features import layer_features
 from vitflow.explaining.making.refining import affinity_of
 from vitflow.explaining.saliency import Saliency
@@ -172,10 +171,11 @@ class _Explorer:
         logits = trace.logits
         if not isinstance(logits, Tensor) or logits.ndim != 2 or not self._explainer.num_classes:
             return
-        probabilities = activate(logits, self._explainer.activation)[0]
-        for index in probabilities.topk(min(_ANSWERS, len(probabilities))).indices.tolist():
-            answer = Answer.of(probabilities, index, self._explainer.class_names)
-            found.answers.append({"name": answer.name, "probability": answer.number})
+        answers = self._explainer.answers
+        told = answers.told(logits)[0]
+        for index in told.topk(min(_ANSWERS, len(told))).indices.tolist():
+            answer = Answer.of(told, index, answers)
+            found.answers.append({"name": answer.name, "probability": answer.probability, "told": answer.told})
 
     def _features(self, trace: Trace, found: ExploredPicture) -> None:
         """What the patches hold, where that lies on the picture."""

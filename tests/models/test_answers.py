@@ -1,0 +1,190 @@
+"""What a picture is asked about: a function of the model's output, through every method and every kind of run."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests import literal_vit
+from vitflow import Contrast, Explainer, compare, explain_folder, explore
+from vitflow.errors import ModelError, OptionError
+from vitflow.evaluation import evaluate
+from vitflow.explaining.asking.method_table import list_methods
+from vitflow.models.answers import Answers, activate, log_odds
+from vitflow.pictures.images import write_image
+
+DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+OPTIONS = {"masks": 8, "occlusion_batch": 16}
+METHODS = [method.name for method in list_methods()]
+LABELS = ["road", "sky", "tree"]
+
+
+class Dense(nn.Module):
+    """A segmentation model: an output with fields, whose logits lie on the picture."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = literal_vit.timm_model(num_classes=0).float()
+        self.head = nn.Linear(self.body.embed_dim, 3)
+
+    def forward(self, pixels):
+        tokens = self.body.forward_features(pixels)[:, self.body.num_prefix_tokens :]
+        side = int(tokens.shape[1] ** 0.5)
+        return {"logits": self.head(tokens).mT.unflatten(2, (side, side)), "size": SimpleNamespace(side=side)}
+
+
+class Pooled(nn.Module):
+    """The same with the question as a part of the model."""
+
+    def __init__(self, dense):
+        super().__init__()
+        self.dense = dense
+
+    def forward(self, pixels):
+        return corner(self.dense(pixels))
+
+
+def corner(output):
+    return output["logits"][:, :, :2, 1:3].mean((2, 3))
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return Dense().eval()
+
+
+@pytest.fixture(scope="module")
+def asked(dense):
+    return Explainer(dense, answers=corner, class_names=LABELS, data_config=DATA)
+
+
+@pytest.fixture(scope="module")
+def picture():
+    return np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_function_is_asked_as_a_module_would_be(dense, asked, picture, method):
+    whole = Explainer(Pooled(dense), class_names=LABELS, data_config=DATA, activation="value")
+    options = {
+        name: OPTIONS[name] for name in OPTIONS if any(m.name == method and m.accepts(name) for m in list_methods())
+    }
+    found, expected = (one.explain(picture, method=method, target="sky", **options) for one in (asked, whole))
+    np.testing.assert_allclose(found.grid, expected.grid, rtol=1e-5, atol=1e-7 * max(1.0, np.abs(expected.grid).max()))
+    assert found.answer == expected.answer and found.answer.name == "sky"
+    assert found.to_dict()["value"] == pytest.approx(
+        float(whole.logits(whole.pixels(picture))[0, 1].detach()), rel=1e-5
+    )
+    assert found.probability is None
+
+
+def test_its_gradient_is_that_of_the_function(dense, asked, picture):
+    pixels = asked.pixels(picture).requires_grad_()
+    (expected,) = torch.autograd.grad(corner(dense(pixels))[0, 2], pixels)
+    found = asked.explain(picture, method="input_gradient", target=2).grid
+    rows, cols = found.shape
+    sums = expected[0].abs().sum(0).reshape(rows, 32 // rows, cols, 32 // cols).sum((1, 3))
+    np.testing.assert_allclose(found, sums, rtol=1e-4)
+
+
+def test_every_kind_of_run_takes_it(asked, picture, tmp_path):
+    write_image(tmp_path / "in" / "one.png", picture)
+    (tmp_path / "in" / "labels.csv").write_text("file,label\none.png,tree\n")
+    strip = compare([picture], model=asked, methods=["rollout", "gae"], targets="top2")
+    assert [one.answer.unit for one in strip.saliencies] == [""] * 3
+    strip.strip(tmp_path / "strip.png")
+    page = explore(picture, model=asked, methods=["gae"])
+    assert "sky" in page.html
+    summary = explain_folder(tmp_path / "in", tmp_path / "out", model=asked, methods=["gae"], target="sky")
+    assert summary.explained == 1
+    again = explain_folder(tmp_path / "in", tmp_path / "out", model=asked, methods=["gae"], target="sky")
+    assert again.kept == 1
+    found = evaluate(tmp_path / "in", model=asked, methods=["gae"], metrics=["deletion_auc"], points=3, resamples=10)
+    assert not found.failures
+
+
+def test_another_function_is_another_run(dense, picture, tmp_path):
+    write_image(tmp_path / "in" / "one.png", picture)
+    run = partial(explain_folder, tmp_path / "in", tmp_path / "out", methods=["gae"])
+    run(model=Explainer(dense, answers=corner, data_config=DATA))
+    other = Explainer(dense, answers=_renamed, data_config=DATA)
+    with pytest.raises(OptionError, match="the function of the answers was edited"):
+        run(model=other)
+    scaled = {
+        scale: Explainer(dense, answers=partial(_times, scale=scale), data_config=DATA).fingerprint()
+        for scale in (1, 2)
+    }
+    assert scaled[1]["probe"] != scaled[2]["probe"]
+
+
+def _whole(output):
+    return output["logits"].mean((2, 3))
+
+
+_renamed = _whole
+_renamed.__qualname__ = corner.__qualname__
+
+
+def _times(output, scale):
+    return scale * corner(output)
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (lambda output: output["logits"], r"\[pictures, 3, one for each name\].*logits \(2, 3, 4, 4\)"),
+        (lambda output: output["logits"].mean(), "got shape"),
+        (lambda output: corner(output).mean(0, keepdim=True), "2 pictures"),
+        (lambda output: corner(output)[0].tolist(), "got \\["),
+        (lambda output: corner(output).topk(3).indices, "floating-point"),
+        (lambda output: output.logits, "AttributeError.*logits"),
+        (lambda output: corner(output)[:, :2], r"\[pictures, 3, one"),
+        (lambda output: corner(output)[:, : 3 if len(output["logits"]) > 1 else 2], r"\[pictures, 3, one"),
+        (lambda output: corner(output) * torch.nan, "NaN"),
+        (lambda output: corner(output).detach(), "No gradient passes"),
+        (lambda output: torch.from_numpy(corner(output).detach().numpy()), "No gradient passes"),
+    ],
+)
+def test_what_is_wrong_with_a_function_is_told(dense, picture, function, told):
+    with pytest.raises(ModelError, match=told):
+        Explainer(dense, answers=function, class_names=LABELS, data_config=DATA).explain(picture, method="gae")
+
+
+def test_what_is_no_function_is_told(dense):
+    with pytest.raises(OptionError, match="as a function of the model's output"):
+        Explainer(dense, answers=["a dog"], data_config=DATA)
+    with pytest.raises(OptionError, match=r"reading \(activation\)"):
+        Explainer(dense, answers=corner, activation="logits", data_config=DATA)
+
+
+def test_a_frozen_model_has_gradients(dense, picture):
+    for weight in dense.parameters():
+        weight.requires_grad_(False)
+    try:
+        found = Explainer(dense, answers=corner, data_config=DATA).explain(picture, method="gae")
+    finally:
+        for weight in dense.parameters():
+            weight.requires_grad_(True)
+    assert found.grid.any() and found.answer.name == f"class {found.target}"
+
+
+def test_numbers_are_read_as_they_are_said_to_be(dense, picture):
+    numbers = torch.tensor([[2.0, -1.0]])
+    cosine = Answers(reading="cosine", scale=10.0)
+    assert cosine.told(numbers).tolist() == [[0.2, -0.1]]
+    assert torch.equal(activate(numbers, "value"), numbers.double())
+    assert torch.equal(log_odds(numbers, "cosine"), numbers.double())
+    sigmoid = Explainer(dense, answers=corner, data_config=DATA, activation="sigmoid").explain(picture)
+    assert 0 < sigmoid.probability < 1
+    own = Answers(corner, LABELS, unit="degrees")
+    assert Explainer(dense, answers=own, data_config=DATA).explain(picture).answer.told.endswith(" degrees")
+
+
+def test_two_of_them_are_set_against_each_other(asked, picture):
+    numbers = asked.logits(asked.pixels(picture))[0].detach().double()
+    found = asked.explain(picture, method="gae", target=Contrast("sky", against="road"))
+    assert found.contrast.value == pytest.approx(float(numbers[1] - numbers[0]), rel=1e-5)

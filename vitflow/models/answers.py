@@ -1,0 +1,190 @@
+"""What a model answers: k numbers a picture, each with a name, and a way to read them. Its classes are one case."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitflow.errors import ModelError, OptionError, VitflowError, unknown_name
+from vitflow.models.anatomy import logits_of, tensors_in
+from vitflow.models.checkpoints import code_sha256, source_of, weights_sha256
+
+#: How numbers are read: as probabilities that sum to 1, as one probability each, as cosines, or as they are.
+READINGS = ("softmax", "sigmoid", "cosine", "value")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answers:
+    """What a picture can be asked about: numbers that are computed from what a model returns.
+
+    Attributes:
+        function: maps the output of the model to numbers [batch, k], through which gradients pass; None for the logits
+            that it returns.
+        names: of the k answers; None where they are not known.
+        count: k; 0 where the model ends in features, None where that is not known before it runs.
+        reading: one of `READINGS`.
+        unit: of numbers that are read as they are, such as "years".
+        scale: what cosines were multiplied by to become the numbers.
+        made_of: what the numbers come from, beside the model, ready for JSON: other results come of another one.
+        rest: maps the output to what stands against each answer, [batch, k] or [batch, 1]; None for the mean of the
+            other answers.
+        against: what that is, in words.
+
+    >>> answers = Answers(lambda output: output[:, :2] - output[:, 2:], ("left", "right"), 2)
+    >>> answers.numbers(torch.tensor([[1.0, 2.0, 3.0, 5.0]]))
+    tensor([[-2., -3.]])
+    """
+
+    function: Callable[[Any], Tensor] | None = None
+    names: tuple[str, ...] | None = None
+    count: int | None = None
+    reading: str = "value"
+    unit: str = ""
+    scale: float = 1.0
+    made_of: Mapping[str, Any] = field(default_factory=dict)
+    rest: Callable[[Any], Tensor] | None = None
+    against: str = "the mean of the other classes"
+
+    def __post_init__(self) -> None:
+        if self.reading not in READINGS:
+            raise OptionError(unknown_name("reading (activation)", self.reading, READINGS))
+
+    def numbers(self, output: Any) -> Tensor | None:
+        """The numbers [batch, k] of what a model returned; of its own classes what it returned, which may be None.
+
+        Raises:
+            ModelError: the function failed, or gave something else than k numbers a picture that gradients pass.
+        """
+        if self.function is None:
+            return logits_of(output)
+        try:
+            found = self.function(output)
+        except VitflowError:
+            raise
+        except Exception as error:  # a caller's function may fail in any way
+            raise ModelError(
+                f"The function of the answers failed on what the model returned ({_kind(output)}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        k = "answers" if self.count is None else f"{self.count}, one for each name" if self.names else str(self.count)
+        if not isinstance(found, Tensor) or found.ndim != 2 or self.count not in (None, found.shape[1]):
+            got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"{found!r:.60}"
+            raise ModelError(
+                f"Expected the function of the answers to give a tensor [pictures, {k}] of what the model returned "
+                f"({_kind(output)}), got {got}."
+            )
+        if not found.is_floating_point():
+            raise ModelError(f"Expected floating-point numbers from the function of the answers, got {found.dtype}.")
+        if torch.is_grad_enabled() and not found.requires_grad and any(one.requires_grad for one in tensors_in(output)):
+            raise ModelError(
+                "No gradient passes the function of the answers: leave out detach(), torch.no_grad(), NumPy, argmax "
+                "and comparisons, or use methods that need no gradient, such as rollout or occlusion."
+            )
+        return found
+
+    @property
+    def read(self) -> Callable[[Any], Tensor | None]:
+        """`numbers`; of a model's own classes what they are read by for every model."""
+        return logits_of if self.function is None else self.numbers
+
+    def against_rest(self) -> "Answers":
+        """The same answers, each less what stands against it: the mean of the others, unless something else is told.
+
+        Raises:
+            OptionError: there is one answer, and nothing stands against it.
+        """
+        if self.rest is None and self.count in (0, 1):
+            raise OptionError("Expected several answers to set one against the rest, got one: leave out against.")
+        return replace(self, function=self._less_the_rest, reading="value", rest=None)
+
+    def _less_the_rest(self, output: Any) -> Tensor:
+        numbers = self.numbers(output)
+        if numbers is None or numbers.ndim != 2:
+            raise OptionError("This model has no classes, so none can be set against the rest.")
+        if self.rest is not None:
+            return numbers - self.rest(output)
+        others = max(numbers.shape[1] - 1, 1)
+        return numbers - (numbers.sum(dim=1, keepdim=True) - numbers) / others
+
+    def told(self, numbers: Tensor) -> Tensor:
+        """The numbers [..., k] as they are told: probabilities, cosines, or as they are; float64 on the CPU."""
+        return activate(numbers, self.reading) / (self.scale if self.reading == "cosine" else 1.0)
+
+    def tried(self, numbers: Tensor | None) -> "Answers":
+        """The same with their count, known from the numbers for two pictures.
+
+        Raises:
+            ModelError: they are not as many as the pictures.
+        """
+        rows, count = (0, 0) if numbers is None else numbers.shape
+        if rows != 2:
+            raise ModelError(f"Expected a row of answers for each picture, got {rows} for 2 pictures.")
+        return replace(self, count=count)
+
+
+def answers_of(function: Callable[[Any], Tensor], names: tuple[str, ...] | None, reading: str | None) -> Answers:
+    """The answers that a caller's function makes of the output of a model.
+
+    Raises:
+        OptionError: it is no function.
+    """
+    count = None if names is None else len(names)
+    return Answers(function, names, count, reading or "value", made_of=_made_of(function))
+
+
+def _made_of(function: Any) -> dict[str, Any]:
+    """A function by its name and the hash of its source; a module by the hash of its weights, too."""
+    if not callable(function):
+        raise OptionError(f"Expected answers as a function of the model's output, or Answers, got {function!r:.80}.")
+    if isinstance(function, nn.Module):
+        return {"function": type(function).__qualname__, "weights_sha256": weights_sha256(function)} | {
+            "code_sha256": code_sha256(function)
+        }
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return {"function": named.__qualname__, "code_sha256": hashlib.sha256(source_of(named)).hexdigest()}
+
+
+def _kind(output: Any) -> str:
+    """What a model returned, in words: its type, and the shapes of its parts."""
+    parts = output.items() if isinstance(output, Mapping) else enumerate(tensors_in(output))
+    shapes = [f"{name} {tuple(one.shape)}" for name, one in parts if isinstance(one, Tensor)]
+    if isinstance(output, Tensor):
+        return f"a tensor {tuple(output.shape)}"
+    return f"{type(output).__name__} with {', '.join(shapes) or 'no tensors'}"
+
+
+def activate(logits: Tensor, reading: str) -> Tensor:
+    """The numbers [..., answers] as they are read, float64 on the CPU: logits as probabilities, others as they are.
+
+    >>> activate(torch.zeros(1, 2), "softmax")
+    tensor([[0.5000, 0.5000]], dtype=torch.float64)
+    """
+    # In float64, or what a hidden patch costs would be lost in the rounding of a probability near 1.
+    logits = logits.detach().cpu().double()
+    if reading == "softmax":
+        return logits.softmax(dim=-1)
+    return logits.sigmoid() if reading == "sigmoid" else logits
+
+
+def log_odds(logits: Tensor, reading: str) -> Tensor:
+    """The log-odds of each class against all others that logits [..., classes] stand for, float64 on the CPU.
+
+    Of a softmax `z_t − logsumexp` of the other logits; those of a sigmoid are log-odds as they are, and so is the one
+    logit of a model that has nothing else to answer. Their size is that of the logits, however sure the model is.
+    Numbers that are read otherwise stay as they are.
+
+    >>> log_odds(torch.tensor([[40.0, 0.0]]), "softmax")
+    tensor([[ 40., -40.]], dtype=torch.float64)
+    """
+    logits = logits.detach().cpu().double()
+    if reading != "softmax" or logits.shape[-1] == 1:
+        return logits
+    top = logits.argmax(dim=-1, keepdim=True)
+    below = logits.scatter(-1, top, -torch.inf).logsumexp(dim=-1, keepdim=True)
+    together = torch.logaddexp(logits.gather(-1, top), below)
+    # No other class has more than half of the whole, so that the rest without it is not lost in rounding.
+    others = together + torch.log1p(-(logits - together).exp())
+    return logits - others.scatter(-1, top, below)
