@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -109,6 +111,33 @@ def test_a_class_that_was_asked_for_is_reported(pictures, tmp_path):
     assert "Unknown class 'zebra'" in wrong.stderr
 
 
+@pytest.mark.parametrize(
+    ("asked", "classes"), [(["--class", "0", "--class", "orange disc"], {0, 1}), (["--class", "top3"], {1, 2, 7})]
+)
+def test_several_classes_make_a_strip_of_one_map_each(here, pictures, asked, classes):
+    given = ["explain", pictures[0], "--model", "demo", "--method", "gae", *asked]
+    code, out, err = here(*given, "--save-map", "-o", "maps/")
+    strip, *maps = out.splitlines()
+    assert code == 0 and strip == str(Path("maps") / f"{pictures[0].stem}-gae.png"), err
+    assert {int(Path(file).stem.rpartition("-")[2]) for file in maps} == classes
+    with Image.open(strip) as file:
+        assert file.height > len(classes) * 200
+    for number in classes:
+        assert f"({number}), " in err
+    code, out, _ = here(*given, "--same-scale", "--json", "-o", "strip.svg")
+    record = json.loads(out)
+    assert {one["class_index"] for one in record["maps"]} == classes and record["output"] == "strip.svg"
+    words = " ".join(ET.parse("strip.svg").getroot().itertext()).split()
+    assert "the same for all maps of a method" in " ".join(words)
+    code, out, err = here(*given, "-o", "strip.webp")
+    assert (code, out) == (2, "") and "ends in .png, .pdf, .svg" in err
+
+
+def test_several_classes_of_a_map_that_knows_none_make_one(here, pictures):
+    code, _, err = here("explain", pictures[0], "--model", "demo", "--class", "top2", "-o", "one.png")
+    assert code == 0 and err.count("rollout does not depend on the class") == 1
+
+
 def test_bad_pictures_fail_and_the_others_go_on(pictures, tmp_path):
     (tmp_path / "bad.png").write_bytes(b"no picture")
     done = run(
@@ -186,14 +215,14 @@ def here(monkeypatch, capsys, tmp_path):
     return call
 
 
-@pytest.mark.parametrize("command", ["explain", "layers"])
-def test_what_is_shown_once_is_asked_for_once(command, here):
-    for flag, values in (("--class", ["orange disc", "3"]), ("--method", ["rollout", "gae"])):
-        twice = [word for value in values for word in (flag, value)]
-        code, out, err = here(command, "my cat.png", "--model", "demo", *twice)
-        assert (code, out) == (2, "")
-        words = "--class 'orange disc' --class 3" if flag == "--class" else "--method rollout --method gae"
-        assert f"Expected {flag} once, got it 2 times: vitflow compare 'my cat.png' {words} shows them" in err
+@pytest.mark.parametrize(("command", "flag"), [("explain", "--method"), ("layers", "--method"), ("layers", "--class")])
+def test_what_is_shown_once_is_asked_for_once(command, flag, here):
+    code, out, err = here(command, "my cat.png", "--model", "demo", flag, "rollout", flag, "gae")
+    assert (code, out) == (2, "")
+    assert f"Expected {flag} once, got it 2 times: vitflow compare takes several, and shows them side by side." in err
+
+
+def test_folder_is_asked_for_one_class(here):
     code, _, err = here("folder", "cats", "-o", "out", "--class", "1", "--class", "2")
     assert code == 2 and "Expected --class once, got it 2 times: run vitflow folder once for each, with an" in err
 

@@ -98,8 +98,8 @@ def test_the_maps_are_those_that_the_explainer_gives_alone(explainer):
             assert (found.method, found.options) == (alone.method, alone.options)
             np.testing.assert_allclose(found.grid, alone.grid, rtol=1e-4, atol=1e-6)
     assert compared.labels == (
-        "rollout (discard ratio 0.37)",
-        "rollout (head fusion min, discard ratio 0.37)",
+        "rollout (37% discarded)",
+        "rollout (min over heads, 37% discarded)",
         "gae",
         "random",
     )
@@ -216,9 +216,8 @@ def test_every_caption_says_what_it_must(explainer, tmp_path):
         assert f"{saliency.label}, {chance}" in found
     assert "not class-specific" in found and "class-specific" in found
     for told in (
-        "head fusion min",
-        "discard ratio 0.37",
-        "patch (1, 2)",
+        "min over heads, 37% discarded",
+        "value-weighted, patch (1, 2)",
         "2nd to the 98th percentile",
         "low",
         "high",
@@ -245,18 +244,15 @@ def limits_of(cell) -> tuple[str, str]:
     return low, high.split(" ×")[0]
 
 
-def test_classes_of_a_picture_share_their_colours_and_the_caption_states_them(explainer, drawn):
+def test_each_map_has_its_own_colours_unless_a_method_has_one_scale_and_the_caption_states_them(explainer, drawn):
     compared = compare(PICTURES[:2], model=explainer, methods=["rollout", "gae"], targets=[0, 3])
     grids = [[s.grid for s in maps if s.method == "gae"] for maps in compared.pictures]
-    for scaling, shared in [
-        ("picture", [[np.stack(grids[0])] * 2, [np.stack(grids[1])] * 2]),
-        ("column", [[np.stack([*grids[0], *grids[1]])] * 2] * 2),
-        ("map", grids),
-    ]:
+    for same_scale, shared in ((True, [[np.stack([*grids[0], *grids[1]])] * 2] * 2), (False, grids)):
         for robust in (True, False):
             drawn.clear()
-            compared.strip(scaling=scaling, robust=robust)
-            _, (_, blocks, _) = drawn  # those with a row for each class stand below
+            compared.strip(same_scale=same_scale, robust=robust)
+            _, (_, blocks, options) = drawn  # those with a row for each class stand below
+            assert ("the same for all maps of a method" if same_scale else "for each map by itself") in options["note"]
             for number, block in enumerate(blocks):
                 for row, cell in enumerate(block[1]):
                     values = shared[number][row].astype(float)
@@ -268,8 +264,6 @@ def test_classes_of_a_picture_share_their_colours_and_the_caption_states_them(ex
     drawn.clear()
     compared.strip(vmin=0, vmax=0.5)
     assert all(limits_of(cell) == ("0", "0.5") for block in drawn[0][1] for cells in block[1:] for cell in cells)
-    with pytest.raises(OptionError, match="Unknown scaling"):
-        compared.strip(scaling="row")
 
 
 def test_maps_with_negative_values_have_colours_on_both_sides_of_0_and_a_bar_of_their_own(explainer, drawn, tmp_path):
@@ -568,7 +562,7 @@ def test_the_command_writes_a_strip_and_prints_its_path_and_the_agreement(run, t
     assert code == 0, err
     assert out == f"{image.stem}-compare.png\n"
     assert (tmp_path / out.strip()).is_file()
-    assert "1  rollout (head fusion min, discard ratio 0.37, residual 0.4, patch (3, 7))" in err
+    assert "1  rollout (min over heads, 37% discarded, residual 0.4, patch (3, 7))" in err
     assert "between the classes of a picture" in err
 
 
@@ -589,7 +583,7 @@ def test_the_command_reads_whole_numbers_of_a_method(run):
 def test_the_command_prints_an_object_per_picture(run, tmp_path):
     images = sample_pictures()[:2]
     methods = ["--method", "gae", "--method", "random"]
-    code, out, err = run(*images, *methods, "--class", "0", "--json", "-o", "out/a.svg", "--scaling", "map")
+    code, out, err = run(*images, *methods, "--class", "0", "--json", "-o", "out/a.svg", "--same-scale")
     assert code == 0, err
     records = [json.loads(line) for line in out.splitlines()]
     assert [record["input"] for record in records] == [str(image) for image in images]

@@ -47,7 +47,7 @@ def test_a_figure_says_what_it_shows(explainer, tmp_path):
         assert found[1] == f"{saliency.label}, {saliency.probability:.1%}"
         assert picture.name in joined and saliency.model in joined and "98th percentile" in joined
         assert ("the same for every class" in joined) == (method == "rollout")
-        assert ("discard ratio 0.3" in joined) == (method == "rollout")
+        assert ("30% discarded" in joined) == (method == "rollout")
         limits, unit = readable(*np.percentile(saliency.grid.astype(float), [2, 98]))
         assert limits[0] in found and f"{limits[1]} {unit}".strip() in found
 

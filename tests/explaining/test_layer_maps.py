@@ -29,9 +29,9 @@ def test_the_maps_are_those_of_each_layer_of_the_layers_together_and_of_each_hea
     found = explainer.layers(PICTURE, method=method, layer=2, target=3)
     assert isinstance(found, vitflow.LayerMaps) and found.layer == 2
     assert [len(maps) for maps in (found.alone, found.built_up, found.heads)] == [3, 3, 3]
-    expected = [explainer.explain(PICTURE, method="attention", layer=layer, refine=0) for layer in (1, 2, 3)]
+    expected = [explainer.explain(PICTURE, method="attention", layer=layer) for layer in (1, 2, 3)]
     expected += [explainer.explain(PICTURE, method=method, target=3, start_layer=start) for start in (3, 2, 1)]
-    expected += [explainer.explain(PICTURE, method="attention", layer=2, head=head, refine=0) for head in range(3)]
+    expected += [explainer.explain(PICTURE, method="attention", layer=2, head=head) for head in range(3)]
     for one, alone in zip(found.saliencies, expected, strict=True):
         np.testing.assert_allclose(one.grid, alone.grid, rtol=1e-4, atol=1e-7)
     whole = explainer.explain(PICTURE, method=method, target=3)

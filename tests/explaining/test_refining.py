@@ -158,10 +158,10 @@ def test_a_patch_of_the_top_layer_is_explained_refined(demo):
     assert not np.allclose(plain, refined)
 
 
-def test_what_moves_along_attention_is_refined_once_by_default():
+def test_what_moves_along_attention_is_refined_once_by_default_and_raw_attention_is_not():
     """As the rules in tests/benchmarks/defaults.py and separation.py found it for these; for no other was asked."""
     steps = {name: method_table.get_method(name).complete({}).get("refine", 0) for name in ALL}
-    attentive = {"attention", "rollout", "flow", "gradient_rollout", "gae", "sampling", "consensus"}
+    attentive = {"rollout", "flow", "gradient_rollout", "gae", "sampling", "consensus"}
     assert steps == {name: int(name in attentive) for name in steps}
 
 

@@ -1,6 +1,5 @@
 """The options that commands share: of models, methods, drawing and runs, and what is made of them."""
 
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 import click
 
 from vitflow.cli.saying import say
-from vitflow.errors import printable
 from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.explaining.asking.method_table import list_methods
@@ -50,6 +48,19 @@ _KINDS: dict[str, Any] = {
 }
 
 
+class _Switch(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
+    """on, off, or one of these words."""
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self.values = {"on": True, "off": False, **{word: word for word in words}}
+        self.name = "|".join(self.values)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and value not in self.values:
+            self.fail(f"expected {', '.join(self.values)}, got {value!r}.", param, ctx)
+        return self.values[value] if isinstance(value, str) else value
+
+
 class _BatchSize(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
     name = "auto|N"
 
@@ -76,17 +87,11 @@ def method_options(command: Callable[..., None], methods: Iterable[Method] | Non
         having = [method for method in table if method.accepts(option.name)]
         if methods is not None and not having:
             continue
-        kind: Any = (
-            click.Choice(option.choices) if option.kind == "choice" else _KINDS.get(str(option.kind), option.kind)
-        )
-        flag = flag_of(option.name)
+        chosen = {"choice": click.Choice(option.choices), bool: _Switch(option.choices)}
+        kind: Any = chosen.get(option.kind) or _KINDS.get(str(option.kind), option.kind)
+        flag, metavar = flag_of(option.name), option.values if option.kind is bool else option.metavar
         text = f"{option.help}  [{_defaults(having, option.name)}]"
-        if option.kind is bool:
-            command = click.option(f"{flag}/--no-{flag[2:]}", option.name, default=None, help=text)(command)
-        else:
-            command = click.option(flag, option.name, type=kind, default=None, metavar=option.metavar, help=text)(
-                command
-            )
+        command = click.option(flag, option.name, type=kind, default=None, metavar=metavar, help=text)(command)
     return command
 
 
@@ -217,12 +222,10 @@ class Once(click.Option):
         """Its one value; a usage error that says how to ask for several, now that all of the command line is read."""
         if len(values) > 1:
             flag = self.opts[0]
-            several = " ".join(f"{flag} {shlex.quote(printable(value))}" for value in values)
             if ctx.info_name == "folder":
                 advice = "run vitflow folder once for each, with an output folder of its own"
             else:
-                pictures = ctx.params.get("images") or [ctx.params.get("image") or "IMAGE"]
-                advice = f"vitflow compare {shlex.join(map(printable, pictures))} {several} shows them side by side"
+                advice = "vitflow compare takes several, and shows them side by side"
             raise click.UsageError(f"Expected {flag} once, got it {len(values)} times: {advice}.", ctx)
         return values[0] if values else None
 
@@ -245,6 +248,15 @@ against_option = click.option(
 )
 
 
+same_scale_option = click.option(
+    "--same-scale",
+    is_flag=True,
+    default=None,
+    help="Give all maps of one method, of every class and picture of a strip, the limits of their colours in common.  "
+    "[default: each map has its own]",
+)
+
+
 def target_of(target: Any, given: Mapping[str, Any]) -> Any:
     """The class to explain, or a contrast of it and the one that was set against it."""
     if given["against"] is None:
@@ -252,6 +264,11 @@ def target_of(target: Any, given: Mapping[str, Any]) -> Any:
     from vitflow.explaining.asking.targets import Contrast
 
     return Contrast(target, against=given["against"])
+
+
+def targets_of(given: Mapping[str, Any]) -> list[Any]:
+    """The classes that were asked for, or contrasts of each of them; the predicted one where none was."""
+    return [target_of(target, given) for target in given["targets"] or (None,)]
 
 
 def given_options(values: Mapping[str, Any], names: Any) -> dict[str, Any]:

@@ -34,7 +34,7 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
     "Method": ("method", "methods", "method_names", "target", "targets", "against", "causal"),
     "Measuring": ("metrics", "replace_by", "points", "blurred_twin", "sanity_pictures", "resamples", "seed"),
     "Cluster": ("engine", "address", "actors"),
-    "Drawing": (*DRAWING, "scaling", "timings"),
+    "Drawing": (*DRAWING, "same_scale", "timings"),
     "Output": (
         "html",
         "png",

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from vitflow.demo import limits_of
 from vitflow.errors import OptionError
 from vitflow.explaining.asking.answer import Answer
-from vitflow.explaining.asking.captions import class_lines, own_options, unsure
+from vitflow.explaining.asking.captions import class_lines, departures, departures_from_paper, unsure
 from vitflow.explaining.asking.method_options import plain_options
 from vitflow.explaining.asking.method_table import get_method
 from vitflow.explaining.asking.targets import Contrast
@@ -167,7 +167,7 @@ class Saliency:
                 self.image,
                 title=get_method(self.method).title,
                 lines=tuple(class_lines(self.answer)),
-                details=own_options(self.method, self.options),
+                details=departures(get_method(self.method), self.options),
                 notes=tuple(self._notes()),
                 box=self.patch_box,
             ),
@@ -217,6 +217,7 @@ class Saliency:
             "model": self.model,
             "method": self.method,
             "options": plain_options(self.options),
+            "departures_from_paper": departures_from_paper(get_method(self.method), self.options),
             "class_specific": self.class_specific,
             **self.answer.to_dict(),
             "grid_rows": rows,

@@ -49,7 +49,7 @@ class Column:
 
     Attributes:
         title: its name.
-        subtitle: a smaller line or two below it.
+        subtitle: at most four smaller lines below it.
         group: what it has in common with its neighbours; drawn once over columns of one group that stand together.
     """
 
@@ -146,7 +146,7 @@ def _draw_heads(page: Page, columns: Sequence[Column], lefts: Sequence[float], w
                 page.rule(left, right, y + 0.025)
         y += 0.06
     titles = [page.wrap(column.title, width, TITLE, weight="bold") for column in columns]
-    below = [page.wrap(column.subtitle, width, SMALL, lines=3) for column in columns]
+    below = [page.wrap(column.subtitle, width, SMALL, lines=4) for column in columns]
     y += max(len(lines) for lines in titles) * TITLE * LEADING
     for left, title, subtitle in zip(lefts, titles, below, strict=True):
         for number, text in enumerate(reversed(title)):

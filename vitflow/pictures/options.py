@@ -14,10 +14,6 @@ INTERPOLATIONS: tuple[Interpolation, ...] = get_args(Interpolation)
 Background = Literal["photo", "grey", "dim"]
 BACKGROUNDS: tuple[Background, ...] = get_args(Background)
 
-#: Which maps of one method have the limits of their colours in common.
-Scaling = Literal["picture", "column", "map"]
-SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
-
 #: How a picture is written, by the suffix of its file: arguments of Pillow's `save`.
 WRITE_OPTIONS: dict[str, dict[str, Any]] = {
     ".png": {"format": "PNG"},

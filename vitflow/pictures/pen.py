@@ -173,7 +173,7 @@ def draw_map(
     heads = [(title, TITLE * 1.2, "bold"), *((text, TITLE, "normal") for text in lines), (details, BODY, "normal")]
     y = 0.1
     for text, size, weight in heads:
-        for line in page.wrap(text, across, size, weight=weight):
+        for line in page.wrap(text, across, size, lines=3, weight=weight):
             y += size * LEADING
             page.line(line, margin, y - 0.03, size, ha="left", weight=weight)
     y += 0.05

@@ -57,7 +57,7 @@ def test_what_comes_after_the_asked_token_is_unseen_by_a_decoder():
     assert np.isnan(found.sheet().weights[:, 4]).all()
     assert not np.isnan(reading(causal=False).shaded().weights).any()
     np.testing.assert_allclose(view.weights[:4], found.weights[:4])
-    assert view.title == "What “is” rests on" and "residual 0.5" in view.caption
+    assert view.title == "What “is” rests on" and view.caption == "Attention rollout · m"
 
 
 def test_the_share_of_the_asked_token_is_told_beside_where_the_map_leaves_it_out():

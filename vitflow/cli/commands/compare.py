@@ -17,7 +17,8 @@ from vitflow.cli.options import (
     model_options,
     output_option,
     pictures_argument,
-    target_of,
+    same_scale_option,
+    targets_of,
 )
 from vitflow.cli.outputs import output_file, writing
 from vitflow.cli.saying import say, say_notes, say_record, tell_limits
@@ -27,7 +28,7 @@ from vitflow.explaining.asking.choices import check_methods
 from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.explaining.asking.method_table import DEFAULT_METHODS, get_method
-from vitflow.pictures.options import FIGURE_FORMATS, SCALINGS
+from vitflow.pictures.options import FIGURE_FORMATS
 
 _SUFFIXES = (*FIGURE_FORMATS, ".json")
 
@@ -82,11 +83,7 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> "click.P
 @against_option
 @method_options
 @drawing_options
-@click.option(
-    "--scaling",
-    type=click.Choice(SCALINGS),
-    help="Which maps of one method have the limits of their colours in common.  [default: those of one picture]",
-)
+@same_scale_option
 @click.option("--timings", is_flag=True, default=None, help="Tell below each map how long it took.")
 @output_option(
     help="File for the strip: .png, .pdf, .svg; or .json for the numbers; or a folder, with / at its end.  [default: "
@@ -103,8 +100,8 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
     from vitflow.explaining.showing.comparison import compare
 
     explainer = make_explainer(given)
-    comparison = compare(images, model=explainer, methods=methods, targets=_targets(given), **options)
-    drawing = {} if output.suffix.lower() == ".json" else given_options(given, (*DRAWING, "scaling", "timings"))
+    comparison = compare(images, model=explainer, methods=methods, targets=targets_of(given), **options)
+    drawing = {} if output.suffix.lower() == ".json" else given_options(given, (*DRAWING, "same_scale", "timings"))
     with writing(output):
         comparison.save(output, **drawing)
     say_notes(comparison.saliencies)
@@ -114,10 +111,3 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
         click.echo(printable(output))
     for record in comparison.records() if given["as_json"] else ():
         say_record(record | {"output": str(output)})
-
-
-def _targets(given: dict[str, Any]) -> Any:
-    """The classes that were asked for, or each of them against another."""
-    if given["against"] is None:
-        return list(given["targets"]) or None
-    return [target_of(target, given) for target in given["targets"] or (None,)]

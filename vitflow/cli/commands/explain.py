@@ -1,7 +1,8 @@
 """`vitflow explain`: one method over one or several pictures."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import click
 from vitflow.cli.options import (
     DRAWING,
     against_option,
-    class_option,
+    classes_option,
     drawing_options,
     given_options,
     make_explainer,
@@ -19,7 +20,8 @@ from vitflow.cli.options import (
     model_options,
     output_option,
     pictures_argument,
-    target_of,
+    same_scale_option,
+    targets_of,
 )
 from vitflow.cli.outputs import CannotWrite, check_pictures, check_suffix, names_folder, writing
 from vitflow.cli.saying import say, say_notes, say_record, tell_limits
@@ -34,10 +36,13 @@ from vitflow.pictures.options import FIGURE_FORMATS, WRITE_OPTIONS
 @pictures_argument
 @model_options
 @method_option(help="What to compute; `vitflow methods` lists the choices.")
-@class_option
+@classes_option(
+    help="Class to explain and report; repeat it for a strip of one map each.  [default: the predicted class]"
+)
 @against_option
 @method_options
 @drawing_options
+@same_scale_option
 @output_option(help="File for one picture, folder for several.  [default: here]")
 @click.option(
     "--figure",
@@ -51,13 +56,14 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
     """Lay a saliency map over each IMAGE."""
     options = given_options(given, OPTIONS)
     choose_methods([given["method"]], options)  # before torch is loaded
-    targets = _output_paths(
-        images, given["output"], given["method"], FIGURE_FORMATS if given["figure"] else tuple(WRITE_OPTIONS)
-    )
+    several = _asks_several(given["targets"])
+    suffixes = FIGURE_FORMATS if given["figure"] or several else tuple(WRITE_OPTIONS)
+    outputs = _output_paths(images, given["output"], given["method"], suffixes)
     explainer = make_explainer(given)
+    explain_one = _explain_classes if several else _explain_one
     failed = sum(
-        not _explain_one(explainer, image, target, options, given)
-        for image, target in zip(images, targets, strict=True)
+        not _explained(explain_one, explainer, image, output, options, given)
+        for image, output in zip(images, outputs, strict=True)
     )
     if failed < len(images):
         tell_limits(explainer)
@@ -66,36 +72,81 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
         sys.exit(1)
 
 
+def _asks_several(targets: tuple[str, ...]) -> bool:
+    """Whether more than one class is asked for, by several names or as in top3."""
+    if len(targets) != 1:
+        return len(targets) > 1
+    from vitflow.explaining.asking.targets import is_several
+
+    return is_several(targets[0])
+
+
 def _explain_one(
-    explainer: Any, image: Path, output: Path, options: Mapping[str, Any], given: Mapping[str, Any]
+    explainer: Any, image: Path, options: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any], Callable[..., Any]]:
+    """The map of one class: it, its record, and what draws it."""
+    [target] = targets_of(given)
+    saliency = explainer.explain(image, method=given["method"], target=target, **options)
+    return [saliency], saliency.to_dict(), saliency.figure if given["figure"] else saliency.save
+
+
+def _explain_classes(
+    explainer: Any, image: Path, options: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any], Callable[..., Any]]:
+    """A map for each class: them, their record, and what draws their strip."""
+    from vitflow.explaining.showing.comparison import compare
+
+    found = compare(image, model=explainer, methods=[given["method"]], targets=targets_of(given), **options)
+    [record] = found.records()
+    return found.saliencies, record, partial(found.strip, same_scale=bool(given["same_scale"]))
+
+
+def _explained(
+    explain_one: Callable[..., tuple[Sequence[Any], dict[str, Any], Callable[..., Any]]],
+    explainer: Any,
+    image: Path,
+    output: Path,
+    options: Mapping[str, Any],
+    given: Mapping[str, Any],
 ) -> bool:
     """Explain one picture and say so; whether it worked."""
-    drawing, files = given_options(given, DRAWING), [output]
+    files = [output]
     try:
-        saliency = explainer.explain(image, method=given["method"], target=target_of(given["target"], given), **options)
+        saliencies, record, draw = explain_one(explainer, image, options, given)
         with writing(output):
-            (saliency.figure if given["figure"] else saliency.save)(output, **drawing)
-        if given["save_map"]:
-            files.append(output.with_suffix(".npz"))
-            with writing(files[1]):
-                saliency.save(files[1])
+            draw(output, **given_options(given, DRAWING))
+        for saliency, own in zip(saliencies, record.get("maps", [record]), strict=True):
+            if given["save_map"]:
+                files.append(_map_file(output, saliency.answer, len(saliencies)))
+                own["map"] = str(files[-1])
+                with writing(files[-1]):
+                    saliency.save(files[-1])
     except (ImageError, CannotWrite) as error:
         named = "" if isinstance(error, CannotWrite) or image.name in str(error) else f"{printable(image)}: "
         say(f"error: {named}{error}")
         return False
-    say_notes([saliency])
-    say(f"{printable(image)}: {_answer(saliency, explainer.class_names)}")
+    say_notes(saliencies)
+    several = "maps" in record
+    for saliency in saliencies:
+        say(f"{printable(image)}: {_answer(saliency, explainer.class_names, several)}")
     if given["as_json"]:
-        record = saliency.to_dict() | {"output": str(output)} | ({"map": str(files[1])} if len(files) > 1 else {})
-        say_record(record)
+        say_record(record | {"output": str(output)})
     else:
         for file in files:
             click.echo(printable(file))
     return True
 
 
-def _answer(saliency: Any, class_names: list[str] | None) -> str:
-    """What the model said of a picture, in words."""
+def _map_file(output: Path, answer: Any, maps: int) -> Path:
+    """Where a map goes: beside the overlay, or the strip of several, of which each has the number of its class."""
+    numbers = answer.sides or (answer.index,)
+    return output.with_name(
+        f"{output.stem}-{'-against-'.join(map(str, numbers))}.npz" if maps > 1 else f"{output.stem}.npz"
+    )
+
+
+def _answer(saliency: Any, class_names: list[str] | None, several: bool) -> str:
+    """What the model said of a picture, in words; whether several classes were asked for."""
     answer = saliency.answer
     if answer.sides:
         return f"{answer.name}, {answer.told}"
@@ -105,8 +156,8 @@ def _answer(saliency: Any, class_names: list[str] | None) -> str:
     if not answer.is_predicted:
         name = class_names[answer.predicted] if class_names else "class"
         words += f"; predicted: {name} ({answer.predicted})"
-        if not saliency.class_specific:
-            words += f"; {saliency.method} does not depend on the class"
+    if not saliency.class_specific and (several or not answer.is_predicted):
+        words += f"; {saliency.method} does not depend on the class"
     return words
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vitflow.explaining.asking.answer import Answer
+from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.method_table import get_method
 
 # Below it, the halves of a sample agree so little that another seed may well give another map.
@@ -20,8 +21,33 @@ def class_lines(answer: Answer) -> Iterator[str]:
         yield from (answer.name, chance) if len(answer.name) > 40 else (f"{answer.name}, {chance}",)
 
 
+def departures(method: Method, options: Mapping[str, Any]) -> str:
+    """How a map departs from its method's publication, in words; empty where it does not.
+
+    Of a method that is from no publication: how it departs from the method's own defaults.
+
+    >>> rollout = get_method("rollout")
+    >>> departures(rollout, rollout.complete({"discard_ratio": 0.5, "affinity": "both"}))
+    'max over heads, 50% discarded, value-weighted, refined by both'
+    >>> departures(rollout, rollout.complete({"preset": "paper"}))
+    ''
+    """
+    usual = method.defaults if method.published is None else method.published
+    differing = {name: value for name, value in options.items() if value != usual.get(name)}
+    if options.get("refine") == 0:
+        differing.pop("affinity", None)  # by which nothing was spread
+    elif "refine" in differing:
+        differing["affinity"] = options["affinity"]
+    return in_words(differing)
+
+
+def departures_from_paper(method: Method, options: Mapping[str, Any]) -> str | None:
+    """The same for JSON: None of a method that is from no publication."""
+    return None if method.published is None else departures(method, options)
+
+
 def own_options(name: str, options: Mapping[str, Any]) -> str:
-    """What differs from the method's defaults, such as "discard ratio 0.9", or the preset that this amounts to."""
+    """What differs from the method's defaults, such as "90% discarded", or the preset that this amounts to."""
     method = get_method(name)
     differing = {name: value for name, value in options.items() if value != method.defaults.get(name)}
     for preset, values in method.presets.items():
@@ -30,18 +56,47 @@ def own_options(name: str, options: Mapping[str, Any]) -> str:
     return in_words(differing)
 
 
-def in_words(options: Mapping[str, Any]) -> str:
-    """Options as people read them.
+# Values of options that do not read well beside their names.
+_TOLD: Mapping[tuple[str, Any], str] = {
+    ("value_weighted", "output"): "value-weighted",
+    ("value_weighted", True): "weighted by value norms",
+    ("value_weighted", False): "not value-weighted",
+    ("layers", "all"): "all layers",
+    ("below", "rollout"): "rollout below",
+    ("below", "none"): "nothing below",
+    ("causal", "receptive_field"): "relative to the receptive field",
+    ("score", "log-odds"): "drop in log-odds",
+    ("score", "probability"): "drop in probability",
+}
 
-    >>> in_words({"head_fusion": "max", "value_weighted": False, "patch": (3, 7)})
-    'head fusion max, not value weighted, patch (3, 7)'
+
+def in_words(options: Mapping[str, Any]) -> str:
+    """Options as people read them; how a map was refined comes last.
+
+    >>> in_words({"head_fusion": "max", "refine": 2, "affinity": "keys", "value_weighted": "output", "patch": (3, 7)})
+    'max over heads, value-weighted, patch (3, 7), refined 2 times by keys'
     """
-    told = []
-    for name, value in options.items():
-        if isinstance(value, tuple | list):
-            value = f"({', '.join(map(str, value))})"
-        told.append(f"{name} {value}" if not isinstance(value, bool) else name if value else f"not {name}")
-    return ", ".join(told).replace("_", " ")
+    told = [_in_words(name, value) for name, value in options.items() if name not in ("refine", "affinity")]
+    steps, affinity = options.get("refine"), options.get("affinity")
+    if steps == 0:
+        told.append("not refined")
+    elif steps or affinity:
+        told.append(f"refined{f' {steps} times' if (steps or 1) > 1 else ''}{f' by {affinity}' if affinity else ''}")
+    return ", ".join(told)
+
+
+def _in_words(name: str, value: Any) -> str:
+    if isinstance(value, tuple | list):
+        value = f"({', '.join(map(str, value))})"
+    elif isinstance(value, str | bool) and (name, value) in _TOLD:
+        return _TOLD[name, value]
+    elif name == "head_fusion":
+        return f"{value} over heads".replace("_", " ")
+    elif name == "discard_ratio" and value is not None:
+        return f"{100 * value:g}% discarded"
+    elif name == "layers":
+        return f"last {value} layers" if str(value).isdecimal() else f"layers {value}"
+    return (f"{name} {value}" if not isinstance(value, bool) else name if value else f"not {name}").replace("_", " ")
 
 
 def unsure(facts: Mapping[str, Any]) -> str:

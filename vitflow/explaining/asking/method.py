@@ -33,7 +33,7 @@ class Method:
             (those that block `layer` gives), "predict" (running the model again).
         class_specific: whether the map depends on the asked class.
         paper: where it comes from.
-        presets: named sets of options for `preset`; "paper" is the published definition where the defaults differ.
+        presets: named sets of options for `preset`; "paper" is the published definition.
         implies: option values that ask for a preset by themselves, {(option, value): preset}.
         refined: "after" its function, by the step that all methods have in common; "positive": likewise, without what
             is below 0; "within" its function, which is given the options of that step; or "never". Else `refine`,
@@ -70,6 +70,18 @@ class Method:
             presets = {name: {"refine": 0, "shifts": 0, **options} for name, options in self.presets.items()}
             object.__setattr__(self, "defaults", {**self.defaults, **common})
             object.__setattr__(self, "presets", presets)
+
+    @property
+    def published(self) -> dict[str, Any] | None:
+        """Every option as its publication has it, where nothing is refined or shifted; None where it has none.
+
+        >>> Method("mine", max, defaults={"refine": 1}, paper="Mine, 2026").published
+        {'refine': 0, 'affinity': 'attention', 'shifts': 0}
+        """
+        if not self.paper:
+            return None
+        plain = {name: 0 for name in ("refine", "shifts") if name in self.defaults}
+        return {**self.defaults, **plain, **self.presets.get("paper", {})}
 
     def load(self) -> Callable[..., Any]:
         """The function itself."""

@@ -100,13 +100,12 @@ register_method(
         "layer": -1,
         "head": None,
         "discard_ratio": 0.0,
-        "value_weighted": "output",
+        "value_weighted": False,
         "patch": None,
-        "refine": 1,
     },
     needs={"attention"},
     paper=f"{_PAPER}, the baseline",
-    presets={"paper": {"value_weighted": False}},
+    presets={"paper": {}},
 )
 register_method(
     "flow",

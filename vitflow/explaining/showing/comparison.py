@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, printable, unknown_name
+from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, printable
 from vitflow.explaining.asking.captions import own_options
 from vitflow.explaining.asking.choices import MethodChoice, check_methods, left_out
 from vitflow.explaining.asking.method_options import takes_method_options
@@ -27,7 +27,7 @@ from vitflow.methods.ranks import spearman
 from vitflow.pictures import figures, notebook
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource
-from vitflow.pictures.options import FIGURE_FORMATS, SCALINGS, Scaling
+from vitflow.pictures.options import FIGURE_FORMATS
 from vitflow.pictures.pen import Pen, file_too, takes_drawing_options
 
 # Pictures that a notebook shows of a comparison.
@@ -163,7 +163,7 @@ class Comparison:
         self,
         path: str | os.PathLike[str] | None = None,
         *,
-        scaling: Scaling = "picture",
+        same_scale: bool = False,
         width: float = 1.5,
         timings: bool = False,
         **drawing: Any,
@@ -174,20 +174,18 @@ class Comparison:
 
         Args:
             path: also write the figure here: .png, .pdf or .svg.
-            scaling: which maps of one method have the limits of their colours in common: those of one "picture" (its
-                classes), the whole "column", or none ("map"). Different methods never have: their values mean
-                different things.
+            same_scale: give all maps of one method, of every class and picture, the limits of their colours in common,
+                so that they can be compared; by default each map has its own. Different methods never have the same:
+                their values mean different things.
             width: of a column, in inches.
             timings: tell below each map how long it took.
             drawing: as for `Saliency.figure`; vmin and vmax are those of all maps.
 
         Raises:
-            OptionError: an unknown scaling, a drawing option out of range, or another file type.
+            OptionError: a drawing option out of range, or another file type.
         """
-        if scaling not in SCALINGS:
-            raise OptionError(unknown_name("scaling", scaling, SCALINGS))
         pen = Pen.of(width, drawing)
-        return file_too(path, lambda: draw_comparison(self.pictures, pen, scaling, timings=timings))
+        return file_too(path, lambda: draw_comparison(self.pictures, pen, same_scale=same_scale, timings=timings))
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the strip (.png, .pdf, .svg; options as for `strip`) or everything as numbers (.json)."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from vitflow.demo import limits_of
 from vitflow.errors import OptionError
-from vitflow.explaining.asking.captions import class_lines, own_options
+from vitflow.explaining.asking.captions import class_lines, departures
 from vitflow.explaining.asking.choices import choose_methods
 from vitflow.explaining.asking.method_options import takes_method_options
 from vitflow.explaining.asking.method_table import get_method, list_methods
@@ -91,8 +91,11 @@ class LayerMaps:
     def _sections(self) -> Iterator[list[tuple[Column, Saliency]]]:
         """The heads of the columns with their maps, section by section."""
         count = len(self.alone)
+        raw, own = get_method("attention"), {"layer": -1, "head": None}
+        # The same of all layers: which one of them is no departure.
+        told = f", {told}" if (told := departures(raw, {**self.alone[0].options, **own})) else ""
         yield [
-            (Column(f"Layer {number}", group="raw attention of each layer"), one)
+            (Column(f"Layer {number}", group=f"raw attention of each layer{told}"), one)
             for number, one in enumerate(self.alone, start=1)
         ]
         built = f"{get_method(self.built_up[0].method).title} of these layers together"
@@ -101,17 +104,18 @@ class LayerMaps:
             for first, one in zip(range(count, 0, -1), self.built_up, strict=True)
         ]
         yield [
-            (Column(f"Head {number}", group=f"raw attention of each head of layer {self.layer}"), one)
+            (Column(f"Head {number}", group=f"raw attention of each head of layer {self.layer}{told}"), one)
             for number, one in enumerate(self.heads)
         ]
 
     def _note(self) -> str:
         whole = self.built_up[-1]
-        told = f" ({options})" if (options := own_options(whole.method, whole.options)) else ""
+        method = get_method(whole.method)
+        told = f" ({options})" if (options := departures(method, whole.options)) else ""
         known = f", which {limits}" if (limits := limits_of(whole.model)) else ""
         return (
             "Each map has colours of its own: the values of the first and the last stand below it.\n"
-            f"{get_method(whole.method).title}{told}. Model: {whole.model}{known}."
+            f"{method.title}{told}. Model: {whole.model}{known}."
         )
 
 
@@ -159,7 +163,7 @@ def layers(
     # One pass that counts the heads of each layer, and one for all maps.
     heads = [own.shape[1] for own in explainer.record(image).heads(value_weighted=False)]
     number = check_layer("layer", layer, len(heads)) + 1
-    # What one layer or head attends to is shown as it is: refinement would lay the same mean over all of them.
+    # What one layer or head attends to is never refined, which would lay the same mean over all of them.
     choices: list[tuple[str, dict[str, Any]]] = [
         *(("attention", {"layer": one, "refine": 0}) for one in range(1, len(heads) + 1)),
         *((method, {"start_layer": one}) for one in range(len(heads), 0, -1)),

@@ -6,13 +6,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from vitflow.demo import limits_of
-from vitflow.explaining.asking.captions import class_lines, duration, own_options, unsure
+from vitflow.explaining.asking.captions import class_lines, departures, duration, unsure
 from vitflow.explaining.asking.method_table import BASELINES, get_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.pictures import figures, overlay
 from vitflow.pictures.figures import Cell, Column
 from vitflow.pictures.images import image_name
-from vitflow.pictures.options import Scaling
 from vitflow.pictures.pen import Limits, Pen
 from vitflow.pictures.typesetting import readable
 
@@ -21,11 +20,6 @@ Pictures = Sequence[Sequence[Saliency]]
 
 # Maps that stand side by side beside their photograph; more go into another row, where they are not too small.
 _MOST_MAPS = 5
-_SCALED = {
-    "picture": "taken for each method and picture, over all classes of the picture",
-    "column": "taken for each method, over all pictures and classes",
-    "map": "taken for each map",
-}
 
 
 def columns_of(picture: Sequence[Saliency]) -> list[list[Saliency]]:
@@ -39,25 +33,19 @@ def columns_of(picture: Sequence[Saliency]) -> list[list[Saliency]]:
     return columns
 
 
-def _limits(pictures: Pictures, scaling: Scaling, pen: Pen) -> dict[int, Limits]:
+def _limits(columns: Sequence[Sequence[Sequence[Saliency]]], pen: Pen, same_scale: bool) -> dict[int, Limits]:
     """The values of the first and the last colour of each map, by id()."""
-    groups: dict[tuple[int, ...], list[Saliency]] = {}
-    for number, picture in enumerate(pictures):
-        for column, maps in enumerate(columns_of(picture)):
-            for row, one in enumerate(maps):
-                key = {"picture": (number, column), "column": (column,), "map": (number, column, row)}[scaling]
-                groups.setdefault(key, []).append(one)
+    methods = [[one for maps in column for one in maps] for column in zip(*columns, strict=True)]
+    groups = methods if same_scale else [[one] for maps in methods for one in maps]
     return {
-        id(one): pen.limits(np.concatenate([other.grid.ravel() for other in maps]))
-        for maps in groups.values()
-        for one in maps
+        id(one): pen.limits(np.concatenate([other.grid.ravel() for other in maps])) for maps in groups for one in maps
     }
 
 
-def draw_comparison(pictures: Pictures, pen: Pen, scaling: Scaling, *, timings: bool = False) -> Figure:
+def draw_comparison(pictures: Pictures, pen: Pen, *, same_scale: bool = False, timings: bool = False) -> Figure:
     """Draw the maps of pictures as a strip; the options are those of `Comparison.strip`."""
-    limits = _limits(pictures, scaling, pen)
     columns = [columns_of(picture) for picture in pictures]
+    limits = _limits(columns, pen, same_scale)
     bands = [
         (
             [Column("Photograph"), *(_head(columns[0][index][0]) for index in members)],
@@ -66,7 +54,7 @@ def draw_comparison(pictures: Pictures, pen: Pen, scaling: Scaling, *, timings: 
         for members in _bands(columns)
     ]
     sides = sorted({overlay.has_two_sides(low, high) for low, high in limits.values()})
-    note = _note(pictures, scaling, pen, True in sides)
+    note = _note(pictures, pen, same_scale, True in sides)
     return figures.draw_bands(bands, bars=[pen.bar(two) for two in sides], note=note, dpi=pen.dpi)
 
 
@@ -112,16 +100,18 @@ def _head(saliency: Saliency) -> Column:
     group = "class-specific" if saliency.class_specific else "not class-specific"
     if saliency.method in BASELINES:
         group = "baselines, not class-specific"
-    return Column(get_method(saliency.method).title, own_options(saliency.method, saliency.options), group)
+    method = get_method(saliency.method)
+    return Column(method.title, departures(method, saliency.options), group)
 
 
-def _note(pictures: Pictures, scaling: Scaling, pen: Pen, two_sides: bool) -> str:
+def _note(pictures: Pictures, pen: Pen, same_scale: bool, two_sides: bool) -> str:
     low, high = overlay.ROBUST_PERCENTILES
     ends = f"{low:g}nd to the {high:g}th percentile" if pen.robust else "smallest to the largest value"
+    taken = "the same for all maps of a method" if same_scale else "for each map by itself"
     if pen.vmin is not None and pen.vmax is not None:
         limits = f"Colours run from {pen.vmin:g} to {pen.vmax:g}."
     else:
-        limits = f"Colours run from the {ends} of the patches, {_SCALED[scaling]}; these limits stand below each map."
+        limits = f"Colours run from the {ends} of the patches, {taken}; these limits stand below each map."
     if pen.soft:
         limits += " Values beyond them near the last colour."
     seen = "" if all(p[0].placement.sees_everything for p in pictures) else (" The line bounds what the model saw.")

@@ -1,20 +1,38 @@
-"""What stands below a view of a text: the method with its options, what it explains, and the model."""
+"""What stands below a view of a text: the method, how it departs from its publication, what it explains, the model."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from vitflow.explaining.asking.captions import in_words
+from vitflow.explaining.asking.captions import departures
+from vitflow.explaining.text.method_table import TEXT_METHODS
 
 
 def caption(
-    method: str, options: Mapping[str, Any], model: str, *, target: str | None = None, probability: float | None = None
+    method: str,
+    options: Mapping[str, Any],
+    model: str,
+    *,
+    what: str | None = None,
+    target: str | None = None,
+    probability: float | None = None,
 ) -> str:
     """One line of words; a class-specific method is told with its target and the model's probability of that.
 
-    >>> caption("gae", {"head_fusion": "mean", "value_weighted": False}, "bert", target="table", probability=0.25)
-    'gae (head fusion mean, not value weighted) · for “table”, probability 25.0% · bert'
+    Args:
+        method: a method for texts.
+        options: its options.
+        model: the model's id.
+        what: what is shown, instead of the method's title.
+        target: what a class-specific method explains.
+        probability: the model's probability of it.
+
+    >>> options = {"head_fusion": "max", "value_weighted": False}
+    >>> caption("gae", options, "bert", target="table", probability=0.25)
+    'GAE (max over heads) · for “table”, probability 25.0% · bert'
     """
-    listed = in_words(options)
+    chosen = TEXT_METHODS[method]
+    told = departures(chosen, options)
+    shown = what or chosen.title
     likely = "" if probability is None else f", probability {probability:.1%}"
     explained = "" if target is None else f"for “{target}”{likely}"
-    return " · ".join(filter(None, [f"{method} ({listed})" if listed else method, explained, model]))
+    return " · ".join(filter(None, [f"{shown} ({told})" if told else shown, explained, model]))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, printable, whole_number
+from vitflow.explaining.asking.captions import departures_from_paper
 from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.method_options import plain_options
 from vitflow.explaining.text.captions import caption
@@ -181,6 +182,7 @@ class Generation:
             "model": self.model,
             "method": self.method,
             "options": plain_options(self.options),
+            "departures_from_paper": departures_from_paper(TEXT_METHODS[self.method], self.options),
             "facts": dict(self.facts),
             "seconds": round(self.seconds, 4),
         }

@@ -25,7 +25,12 @@ def _for_texts(method: Method) -> Method:
     """A method of the table with its function, its options and their defaults for texts."""
     # What multiplies the layers with their residual connections can be relative to what uniform attention gives.
     causal = "residual" in method.defaults
-    defaults = {name: _OF_TEXTS.get(name, value) for name, value in method.defaults.items() if name not in _OF_PICTURES}
+    # What is off for pictures is off for texts, whatever reads them.
+    defaults = {
+        name: _OF_TEXTS.get(name, value) if value else value
+        for name, value in method.defaults.items()
+        if name not in _OF_PICTURES
+    }
     paper = {name: value for name, value in method.presets["paper"].items() if name in defaults}
     return replace(
         method,

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, printable, whole_number
+from vitflow.explaining.asking.captions import departures_from_paper
 from vitflow.explaining.asking.method_options import plain_options
 from vitflow.explaining.text.captions import caption
-from vitflow.explaining.text.method_table import for_kind, text_method
+from vitflow.explaining.text.method_table import TEXT_METHODS, for_kind, text_method
 from vitflow.explaining.text.read_rows import array_of, read_rows
 from vitflow.explaining.text.wording import words_in, words_of
 from vitflow.methods.flow.attention_flow import attention_flow
@@ -134,7 +135,7 @@ class Reading:
         told = {
             name: self.options[name] for name in ("head_fusion", "value_weighted", "causal") if name in self.options
         }
-        below = caption("graphs", {**told, "residual": options["residual"]}, self.model)
+        below = caption("rollout", {**told, "residual": options["residual"]}, self.model, what="graphs")
         return GraphView(self.tokens, panels, **{**shown, "caption": below})
 
     @property
@@ -178,6 +179,7 @@ class Reading:
             "model": self.model,
             "method": self.method,
             "options": plain_options(self.options),
+            "departures_from_paper": departures_from_paper(TEXT_METHODS[self.method], self.options),
             "target": self.target,
             "probability": self.probability,
             "facts": dict(self.facts),

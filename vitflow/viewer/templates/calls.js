@@ -12,7 +12,7 @@ function commandOf(path, call, method, options, drawing) {
   for (const [name, value] of Object.entries({ ...options, ...drawing })) {
     const flag = `--${name.replaceAll("_", "-")}`;
     if (name === "class") words.push("--class", String(value));
-    else if (name === "value_weighted") { if (!value) words.push(`--no-${flag.slice(2)}`); } // it is on unless told otherwise
+    else if (name === "value_weighted") words.push(flag, { true: "on", false: "off" }[value] ?? value);
     else if (value === true) words.push(flag);
     else if (value !== null) words.push(flag, Array.isArray(value) ? value.join(",") : String(value));
   }

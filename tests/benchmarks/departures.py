@@ -1,0 +1,59 @@
+"""How like the map of a method by its defaults is to that of its publication: nobody may cite one for the other.
+
+    python -m tests.benchmarks.departures PHOTOS --model ID --checkpoint FILE [--limit 20]
+
+Prints, as a Markdown table, how each default departs from the publication, and the median over the photographs of
+Spearman's rank correlation of both maps, with the lowest and the highest. Raw attention has a line for its improved
+form, too, and a class-specific method explains the class that the model finds most probable.
+"""
+
+import argparse
+import warnings
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import vitflow
+from vitflow.explaining.asking.captions import departures
+from vitflow.explaining.asking.method_table import get_method, list_methods
+from vitflow.methods.ranks import spearman
+from vitflow.pictures.images import find_images
+
+# Blank-out and sampling ask many times; what they leave of their publications is told in words.
+_IMPROVED: dict[str, dict[str, Any]] = {"attention": {"value_weighted": "output", "refine": 1}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("photos", type=Path)
+    parser.add_argument("--model", default="vit_tiny_patch16_224.augreg_in21k_ft_in1k")
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--limit", type=int, default=20)
+    given = parser.parse_args()
+    warnings.simplefilter("ignore", vitflow.VitflowWarning)  # the paper's flow is saturated
+    torch.set_num_threads(1)
+    explainer = vitflow.Explainer(vitflow.load_model(given.model, checkpoint=given.checkpoint))
+    pictures = find_images(given.photos)[: given.limit]
+    names = [one.name for one in list_methods() if one.presets and "predict" not in one.needs]
+    pairs = [(name, {}) for name in names] + [(name, own) for name, own in _IMPROVED.items() if name in names]
+    found: list[list[float | None]] = [[] for _ in pairs]
+    for picture in pictures:
+        both = chain.from_iterable(((name, own), (name, {"preset": "paper"})) for name, own in pairs)
+        grids = [one.grid for one in explainer.explain_batch([picture], methods=list(both))]
+        for values, shown, published in zip(found, grids[::2], grids[1::2], strict=True):
+            values.append(spearman(shown, published))
+    print(f"| method | departs from the publication by | median of {len(pictures)} | lowest | highest |")
+    print("|---|---|---|---|---|")
+    for (name, own), values in zip(pairs, found, strict=True):
+        method = get_method(name)
+        told = departures(method, method.complete(own)) or "nothing"
+        defined = np.array([value for value in values if value is not None])
+        numbers = " | ".join(f"{value:.2f}" for value in (np.median(defined), defined.min(), defined.max()))
+        print(f"| {name} | {told} | {numbers} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

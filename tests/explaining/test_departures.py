@@ -1,0 +1,114 @@
+"""Names say what is shown: how each map departs from the publication whose name it has, in figures and in JSON."""
+
+import numpy as np
+import pytest
+import torch
+
+from vitflow import Explainer
+from vitflow.demo import sample_pictures
+from vitflow.explaining.asking.captions import departures, departures_from_paper, own_options
+from vitflow.explaining.asking.method import Method
+from vitflow.explaining.asking.method_table import BUILT_IN, get_method
+from vitflow.explaining.showing.strips import draw_comparison
+from vitflow.explaining.text.captions import caption
+from vitflow.explaining.text.method_table import TEXT_METHODS, for_kind
+from vitflow.pictures.pen import Pen
+
+PICTURE = sample_pictures()[0]
+
+
+@pytest.fixture(scope="module")
+def explainer() -> Explainer:
+    return Explainer("demo")
+
+
+@pytest.mark.parametrize("method", [one for one in BUILT_IN if one.paper], ids=lambda one: one.name)
+def test_what_is_as_published_departs_by_nothing_and_every_other_option_does(method):
+    published = method.complete({"preset": "paper"}) if method.presets else method.published
+    assert departures(method, published) == "" == departures_from_paper(method, published)
+    others = {
+        "head_fusion": "min",
+        "discard_ratio": 0.25,
+        "value_weighted": "output",
+        "refine": 2,
+        "layers": 3,
+        "below": "rollout",
+        "shifts": 4,
+    }
+    told = [departures(method, {**published, name: other}) for name, other in others.items() if name in published]
+    assert all(told) and len(set(told)) == len(told)
+    assert departures(method, {**published, "affinity": "keys"}) == ""  # by which nothing is refined
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("rollout", {}, "max over heads, 90% discarded, value-weighted, refined by attention"),
+        ("rollout", {"preset": "paper", "refine": 1, "affinity": "both"}, "refined by both"),
+        ("flow", {"refine": 0}, "last 4 layers, rollout below, 90% discarded, value-weighted"),
+        (
+            "gae",
+            {"head_fusion": "signed_mean", "refine": 2},
+            "signed mean over heads, value-weighted, refined 2 times by",
+        ),
+        ("attention", {"layer": 2, "value_weighted": True}, "layer 2, weighted by value norms"),
+        ("attention", {}, ""),
+        ("occlusion", {}, "drop in log-odds"),
+        ("gradcam", {"shifts": 4}, "shifts 4"),
+        ("centre", {"sigma": 0.5}, "sigma 0.5"),
+    ],
+)
+def test_departures_in_words(name, options, told):
+    method = get_method(name)
+    assert departures(method, method.complete(options)).startswith(told)
+    assert (departures(method, method.complete(options)) == "") == (told == "")
+
+
+def test_a_method_of_no_publication_departs_from_none():
+    for mine in (get_method("consensus"), Method("mine", max, defaults={"own": {}})):
+        assert mine.published is None and departures_from_paper(mine, mine.defaults) is None
+        assert departures(mine, mine.defaults) == ""
+    assert departures(mine, {**mine.defaults, "own": {"a": 1}}) == "own {'a': 1}"
+
+
+def test_own_options_are_told_beside_the_defaults_as_before():
+    assert own_options("attention", get_method("attention").defaults) == ""
+    assert own_options("rollout", get_method("rollout").complete({"refine": 0})) == "not refined"
+
+
+def test_raw_attention_is_raw(explainer):
+    found = explainer.explain(PICTURE, method="attention", layer=3)
+    trace = explainer.record(PICTURE)
+    heads = trace.heads(value_weighted=False)[2].double()
+    expected = trace.layout.to_grid(torch.einsum("bq,bhqk->bk", trace.readout.double(), heads) / heads.shape[1])
+    np.testing.assert_allclose(found.grid, expected[0].cpu().numpy(), rtol=1e-5, atol=1e-8)
+
+
+def test_figures_strips_sheets_and_json_tell_the_departure_under_the_name(explainer, tmp_path):
+    options = {"value_weighted": "output", "refine": 1, "affinity": "both"}
+    told = "value-weighted, refined by both"
+    for method in ("attention", "gae"):
+        for given, line in (({"preset": "paper", **options}, told), ({"preset": "paper"}, "")):
+            saliency = explainer.explain(PICTURE, method=method, **given)
+            assert saliency.to_dict()["departures_from_paper"] == line
+            for figure in (saliency.figure(), draw_comparison([[saliency]], Pen(2.5))):
+                words = [text.get_text() for text in figure.axes[0].texts]
+                assert (line in words) == bool(line)
+                if not line:
+                    assert not any("weighted" in word or "refined" in word for word in words)
+    sheet = explainer.layers(PICTURE, method="gae", value_weighted="output")
+    words = " ".join(text.get_text() for text in sheet.figure().axes[0].texts)
+    assert "raw attention of each layer, value-weighted" in words
+    assert "GAE (max over heads, value-weighted, refined by" in words
+
+
+def test_views_of_texts_tell_it_too():
+    for method, decoder, told in (
+        ("rollout", True, "Attention rollout (relative to the receptive field) · m"),
+        ("rollout", False, "Attention rollout (value-weighted) · m"),
+        ("attention", False, "Raw attention · m"),
+        ("gae", True, "GAE · m"),
+    ):
+        options = for_kind(TEXT_METHODS[method].complete({}), decoder=decoder)
+        assert caption(method, options, "m") == told
+        assert caption(method, TEXT_METHODS[method].complete({"preset": "paper"}), "m").count("(") == 0
