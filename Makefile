@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-processors test-lowest check install clean
+.PHONY: demo test test-processors test-lowest check dist install clean
 
 demo: install
 	$(BIN)/vitflow demo -o demo-output
@@ -35,6 +35,11 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The source distribution and the wheel, checked, and tried in an empty environment.
+dist: install
+	$(BIN)/python -m pip install --quiet --editable ".[dist]"
+	$(BIN)/python -m tests.package
 
 install: $(STAMP)
 

@@ -11,6 +11,7 @@ import click
 
 from vitflow import __version__
 from vitflow.cli.commands.compare import compare
+from vitflow.cli.commands.doctor import doctor
 from vitflow.cli.commands.draw import draw
 from vitflow.cli.commands.evaluate import evaluate
 from vitflow.cli.commands.explain import explain
@@ -44,7 +45,21 @@ def cli() -> None:
     """
 
 
-for _command in (explain, compare, layers, explore, read, evaluate, folder, draw, report, demo, methods, models):
+for _command in (
+    explain,
+    compare,
+    layers,
+    explore,
+    read,
+    evaluate,
+    folder,
+    draw,
+    report,
+    demo,
+    methods,
+    models,
+    doctor,
+):
     cli.add_command(_command)
 
 

@@ -1,0 +1,70 @@
+"""`vitflow doctor`: it tells what is there, what is missing, and what does not work."""
+
+import json
+import socket
+import time
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+from click.testing import CliRunner
+from huggingface_hub import constants
+
+from vitflow.cli import cli
+from vitflow.cli.commands import doctor
+from vitflow.explaining.explainer import Explainer
+
+
+@pytest.fixture
+def told():
+    """What it found, in JSON, and the exit code."""
+
+    def run(code: int = 0) -> dict[str, str]:
+        result = CliRunner().invoke(cli, ["doctor", "--json"])
+        assert result.exit_code == code, result.output
+        return json.loads(result.output)
+
+    return run
+
+
+def test_it_tells_versions_the_device_and_that_a_model_runs(told):
+    found = told()
+    assert found["torch"] == version("torch")
+    assert found["device"].startswith(("cpu", "cuda", "mps"))
+    assert found["demo model"].startswith("works: orange disc")
+    assert not any(name.startswith("extra test") for name in found)
+
+
+def test_an_extra_that_is_not_there_is_told_with_the_line_that_installs_it(told, monkeypatch):
+    def without_pyarrow(name: str) -> str:
+        if name == "pyarrow":
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(doctor, "version", without_pyarrow)
+    found = told()
+    assert found["extra parquet"] == "not installed (pip install 'vitflow[parquet]')"
+    assert found["extra remote"] == "fsspec 1.0"
+
+
+def test_a_model_that_does_not_run_is_told_and_the_exit_code_is_1(told, monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(Explainer, "explain", broken)
+    assert told(code=1)["demo model"] == "FAILS: RuntimeError: no kernel image is available"
+
+
+def test_a_hub_that_is_silent_costs_two_seconds_and_offline_it_is_not_asked(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:  # takes the call, and never answers
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        started = time.monotonic()
+        assert doctor._hub().startswith("does not answer within 2 s")
+        assert time.monotonic() - started < 10  # two seconds, and what a busy machine adds
+        server.settimeout(5)
+        server.accept()[0].close()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert doctor._hub().startswith("not asked")
+        server.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            server.accept()
