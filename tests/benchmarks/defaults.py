@@ -15,7 +15,6 @@ The rule, written down before anything was measured by it:
    measures, and clear (the 95 % bootstrap interval leaves out 0) in at least one of them. Else its default stays 0.
 5. A default falls back to 0 if a gain on the telling half of a model is clearly negative.
 
-Consensus is measured beside them, refined by each candidate; its parts are always refined as the others are.
 The same can be asked of other options. `--of earlier`: those that the methods had before refinement, each against its
 published definition; `--of beneath`: the same where both are refined, as the defaults are now; `--of shifts`: the mean
 over four shifted crops, on top of the other defaults.
@@ -35,7 +34,7 @@ from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.statistics import estimate_means
 from vitflow.explaining.asking.method_table import get_method
 
-METHODS = ("rollout", "attention", "flow", "gradient_rollout", "gae", "consensus")
+METHODS = ("rollout", "attention", "flow", "gradient_rollout", "gae")
 #: What can be asked: the options that candidates are measured against, and the candidates.
 QUESTIONS: dict[str, tuple[dict, list[dict]]] = {
     "refine": ({"refine": 0}, [{"refine": 1, "affinity": affinity} for affinity in ("attention", "keys", "both")]),
@@ -95,7 +94,6 @@ def choose(runs: dict[str, Evaluation], methods: list[str], base: dict, candidat
             gains(found, label(method, candidate), label(method, base), True)
             for found in runs.values()
             for method in methods
-            if method != "consensus"
         ]
         totals.append(sum(one.mean for each in own for one in each.values()))
         print(f"{told(candidate)}: summed gain {totals[-1]:+.3f}")
