@@ -10,6 +10,8 @@ from .explaining.saliency import Saliency as Saliency
 from .explaining.showing.comparison import Comparison as Comparison
 from .explaining.showing.comparison import compare as compare
 from .explaining.showing.exploring import explore as explore
+from .explaining.showing.features import Features as Features
+from .explaining.showing.features import features as features
 from .explaining.showing.layer_maps import LayerMaps as LayerMaps
 from .explaining.showing.layer_maps import layers as layers
 from .explaining.text.generation import Generation as Generation

@@ -57,7 +57,7 @@ def test_the_first_help_holds_what_most_people_need(name):
     lines = [line for body in found.values() for line in body.splitlines()]
     assert len(lines) <= 24
     flags = {line.split()[0] for line in lines if line.startswith("  -")}
-    assert {"--model", "--method"} <= flags and flags & {"-o,", "--png"}
+    assert {"--model", "--foreground" if name == "features" else "--method"} <= flags and flags & {"-o,", "--png"}
     assert not {"--num-classes", "--vmin", "--head-fusion", "--solver"} & flags
     assert flags < {line.split()[0] for body in every.values() for line in body.splitlines() if line.startswith("  -")}
     assert text.splitlines()[-1] == "All options: --help-all. Those of one method: vitflow methods NAME."

@@ -1,4 +1,4 @@
-"""What patches hold: their likeness to one of them, to a box and to the class token, against loops in float64."""
+"""What patches hold: likeness to a patch, a box and the class token, and components, against loops in float64."""
 
 import json
 
@@ -9,13 +9,15 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
+import vitflow
 from tests import literal_vit
 from tests.models.test_libraries import FAMILIES, NORMALISATION, built
 from vitflow import Explainer
 from vitflow.cli import cli
-from vitflow.errors import OptionError, OutsideGridError, OutsidePictureError, UnsupportedModelError
+from vitflow.errors import OptionError, OutsideGridError, OutsidePictureError, ShapeError, UnsupportedModelError
 from vitflow.methods import features as mathematics
 from vitflow.methods.rollout import attention_rollout
+from vitflow.pictures.pen import Pen
 
 CONFIG = {"input_size": (3, 32, 32), "crop_pct": 1.0, **NORMALISATION}
 
@@ -169,3 +171,139 @@ def test_the_command_line_compares_with_a_box(tmp_path):
     assert told["options"]["box"] == [40, 20, 120, 100.5] and told["facts"]["compared_with"] == "the box"
     wrong = CliRunner().invoke(cli, [*words, "--box", "40,20,120"])
     assert wrong.exit_code == 2 and "LEFT,TOP,RIGHT,BOTTOM" in wrong.output
+
+
+# --- components ------------------------------------------------------------------------------------------------------
+
+
+def test_components_are_those_of_a_singular_value_decomposition():
+    for count in (200, 9):  # more samples than channels, and fewer
+        samples = np.random.default_rng(3).normal(size=(count, 24)) @ np.diag(np.linspace(3, 1, 24)) + 5
+        found = mathematics.principal_components(torch.from_numpy(samples))
+        _, values, rows = np.linalg.svd(samples - samples.mean(axis=0), full_matrices=False)
+        for number in range(3):
+            direction = found.directions[:, number].numpy()
+            sign = np.sign(direction @ rows[number])
+            assert direction == pytest.approx(sign * rows[number], abs=1e-9)
+            assert direction[np.abs(direction).argmax()] > 0
+        assert found.shares.numpy() == pytest.approx(values[:3] ** 2 / (values**2).sum(), rel=1e-9)
+        assert found.of(torch.from_numpy(samples)).mean(dim=0).numpy() == pytest.approx(np.zeros(3), abs=1e-9)
+
+
+def test_signs_do_not_depend_on_the_order_or_on_rounding():
+    samples = torch.randn(100, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    first = mathematics.principal_components(samples).directions
+    for other in (samples.flip(0), samples + 1e-10 * torch.randn_like(samples), samples.repeat(2, 1)):
+        assert torch.allclose(mathematics.principal_components(other).directions, first, atol=1e-7)
+
+
+def test_what_does_not_differ_has_components_of_zero():
+    line = torch.outer(torch.arange(6.0), torch.ones(5)) + 2
+    found = mathematics.principal_components(line)
+    assert found.shares[0] == pytest.approx(1) and (found.directions[:, 1:] == 0).all()
+    assert (mathematics.principal_components(torch.ones(6, 5)).directions == 0).all()
+    with pytest.raises(ShapeError, match="more than 3 samples"):
+        mathematics.principal_components(torch.ones(3, 5))
+
+
+@pytest.mark.parametrize(("readout", "prefix"), [("class token and registers", 4), ("attention pooling", 0)])
+def test_pictures_of_all_sizes_get_their_components_together(readout, prefix):
+    explainer, images = explainer_of(readout), [picture(64, 64, 1), picture(40, 90, 2), picture(70, 33, 3)]
+    found = vitflow.features(images, model=explainer, layer=2)
+    patches = [tokens_of(explainer, image, 2)[prefix:] for image in images]
+    mean = np.concatenate(patches).mean(axis=0)
+    rows = np.linalg.svd(np.concatenate(patches) - mean, full_matrices=False)[2][:3]
+    rows = rows * np.sign(np.take_along_axis(rows, np.abs(rows).argmax(axis=1)[:, None], axis=1))
+    for own, wanted in zip(found.components, patches, strict=True):
+        assert own == pytest.approx(((wanted - mean) @ rows.T).reshape(4, 4, 3), abs=1e-5)
+    assert found.layer == 2 and explainer.features(images[0]).layer == 3
+    colours = np.stack(found.colours)
+    assert colours.min(axis=(0, 1, 2)).tolist() == [0] * 3 and colours.max(axis=(0, 1, 2)).tolist() == [1] * 3
+
+
+def test_padding_has_no_part_in_the_components():
+    explainer, image = explainer_of(fit="pad"), picture(32, 64)
+    found = vitflow.features(image, model=explainer)
+    patches = tokens_of(explainer, image)[1:].reshape(4, 4, 24)[1:3].reshape(8, 24)  # the picture's own rows
+    wanted = mathematics.principal_components(torch.from_numpy(patches))
+    [components], [own] = found.components, found.pictures
+    assert np.isnan(components[[0, 3]]).all() and own.shown.tolist() == [
+        [False] * 4,
+        [True] * 4,
+        [True] * 4,
+        [False] * 4,
+    ]
+    assert components[1:3].reshape(8, 3) == pytest.approx(wanted.of(torch.from_numpy(patches)).numpy(), abs=1e-5)
+    pen = Pen.of(1.0, {"dpi": 64, "interpolation": "nearest", "alpha": 1.0})
+    drawn = pen.colours(found.colours[0], own.shown, own.placement, own.image)
+    assert drawn.shape == (32, 64, 3)
+    assert drawn[4, 4].tolist() == np.rint(255 * found.colours[0][1, 0]).tolist()
+
+
+def test_the_foreground_is_the_side_that_has_less_of_the_edge():
+    # A square in the middle of another colour: it is the foreground, whatever the sign of the eigenvector.
+    explainer = explainer_of()
+    for disc, ground in ((30, 220), (220, 30)):
+        image = np.full((64, 64, 3), ground, np.uint8)
+        image[16:48, 16:48] = disc
+        found = vitflow.features(image, model=explainer, foreground=True)
+        wanted = np.zeros((4, 4), bool)
+        wanted[1:3, 1:3] = True
+        assert (found.pictures[0].shown == wanted).all()
+        assert found.foreground and found.records()[0]["patches_shown"] == 4
+
+
+@pytest.mark.parametrize("name", ["Dinov2WithRegistersModel", "DINOv3ViTModel", "SiglipVisionModel"])
+def test_backbones_of_transformers_have_features(name, tmp_path):
+    explainer = Explainer(built(name), data_config={"input_size": (3, 32, 32), **NORMALISATION})
+    found = explainer.features([picture(), picture(40, 60, 5)])
+    assert all(own.shape[2] == 3 and np.isfinite(own).all() for own in found.components)
+    assert found.save(tmp_path / "features.png").stat().st_size > 1000
+
+
+def test_backbones_of_timm_have_features():
+    dino = {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 2, "num_classes": 0}
+    for name in ("vit_small_patch14_reg4_dinov2", "vit_small_patch16_dinov3"):
+        model = timm.create_model(name, **dino | ({"img_size": 56} if "14" in name else {})).eval()
+        found = Explainer(model).features(picture(), foreground=False)
+        assert found.components[0].shape == (4, 4, 3), name
+
+
+@pytest.mark.parametrize(
+    ("images", "options", "words"),
+    [
+        ([], {}, "at least one picture"),
+        (picture(), {"layer": 9}, "layer from 1 to 3"),
+        (picture(), {"layer": 0}, "layer from 1 to 3"),
+    ],
+)
+def test_features_that_cannot_be_shown_are_refused(images, options, words):
+    with pytest.raises(OptionError, match=words):
+        vitflow.features(images, model=explainer_of(), **options)
+
+
+def test_a_picture_of_one_patch_tells_no_components():
+    model = literal_vit.timm_model(img_size=8)
+    explainer = Explainer(model, data_config={**CONFIG, "input_size": (3, 8, 8)})
+    assert explainer.explain(picture(), method="similarity").grid.shape == (1, 1)
+    with pytest.raises(OptionError, match="at least four patches"):
+        explainer.features([picture()] * 3)
+    assert len(explainer.features([picture(seed=seed) for seed in range(4)]).components) == 4
+
+
+def test_the_command_line_shows_features(tmp_path):
+    from vitflow.demo import sample_pictures
+
+    pictures = [str(path) for path in sample_pictures()[:2]]
+    words = ["features", *pictures, "--model", "demo", "--layer", "4", "--foreground"]
+    done = CliRunner().invoke(cli, [*words, "--json", "-o", str(tmp_path / "found.json")])
+    assert done.exit_code == 0, done.output
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    kept = json.loads((tmp_path / "found.json").read_text())
+    assert [one["input"] for one in told] == pictures == [one["input"] for one in kept]
+    assert told[0]["layer"] == 4 and np.array(kept[0]["components"]).shape == (12, 12, 3)
+    done = CliRunner().invoke(cli, [*words, "--alpha", "0.5", "--interpolation", "nearest", "-o", f"{tmp_path}/"])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.strip().endswith("-and-1-more-features.png")
+    wrong = CliRunner().invoke(cli, [*words, "-o", str(tmp_path / "found.gif")])
+    assert isinstance(wrong.exception, OptionError | SystemExit) and wrong.exit_code

@@ -16,6 +16,7 @@ from vitflow.cli.commands.draw import draw
 from vitflow.cli.commands.evaluate import evaluate
 from vitflow.cli.commands.explain import explain
 from vitflow.cli.commands.explore import explore
+from vitflow.cli.commands.features import features
 from vitflow.cli.commands.folder import folder
 from vitflow.cli.commands.layers import layers
 from vitflow.cli.commands.listing import demo, methods, models
@@ -49,6 +50,7 @@ for _command in (
     explain,
     compare,
     layers,
+    features,
     explore,
     read,
     evaluate,

@@ -176,6 +176,10 @@ class Explainer(PictureModel):
         """Make a page that answers in the browser when a patch is clicked; options as for `vitflow.explore`."""
         return vitflow.explore(images, model=self, **options)
 
+    def features(self, images: ImageSource | Sequence[ImageSource], **options: Any) -> "vitflow.Features":
+        """Show what patches hold, as colours; options as for `vitflow.features`."""
+        return vitflow.features(images, model=self, **options)
+
     def _explain_read(self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any) -> list[list[Saliency]]:
         """Explain pictures that were read, those of one input size as one batch: [pictures][methods and targets]."""
         results: list[list[Saliency]] = [[] for _ in pictures]

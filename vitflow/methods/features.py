@@ -1,5 +1,7 @@
 """What patches hold: how like their features are to each other, and the components along which they differ most."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -56,3 +58,59 @@ def area_shares(box: tuple[float, float, float, float], rows: int, cols: int) ->
     if not areas.sum() > 0:
         raise OutsideGridError(f"The box {box} lies outside the grid of {rows} × {cols} patches.")
     return areas / areas.sum()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Components:
+    """The directions in which features differ most.
+
+    Attributes:
+        mean: of the features, float64 [width].
+        directions: one for each component, of length 1, float64 [width, components]; 0 where nothing is left to differ.
+        shares: of the variance that each component holds, [components].
+    """
+
+    mean: Tensor
+    directions: Tensor
+    shares: Tensor
+
+    def of(self, features: Tensor) -> Tensor:
+        """The components of features [..., width]: float64 [..., components]."""
+        return (features.double() - self.mean) @ self.directions
+
+
+def principal_components(features: Tensor, count: int = 3) -> Components:
+    """The first principal components: the eigenvectors of the covariance with the largest eigenvalues, in float64.
+
+    Eigenvectors have no sign of their own. Here the entry that is largest in absolute value is positive, so that the
+    same features give the same signs with any solver.
+
+    Args:
+        features: [samples, width], at least one sample more than components.
+        count: of components.
+
+    Raises:
+        ShapeError: other shapes, or too few samples.
+
+    >>> found = principal_components(torch.tensor([[0.0, 0.0], [0.0, -2.0], [1.0, -1.0], [-1.0, -1.0]]), count=1)
+    >>> found.shares.tolist(), principal_components(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 1).directions.tolist()
+    ([0.5], [[0.7071067811865475], [0.7071067811865475]])
+    """
+    if features.ndim != 2 or len(features) <= count or features.shape[1] < count:
+        raise ShapeError(
+            f"Expected features [samples, width] with more than {count} samples and at least {count} channels, got "
+            f"{tuple(features.shape)}."
+        )
+    own = features.detach().double()
+    mean = own.mean(dim=0)
+    centred = own - mean
+    values, vectors = torch.linalg.eigh(centred.T @ centred)  # in rising order
+    values, vectors = values.flip(0)[:count].clamp_min(0), vectors.flip(1)[:, :count]
+    largest = vectors.gather(0, vectors.abs().argmax(dim=0, keepdim=True))
+    total = centred.square().sum()
+    shares = values / total if total > 0 else torch.zeros_like(values)
+    return Components(mean, vectors * largest.sign() * (shares > _ROUNDING), shares)
+
+
+# A component with a smaller share of the variance is rounding.
+_ROUNDING = 1e-12

@@ -91,6 +91,37 @@ class Pen:
             _mark(drawn, (box[0] * across, box[1] * down, box[2] * across, box[3] * down))
         return drawn
 
+    def colours(
+        self, colours: NDArray[np.float32], shown: NDArray[np.bool_], placement: Placement, image: NDArray[np.uint8]
+    ) -> NDArray[np.uint8]:
+        """Colours of patches over their picture; what is not shown is the picture as its background has it.
+
+        Args:
+            colours: red, green and blue from 0 to 1, [rows, cols, 3]; NaN at rows and columns beside the picture.
+            shown: which patches have a colour, [rows, cols].
+            placement, image: where the patches lie, and the picture, uint8 RGB [height, width, 3].
+        """
+        picture = self.photograph(image)
+        placement = replace(placement, image_size=picture.shape[:2])
+        known = ~np.isnan(colours[..., 0])
+        rows, cols = (np.flatnonzero(known.any(axis=axis)) for axis in (1, 0))
+        # Beside the picture the colours of its edge go on, so that nothing else is mixed into them.
+        nearest = np.ix_(
+            *(
+                np.arange(len(own)).clip(own_known[0], own_known[-1])
+                for own, own_known in ((known, rows), (known[0], cols))
+            )
+        )
+        layers = [upsample(colours[..., c][nearest], placement, interpolation=self.interpolation) for c in range(3)]
+        covered = upsample(shown[nearest].astype(np.float32), placement, interpolation=self.interpolation)
+        plain = np.where(np.isnan(covered), covered, 0)
+        drawn = overlay.blend(picture, plain, **self.blending, mark_unseen=False)
+        alpha = self.blending.get("alpha", 1.0)
+        mixed = alpha * 255 * np.stack(layers, axis=-1) + (1 - alpha) * picture
+        coloured = covered > 0.5
+        drawn[coloured] = np.rint(mixed[coloured]).clip(0, 255)
+        return overlay.blend(drawn, plain, alpha=0)
+
     def ramp(self, low: float, high: float, limits: Limits, size: tuple[int, int]) -> NDArray[np.uint8]:
         """The colours of the values from low to high, as they look over a photograph's mid-grey: [height, width, 3]."""
         values = np.tile(np.linspace(low, high, size[1]), (size[0], 1))
