@@ -95,6 +95,15 @@ def test_every_number_of_the_tables_is_there(open_page, saved):
             assert cells == ["–" if m is None else f"{round(m, 3) + 0.0:.3f}".replace("-", "−") for m in means], method
 
 
+def test_under_each_method_stands_how_it_departs_from_its_publication(open_page, saved):
+    found, page = saved[0], open_page("light")
+    told = found.departures["gae"]
+    assert told == "max over heads, value-weighted, refined by both" and found.departures["random"] is None
+    assert f"gae\n{told}" in page.locator("table.numbers tbody th").all_inner_texts()
+    assert json.loads((saved[1].parent / "summary.json").read_text())["departures_from_paper"]["gae"] == told
+    assert f"From their publications depart: gae: {told}." in found.to_markdown()
+
+
 def test_charts_are_loaded_in_light_and_in_dark(open_page):
     sizes = {}
     for scheme in ("light", "dark"):

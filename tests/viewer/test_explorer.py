@@ -21,6 +21,8 @@ from vitflow import Explainer, attention_rollout, explore
 from vitflow.cli import cli
 from vitflow.demo import sample_pictures
 from vitflow.errors import OptionError
+from vitflow.explaining.asking.captions import departures
+from vitflow.explaining.asking.method_table import get_method
 from vitflow.methods.attention import raw_attention
 from vitflow.methods.refinement import Affinity, balance, refine
 from vitflow.pictures.overlay import color_table, scale_range
@@ -162,6 +164,20 @@ def matrix_of(triangle: torch.Tensor, size: int) -> torch.Tensor:
     return matrix
 
 
+def departure(picture: dict, asked: dict) -> str:
+    """How Python tells that a map departs from its publication; its layers and patch have a line of their own."""
+    method = get_method(asked["map"])
+    if asked["map"] not in ("rollout", "attention"):
+        [options, *_] = [own["options"] for own in picture["maps"] if own["method"] == asked["map"]]
+        options = {**options, **({"refine": asked["refine"]} if method.refined != "within" else {})}
+        return departures(method, options | ({"affinity": asked["affinity"]} if method.refined != "within" else {}))
+    named = ("discard_ratio", "residual", "refine", "affinity")
+    given = {name: asked[name] for name in named if method.accepts(name)}
+    if asked["map"] == "rollout" or not asked["head"]:
+        given |= {"head_fusion": asked["head_fusion"], "value_weighted": asked["value_weighted"] and "output"}
+    return departures(method, {**method.published, **given})
+
+
 def random_state(generator: np.random.Generator, layers: int, heads: int, number: int) -> dict:
     end = int(generator.integers(1, layers + 1))
     return {
@@ -188,6 +204,7 @@ def test_the_maps_of_the_browser_are_those_of_python(page, data):
         wanted = expected(data["pictures"][0], asked)
         assert np.abs(found - wanted).max() <= 1e-6 * np.abs(wanted).max(), asked
         assert limits == pytest.approx(scale_range(wanted), rel=1e-6), asked
+        assert page.locator("#panel-a .departs").text_content() == departure(data["pictures"][0], asked), asked
 
 
 def test_ties_are_discarded_by_position(page):

@@ -109,7 +109,10 @@ def test_the_slider_moves_the_opacity_of_this_picture_alone(page):
 def test_tabs_change_the_map(page):
     draw = "() => document.getElementById('heat').toDataURL()"
     before = page.evaluate(draw)
+    told = page.locator("#departs")
+    assert told.text_content() == "max over heads, 90% discarded, value-weighted, refined by attention"
     page.get_by_role("tab", name="centre").click()
+    assert told.text_content() == ""
     assert page.get_by_role("tab", name="centre").get_attribute("aria-selected") == "true"
     assert page.get_by_role("tab", name="rollout").get_attribute("aria-selected") == "false"
     assert page.evaluate(draw) != before

@@ -103,6 +103,7 @@ def _rows(evaluation: Tables, metrics: Sequence[Metric]) -> list[dict[str, Any]]
     return [
         {
             "method": method,
+            "departures": evaluation.departures.get(method),
             "baseline": evaluation.is_baseline(method),
             "cells": [
                 {

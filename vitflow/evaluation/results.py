@@ -56,6 +56,7 @@ class Evaluation(Tables):
             "failed": len(self.failures),
             "methods": list(self.methods),
             "baselines": [method for method in self.methods if self.is_baseline(method)],
+            "departures_from_paper": self.departures,
             "settings": dict(self.settings),
             "notes": list(self.notes),
             "verdict": verdict(self),
@@ -108,6 +109,8 @@ class Evaluation(Tables):
         if group is None and self.correlation is not None:
             blocks.append(self.correlation.to_markdown().rstrip())
         if group is None:
+            told = "; ".join(f"{label}: {words}" for label, words in self.departures.items() if words)
+            blocks += [f"From their publications depart: {told}."] if told else []
             blocks += [f"{self.data}; {self.model}.", *self.notes]
         return "\n\n".join(blocks) + "\n"
 

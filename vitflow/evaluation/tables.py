@@ -15,6 +15,8 @@ from vitflow.evaluation.measures.correlation import RankCorrelation
 from vitflow.evaluation.measures.localisation import accumulated_iou
 from vitflow.evaluation.metrics import METRICS, Metric
 from vitflow.evaluation.statistics import RESAMPLES, Difference, Estimate, estimate_means, paired_differences
+from vitflow.explaining.asking.captions import departures_from_paper
+from vitflow.explaining.asking.method import METHODS
 from vitflow.explaining.asking.method_table import BASELINES
 
 
@@ -82,6 +84,13 @@ class Tables:
     def is_baseline(self, method: str) -> bool:
         """Whether a method knows nothing of the model."""
         return method.partition(":")[0] in BASELINES
+
+    @property
+    def departures(self) -> dict[str, str | None]:
+        """How the maps of each method depart from its publication, in words; None for one that is from none."""
+        names, options = self.settings.get("methods", {}), self.settings.get("options", {})
+        known = [label for label in self.methods if names.get(label) in METHODS]
+        return {label: departures_from_paper(METHODS[names[label]], options[label]) for label in known}
 
     def table(self, metric: str) -> list[TableRow]:
         """The table of one metric: a row per method, in the order in which they were asked for.

@@ -51,7 +51,7 @@ class ExploredPicture:
         heads: single heads, [layers, heads, tokens, tokens]; None where there is no room for them.
         affinities: how alike the patches are, by kind, float64 [patches, patches].
         features: of the patches, [patches, width], with their (rows, cols); None where there are none.
-        maps: further maps, ready for JSON: method, label, options, shape, values, refined and facts.
+        maps: further maps, ready for JSON: method, label, options, departures, shape, values, refined and facts.
         answers: the classes, most probable first, ready for JSON: name and probability.
         refused: why something cannot be had of it: "live", "weighting", "refine" or "features", in words.
         uniform: whether refinement would make any map nearly constant.
@@ -132,7 +132,8 @@ def make_explorer(
         pictures: one or several.
         model: its id.
         call: how a reader gets it.
-        methods: what each is called, "title", and the options that its map begins with, "defaults".
+        methods: what each is called, "title", the options that its map begins with, "defaults", and those of its
+            publication, "published".
         max_size: of the page, in megabytes.
     """
     told = [_told(picture) for picture in pictures]

@@ -26,6 +26,7 @@ def write_report(
     read_rows: Callable[[Iterable[str]], Iterable[Mapping[str, Any]]],
     photograph: Callable[[Mapping[str, Any]], bytes],
     *,
+    departures: Mapping[str, str] | None = None,
     per_page: int = 300,
     embed_bytes: int = 24 * 2**20,
 ) -> Path:
@@ -41,6 +42,7 @@ def write_report(
         read_rows: the rows of some inputs, with their grids.
         photograph: the photograph of a row made small, as JPEG (see `vitflow.viewer.drawing.thumbnail`); it raises
             VitflowError or OSError where that is not the one that was explained.
+        departures: of each of the run's methods how its maps depart from its publication, in words.
         per_page: pictures on one page.
         embed_bytes: thumbnails beyond this sum on a page are written to `report-files/` and linked.
     """
@@ -68,7 +70,13 @@ def write_report(
             failures=list(read_rows(failed[:FAILURES_SHOWN])) if number == 1 else [],
             classes=sorted({entry["label"] for entry in entries}, key=natural_order),
             methods=list(run["methods"]),
-            data={"pictures": entries, "tables": tables, "alpha": drawing.get("alpha", 0.6), "drawing": drawn},
+            data={
+                "pictures": entries,
+                "tables": tables,
+                "alpha": drawing.get("alpha", 0.6),
+                "drawing": drawn,
+                "departures": departures or {},
+            },
             pages=[{"number": index, "name": page} for index, page in enumerate(names, start=1)],
             number=number,
         )

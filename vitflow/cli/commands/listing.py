@@ -65,7 +65,7 @@ def _all_of(method: Method) -> str:
     for preset, values in method.presets.items():
         differing = {name: value for name, value in values.items() if value != method.defaults[name]}
         told = "  ".join(f"{flag_of(name)} {shown(value)}" for name, value in differing.items())
-        options.append((f"--preset {preset}", f"{OPTIONS['preset'].help}  [{told}]"))
+        options.append((f"--preset {preset}", f"{OPTIONS['preset'].help}  [{told or 'as by default'}]"))
     formatter = click.get_current_context().make_formatter()
     formatter.write(f"{method.name}\n")
     with formatter.indentation():

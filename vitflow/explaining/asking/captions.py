@@ -96,7 +96,9 @@ def _in_words(name: str, value: Any) -> str:
         return f"{100 * value:g}% discarded"
     elif name == "layers":
         return f"last {value} layers" if str(value).isdecimal() else f"layers {value}"
-    return (f"{name} {value}" if not isinstance(value, bool) else name if value else f"not {name}").replace("_", " ")
+    if isinstance(value, bool):
+        return f"{'' if value else 'not '}{name}".replace("_", " ")
+    return f"{name} {f'{value:g}' if isinstance(value, float) else value}".replace("_", " ")
 
 
 def unsure(facts: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from vitflow.errors import (
     printable,
 )
 from vitflow.explaining.asking.answer import Answer
+from vitflow.explaining.asking.captions import departures
 from vitflow.explaining.asking.choices import MethodChoice, choose_methods, left_out
 from vitflow.explaining.asking.method_table import get_method
 from vitflow.explaining.asking.targets import Targets
@@ -88,7 +89,10 @@ def explore(
         pictures,
         model=explainer.model_id,
         call=call or _call(model, fit),
-        methods={one.name: {"title": one.title, "defaults": one.defaults} for one in map(get_method, sorted(made))},
+        methods={
+            one.name: {"title": one.title, "defaults": one.defaults, "published": one.published}
+            for one in map(get_method, sorted(made))
+        },
         max_size=max_size,
     )
 
@@ -248,6 +252,7 @@ def _map(saliency: Saliency) -> dict[str, Any]:
         "class_index": told["class_index"],
         "probability": saliency.probability,
         "options": told["options"],
+        "departures": departures(get_method(saliency.method), saliency.options),
         "shape": list(saliency.grid.shape),
         "values": [float(value) for value in saliency.grid.ravel()],
         "refined": get_method(saliency.method).refined,

@@ -12,6 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import ImageError
+from vitflow.explaining.asking.captions import departures
+from vitflow.explaining.asking.method import METHODS
+from vitflow.explaining.asking.method_table import get_method
 from vitflow.folder.found.draw import not_named, read_photograph
 from vitflow.folder.rows import folder_run, is_folder_row
 from vitflow.folder.shards import ShardReader
@@ -92,4 +95,9 @@ def report_run(
     def rows(keys: Iterable[str]) -> Iterator[dict[str, Any]]:
         return reader.with_grids(journal.rows(keys))
 
-    return write_report(folder.path, run, states, rows, photograph, **options)
+    told = {
+        label: departures(get_method(name), run["options"][label])
+        for label, name in run["methods"].items()
+        if name in METHODS
+    }
+    return write_report(folder.path, run, states, rows, photograph, departures=told, **options)

@@ -182,6 +182,7 @@ function showPanel(side, why) {
   const patch = map && askedPatch(side);
   outline(panel.asked, picture, gridOf(picture) ?? [1, 1], (isLive() && (state.map !== "similarity" || side === state.asked)) ? patch : null);
   panel.from.textContent = why ?? wordsOf(side);
+  panel.departs.textContent = map ? departuresOf(side) : "";
   panel.told.hidden = true;
   panel.frame.classList.toggle("silent", !isLive());
   panel.frame.setAttribute("aria-label", `${picture.name}: ${panel.from.textContent}`);
@@ -207,6 +208,20 @@ function wordsOf(side) {
   if (state.map === "attention" && isLive()) return `Attention of ${from} in layer ${state.layer}${state.head === "" ? "" : `, head ${state.head}`}`;
   const facts = factsOf(map.own.facts);
   return `${titleOf(state.map)}${map.own.label ? ` for ${map.own.label}, ${percent(map.own.probability)}` : ""}, made beforehand for the whole answer${facts ? ` · ${facts}` : ""}`;
+}
+
+// How the map of a side departs from the publication whose name it has, in words.
+function departuresOf(side) {
+  const picture = pictureOf(side), paper = methods[state.map].published, single = state.map === "attention" && state.head !== "";
+  if (state.map === "similarity") return "";
+  const told = isLive() ? [
+    !single && state.head_fusion !== paper.head_fusion && `${state.head_fusion} over heads`,
+    state.discard_ratio !== paper.discard_ratio && `${Math.round(100 * state.discard_ratio)}% discarded`,
+    state.map === "rollout" && state.residual !== paper.residual && `residual ${state.residual}`,
+    !single && state.value_weighted && "value-weighted",
+  ] : [panels[side].map.own.departures];
+  if (refines(picture)) told.push(`refined${state.refine > 1 ? ` ${state.refine} times` : ""} by ${state.affinity}`);
+  return told.filter(Boolean).join(", ");
 }
 
 // The map layer by layer: how rollout builds up from the last layer downwards, or each layer's own attention.
@@ -495,7 +510,7 @@ function makePanel(side) {
   const box = $(`panel-${side}`), part = (selector) => box.querySelector(selector);
   const panel = panels[side] = {
     stage: part(".stage"), frame: part(".frame"), photo: part("img"), ground: part(".ground"), heat: part(".heat"), lines: part(".lines"), seen: part(".seen"), hovered: part(".hovered"), told: part(".told"),
-    asked: part(".asked"), name: part("h2"), answers: part(".answers"), from: part(".from"), reading: part(".reading"), scale: part(".scale"), map: null,
+    asked: part(".asked"), name: part("h2"), answers: part(".answers"), from: part(".from"), departs: part(".departs"), reading: part(".reading"), scale: part(".scale"), map: null,
   };
   const at = (event) => panel.map && patchAt(event, panel.frame, pictureOf(side), panel.map.shape);
   const read = (patch) => {

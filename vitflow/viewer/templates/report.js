@@ -1,5 +1,5 @@
 // The report of a folder run: a gallery, and the picture that is looked at.
-const { pictures, tables, alpha } = data, { background, contours } = data.drawing;
+const { pictures, tables, alpha, departures } = data, { background, contours } = data.drawing;
 const methods = [...document.querySelectorAll("#tabs [role=tab]")].map((tab) => tab.dataset.name);
 let method = methods[0], visible = [], current = null;
 pictures.forEach((picture, order) => { picture.order = order; });
@@ -76,6 +76,7 @@ function show() {
   $("original").href = picture.link; $("overlay").href = picture.overlays[method] || "";
   $("overlay").hidden = !picture.overlays[method];  // of a run that keeps the maps alone
   $("facts").textContent = factsOf(map.facts);
+  $("departs").textContent = departures[method] ?? "";
   markTab($("tabs"), method);
   setOpacity(picture.opacity);
 }
