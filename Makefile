@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-processors test-lowest check dist install clean
+.PHONY: demo test test-processors test-lowest check dist docs install clean
 
 demo: install
 	$(BIN)/vitflow demo -o demo-output
@@ -41,6 +41,11 @@ dist: install
 	$(BIN)/python -m pip install --quiet --editable ".[dist]"
 	$(BIN)/python -m tests.package
 
+# The site of the documentation, without network: docs/_build/html/index.html. A warning is an error.
+docs: install
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	$(BIN)/python -m sphinx -q -b html -W --keep-going -d docs/_build/doctrees docs docs/_build/html
+
 install: $(STAMP)
 
 # The environment is current when it was installed from this very pyproject.toml.
@@ -52,4 +57,4 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-lowest demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-lowest demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache docs/_build

@@ -1,4 +1,4 @@
-"""Execute examples/first_steps.ipynb in place, with the bundled model: python examples/run_first_steps.py
+"""Execute docs/first_steps.ipynb in place, with the bundled model: python examples/run_first_steps.py
 
 The notebook is kept with its outputs, so that it can be read where it cannot be run: its pictures in 256 colours, for
 the file's size. What changes from run to run (when it ran, on which versions) is not kept.
@@ -16,7 +16,7 @@ import nbformat
 from nbclient import NotebookClient
 from PIL import Image
 
-NOTEBOOK = Path(__file__).resolve().with_name("first_steps.ipynb")
+NOTEBOOK = Path(__file__).resolve().parent.parent / "docs" / "first_steps.ipynb"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

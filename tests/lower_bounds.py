@@ -20,7 +20,7 @@ FOLDER = ROOT / ".venv-lowest"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # Extras that no user installs: their tools may be new.
-TOOLS = ("test", "bench", "dist")
+TOOLS = ("test", "bench", "dist", "docs")
 USERS = [*PROJECT["dependencies"], *(line for name in EXTRAS if name not in TOOLS for line in EXTRAS[name])]
 SETS = {
     "oldest": sorted({line.replace(">=", "==") for line in USERS}),

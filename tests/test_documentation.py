@@ -29,7 +29,14 @@ from vitflow.errors import VitflowWarning
 from vitflow.explaining.asking.method_table import get_method
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+SITE = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *SITE]
+
+
+def place(page: Path) -> str:
+    """Where a page lies in the project, as the name of its tests."""
+    return page.relative_to(ROOT).as_posix()
 
 
 def test_python_m_vitflow_is_the_command_line():
@@ -88,9 +95,7 @@ def command_lines(page: Path) -> Iterator[tuple[int, list[str]]]:
 
 def by_page(found) -> list:
     """A test parameter for each page and line that something stands on."""
-    return [
-        pytest.param(what, id=f"{page.relative_to(ROOT)}:{number}") for page in PAGES for number, what in found(page)
-    ]
+    return [pytest.param(what, id=f"{place(page)}:{number}") for page in PAGES for number, what in found(page)]
 
 
 @pytest.fixture
@@ -151,7 +156,7 @@ def known_methods() -> Iterator[None]:
         del table[name]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=place)
 @pytest.mark.usefixtures("hub", "known_methods")
 def test_the_python_of_a_page_runs(page, desk):
     weights = timm.create_model("vit_small_patch16_224", num_classes=3).state_dict()
@@ -189,7 +194,7 @@ def links(page: Path) -> Iterator[tuple[int, str]]:
         yield from ((number, target) for target in re.findall(r"\]\(([^)#:]+)\)", line))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *DOCS.glob("*/*.ipynb"), *DOCS.glob("*.ipynb")], ids=place)
 def test_what_a_page_points_to_is_there(page):
     assert [target for _, target in links(page) if not (page.parent / target).exists()] == []
 
@@ -218,8 +223,34 @@ def test_the_files_that_pages_name_exist():
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
-def test_every_page_can_be_reached_from_the_readme():
-    assert set(PAGES[1:]) <= {ROOT / target for _, target in links(PAGES[0])}
+def test_every_page_has_its_place_in_the_contents_of_the_site():
+    start = DOCS / "index.md"
+    trees = re.findall(r"^```{toctree}\n(?::[^\n]*\n)*\n(.*?)^```$", start.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    listed = [entry for tree in trees for entry in tree.split()]
+    pages = [*SITE, *DOCS.glob("*.ipynb"), *DOCS.glob("[!_]*/*.ipynb")]
+    assert sorted(listed) == sorted(
+        page.relative_to(DOCS).with_suffix("").as_posix() for page in pages if page != start
+    )
+
+
+@pytest.mark.parametrize("room", ["vitflow", "vitflow.evaluation", "vitflow.demo"])
+def test_every_public_name_has_its_place_in_the_reference(room):
+    stub = Path(*room.split("."), "__init__.pyi")
+    made_in = [node for node in ast.parse((ROOT / stub).read_text()).body if isinstance(node, ast.ImportFrom)]
+    names = {alias.name for node in made_in for alias in node.names}
+    told = {text for page in (DOCS / "api").glob("*.md") for text in re.findall(r":: ([\w.]+)", page.read_text())}
+    known = {name for name in names if f"{room}.{name}" in told or (room != "vitflow" and f"vitflow.{name}" in told)}
+    assert len(names) > 20
+    assert names - known == set()
+
+
+def test_what_the_reference_names_exists():
+    pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    named = re.findall(r"^\.\. (?:auto|py:)\w+:: vitflow\.([\w.]+)", pages, re.MULTILINE)
+    assert len(named) == len(set(named)) > 100
+    for name in named:
+        module, _, last = f"vitflow.{name}".rpartition(".")
+        assert hasattr(importlib.import_module(module), last), name
 
 
 def test_the_citation_is_of_this_version():

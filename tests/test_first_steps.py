@@ -40,7 +40,7 @@ def executed(tmp_path_factory) -> nbformat.NotebookNode:
 
 @pytest.fixture(scope="module")
 def kept() -> nbformat.NotebookNode:
-    return nbformat.read(EXAMPLES / "first_steps.ipynb", as_version=4)
+    return nbformat.read(EXAMPLES.parent / "docs" / "first_steps.ipynb", as_version=4)
 
 
 def shown(notebook: nbformat.NotebookNode, words: str) -> dict:

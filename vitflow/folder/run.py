@@ -125,8 +125,8 @@ def explain_folder(
     others go on. Failed pictures are tried again by the next run.
 
     Args:
-        source: a folder, a picture, a pattern with *, or several of them; or the URL of a folder, such as
-            s3://bucket/photographs, which fsspec reads.
+        source: a folder, a picture, a pattern such as `photographs/*.jpg`, or several of them; or the URL of a
+            folder, such as s3://bucket/photographs, which fsspec reads.
         output: folder for the results, a path or a URL.
         model: a model id (see `load_model`), a module, an Explainer, or a function that makes one when it is needed.
         methods: names, or (name, options) pairs.

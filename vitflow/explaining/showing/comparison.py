@@ -140,7 +140,7 @@ class Comparison:
         """How far the methods agree: rank correlation and overlap of the highest patches, for each pair of them.
 
         Class-specific maps are compared class by class, and the others with each of these; shown are means over
-        pictures and classes. See `vitflow.evaluation.spearman` and `top_overlap` for ties and constant maps.
+        pictures and classes. See `vitflow.methods.ranks.spearman` and `top_overlap` for ties and constant maps.
 
         Args:
             top: share of a map's patches that count as its highest, 0 < top < 1; at least one patch.

@@ -25,7 +25,7 @@ class Words:
         strings: what each token stands for in the text, with the space before it where there is one; special tokens by
             the tokenizer's own name.
         ids: the tokenizer's number of each token.
-        special: whether each is one of the tokenizer's special tokens ([CLS], <s>, <|endoftext|>, …).
+        special: whether each is one of the tokenizer's special tokens (`[CLS]`, `</s>`, …).
 
     Raises:
         ShapeError: the three differ in length.

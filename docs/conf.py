@@ -1,0 +1,121 @@
+"""How Sphinx builds the site: `make docs`. Nothing is fetched and nothing is executed."""
+
+import ast
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import vitflow
+
+project = "vitflow"
+author = "The vitflow developers"
+release = vitflow.__version__
+html_title = "vitflow"
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = html_show_sourcelink = html_show_sphinx = False
+
+nb_execution_mode = "off"  # notebooks are kept with their outputs, and the tests run them
+myst_heading_anchors = 3
+myst_enable_extensions = ["attrs_inline", "dollarmath"]
+
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+default_role = "py:obj"
+
+# Our own names must have their place in the reference. Those of other projects stand as plain text, and so do the
+# words of docstrings that are no full names, and the types of which only parts of parts are made.
+nitpicky = True
+nitpick_ignore_regex = [
+    (r"py:.*", r"(?!vitflow\.[\w.]+$).*"),
+    (r"py:class", r"vitflow\..*\.(Balanced|Coordinate|ModuleAttention|Panel|Values)"),
+]
+
+
+def public_names() -> dict[str, str]:
+    """What a reader calls each public name, by where it is made."""
+    found = {}
+    for room in ("vitflow", "vitflow.evaluation", "vitflow.demo"):
+        stub = Path(find_spec(room).origin).with_suffix(".pyi")
+        for node in ast.parse(stub.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom):
+                names = {f"{room}.{node.module}.{alias.name}": f"{room}.{alias.name}" for alias in node.names}
+                found = names | found
+    return found
+
+
+PUBLIC = public_names()
+
+
+def under_its_public_name(app, env, node, content):
+    """Lead a reference to where a name is made to the public name, under which the reference has it."""
+    target = node.get("reftarget", "")
+    name = max((made for made in PUBLIC if target == made or target.startswith(f"{made}.")), key=len, default="")
+    if node.get("refdomain") != "py" or not name:
+        return None
+    public = PUBLIC[name] + target[len(name) :]
+    return env.domains["py"].resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, content)
+
+
+def shorter(app, what, name, obj, options, lines):
+    """Leave the options of methods, which many functions take, to a page of their own."""
+    begin = next((i for i, line in enumerate(lines) if line.startswith("Options of the methods;")), None)
+    if begin is not None:
+        lines[begin:] = ["The options of the methods: :doc:`/api/options`.", ""]
+
+
+def options_of_methods() -> str:
+    """A section for each method and a table of all options, from the table that the command line is made from."""
+    from vitflow.explaining.asking.method_options import OPTIONS
+
+    texts = ["## Methods\n"]
+    for method in vitflow.list_methods():
+        defaults = ", ".join(f"`{key}={value!r}`" for key, value in method.defaults.items())
+        paper = ", ".join(f"`{key}={value!r}`" for key, value in method.presets.get("paper", {}).items())
+        texts += [f"### {method.name}\n", f"{method.summary}\n", f"- It answers: {method.answers}"]
+        texts += ["- It depends on the class that is asked for."] * method.class_specific
+        texts += [f"- Options and defaults: {defaults or 'none'}"]
+        texts += [f'- As published, `preset="paper"`: {paper}'] * bool(paper)
+        texts += [f"- Source: {method.paper}"] * bool(method.paper) + [""]
+    texts += ["## Options\n", "| option | what it says | values |", "|---|---|---|"]
+    texts += [
+        f"| `{name}` | {option.help} | {option.values.replace('|', ', ')} |".replace("\n", " ")
+        for name, option in OPTIONS.items()
+    ]
+    return "\n".join(texts)
+
+
+def all_names() -> str:
+    """A row for each public name: what it is, in one sentence."""
+    rows = ["| name | what it is |", "|---|---|"]
+    for name in PUBLIC.values():
+        room, _, last = name.rpartition(".")
+        found = getattr(import_module(room), last)
+        first = (found.__doc__ or "").strip().partition("\n")[0] if hasattr(found, "__name__") else "A constant."
+        rows += [f"| {{py:obj}}`{name}` | {first} |"]
+    return "\n".join(rows)
+
+
+MADE = {"api/options": options_of_methods, "api/index": all_names}
+
+
+def filled_in(app, docname, source):
+    """Put the tables that are made from the code into their pages."""
+    if docname in MADE:
+        source[0] = source[0].replace("<!-- made from the code -->", MADE[docname]())
+
+
+def setup(app):
+    """Connect the functions above."""
+    app.connect("missing-reference", under_its_public_name)
+    app.connect("autodoc-process-docstring", shorter, priority=1)
+    app.connect("source-read", filled_in)
