@@ -14,8 +14,8 @@ from .explaining.showing.features import Features as Features
 from .explaining.showing.features import features as features
 from .explaining.showing.layer_maps import LayerMaps as LayerMaps
 from .explaining.showing.layer_maps import layers as layers
+from .explaining.text.generating import explain_generation as explain_generation
 from .explaining.text.generation import Generation as Generation
-from .explaining.text.generation import explain_generation as explain_generation
 from .explaining.text.reading import Reading as Reading
 from .explaining.text.reading import explain_text as explain_text
 from .explaining.text.wording import layouts_of as layouts_of
@@ -33,6 +33,7 @@ from .methods.sequence.layout import Words as Words
 from .methods.tokens import TokenLayout as TokenLayout
 from .models.answers import Answers as Answers
 from .models.loading import load_model as load_model
+from .models.picture_tokens import PictureTokens as PictureTokens
 from .recording.recorder import record_attention as record_attention
 from .recording.trace import Trace as Trace
 

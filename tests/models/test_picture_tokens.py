@@ -1,5 +1,9 @@
 """Where the patches of a picture stand among the tokens: found by lighting one place, and seeing which token moves."""
 
+import copy
+from dataclasses import replace
+from functools import lru_cache
+
 import numpy as np
 import pytest
 import torch
@@ -26,14 +30,17 @@ CASES = [*((name, {}) for name in NAMES), *CALLS.items()]
 SIZES = [(96, 64), (60, 100), (40, 140)]
 
 
-def silenced(one: Family) -> None:
-    """Switch the attention of the tower off, so that a place of the picture moves the patches that see it, alone."""
-    decoder = decoder_of(one.model)
-    of_decoder = {id(parameter) for parameter in decoder.parameters()}
-    for name, parameter in one.model.named_parameters():
-        joins = any(part in name for part in ("out_proj", "attn.proj", "attention.output", "projection_layer"))
+@lru_cache
+def silenced(name: str) -> Family:
+    """A family whose tower attends to nothing, so that a place of the picture moves the patches that see it, alone."""
+    one = family(name)
+    model = copy.deepcopy(one.model)
+    of_decoder = {id(parameter) for parameter in decoder_of(model).parameters()}
+    for path, parameter in model.named_parameters():
+        joins = any(part in path for part in ("out_proj", "attn.proj", "attention.output", "projection_layer"))
         if joins and id(parameter) not in of_decoder:
             parameter.data.zero_()
+    return replace(one, model=model)
 
 
 def embedded(one: Family, picture: np.ndarray, **options: object) -> tuple[dict[str, Tensor], Tensor]:
@@ -79,8 +86,7 @@ def beside(part: PictureTokens, square: tuple[int, int, int]) -> bool:
 @pytest.mark.parametrize("size", SIZES, ids=["landscape", "portrait", "long"])
 @pytest.mark.parametrize(("name", "options"), CASES, ids=[name + " called otherwise" * bool(o) for name, o in CASES])
 def test_the_token_that_moves_is_the_one_whose_box_holds_what_was_lit(name, options, size):
-    one = family(name)
-    silenced(one)
+    one = silenced(name)
     width, height = size
     dark = np.full((height, width, 3), 96, np.uint8)
     inputs, before = embedded(one, dark, **options)
@@ -114,8 +120,7 @@ TWICE = [name for name in NAMES if name != "llava_onevision"]
 
 @pytest.mark.parametrize("name", [*TWICE, "llava_onevision", "llava_onevision together"])
 def test_of_two_pictures_each_has_its_own_tokens(name):
-    one = family(name.split()[0])
-    silenced(one)
+    one = silenced(name.split()[0])
     text, sizes = f"{one.prompt} {one.prompt} what is on", [(48, 70), (64, 50)]
     pair = [Image.fromarray(np.full((*size, 3), 96, np.uint8)) for size in sizes]
     nested = "together" in name or one.processor.__class__.__name__.startswith("Idefics3")

@@ -16,7 +16,7 @@ from vitflow.errors import OptionError
 from vitflow.explaining.asking.answer import Answer
 from vitflow.explaining.asking.captions import class_lines, departures, departures_from_paper, unsure
 from vitflow.explaining.asking.method_options import plain_options
-from vitflow.explaining.asking.method_table import get_method
+from vitflow.explaining.asking.method_table import told_method
 from vitflow.explaining.asking.targets import Contrast
 from vitflow.pictures import figures, notebook, overlay
 from vitflow.pictures.files import write_atomically
@@ -165,9 +165,9 @@ class Saliency:
                 self.grid,
                 self.placement,
                 self.image,
-                title=get_method(self.method).title,
+                title=told_method(self.method).title,
                 lines=tuple(class_lines(self.answer)),
-                details=departures(get_method(self.method), self.options),
+                details=departures(told_method(self.method), self.options),
                 notes=tuple(self._notes()),
                 box=self.patch_box,
             ),
@@ -217,7 +217,7 @@ class Saliency:
             "model": self.model,
             "method": self.method,
             "options": plain_options(self.options),
-            "departures_from_paper": departures_from_paper(get_method(self.method), self.options),
+            "departures_from_paper": departures_from_paper(told_method(self.method), self.options),
             "class_specific": self.class_specific,
             **self.answer.to_dict(),
             "grid_rows": rows,

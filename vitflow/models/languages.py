@@ -121,15 +121,28 @@ def _tell_code(name: str | Path, error: Exception) -> None:
 
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer that was saved beside a model; ModelError where there is none."""
+    return _load_beside("tokenizer", name, trust_remote_code)
+
+
+def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """What prepares pictures and texts, as it was saved beside a model; ModelError where there is none."""
+    found = _load_beside("processor", name, trust_remote_code)
+    if not hasattr(found, "image_processor"):
+        raise ModelError(f"Expected a processor of pictures beside the model {str(name)!r}, got none: pass processor=.")
+    return found
+
+
+def _load_beside(what: str, name: str | Path, trust_remote_code: bool) -> Any:
     transformers = _transformers()
     try:
-        if is_folder(name) and not any(is_file(Path(name) / file) for file in _TOKENIZER_FILES):
+        if what == "tokenizer" and is_folder(name) and not any(is_file(Path(name) / file) for file in _TOKENIZER_FILES):
             raise OSError(f"no {', '.join(_TOKENIZER_FILES)}")  # transformers would make one that knows no words
-        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        kind = transformers.AutoTokenizer if what == "tokenizer" else transformers.AutoProcessor
+        return kind.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # likewise
         _tell_code(name, error)
         raise ModelError(
-            f"Expected a tokenizer beside the model {str(name)!r}, got none: pass tokenizer=. ({_reason(error)})"
+            f"Expected a {what} beside the model {str(name)!r}, got none: pass {what}=. ({_reason(error)})"
         ) from error
 
 

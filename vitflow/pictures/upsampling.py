@@ -1,5 +1,6 @@
 """From patches to pixels: a map spread over the picture that it belongs to, by the inverse of the preprocessing."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import cv2
@@ -75,6 +76,52 @@ def upsample(
         borderMode=cv2.BORDER_REPLICATE,
     )
     return heatmap
+
+
+def lay_together(
+    grids: Sequence[NDArray[np.floating[Any]]], placements: Sequence[Placement]
+) -> tuple[NDArray[np.float32], Placement]:
+    """One map over a whole picture of several that lie on parts of it, which may overlap: weights are added by area.
+
+    Each patch spreads its weight evenly over where it lies; a cell of the new map, about as large as the smallest
+    patch, has what falls into it. The sum stays, but for what lies beyond the picture.
+
+    Args:
+        grids: maps [rows, cols].
+        placements: where each lies, all on the same picture.
+
+    >>> left, right = (Placement((2, 4), (2, 4), (0, x), (2, 2)) for x in (0, 2))
+    >>> lay_together([np.array([[1.0]]), np.array([[2.0]])], [left, right])[0]
+    array([[1., 2.]], dtype=float32)
+    """
+    size = placements[0].image_size
+    edges = [
+        [_edges(placement, axis, grid.shape[axis]) for placement, grid in zip(placements, grids, strict=True)]
+        for axis in (0, 1)
+    ]
+    counts = [
+        max(1, min(round(side / min(float(own[1] - own[0]) for own in of_axis)), side))
+        for side, of_axis in zip(size, edges, strict=True)
+    ]
+    found = np.zeros(counts)
+    for grid, *own in zip(grids, *edges, strict=True):
+        rows, cols = (_shares(of_axis, side, count) for of_axis, side, count in zip(own, size, counts, strict=True))
+        found += rows @ grid @ cols.T
+    return found.astype(np.float32), Placement(size, size, (0, 0), size)
+
+
+def _edges(placement: Placement, axis: int, count: int) -> NDArray[np.float64]:
+    """Where the patches of a grid begin and end along an axis of the picture, [count + 1]."""
+    along = np.arange(count + 1, dtype=np.float64) * (placement.input_size[axis] / count)
+    return placement.to_image(along, along)[axis]
+
+
+def _shares(edges: NDArray[np.float64], side: int, count: int) -> NDArray[np.float64]:
+    """Which share of each patch along an axis falls into each of `count` cells of the picture, [cells, patches]."""
+    cells = np.arange(count + 1) * (side / count)
+    begin, end = np.maximum.outer(cells[:-1], edges[:-1]), np.minimum.outer(cells[1:], edges[1:])
+    shares: NDArray[np.float64] = np.clip(end - begin, 0.0, None) / np.diff(edges)
+    return shares
 
 
 def _spline(places: NDArray[np.float64], count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vitflow.errors import UnsupportedModelError
 from vitflow.recording.layers import Arrange, AttentionLayer
 
 # Softmaxes that are no attention between tokens.
@@ -49,6 +50,34 @@ _REFUSED = {
     "CrossVit": "two branches of tokens at two scales, which exchange only their class tokens",
     "NextViT": "attention to runs of neighbours in the order of the tokens, which are no regions of the picture",
 }
+
+
+# Layers that mix tokens without a matrix between them, as transformers names them in a configuration.
+_OTHER_LAYERS = {
+    "linear_attention": "linear attention or a state space model",
+    "mamba": "a state space model",
+    "conv": "convolutions over the text",
+    "hybrid": "a state space model beside attention",
+    "hybrid_sliding": "a state space model beside attention",
+    "recurrent": "a recurrence",
+}
+
+
+def refuse_other_layers(model: nn.Module, method: str) -> None:
+    """Refuse a method that multiplies layers, where some mix the tokens of a text otherwise than by attention.
+
+    Raises:
+        UnsupportedModelError: so it is; the message names what they compute.
+    """
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    types = [*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())]
+    found = sorted({_OTHER_LAYERS[kind] for kind in types if kind in _OTHER_LAYERS})
+    if found and method in ("rollout", "flow", "gae"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers that mix its tokens by {' and '.join(found)}: {method}, a product of "
+            "layers of attention, would leave them out. Use method='attention', the rows of one layer of attention."
+        )
 
 
 def _kind(module: nn.Module) -> str:

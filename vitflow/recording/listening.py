@@ -33,7 +33,7 @@ class Listening:
     Attributes:
         model: the model without wrappers.
         fusions: the (head fusion, value weighted) pairs to keep each layer by; none keep every head.
-        gradients, values, wants_keys, wants_visible, on_layer, residual: as for `record_attention`.
+        gradients, values, wants_keys, wants_visible, on_layer, residual, within: as for `record_attention`.
         path: the modules that are running, outermost first.
         pooling: what a pooling head attends to, where there is one.
         batch: how many pictures or texts the pass has.
@@ -48,6 +48,7 @@ class Listening:
     wants_visible: bool
     on_layer: Callable[[AttentionLayer], None] | None
     residual: float
+    within: str = ""
 
     def open(self, trace: Trace) -> None:
         """Listen for this trace from now on."""
@@ -70,6 +71,8 @@ class Listening:
         if not self.path or is_aside():
             return None
         name, module = self.path[-1]
+        if self.within and name != self.within and not name.startswith(f"{self.within}."):
+            return None
         other = other_attention(module)
         if other is not None:
             self._other.add(other)

@@ -65,6 +65,8 @@ class record_attention:
             fusion, and a third of the memory.
         answers: maps what the model returns to the numbers whose gradients are asked for, [batch, classes]; by default
             to its logits.
+        within: the path of the part whose attention is recorded, such as the part of a model that reads, where another
+            sees; by default all of it.
 
     Raises:
         NoAttentionError: on leaving the block, when a forward pass ran and no attention between tokens was seen.
@@ -96,6 +98,7 @@ class record_attention:
         on_layer: Callable[[AttentionLayer], None] | None = None,
         residual: float = 0.0,
         answers: Callable[[Any], Tensor | None] = logits_of,
+        within: str = "",
     ) -> None:
         check_layout(layout)
         check_fraction("residual", residual)
@@ -105,7 +108,7 @@ class record_attention:
             raise OptionError("With residual > 0, expected one fusion, no gradients, no keys and nothing visible.")
         self._gradients = gradients
         values = values or bool(value_weighted) or any(weighting for _, weighting in kept)
-        self._listening = Listening(self._model, kept, gradients, values, keys, visible, on_layer, residual)
+        self._listening = Listening(self._model, kept, gradients, values, keys, visible, on_layer, residual, within)
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention, self._answers = attention, answers
         self._layout = layout

@@ -38,10 +38,13 @@ class follow_writing:
         progress: Callable[[int], object] | None = None,
     ) -> None:
         self._model, self._grown, self._progress = model, grown, progress
-        self._path = decoder_path(model)
         self._layer = self._tokens = 0  # of the pass that runs
         self._recorder = record_attention(
-            model, fusions=[(head_fusion, value_weighted)], visible=visible, on_layer=self._take
+            model,
+            fusions=[(head_fusion, value_weighted)],
+            visible=visible,
+            on_layer=self._take,
+            within=decoder_path(model),
         )
 
     def __enter__(self) -> GrowingRollout:
@@ -69,7 +72,5 @@ class follow_writing:
         self._layer = 0
 
     def _take(self, layer: AttentionLayer) -> None:
-        if layer.name != self._path and not layer.name.startswith(f"{self._path}." if self._path else ""):
-            return  # of a part that sees or hears
         self._grown.append(self._layer, layer.example, self._tokens, layer.visible)
         self._layer += 1

@@ -150,7 +150,7 @@ def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]
         token, target = (_number_or_word(given[name]) for name in ("token", "target"))
         chosen: dict[str, Any] = {"method": given["method"], "name": given["name"], **options}
         return explain_text(text, model=model, tokenizer=tokenizer, token=token, target=target, **chosen)
-    from vitflow.explaining.text.generation import explain_generation
+    from vitflow.explaining.text.generating import explain_generation
 
     return explain_generation(
         model,

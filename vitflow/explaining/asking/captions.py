@@ -5,7 +5,7 @@ from typing import Any
 
 from vitflow.explaining.asking.answer import Answer
 from vitflow.explaining.asking.method import Method
-from vitflow.explaining.asking.method_table import get_method
+from vitflow.explaining.asking.method_table import told_method
 
 # Below it, the halves of a sample agree so little that another seed may well give another map.
 _LOW_RELIABILITY = 0.2
@@ -19,6 +19,8 @@ def class_lines(answer: Answer) -> Iterator[str]:
         chance = "<0.1%" if answer.number < 0.0005 else answer.told
         # The probability of a long name gets a line of its own, so that it is not cut off.
         yield from (answer.name, chance) if len(answer.name) > 40 else (f"{answer.name}, {chance}",)
+    elif answer.name:
+        yield answer.name
 
 
 def departures(method: Method, options: Mapping[str, Any]) -> str:
@@ -48,7 +50,7 @@ def departures_from_paper(method: Method, options: Mapping[str, Any]) -> str | N
 
 def own_options(name: str, options: Mapping[str, Any]) -> str:
     """What differs from the method's defaults, such as "90% discarded", or the preset that this amounts to."""
-    method = get_method(name)
+    method = told_method(name)
     differing = {name: value for name, value in options.items() if value != method.defaults.get(name)}
     for preset, values in method.presets.items():
         if differing and {**method.defaults, **values} == options:

@@ -260,3 +260,27 @@ register_method(
 
 #: The methods that the project brings.
 BUILT_IN = tuple(_METHODS.values())
+#: Methods for texts alone, and for the pictures among their tokens.
+OF_TEXTS = {
+    method.name: method
+    for method in (
+        Method(
+            "logit_lens",
+            "",
+            title="Logit lens",
+            rows="vitflow.explaining.text.lens:logit_lens",
+            summary="Logit lens: the tokens whose hidden states speak for the word.",
+            answers="Which tokens' hidden states would be read as this word?",
+            defaults={"layer": -1},
+            needs=frozenset({"features"}),
+            class_specific=True,
+            refined="never",
+            paper="nostalgebraist, 2020; on pictures Li et al., ICCV 2025",
+        ),
+    )
+}
+
+
+def told_method(name: str) -> Method:
+    """The method of that name, of pictures or of texts; OptionError that lists the known ones if there is none."""
+    return OF_TEXTS[name] if name in OF_TEXTS else get_method(name)

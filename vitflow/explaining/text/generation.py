@@ -1,32 +1,25 @@
 """A text that a language model writes: what each of its tokens rests on."""
 
 import os
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from vitflow.errors import OptionError, printable, whole_number
+from vitflow.explaining.asking.answer import Answer
 from vitflow.explaining.asking.captions import departures_from_paper
-from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.method_options import plain_options
+from vitflow.explaining.asking.method_table import told_method
+from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.text.captions import caption
-from vitflow.explaining.text.method_table import TEXT_METHODS, for_kind, text_method
-from vitflow.explaining.text.prompts import arguments_of
-from vitflow.explaining.text.read_rows import array_of, read_rows
-from vitflow.explaining.text.writing import follow, refuse_looking_ahead, split, write
+from vitflow.explaining.text.method_table import TEXT_METHODS
+from vitflow.explaining.text.pictures import Pictures, less_earlier
 from vitflow.methods.attention import check_layer
 from vitflow.methods.sequence.layout import Words
-from vitflow.models.anatomy import unwrap
-from vitflow.models.facts import check_name, model_id
-from vitflow.models.languages import load_language_model, refuse_generation
-from vitflow.recording.isolation import device_of, evaluating
 from vitflow.words.labels import hide, labels_of, text_of
 from vitflow.words.shaded import ShadedText
 from vitflow.words.sheet import Sheet
@@ -57,6 +50,7 @@ class Generation:
             [n, layers]; else None.
         facts: what else belongs beside it.
         seconds: time of the generation with the method.
+        pictures: the pictures of the prompt, and where their patches stand among its tokens; None without.
     """
 
     values: NDArray[np.float32]
@@ -69,6 +63,7 @@ class Generation:
     own: NDArray[np.float32] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    pictures: Pictures | None = None
 
     def __repr__(self) -> str:
         if not isinstance(self.prompt_tokens, Words) or not isinstance(self.generated_tokens, Words):
@@ -100,6 +95,68 @@ class Generation:
             own=None if self.own is None else self.own[number, :n],
         )
 
+    def picture(
+        self,
+        word: str | int,
+        *,
+        picture: int | None = None,
+        role: str | None = None,
+        layer: int | None = None,
+        relative: bool = False,
+        without_earlier: bool = False,
+        through_tower: bool | None = None,
+    ) -> Saliency:
+        """What a written word rests on in a picture of the prompt: a map on that picture.
+
+        The weights are shares of the word's whole row, so that their sum tells how much of it lies on the picture at
+        all: that is `facts["on_picture"]`. Beside it stand the shares of the map that lie on the first patch and on the
+        patches of the edges, where attention is often parked.
+
+        Args:
+            word: a word of the answer, whose tokens' rows are averaged, or a token by its number (0 is the first).
+            picture: which picture, 0 for the first; needed where there are several.
+            role: "whole", "tile" or "thumbnail" for these parts of the picture alone; by default all, added by area.
+            layer: up to which layer, 1 for the first, −1 for the last; by default the method's own.
+            relative: as a multiple of the row of the neutral prompt (Zhang et al., ICLR 2025).
+            without_earlier: less what the maps of earlier written words explain of it (after Li et al., ICCV 2025):
+                their sum, weighted by what the word's row has on them, times the factor that fits best; what is below
+                0 is cut off.
+            through_tower: carried on to the vision tower's own patches; by default where that was asked for.
+
+        Raises:
+            OptionError: no such word, picture or part; or what an option needs was not asked for before.
+        """
+        _, written = self._one_prompt()
+        if self.pictures is None:
+            raise OptionError("Expected a picture in the prompt, got none: pass image= to explain_generation.")
+        chosen, places = self.pictures.chosen(picture, role), list(written.find(word))
+        asked = self.options.get("layer", -1) if layer is None else layer
+        index = check_layer("layer", asked, self.values.shape[2])
+        rows = self.values[:, :, index].astype(np.float64)
+        row = rows[places].mean(axis=0)
+        whole = row.sum() + self.among_generated[places, :, index].mean(axis=0).sum()
+        if without_earlier:
+            row = less_earlier(row, rows[: places[0]], self.among_generated[places[0], : places[0], index])
+        through = self.pictures.tower is not None if through_tower is None else through_tower
+        grid, placement, facts = self.pictures.map_of(
+            row, float(whole), chosen, layer=index, relative=relative, through_tower=through
+        )
+        number = self.pictures.parts[chosen[0]].picture
+        told = {"relative": relative, "without_earlier": without_earlier, "through_tower": through}
+        return Saliency(
+            grid=grid,
+            placement=placement,
+            image=self.pictures.images[number],
+            source=self.pictures.sources[number],
+            model=self.model,
+            method=self.method,
+            options={**self.options, **{name: True for name, value in told.items() if value}},
+            class_specific=told_method(self.method).class_specific,
+            answer=Answer(text_of(written[places[0] : places[-1] + 1]).strip()),
+            facts={**facts, "layer": index + 1},
+            seconds=self.seconds,
+        )
+
     def shaded(self, number: int, *, special: bool = True, stop_words: Iterable[str] = ()) -> ShadedText:
         """What one generated token rests on, over the prompt and what was written before it.
 
@@ -120,7 +177,7 @@ class Generation:
             weights,
             asked=(place - 1, place),
             own=float(weights[place - 1] if self.own is None else self.own[number, -1]),
-            hidden=hide(words, special=not special, stop_words=stop_words),
+            hidden=self._hidden(words, special, stop_words),
             title=f"What “{labels_of(words)[place].text}” rests on",
             caption=caption(self.method, self.options, self.model),
         )
@@ -146,10 +203,16 @@ class Generation:
             rest_name="generated",
             own_tokens=list(range(prompt.length - 1, prompt.length - 1 + written.length)),
             own=None if self.own is None else float(np.mean(self.own[:, index])),
-            hidden=hide(words, special=not special, stop_words=stop_words),
+            hidden=self._hidden(words, special, stop_words),
             title="What each generated token rests on",
             caption=caption(self.method, self.options, self.model),
         )
+
+    def _hidden(self, words: Words, special: bool, stop_words: Iterable[str]) -> dict[int, str]:
+        """What a view leaves out, and why, by position; of pictures, whose map is a picture, all patches."""
+        parts = () if self.pictures is None else self.pictures.parts
+        patches = {place: "patches of pictures" for part in parts for place in part.positions}
+        return hide(words, special=not special, stop_words=stop_words) | patches
 
     def _one_prompt(self) -> tuple[Words, Words]:
         """The tokens of the prompt and the written ones; OptionError where there are several prompts."""
@@ -179,6 +242,7 @@ class Generation:
             "values": self.values.tolist(),
             "among_generated": self.among_generated.tolist(),
             "own": None if self.own is None else self.own.tolist(),
+            "pictures": [] if self.pictures is None else self.pictures.to_list(),
             "model": self.model,
             "method": self.method,
             "options": plain_options(self.options),
@@ -190,94 +254,3 @@ class Generation:
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         found = [self[number].sheet()._repr_mimebundle_(include, exclude) for number in range(len(self))]
         return {kind: "\n".join(one[kind] for one in found) for kind in found[0]}
-
-
-def explain_generation(
-    model: str | Path | nn.Module,
-    inputs: Any,
-    *,
-    tokenizer: Any = None,
-    method: str = "rollout",
-    name: str | None = None,
-    trust_remote_code: bool = False,
-    **options: Any,
-) -> Generation:
-    """Let a model write, and tell what each token that it writes rests on.
-
-    Args:
-        model: a causal language model of `transformers`, its id or folder.
-        inputs: the prompt, as the tokenizer makes it (input_ids, attention_mask), ids [batch, tokens], or a text.
-        tokenizer: its tokenizer; by default the one saved beside it. Without one, tokens are told by their numbers.
-        method: "rollout", "attention", "flow" or "gae".
-        name: what to call the model; by default the id that it was loaded by.
-        trust_remote_code: run Python code that a model by name brings along; without it such a model is refused.
-        options: as `model.generate` takes them, such as max_new_tokens=20 or do_sample=True; and the method's own, such
-            as causal="raw" (by default "receptive_field"), head_fusion="max", or preset="paper".
-
-    Raises:
-        VitflowError: the model or an option is wrong; the message says which and what to do.
-    """
-    asked = {name: options[name] for name in options if any(one.accepts(name) for one in TEXT_METHODS.values())}
-    generate = {name: value for name, value in options.items() if name not in asked}
-    chosen, used = text_method(method, asked)
-    used = for_kind(used, decoder=True)
-    if isinstance(model, nn.Module):
-        model = unwrap(model)
-    else:
-        model, own_tokenizer = load_language_model(model, trust_remote_code=trust_remote_code)
-        tokenizer = own_tokenizer if tokenizer is None else tokenizer
-    refuse_generation(model, generate)
-    refuse_looking_ahead(model)
-    arguments, tokenizer = arguments_of(inputs, tokenizer, model, generate)
-    started = time.perf_counter()
-    start = arguments["input_ids"].shape[1]
-    with evaluating(model), torch.no_grad():
-        if method == "rollout":
-            sequences, rows, own = follow(model, arguments, used)
-        else:
-            sequences = write(model, arguments)
-    prompts, written = split(sequences, arguments, tokenizer, model)
-    n = sequences.shape[1] - start
-    if method != "rollout":
-        rows, own = _taught(model, prompts, written, (n, start), chosen, used)
-    values = array_of(rows.permute(0, 2, 3, 1))  # [batch, rows, tokens, layers]
-    beside = np.zeros((len(values), n, n, values.shape[-1]), np.float32)
-    beside[:, :, : n - 1] = values[:, :, start:]  # the last token is written, and never read
-    found = Generation(
-        values=values[:, :, :start],
-        among_generated=beside,
-        prompt_tokens=tuple(prompts),
-        generated_tokens=tuple(written),
-        model=model_id(model) if name is None else check_name(name),
-        method=method,
-        options=used,
-        own=None if own is None else array_of(own.permute(0, 2, 1)),
-        seconds=time.perf_counter() - started,
-    )
-    return found[0] if len(found) == 1 else found
-
-
-def _taught(
-    model: nn.Module,
-    prompts: Sequence[Words],
-    written: Sequence[Words],
-    shape: tuple[int, int],
-    method: Method,
-    options: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """Rows of a method by one pass over each finished text, as `follow` gives those of rollout."""
-    n, start = shape
-    device = device_of(model)
-    rows, shares = [], []
-    for prompt, new in zip(prompts, written, strict=True):
-        text = torch.tensor([(prompt + new).ids[:-1]], device=device)
-        places = range(prompt.length - 1, text.shape[1])
-        readout = torch.eye(text.shape[1], device=device)[list(places)]
-        targets = list(zip(places, new.ids, strict=True))
-        inputs = {"input_ids": text, "attention_mask": torch.ones_like(text)}
-        read = read_rows(model, inputs, readout, method, options, targets=targets)
-        left, below = start - prompt.length, n - new.length
-        rows.append(torch.nn.functional.pad(read.rows.float(), (left, below, 0, below)))
-        shares.append(None if read.own is None else torch.nn.functional.pad(read.own.float(), (0, below)))
-    told = [one for one in shares if one is not None]
-    return torch.stack(rows), torch.stack(told) if told else None

@@ -10,7 +10,7 @@ from typing import Any
 from vitflow.errors import OptionError, unknown_name
 from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.method_options import COMMON
-from vitflow.explaining.asking.method_table import BUILT_IN
+from vitflow.explaining.asking.method_table import BUILT_IN, OF_TEXTS
 
 # What is best depends on what a token sees: in a decoder plain attention relative to the receptive field finds a
 # looked-up word (97 % against 62 % value-weighted); in a BERT plain rollout is on special tokens for two thirds.
@@ -31,17 +31,19 @@ def _for_texts(method: Method) -> Method:
         for name, value in method.defaults.items()
         if name not in _OF_PICTURES
     }
-    paper = {name: value for name, value in method.presets["paper"].items() if name in defaults}
+    paper = {name: value for name, value in method.presets.get("paper", {}).items() if name in defaults}
     return replace(
         method,
         function=method.rows,
         defaults=defaults | ({"causal": None} if causal else {}),
-        presets={"paper": paper | ({"causal": "raw"} if causal else {})},
+        presets={"paper": paper | ({"causal": "raw"} if causal else {})} if method.presets else {},
         refined="never",
     )
 
 
-TEXT_METHODS: Mapping[str, Method] = {method.name: _for_texts(method) for method in BUILT_IN if method.rows}
+TEXT_METHODS: Mapping[str, Method] = {
+    method.name: _for_texts(method) for method in (*BUILT_IN, *OF_TEXTS.values()) if method.rows
+}
 
 
 def text_method(name: str, options: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:

@@ -17,6 +17,9 @@ from vitflow.models.languages import (
 )
 from vitflow.recording.isolation import device_of
 
+# Arguments that tell of the text itself.
+_OF_THE_TEXT = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
+
 
 def arguments_of(
     inputs: Any, tokenizer: Any, model: nn.Module, generate: Mapping[str, Any]
@@ -46,6 +49,28 @@ def arguments_of(
     _check_mask(arguments["attention_mask"], ids)
     _check_room(model, generate, ids)
     return arguments, tokenizer
+
+
+def beside_text(model: nn.Module, arguments: Mapping[str, Any], length: int, written: int) -> dict[str, Tensor]:
+    """What a forward pass over a finished text is given beside its numbers: pixels, their sizes, and kinds of tokens.
+
+    Args:
+        model: what reads.
+        arguments: those of its `generate`, of one prompt.
+        length: tokens of the prompt without its padding.
+        written: tokens that follow it; of PaliGemma these are the suffix, of others plain text.
+    """
+    shape = arguments["input_ids"].shape
+    tensors = {name: one for name, one in arguments.items() if isinstance(one, Tensor) and name not in _OF_THE_TEXT}
+    if tensors and shape[0] > 1:
+        raise OptionError(f"Expected one prompt where {', '.join(tensors)} are given, got {shape[0]}.")
+    kind = 1 if getattr(getattr(model, "config", None), "model_type", "") == "paligemma" else 0
+    return {
+        name: torch.nn.functional.pad(one[:, shape[1] - length :], (0, written), value=kind)
+        if one.shape == shape and not one.is_floating_point()
+        else one
+        for name, one in tensors.items()
+    }
 
 
 def _numbers(tokenizer: Any, text: str) -> list[int]:

@@ -19,6 +19,7 @@ from vitflow.methods.rollout import for_the_class
 from vitflow.methods.sequence import layer_rows
 from vitflow.methods.values import ValueWeighting
 from vitflow.models.languages import has_head, reading
+from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.causality import is_causal
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.recorder import record_attention
@@ -34,12 +35,14 @@ class ReadText:
         visible: which keys each query may see in each layer, bool [tokens, tokens].
         readout: what speaks, [rows, tokens].
         targets: for each row the position of a logit, and whose it is; None for the most probable.
+        hidden: what each layer makes of the tokens, [1, tokens, width], for a method that needs features.
     """
 
     trace: Trace
     visible: Sequence[Tensor]
     readout: Tensor
     targets: Sequence[tuple[int, int | None]]
+    hidden: Sequence[Tensor] = ()
 
     def fused(self, head_fusion: str, value_weighted: ValueWeighting) -> list[Tensor]:
         """Fused attention of each layer, [tokens, tokens]."""
@@ -73,6 +76,7 @@ def read_rows(
     options: Mapping[str, Any],
     *,
     targets: Sequence[tuple[int, int | None]] = (),
+    within: str = "",
 ) -> RowsRead:
     """Read one text in one pass, and give the rows of a method for chosen tokens.
 
@@ -83,36 +87,41 @@ def read_rows(
         method, options: of the table of methods for texts.
         targets: for a class-specific method, for each row the position of a logit, and whose it is: a token or class;
             None for the most probable.
+        within: the path of the part that reads, in a model that may see as well; by default all of it.
 
     Raises:
-        UnsupportedModelError: the model reads with an encoder and a decoder, or value weighting, where that is asked
-            for, does not apply to it.
+        UnsupportedModelError: the model reads with an encoder and a decoder, mixes its tokens otherwise than by
+            attention, or value weighting, where that is asked for, does not apply to it.
     """
+    refuse_other_layers(model, method.name)
     gradients = "gradients" in method.needs
     if gradients:
         refuse_inference_tensors(model)
     with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(model):
-        trace = _record(model, inputs, options, gradients)
-        weighted = False if gradients else options["value_weighted"]
-        matrices = torch.stack([layer[0] for layer in trace.fused(options["head_fusion"], value_weighted=weighted)])
-        text = ReadText(trace, _visible(trace, inputs), readout.to(matrices), targets)
+        fusion, weighting = options.get("head_fusion", "mean"), options.get("value_weighted", False)
+        kept: dict[str, Any] = {"fusions": [(fusion, weighting)], "within": within}
+        if gradients:
+            kept = {"gradients": True, "values": bool(weighting), "within": within}
+        trace, hidden = _record(model, inputs, kept, hidden="features" in method.needs)
+        found = trace.fused(fusion, value_weighted=False if gradients else weighting)
+        matrices = torch.stack([layer[0] for layer in found])
+        text = ReadText(trace, _visible(trace, inputs), readout.to(matrices), targets, hidden)
         rows, own = method.load()(text, **options)
-    chosen = check_layer("layer", options.get("layer", -1), len(trace.layers))
+    chosen = check_layer("layer", options.get("layer", -1), len(rows))
     return RowsRead(rows, chosen, own, matrices, None if trace.logits is None else trace.logits.detach())
 
 
-def _record(model: nn.Module, inputs: Mapping[str, Tensor], options: Mapping[str, Any], gradients: bool) -> Trace:
-    kept: dict[str, Any] = {"fusions": [(options["head_fusion"], options["value_weighted"])]}
-    if gradients:
-        kept = {"gradients": True, "values": bool(options["value_weighted"])}
+def _record(
+    model: nn.Module, inputs: Mapping[str, Tensor], kept: Mapping[str, Any], *, hidden: bool
+) -> tuple[Trace, Sequence[Tensor]]:
+    """A pass with what shall be kept of it, and what each layer makes of the tokens, where that is asked for."""
     ids = inputs["input_ids"]
     try:
         with reading(model, ids), record_attention(model, visible=True, **kept) as trace:
-            model(**inputs)
+            output: Any = model(**inputs, **({"output_hidden_states": True} if hidden else {}))
     except ValueNormsError:
-        _record(
-            model, inputs, {**options, "value_weighted": False}, gradients
-        )  # it may be refused without weights, too
+        plain = {"values": False} if "values" in kept else {"fusions": [("mean", False)]}
+        _record(model, inputs, {**kept, **plain}, hidden=False)  # it may be refused without weights, too
         raise
     if len(trace.streams) > 1:
         raise UnsupportedModelError(
@@ -126,7 +135,7 @@ def _record(model: nn.Module, inputs: Mapping[str, Tensor], options: Mapping[str
             f"{type(model).__name__} attends within parts of the text, in matrices of shape {other}, expected "
             f"{ids.shape[1]} × {ids.shape[1]} tokens in each layer: rollout, flow and GAE need attention between all."
         )
-    return trace
+    return trace, output.hidden_states[1:] if hidden else ()
 
 
 def _outer(matrix: Tensor) -> tuple[int, int, int]:
@@ -135,10 +144,13 @@ def _outer(matrix: Tensor) -> tuple[int, int, int]:
 
 
 def _visible(trace: Trace, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Which keys each query of a layer may see, [tokens, tokens]: by its masks, by padding, and by what was caused."""
+    """Which keys each query of a layer may see, [tokens, tokens]: by its masks, by padding, and by what was caused.
+
+    Beside a picture the masks alone tell: its patches, or all of a prefix, may see both ways.
+    """
     tokens = inputs["input_ids"].shape[1]
     common = torch.ones(tokens, tokens, dtype=torch.bool, device=trace.layers[0].example.device)
-    if is_causal(trace.model):
+    if "pixel_values" not in inputs and is_causal(trace.model):
         common = common.tril()
     if "attention_mask" in inputs:
         common = common & inputs["attention_mask"][0].bool().to(common.device)

@@ -12,6 +12,8 @@ from vitflow.explaining.text.wording import words_of
 from vitflow.methods.sequence.growing_rollout import GrowingRollout
 from vitflow.methods.sequence.layout import Words
 from vitflow.models.languages import decoder_of, generation_setting, reading, reads_text
+from vitflow.models.picture_tokens import image_token
+from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.causality import is_causal
 from vitflow.recording.isolation import Hook
 from vitflow.recording.writing import follow_writing
@@ -23,8 +25,11 @@ _MOST_ROOM = 1024
 
 
 def refuse_looking_ahead(model: nn.Module) -> None:
-    """Raise UnsupportedModelError where a token moves what is made of those before it."""
-    if not is_causal(decoder_of(model)):
+    """Raise UnsupportedModelError where a token moves what is made of those before it.
+
+    Of a model that sees, the prompt's own tokens may see both ways; what it writes follows them all the same.
+    """
+    if image_token(getattr(model, "config", None)) is None and not is_causal(decoder_of(model)):
         raise UnsupportedModelError(
             f"Expected a model whose tokens see only those before them, got {type(model).__name__}, in which a later "
             "token moves earlier ones: it writes no text from left to right. Use vitflow.explain_text to see what it "
@@ -60,6 +65,7 @@ def follow(
     model: nn.Module, arguments: Mapping[str, Any], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Write, with a rollout that grows: what was written, rows [batch, layers, rows, tokens], own shares."""
+    refuse_other_layers(model, "rollout")
     start = arguments["input_ids"].shape[1]
     steps = int(generation_setting(model, arguments, "max_new_tokens") or _ROOM)
     of_rollout = {name: options[name] for name in ("discard_ratio", "residual", "start_layer", "causal")}

@@ -1,0 +1,164 @@
+"""Let a model write, by any method: what each token that it writes rests on."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from vitflow.errors import OptionError
+from vitflow.explaining.asking.method import Method
+from vitflow.explaining.text.generation import Generation
+from vitflow.explaining.text.method_table import TEXT_METHODS, for_kind, text_method
+from vitflow.explaining.text.pictures import Layout, with_neutral, with_pictures
+from vitflow.explaining.text.prompts import arguments_of, beside_text
+from vitflow.explaining.text.read_rows import array_of, read_rows
+from vitflow.explaining.text.tower import tower_rows
+from vitflow.explaining.text.writing import follow, refuse_looking_ahead, split, write
+from vitflow.methods.sequence.layout import Words
+from vitflow.models.anatomy import unwrap
+from vitflow.models.facts import check_name, model_id
+from vitflow.models.languages import decoder_path, load_language_model, load_processor, reading, refuse_generation
+from vitflow.models.picture_tokens import refuse_videos
+from vitflow.recording.isolation import device_of, evaluating
+
+
+def explain_generation(
+    model: str | Path | nn.Module,
+    inputs: Any,
+    *,
+    image: Any = None,
+    tokenizer: Any = None,
+    processor: Any = None,
+    method: str = "rollout",
+    layout: Layout = None,
+    neutral: Any = None,
+    through_tower: bool = False,
+    name: str | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Generation:
+    """Let a model write, and tell what each token that it writes rests on.
+
+    Args:
+        model: a causal language model of `transformers`, or one that sees as well; its id or folder.
+        inputs: the prompt, as the tokenizer makes it (input_ids, attention_mask), ids [batch, tokens], or a text; with
+            pictures, a text or what the processor makes of it with them.
+        image: a picture of the prompt, or several, as paths, bytes, PIL images or arrays.
+        tokenizer: its tokenizer; by default the one saved beside it. Without one, tokens are told by their numbers.
+        processor: what prepares pictures for the model; by default the one saved beside it.
+        method: "rollout", "attention", "flow", "gae" or "logit_lens".
+        layout: where the patches of the pictures stand in the prompt, for a family of models that is not known.
+        neutral: another prompt for the same pictures, such as "Describe the picture.": what `picture(relative=True)`
+            compares with.
+        through_tower: also record the vision tower, so that maps can be carried on to its own patches.
+        name: what to call the model; by default the id that it was loaded by.
+        trust_remote_code: run Python code that a model by name brings along; without it such a model is refused.
+        options: as `model.generate` takes them, such as max_new_tokens=20 or do_sample=True; and the method's own, such
+            as causal="raw" (by default "receptive_field"), head_fusion="max", or preset="paper".
+
+    Raises:
+        VitflowError: the model or an option is wrong; the message says which and what to do.
+    """
+    asked = {name: options[name] for name in options if any(one.accepts(name) for one in TEXT_METHODS.values())}
+    generate = {name: value for name, value in options.items() if name not in asked}
+    chosen, used = text_method(method, asked)
+    used = for_kind(used, decoder=True)
+    if isinstance(model, nn.Module):
+        model = unwrap(model)
+    else:
+        if image is not None and processor is None:
+            processor = load_processor(model, trust_remote_code=trust_remote_code)
+        model, own_tokenizer = load_language_model(model, trust_remote_code=trust_remote_code)
+        tokenizer = own_tokenizer if tokenizer is None else tokenizer
+    refuse_generation(model, generate)
+    refuse_looking_ahead(model)
+    pictures = None
+    if image is not None:
+        inputs, processor, pictures = with_pictures(model, inputs, image, processor, layout)
+        tokenizer = processor.tokenizer if tokenizer is None else tokenizer
+    elif neutral is not None or through_tower or layout is not None:
+        raise OptionError("Expected image= beside neutral, through_tower and layout, got none.")
+    elif isinstance(inputs, Mapping) and isinstance(inputs.get("input_ids"), Tensor):
+        refuse_videos(getattr(model, "config", None), inputs)
+    arguments, tokenizer = arguments_of(inputs, tokenizer, model, generate)
+    started = time.perf_counter()
+    start = arguments["input_ids"].shape[1]
+    with evaluating(model), torch.no_grad():
+        if method == "rollout":
+            sequences, rows, own = follow(model, arguments, used)
+        else:
+            sequences = write(model, arguments)
+    prompts, written = split(sequences, arguments, tokenizer, model)
+    n = sequences.shape[1] - start
+    if method != "rollout":
+        rows, own = _taught(model, arguments, prompts, written, n, chosen, used)
+    if pictures is not None and neutral is not None:
+        again, _, others = with_pictures(model, neutral, image, processor, layout)
+        pictures = with_neutral(pictures, others, _neutral_rows(model, again, processor, chosen, used))
+    if pictures is not None and through_tower:
+        with evaluating(model), reading(model):
+            tower = tower_rows(model, inputs, pictures.parts, residual=used.get("residual", 0.5))
+        pictures = replace(pictures, tower=tower)
+    values = array_of(rows.permute(0, 2, 3, 1))  # [batch, rows, tokens, layers]
+    beside = np.zeros((len(values), n, n, values.shape[-1]), np.float32)
+    beside[:, :, : n - 1] = values[:, :, start:]  # the last token is written, and never read
+    found = Generation(
+        values=values[:, :, :start],
+        among_generated=beside,
+        prompt_tokens=tuple(prompts),
+        generated_tokens=tuple(written),
+        model=model_id(model) if name is None else check_name(name),
+        method=method,
+        options=used,
+        own=None if own is None else array_of(own.permute(0, 2, 1)),
+        seconds=time.perf_counter() - started,
+        pictures=pictures,
+    )
+    return found[0] if len(found) == 1 else found
+
+
+def _neutral_rows(
+    model: nn.Module, inputs: Mapping[str, Any], processor: Any, method: Method, options: dict[str, Any]
+) -> NDArray[np.float32]:
+    """The row of a method at the end of a prompt, up to each layer: [tokens, layers]."""
+    given, _ = arguments_of(inputs, processor.tokenizer, model, {})
+    ids = given["input_ids"][:, given["attention_mask"][0].bool()]
+    length = ids.shape[1]
+    readout = torch.eye(length, device=ids.device)[-1:]
+    text = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **beside_text(model, given, length, 0)}
+    targets = [(length - 1, None)]
+    read = read_rows(model, text, readout, method, options, targets=targets, within=decoder_path(model))
+    return array_of(read.rows[:, 0].T)
+
+
+def _taught(
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    prompts: Sequence[Words],
+    written: Sequence[Words],
+    n: int,
+    method: Method,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Rows of a method by one pass over each finished text, as `follow` gives those of rollout."""
+    start, device = arguments["input_ids"].shape[1], device_of(model)
+    rows, shares = [], []
+    for prompt, new in zip(prompts, written, strict=True):
+        text = torch.tensor([(prompt + new).ids[:-1]], device=device)
+        places = range(prompt.length - 1, text.shape[1])
+        readout = torch.eye(text.shape[1], device=device)[list(places)]
+        targets = list(zip(places, new.ids, strict=True))
+        rest = beside_text(model, arguments, prompt.length, new.length - 1)
+        inputs = {"input_ids": text, "attention_mask": torch.ones_like(text), **rest}
+        read = read_rows(model, inputs, readout, method, options, targets=targets, within=decoder_path(model))
+        left, below = start - prompt.length, n - new.length
+        rows.append(torch.nn.functional.pad(read.rows.float(), (left, below, 0, below)))
+        shares.append(None if read.own is None else torch.nn.functional.pad(read.own.float(), (0, below)))
+    told = [one for one in shares if one is not None]
+    return torch.stack(rows), torch.stack(told) if told else None
