@@ -23,6 +23,7 @@ from PIL import Image
 
 import vitflow
 from tests.explaining.text.test_reading import wordpiece_tokenizer
+from tests.models.vision_language import family
 from vitflow.cli import cli
 from vitflow.demo import sample_pictures
 from vitflow.errors import VitflowWarning
@@ -141,6 +142,9 @@ def hub(monkeypatch) -> None:
     monkeypatch.setattr(
         importlib.import_module("vitflow.explaining.text.reading"), "load_language_model", language_model
     )
+    seeing, generating = family("llava"), importlib.import_module("vitflow.explaining.text.generating")
+    monkeypatch.setattr(generating, "load_language_model", lambda name, **_: (seeing.model, seeing.processor.tokenizer))
+    monkeypatch.setattr(generating, "load_processor", lambda name, **_: seeing.processor)
     monkeypatch.setattr(
         transformers.AutoImageProcessor, "from_pretrained", lambda name, **_: transformers.ViTImageProcessor()
     )
