@@ -27,6 +27,7 @@ from vitflow.cli import main
 from vitflow.demo import sample_pictures
 from vitflow.errors import ImageError, NoAttentionError, OptionError, ShapeError, VitflowWarning
 from vitflow.explaining.asking import method_table
+from vitflow.explaining.asking.method_options import COMMON
 from vitflow.explaining.showing.agreement import Agreement, measure_agreement, spearman, top_overlap
 from vitflow.explaining.showing.comparison import DEFAULT_METHODS, compare
 from vitflow.pictures import figures, overlay
@@ -606,7 +607,7 @@ def test_options_of_a_registered_method_are_read_as_their_defaults_are(peers, ru
     peers.register_peers()
     code, out, err = run(sample_pictures()[0], "--method", "Integrated gradients (captum):steps=3", "--json")
     assert code == 0, err
-    assert json.loads(out)["maps"][0]["options"] == {"steps": 3, **method_table.COMMON}
+    assert json.loads(out)["maps"][0]["options"] == {"steps": 3, **COMMON}
     assert run(sample_pictures()[0], "--method", "Integrated gradients (captum):steps=many")[0] == 2
 
 
