@@ -56,8 +56,11 @@ class Pass:
     pooling: Tensor | None = None  # the pooling query's attention, [tokens]
 
 
-def run(model: nn.Module, pixels: Tensor) -> Pass:
-    """Run one picture [3, height, width] with the model's weights."""
+def run(model: nn.Module, pixels: Tensor, depth: int = TINY["depth"], mean: bool = False) -> Pass:
+    """Run one picture [3, height, width] with the model's weights.
+
+    With fewer blocks the answer is that of the last one's tokens; with `mean` class tokens hold the mean of all tokens.
+    """
     weights = dict(model.state_dict())
 
     def linear(name: str, x: Tensor) -> Tensor:
@@ -79,7 +82,7 @@ def run(model: nn.Module, pixels: Tensor) -> Pass:
     prefix = [weights[name][0] for name in ("cls_token", "dist_token", "reg_token") if name in weights]
     x = torch.cat([*prefix, torch.stack(tokens)]) + weights["pos_embed"][0]
 
-    for layer in range(TINY["depth"]):
+    for layer in range(depth):
         block = f"blocks.{layer}"
         y = norm(f"{block}.norm1", x)
         found.norm1.append(y)
@@ -95,6 +98,9 @@ def run(model: nn.Module, pixels: Tensor) -> Pass:
         found.values.append(values)
         x = x + linear(f"{block}.attn.proj", torch.cat(outputs, dim=-1))
         x = x + linear(f"{block}.mlp.fc2", F.gelu(linear(f"{block}.mlp.fc1", norm(f"{block}.norm2", x))))
+    if mean and "cls_token" in weights and model.global_pool == "token":
+        read = 2 if "head_dist.weight" in weights else 1
+        x = torch.cat([*[x.mean(0, keepdim=True)] * read, x[read:]])
     if "norm.weight" in weights:
         x = norm("norm", x)
 

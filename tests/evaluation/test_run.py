@@ -178,7 +178,7 @@ def test_all_methods_are_all_and_slow_ones_are_not_checked_for_sanity(explainer)
     assert np.isnan(found.values["shift_stability"][0, place])
     assert not np.isnan(found.values["roc_auc"][0, place])
     [note] = [note for note in found.notes if "Left out of them" in note]
-    assert "run the model many times: occlusion, sampling, consensus; name a method" in note
+    assert "run the model many times: legrad, occlusion, sampling, consensus; name a method" in note
     assert "occlusion" not in evaluate("demo:1", model=explainer, metrics=["roc_auc"]).methods
 
 

@@ -37,7 +37,7 @@ def check_options(points: int, sanity_pictures: int, batch_size: int | None, rep
 def choose_all(methods: str | Sequence[MethodChoice] | None) -> list[MethodChoice]:
     """The methods that were asked for, and the baselines behind them."""
     if methods is None:
-        found: list[MethodChoice] = [method.name for method in list_methods() if "predict" not in method.needs]
+        found: list[MethodChoice] = [one.name for one in list_methods() if not one.needs & {"predict", "tokens"}]
     elif methods == "all":
         found = [method.name for method in list_methods()]
     else:

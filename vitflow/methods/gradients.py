@@ -1,4 +1,6 @@
-"""Maps from gradients of token features and of pixels: Grad-CAM on tokens, input gradient."""
+"""Maps from gradients of token features, of attention and of pixels: Grad-CAM on tokens, LeGrad, input gradient."""
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -65,6 +67,34 @@ def input_gradient(gradients: Tensor, *, rows: int, cols: int) -> Tensor:
     if gradients.ndim != 4:
         raise ShapeError(f"Expected gradients [batch, channels, height, width], got {tuple(gradients.shape)}.")
     return sum_cells(at_least_float32(gradients).abs().sum(dim=1), rows, cols)
+
+
+def legrad(gradients: Sequence[Tensor]) -> Tensor:
+    """LeGrad: E_j = 1/L Σ_l 1/(h n) Σ_h Σ_i (∂s_l / ∂A_l[h, i, j])⁺, over heads h, queries i and layers l.
+
+    s_l is the answer that the model's last norm, pooling and head make of the tokens of layer l itself.
+
+    Args:
+        gradients: ∂s_l / ∂A_l of each layer, [batch, heads, queries, keys]; all with as many keys.
+
+    Returns:
+        [batch, keys].
+
+    Raises:
+        ShapeError: other shapes, or no layer.
+
+    Source: Bousselham et al., "LeGrad: An Explainability Method for Vision Transformers via Feature Formation
+    Sensitivity", ICCV 2025, §3.
+
+    >>> import torch
+    >>> legrad([torch.tensor([[[[1.0, -1.0], [3.0, 2.0]]]])])
+    tensor([[2., 1.]])
+    """
+    shapes = [tuple(gradient.shape) for gradient in gradients]
+    if not shapes or any(len(shape) != 4 for shape in shapes) or len({shape[-1] for shape in shapes}) > 1:
+        raise ShapeError(f"Expected gradients [batch, heads, queries, keys] of each layer, got shapes {shapes}.")
+    layers = [at_least_float32(gradient).clamp_min(0.0).mean(dim=(1, 2)) for gradient in gradients]
+    return sum(layers[1:], start=layers[0]) / len(layers)
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ class _MethodOrAll(MethodWithOptions):
     multiple=True,
     metavar="NAME[:OPTION=VALUE,…]|all",
     help="A method to measure, also with options of its own: rollout:preset=paper. Repeat it for more; all: every "
-    "method that applies to the model. The baselines are always there.  [default: all that need not run the model many "
-    "times, as blank-out, sampling and consensus do]",
+    "method that applies to the model. The baselines are always there.  [default: all but similarity and those that "
+    "run the model many times: blank-out, sampling, consensus, LeGrad]",
 )
 @click.option(
     "--metric",

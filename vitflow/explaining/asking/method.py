@@ -30,7 +30,7 @@ class Method:
         defaults: its options and their default values; `refine`, `affinity` and `shifts` need not be given.
         needs: what must be recorded: "attention" (fused per head_fusion and value_weighted), "heads" (every head),
             "gradients" (of all that is recorded), "features" (tokens after the first norm of block `layer`), "tokens"
-            (those that block `layer` gives), "predict" (running the model again).
+            (those that block `layer` gives, or every block), "predict" (running the model again).
         class_specific: whether the map depends on the asked class.
         paper: where it comes from.
         presets: named sets of options for `preset`; "paper" is the published definition.

@@ -112,6 +112,13 @@ OPTIONS: dict[str, Option] = {
             "What blank-out takes the drop of: the class's log-odds, or its probability as in the paper.",
             ("log-odds", "probability"),
         ),
+        Option(
+            "pooled",
+            "choice",
+            "What LeGrad reads a layer's answer from where the model reads a class token: the mean of all tokens, as "
+            "in the paper, or that token (own).",
+            ("mean", "own"),
+        ),
         Option("masks", int, "Random masks of sampling: more make its map surer.", metavar="N≥2"),
         Option("keep", float, "Share of the patches that each mask keeps.", metavar="0<K<1"),
         Option("cells", int, "Random numbers on a side of a mask: more make its regions smaller.", metavar="N≥2"),

@@ -172,6 +172,17 @@ register_method(
     presets={"paper": {"head_fusion": "mean", "value_weighted": False}},
 )
 register_method(
+    "legrad",
+    "vitflow.explaining.making.legrad:legrad",
+    title="LeGrad",
+    summary="LeGrad: positive gradients of each layer's own answer by its attention, averaged.",
+    answers="Which attention raises the answer that each layer's own tokens would give?",
+    defaults={"start_layer": 1, "pooled": "mean"},
+    needs={"heads", "gradients", "tokens", "predict"},
+    class_specific=True,
+    paper="Bousselham et al., ICCV 2025",
+)
+register_method(
     "gradcam",
     "vitflow.explaining.making.maps:gradcam",
     title="Grad-CAM",

@@ -11,7 +11,7 @@ from vitflow.explaining.asking.method_table import ROLLOUT
 from vitflow.explaining.making.refining import HEAD_MEANS, needs_head_means, needs_keys
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import logits_of
-from vitflow.models.blocks import block_norm, layer_output
+from vitflow.models.blocks import block_norm, block_paths, layer_output
 from vitflow.recording.layers import FusionKey
 from vitflow.recording.recorder import record_attention
 
@@ -27,7 +27,7 @@ class Needs:
         values: the value vectors that single heads are weighted by.
         fusions: the (head fusion, value weighted) pairs that suffice where the heads are not needed.
         feature_layers: the blocks whose first norm is looked at.
-        token_layers: the blocks whose tokens are.
+        token_layers: the blocks whose tokens are; None among them stands for all.
         keys: the key vectors of each layer.
         residual: where rollout's product of the layers suffices, the share of the residual connection in it; else 0.
     """
@@ -38,7 +38,7 @@ class Needs:
     values: bool
     fusions: frozenset[FusionKey]
     feature_layers: frozenset[int]
-    token_layers: frozenset[int]
+    token_layers: frozenset[int | None]
     keys: bool
     residual: float
 
@@ -60,10 +60,8 @@ class Needs:
             fusions |= {HEAD_MEANS}
         keys = any(needs_keys(one.options) for one in chosen)
         weighted = any(one.options.get("value_weighted") for one in chosen)
-        layers, token_layers = (
-            frozenset(one.options["layer"] for one in chosen if need in one.method.needs)
-            for need in ("features", "tokens")
-        )
+        layers = frozenset(one.options["layer"] for one in chosen if "features" in one.method.needs)
+        token_layers = frozenset(one.options.get("layer") for one in chosen if "tokens" in one.method.needs)
         attention = attention or means or keys
         residual = 0.0 if every_head or means or keys or gradients else _residual_of_one_product(chosen)
         weighted = every_head and weighted
@@ -74,7 +72,8 @@ class Needs:
     ) -> record_attention:
         """A recording of the model that keeps it."""
         features = {block_norm(model, layer) for layer in self.feature_layers}
-        features |= {layer_output(model, layer)[0] for layer in self.token_layers}
+        for layer in self.token_layers:
+            features |= set(block_paths(model) if layer is None else [layer_output(model, layer)[0]])
         return record_attention(
             model,
             fusions=() if self.every_head else self.fusions,

@@ -1,0 +1,65 @@
+"""LeGrad: how an answer made of each layer's own tokens depends on the attention of that layer."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from vitflow.errors import OptionError, UnsupportedModelError, unknown_name
+from vitflow.explaining.asking.method_options import OPTIONS
+from vitflow.explaining.making.asked import AskedTrace
+from vitflow.explaining.making.maps import Maps
+from vitflow.methods import gradients
+from vitflow.methods.attention import check_layer
+from vitflow.models.blocks import block_paths
+from vitflow.recording.replaying import answer_from
+
+
+def legrad(trace: AskedTrace, *, start_layer: int, pooled: str) -> Maps:
+    """The positive gradients of each layer's own answer by its attention, averaged over heads, queries and layers.
+
+    The answer of a layer is what the model returns where the tokens of that layer stand for those of the last one.
+    Where a class token is read, the paper puts the mean of all tokens in its place.
+    """
+    if pooled not in OPTIONS["pooled"].choices:
+        raise OptionError(unknown_name("pooled", pooled, OPTIONS["pooled"].choices))
+    paths = block_paths(trace.model)
+    if trace.staged or [_block_of(layer.name, paths) for layer in trace.layers] != paths:
+        raise UnsupportedModelError(
+            "LeGrad asks what the model would answer from the tokens of each of its layers, and "
+            f"{type(trace.model).__name__} has windows, stages with different tokens, or attention outside of one "
+            "stack of blocks. Use gae or gradient_rollout, which go through them, or gradcam."
+        )
+    first = check_layer("start_layer", start_layer, len(paths))
+    found = []
+    for path, layer in list(zip(paths, trace.layers, strict=True))[first:]:
+        # Of this layer alone: those above it have no part in its answer.
+        own = replace(trace, layers=[layer], features={}, pixels=None)
+        found += own.gradients_of(_answer_of(trace, trace.features[path], paths[-1], pooled)).attentions
+    return Maps(trace.layout.to_grid(gradients.legrad(found)))
+
+
+def _answer_of(trace: AskedTrace, tokens: Tensor, last: str, pooled: str) -> Tensor:
+    """What each picture's target would have as its number if the last block gave these tokens, [batch, 1]."""
+    assert trace.pixels is not None
+    with torch.inference_mode(False), torch.enable_grad():
+        if pooled == "mean":
+            tokens = _with_mean(trace, tokens)
+        numbers = trace.answers.numbers(answer_from(trace.model, trace.pixels, last, tokens))
+        assert numbers is not None
+        return numbers.gather(1, trace.wanted.to(numbers.device).view(-1, 1))
+
+
+def _block_of(layer: str, paths: list[str]) -> str | None:
+    """The block that a layer lies in."""
+    return next((path for path in paths if f"{layer}.".startswith(f"{path}.")), None)
+
+
+def _with_mean(trace: AskedTrace, tokens: Tensor) -> Tensor:
+    """The tokens with the mean of all in the place of each prefix token that the answer is read from."""
+    if "class" not in trace.pooling:
+        return tokens
+    prefix = trace.layout.num_prefix_tokens
+    read = (trace.readout[0, :prefix] > 0).to(tokens.device).view(-1, 1)
+    whole = torch.where(read, tokens.mean(dim=1, keepdim=True), tokens[:, :prefix])
+    return torch.cat([whole, tokens[:, prefix:]], dim=1)
