@@ -42,6 +42,12 @@ def default_device() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
+def device_in_words(device: str) -> str:
+    """What a device is called, or with how many threads torch works on it."""
+    more = torch.cuda.get_device_name() if device == "cuda" else f"threads of torch: {torch.get_num_threads()}"
+    return f"{device} ({more})"
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Where a model lies; the processor for one without parameters."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

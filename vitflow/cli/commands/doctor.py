@@ -73,13 +73,9 @@ def _installed(name: str) -> str | None:
 
 def _device() -> str:
     """Where models by name run."""
-    import torch
+    from vitflow.recording.isolation import default_device, device_in_words
 
-    from vitflow.recording.isolation import default_device
-
-    device = default_device()
-    more = torch.cuda.get_device_name() if device == "cuda" else f"threads of torch: {torch.get_num_threads()}"
-    return f"{device} ({more})"
+    return device_in_words(default_device())
 
 
 def _runs() -> str:
