@@ -72,20 +72,26 @@ def _text(name: str = "Llama", **changes: Any) -> Any:
     return getattr(transformers, f"{name}Config")(**{**_READS, **changes})
 
 
-def llava(**options: Any) -> Family:
+def llava(strategy: str = "default", **options: Any) -> Family:
     words = tokenizer(image_token="<image>")
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**_SEES, image_size=24),
         text_config=_text(),
         image_token_index=4,
         image_seq_length=36,
+        vision_feature_select_strategy=strategy,
     )
     options = {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}, **options}
     images = transformers.LlavaImageProcessor(**options)
     processor = transformers.LlavaProcessor(
-        images, words, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1
+        images, words, patch_size=4, vision_feature_select_strategy=strategy, num_additional_image_tokens=1
     )
     return Family(_made("LlavaForConditionalGeneration", config), processor, "user <image>")
+
+
+def llava_full() -> Family:
+    """With the class token among the picture's tokens."""
+    return llava(strategy="full")
 
 
 def llava_padded() -> Family:
@@ -276,6 +282,7 @@ _FAMILIES: dict[str, Callable[[], Family]] = {
     one.__name__: one
     for one in (
         llava,
+        llava_full,
         llava_padded,
         llava_squashed,
         llava_next,

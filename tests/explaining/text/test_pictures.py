@@ -1,6 +1,7 @@
 """What the words of a vision–language model rest on in a picture: rows against one pass written out, maps in place."""
 
 import copy
+import json
 import time
 from dataclasses import replace
 from functools import lru_cache
@@ -185,7 +186,11 @@ def test_the_map_is_told_with_its_share_and_its_sinks():
     np.testing.assert_allclose(saliency.grid.flatten(), inside)
     assert saliency.image.shape == (40, 64, 3) and saliency.facts["layer"] == 2
     np.testing.assert_allclose(found.picture("heart", layer=1).grid.flatten(), found.values[2, 1:37, 0])
+    json.dumps([found.to_dict(), saliency.to_dict()])
+    covers = found.to_dict()["pictures"][0]["covers"]  # the middle 24 of 38 columns
+    assert covers == pytest.approx({"left": 7 * 64 / 38, "top": 0, "right": 31 * 64 / 38, "bottom": 40})
     hidden = found.sheet().hidden
+    assert found.shaded(-1).hidden == hidden and found.shaded(-1).trust.special is None
     assert [place for place, why in hidden.items() if why == "patches of pictures"] == list(range(1, 37))
 
 

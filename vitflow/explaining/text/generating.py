@@ -103,7 +103,8 @@ def explain_generation(
         pictures = with_neutral(pictures, others, _neutral_rows(model, again, processor, chosen, used))
     if pictures is not None and through_tower:
         with evaluating(model), reading(model):
-            tower = tower_rows(model, inputs, pictures.parts, residual=used.get("residual", 0.5))
+            given = {name: arguments[name] for name in inputs}
+            tower = tower_rows(model, given, pictures.parts, residual=used.get("residual", 0.5))
         pictures = replace(pictures, tower=tower)
     values = array_of(rows.permute(0, 2, 3, 1))  # [batch, rows, tokens, layers]
     beside = np.zeros((len(values), n, n, values.shape[-1]), np.float32)

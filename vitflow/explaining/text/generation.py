@@ -170,14 +170,15 @@ class Generation:
         """
         prompt, written = self._one_prompt()
         number = whole_number("the generated token", number, -written.length, written.length - 1) % written.length
-        words, place = prompt + written, prompt.length + number
+        place = prompt.length + number
+        words, hidden = self._seen(prompt + written, special, stop_words)
         weights = self._whole_rows()[number, :, -1]
         return ShadedText(
             words,
             weights,
             asked=(place - 1, place),
             own=float(weights[place - 1] if self.own is None else self.own[number, -1]),
-            hidden=self._hidden(words, special, stop_words),
+            hidden=hidden,
             title=f"What “{labels_of(words)[place].text}” rests on",
             caption=caption(self.method, self.options, self.model),
         )
@@ -194,7 +195,7 @@ class Generation:
         """
         prompt, written = self._one_prompt()
         index = check_layer("layer", layer, self.values.shape[2])
-        words = prompt + written if generated else prompt
+        words, hidden = self._seen(prompt + written if generated else prompt, special, stop_words)
         return Sheet(
             words,
             self._whole_rows()[:, : words.length, index],
@@ -203,16 +204,18 @@ class Generation:
             rest_name="generated",
             own_tokens=list(range(prompt.length - 1, prompt.length - 1 + written.length)),
             own=None if self.own is None else float(np.mean(self.own[:, index])),
-            hidden=self._hidden(words, special, stop_words),
+            hidden=hidden,
             title="What each generated token rests on",
             caption=caption(self.method, self.options, self.model),
         )
 
-    def _hidden(self, words: Words, special: bool, stop_words: Iterable[str]) -> dict[int, str]:
-        """What a view leaves out, and why, by position; of pictures, whose map is a picture, all patches."""
+    def _seen(self, words: Words, special: bool, stop_words: Iterable[str]) -> tuple[Words, dict[int, str]]:
+        """The words of a view, and what it leaves out by position, and why; the patches of pictures are no words."""
         parts = () if self.pictures is None else self.pictures.parts
         patches = {place: "patches of pictures" for part in parts for place in part.positions}
-        return hide(words, special=not special, stop_words=stop_words) | patches
+        hidden = hide(words, special=not special, stop_words=stop_words) | patches
+        plain = tuple(special and place not in patches for place, special in enumerate(words.special))
+        return replace(words, special=plain), hidden
 
     def _one_prompt(self) -> tuple[Words, Words]:
         """The tokens of the prompt and the written ones; OptionError where there are several prompts."""

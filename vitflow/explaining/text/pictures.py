@@ -184,7 +184,10 @@ def with_pictures(
     processor = _processor_of(model, processor, trust_remote_code)
     if isinstance(prompt, str):
         text = _with_token(prompt, processor, len(images))
-        inputs = dict(processor(images=[Image.fromarray(one) for one in images], text=text, return_tensors="pt"))
+        begin = getattr(getattr(processor, "tokenizer", None), "bos_token", None)
+        once = {"add_special_tokens": False} if begin and text.startswith(begin) else {}  # a template has it already
+        drawn = [Image.fromarray(one) for one in images]
+        inputs = dict(processor(images=drawn, text=text, return_tensors="pt", **once))
     elif isinstance(prompt, Mapping) and isinstance(prompt.get("input_ids"), Tensor):
         inputs = dict(prompt)
     else:

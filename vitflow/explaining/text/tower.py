@@ -48,7 +48,7 @@ def tower_rows(
     sizes = {tuple(one.shape) for one in matrices}
     if len(sizes) != 1 or len(matrices[0]) != len(parts):
         raise _refusal(model, f"runs on {len(matrices[0])} inputs for {len(parts)} grids of tokens")
-    rolled = attention_rollout([one.double() for one in matrices], residual=residual, num_prefix_tokens=0)
+    rolled = attention_rollout([one.cpu().double() for one in matrices], residual=residual, num_prefix_tokens=0)
     return tuple(_rows(one, part, packed) for one, part in zip(rolled, parts, strict=True))
 
 
