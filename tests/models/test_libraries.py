@@ -19,7 +19,8 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import logits_of
 from vitflow.models.blocks import block_norms
 from vitflow.models.facts import class_names_of, model_id, read_input_spec
-from vitflow.models.libraries import _processor_settings, class_count, from_processor
+from vitflow.models.libraries import _processor_settings, class_count
+from vitflow.models.processors import from_processor
 
 transformers = pytest.importorskip("transformers")
 

@@ -275,7 +275,7 @@ WRONG = {
     "too deep": ("[" * 100_000, "Expected JSON in"),
     "a list": ([1], "names a model of timm as its architecture, got '\\[1\\]'"),
     "nothing": (None, "names a model of timm as its architecture"),
-    "of transformers": ({"model_type": "vit"}, "It is of transformers"),
+    "of transformers": ({"model_type": "vit"}, "The weights of .* do not fit ViT"),
     "architecture": ({"architecture": ["a"]}, "names a model of timm as its architecture"),
     "pretrained_cfg": ({"architecture": ID, "pretrained_cfg": 5}, "Expected pretrained_cfg in"),
     "model_args": ({"architecture": ID, "model_args": [1]}, "Expected model_args in"),

@@ -129,8 +129,9 @@ model_options = _together(
     click.option(
         "--model",
         metavar="ID|demo|PATH",
-        help="timm id, hf-hub:…, local-dir:…, a folder, a weights file, or demo, the bundled model, which knows "
-        f"eight drawn shapes only.  [default: {DEFAULT_MODEL}]",
+        help="Id of timm or transformers, hf-hub:…, a folder, a weights file, or demo. Also local-dir:…; the bundled "
+        "demo knows eight drawn shapes only; prompts are also asked of demo-text, bundled as well, and of "
+        f"open_clip:MODEL/WEIGHTS.  [default: {DEFAULT_MODEL}]",
     ),
     click.option(
         "--checkpoint",
@@ -153,6 +154,30 @@ model_options = _together(
         show_default=True,
         help="How the picture becomes the model's input: the model's own crop, or the whole picture squashed, "
         "padded, or in its own aspect ratio.",
+    ),
+)
+
+#: The options that ask a model for something else than its classes.
+question_options = _together(
+    click.option(
+        "--prompt",
+        "prompts",
+        metavar="TEXT",
+        multiple=True,
+        help="Ask for this instead of a class; repeatable. For models of pictures and texts: CLIP, SigLIP, "
+        "SigLIP 2, or demo-text, the bundled one.",
+    ),
+    click.option(
+        "--template",
+        "templates",
+        metavar="TEXT",
+        multiple=True,
+        help="A sentence that each prompt is put into in the place of {}, such as 'a photo of {}'; repeat it for more.",
+    ),
+    click.option(
+        "--alone",
+        is_flag=True,
+        help="Show what speaks for a prompt as it is, and not less the mean of the other prompts.",
     ),
 )
 
@@ -231,7 +256,14 @@ class Once(click.Option):
 
 
 #: Called with its help: the one method of a command.
-method_option = partial(click.option, "--method", default=["rollout"], show_default=True, metavar="NAME", cls=Once)
+method_option = partial(
+    click.option,
+    "--method",
+    default=["rollout"],
+    show_default="rollout; gae where prompts are given",
+    metavar="NAME",
+    cls=Once,
+)
 class_option = click.option(
     "--class",
     "target",
@@ -243,8 +275,9 @@ class_option = click.option(
 classes_option = partial(click.option, "--class", "targets", metavar="NAME|INDEX|top5", multiple=True)
 against_option = click.option(
     "--against",
-    metavar="NAME|INDEX",
-    help="Show what speaks for the class less what speaks for this one; class-specific methods only.",
+    metavar="NAME|INDEX|rest",
+    help="Show what speaks for the class less what speaks for this one; class-specific methods only. rest: less the "
+    "mean of all others.",
 )
 
 
@@ -267,8 +300,19 @@ def target_of(target: Any, given: Mapping[str, Any]) -> Any:
 
 
 def targets_of(given: Mapping[str, Any]) -> list[Any]:
-    """The classes that were asked for, or contrasts of each of them; the predicted one where none was."""
-    return [target_of(target, given) for target in given["targets"] or (None,)]
+    """The classes that were asked for, or contrasts of each of them; else every prompt, or the predicted class.
+
+    What stands against a prompt is no row of its own.
+    """
+    prompts = [one for one in given["prompts"] if one != given["against"]]
+    return [target_of(target, given) for target in given["targets"] or prompts or (None,)]
+
+
+def use_specific(given: dict[str, Any], name: str = "method") -> None:
+    """Where something was asked and no method named, take one whose map depends on what was asked."""
+    default = click.core.ParameterSource.DEFAULT
+    if given["prompts"] and click.get_current_context().get_parameter_source(name) is default:
+        given[name] = "gae" if name == "method" else ["gae"]
 
 
 def given_options(values: Mapping[str, Any], names: Any) -> dict[str, Any]:
@@ -292,4 +336,6 @@ def make_explainer(given: Mapping[str, Any]) -> Any:
         dynamic_img_size=given["fit"] == "native",
     )
     device = given["device"] or default_device()
-    return Explainer(model, device=device, dtype=given["dtype"], fit=given["fit"], name=given["name"])
+    asked: dict[str, Any] = {name: given.get(name) or None for name in ("prompts", "templates")}
+    own = {name: given[name] for name in ("dtype", "fit", "name")}
+    return Explainer(model, device=device, alone=bool(given.get("alone")), **asked, **own)

@@ -31,6 +31,7 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Picture": ("data_option", "images", "recursive", "glob", "limit", "fit", "workers", "max_pixels"),
     "Text": ("prompt", "generate", "token"),
+    "Question": ("prompts", "templates", "alone", "like"),
     "Method": ("method", "methods", "method_names", "target", "targets", "against", "causal", "of_layer", "foreground"),
     "Measuring": ("metrics", "replace_by", "points", "blurred_twin", "sanity_pictures", "resamples", "seed"),
     "Cluster": ("engine", "address", "actors"),
@@ -59,6 +60,7 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
 _FIRST = {
     *("model", "checkpoint", "class_names", "device"),
     *("data_option", "images", "recursive", "limit", "prompt", "generate", "token"),
+    *("prompts", "like"),
     *("method", "methods", "method_names", "target", "targets", "against", "metrics", "of_layer", "foreground"),
     *("cmap", "alpha"),
     *("view", "html", "png", "output", "figure", "store", "report", "resume", "max_size", "as_json"),

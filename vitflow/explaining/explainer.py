@@ -19,6 +19,7 @@ from vitflow.explaining.asking.targets import (
     Contrast,
     Target,
     Targets,
+    check_class_specific,
     contrasts_among,
     is_per_picture,
     resolve_targets,
@@ -29,6 +30,7 @@ from vitflow.explaining.making.needs import Needs
 from vitflow.explaining.making.shifting import explain_shifted
 from vitflow.explaining.picture_model import PictureModel
 from vitflow.explaining.saliency import Saliency
+from vitflow.models.answers import Answers
 from vitflow.pictures.images import ImageSource
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.trace import Trace
@@ -94,6 +96,11 @@ class Explainer(PictureModel):
             configuration says, else softmax; "cosine", or "value" for numbers as they are, as those of a function.
         name: what to call the model in figures and rows; by default the id that `load_model` loaded its weights by, and
             of weights that it does not know the architecture.
+        prompts: texts to ask about, which become the names of the answers: of CLIP, SigLIP and SigLIP 2 of
+            transformers, and of models of open_clip. A map is of a prompt's number less the mean of the other prompts'.
+        templates: sentences that each prompt is put into in the place of {}, such as "a photo of {}".
+        processor: of the model with prompts, where it was not loaded by a name that its processor lies under.
+        alone: maps are of a prompt's number as it is.
         answers: what to ask instead of the model's classes: a function of its output that gives numbers [pictures, k],
             through which gradients pass, with `class_names` as their names; or `Answers`.
 
@@ -155,8 +162,22 @@ class Explainer(PictureModel):
         sources: Sequence[ImageSource] = _several(images)
         chosen = choose_methods(methods, options)
         if contrasts := contrasts_among(targets):
-            explain = partial(self.explain_batch, sources, methods=methods, names=names, **options)
-            return explain_contrasts(explain, contrasts, chosen, self.activation)
+            check_class_specific(chosen)
+            if not contrasts[0].against_rest:
+                explain = partial(self._explain_asked, sources, chosen, names=names, asked=self.answers)
+                return explain_contrasts(explain, contrasts, self.activation)
+            return self._explain_asked(sources, chosen, [one.target for one in contrasts], names, self._apart)
+        return self._explain_asked(sources, chosen, targets, names, self._apart if self.answers.apart else self.answers)
+
+    def _explain_asked(
+        self,
+        sources: Sequence[ImageSource],
+        chosen: Chosen,
+        targets: Any,
+        names: Sequence[str] | None,
+        asked: Answers,
+    ) -> list[Saliency]:
+        """Explain several pictures with maps of these answers."""
         per_picture: Any = targets if is_per_picture(targets) else sources
         if len(per_picture) != len(sources):
             raise OptionError(f"Expected one class index for each of {len(sources)} pictures, got {len(per_picture)}.")
@@ -164,10 +185,11 @@ class Explainer(PictureModel):
         if len(names) != len(sources):
             raise OptionError(f"Expected one name for each of {len(sources)} pictures, got {len(names)}.")
         pictures = [self._read(image, name) for image, name in zip(sources, names, strict=True)]
-        found = self._explain_read(pictures, chosen, targets)
+        explain = partial(self._explain_read, asked=asked)
+        found = explain(pictures, chosen, targets)
         if any(one.options.get("shifts") for one in chosen):
             found = [
-                explain_shifted(self._explain_read, chosen, picture, maps, self.spec)
+                explain_shifted(explain, chosen, picture, maps, self.spec)
                 for picture, maps in zip(pictures, found, strict=True)
             ]
         return [saliency for maps in found for saliency in maps]
@@ -180,7 +202,9 @@ class Explainer(PictureModel):
         """Show what patches hold, as colours; options as for `vitflow.features`."""
         return vitflow.features(images, model=self, **options)
 
-    def _explain_read(self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any) -> list[list[Saliency]]:
+    def _explain_read(
+        self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, asked: Answers
+    ) -> list[list[Saliency]]:
         """Explain pictures that were read, those of one input size as one batch: [pictures][methods and targets]."""
         results: list[list[Saliency]] = [[] for _ in pictures]
         groups: dict[tuple[int, int], list[int]] = {}
@@ -188,7 +212,7 @@ class Explainer(PictureModel):
             groups.setdefault(picture.placement.input_size, []).append(index)
         for members in groups.values():
             wanted = targets[members] if is_per_picture(targets) else targets
-            found_by_picture = self._run([pictures[i] for i in members], chosen, wanted)
+            found_by_picture = self._run([pictures[i] for i in members], chosen, wanted, asked)
             for index, found in zip(members, found_by_picture, strict=True):
                 results[index] = found
         return results
@@ -205,7 +229,9 @@ class Explainer(PictureModel):
                 found[one.name] = str(error)
         return found
 
-    def _run(self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any) -> list[list[Saliency]]:
+    def _run(
+        self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, asked: Answers
+    ) -> list[list[Saliency]]:
         """Explain pictures of one input size: [pictures][methods and targets]."""
         gradients = Needs.of(chosen).gradients
         if gradients:
@@ -217,9 +243,11 @@ class Explainer(PictureModel):
             answered = probabilities_of(trace.logits, self.facts)
             seconds = time.perf_counter() - started
             wanted = resolve_targets(targets, answered, self.facts.class_names)
-            asked = self.answers
+            numbers = None if trace.logits is None else trace.logits.detach()
+            if asked is not self.answers:  # maps are of other numbers than those that are told
+                trace.logits = asked.numbers(trace.output)
             predict, log_odds = (partial(run, asked) for run in (self._predict, self._log_odds))
-            recorded = Answered(trace, pictures, self.facts, asked, answered, predict, log_odds, seconds)
+            recorded = Answered(trace, pictures, self.facts, asked, numbers, answered, predict, log_odds, seconds)
             return apply_methods(recorded, chosen, wanted)
 
     def _record_if_seen(self, pixels: Tensor, chosen: Chosen) -> tuple[Trace, Chosen]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from vitflow.models.checkpoints import (
 from vitflow.models.facts import read_facts
 from vitflow.models.libraries import forward_options
 from vitflow.models.loading import load_model
+from vitflow.models.pairs import pair_of, prompt_answers, refuse_without_prompts
 from vitflow.models.precisions import DTYPES
 from vitflow.pictures import notebook
 from vitflow.pictures.images import ImageSource, read_image
@@ -55,6 +57,10 @@ class PictureModel:
         activation: str | None = None,
         name: str | None = None,
         answers: Answers | Callable[[Any], Tensor] | None = None,
+        prompts: Sequence[str] | None = None,
+        templates: str | Sequence[str] | None = None,
+        processor: Any = None,
+        alone: bool = False,
     ) -> None:
         if fit not in FITS:  # before a model is loaded
             raise OptionError(unknown_name("fit", fit, FITS))
@@ -64,6 +70,13 @@ class PictureModel:
             model = load_model(model, dynamic_img_size=fit == "native")
             device = device or default_device()
         self.model = unwrap(model)
+        if prompts is not None:
+            if answers is not None or class_names is not None:
+                raise OptionError("Expected prompts alone, which are the names of the answers, got more than them.")
+            pair = pair_of(self.model, processor)
+            answers, self.model = prompt_answers(pair, prompts, templates, alone=alone), pair.tower
+            data_config, name = data_config or pair.data_config, name or pair.name
+        refuse_without_prompts(self.model)
         self.device = move_to(self.model, device, None if dtype is None else getattr(torch, dtype))
         self.facts = read_facts(
             self.model,
@@ -75,7 +88,9 @@ class PictureModel:
             answers=answers,
         )
         self.preprocessing = self.facts.preprocessing(fit)
-        if answers is not None:  # what is wrong with them is told before the first picture
+        if (answers is not None and self.facts.class_count is None) or callable(
+            answers
+        ):  # what is wrong with them is told before the first picture
             with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
                 numbers = self.answers.numbers(self.forward(self.pixels(self.grey()).expand(2, -1, -1, -1)))
             self.facts = replace(self.facts, answers=self.answers.tried(numbers))
@@ -108,6 +123,11 @@ class PictureModel:
     def answers(self) -> Answers:
         """What the model can be asked about."""
         return self.facts.answers
+
+    @cached_property
+    def _apart(self) -> Answers:
+        """The answers, each less what stands against it."""
+        return self.answers.against_rest()
 
     @property
     def class_names(self) -> list[str] | None:

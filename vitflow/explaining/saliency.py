@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from vitflow.demo import limits_of
 from vitflow.errors import OptionError
 from vitflow.explaining.asking.answer import Answer
-from vitflow.explaining.asking.captions import class_lines, departures, departures_from_paper, unsure
+from vitflow.explaining.asking.captions import asked, class_lines, departures, departures_from_paper, unsure
 from vitflow.explaining.asking.method_options import plain_options
 from vitflow.explaining.asking.method_table import told_method
 from vitflow.explaining.asking.targets import Contrast
@@ -177,6 +177,7 @@ class Saliency:
         """What a reader of the figure must know, line by line."""
         if self.target is not None and not self.class_specific:
             yield "The map is the same for every class."
+        yield from asked(self.facts)
         if told := unsure(self.facts):
             yield f"{told[0].upper()}{told[1:]}."
         if compared := self.facts.get("compared_with"):

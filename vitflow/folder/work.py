@@ -190,7 +190,7 @@ def check_target(job: Job, explainer: Explainer) -> None:
     if job.target is not None:
         count = explainer.num_classes
         found = resolve_targets(sides_of(job), torch.zeros(1, count) if count else None, explainer.class_names)
-        if isinstance(job.target, Contrast):
+        if isinstance(job.target, Contrast) and not job.target.against_rest:
             # What the model answers is known picture by picture.
             sides = [None if is_top(side) else one for side, one in zip(job.target.sides, found, strict=True)]
             if sides[0] == sides[1]:

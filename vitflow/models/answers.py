@@ -32,6 +32,7 @@ class Answers:
         rest: maps the output to what stands against each answer, [batch, k] or [batch, 1]; None for the mean of the
             other answers.
         against: what that is, in words.
+        apart: whether maps are of each answer less what stands against it, where nothing else is asked for.
 
     >>> answers = Answers(lambda output: output[:, :2] - output[:, 2:], ("left", "right"), 2)
     >>> answers.numbers(torch.tensor([[1.0, 2.0, 3.0, 5.0]]))
@@ -47,6 +48,7 @@ class Answers:
     made_of: Mapping[str, Any] = field(default_factory=dict)
     rest: Callable[[Any], Tensor] | None = None
     against: str = "the mean of the other classes"
+    apart: bool = False
 
     def __post_init__(self) -> None:
         if self.reading not in READINGS:
@@ -132,7 +134,9 @@ def answers_of(function: Callable[[Any], Tensor], names: tuple[str, ...] | None,
         OptionError: it is no function.
     """
     count = None if names is None else len(names)
-    return Answers(function, names, count, reading or "value", made_of=_made_of(function))
+    return Answers(
+        function, names, count, reading or "value", made_of=_made_of(function), against="the mean of the other answers"
+    )
 
 
 def _made_of(function: Any) -> dict[str, Any]:

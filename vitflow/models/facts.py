@@ -25,8 +25,8 @@ from vitflow.models.libraries import (
     library_class_names,
     library_data_config,
     library_id,
-    told_data_config,
 )
+from vitflow.models.processors import told_data_config
 from vitflow.pictures.options import Fit
 from vitflow.pictures.preprocessing import InputSpec, Preprocessing
 

@@ -1,4 +1,4 @@
-"""Models by name, from timm and from its hub: errors name the remedy, and a hub that is away costs seconds."""
+"""Models by name, of timm, transformers and open_clip: errors name the remedy; a hub that is away costs seconds."""
 
 import json
 import logging
@@ -14,10 +14,16 @@ import timm
 import torch
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from vitflow.errors import ModelError, printable
+from vitflow.pictures.files import is_file, is_folder
 
+# What files of weights end in.
+_WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".npz", ".json")
+# The pair of pictures and texts that vitflow ships, in the form of transformers.
+_DEMO_TEXT = Path(__file__).resolve().parent.parent / "demo" / "demo_text"
 # Seconds within which the hub must answer; else what its cache holds is used alone.
 _PATIENCE = 4.0
 
@@ -151,3 +157,126 @@ def refuse_pictures(name: str) -> None:
             f"Expected a language model of transformers, got {printable(name)}, which reads pictures: "
             f"vitflow explain PICTURE --model {printable(name)} explains it."
         )
+
+
+def is_of_transformers(name: str) -> bool:
+    """Whether a name is that of a model of transformers: a folder whose config.json says so, or an id on the hub.
+
+    >>> is_of_transformers("openai/clip-vit-base-patch16"), is_of_transformers("vit_tiny_patch16_224")
+    (True, False)
+    """
+    if name == "demo-text":
+        return True
+    folder = Path(name.removeprefix("local-dir:"))
+    if is_folder(folder):
+        with suppress(OSError, ValueError, RecursionError):
+            config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            return isinstance(config, dict) and "model_type" in config and "architecture" not in config
+        return False
+    owner, _, repository = name.partition("/")
+    an_id = owner and repository and not set(name) & set("\\:*~ ") and "/" not in repository and owner[0] != "."
+    return bool(an_id) and folder.suffix not in _WEIGHTS and not is_file(folder)
+
+
+def load_transformers(name: str) -> nn.Module:
+    """A model of transformers that sees, by the id or the folder of its weights, in eval mode; no foreign code is run.
+
+    Raises:
+        ModelError: transformers is not installed, the weights are neither on the hub nor in its cache, or the model
+            does not read pictures.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError(
+            f"{printable(name)} needs the package transformers: pip install 'vitflow[transformers]'."
+        ) from error
+    where = str(_DEMO_TEXT) if name == "demo-text" else name.removeprefix("local-dir:")
+    local = is_folder(Path(where))
+    try:
+        with _quiet_hub(asked=not local), _quietly(transformers.utils.logging):
+            options = {"local_files_only": local or constants.HF_HUB_OFFLINE}
+            config = transformers.AutoConfig.from_pretrained(where, **options)
+            kind = _kind_of(config, transformers, name)
+            model, found = kind.from_pretrained(where, config=config, output_loading_info=True, **options)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:  # any error of the hub client, too
+        if local:
+            raise ModelError(f"The model in {printable(where)} cannot be loaded: {_first(error)}") from error
+        raise ModelError(
+            f"{printable(name)!r} is no model of timm, and as one of transformers it cannot be fetched from the "
+            f"Hugging Face hub ({type(error).__name__}) and is not in its cache. Remedies: its folder, fetched where "
+            f"there is a network (hf download {printable(name)} --local-dir FOLDER; --model FOLDER), `vitflow models "
+            "PATTERN` for the names of timm, or a bundled model (--model demo-text for prompts, --model demo)."
+        ) from error
+    if missing := sorted(key for key in found["missing_keys"] if not key.endswith("position_ids")):
+        raise ModelError(
+            f"The weights of {printable(name)} do not fit {type(model).__name__}, which its config.json names: "
+            f"{len(missing)} are missing ({', '.join(missing[:3])})."
+        )
+    model._loaded_name = name
+    return model.float().eval()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _quietly(logging: Any) -> Iterator[None]:
+    """Keep transformers from bars and remarks while a model is loaded: what is wrong is told by its errors."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _kind_of(config: Any, transformers: Any, name: str) -> Any:
+    """The class of transformers that a configuration names, if it reads pictures."""
+    named = [str(one) for one in getattr(config, "architectures", None) or ()]
+    kind = next((found for one in named if (found := getattr(transformers, one, None)) is not None), None)
+    kind = transformers.AutoModel if kind is None else kind
+    if (
+        not hasattr(config, "vision_config")
+        and not {"image_size", "patch_size", "num_channels"} & config.to_dict().keys()
+    ):
+        raise ModelError(
+            f"Expected a model that reads pictures, got {printable(name)}, a {config.model_type}: vitflow read "
+            "explains what a text rests on."
+        )
+    return kind
+
+
+def load_open_clip(name: str) -> nn.Module:
+    """A model of open_clip with its tokenizer, as "open_clip:ViT-B-32/openai", in eval mode.
+
+    Raises:
+        ModelError: open_clip is not installed, it knows no such model, or the weights are not at hand.
+    """
+    try:
+        import open_clip
+    except ImportError as error:
+        raise ModelError(f"{printable(name)} needs the package open_clip: pip install 'vitflow[clip]'.") from error
+    architecture, _, tag = name.removeprefix("open_clip:").partition("/")
+    known = sorted({one for one, _ in open_clip.list_pretrained()})
+    tags = open_clip.list_pretrained_tags_by_model(architecture)
+    if not tag or tag not in tags:
+        listed = f"its weights are {', '.join(tags)}" if tags else f"the models are {', '.join(known)}"
+        raise ModelError(
+            f"Expected open_clip:MODEL/WEIGHTS, such as open_clip:ViT-B-32/openai, got {name!r}: {listed}."
+        )
+    try:
+        with _quiet_hub(asked=True):
+            model: Any = open_clip.create_model(architecture, pretrained=tag)
+            model._loaded_tokenizer, model._loaded_name = open_clip.get_tokenizer(architecture), f"{architecture}.{tag}"
+    except Exception as error:  # what its downloads raise is of many kinds
+        raise ModelError(
+            f"The weights of {name!r} cannot be fetched and are not in the cache ({_first(error)}). Remedy: load the "
+            "model in Python, and pass it with processor=open_clip.get_tokenizer(name)."
+        ) from error
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _first(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import ModelError, OptionError, UnsupportedModelError
+from vitflow.errors import ModelError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
+from vitflow.models.processors import from_processor
 from vitflow.pictures.files import is_file
 
 # What transformers calls the layer that makes tokens of patches, and the tokens that stand before them.
@@ -54,6 +55,7 @@ class Embedding:
         image_size: (height, width) that the model was built for.
         channels: of the picture.
         dynamic: whether other sizes are taken.
+        patchified: whether pictures are cut into patches beforehand, as many of them as each picture needs.
     """
 
     module: nn.Module
@@ -62,6 +64,7 @@ class Embedding:
     image_size: tuple[int, int]
     channels: int
     dynamic: bool
+    patchified: bool = False
 
 
 def embedding_of(model: nn.Module) -> Embedding | None:
@@ -75,10 +78,18 @@ def embedding_of(model: nn.Module) -> Embedding | None:
             owner: Any = module
             side = _pair(owner.image_size)
             return Embedding(module, 1, _pair(owner.patch_size), side, 3, dynamic=False)
+        if inside.get("conv1") is not None and hasattr(module, "class_embedding"):  # of open_clip
+            owner = module
+            return Embedding(module, 1, _pair(owner.patch_size), _pair(owner.image_size), 3, dynamic=False)
     return None
 
 
 def _of_transformers(module: nn.Module, patches: nn.Module) -> Embedding | None:
+    if isinstance(patches, nn.Linear) and hasattr(module, "position_embedding_size"):
+        owner: Any = module
+        side, pixels = int(owner.position_embedding_size), int(owner.patch_size)
+        channels = patches.in_features // pixels**2
+        return Embedding(module, 0, _pair(pixels), _pair(side * pixels), channels, dynamic=True, patchified=True)
     convolution = next((part for part in patches.modules() if isinstance(part, nn.Conv2d)), None)
     size = next((found for part in (module, patches) if (found := getattr(part, "image_size", None))), None)
     size = size or getattr(getattr(module, "config", None), "image_size", None)
@@ -117,11 +128,13 @@ def library_layout(model: nn.Module, input_size: tuple[int, int]) -> TokenLayout
 def library_readout(model: nn.Module, layout: TokenLayout) -> tuple[Tensor, str] | None:
     """Which tokens the head of a model of transformers reads, [1, tokens], and in words; None where it does not say."""
     pretrained = _pretrained(model)
-    if pretrained is None:
+    embedding = embedding_of(model)
+    pooled = None if embedding is None else getattr(embedding.module, "pool_type", None)  # of open_clip
+    if pretrained is None and pooled != "avg":
         return None
     names = [kind.__name__ for kind in type(pretrained).__mro__]
     words = next((_READOUTS[name] for name in names if name in _READOUTS), None)
-    if words is None and getattr(_config(pretrained), "use_mean_pooling", False):
+    if words is None and (pooled == "avg" or getattr(_config(pretrained), "use_mean_pooling", False)):
         words = _PATCH_MEAN  # BEiT and Data2Vec
     weights = torch.zeros(1, layout.num_tokens)
     prefix, patches = layout.num_prefix_tokens, layout.num_patches
@@ -256,106 +269,6 @@ def _processor_settings(name: str) -> Mapping[str, Any]:
             except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
                 raise ModelError(f"Expected a JSON object in {path}, the image processor's: {error}.") from error
     return {}
-
-
-# What of a data_config is read, in timm's words; a processor's own words begin with the others.
-_CONFIG = {"input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation"}
-_PROCESSOR = {"image_mean", "image_std", "do_normalize", "do_resize", "image_processor_type"}
-
-
-def told_data_config(told: Any, channels: int = 3) -> dict[str, Any]:
-    """What a caller tells of a model's pictures, in timm's words.
-
-    Args:
-        told: a mapping in timm's words; an image processor of transformers, or its settings; or what
-            `weights.transforms()` of torchvision gives.
-        channels: of the picture.
-
-    Raises:
-        OptionError: it is none of these.
-
-    >>> told_data_config({"mean": (0.5,) * 3})
-    {'mean': (0.5, 0.5, 0.5)}
-    """
-    if told is None:
-        return {}
-    settings = getattr(told, "image_processor", told)  # a processor of texts and pictures
-    if not isinstance(settings, Mapping) and hasattr(settings, "to_dict"):
-        settings = settings.to_dict()
-    if all(hasattr(settings, name) for name in ("crop_size", "resize_size", "mean", "std", "interpolation")):
-        return _from_preset(settings, channels)
-    known = settings.keys() if isinstance(settings, Mapping) else set()
-    if known & _PROCESSOR:
-        return from_processor(settings, channels)
-    if not isinstance(settings, Mapping) or (known and not known & _CONFIG):
-        got = f"the keys {', '.join(map(str, known))}" if known else repr(settings)
-        raise OptionError(
-            "Expected data_config as a mapping with input_size=(3, height, width), mean and std (also crop_pct, "
-            "crop_mode, interpolation), an image processor of transformers, or what torchvision's weights.transforms() "
-            f"gives, got {got:.120}."
-        )
-    return dict(settings)
-
-
-def _from_preset(preset: Any, channels: int) -> dict[str, Any]:
-    """The settings of a torchvision preset for classification, in timm's words."""
-    crop, resized = _pair_of(preset.crop_size), _pair_of(preset.resize_size)
-    return {
-        "input_size": (channels, *crop),
-        "mean": tuple(preset.mean),
-        "std": tuple(preset.std),
-        "crop_pct": crop[0] / resized[0],
-        "crop_mode": "center" if len(preset.resize_size) == 1 else "squash",
-        "interpolation": str(getattr(preset.interpolation, "value", preset.interpolation)),
-    }
-
-
-def _pair_of(size: Any) -> tuple[int, int]:
-    """(height, width) of a size that torchvision keeps as a list of one number or two."""
-    return (int(size[0]), int(size[-1]))
-
-
-_FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
-
-
-def from_processor(settings: Mapping[str, Any], channels: int = 3) -> dict[str, Any]:
-    """The settings of a transformers image processor, in timm's words; what it does not say is left out.
-
-    Args:
-        settings: `processor.to_dict()`, or what preprocessor_config.json holds.
-        channels: of the picture.
-
-    >>> from_processor({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"height": 32, "width": 32}})
-    {'mean': (0.5, 0.5, 0.5), 'std': (0.5, 0.5, 0.5), 'input_size': (3, 32, 32), 'crop_pct': 1.0, 'crop_mode': 'squash'}
-    """
-    found: dict[str, Any] = {}
-    if settings.get("do_normalize", True) and "image_mean" in settings:
-        found = {"mean": tuple(settings["image_mean"]), "std": tuple(settings["image_std"])}
-    elif "do_normalize" in settings and not settings["do_normalize"]:
-        found = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
-    resized, shortest = _sides(settings.get("size"))
-    cropped, _ = _sides(settings.get("crop_size"))
-    crops = settings.get("do_center_crop", False) and cropped is not None
-    seen = cropped if crops else resized
-    if seen is not None and resized is not None:
-        found["input_size"] = (channels, *seen)
-        found["crop_pct"] = seen[0] / resized[0]
-        found["crop_mode"] = "center" if shortest else "squash"
-    if settings.get("resample") is not None:
-        found["interpolation"] = _FILTERS.get(int(settings["resample"]), "bicubic")
-    return found
-
-
-def _sides(size: Any) -> tuple[tuple[int, int] | None, bool]:
-    """(height, width) of a processor's size, and whether it is that of the shorter side alone."""
-    if isinstance(size, int):
-        return (size, size), False
-    if isinstance(size, Mapping):
-        if size.get("shortest_edge"):
-            return (int(size["shortest_edge"]),) * 2, True
-        if size.get("height") and size.get("width"):
-            return (int(size["height"]), int(size["width"])), False
-    return None, False
 
 
 def _pretrained(model: nn.Module) -> nn.Module | None:

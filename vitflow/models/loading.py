@@ -13,7 +13,7 @@ from vitflow.errors import ModelError, OptionError, VitflowWarning
 from vitflow.models import fitting
 from vitflow.models.checkpoints import Checkpoint, ClassNames, read_checkpoint, told_class_names
 from vitflow.models.facts import remember_name
-from vitflow.models.hub import create_model, without_values
+from vitflow.models.hub import create_model, is_of_transformers, load_open_clip, load_transformers, without_values
 from vitflow.models.libraries import class_count
 from vitflow.pictures.files import is_file, is_folder
 
@@ -35,7 +35,9 @@ def load_model(
     Args:
         name: a timm model id, with its tag or without ("vit_base_patch16_224.augreg2_in21k_ft_in1k");
             "hf-hub:owner/repo"; "local-dir:folder" or the folder itself (config.json beside the weights, as timm saves
-            them); a `.safetensors` file that names its own architecture; or "demo", the model that vitflow ships.
+            them); a `.safetensors` file that names its own architecture; or "demo", the model that vitflow ships. Or a
+            model of transformers, by its id ("openai/clip-vit-base-patch16") or folder; "open_clip:ViT-B-32/openai";
+            or "demo-text", the pair of pictures and texts that vitflow ships.
         checkpoint: weights to load instead of those from the hub: safetensors, or a torch file loaded with
             `weights_only=True`. A class count or picture size that differs from the model's is taken from the file.
         num_classes: build the model with that many classes.
@@ -51,9 +53,13 @@ def load_model(
     False
     """
     name = str(name)
+    model: nn.Module
+    if name.startswith("open_clip:") or is_of_transformers(name):
+        if checkpoint is not None or num_classes is not None:
+            raise OptionError(f"{name!r} brings its own weights: leave out the checkpoint and the number of classes.")
+        return (load_open_clip if name.startswith("open_clip:") else load_transformers)(name)
     if dynamic_img_size:
         options["dynamic_img_size"] = True
-    model: nn.Module
     if name == "demo":
         model = _demo(checkpoint, options)
     else:

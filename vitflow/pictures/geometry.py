@@ -3,7 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeVar, get_args
+from fractions import Fraction
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +13,9 @@ from PIL import Image
 from vitflow.errors import OptionError, ShapeError, unknown_name
 from vitflow.pictures.options import FITS, Fit
 
-CropMode = Literal["center", "squash", "border"]
-CROP_MODES: tuple[CropMode, ...] = get_args(CropMode)
+CropMode = Literal["center", "squash", "border", "patches"]
+# Those of timm.
+CROP_MODES: tuple[CropMode, ...] = ("center", "squash", "border")
 FILTERS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
 Size = tuple[int, int]
@@ -135,8 +137,9 @@ def place(
             whole picture to the input size, whatever its aspect; "pad" keeps the aspect and pads; "native" keeps the
             aspect with about as many patches as input_size has, each side rounded to whole patches.
         crop_pct: share of the resized picture that is cropped out; for "crop" only.
-        crop_mode: timm's "center", "squash" or "border"; for "crop" only.
-        patch_size: side of a patch, or (height, width) of it; for "native" only.
+        crop_mode: timm's "center", "squash" or "border", or "patches": the largest size of nearly the picture's aspect
+            that has no more whole patches than input_size, each side rounded up; for "crop" only.
+        patch_size: side of a patch, or (height, width) of it; for "native" and "patches" only.
 
     Raises:
         OptionError: an unknown fit or crop mode; a crop_pct of 0 or less; "native" without a patch size.
@@ -158,6 +161,9 @@ def place(
     if fit == "native":
         native = _native_size(image_size, input_size, patch_size)
         return Placement(image_size, native, (0, 0), native)
+    if crop_mode == "patches":
+        most = _most_patches(image_size, input_size, patch_size)
+        return Placement(image_size, most, (0, 0), most)
     return _place_like_timm(image_size, input_size, crop_pct, crop_mode)
 
 
@@ -258,6 +264,23 @@ def _native_size(image_size: Size, input_size: Size, patch_size: int | tuple[int
     rows = min(max(round(exact_rows), 1), patches)
     cols = min(max(round(patches / exact_rows), 1), patches)
     return rows * patch_height, cols * patch_width
+
+
+def _most_patches(image_size: Size, input_size: Size, patch_size: int | tuple[int, int] | None) -> Size:
+    """The size with the most whole patches that the input size allows; both sides are scaled alike, and rounded up.
+
+    Source: the image processor of SigLIP 2 (Tschannen et al. 2025, §2.4.2, NaFlex).
+    """
+    if patch_size is None:
+        raise OptionError("crop_mode='patches' needs patch_size, the side of the model's patches in pixels.")
+    tall, wide = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
+    most = max((input_size[0] // tall) * (input_size[1] // wide), 1)
+    height, width = image_size
+    # The scales at which one side is so many whole patches long.
+    found = [(Fraction(n * tall, height), n, -(-n * tall * width // (height * wide))) for n in range(1, most + 1)]
+    found += [(Fraction(n * wide, width), -(-n * wide * height // (width * tall)), n) for n in range(1, most + 1)]
+    _, rows, cols = max(one for one in found if one[1] * one[2] <= most)
+    return rows * tall, cols * wide
 
 
 def _place_like_timm(image_size: Size, input_size: Size, crop_pct: float, crop_mode: CropMode) -> Placement:

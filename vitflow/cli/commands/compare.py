@@ -17,6 +17,7 @@ from vitflow.cli.options import (
     model_options,
     output_option,
     pictures_argument,
+    question_options,
     same_scale_option,
     targets_of,
 )
@@ -71,6 +72,7 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> "click.P
 @click.command(cls=SectionedCommand, short_help="Show several methods over the same pictures, in one strip.")
 @pictures_argument
 @model_options
+@question_options
 @click.option(
     "--method",
     "methods",

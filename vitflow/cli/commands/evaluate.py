@@ -15,6 +15,7 @@ from vitflow.cli.options import (
     make_explainer,
     method_options,
     model_options,
+    question_options,
     resume_option,
 )
 from vitflow.cli.saying import going_on, pictures_bar, say, say_record
@@ -37,6 +38,7 @@ class _MethodOrAll(MethodWithOptions):
 @click.argument("data", required=False, metavar="[DATA]")
 @click.option("--data", "data_option", metavar="DATA", help="The same as the argument.")
 @model_options
+@question_options
 @click.option(
     "--method",
     "methods",

@@ -20,8 +20,10 @@ from vitflow.cli.options import (
     model_options,
     output_option,
     pictures_argument,
+    question_options,
     same_scale_option,
     targets_of,
+    use_specific,
 )
 from vitflow.cli.outputs import CannotWrite, check_pictures, check_suffix, names_folder, writing
 from vitflow.cli.saying import say, say_notes, say_record, tell_limits
@@ -35,6 +37,7 @@ from vitflow.pictures.options import FIGURE_FORMATS, WRITE_OPTIONS
 @click.command(cls=SectionedCommand, short_help="Lay one method's map over pictures.")
 @pictures_argument
 @model_options
+@question_options
 @method_option(help="What to compute; `vitflow methods` lists the choices.")
 @classes_option(
     help="Class to explain and report; repeat it for a strip of one map each.  [default: the predicted class]"
@@ -55,8 +58,9 @@ from vitflow.pictures.options import FIGURE_FORMATS, WRITE_OPTIONS
 def explain(images: tuple[Path, ...], **given: Any) -> None:
     """Lay a saliency map over each IMAGE."""
     options = given_options(given, OPTIONS)
+    use_specific(given)
     choose_methods([given["method"]], options)  # before torch is loaded
-    several = _asks_several(given["targets"])
+    several = _asks_several(given["targets"] or given["prompts"])
     suffixes = FIGURE_FORMATS if given["figure"] or several else tuple(WRITE_OPTIONS)
     outputs = _output_paths(images, given["output"], given["method"], suffixes)
     explainer = make_explainer(given)

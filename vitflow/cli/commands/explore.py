@@ -13,6 +13,7 @@ from vitflow.cli.options import (
     model_options,
     output_option,
     pictures_argument,
+    question_options,
 )
 from vitflow.cli.outputs import output_file, writing
 from vitflow.cli.saying import say, tell_limits
@@ -24,6 +25,7 @@ from vitflow.explaining.asking.choices import choose_methods
 @click.command(cls=SectionedCommand)
 @pictures_argument
 @model_options
+@question_options
 @click.option(
     "--method",
     "methods",
@@ -59,7 +61,7 @@ def explore(images: tuple[Path, ...], **given: Any) -> None:
         list(images),
         model=explainer,
         methods=methods,
-        targets=list(given["targets"]) or "top3",
+        targets=list(given["targets"] or given["prompts"]) or "top3",
         max_size=given["max_size"],
         call=_call(given),
     )
@@ -82,6 +84,13 @@ def _call(given: dict[str, Any]) -> Any:
             arguments += [flag_of(name), str(given[name])]
             loading.append(f"{name}={given[name] if isinstance(given[name], int) else str(given[name])!r}")
     making = []
+    for name in ("prompts", "templates"):
+        if given[name]:
+            arguments += [word for one in given[name] for word in (flag_of(name[:-1]), one)]
+            making.append(f"{name}={list(given[name])!r}")
+    if given["alone"]:
+        arguments.append("--alone")
+        making.append("alone=True")
     if given["fit"] != "crop":
         arguments += ["--fit", given["fit"]]
         making.append(f"fit={given['fit']!r}")

@@ -21,8 +21,10 @@ from vitflow.cli.options import (
     make_explainer,
     method_options,
     model_options,
+    question_options,
     resume_option,
     target_of,
+    use_specific,
 )
 from vitflow.cli.saying import going_on, pictures_bar, say, tell_limits
 from vitflow.cli.sections import SectionedCommand
@@ -60,12 +62,13 @@ class _Model:
     help="Folder for the overlays, the manifest and run.json; a URL goes through fsspec.",
 )
 @model_options
+@question_options
 @click.option(
     "--method",
     "method_names",
     multiple=True,
     default=["rollout"],
-    show_default=True,
+    show_default="rollout; gae where prompts are given",
     metavar="NAME",
     help="What to compute; may be given several times.",
 )
@@ -125,6 +128,7 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
     done is kept; Ctrl-C keeps what is done, too.
     """
     options = given_options(given, OPTIONS)
+    use_specific(given, "method_names")
     choose_methods(given["method_names"], options)  # before torch is loaded
     _check_sources(sources)
     model = _Model(given)

@@ -15,6 +15,8 @@ from vitflow.cli.options import (
     method_options,
     model_options,
     output_option,
+    question_options,
+    use_specific,
 )
 from vitflow.cli.outputs import output_file, writing
 from vitflow.cli.saying import say_record, tell_limits
@@ -28,6 +30,7 @@ from vitflow.pictures.options import FIGURE_FORMATS
 @click.command(cls=SectionedCommand, short_help="Show a picture's map layer by layer, and the heads of one.")
 @click.argument("image", metavar="IMAGE", type=click.Path(path_type=Path))
 @model_options
+@question_options
 @method_option(help="What is built up: rollout, gradient_rollout or gae.")
 @class_option
 @method_options
@@ -40,6 +43,7 @@ def layers(image: Path, **given: Any) -> None:
     """Show what each layer looks at, how the map of IMAGE builds up, and each head of one layer (--layer)."""
     options = given_options(given, OPTIONS)
     layer = options.pop("layer", -1)
+    use_specific(given)
     choose_methods([given["method"], "attention"], options)  # before torch is loaded
     output = output_file([image], given["output"], f"{image.stem}-layers.png", FIGURE_FORMATS)
     explainer = make_explainer(given)

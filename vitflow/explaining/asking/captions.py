@@ -16,7 +16,7 @@ def class_lines(answer: Answer) -> Iterator[str]:
     if answer.sides:
         yield from (answer.name, answer.told)
     elif answer.number is not None:
-        chance = "<0.1%" if answer.number < 0.0005 else answer.told
+        chance = "<0.1%" if answer.unit == "probability" and answer.number < 0.0005 else answer.told
         # The probability of a long name gets a line of its own, so that it is not cut off.
         yield from (answer.name, chance) if len(answer.name) > 40 else (f"{answer.name}, {chance}",)
     elif answer.name:
@@ -28,6 +28,7 @@ def departures(method: Method, options: Mapping[str, Any]) -> str:
 
     Of a method that is from no publication: how it departs from the method's own defaults.
 
+    >>> from vitflow.explaining.asking.method_table import get_method
     >>> rollout = get_method("rollout")
     >>> departures(rollout, rollout.complete({"discard_ratio": 0.5, "affinity": "both"}))
     'max over heads, 50% discarded, value-weighted, refined by both'
@@ -113,6 +114,18 @@ def unsure(facts: Mapping[str, Any]) -> str:
     if reliability is None or reliability >= _LOW_RELIABILITY:
         return ""
     return f"reliability {reliability:.2f}: more masks make it surer".replace("-", "−")
+
+
+def asked(facts: Mapping[str, Any]) -> Iterator[str]:
+    """What else is to be known of a number and of its map, in sentences.
+
+    >>> list(asked({"against": "the mean of the other prompts"}))
+    ['The map is of its number less the mean of the other prompts.']
+    """
+    if (cosine := facts.get("cosine")) is not None:
+        yield f"Cosine {cosine:.3f}; the percentage is its share among the prompts.".replace("-", "−")
+    if against := facts.get("against"):
+        yield f"The map is of its number less {against}."
 
 
 def duration(seconds: float) -> str:

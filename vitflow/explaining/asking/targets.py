@@ -182,9 +182,11 @@ def _top(target: Target) -> int | None:
 class Contrast:
     """One class against another: what speaks for the first, less what speaks for the second.
 
+    Against "rest", the map is of the class's number less the mean of the others', and what is told is as of a class.
+
     Attributes:
         target: class index or name; None for the predicted class.
-        against: class index or name.
+        against: class index or name; or "rest".
         name: both names, once the model was asked.
         value: the difference of their logits, likewise.
 
@@ -199,8 +201,13 @@ class Contrast:
 
     @property
     def sides(self) -> list[Target]:
-        """What is set against each other: the class, and the one against it."""
-        return [self.target, self.against]
+        """What is set against each other: the class, and the one against it, if it is one."""
+        return [self.target] if self.against_rest else [self.target, self.against]
+
+    @property
+    def against_rest(self) -> bool:
+        """Whether it is one class against all others."""
+        return isinstance(self.against, str) and self.against.strip().lower() == "rest"
 
 
 def contrasts_among(targets: Any) -> list[Contrast]:
@@ -215,6 +222,8 @@ def contrasts_among(targets: Any) -> list[Contrast]:
         raise OptionError(
             "Expected either classes or contrasts as targets, got both: ask for them one after the other."
         )
+    if len({one.against_rest for one in found}) > 1:
+        raise OptionError("Expected contrasts against a class or against the rest, got both: ask one after the other.")
     for one in found:
         for side in one.sides:
             if is_several(side):

@@ -42,6 +42,7 @@ class Answered:
         pictures: those that it was for.
         facts: of the model.
         answers: what the maps are of.
+        numbers: what the model answered, [batch, classes].
         probabilities: what is told beside them, [batch, classes]; None where the model has no classes.
         predict: maps model inputs to probabilities, by running the model again.
         log_odds: likewise, to log-odds.
@@ -52,6 +53,7 @@ class Answered:
     pictures: Sequence[PlacedPicture]
     facts: ModelFacts
     answers: Answers
+    numbers: Tensor | None
     probabilities: Tensor | None
     predict: Callable[[Tensor], Tensor]
     log_odds: Callable[[Tensor], Tensor]
@@ -129,7 +131,8 @@ def _apply(one: ChosenMethod, trace: AskedTrace, answered: Answered, seconds: fl
             facts=readout
             | (_patch_grid(trace, used[index], grids[index].shape) if readout else {})
             | (maps.facts[index] if maps.facts else {})
-            | _doubts(method, answers[index], answered),
+            | _doubts(method, answers[index], answered)
+            | _asked(method, answers[index], answered, index),
             seconds=seconds,
             answer=answers[index],
         )
@@ -156,6 +159,17 @@ def _doubts(method: Method, answer: Answer, answered: Answered) -> dict[str, str
         return {}
     note = doubt(answer.probability, answered.probabilities.shape[1])
     return {} if note is None else {"note": note}
+
+
+def _asked(method: Method, answer: Answer, answered: Answered, index: int) -> dict[str, Any]:
+    """What else is told of an answer: the cosine behind a share of a softmax, and what the map's number is less."""
+    own = answered.facts.answers
+    told: dict[str, Any] = {}
+    if own.reading == "softmax" and own.scale != 1.0 and answered.numbers is not None and answer.index is not None:
+        told["cosine"] = round(float(answered.numbers[index, answer.index]) / own.scale, 4)
+    if method.class_specific and answered.answers is not own:
+        told["against"] = own.against
+    return told
 
 
 def _check_grids(grids: Tensor, method: Method, batch: int) -> NDArray[np.float32]:

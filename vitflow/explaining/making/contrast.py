@@ -9,27 +9,23 @@ from numpy.typing import NDArray
 
 from vitflow.errors import SameClassError
 from vitflow.explaining.asking.answer import Answer
-from vitflow.explaining.asking.choices import Chosen
-from vitflow.explaining.asking.targets import Contrast, check_class_specific
+from vitflow.explaining.asking.targets import Contrast
 from vitflow.explaining.saliency import Saliency
 
 
 def explain_contrasts(
-    explain: Callable[..., list[Saliency]], contrasts: Sequence[Contrast], chosen: Chosen, activation: str
+    explain: Callable[..., list[Saliency]], contrasts: Sequence[Contrast], activation: str
 ) -> list[Saliency]:
     """Explain several pictures for one class against another: one forward pass, two backward passes per contrast.
 
     Args:
         explain: gives the maps of the pictures for the `targets` that it is called with, class by class.
         contrasts: one or several.
-        chosen: the methods.
         activation: how the answers are read.
 
     Raises:
-        OptionError: a method does not depend on the class.
         SameClassError: both sides are one class.
     """
-    check_class_specific(chosen)
     maps = explain(targets=[side for one in contrasts for side in one.sides])
     return [contrasted(first, second, activation) for first, second in zip(maps[::2], maps[1::2], strict=True)]
 

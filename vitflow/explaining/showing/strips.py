@@ -117,5 +117,7 @@ def _note(pictures: Pictures, pen: Pen, same_scale: bool, two_sides: bool) -> st
     seen = "" if all(p[0].placement.sees_everything for p in pictures) else (" The line bounds what the model saw.")
     around = "\nA map with negative values has colours on both sides of 0, which is clear." if two_sides else ""
     first = pictures[0][0]
+    against = next((one.facts["against"] for picture in pictures for one in picture if "against" in one.facts), None)
+    around += f"\nClass-specific maps are of a number less {against}." if against else ""
     known = f", which {told}" if (told := limits_of(first.model)) else ""
     return f"{limits}{seen}{around}\nModel: {first.model}{known}."

@@ -1,0 +1,430 @@
+"""Prompts: what a model of pictures and texts answers to them, against its own words and against code by hand."""
+
+import copy
+import time
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from torch import nn
+from torch.nn.functional import layer_norm, linear, normalize
+
+from tests.pairs import DATA, KINDS, PROMPTS, Words, pair, picture
+from vitflow import Contrast, Explainer, compare, evaluate, explain_folder, explore, load_model
+from vitflow.cli import cli
+from vitflow.demo import draw_picture
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError
+from vitflow.explaining.asking.method_table import get_method, list_methods
+from vitflow.models.pairs import pair_of, prompt_answers
+from vitflow.pictures.geometry import place
+from vitflow.pictures.images import write_image
+from vitflow.recording.recorder import record_attention
+
+OPTIONS = {"masks": 8, "occlusion_batch": 16}
+
+
+def explainer(kind: str, prompts=PROMPTS, **options) -> Explainer:
+    if kind == "open_clip":
+        pytest.importorskip("open_clip", reason="open_clip is not installed (extra clip)")
+    crop = {"crop_mode": "patches"} if kind == "siglip2" else {}
+    return Explainer(pair(kind), prompts=prompts, processor=Words(), data_config=DATA | crop, **options)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def asked(request) -> Explainer:
+    return explainer(request.param)
+
+
+# --- the numbers -----------------------------------------------------------------------------------------------------
+
+
+def its_own(kind: str, pixels: torch.Tensor) -> torch.Tensor:
+    """What the model itself says of a picture and the prompts, [1, prompts]."""
+    model, texts = pair(kind), PROMPTS
+    with torch.no_grad():
+        if kind == "open_clip":
+            image, text, scale = model(pixels, Words()(texts))[:3]
+            return scale * image @ text.T
+        read = Words()(texts, padding="longest" if kind == "clip" else "max_length")
+        if kind != "clip":
+            del read["attention_mask"]
+        if kind == "siglip2":
+            patches, rows, cols = cut(pixels)
+            padded = torch.nn.functional.pad(patches, (0, 0, 0, 20 - patches.shape[1]))
+            mask = (torch.arange(20) < patches.shape[1]).long()[None]
+            shapes = torch.tensor([[rows, cols]])
+            return model(pixel_values=padded, pixel_attention_mask=mask, spatial_shapes=shapes, **read).logits_per_image
+        return model(pixel_values=pixels, **read).logits_per_image
+
+
+def cut(pixels: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """A picture as patches of 8 × 8 pixels, row by row, by hand."""
+    rows, cols = pixels.shape[2] // 8, pixels.shape[3] // 8
+    found = [
+        pixels[0, :, 8 * row : 8 * row + 8, 8 * col : 8 * col + 8].permute(1, 2, 0).reshape(-1)
+        for row in range(rows)
+        for col in range(cols)
+    ]
+    return torch.stack(found)[None], rows, cols
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_numbers_are_those_of_the_model(kind):
+    own = explainer(kind)
+    pixels = own.pixels(picture())
+    torch.testing.assert_close(own.logits(pixels).detach(), its_own(kind, pixels), rtol=1e-5, atol=1e-5)
+    with torch.no_grad(), record_attention(own.model, answers=own.answers.numbers) as trace:
+        own.forward(pixels)
+    torch.testing.assert_close(trace.logits, its_own(kind, pixels), rtol=1e-5, atol=1e-5)
+    assert trace.pooling == ("class token" if "clip" in kind else "attention pooling")
+    assert (trace.layout.rows, trace.layout.cols) == ((3, 5) if kind == "siglip2" else (4, 4))
+
+
+def by_hand(model: nn.Module, pixels: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """CLIP and SigLIP as written in their papers, from pictures to cos · scale + bias."""
+    weights, vision = dict(model.named_parameters()), "vision_model."
+    clip = vision + "pre_layrnorm.weight" in weights
+
+    def at(path: str, tokens: torch.Tensor) -> torch.Tensor:
+        return linear(tokens, weights[path + ".weight"], weights.get(path + ".bias"))
+
+    def norm(path: str, tokens: torch.Tensor) -> torch.Tensor:
+        eps = 1e-5 if clip else 1e-6
+        return layer_norm(tokens, tokens.shape[-1:], weights[path + ".weight"], weights[path + ".bias"], eps)
+
+    def attend(queries, keys, values):
+        q, k, v = (one.unflatten(2, (4, -1)).transpose(1, 2) for one in (queries, keys, values))
+        mixed = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+        return mixed.transpose(1, 2).flatten(2)
+
+    def gelu(x):
+        return x * torch.sigmoid(1.702 * x) if clip else torch.nn.functional.gelu(x, approximate="tanh")
+
+    patches = torch.nn.functional.conv2d(
+        pixels,
+        weights[vision + "embeddings.patch_embedding.weight"],
+        weights.get(vision + "embeddings.patch_embedding.bias"),
+        stride=8,
+    )
+    tokens = patches.flatten(2).mT
+    if clip:
+        tokens = torch.cat([weights[vision + "embeddings.class_embedding"].expand(len(tokens), 1, -1), tokens], 1)
+    tokens = tokens + weights[vision + "embeddings.position_embedding.weight"]
+    tokens = norm(vision + "pre_layrnorm", tokens) if clip else tokens
+    for layer in range(2):
+        block = f"{vision}encoder.layers.{layer}."
+        normed = norm(block + "layer_norm1", tokens)
+        mixed = attend(*(at(f"{block}self_attn.{one}_proj", normed) for one in "qkv"))
+        tokens = tokens + at(block + "self_attn.out_proj", mixed)
+        tokens = tokens + at(block + "mlp.fc2", gelu(at(block + "mlp.fc1", norm(block + "layer_norm2", tokens))))
+    if clip:
+        features = at("visual_projection", norm(vision + "post_layernorm", tokens[:, 0]))
+    else:
+        tokens, head = norm(vision + "post_layernorm", tokens), vision + "head."
+        queries = weights[head + "probe"].expand(len(tokens), 1, -1)
+        joined, biases = weights[head + "attention.in_proj_weight"], weights[head + "attention.in_proj_bias"]
+        parts = zip((queries, tokens, tokens), joined.chunk(3), biases.chunk(3), strict=True)
+        mixed = at(head + "attention.out_proj", attend(*(linear(one, w, b) for one, w, b in parts)))
+        pooled = mixed + at(head + "mlp.fc2", gelu(at(head + "mlp.fc1", norm(head + "layernorm", mixed))))
+        features = pooled[:, 0]
+    return normalize(features, dim=1) @ vectors.T * model.logit_scale.exp() + weights.get("logit_bias", 0.0)
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_gradient_of_a_prompt_is_that_of_a_model_by_hand(kind, alone):
+    model = copy.deepcopy(pair(kind)).double()
+    found = pair_of(model, Words())
+    answers = prompt_answers(found, PROMPTS, alone=alone)
+    asked = answers if alone else answers.against_rest()
+    pixels = torch.randn(2, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with record_attention(found.tower, gradients=True, answers=asked.numbers) as trace:
+        found.tower(pixels)
+    read = Words()(PROMPTS, padding="longest" if kind == "clip" else "max_length")
+    if kind != "clip":
+        del read["attention_mask"]
+    with torch.no_grad():
+        vectors = normalize(model.get_text_features(**read).pooler_output, dim=1)
+    own = pixels.clone().requires_grad_()
+    numbers = by_hand(model, own, vectors)
+    torch.testing.assert_close(answers.numbers(trace.output), numbers, rtol=1e-6, atol=1e-6)
+    wanted = numbers[:, 1] if alone else numbers[:, 1] - (numbers[:, 0] + numbers[:, 2]) / 2
+    (expected,) = torch.autograd.grad(wanted.sum(), own)
+    torch.testing.assert_close(trace.backward(torch.tensor([1, 1])).pixels, expected, rtol=1e-6, atol=1e-6)
+
+
+class Applied(nn.Module):
+    """A tower with the vectors of the prompts as its classifier."""
+
+    def __init__(self, tower: nn.Module, vectors: torch.Tensor, scale: float) -> None:
+        super().__init__()
+        self.tower, self.scale = tower, scale
+        self.register_buffer("vectors", vectors)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return normalize(self.tower(pixels), dim=-1) @ self.vectors.T * self.scale
+
+
+@pytest.fixture(scope="module")
+def both():
+    """CLIP asked by prompts, and the same as a module."""
+    own = explainer("clip", alone=True)
+    model = pair("clip")
+    with torch.no_grad():
+        texts = normalize(model.get_text_features(**Words()(PROMPTS, padding="longest")).pooler_output, dim=1)
+    module = Applied(own.model, texts, float(model.logit_scale.detach().exp())).eval()
+    return own, Explainer(module, class_names=PROMPTS, data_config=DATA)
+
+
+@pytest.mark.parametrize("method", [method.name for method in list_methods()])
+def test_prompts_are_what_a_module_with_their_vectors_is(both, method):
+    options = {name: value for name, value in OPTIONS.items() if get_method(method).accepts(name)}
+    found, expected = (one.explain(picture(), method=method, target="red", **options) for one in both)
+    scale = max(1e-6, float(np.abs(expected.grid).max()))
+    np.testing.assert_allclose(found.grid / scale, expected.grid / scale, atol=2e-4)
+    assert found.answer.number == pytest.approx(expected.answer.number, rel=1e-4)
+    assert found.answer.name == expected.answer.name == "red"
+
+
+# --- prompts against each other --------------------------------------------------------------------------------------
+
+
+def test_a_map_is_of_the_number_less_the_others(asked):
+    pixels = asked.pixels(picture())
+    numbers = asked.logits(pixels).detach()
+    less = asked.answers.against_rest().numbers(asked.forward(pixels)).detach()
+    for one in range(3):
+        others = [other for other in range(3) if other != one]
+        torch.testing.assert_close(less[:, one], numbers[:, one] - numbers[:, others].mean(1), rtol=1e-4, atol=1e-5)
+    found = asked.explain(picture(), method="gae", target="red")
+    assert found.facts["against"] == "the mean of the other prompts"
+    assert any("less the mean of the other prompts" in line for line in found._notes())
+    assert "against" not in asked.explain(picture(), method="rollout").facts
+    plain = explainer("clip", alone=True).explain(picture(), method="gae")
+    assert "against" not in plain.facts
+
+
+def test_one_prompt_alone_is_set_against_an_empty_one():
+    own = explainer("clip", ["red"])
+    found = own.explain(picture(), method="gae")
+    assert found.answer.unit == "cosine" and found.answer.told.startswith("cosine ")
+    assert found.facts["against"] == "that of an empty prompt"
+    two = explainer("clip", ["red", "nothing"], alone=True)
+    assert two.explain(picture(), target="red").facts["cosine"] == pytest.approx(found.answer.number, abs=1e-4)
+    sigmoid = explainer("siglip", ["red"]).explain(picture())
+    assert sigmoid.answer.unit == "probability" and 0 < sigmoid.probability < 1
+
+
+def test_classes_are_set_against_the_rest():
+    demo = Explainer("demo")
+    image = draw_picture(0).image
+    found = demo.explain(image, method="input_gradient", target=Contrast(1, against="rest"))
+    pixels = demo.pixels(image).requires_grad_()
+    numbers = demo.model(pixels)[0]
+    others = [other for other in range(len(numbers)) if other != 1]
+    (expected,) = torch.autograd.grad(numbers[1] - numbers[others].mean(), pixels)
+    rows, cols = found.grid.shape
+    sums = expected[0].abs().sum(0).unflatten(0, (rows, -1)).unflatten(2, (cols, -1)).sum((1, 3))
+    np.testing.assert_allclose(found.grid, sums, rtol=1e-3, atol=1e-6)
+    assert found.facts["against"] == "the mean of the other classes" and found.target == 1
+    with pytest.raises(OptionError, match="against a class or against the rest"):
+        demo.explain_batch([image], methods=["gae"], targets=[Contrast(1, against="rest"), Contrast(1, against=2)])
+    with pytest.raises(OptionError, match="class-specific"):
+        demo.explain(image, method="rollout", target=Contrast(1, against="rest"))
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_run_takes_prompts(asked, tmp_path):
+    for number, size in enumerate([(40, 56), (56, 40)]):
+        write_image(tmp_path / "in" / f"{number}.png", picture(*size))
+    (tmp_path / "in" / "labels.csv").write_text("file,label\n0.png,a dog\n1.png,red\n")
+    strip = compare(picture(), model=asked, methods=["rollout", "gae", "random"], targets=PROMPTS)
+    assert [one.label for one in strip.saliencies if one.method == "gae"] == PROMPTS
+    strip.strip(tmp_path / "strip.png")
+    assert "a cat on a mat" in explore(picture(), model=asked, methods=["gae"], targets=PROMPTS).html
+    for kept in (0, 2):
+        summary = explain_folder(tmp_path / "in", tmp_path / "out", model=asked, methods=["gae"], target="a dog")
+        assert (summary.explained, summary.kept) == (2, kept)
+    options = {"methods": ["gae"], "points": 3, "resamples": 10, "sanity_pictures": 0}
+    found = evaluate(tmp_path / "in", model=asked, metrics=["faithfulness"], **options)
+    assert not found.failures
+
+
+def test_other_prompts_are_another_run(tmp_path):
+    write_image(tmp_path / "in" / "0.png", picture())
+    explain_folder(tmp_path / "in", tmp_path / "out", model=explainer("clip"), methods=["gae"])
+    others = [explainer("clip", PROMPTS[::-1]), explainer("clip", alone=True), explainer("clip", templates="a {}")]
+    for other in others:
+        with pytest.raises(OptionError, match="other options"):
+            explain_folder(tmp_path / "in", tmp_path / "out", model=other, methods=["gae"])
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+def test_texts_are_read_as_the_models_were_trained():
+    words = Words()
+    Explainer(pair("siglip"), prompts=["A Dog"], processor=words, data_config=DATA)
+    [(texts, options)] = words.calls
+    assert texts == ["a dog", ""] and (options["padding"], options["max_length"]) == ("max_length", 16)
+    words = Words()
+    Explainer(pair("clip"), prompts=["A Dog"], processor=words, templates=["a {}", "the {}"], data_config=DATA)
+    [(texts, options)] = words.calls
+    assert texts == ["a A Dog", "the A Dog", "a ", "the "] and options["padding"] is True
+
+
+def test_a_template_is_a_mean_of_unit_vectors():
+    found = pair_of(pair("clip"), Words())
+    sentences = found.embed(["a red", "the red"]).detach()
+    mean = normalize(normalize(sentences, dim=1).mean(0, keepdim=True), dim=1)
+    features = torch.randn(2, 24)
+    expected = normalize(features, dim=1) @ mean.T * found.scale
+    told = prompt_answers(found, ["red"], ["a {}", "the {}"]).numbers(features)
+    torch.testing.assert_close(told, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_text_features_may_be_a_tensor():
+    class Earlier(transformers.CLIPModel):
+        def get_text_features(self, **inputs):
+            return super().get_text_features(**inputs).pooler_output
+
+    earlier = Earlier(pair("clip").config).eval()
+    earlier.load_state_dict(pair("clip").state_dict())
+    own = Explainer(earlier, prompts=PROMPTS, processor=Words(), data_config=DATA)
+    pixels = own.pixels(picture())
+    torch.testing.assert_close(own.logits(pixels), explainer("clip").logits(pixels))
+
+
+@pytest.mark.parametrize("size", [(40, 56), (400, 56), (7, 900), (64, 64), (9, 9), (301, 299)])
+def test_as_many_patches_as_the_processor_takes(size):
+    processor = transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=16)
+    theirs = processor(picture(*size), return_tensors="pt")
+    placed = place(size, (32, 32), crop_mode="patches", patch_size=8).input_size
+    assert [side // 8 for side in placed] == theirs["spatial_shapes"][0].tolist()
+    own = Explainer(pair("siglip2"), prompts=PROMPTS, processor=Both(processor))
+    patches, rows, cols = cut(own.pixels(picture(*size)))
+    ours, expected = patches[0], theirs["pixel_values"][0][: rows * cols]
+    assert (ours - expected).abs().max() <= 2.1 / 127.5  # levels of 8 bits, rounded by two libraries
+
+
+class Both(Words):
+    """A processor of texts and pictures."""
+
+    def __init__(self, image_processor):
+        super().__init__()
+        self.image_processor = image_processor
+
+
+# --- what cannot be asked --------------------------------------------------------------------------------------------
+
+
+def test_a_pair_that_is_asked_nothing_says_what_to_write():
+    with pytest.raises(UnsupportedModelError, match=r'Explainer\(model, prompts=\["a dog", "a cat"\]\)'):
+        Explainer(pair("clip"), data_config=DATA)
+
+
+def test_a_tower_without_its_texts_says_what_to_load():
+    with pytest.raises(UnsupportedModelError, match=r"transformers\.CLIPModel\.from_pretrained"):
+        Explainer(pair("clip").vision_model, prompts=PROMPTS, data_config=DATA)
+    with pytest.raises(UnsupportedModelError, match="has no text side"):
+        Explainer("demo", prompts=PROMPTS)
+
+
+def test_a_tower_without_a_head_is_refused():
+    vision = pair("siglip").config.vision_config.to_dict() | {"vision_use_head": False}
+    config = transformers.SiglipConfig(vision_config=vision, text_config=pair("siglip").config.text_config.to_dict())
+    with pytest.raises(UnsupportedModelError, match="no pooling head"):
+        Explainer(transformers.SiglipModel(config), prompts=PROMPTS, processor=Words(), data_config=DATA)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"prompts": "a dog"}, "as a list of texts"),
+        ({"prompts": []}, "as a list of texts"),
+        ({"prompts": ["a dog", " "]}, "as a list of texts"),
+        ({"prompts": ["red", "red"]}, "every prompt once"),
+        ({"templates": ["a photo"]}, "templates with one {}"),
+        ({"answers": lambda output: output}, "prompts alone"),
+        ({"class_names": ["a"]}, "prompts alone"),
+    ],
+)
+def test_what_is_wrong_with_prompts_is_told(options, told):
+    with pytest.raises(OptionError, match=told):
+        Explainer(pair("clip"), **{"prompts": PROMPTS, "processor": Words(), "data_config": DATA, **options})
+
+
+def test_a_tokenizer_that_is_not_at_hand_is_told():
+    with pytest.raises(ModelError, match="processor=transformers"):
+        Explainer(pair("clip"), prompts=PROMPTS, data_config=DATA)
+
+
+# --- by name ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """SigLIP as transformers saves it, with its tokenizer and processor."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("siglip")
+    words = Tokenizer(
+        models.WordLevel({word: n for n, word in enumerate(["?", "a", "dog", "cat", "red"])}, unk_token="?")
+    )
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    pair("siglip").save_pretrained(path)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="?", unk_token="?").save_pretrained(path)
+    transformers.SiglipImageProcessor(size={"height": 32, "width": 32}).save_pretrained(path)
+    return path
+
+
+def test_a_folder_of_transformers_is_loaded(folder, tmp_path):
+    own = Explainer(str(folder), prompts=["a dog", "red"])
+    assert own.model_id == str(folder) and own.class_names == ["a dog", "red"] and own.spec.mean == (0.5,) * 3
+    write_image(tmp_path / "one.png", picture())
+    path, model = str(tmp_path / "one.png"), ["--model", str(folder), "--prompt", "a dog", "--prompt", "red"]
+    for command, options in {
+        "explain": ["-o", f"{tmp_path}/1.png"],
+        "compare": ["-o", f"{tmp_path}/2.png", "--method", "gae", "--method", "random"],
+        "explore": ["-o", f"{tmp_path}/3.html", "--method", "gae", "--alone"],
+        "folder": ["-o", f"{tmp_path}/4", "--template", "a {}"],
+    }.items():
+        done = CliRunner().invoke(cli, [command, path, *model, *options], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    assert len(list((tmp_path / "4").rglob("*gae*"))) == 1  # a map that tells prompts apart, where no method is named
+    done = CliRunner().invoke(cli, ["explain", path, "--model", str(folder)])
+    assert done.exit_code and "--prompt" in done.output
+
+
+def test_an_id_that_is_not_at_hand_says_what_to_do_in_seconds():
+    started = time.perf_counter()
+    with pytest.raises(ModelError, match="hf download someone/clip-vit --local-dir"):
+        load_model("someone/clip-vit")
+    assert time.perf_counter() - started < 20
+    with pytest.raises(OptionError, match="brings its own weights"):
+        load_model("someone/clip-vit", num_classes=3)
+
+
+def test_a_model_that_reads_texts_alone_is_refused(tmp_path):
+    size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9, "intermediate_size": 8}
+    transformers.BertModel(transformers.BertConfig(**size)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="reads pictures"):
+        load_model(str(tmp_path))
+
+
+def test_transformers_that_is_not_installed_is_told(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ModelError, match=r"vitflow\[transformers\]"):
+        load_model("demo-text")
+
+
+def test_open_clip_knows_its_models():
+    pytest.importorskip("open_clip", reason="open_clip is not installed (extra clip)")
+    with pytest.raises(ModelError, match="its weights are .*openai"):
+        load_model("open_clip:ViT-B-32")
+    with pytest.raises(ModelError, match="processor=open_clip"):
+        Explainer(pair("open_clip"), prompts=PROMPTS)

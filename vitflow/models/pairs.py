@@ -1,0 +1,277 @@
+"""Models of pictures and texts (CLIP, SigLIP, SigLIP 2): a tower that sees, and the answers that prompts make of it.
+
+The texts are embedded once. What is recorded is the tower that sees, with its projection.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError
+from vitflow.models.answers import Answers
+from vitflow.models.libraries import embedding_of, library_data_config, library_id
+from vitflow.models.processors import from_processor
+
+# What open_clip calls a resize mode, in timm's words.
+_CROPS = {"shortest": "center", "squash": "squash", "longest": "border"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pair:
+    """A model of pictures and texts, taken apart.
+
+    Attributes:
+        tower: maps pictures [batch, channels, height, width] to features [batch, width], projected.
+        embed: maps texts to features [texts, width], projected.
+        scale, bias: the answer to a text is cos · scale + bias.
+        reading: "softmax" over the prompts, or "sigmoid" for each by itself.
+        data_config: what the tower wants to see.
+        name: that the model was loaded by, or of its class.
+    """
+
+    tower: nn.Module
+    embed: Callable[[list[str]], Tensor]
+    scale: float
+    bias: float
+    reading: str
+    data_config: Any
+    name: str
+
+
+class PictureTower(nn.Module):
+    """The part of a model of transformers that sees, from pictures to projected features [batch, width]."""
+
+    def __init__(self, vision_model: nn.Module, visual_projection: nn.Module | None) -> None:
+        super().__init__()
+        self.vision_model = vision_model
+        self.visual_projection = visual_projection
+        embedding = embedding_of(vision_model)
+        if embedding is None:
+            raise UnsupportedModelError(f"{type(vision_model).__name__} does not say how it makes tokens of a picture.")
+        self.image_size, self.patch_size = embedding.image_size, embedding.patch_size
+        self.patchified, self.dynamic = embedding.patchified, embedding.dynamic
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Pictures [batch, channels, height, width] to features."""
+        if self.patchified:  # of one size, so that no row is padding
+            (height, width), (rows, cols) = self.patch_size, self._shape(pixels)
+            patches = pixels.unflatten(3, (cols, width)).unflatten(2, (rows, height)).permute(0, 2, 4, 3, 5, 1)
+            shapes = torch.tensor([[rows, cols]], device=pixels.device).expand(len(pixels), 2)
+            patches = patches.flatten(3).flatten(1, 2)
+            output = self.vision_model(pixel_values=patches, pixel_attention_mask=None, spatial_shapes=shapes)
+        else:
+            other = self.dynamic and tuple(pixels.shape[-2:]) != self.image_size
+            output = self.vision_model(pixels, **({"interpolate_pos_encoding": True} if other else {}))
+        pooled: Tensor = output.pooler_output
+        return pooled if self.visual_projection is None else self.visual_projection(pooled)
+
+    def _shape(self, pixels: Tensor) -> tuple[int, int]:
+        """Rows and columns of the patches."""
+        return pixels.shape[2] // self.patch_size[0], pixels.shape[3] // self.patch_size[1]
+
+
+def is_pair(model: nn.Module) -> bool:
+    """Whether a model reads texts beside pictures, to compare them."""
+    texts = ("get_text_features", "vision_model") if hasattr(model, "vision_model") else ("encode_text", "visual")
+    return hasattr(model, "logit_scale") and all(hasattr(model, name) for name in texts)
+
+
+def pair_of(model: nn.Module, processor: Any = None) -> Pair:
+    """Take a model of pictures and texts apart.
+
+    Args:
+        model: CLIPModel, SiglipModel or Siglip2Model of transformers, or a model of open_clip.
+        processor: its processor or tokenizer, where it cannot be found by the name that the model was loaded by.
+
+    Raises:
+        UnsupportedModelError: it has no text side, or no head that makes one vector of a picture.
+        ModelError: its tokenizer is not at hand.
+    """
+    if not is_pair(model):
+        raise UnsupportedModelError(_no_text_side(model))
+    owner: Any = model
+    bias = getattr(owner, "logit_bias", None)
+    numbers: dict[str, Any] = {
+        "scale": float(owner.logit_scale.detach().double().exp()),
+        "bias": 0.0 if bias is None else float(bias.detach()),
+        "reading": "softmax" if bias is None else "sigmoid",
+    }
+    if hasattr(owner, "visual"):
+        return Pair(owner.visual, _open_clip_texts(owner, processor), **numbers, **_open_clip_facts(owner))
+    if getattr(owner.vision_model, "use_head", True) is False:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no pooling head (vision_use_head=False), so that it makes no one vector of a "
+            "picture to compare with texts: load weights that have one."
+        )
+    tower = PictureTower(owner.vision_model, getattr(owner, "visual_projection", None))
+    told = getattr(processor, "image_processor", None)
+    seen = library_data_config(model) | ({} if told is None else from_processor(told.to_dict()))
+    return Pair(
+        tower, _texts(owner, processor), **numbers, data_config=seen, name=library_id(model) or type(model).__name__
+    )
+
+
+def _called(model: nn.Module) -> str:
+    """The name that a model was loaded by, or of its class."""
+    return str(getattr(model, "_loaded_name", None) or library_id(model) or type(model).__name__)
+
+
+def _no_text_side(model: nn.Module) -> str:
+    name = type(model).__name__
+    whole = {"CLIPVision": "CLIPModel", "SiglipVision": "SiglipModel", "Siglip2Vision": "Siglip2Model"}
+    theirs = next((kind for start, kind in whole.items() if name.startswith(start)), None)
+    load = f"transformers.{theirs}.from_pretrained(…)" if theirs else "a CLIPModel, SiglipModel or Siglip2Model"
+    return (
+        f"{name} has no text side, so that prompts say nothing to it: load {load} with its processor, or a model of "
+        'open_clip; on the command line --model openai/clip-vit-base-patch16, for example, or --model "demo-text".'
+    )
+
+
+def refuse_without_prompts(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for a model that reads texts as well, of which nothing was asked."""
+    if is_pair(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} compares pictures with texts, so ask it something: "
+            'vitflow.Explainer(model, prompts=["a dog", "a cat"]), or --prompt "a dog" --prompt "a cat". The part that '
+            f"sees is model.{'visual' if hasattr(model, 'visual') else 'vision_model'}."
+        )
+
+
+# -- texts ------------------------------------------------------------------------------------------------------------
+
+
+def _texts(model: Any, processor: Any) -> Callable[[list[str]], Tensor]:
+    """What embeds texts by a model of transformers."""
+    settings = getattr(model.config, "text_config", model.config)
+    length = int(getattr(settings, "max_position_embeddings", 77))
+    whole = getattr(model, "logit_bias", None) is not None  # SigLIP: always the full length, small letters, no mask
+
+    def embed(texts: list[str]) -> Tensor:
+        tokenizer = getattr(processor, "tokenizer", processor) or _tokenizer_of(model)
+        texts = [text.lower() for text in texts] if whole else texts
+        padding = "max_length" if whole else True
+        read = tokenizer(texts, padding=padding, truncation=True, max_length=length, return_tensors="pt")
+        names = ("input_ids",) if whole else ("input_ids", "attention_mask")
+        device = next(model.parameters()).device
+        output = model.get_text_features(**{name: read[name].to(device) for name in names if name in read})
+        # A tensor in transformers 4, an output with fields in 5.
+        found: Tensor = output if isinstance(output, Tensor) else output.pooler_output
+        return found
+
+    return embed
+
+
+def _tokenizer_of(model: nn.Module) -> Any:
+    from transformers import AutoTokenizer
+
+    name = library_id(model)
+    try:
+        if name is None:
+            raise OSError("the model was loaded by no name")
+        return AutoTokenizer.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        raise ModelError(
+            f"The tokenizer of {type(model).__name__} is not at hand ({str(error).splitlines()[0]}): pass "
+            "processor=transformers.AutoProcessor.from_pretrained(…), or save it into the folder of the model."
+        ) from error
+
+
+def _open_clip_texts(model: Any, tokenizer: Any) -> Callable[[list[str]], Tensor]:
+    """What embeds texts by a model of open_clip."""
+    tokenizer = tokenizer or getattr(model, "_loaded_tokenizer", None)
+    if not callable(tokenizer):
+        raise ModelError(
+            f"{type(model).__name__} of open_clip needs its tokenizer: pass processor=open_clip.get_tokenizer(name)."
+        )
+    return lambda texts: model.encode_text(tokenizer(texts).to(next(model.parameters()).device))
+
+
+def _open_clip_facts(model: Any) -> dict[str, Any]:
+    """What a tower of open_clip wants to see, in timm's words, and its name."""
+    cfg = dict(getattr(model.visual, "preprocess_cfg", None) or {})
+    size: Any = cfg.get("size") or getattr(model.visual, "image_size", 224)
+    height, width = (size, size) if isinstance(size, int) else (size[0], size[1])
+    clip = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
+    seen = {
+        "input_size": (3, int(height), int(width)),
+        **{name: tuple(cfg.get(name) or clip[name]) for name in clip},
+        "interpolation": cfg.get("interpolation", "bicubic"),
+        "crop_pct": 1.0,
+        "crop_mode": _CROPS.get(cfg.get("resize_mode", "shortest"), "center"),
+    }
+    return {"data_config": seen, "name": _called(model)}
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def prompt_answers(
+    pair: Pair, prompts: Sequence[str], templates: str | Sequence[str] | None = None, *, alone: bool = False
+) -> Answers:
+    """What a pair answers to prompts: cos · scale + bias of each, of unit vectors.
+
+    Args:
+        pair: the model.
+        prompts: texts, which are the names of the answers, too.
+        templates: sentences that each prompt is put into in the place of {}; a prompt's vector is the mean over them.
+        alone: maps are of a prompt's number as it is; by default less the mean of the other prompts' numbers, and of
+            one prompt alone less that of an empty one.
+
+    Raises:
+        OptionError: there is no prompt, one stands there twice, or a template has no {}.
+    """
+    texts, frames = tuple(prompts), _checked(prompts, templates)
+    with torch.inference_mode(False), torch.no_grad():
+        vectors = _embedded(pair, [*texts, ""], frames)
+    vectors, empty = vectors[:-1], vectors[-1:]
+
+    def numbers(of: Tensor) -> Callable[[Any], Tensor]:
+        return lambda features: cosines(features, of) * pair.scale + pair.bias
+
+    one = len(texts) == 1
+    return Answers(
+        numbers(vectors),
+        texts,
+        len(texts),
+        # Among one prompt alone, a softmax gives it 100 % whatever it sees.
+        "cosine" if one and pair.reading == "softmax" else pair.reading,
+        scale=pair.scale if pair.reading == "softmax" else 1.0,
+        made_of={"prompts": list(texts), "templates": list(frames), "alone": alone},
+        rest=numbers(empty) if one else None,
+        against="that of an empty prompt" if one else "the mean of the other prompts",
+        apart=not alone,
+    )
+
+
+def _checked(prompts: Sequence[str], templates: str | Sequence[str] | None) -> tuple[str, ...]:
+    if isinstance(prompts, str) or not prompts or not all(isinstance(text, str) and text.strip() for text in prompts):
+        raise OptionError(f'Expected prompts as a list of texts, such as ["a dog", "a cat"], got {prompts!r:.80}.')
+    if len(set(prompts)) != len(prompts):
+        raise OptionError(f"Expected every prompt once, got {list(prompts)!r:.120}.")
+    frames = ("{}",) if templates is None else (templates,) if isinstance(templates, str) else tuple(templates)
+    for frame in frames:
+        if not isinstance(frame, str) or frame.count("{}") != 1:
+            raise OptionError(f"Expected templates with one {{}} each, such as 'a photo of {{}}', got {frame!r:.80}.")
+    return frames
+
+
+def _embedded(pair: Pair, texts: Sequence[str], frames: Sequence[str]) -> Tensor:
+    """Unit vectors of texts [texts, width], means over the sentences that they are put into."""
+    sentences = [frame.replace("{}", text) for text in texts for frame in frames]
+    found = pair.embed(sentences)
+    units = normalize(found.detach().to(_wide(found.dtype)).cpu(), dim=-1)
+    return normalize(units.unflatten(0, (len(texts), len(frames))).mean(dim=1), dim=-1)
+
+
+def cosines(features: Any, vectors: Tensor) -> Tensor:
+    """The cosines [batch, vectors] of features [batch, width] and unit vectors [vectors, width], float32 at least."""
+    wide = features.to(_wide(features.dtype))
+    return normalize(wide, dim=-1) @ vectors.to(wide).mT
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.itemsize >= 4 else torch.float32
