@@ -222,7 +222,7 @@ def reading(model: nn.Module, ids: Tensor | None = None) -> Iterator[None]:
     except (IndexError, RuntimeError, ValueError) as error:
         kind, limit = type(model).__name__, positions_of(model)
         known = getattr(word_embedding(model), "num_embeddings", None)
-        if isinstance(error, ValueError) and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        if isinstance(error, ValueError) and has_encoder(model) and "inputs_embeds" in str(error):
             raise UnsupportedModelError(
                 f"{kind} reads with an encoder and a decoder, expected one of them: pass the part that reads, "
                 "model.get_encoder(), in Python."
@@ -272,6 +272,11 @@ def decoder_path(model: nn.Module) -> str:
     return next((path for path, module in model.named_modules() if module is decoder), "")
 
 
+def has_encoder(model: nn.Module) -> bool:
+    """Whether a model writes with a decoder that attends to an encoder."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
 def generation_setting(model: nn.Module, given: Mapping[str, Any], name: str) -> Any:
     """What `generate` makes of a setting with these arguments: theirs, their generation_config's, or the model's."""
     configs = [one for one in (given.get("generation_config"), model.generation_config) if one is not None]
@@ -285,11 +290,11 @@ def generation_setting(model: nn.Module, given: Mapping[str, Any], name: str) ->
 def mask_of(model: nn.Module, given: Mapping[str, Any], ids: Tensor) -> Tensor:
     """The attention mask that `generate` makes of numbers [batch, tokens] where none is given: 0 where padding stands.
 
-    As there, nothing is padding where its number also ends texts.
+    As there, nothing is padding where its number also ends texts, or where an encoder reads it.
     """
     pad, ends = (generation_setting(model, given, f"{name}_token_id") for name in ("pad", "eos"))
     ends = [ends] if isinstance(ends, int) else list(ends or ())
-    infer = pad is not None and pad not in ends
+    infer = pad is not None and pad not in ends and not has_encoder(model)
     return ids.ne(pad).long() if infer else torch.ones_like(ids)
 
 
@@ -301,18 +306,13 @@ def refuse_generation(model: nn.Module, given: Mapping[str, Any]) -> None:
         given: the arguments of its `generate`.
 
     Raises:
-        UnsupportedModelError: the model writes no text, or with an encoder beside its decoder.
+        UnsupportedModelError: the model writes no text.
         OptionError: it shall write with beams or an assistant, or go on from a cache.
     """
     if not (hasattr(model, "can_generate") and model.can_generate()):  # type: ignore[operator]
         raise UnsupportedModelError(
             f"Expected a model of transformers that writes, such as AutoModelForCausalLM loads, got "
             f"{type(model).__name__}: it has no generate. Use vitflow.explain_text to see what it reads."
-        )
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} writes with a decoder that attends to an encoder, and generation is followed in "
-            "decoders alone. Record single passes with vitflow.record_attention: trace.streams tells them apart."
         )
     scale = generation_setting(model, given, "guidance_scale")
     if scale not in (None, 1, 1.0):

@@ -1,7 +1,7 @@
 """Let a model write, by any method: what each token that it writes rests on."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError
 from vitflow.explaining.asking.method import Method
+from vitflow.explaining.text.encoder_decoder import Written, write_and_read
 from vitflow.explaining.text.generation import Generation
 from vitflow.explaining.text.method_table import TEXT_METHODS, for_kind, text_method
 from vitflow.explaining.text.pictures import Layout, with_neutral, with_pictures
@@ -23,7 +24,14 @@ from vitflow.explaining.text.writing import follow, refuse_looking_ahead, split,
 from vitflow.methods.sequence.layout import Words
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id
-from vitflow.models.languages import decoder_path, load_language_model, load_processor, reading, refuse_generation
+from vitflow.models.languages import (
+    decoder_path,
+    has_encoder,
+    load_language_model,
+    load_processor,
+    reading,
+    refuse_generation,
+)
 from vitflow.models.picture_tokens import refuse_videos
 from vitflow.recording.isolation import device_of, evaluating
 
@@ -46,9 +54,11 @@ def explain_generation(
     """Let a model write, and tell what each token that it writes rests on.
 
     Args:
-        model: a causal language model of `transformers`, or one that sees as well; its id or folder.
+        model: a causal language model of `transformers`, one that sees as well, or one with an encoder and a decoder
+            (T5, BART, VisionEncoderDecoder); its id or folder.
         inputs: the prompt, as the tokenizer makes it (input_ids, attention_mask), ids [batch, tokens], or a text; with
-            pictures, a text or what the processor makes of it with them.
+            pictures, a text or what the processor makes of it with them. For an encoder that sees, what its processor
+            makes (pixel_values).
         image: a picture of the prompt, or several, as paths, bytes, PIL images or arrays.
         tokenizer: its tokenizer; by default the one saved beside it. Without one, tokens are told by their numbers.
         processor: what prepares pictures for the model; by default the one saved beside it.
@@ -61,6 +71,12 @@ def explain_generation(
         trust_remote_code: run Python code that a model by name brings along; without it such a model is refused.
         options: as `model.generate` takes them, such as max_new_tokens=20 or do_sample=True; and the method's own, such
             as causal="raw" (by default "receptive_field"), head_fusion="max", or preset="paper".
+
+    An encoder and a decoder are one graph. Rollout goes from a written token down through each layer of the decoder,
+    where its attention among the decoder's tokens and then that to the source is each a step with a residual connection
+    of its own, and on through the encoder: the share of the source is the sum over layers of decoder rollout above ·
+    cross-attention · encoder rollout. Flow is that of the same graph, raw attention the cross-attention alone, and
+    "gae" the rules of Chefer et al., ICCV 2021. `layers` are those of the decoder, `start_layer` one of the encoder.
 
     Raises:
         VitflowError: the model or an option is wrong; the message says which and what to do.
@@ -77,7 +93,8 @@ def explain_generation(
         model, own_tokenizer = load_language_model(model, trust_remote_code=trust_remote_code)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
     refuse_generation(model, generate)
-    refuse_looking_ahead(model)
+    if not has_encoder(model):
+        refuse_looking_ahead(model)
     pictures = None
     if image is not None:
         inputs, processor, pictures = with_pictures(model, inputs, image, processor, layout)
@@ -88,16 +105,16 @@ def explain_generation(
         refuse_videos(getattr(model, "config", None), inputs)
     arguments, tokenizer = arguments_of(inputs, tokenizer, model, generate)
     started = time.perf_counter()
-    start = arguments["input_ids"].shape[1]
     with evaluating(model), torch.no_grad():
-        if method == "rollout":
+        if has_encoder(model):
+            prompts, written, rows, own = _joined(write_and_read(model, arguments, tokenizer, chosen, used))
+        elif method == "rollout":
             sequences, rows, own = follow(model, arguments, used)
+            prompts, written = split(sequences, arguments, tokenizer, model)
         else:
-            sequences = write(model, arguments)
-    prompts, written = split(sequences, arguments, tokenizer, model)
-    n = sequences.shape[1] - start
-    if method != "rollout":
-        rows, own = _taught(model, arguments, prompts, written, n, chosen, used)
+            prompts, written = split(write(model, arguments), arguments, tokenizer, model)
+    if method != "rollout" and not has_encoder(model):
+        prompts, written, rows, own = _joined(_taught(model, arguments, prompts, written, chosen, used))
     if pictures is not None and neutral is not None:
         again, _, others = with_pictures(model, neutral, image, processor, layout)
         pictures = with_neutral(pictures, others, _neutral_rows(model, again, processor, chosen, used))
@@ -107,8 +124,10 @@ def explain_generation(
             tower = tower_rows(model, given, pictures.parts, residual=used.get("residual", 0.5))
         pictures = replace(pictures, tower=tower)
     values = array_of(rows.permute(0, 2, 3, 1))  # [batch, rows, tokens, layers]
+    n = values.shape[1]
+    start = values.shape[2] - n + 1  # the last token is written, and never read
     beside = np.zeros((len(values), n, n, values.shape[-1]), np.float32)
-    beside[:, :, : n - 1] = values[:, :, start:]  # the last token is written, and never read
+    beside[:, :, : n - 1] = values[:, :, start:]
     found = Generation(
         values=values[:, :, :start],
         among_generated=beside,
@@ -143,13 +162,11 @@ def _taught(
     arguments: Mapping[str, Any],
     prompts: Sequence[Words],
     written: Sequence[Words],
-    n: int,
     method: Method,
     options: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """Rows of a method by one pass over each finished text, as `follow` gives those of rollout."""
-    start, device = arguments["input_ids"].shape[1], device_of(model)
-    rows, shares = [], []
+) -> Iterator[Written]:
+    """Rows of a method by one pass over each finished text."""
+    device = device_of(model)
     for prompt, new in zip(prompts, written, strict=True):
         text = torch.tensor([(prompt + new).ids[:-1]], device=device)
         places = range(prompt.length - 1, text.shape[1])
@@ -158,8 +175,18 @@ def _taught(
         rest = beside_text(model, arguments, prompt.length, new.length - 1)
         inputs = {"input_ids": text, "attention_mask": torch.ones_like(text), **rest}
         read = read_rows(model, inputs, readout, method, options, targets=targets, within=decoder_path(model))
-        left, below = start - prompt.length, n - new.length
-        rows.append(torch.nn.functional.pad(read.rows.float(), (left, below, 0, below)))
-        shares.append(None if read.own is None else torch.nn.functional.pad(read.own.float(), (0, below)))
+        yield Written(prompt, new, read.rows, read.own)
+
+
+def _joined(texts: Iterable[Written]) -> tuple[list[Words], list[Words], Tensor, Tensor | None]:
+    """Prompts, what was written, rows and own shares as `follow` gives those of rollout: padded on the left."""
+    texts = list(texts)
+    prompts, written = [text.prompt for text in texts], [text.generated for text in texts]
+    start, n = (max(words.length for words in these) for these in (prompts, written))
+    rows, shares = [], []
+    for text in texts:
+        left, below = start - text.prompt.length, n - text.generated.length
+        rows.append(torch.nn.functional.pad(text.rows.float(), (left, below, 0, below)))
+        shares.append(None if text.own is None else torch.nn.functional.pad(text.own.float(), (0, below)))
     told = [one for one in shares if one is not None]
-    return torch.stack(rows), torch.stack(told) if told else None
+    return prompts, written, torch.stack(rows), torch.stack(told) if told else None

@@ -41,7 +41,8 @@ class Generation:
             position whose output *is* generated token i, over the prompt.
         among_generated: float32 [n, n, layers], the rest of these rows, which lies on generated tokens:
             `among_generated[i, k, l]` is the share of generated token k.
-        prompt_tokens: the tokens of the prompt.
+        prompt_tokens: the tokens of the prompt. With an encoder beside the decoder: those of the source, then those
+            that the decoder begins with.
         generated_tokens: the tokens that were written.
         model: the model's id.
         method: the method's name.

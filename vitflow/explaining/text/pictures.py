@@ -178,8 +178,9 @@ def with_pictures(
     config = getattr(model, "config", None)
     if image_token(config) is None and layout is None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no token for the patches of a picture in its text: it sees none there, or "
-            "writes by attending to a picture beside its text, which is not followed."
+            f"{type(model).__name__} has no token for the patches of a picture in its text: it sees none there. To a "
+            "model whose decoder attends to a picture (VisionEncoderDecoder) give what its processor makes "
+            "(pixel_values) as the inputs; others that attend to one beside their text are not followed."
         )
     processor = _processor_of(model, processor, trust_remote_code)
     if isinstance(prompt, str):

@@ -10,6 +10,7 @@ from vitflow.errors import OptionError
 from vitflow.models.languages import (
     check_text,
     generation_setting,
+    has_encoder,
     mask_of,
     positions_of,
     tokenizer_beside,
@@ -25,29 +26,38 @@ def arguments_of(
     inputs: Any, tokenizer: Any, model: nn.Module, generate: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Any]:
     """The arguments of `generate` for these prompts, and what tells their words."""
+    encoded = has_encoder(model)
     several = isinstance(inputs, Sequence) and not isinstance(inputs, str)
     if isinstance(inputs, str) or (several and inputs and all(isinstance(one, str) for one in inputs)):
         tokenizer = tokenizer_of(model, tokenizer)
-        given: Any = _padded([_numbers(tokenizer, text) for text in (inputs if several else [inputs])], tokenizer)
+        texts = [_numbers(tokenizer, text) for text in (inputs if several else [inputs])]
+        given: Any = _padded(texts, tokenizer, left=not encoded)
     else:
-        given = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
+        seen = isinstance(inputs, Tensor) and inputs.ndim == 4
+        given = {"pixel_values" if seen else "input_ids": inputs} if isinstance(inputs, Tensor) else inputs
         tokenizer = tokenizer_beside(model) if tokenizer is None else tokenizer_of(model, tokenizer)
     arguments = dict(given) if isinstance(given, Mapping) else {}
+    device = device_of(model)
+    if encoded and "input_ids" not in arguments and isinstance(arguments.get("pixel_values"), Tensor):
+        _check_room(model, generate, _began(generate), "a beginning")
+        return _on(device, {**arguments, **generate}), tokenizer
     ids = arguments.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
         raise OptionError(
             "Expected a text, or what its tokenizer makes of it with return_tensors='pt' (input_ids [batch, tokens] "
             f"and attention_mask), got {type(inputs).__name__}."
         )
-    device = device_of(model)
     arguments = {**arguments, **generate}
     if arguments.get("attention_mask") is None:
         arguments["attention_mask"] = mask_of(model, generate, ids)
     if generation_setting(model, generate, "stop_strings") is not None and "tokenizer" not in arguments:
         arguments["tokenizer"] = tokenizer_of(model, tokenizer)
-    arguments = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in arguments.items()}
-    _check_mask(arguments["attention_mask"], ids)
-    _check_room(model, generate, ids)
+    arguments = _on(device, arguments)
+    _check_mask(arguments["attention_mask"], ids, left=not encoded)
+    if encoded:
+        _check_room(model, generate, _began(generate), "a beginning")
+    else:
+        _check_room(model, generate, ids.shape[1], "a prompt")
     return arguments, tokenizer
 
 
@@ -73,6 +83,16 @@ def beside_text(model: nn.Module, arguments: Mapping[str, Any], length: int, wri
     }
 
 
+def _on(device: torch.device, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: one.to(device) if isinstance(one, Tensor) else one for name, one in arguments.items()}
+
+
+def _began(generate: Mapping[str, Any]) -> int:
+    """With how many tokens a decoder beside an encoder begins."""
+    given = generate.get("decoder_input_ids")
+    return given.shape[1] if isinstance(given, Tensor) else 1
+
+
 def _numbers(tokenizer: Any, text: str) -> list[int]:
     check_text(text)
     numbers: list[int] = tokenizer(text)["input_ids"]
@@ -81,22 +101,29 @@ def _numbers(tokenizer: Any, text: str) -> list[int]:
     return numbers
 
 
-def _padded(texts: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, Tensor]:
-    """Numbers of one length, padded on the left; of what makes no difference, as the mask leaves it out."""
+def _padded(texts: Sequence[Sequence[int]], tokenizer: Any, *, left: bool) -> dict[str, Tensor]:
+    """Numbers of one length, padded on one side; of what makes no difference, as the mask leaves it out."""
     longest, pad = max(map(len, texts)), getattr(tokenizer, "pad_token_id", None)
     pad = getattr(tokenizer, "eos_token_id", None) if pad is None else pad
+
+    def filled(text: Sequence[int], filling: int) -> list[int]:
+        rest = [filling] * (longest - len(text))
+        return [*rest, *text] if left else [*text, *rest]
+
     return {
-        "input_ids": torch.tensor([[pad or 0] * (longest - len(text)) + list(text) for text in texts]),
-        "attention_mask": torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts]),
+        "input_ids": torch.tensor([filled(text, pad or 0) for text in texts]),
+        "attention_mask": torch.tensor([filled([1] * len(text), 0) for text in texts]),
     }
 
 
-def _check_mask(mask: Any, ids: Tensor) -> None:
-    """Raise OptionError unless padding stands on the left of each prompt, and nowhere else."""
+def _check_mask(mask: Any, ids: Tensor, *, left: bool) -> None:
+    """Raise OptionError unless it fits the prompts; and if so asked, padding stands on their left and nowhere else."""
     if not isinstance(mask, Tensor) or mask.shape != ids.shape:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise OptionError(f"Expected an attention_mask of the prompts' shape {tuple(ids.shape)}, got {shape}.")
     seen = mask.bool()
+    if not left:
+        return
     if not bool(seen[:, -1].all()):
         raise OptionError(
             "Expected prompts that are padded on the left, as the next token follows their last, got padding on the "
@@ -109,15 +136,15 @@ def _check_mask(mask: Any, ids: Tensor) -> None:
         )
 
 
-def _check_room(model: nn.Module, generate: Mapping[str, Any], ids: Tensor) -> None:
-    """Raise OptionError where more shall be written than the model has positions for."""
-    limit, start = positions_of(model), ids.shape[1]
+def _check_room(model: nn.Module, generate: Mapping[str, Any], start: int, what: str) -> None:
+    """Raise OptionError where more shall be written after so many tokens than the model has positions for."""
+    limit = positions_of(model)
     steps, length = (generation_setting(model, generate, name) for name in ("max_new_tokens", "max_length"))
     steps = length - start if steps is None and isinstance(length, int) else steps
     if limit is None or not isinstance(steps, int) or start + steps - 1 <= limit:
         return
     most = limit - start + 1  # the last one is written, and never read
     raise OptionError(
-        f"Expected {f'at most {most} tokens to write after' if most > 0 else 'a shorter text than'} a prompt of "
+        f"Expected {f'at most {most} tokens to write after' if most > 0 else 'a shorter text than'} {what} of "
         f"{start}, as {type(model).__name__} has positions for {limit}, got {steps}: lower max_new_tokens."
     )

@@ -129,7 +129,7 @@ def _record(
             "the part that reads, such as model.get_encoder(), in Python."
         )
     whole = (1, ids.shape[1], ids.shape[1])
-    other = next((tuple(one.shape) for one in (layer.example for layer in trace.layers) if _outer(one) != whole), None)
+    other = next((tuple(one.shape) for one in (layer.example for layer in trace.layers) if outer(one) != whole), None)
     if other is not None:
         raise UnsupportedModelError(
             f"{type(model).__name__} attends within parts of the text, in matrices of shape {other}, expected "
@@ -138,7 +138,7 @@ def _record(
     return trace, output.hidden_states[1:] if hidden else ()
 
 
-def _outer(matrix: Tensor) -> tuple[int, int, int]:
+def outer(matrix: Tensor) -> tuple[int, int, int]:
     """A matrix's batch, queries and keys."""
     return len(matrix), matrix.shape[-2], matrix.shape[-1]
 

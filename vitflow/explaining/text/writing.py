@@ -15,7 +15,7 @@ from vitflow.models.languages import decoder_of, generation_setting, reading, re
 from vitflow.models.picture_tokens import image_token
 from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.causality import is_causal
-from vitflow.recording.isolation import Hook
+from vitflow.recording.isolation import Hook, device_of
 from vitflow.recording.writing import follow_writing
 
 # Tokens to make room for where it is not said how many are written at most.
@@ -30,11 +30,16 @@ def refuse_looking_ahead(model: nn.Module) -> None:
     Of a model that sees, the prompt's own tokens may see both ways; what it writes follows them all the same.
     """
     if image_token(getattr(model, "config", None)) is None and not is_causal(decoder_of(model)):
-        raise UnsupportedModelError(
-            f"Expected a model whose tokens see only those before them, got {type(model).__name__}, in which a later "
-            "token moves earlier ones: it writes no text from left to right. Use vitflow.explain_text to see what it "
-            "reads."
-        )
+        raise looking_ahead(model)
+
+
+def looking_ahead(model: nn.Module) -> UnsupportedModelError:
+    """What is raised where a token sees later ones."""
+    return UnsupportedModelError(
+        f"Expected a model whose tokens see only those before them, got {type(model).__name__}, in which a later "
+        "token moves earlier ones: it writes no text from left to right. Use vitflow.explain_text to see what it "
+        "reads."
+    )
 
 
 def write(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
@@ -91,7 +96,7 @@ def split(
 ) -> tuple[list[Words], list[Words]]:
     """The words of each prompt without its padding, and those written after it, up to the end of the text."""
     ids, mask = arguments["input_ids"], arguments["attention_mask"]
-    ended = _ending(arguments, model)
+    ended = ending(arguments, model)
     prompts, written = [], []
     for index, sequence in enumerate(sequences.tolist()):
         source = index * len(ids) // len(sequences)  # where several were asked for after each prompt
@@ -104,7 +109,7 @@ def split(
     return prompts, written
 
 
-def _ending(arguments: Mapping[str, Any], model: nn.Module) -> Callable[[list[int]], bool]:
+def ending(arguments: Mapping[str, Any], model: nn.Module) -> Callable[[list[int]], bool]:
     """Tells whether a text ends with its last token, as `generate` sees it."""
     ends, strings = (generation_setting(model, arguments, name) for name in ("eos_token_id", "stop_strings"))
     numbers = torch.as_tensor([] if ends is None else ends).flatten().tolist()
@@ -113,5 +118,5 @@ def _ending(arguments: Mapping[str, Any], model: nn.Module) -> Callable[[list[in
     from transformers import StopStringCriteria
 
     criterion = StopStringCriteria(arguments["tokenizer"], strings)
-    device = arguments["input_ids"].device
+    device = device_of(model)
     return lambda text: text[-1] in numbers or bool(criterion(torch.tensor([text], device=device), None)[0])

@@ -92,6 +92,7 @@ def flow_rows(
     readout: Tensor,
     *,
     layers: LayerRange = "all",
+    spans: Sequence[tuple[int, int]] | None = None,
     below: str = "none",
     discard_ratio: float = 0.0,
     residual: float = 0.5,
@@ -108,6 +109,7 @@ def flow_rows(
         matrices, visible, readout: as for `rollout_rows`.
         layers: the window as for `attention_flow`; the rows of lower layers have windows of the same number of layers,
             as far as there are so many below them.
+        spans: the windows themselves instead, each by how many layers lie below it and how many up to its end.
         below: "rollout" or "none".
         discard_ratio, residual, solver, causal, progress: as for `attention_flow`.
 
@@ -115,14 +117,15 @@ def flow_rows(
         As for `rollout_rows`.
     """
     check_causal(causal)
-    begin, end = parse_window(layers, len(matrices))
-    relative, deep = causal == "receptive_field", end - begin + 1
+    relative = causal == "receptive_field"
+    if spans is None:
+        begin, end = parse_window(layers, len(matrices))
+        spans = [(max(top - (end - begin + 1), 0), top) for top in range(1, len(matrices) + 1)]
     options: dict[str, float] = {"residual": residual}
 
     def rows(given: Sequence[Tensor], ratio: float) -> Tensor:
         found = []
-        for top in range(1, len(given) + 1):
-            low = max(top - deep, 0)
+        for low, top in spans:
             flows = []
             for row in readout:
                 result = attention_flow(
