@@ -93,6 +93,25 @@ def hide(words: Words, *, special: bool = True, stop_words: Iterable[str] = ()) 
     return hidden
 
 
+def spoken_words(words: Words) -> list[tuple[str, tuple[int, ...]]]:
+    """The words and marks that tokens make up, special tokens left out: each with the positions of its tokens.
+
+    >>> spoken_words(Words((" a", " he", "art", ".", "</s>"), (5, 6, 7, 8, 2), (False,) * 4 + (True,)))
+    [('a', (0,)), ('heart', (1, 2)), ('.', (3,))]
+    """
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for position, (string, special) in enumerate(zip(words.strings, words.special, strict=True)):
+        text = string.strip()
+        if special or not text:
+            continue
+        word, places = found[-1] if found else ("", ())
+        if places[-1:] == (position - 1,) and not string[0].isspace() and text[0].isalnum() and word[-1].isalnum():
+            found[-1] = (word + text, (*places, position))
+        else:
+            found.append((text, (position,)))
+    return found
+
+
 def shown_positions(words: Words, hidden: Mapping[int, str]) -> list[int]:
     """Positions that a view shows."""
     return [position for position in range(words.length) if position not in hidden]

@@ -28,8 +28,7 @@ def departures(method: Method, options: Mapping[str, Any]) -> str:
 
     Of a method that is from no publication: how it departs from the method's own defaults.
 
-    >>> from vitflow.explaining.asking.method_table import get_method
-    >>> rollout = get_method("rollout")
+    >>> rollout = told_method("rollout")
     >>> departures(rollout, rollout.complete({"discard_ratio": 0.5, "affinity": "both"}))
     'max over heads, 50% discarded, value-weighted, refined by both'
     >>> departures(rollout, rollout.complete({"preset": "paper"}))

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from vitflow.demo import limits_of
 from vitflow.explaining.asking.captions import class_lines, departures, duration, unsure
-from vitflow.explaining.asking.method_table import BASELINES, get_method
+from vitflow.explaining.asking.method_table import BASELINES, get_method, told_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.pictures import figures, overlay
 from vitflow.pictures.figures import Cell, Column
@@ -56,6 +56,29 @@ def draw_comparison(pictures: Pictures, pen: Pen, *, same_scale: bool = False, t
     sides = sorted({overlay.has_two_sides(low, high) for low, high in limits.values()})
     note = _note(pictures, pen, same_scale, True in sides)
     return figures.draw_bands(bands, bars=[pen.bar(two) for two in sides], note=note, dpi=pen.dpi)
+
+
+def draw_words(maps: Sequence[Saliency], *, left_out: Sequence[str] = ()) -> Figure:
+    """Draw the maps of written words side by side, after the photograph.
+
+    Args:
+        maps: one for each word, all of one picture.
+        left_out: what has no map, to be told.
+    """
+    pen = Pen.of(1.5, {})
+    photograph = Cell(pen.photograph(maps[0].image), (), (image_name(maps[0].source),))
+    bands = []
+    for part in np.array_split(np.arange(len(maps)), -(-len(maps) // _MOST_MAPS)):
+        own = [maps[index] for index in part]
+        cells = [[map_cell(one, pen.limits(one.grid), pen)] for one in own]
+        heads = [Column(one.label, f"{one.facts['on_picture']:.0%} on the picture") for one in own]
+        bands.append(([Column("Photograph"), *heads], [[[photograph], *cells]]))
+    method = told_method(maps[0].method)
+    told = f"{method.title}{f' ({words})' if (words := departures(method, maps[0].options)) else ''}. "
+    rest = f"\nNo map: {', '.join(left_out)}" if left_out else ""
+    two_sides = {overlay.has_two_sides(*pen.limits(one.grid)) for one in maps}
+    note = told + _note([maps], pen, False, True in two_sides) + rest
+    return figures.draw_bands(bands, bars=[pen.bar(two) for two in sorted(two_sides)], note=note, dpi=pen.dpi)
 
 
 def _bands(columns: Sequence[Sequence[Sequence[Saliency]]]) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """A text that a language model writes: what each of its tokens rests on."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from vitflow.explaining.text.method_table import TEXT_METHODS
 from vitflow.explaining.text.pictures import Pictures, less_earlier
 from vitflow.methods.attention import check_layer
 from vitflow.methods.sequence.layout import Words
-from vitflow.words.labels import hide, labels_of, text_of
+from vitflow.words.labels import ENGLISH_STOP_WORDS, hide, labels_of, spoken_words, text_of
 from vitflow.words.shaded import ShadedText
 from vitflow.words.sheet import Sheet
 
@@ -96,9 +96,29 @@ class Generation:
             own=None if self.own is None else self.own[number, :n],
         )
 
+    def words(self, stop_words: Iterable[str] = ENGLISH_STOP_WORDS) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+        """The written words that say something, with the numbers of their tokens; and the rest.
+
+        A word that is written again is called "heart (2)". The rest are stop words and punctuation, each once.
+
+        Args:
+            stop_words: words to count among the rest.
+        """
+        _, written = self._one_prompt()
+        stopped, found, rest = {word.casefold() for word in stop_words}, dict[str, tuple[int, ...]](), list[str]()
+        for word, places in spoken_words(written):
+            if word.casefold() in stopped or not word[0].isalnum():
+                rest += [] if word in rest else [word]
+                continue
+            name, number = word, 2
+            while name in found:
+                name, number = f"{word} ({number})", number + 1
+            found[name] = places
+        return found, rest
+
     def picture(
         self,
-        word: str | int,
+        word: str | int | Sequence[int],
         *,
         picture: int | None = None,
         role: str | None = None,
@@ -114,7 +134,8 @@ class Generation:
         patches of the edges, where attention is often parked.
 
         Args:
-            word: a word of the answer, whose tokens' rows are averaged, or a token by its number (0 is the first).
+            word: a word of the answer, whose tokens' rows are averaged; a token by its number (0 is the first); or the
+                numbers of the tokens that make up a word, as `words` gives them.
             picture: which picture, 0 for the first; needed where there are several.
             role: "whole", "tile" or "thumbnail" for these parts of the picture alone; by default all, added by area.
             layer: up to which layer, 1 for the first, −1 for the last; by default the method's own.
@@ -130,7 +151,11 @@ class Generation:
         _, written = self._one_prompt()
         if self.pictures is None:
             raise OptionError("Expected a picture in the prompt, got none: pass image= to explain_generation.")
-        chosen, places = self.pictures.chosen(picture, role), list(written.find(word))
+        chosen = self.pictures.chosen(picture, role)
+        several = [word] if isinstance(word, str | int) else word
+        places = sorted({place for one in several for place in written.find(one)})
+        if not places:
+            raise OptionError("Expected a word or the numbers of its tokens, got none.")
         asked = self.options.get("layer", -1) if layer is None else layer
         index = check_layer("layer", asked, self.values.shape[2])
         rows = self.values[:, :, index].astype(np.float64)

@@ -1,0 +1,75 @@
+"""`vitflow caption` as a user meets it: the answer, a strip of maps, JSON, and errors that say what to do."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from tests.models.vision_language import family
+from vitflow.cli import cli
+
+ANSWER = ["a", "red", "heart", "left", "of", "heart", "."]
+
+
+@pytest.fixture(scope="module")
+def captioner(tmp_path_factory):
+    """A folder of a model with its processor; it begins with a bias for each word of its answer."""
+    folder, one = tmp_path_factory.mktemp("captioner"), family("llava")
+    one.model.save_pretrained(folder)
+    one.processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, captioner):
+    monkeypatch.chdir(tmp_path)
+    picture = np.random.default_rng(0).integers(0, 255, (40, 64, 3), dtype=np.uint8)
+    Image.fromarray(picture).save("photo.png")
+    numbers = family("llava").processor.tokenizer.convert_tokens_to_ids(ANSWER)
+    from transformers import LlavaForConditionalGeneration
+
+    def written(self, input_ids, **options):
+        options = {name: value for name, value in options.items() if name != "max_new_tokens"}
+        start, own = input_ids.shape[1], super(LlavaForConditionalGeneration, self).generate
+        say = lambda _batch, ids: [numbers[len(ids) - start]]  # noqa: E731
+        return own(input_ids=input_ids, prefix_allowed_tokens_fn=say, max_new_tokens=len(numbers), **options)
+
+    monkeypatch.setattr(LlavaForConditionalGeneration, "generate", written, raising=False)
+
+    def call(*arguments: object):
+        line = ["caption", "photo.png", "--model", captioner, "--prompt", "what is", *arguments]
+        return CliRunner().invoke(cli, list(map(str, line)))
+
+    return call
+
+
+def test_the_answer_is_told_with_a_strip_of_its_words(run, tmp_path):
+    done = run()
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0] == "a red heart left of heart ." and lines[-1] == "photo-caption.png"
+    words = [line.split("  ")[0] for line in lines if "on the picture" in line]
+    assert words == ["red", "heart", "left", "heart (2)"] and "No map: a, of, ." in lines
+    with Image.open(tmp_path / "photo-caption.png") as strip:
+        assert strip.width > 900
+
+
+def test_json_holds_the_map_of_each_word(run, tmp_path):
+    done = run("--json", "--method", "attention", "--neutral", "the square", "--through-tower", "-o", "maps/")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["answer"] == "a red heart left of heart ." and told["left_out"] == ["a", "of", "."]
+    assert [one["word"] for one in told["words"]] == ["red", "heart", "left", "heart (2)"]
+    assert np.shape(told["words"][0]["map"]) == (6, 6) and told["words"][0]["options"]["relative"]
+    assert (tmp_path / told["output"]).is_file()
+
+
+def test_what_is_wrong_is_told(run, tmp_path):
+    missing = CliRunner().invoke(cli, ["caption", "nothing.png", "--model", str(tmp_path)])
+    assert missing.exit_code != 0
+    unknown = run("--layers", "2")
+    assert (unknown.exit_code != 0 and "no option" in unknown.stderr.lower()) or "option" in unknown.stderr
+    over = run("-o", "photo.png")
+    assert over.exit_code != 0 and "overwrite the picture" in over.stderr

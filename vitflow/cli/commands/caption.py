@@ -1,0 +1,107 @@
+"""`vitflow caption`: what a model writes about a picture, and where in the picture each word comes from."""
+
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vitflow.cli.options import given_options, method_options, name_option, output_option
+from vitflow.cli.outputs import output_file, writing
+from vitflow.cli.saying import say_record
+from vitflow.cli.sections import SectionedCommand
+from vitflow.errors import printable
+from vitflow.explaining.asking.method_options import OPTIONS
+from vitflow.explaining.text.method_table import TEXT_METHODS, text_method
+from vitflow.pictures.options import FIGURE_FORMATS
+
+_CAUSAL = ("raw", "receptive_field")
+
+
+@click.command(cls=SectionedCommand, methods=TEXT_METHODS.values(), short_help="Show where written words come from.")
+@click.argument("image", type=click.Path(path_type=Path))
+@click.option("--prompt", default="Describe the picture.", show_default=True, help="What to ask about the picture.")
+@click.option(
+    "--generate",
+    type=click.IntRange(min=1),
+    default=30,
+    show_default=True,
+    metavar="N",
+    help="Tokens to write at most.",
+)
+@click.option(
+    "--model", required=True, metavar="ID|PATH", help="transformers id of a vision–language model, or a folder with it."
+)
+@name_option
+@click.option(
+    "--trust-remote-code", is_flag=True, help="Run Python code that the model brings along; without it, it is refused."
+)
+@click.option(
+    "--method", type=click.Choice(tuple(TEXT_METHODS)), default="rollout", show_default=True, help="What to compute."
+)
+@partial(method_options, methods=TEXT_METHODS.values())
+@click.option("--causal", type=click.Choice(_CAUSAL), help="As for vitflow read.  [default: receptive_field]")
+@click.option("--neutral", metavar="PROMPT", help="Divide each map by the row of this prompt, which asks nothing.")
+@click.option("--through-tower", is_flag=True, help="Carry the maps on to the vision tower's own patches.")
+@output_option(
+    help="File for the strip of maps, .png, .pdf or .svg; or a folder, with / at its end.  [default: "
+    "IMAGE-caption.png here]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the map of each word instead.")
+def caption(image: Path, **given: Any) -> None:
+    """Let a model write about IMAGE, and show where in it each word comes from.
+
+    \b
+    vitflow caption photo.jpg --model llava-hf/llava-1.5-7b-hf
+    vitflow caption photo.jpg --model FOLDER --prompt "What is here?" -o here.png
+
+    Stop words and punctuation have no map of their own, which is said.
+    """
+    options = given_options(given, [*OPTIONS, "causal"])
+    text_method(given["method"], options)  # before torch is loaded
+    output = output_file([image], given["output"], f"{image.stem}-caption.png", FIGURE_FORMATS)
+    with suppress(ImportError):  # the loader says what is missing
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    from vitflow.explaining.showing.strips import draw_words
+    from vitflow.explaining.text.generating import explain_generation
+    from vitflow.pictures.figures import save_figure
+    from vitflow.words.labels import text_of
+
+    found = explain_generation(
+        given["model"],
+        given["prompt"],
+        image=image,
+        method=given["method"],
+        name=given["name"],
+        trust_remote_code=given["trust_remote_code"],
+        neutral=given["neutral"],
+        through_tower=given["through_tower"],
+        max_new_tokens=given["generate"],
+        do_sample=False,
+        **options,
+    )
+    words, left_out = found.words()
+    maps = [found.picture(places, relative=given["neutral"] is not None) for places in words.values()]
+    answer = text_of(found.generated_tokens).strip()  # type: ignore[arg-type]
+    if maps:
+        with writing(output):
+            save_figure(draw_words(maps, left_out=left_out), output)
+    if given["as_json"]:
+        told = [
+            {"word": word, **one.to_dict(), "map": one.grid.tolist()} for word, one in zip(words, maps, strict=True)
+        ]
+        say_record({"answer": answer, "words": told, "left_out": left_out, "output": str(output) if maps else None})
+        return
+    click.echo(f"{printable(answer)}\n")
+    for word, one in zip(words, maps, strict=True):
+        facts = one.facts
+        click.echo(
+            f"{printable(word):<16} {facts['on_picture']:4.0%} on the picture; of that {facts['on_edges']:.0%} on "
+            f"its edges, {facts['on_first_patch']:.0%} on its first patch"
+        )
+    if left_out:
+        click.echo(f"No map: {', '.join(printable(word) for word in left_out)}")
+    click.echo(printable(output) if maps else "No word with a map: nothing is drawn.")
