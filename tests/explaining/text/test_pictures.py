@@ -423,7 +423,9 @@ def test_models_that_attend_to_a_picture_beside_their_text_are_refused():
     )
     config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(sees, reads)
     model = transformers.VisionEncoderDecoderModel(config=config).eval()
-    with pytest.raises(UnsupportedModelError, match=r"VisionEncoderDecoder\) give what its processor makes \(pixel_values\)"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"VisionEncoderDecoder\) give what its processor makes \(pixel_values\)"
+    ):
         explain_generation(model, "what", image=photograph())
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     blip = transformers.BlipForConditionalGeneration(
@@ -432,5 +434,8 @@ def test_models_that_attend_to_a_picture_beside_their_text_are_refused():
             vision_config={**small, "image_size": 16, "patch_size": 8},
         )
     ).eval()
-    with pytest.raises(UnsupportedModelError, match="BlipForConditionalGeneration .*others that attend to one beside their text are not followed"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match="BlipForConditionalGeneration .*others that attend to one beside their text are not followed",
+    ):
         explain_generation(blip, "what", image=photograph())
