@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from PIL import Image
 
 import vitflow
@@ -21,17 +22,18 @@ from vitflow.pictures.figures import figure_bytes
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 MODEL = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
-METHODS = ["rollout", "flow", "gae", "consensus", "random"]
 CLASSES = ["orange disc", "yellow star", "pink crescent"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = parse(__doc__, arguments)
-    explainer = vitflow.Explainer(vitflow.load_model(given.model, checkpoint=given.checkpoint), device="cpu")
+    explainer = vitflow.Explainer(
+        vitflow.load_model(given.model, checkpoint=given.checkpoint), fit="squash", device="cpu"
+    )
     with tempfile.TemporaryDirectory() as desk:
         photographs = load_photographs(Path(desk))
-        strip = vitflow.compare([photographs["cat"], photographs["coffee"]], model=explainer, methods=METHODS)
-    print(save_jpeg(strip, given.output / "photographs.jpg"))
+        figure = draw_argument(explainer, stacked(photographs["cat"], photographs["coffee"]), given.classes)
+    print(write_jpeg(figure_bytes(figure, ".png"), given.output / "two-things.jpg"))
     demo = vitflow.Explainer("demo", device="cpu")
     classes = vitflow.compare(
         sample_pictures()[0], model=demo, methods=["gradient_rollout", "gradcam", "sampling"], targets=CLASSES
@@ -39,11 +41,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(save_jpeg(classes, given.output / "classes.jpg"))
 
 
+def stacked(first: Path, second: Path, side: int = 448) -> Image.Image:
+    """The middle of two square photographs, one above the other, as one square picture."""
+    picture = Image.new("RGB", (side, side))
+    for place, path in enumerate((first, second)):
+        with Image.open(path) as photograph:
+            half = photograph.resize((side, side)).crop((0, side // 4, side, side // 4 * 3))
+        picture.paste(half, (0, place * side // 2))
+    return picture
+
+
+def draw_argument(explainer: vitflow.Explainer, picture: Image.Image, classes: Sequence[str]) -> Figure:
+    """One picture with two kinds of things: a map for each, one against the other, Grad-CAM, and a random map."""
+    first, second = classes
+    contrast = vitflow.Contrast(first, against=second)
+    sampled = vitflow.compare(picture, model=explainer, methods=["sampling"], targets=classes).saliencies
+    between = explainer.explain(picture, target=contrast, method="sampling")
+    compared = explainer.explain(picture, target=contrast, method="gradcam")
+    answer = explainer.explain(picture, method="random")
+    shown = [
+        (f"The picture. The model says:\n{answer.label}, {answer.probability:.0%}", answer.image),
+        (f"What speaks for\n“{first}”", sampled[0].overlay()),
+        (f"What speaks for\n“{second}”", sampled[1].overlay()),
+        (f"“{first}” (red)\nagainst “{second}” (blue)", between.overlay()),
+        ("The same two classes\nby Grad-CAM", compared.overlay()),
+        ("A random map, which\nknows nothing of the model", answer.overlay()),
+    ]
+    figure = Figure(figsize=(8.4, 6.3), dpi=110, layout="constrained")
+    for axes, (title, pixels) in zip(figure.subplots(2, 3).flat, shown, strict=True):
+        axes.imshow(pixels)
+        axes.set_title(title, fontsize=11)
+        axes.axis("off")
+    return figure
+
+
 def parse(description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
     """What the scripts that draw photographs can be told."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=MODEL, help="timm's id of a model that knows ImageNet")
     parser.add_argument("--checkpoint", type=Path, help="its weights")
+    parser.add_argument("--classes", nargs=2, default=["tabby", "espresso"], help="two things of one picture")
     parser.add_argument("--output", type=Path, default=ASSETS)
     return parser.parse_args(arguments)
 

@@ -20,9 +20,11 @@ def script(monkeypatch):
 
 
 def test_the_readmes_pictures_are_drawn_by_one_command(script, tmp_path, capsys):
-    script("draw_readme_pictures").main(["--model", "demo", "--output", str(tmp_path)])
+    script("draw_readme_pictures").main(
+        ["--model", "demo", "--classes", "orange disc", "yellow star", "--output", str(tmp_path)]
+    )
     files = capsys.readouterr().out.split()
-    assert [Path(file).name for file in files] == ["photographs.jpg", "classes.jpg"]
+    assert [Path(file).name for file in files] == ["two-things.jpg", "classes.jpg"]
     for file in files:
         with Image.open(file) as picture:
             assert picture.width > 500

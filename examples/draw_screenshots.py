@@ -1,0 +1,50 @@
+"""Draw the explorer and the report as a browser shows them: python examples/draw_screenshots.py [--checkpoint WEIGHTS]
+
+It takes Chromium, playwright and scikit-image. Without --checkpoint the model's weights come from the hub.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from draw_readme_pictures import load_photographs, parse, write_jpeg
+from playwright.sync_api import Page, sync_playwright
+
+import vitflow
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = parse(__doc__, arguments)
+    explainer = vitflow.Explainer(vitflow.load_model(given.model, checkpoint=given.checkpoint), device="cpu")
+    with tempfile.TemporaryDirectory() as desk, sync_playwright() as driver:
+        photographs = load_photographs(Path(desk) / "photographs")
+        explored = explainer.explore(photographs["cat"], methods=["gae"]).save(Path(desk) / "cat.html")
+        methods = ["rollout", "gae", "random"]
+        run = vitflow.explain_folder(
+            Path(desk) / "photographs", Path(desk) / "run", model=explainer, methods=methods, workers=0, report=True
+        )
+        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1100, "height": 680})
+        page.goto(Path(explored).as_uri())
+        ask_about_a_patch(page)
+        print(write_jpeg(page.screenshot(), given.output / "explorer.jpg", 70))
+        page.goto(Path(str(run.report)).as_uri())
+        page.wait_for_timeout(1000)
+        print(write_jpeg(page.screenshot(), given.output / "report.jpg", 70))
+        browser.close()
+
+
+def ask_about_a_patch(page: Page) -> None:
+    """Click the cat's left eye, and wait until the map is drawn."""
+    canvas = page.locator("canvas").first
+    canvas.wait_for(state="visible")
+    page.wait_for_timeout(1500)
+    box = canvas.bounding_box()
+    assert box is not None
+    page.mouse.click(box["x"] + 0.35 * box["width"], box["y"] + 0.38 * box["height"])
+    page.wait_for_timeout(1000)
+
+
+if __name__ == "__main__":
+    main()
