@@ -31,7 +31,8 @@ from vitflow.explaining.asking.method_options import COMMON
 from vitflow.explaining.showing.agreement import Agreement, measure_agreement, spearman, top_overlap
 from vitflow.explaining.showing.comparison import DEFAULT_METHODS, compare
 from vitflow.pictures import figures, overlay
-from vitflow.pictures.pen import Pen
+from vitflow.pictures.options import DPI
+from vitflow.pictures.pen import Pen, panel_size
 from vitflow.pictures.typesetting import readable
 
 OWN = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
@@ -294,7 +295,7 @@ def test_a_map_lies_in_the_strip_where_it_lies_on_the_picture(fit, size):
     limits = overlay.scale_range(saliency.grid)
     pen = Pen.of(1.5, {"mark_unseen": False})
     small = pen.overlay(saliency.grid, saliency.placement, saliency.image, limits)
-    assert small.shape[:2] == figures.panel_size(size)
+    assert small.shape[:2] == panel_size(size)
     full = saliency.overlay(mark_unseen=False)
     expected = cv2.resize(full, small.shape[1::-1], interpolation=cv2.INTER_AREA if size[0] > 100 else cv2.INTER_CUBIC)
     difference = np.abs(small.astype(float) - expected).mean(axis=-1)
@@ -533,7 +534,7 @@ def test_the_example_runs_with_the_demo_model(peers, monkeypatch, capsys, tmp_pa
     assert told.splitlines()[-1] == str(path)
     assert "Integrated gradients (captum)" in told
     with Image.open(path) as file:
-        assert file.width > 5 * 1.5 * figures.DPI
+        assert file.width > 5 * 1.5 * DPI
 
 
 # --- The command line ------------------------------------------------------------------------------------------------

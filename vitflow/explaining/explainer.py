@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,7 +34,9 @@ from vitflow.models.answers import Answers
 from vitflow.pictures.images import ImageSource
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.trace import Trace
-from vitflow.viewer.explorer import ExplorerPage
+
+if TYPE_CHECKING:  # a page is made of more than maps need
+    from vitflow.viewer.explorer import ExplorerPage
 
 
 @takes_method_options
@@ -194,7 +196,7 @@ class Explainer(PictureModel):
             ]
         return [saliency for maps in found for saliency in maps]
 
-    def explore(self, images: ImageSource | Sequence[ImageSource], **options: Any) -> ExplorerPage:
+    def explore(self, images: ImageSource | Sequence[ImageSource], **options: Any) -> "ExplorerPage":
         """Make a page that answers in the browser when a patch is clicked; options as for `vitflow.explore`."""
         return vitflow.explore(images, model=self, **options)
 

@@ -5,10 +5,9 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.demo import limits_of
@@ -18,13 +17,16 @@ from vitflow.explaining.asking.captions import asked, class_lines, departures, d
 from vitflow.explaining.asking.method_options import plain_options
 from vitflow.explaining.asking.method_table import told_method
 from vitflow.explaining.asking.targets import Contrast
-from vitflow.pictures import figures, notebook, overlay
+from vitflow.pictures import notebook, overlay
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.images import image_name, write_image
 from vitflow.pictures.options import Interpolation
-from vitflow.pictures.pen import Pen, draw_map, file_too, takes_drawing_options
+from vitflow.pictures.pen import Pen, takes_drawing_options
 from vitflow.pictures.upsampling import upsample
+
+if TYPE_CHECKING:  # drawing a figure loads matplotlib, and most who ask for a map draw none
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +69,9 @@ class Saliency:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """What a notebook shows: the figure that stands alone."""
-        return notebook.bundle(repr(self), picture=figures.figure_bytes(self.figure(dpi=notebook.DPI), ".png"))
+        from vitflow.pictures.figures import figure_bytes
+
+        return notebook.bundle(repr(self), picture=figure_bytes(self.figure(dpi=notebook.DPI), ".png"))
 
     @property
     def label(self) -> str:
@@ -145,7 +149,7 @@ class Saliency:
         return left, top, right, bottom
 
     @takes_drawing_options
-    def figure(self, path: str | os.PathLike[str] | None = None, *, width: float = 3.5, **drawing: Any) -> Figure:
+    def figure(self, path: str | os.PathLike[str] | None = None, *, width: float = 3.5, **drawing: Any) -> "Figure":
         """Draw a figure that stands alone: the overlay with its method, what was asked, and a bar of its colours.
 
         Args:
@@ -157,6 +161,8 @@ class Saliency:
         Raises:
             OptionError: a drawing option is out of range, or another file type.
         """
+        from vitflow.pictures.figures import draw_map, file_too
+
         pen = Pen.of(width, drawing)
         return file_too(
             path,

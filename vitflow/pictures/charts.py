@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import printable
-from vitflow.pictures.figures import DPI
+from vitflow.pictures.options import DPI
 from vitflow.pictures.typesetting import BODY, TITLE, QuietFigure
 
 

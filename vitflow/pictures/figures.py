@@ -5,7 +5,7 @@ Nothing here touches pyplot, so no window opens and no global state of the calle
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, unknown_name
+from vitflow.pictures import overlay
 from vitflow.pictures.files import write_atomically
-from vitflow.pictures.options import FIGURE_FORMATS
-from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, Page
-
-#: Pixels per inch of the pictures in a strip, in every format; text and lines are vectors in PDF and SVG.
-DPI = 200
+from vitflow.pictures.geometry import Placement
+from vitflow.pictures.options import DPI, FIGURE_FORMATS
+from vitflow.pictures.pen import REACH, Bar, Box, Limits, Pen
+from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, Page, readable
 
 # Lengths in inches.
 _MARGIN, _COLUMN_GAP, _ROW_GAP = 0.08, 0.07, 0.10
@@ -58,29 +58,8 @@ class Column:
     group: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A colour bar: uint8 RGB [height, width, 3], and what stands at its ends."""
-
-    image: NDArray[np.uint8]
-    labels: tuple[str, str] = ("low", "high")
-
-
 # One picture's rows: for each column one cell, or as many as the block has rows.
 Block = Sequence[Sequence[Cell]]
-
-
-def panel_size(image_size: tuple[int, int], *, width: float = 1.5, dpi: int = DPI) -> tuple[int, int]:
-    """How many pixels, (height, width), a picture of a given size takes in a strip; its aspect is kept.
-
-    A picture up to a fifth higher than wide fills the column, a higher one is made narrower than it.
-
-    >>> panel_size((480, 640)), panel_size((640, 480)), panel_size((800, 400))
-    ((225, 300), (360, 270), (360, 180))
-    """
-    high, wide = image_size
-    scale = min(width * dpi / wide, 1.2 * width * dpi / high)
-    return max(round(high * scale), 1), max(round(wide * scale), 1)
 
 
 def draw_bands(
@@ -263,3 +242,93 @@ def figure_bytes(figure: Figure, suffix: str) -> bytes:
             **more,
         )
     return file.getvalue()
+
+
+def file_too(path: str | os.PathLike[str] | None, draw: Callable[[], Figure]) -> Figure:
+    """Draw a figure and, where a path is given, write it there, too; its suffix is checked before."""
+    if path is not None:
+        check_format(path)
+    figure = draw()
+    if path is not None:
+        save_figure(figure, path)
+    return figure
+
+
+def draw_map(
+    pen: Pen,
+    grid: NDArray[np.float32],
+    placement: Placement,
+    image: NDArray[np.uint8],
+    *,
+    title: str,
+    lines: Sequence[str],
+    details: str,
+    notes: Sequence[str],
+    box: Box | None = None,
+) -> Figure:
+    """Draw a map as a figure that stands alone: what it is, itself over its picture, a bar of its colours with values.
+
+    Args:
+        pen: how to draw.
+        grid, placement, image: the map [rows, cols], where it lies, and the picture, uint8 RGB [height, width, 3].
+        title: what the map is.
+        lines: what was asked.
+        details: smaller, below these.
+        notes: what else a reader must know, below the bar.
+        box: of the picture, to be marked.
+    """
+    limits = pen.limits(grid)
+    picture = pen.overlay(grid, placement, image, limits, box)
+    margin = 0.12
+    across = max(picture.shape[1] / pen.dpi, 2.4)
+    page = Page(pen.dpi, across + 2 * margin)
+    heads = [(title, TITLE * 1.2, "bold"), *((text, TITLE, "normal") for text in lines), (details, BODY, "normal")]
+    y = 0.1
+    for text, size, weight in heads:
+        for line in page.wrap(text, across, size, lines=3, weight=weight):
+            y += size * LEADING
+            page.line(line, margin, y - 0.03, size, ha="left", weight=weight)
+    y += 0.05
+    page.picture(picture, margin + (across - picture.shape[1] / pen.dpi) / 2, y)
+    y = _draw_bar(page, grid, pen, limits, margin, across, y + picture.shape[0] / pen.dpi + 0.1)
+    for text in [*_marks(pen, limits), *notes]:
+        for line in page.wrap(text, across, SMALL, lines=3):
+            y += SMALL * LEADING
+            page.line(line, margin, y, SMALL, ha="left", color=GREY)
+    return page.finish(y + margin)
+
+
+def _marks(pen: Pen, limits: Limits) -> Iterable[str]:
+    """What stands at the marks of the bar, where they are no plain limits."""
+    if pen.soft:
+        low, high = overlay.ROBUST_PERCENTILES
+        yield (
+            f"Marked: the {high:g}th percentile of the patches' absolute values on both sides of 0, which is clear."
+            if overlay.has_two_sides(*limits)
+            else f"Marked: the {low:g}nd and the {high:g}th percentile of the patches."
+        )
+
+
+def _draw_bar(
+    page: Page, grid: NDArray[np.float32], pen: Pen, limits: Limits, left: float, width: float, y: float
+) -> float:
+    """The colours of the map's values from the lowest to the highest drawn, marked at the limits; where it ends."""
+    low, high = limits
+    two_sides = overlay.has_two_sides(low, high)
+    most = float(np.abs(grid).max() if two_sides else grid.max())
+    end = max(high, min(most, low + REACH * (high - low) if not two_sides else REACH * high)) if pen.soft else high
+    start = -end if two_sides else low
+    strip = pen.ramp(start, end, limits, (round(0.1 * pen.dpi), round(width * pen.dpi)))
+    page.picture(strip, left, y)
+    y += strip.shape[0] / pen.dpi
+    marked = [low, 0.0, high] if two_sides else [low, high]
+    told, unit = readable(*marked)
+    for value, text in zip(marked, told, strict=True):
+        x = left + width * ((value - start) / (end - start) if end > start else 0.0)
+        page.tick(x, y, 0.03)
+        edge = "left" if x < left + 0.02 else "right" if x > left + width - 0.02 else "center"
+        unit_here = f" {unit}" if unit and value == marked[-1] else ""
+        page.line(text + unit_here, x, y + 0.03 + BODY * LEADING, BODY, ha=edge)
+        if high <= low:
+            break  # a constant map has one value
+    return y + 0.03 + BODY * LEADING + 0.04

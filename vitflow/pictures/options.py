@@ -10,6 +10,9 @@ FITS: tuple[Fit, ...] = get_args(Fit)
 Interpolation = Literal["smooth", "linear", "cubic", "nearest"]
 INTERPOLATIONS: tuple[Interpolation, ...] = get_args(Interpolation)
 
+#: Pixels per inch of the pictures in a figure, in every format; text and lines are vectors in PDF and SVG.
+DPI = 200
+
 #: What stands under the colours of a map: the photograph as it is, in darkened grey, or darkened with half its colour.
 Background = Literal["photo", "grey", "dim"]
 BACKGROUNDS: tuple[Background, ...] = get_args(Background)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import cv2
-import matplotlib
 import numpy as np
 from numpy.typing import NDArray
 
@@ -230,6 +229,8 @@ def color_table(cmap: str | None, two_sides: bool) -> tuple[NDArray[np.uint8], N
 
 def _lookup_table(cmap: str) -> NDArray[np.uint8]:
     """The colours of a colormap of matplotlib: uint8 RGB [steps, 3]."""
+    import matplotlib  # only where something is drawn
+
     if cmap not in matplotlib.colormaps:
         names = [name for name in matplotlib.colormaps if not name.endswith("_r")]
         raise OptionError(unknown_name("colormap", cmap, names))

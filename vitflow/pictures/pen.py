@@ -1,21 +1,17 @@
 """How maps are drawn on a page: in any size, with the patch that was asked about, and as a figure that stands alone."""
 
 import inspect
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import cv2
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from vitflow.pictures import figures, overlay
-from vitflow.pictures.figures import Bar
+from vitflow.pictures import overlay
 from vitflow.pictures.geometry import Placement
-from vitflow.pictures.options import Interpolation
-from vitflow.pictures.typesetting import BODY, GREY, LEADING, SMALL, TITLE, Page, readable
+from vitflow.pictures.options import DPI, Interpolation
 from vitflow.pictures.upsampling import upsample
 
 #: Left, top, right and bottom, in pixels of a picture.
@@ -24,9 +20,17 @@ Box = tuple[float, float, float, float]
 Limits = tuple[float, float]
 
 #: Beyond a soft limit colours go on; bars show them up to so many times the limit.
-_REACH = 1.5
+REACH = 1.5
 #: The photograph's grey that the colours of a bar lie on.
 _MID_GREY = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A colour bar: uint8 RGB [height, width, 3], and what stands at its ends."""
+
+    image: NDArray[np.uint8]
+    labels: tuple[str, str] = ("low", "high")
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Pen:
     """
 
     width: float
-    dpi: int = figures.DPI
+    dpi: int = DPI
     vmin: float | None = None
     vmax: float | None = None
     robust: bool = True
@@ -67,7 +71,7 @@ class Pen:
 
     def photograph(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """The picture in the size that it has on the page."""
-        height, width = figures.panel_size((image.shape[0], image.shape[1]), width=self.width, dpi=self.dpi)
+        height, width = panel_size((image.shape[0], image.shape[1]), width=self.width, dpi=self.dpi)
         smaller = height <= image.shape[0]
         resized = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if smaller else cv2.INTER_CUBIC)
         return np.asarray(resized, dtype=np.uint8)
@@ -131,10 +135,23 @@ class Pen:
 
     def bar(self, two_sides: bool) -> Bar:
         """The colours from low to high, or from below 0 to above it."""
-        reach = _REACH if self.soft else 1.0
+        reach = REACH if self.soft else 1.0
         low, labels = (-1, ("below 0", "above 0")) if two_sides else (0, ("low", "high"))
         size = round(0.07 * self.dpi), round(1.1 * self.dpi)
         return Bar(self.ramp(low * reach, reach, (low, 1), size), labels)
+
+
+def panel_size(image_size: tuple[int, int], *, width: float = 1.5, dpi: int = DPI) -> tuple[int, int]:
+    """How many pixels, (height, width), a picture of a given size takes in a strip; its aspect is kept.
+
+    A picture up to a fifth higher than wide fills the column, a higher one is made narrower than it.
+
+    >>> panel_size((480, 640)), panel_size((640, 480)), panel_size((800, 400))
+    ((225, 300), (360, 270), (360, 180))
+    """
+    high, wide = image_size
+    scale = min(width * dpi / wide, 1.2 * width * dpi / high)
+    return max(round(high * scale), 1), max(round(wide * scale), 1)
 
 
 def _mark(picture: NDArray[np.uint8], box: Box) -> None:
@@ -161,93 +178,3 @@ def takes_drawing_options(function: _Function) -> _Function:
     more = {one.name: one.replace(kind=one.KEYWORD_ONLY) for one in own if one.name not in left_out}
     function.__signature__ = signature.replace(parameters=[*named, *more.values()])  # type: ignore[attr-defined]
     return function
-
-
-def file_too(path: str | os.PathLike[str] | None, draw: Callable[[], Figure]) -> Figure:
-    """Draw a figure and, where a path is given, write it there, too; its suffix is checked before."""
-    if path is not None:
-        figures.check_format(path)
-    figure = draw()
-    if path is not None:
-        figures.save_figure(figure, path)
-    return figure
-
-
-def draw_map(
-    pen: Pen,
-    grid: NDArray[np.float32],
-    placement: Placement,
-    image: NDArray[np.uint8],
-    *,
-    title: str,
-    lines: Sequence[str],
-    details: str,
-    notes: Sequence[str],
-    box: Box | None = None,
-) -> Figure:
-    """Draw a map as a figure that stands alone: what it is, itself over its picture, a bar of its colours with values.
-
-    Args:
-        pen: how to draw.
-        grid, placement, image: the map [rows, cols], where it lies, and the picture, uint8 RGB [height, width, 3].
-        title: what the map is.
-        lines: what was asked.
-        details: smaller, below these.
-        notes: what else a reader must know, below the bar.
-        box: of the picture, to be marked.
-    """
-    limits = pen.limits(grid)
-    picture = pen.overlay(grid, placement, image, limits, box)
-    margin = 0.12
-    across = max(picture.shape[1] / pen.dpi, 2.4)
-    page = Page(pen.dpi, across + 2 * margin)
-    heads = [(title, TITLE * 1.2, "bold"), *((text, TITLE, "normal") for text in lines), (details, BODY, "normal")]
-    y = 0.1
-    for text, size, weight in heads:
-        for line in page.wrap(text, across, size, lines=3, weight=weight):
-            y += size * LEADING
-            page.line(line, margin, y - 0.03, size, ha="left", weight=weight)
-    y += 0.05
-    page.picture(picture, margin + (across - picture.shape[1] / pen.dpi) / 2, y)
-    y = _draw_bar(page, grid, pen, limits, margin, across, y + picture.shape[0] / pen.dpi + 0.1)
-    for text in [*_marks(pen, limits), *notes]:
-        for line in page.wrap(text, across, SMALL, lines=3):
-            y += SMALL * LEADING
-            page.line(line, margin, y, SMALL, ha="left", color=GREY)
-    return page.finish(y + margin)
-
-
-def _marks(pen: Pen, limits: Limits) -> Iterable[str]:
-    """What stands at the marks of the bar, where they are no plain limits."""
-    if pen.soft:
-        low, high = overlay.ROBUST_PERCENTILES
-        yield (
-            f"Marked: the {high:g}th percentile of the patches' absolute values on both sides of 0, which is clear."
-            if overlay.has_two_sides(*limits)
-            else f"Marked: the {low:g}nd and the {high:g}th percentile of the patches."
-        )
-
-
-def _draw_bar(
-    page: Page, grid: NDArray[np.float32], pen: Pen, limits: Limits, left: float, width: float, y: float
-) -> float:
-    """The colours of the map's values from the lowest to the highest drawn, marked at the limits; where it ends."""
-    low, high = limits
-    two_sides = overlay.has_two_sides(low, high)
-    most = float(np.abs(grid).max() if two_sides else grid.max())
-    end = max(high, min(most, low + _REACH * (high - low) if not two_sides else _REACH * high)) if pen.soft else high
-    start = -end if two_sides else low
-    strip = pen.ramp(start, end, limits, (round(0.1 * pen.dpi), round(width * pen.dpi)))
-    page.picture(strip, left, y)
-    y += strip.shape[0] / pen.dpi
-    marked = [low, 0.0, high] if two_sides else [low, high]
-    told, unit = readable(*marked)
-    for value, text in zip(marked, told, strict=True):
-        x = left + width * ((value - start) / (end - start) if end > start else 0.0)
-        page.tick(x, y, 0.03)
-        edge = "left" if x < left + 0.02 else "right" if x > left + width - 0.02 else "center"
-        unit_here = f" {unit}" if unit and value == marked[-1] else ""
-        page.line(text + unit_here, x, y + 0.03 + BODY * LEADING, BODY, ha=edge)
-        if high <= low:
-            break  # a constant map has one value
-    return y + 0.03 + BODY * LEADING + 0.04

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, printable
 from vitflow.methods.sequence.layout import Words
-from vitflow.pictures.figures import DPI
+from vitflow.pictures.options import DPI
 from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, Page
 from vitflow.words.labels import labels_of, shown_positions
 from vitflow.words.terminal import padded

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError
 from vitflow.methods.sequence.layout import Words
-from vitflow.pictures.figures import DPI
+from vitflow.pictures.options import DPI
 from vitflow.pictures.typesetting import BODY, GREY, LEADING, RULE, SMALL, Page
 from vitflow.words.labels import Label, labels_of
 from vitflow.words.terminal import bar, shaded, wrapped

@@ -25,10 +25,11 @@ from vitflow.explaining.showing.agreement import Agreement, mean_of_defined, mea
 from vitflow.explaining.showing.strips import columns_of, draw_comparison
 from vitflow.methods.ranks import spearman
 from vitflow.pictures import figures, notebook
+from vitflow.pictures.figures import file_too
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource
 from vitflow.pictures.options import FIGURE_FORMATS
-from vitflow.pictures.pen import Pen, file_too, takes_drawing_options
+from vitflow.pictures.pen import Pen, takes_drawing_options
 
 # Pictures that a notebook shows of a comparison.
 _SHOWN = 4

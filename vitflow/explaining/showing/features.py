@@ -21,12 +21,12 @@ from vitflow.methods.attention import check_layer
 from vitflow.methods.features import Components, principal_components
 from vitflow.models.blocks import block_norms, block_paths, layer_output
 from vitflow.pictures import figures, notebook, overlay
-from vitflow.pictures.figures import Cell, Column
+from vitflow.pictures.figures import Cell, Column, file_too
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.images import ImageSource, image_name, read_image
-from vitflow.pictures.options import FIGURE_FORMATS, Interpolation
-from vitflow.pictures.pen import Pen, file_too
+from vitflow.pictures.options import DPI, FIGURE_FORMATS, Interpolation
+from vitflow.pictures.pen import Pen
 
 _MOST_COLUMNS = 6
 
@@ -101,7 +101,7 @@ class Features:
         path: str | os.PathLike[str] | None = None,
         *,
         width: float = 1.5,
-        dpi: int = figures.DPI,
+        dpi: int = DPI,
         alpha: float = 1.0,
         interpolation: Interpolation = "smooth",
     ) -> Figure:

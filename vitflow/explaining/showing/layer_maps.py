@@ -22,9 +22,9 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.showing.strips import map_cell
 from vitflow.methods.attention import check_layer
 from vitflow.pictures import figures, notebook, overlay
-from vitflow.pictures.figures import Block, Cell, Column
+from vitflow.pictures.figures import Block, Cell, Column, file_too
 from vitflow.pictures.images import ImageSource, image_name
-from vitflow.pictures.pen import Pen, file_too, takes_drawing_options
+from vitflow.pictures.pen import Pen, takes_drawing_options
 
 # What the sheet itself varies.
 _OWN = ("layer", "head", "start_layer", "end_layer")
