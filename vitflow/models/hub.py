@@ -4,7 +4,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -41,7 +41,7 @@ def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
         raise ModelError(f"Unknown model {name!r}.{hint} `vitflow models PATTERN` lists the known ones.")
     config = _config_of(Path(name.removeprefix("local-dir:"))) if local else {}
     try:
-        with _quiet_hub(asked=online or (pretrained and not local)):
+        with quiet_hub(asked=online or (pretrained and not local)):
             if local and not hasattr(timm.models._hub, "load_model_config_from_path"):
                 name, options = _of_folder(Path(name.removeprefix("local-dir:")), config, options)
             return timm.create_model(name, pretrained=pretrained, **options)
@@ -119,7 +119,7 @@ def _config_of(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _quiet_hub(*, asked: bool) -> Iterator[None]:
+def quiet_hub(*, asked: bool) -> Iterator[None]:
     """Keep the hub client from minutes of retries where the hub is away: its cache is then used alone."""
     logger, offline = logging.getLogger("huggingface_hub"), constants.HF_HUB_OFFLINE
     level = logger.level
@@ -130,6 +130,21 @@ def _quiet_hub(*, asked: bool) -> Iterator[None]:
     finally:
         constants.HF_HUB_OFFLINE = offline
         logger.setLevel(level)
+
+
+def hub_for(name: str | Path) -> AbstractContextManager[None]:
+    """The hub as it is asked for this name of a model: not at all for a folder, and for seconds where it is away."""
+    return quiet_hub(asked=not is_folder(name))
+
+
+def why_absent(name: str | Path) -> str | None:
+    """What to do where a model was looked for in the cache of the hub alone, and is not there; else None."""
+    if is_folder(name) or not constants.HF_HUB_OFFLINE:
+        return None
+    return (
+        "it is not in this machine's cache of the Hugging Face hub, which does not answer or was switched off "
+        "(HF_HUB_OFFLINE). Fetch it by its name where there is a network, or give the folder that it lies in."
+    )
 
 
 def hub_answers(seconds: float = _PATIENCE) -> bool:
@@ -194,7 +209,7 @@ def load_transformers(name: str) -> nn.Module:
     where = str(_DEMO_TEXT) if name == "demo-text" else name.removeprefix("local-dir:")
     local = is_folder(Path(where))
     try:
-        with _quiet_hub(asked=not local), _quietly(transformers.utils.logging):
+        with quiet_hub(asked=not local), _quietly(transformers.utils.logging):
             options = {"local_files_only": local or constants.HF_HUB_OFFLINE}
             config = transformers.AutoConfig.from_pretrained(where, **options)
             kind = _kind_of(config, transformers, name)
@@ -266,7 +281,7 @@ def load_open_clip(name: str) -> nn.Module:
             f"Expected open_clip:MODEL/WEIGHTS, such as open_clip:ViT-B-32/openai, got {name!r}: {listed}."
         )
     try:
-        with _quiet_hub(asked=True):
+        with quiet_hub(asked=True):
             model: Any = open_clip.create_model(architecture, pretrained=tag)
             model._loaded_tokenizer, model._loaded_name = open_clip.get_tokenizer(architecture), f"{architecture}.{tag}"
     except Exception as error:  # what its downloads raise is of many kinds

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowError, printable
+from vitflow.models.hub import hub_for, why_absent
 from vitflow.models.libraries import class_count, library_id
 from vitflow.pictures.files import is_file, is_folder
 
@@ -88,6 +89,12 @@ def load_language_model(name: str | Path, *, trust_remote_code: bool = False) ->
         ModelError: transformers is not installed, there is no such model, or it brings no tokenizer.
     """
     transformers = _transformers()
+    with hub_for(name):
+        model = _load_model(transformers, name, trust_remote_code)
+        return model, _load_beside("tokenizer", name, trust_remote_code)
+
+
+def _load_model(transformers: Any, name: str | Path, trust_remote_code: bool) -> nn.Module:
     try:
         # Always told: where it is not, transformers asks on stdin, and a "y" that is piped in runs the code.
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -105,9 +112,10 @@ def load_language_model(name: str | Path, *, trust_remote_code: bool = False) ->
     except Exception as error:  # a damaged or hostile folder makes transformers raise nearly anything
         _tell_code(name, error)
         raise ModelError(
-            f"Expected an id of the hub or a folder of transformers as the model, got {str(name)!r}: {_reason(error)}"
+            f"Expected an id of the hub or a folder of transformers as the model, got {str(name)!r}: "
+            f"{_reason(name, error)}"
         ) from error
-    return model, load_tokenizer(name, trust_remote_code=trust_remote_code)
+    return model
 
 
 def _tell_code(name: str | Path, error: Exception) -> None:
@@ -121,12 +129,14 @@ def _tell_code(name: str | Path, error: Exception) -> None:
 
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer that was saved beside a model; ModelError where there is none."""
-    return _load_beside("tokenizer", name, trust_remote_code)
+    with hub_for(name):
+        return _load_beside("tokenizer", name, trust_remote_code)
 
 
 def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     """What prepares pictures and texts, as it was saved beside a model; ModelError where there is none."""
-    found = _load_beside("processor", name, trust_remote_code)
+    with hub_for(name):
+        found = _load_beside("processor", name, trust_remote_code)
     if not hasattr(found, "image_processor"):
         raise ModelError(f"Expected a processor of pictures beside the model {str(name)!r}, got none: pass processor=.")
     return found
@@ -137,18 +147,19 @@ def _load_beside(what: str, name: str | Path, trust_remote_code: bool) -> Any:
     try:
         if what == "tokenizer" and is_folder(name) and not any(is_file(Path(name) / file) for file in _TOKENIZER_FILES):
             raise OSError(f"no {', '.join(_TOKENIZER_FILES)}")  # transformers would make one that knows no words
-        kind = transformers.AutoTokenizer if what == "tokenizer" else transformers.AutoProcessor
+        kind = getattr(transformers, f"Auto{what.title()}")
         return kind.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # likewise
         _tell_code(name, error)
         raise ModelError(
-            f"Expected a {what} beside the model {str(name)!r}, got none: pass {what}=. ({_reason(error)})"
+            f"Expected a {what} beside the model {str(name)!r}, got none: pass {what}=. ({_reason(name, error)})"
         ) from error
 
 
-def _reason(error: Exception) -> str:
-    """What an error of transformers says, on one line."""
-    return " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
+def _reason(name: str | Path, error: Exception) -> str:
+    """Why a model was not loaded, on one line: that it is not in the cache, or what transformers says."""
+    absent = why_absent(name) if isinstance(error, OSError) else None
+    return absent or " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
 
 
 def _transformers() -> Any:

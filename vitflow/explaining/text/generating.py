@@ -24,6 +24,7 @@ from vitflow.explaining.text.writing import follow, refuse_looking_ahead, split,
 from vitflow.methods.sequence.layout import Words
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id
+from vitflow.models.hub import hub_for
 from vitflow.models.languages import (
     decoder_path,
     has_encoder,
@@ -88,9 +89,10 @@ def explain_generation(
     if isinstance(model, nn.Module):
         model = unwrap(model)
     else:
-        if image is not None and processor is None:
-            processor = load_processor(model, trust_remote_code=trust_remote_code)
-        model, own_tokenizer = load_language_model(model, trust_remote_code=trust_remote_code)
+        with hub_for(model):
+            if image is not None and processor is None:
+                processor = load_processor(model, trust_remote_code=trust_remote_code)
+            model, own_tokenizer = load_language_model(model, trust_remote_code=trust_remote_code)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
     refuse_generation(model, generate)
     if not has_encoder(model):
