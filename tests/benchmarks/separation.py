@@ -28,7 +28,8 @@ Sampling and consensus have no today: their first candidate stands for it.
 Amended before further candidates were measured, against the defaults that the rule had chosen: consensus with sampling
 weighing twice as much as GAE, with sampling cut at its standard error instead of 0, and with both; GAE of the log-odds
 instead of the logit, alone and in consensus. They are looked at on the choosing halves alone; one that would be chosen
-by 3 and 4 is told by 5.
+by 3 and 4 is told by 5. What came of it: sampling with twice the weight was chosen and holds, and is the default since.
+GAE of the log-odds with signed heads was chosen and does not hold: it loses 0.042 ROC-AUC on the other photographs.
 """
 
 import sys

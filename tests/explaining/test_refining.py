@@ -10,7 +10,7 @@ from vitflow import Explainer, explain_folder, register_method
 from vitflow.demo import draw_pictures, sample_pictures
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning
 from vitflow.explaining.asking import method_table
-from vitflow.explaining.making.consensus import FLOOR, PARTS, geometric_mean
+from vitflow.explaining.making.consensus import FLOOR, geometric_mean
 from vitflow.recording.recorder import record_attention
 
 PICTURES = sample_pictures()[:2]
@@ -275,13 +275,12 @@ def test_keys_are_recorded_only_when_asked():
 # --- Consensus ---
 
 
-def test_consensus_is_the_geometric_mean_of_its_parts_refined(demo):
-    shares = []
-    for part in PARTS:
+def test_consensus_is_the_weighted_geometric_mean_of_its_parts_refined(demo):
+    expected = 1.0
+    for part, weight in {"gae": 1, "sampling": 2}.items():
         own = {"head_fusion": "signed_mean"} if part == "gae" else {}
         grid = demo.explain(PICTURES[0], method=part, refine=1, affinity="both", **own).grid.astype(np.float64)
-        shares.append(grid / grid.sum())
-    expected = np.sqrt(np.prod(np.maximum(shares, FLOOR / grid.size), axis=0))
+        expected = expected * np.maximum(grid / grid.sum(), FLOOR / grid.size) ** (weight / 3)
     found = demo.explain(PICTURES[0], method="consensus")
     np.testing.assert_allclose(found.grid, expected, rtol=2e-4, atol=1e-9)
     assert found.class_specific and found.options["refine"] == 1
@@ -289,6 +288,6 @@ def test_consensus_is_the_geometric_mean_of_its_parts_refined(demo):
 
 def test_a_zero_in_one_map_leaves_the_order_of_the_others():
     zero, other = torch.tensor([[[0.0, 0.0, 1.0]]]), torch.tensor([[[0.2, 0.3, 0.5]]])
-    found = geometric_mean([zero, other, other])[0, 0]
+    found = geometric_mean([zero, other, other], [1, 1, 1])[0, 0]
     assert found[0] < found[1] < found[2]
-    assert torch.isfinite(geometric_mean([torch.zeros(1, 1, 3), other])).all()
+    assert torch.isfinite(geometric_mean([torch.zeros(1, 1, 3), other], [1, 2])).all()

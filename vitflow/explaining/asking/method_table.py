@@ -232,7 +232,7 @@ register_method(
     "consensus",
     "vitflow.explaining.making.consensus:consensus",
     title="Consensus",
-    summary="Consensus: the geometric mean of GAE and sampling, each refined.",
+    summary="Consensus: the geometric mean of GAE and sampling, each refined; sampling weighs twice as much.",
     answers="Which patches raise this class both by the model's gradients and by trial?",
     defaults={"head_fusion": "signed_mean", "value_weighted": "output", **_MASKS, "refine": 1, "affinity": "both"},
     needs={"heads", "gradients", "predict"},
