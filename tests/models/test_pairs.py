@@ -349,8 +349,8 @@ def test_a_tower_without_a_head_is_refused():
         ({"prompts": ["a dog", " "]}, "as a list of texts"),
         ({"prompts": ["red", "red"]}, "every prompt once"),
         ({"templates": ["a photo"]}, "templates with one {}"),
-        ({"answers": lambda output: output}, "prompts alone"),
-        ({"class_names": ["a"]}, "prompts alone"),
+        ({"answers": lambda output: output}, "prompts or like alone"),
+        ({"class_names": ["a"]}, "prompts or like alone"),
     ],
 )
 def test_what_is_wrong_with_prompts_is_told(options, told):

@@ -175,6 +175,13 @@ question_options = _together(
         help="A sentence that each prompt is put into in the place of {}, such as 'a photo of {}'; repeat it for more.",
     ),
     click.option(
+        "--like",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        multiple=True,
+        metavar="PICTURE",
+        help="Ask what makes a picture like this one; repeatable. For any model: the cosine of its pooled features.",
+    ),
+    click.option(
         "--alone",
         is_flag=True,
         help="Show what speaks for a prompt as it is, and not less the mean of the other prompts.",
@@ -260,7 +267,7 @@ method_option = partial(
     click.option,
     "--method",
     default=["rollout"],
-    show_default="rollout; gae where prompts are given",
+    show_default="rollout; gae with --prompt or --like",
     metavar="NAME",
     cls=Once,
 )
@@ -300,18 +307,19 @@ def target_of(target: Any, given: Mapping[str, Any]) -> Any:
 
 
 def targets_of(given: Mapping[str, Any]) -> list[Any]:
-    """The classes that were asked for, or contrasts of each of them; else every prompt, or the predicted class.
+    """The classes that were asked for, or contrasts of each; else every prompt or reference, or the predicted class.
 
     What stands against a prompt is no row of its own.
     """
-    prompts = [one for one in given["prompts"] if one != given["against"]]
-    return [target_of(target, given) for target in given["targets"] or prompts or (None,)]
+    prompts: list[Any] = [one for one in given["prompts"] if one != given["against"]]
+    asked = given["targets"] or prompts or range(len(given["like"])) or (None,)
+    return [target_of(target, given) for target in asked]
 
 
 def use_specific(given: dict[str, Any], name: str = "method") -> None:
     """Where something was asked and no method named, take one whose map depends on what was asked."""
     default = click.core.ParameterSource.DEFAULT
-    if given["prompts"] and click.get_current_context().get_parameter_source(name) is default:
+    if (given["prompts"] or given["like"]) and click.get_current_context().get_parameter_source(name) is default:
         given[name] = "gae" if name == "method" else ["gae"]
 
 
@@ -336,6 +344,6 @@ def make_explainer(given: Mapping[str, Any]) -> Any:
         dynamic_img_size=given["fit"] == "native",
     )
     device = given["device"] or default_device()
-    asked: dict[str, Any] = {name: given.get(name) or None for name in ("prompts", "templates")}
+    asked: dict[str, Any] = {name: given.get(name) or None for name in ("prompts", "templates", "like")}
     own = {name: given[name] for name in ("dtype", "fit", "name")}
     return Explainer(model, device=device, alone=bool(given.get("alone")), **asked, **own)

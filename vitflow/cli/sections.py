@@ -72,7 +72,7 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
 _FIRST = {
     *("model", "checkpoint", "class_names", "device"),
     *("data_option", "images", "recursive", "limit", "prompt", "generate", "token"),
-    *("prompts", "like"),
+    "prompts",
     *("method", "methods", "method_names", "target", "targets", "against", "metrics", "of_layer", "foreground"),
     *("cmap", "alpha"),
     *("view", "html", "png", "output", "figure", "store", "report", "resume", "max_size", "as_json"),

@@ -103,6 +103,8 @@ class Explainer(PictureModel):
         templates: sentences that each prompt is put into in the place of {}, such as "a photo of {}".
         processor: of the model with prompts, where it was not loaded by a name that its processor lies under.
         alone: maps are of a prompt's number as it is.
+        like: pictures to compare with, which become the answers: the cosines to their pooled features. A classifier is
+            asked without its head.
         answers: what to ask instead of the model's classes: a function of its output that gives numbers [pictures, k],
             through which gradients pass, with `class_names` as their names; or `Answers`.
 

@@ -15,7 +15,7 @@ from vitflow.errors import ModelError, OptionError, printable, unknown_name
 from vitflow.explaining.making.applying import PlacedPicture
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import unwrap
-from vitflow.models.answers import Answers, activate, log_odds
+from vitflow.models.answers import Answers, activate, features_of, likeness, log_odds
 from vitflow.models.checkpoints import (
     ClassNames,
     architecture_sha256,
@@ -24,12 +24,12 @@ from vitflow.models.checkpoints import (
     weights_sha256,
 )
 from vitflow.models.facts import read_facts
-from vitflow.models.libraries import forward_options
+from vitflow.models.libraries import forward_options, headless, library_data_config
 from vitflow.models.loading import load_model
-from vitflow.models.pairs import pair_of, prompt_answers, refuse_without_prompts
+from vitflow.models.pairs import is_pair, pair_of, prompt_answers, refuse_without_prompts
 from vitflow.models.precisions import DTYPES
 from vitflow.pictures import notebook
-from vitflow.pictures.images import ImageSource, read_image
+from vitflow.pictures.images import ImageSource, image_name, read_image
 from vitflow.pictures.options import FITS
 from vitflow.pictures.preprocessing import InputSpec
 from vitflow.recording.isolation import default_device, evaluating, move_to
@@ -61,6 +61,7 @@ class PictureModel:
         templates: str | Sequence[str] | None = None,
         processor: Any = None,
         alone: bool = False,
+        like: Sequence[ImageSource] | None = None,
     ) -> None:
         if fit not in FITS:  # before a model is loaded
             raise OptionError(unknown_name("fit", fit, FITS))
@@ -70,9 +71,15 @@ class PictureModel:
             model = load_model(model, dynamic_img_size=fit == "native")
             device = device or default_device()
         self.model = unwrap(model)
+        if (prompts is not None or like is not None) and [prompts, like, answers, class_names].count(None) != 3:
+            raise OptionError("Expected prompts or like alone, which name the answers themselves, got more than that.")
+        if like is not None:
+            if is_pair(self.model):
+                pair = pair_of(self.model, processor)
+                self.model, data_config, name = pair.tower, data_config or pair.data_config, name or pair.name
+            data_config = data_config or library_data_config(self.model)
+            self.model, answers = headless(self.model), Answers(count=0)
         if prompts is not None:
-            if answers is not None or class_names is not None:
-                raise OptionError("Expected prompts alone, which are the names of the answers, got more than them.")
             pair = pair_of(self.model, processor)
             answers, self.model = prompt_answers(pair, prompts, templates, alone=alone), pair.tower
             data_config, name = data_config or pair.data_config, name or pair.name
@@ -88,14 +95,26 @@ class PictureModel:
             answers=answers,
         )
         self.preprocessing = self.facts.preprocessing(fit)
-        if (answers is not None and self.facts.class_count is None) or callable(
-            answers
-        ):  # what is wrong with them is told before the first picture
+        if like is not None:
+            self.facts = replace(self.facts, answers=self._likeness(like))
+        elif callable(answers) or isinstance(answers, Answers):  # what is wrong is told before the first picture
             with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
                 numbers = self.answers.numbers(self.forward(self.pixels(self.grey()).expand(2, -1, -1, -1)))
             self.facts = replace(self.facts, answers=self.answers.tried(numbers))
         if class_names is not None and self.facts.class_count is None:
             check_name_count(self.facts.class_names or (), self.num_classes)
+
+    def _likeness(self, like: Sequence[ImageSource]) -> Answers:
+        """The answers that reference pictures make."""
+        if isinstance(like, str | bytes | Path) or not len(like):
+            raise OptionError(f"Expected like as a list of one picture or several, got {like!r:.80}.")
+        named = [
+            str(image_name(one)) if isinstance(one, str | Path) else f"picture {n}" for n, one in enumerate(like, 1)
+        ]
+        pictures = [self._read(one, name) for one, name in zip(like, named, strict=True)]
+        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
+            vectors = [features_of(self.forward(self._tensor([one]))) for one in pictures]
+        return likeness(torch.cat(vectors), named, [one.image for one in pictures])
 
     def __repr__(self) -> str:
         count = "" if self.facts.class_count is None else f", {self.facts.class_count} classes"

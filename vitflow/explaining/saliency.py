@@ -45,6 +45,7 @@ class Saliency:
         answer: the class that was asked for, by default the predicted one, with the model's probability of it; or the
             two that were set against each other, with the difference of their logits.
         facts: what else belongs beside the map, such as how the answer is read out or the saturated share of a flow.
+        reference: the picture that was compared with, uint8 RGB [height, width, 3], where one was.
         seconds: time of the forward pass (the picture's share of its batch) and of the method.
     """
 
@@ -59,6 +60,7 @@ class Saliency:
     answer: Answer = field(default_factory=Answer)
     facts: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    reference: NDArray[np.uint8] | None = None
 
     def __repr__(self) -> str:
         rows, cols = self.grid.shape
@@ -176,6 +178,7 @@ class Saliency:
                 details=departures(told_method(self.method), self.options),
                 notes=tuple(self._notes()),
                 box=self.patch_box,
+                beside=self.reference,
             ),
         )
 

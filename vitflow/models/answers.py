@@ -1,12 +1,15 @@
 """What a model answers: k numbers a picture, each with a name, and a way to read them. Its classes are one case."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from vitflow.errors import ModelError, OptionError, VitflowError, unknown_name
 from vitflow.models.anatomy import logits_of, tensors_in
@@ -32,6 +35,7 @@ class Answers:
         rest: maps the output to what stands against each answer, [batch, k] or [batch, 1]; None for the mean of the
             other answers.
         against: what that is, in words.
+        pictures: what each answer compares with, uint8 RGB [height, width, 3], to be shown beside the map.
         apart: whether maps are of each answer less what stands against it, where nothing else is asked for.
 
     >>> answers = Answers(lambda output: output[:, :2] - output[:, 2:], ("left", "right"), 2)
@@ -48,6 +52,7 @@ class Answers:
     made_of: Mapping[str, Any] = field(default_factory=dict)
     rest: Callable[[Any], Tensor] | None = None
     against: str = "the mean of the other classes"
+    pictures: tuple[NDArray[np.uint8], ...] = ()
     apart: bool = False
 
     def __post_init__(self) -> None:
@@ -137,6 +142,45 @@ def answers_of(function: Callable[[Any], Tensor], names: tuple[str, ...] | None,
     return Answers(
         function, names, count, reading or "value", made_of=_made_of(function), against="the mean of the other answers"
     )
+
+
+def likeness(vectors: Tensor, names: Sequence[str], pictures: Sequence[NDArray[np.uint8]]) -> Answers:
+    """The cosines of a picture's features to those of reference pictures.
+
+    Args:
+        vectors: features of the references, [pictures, width].
+        names: of the references.
+        pictures: themselves, uint8 RGB [height, width, 3].
+    """
+    called = [name if list(names).count(name) == 1 else f"{name} ({n})" for n, name in enumerate(names, start=1)]
+    units = normalize(vectors.detach().to(torch.promote_types(vectors.dtype, torch.float32)).cpu(), dim=-1)
+    return Answers(
+        lambda output: cosines(features_of(output), units),
+        tuple(called),
+        len(called),
+        "cosine",
+        made_of={"like": [hashlib.sha256(one.tobytes()).hexdigest() for one in pictures]},
+        against="the mean of the other pictures",
+        pictures=tuple(pictures),
+    )
+
+
+def features_of(output: Any) -> Tensor:
+    """The features [batch, width] of a model that ends in them; of one that pools no tokens, those of its first token.
+
+    Raises:
+        ModelError: it returns none.
+    """
+    found = logits_of(output)
+    if found is None or found.ndim not in (2, 3):
+        raise ModelError(f"Expected a model that ends in features [batch, width], got {_kind(output)}.")
+    return found if found.ndim == 2 else found[:, 0]
+
+
+def cosines(features: Any, vectors: Tensor) -> Tensor:
+    """The cosines [batch, vectors] of features [batch, width] and unit vectors [vectors, width], float32 at least."""
+    wide = features.to(torch.promote_types(features.dtype, torch.float32))
+    return normalize(wide, dim=-1) @ vectors.to(wide).mT
 
 
 def _made_of(function: Any) -> dict[str, Any]:

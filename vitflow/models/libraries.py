@@ -4,6 +4,7 @@ Neither library is imported. Models are recognised by the parts that they are ma
 transformers; a module of your own around one of them is looked into.
 """
 
+import copy
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -211,6 +212,40 @@ def class_count(model: nn.Module) -> int | None:
         return 0 if pretrained is model else None  # a module around it may have a head of its own
     count = getattr(model, "num_classes", None)
     return count if isinstance(count, int) else None
+
+
+def headless(model: nn.Module) -> nn.Module:
+    """A model that ends in its pooled features: itself, or a copy of it with its own weights, but without its head.
+
+    >>> head = nn.Sequential(nn.Linear(3, 2))
+    >>> headless(head) is head
+    True
+    """
+    owner: Any = model
+    heads: Any = ()
+    if getattr(model, "num_classes", 0) and hasattr(model, "get_classifier"):  # of timm
+        heads = owner.get_classifier()
+    elif _pretrained(model) is model:
+        heads = tuple(getattr(model, name, None) for name in _CLASSIFIERS)
+    elif type(model).__module__.startswith("torchvision."):
+        heads = getattr(model, "heads", None)
+    heads = heads if isinstance(heads, tuple) else (heads,)
+    paths = [path for path, module in model.named_modules() if path and any(module is head for head in heads)]
+    for path in paths:
+        model = _without(model, path)
+    if paths and hasattr(model, "num_classes"):
+        model.num_classes = 0  # type: ignore[assignment]
+    return model
+
+
+def _without(model: nn.Module, path: str) -> nn.Module:
+    """A shallow copy of a model, in which the module at a path hands on what it is given."""
+    copied, (name, _, rest) = copy.copy(model), path.partition(".")
+    inside = dict(model._modules)
+    found = inside[name]
+    inside[name] = nn.Identity() if not rest or found is None else _without(found, rest)
+    vars(copied)["_modules"] = inside
+    return copied
 
 
 def library_class_names(model: nn.Module) -> list[str] | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
-from vitflow.models.answers import Answers
+from vitflow.models.answers import Answers, cosines
 from vitflow.models.libraries import embedding_of, library_data_config, library_id
 from vitflow.models.processors import from_processor
 
@@ -183,11 +183,15 @@ def _tokenizer_of(model: nn.Module) -> Any:
 def _open_clip_texts(model: Any, tokenizer: Any) -> Callable[[list[str]], Tensor]:
     """What embeds texts by a model of open_clip."""
     tokenizer = tokenizer or getattr(model, "_loaded_tokenizer", None)
-    if not callable(tokenizer):
-        raise ModelError(
-            f"{type(model).__name__} of open_clip needs its tokenizer: pass processor=open_clip.get_tokenizer(name)."
-        )
-    return lambda texts: model.encode_text(tokenizer(texts).to(next(model.parameters()).device))
+
+    def embed(texts: list[str]) -> Tensor:
+        if not callable(tokenizer):
+            name = type(model).__name__
+            raise ModelError(f"{name} of open_clip needs its tokenizer: processor=open_clip.get_tokenizer(name).")
+        found: Tensor = model.encode_text(tokenizer(texts).to(next(model.parameters()).device))
+        return found
+
+    return embed
 
 
 def _open_clip_facts(model: Any) -> dict[str, Any]:
@@ -263,15 +267,5 @@ def _embedded(pair: Pair, texts: Sequence[str], frames: Sequence[str]) -> Tensor
     """Unit vectors of texts [texts, width], means over the sentences that they are put into."""
     sentences = [frame.replace("{}", text) for text in texts for frame in frames]
     found = pair.embed(sentences)
-    units = normalize(found.detach().to(_wide(found.dtype)).cpu(), dim=-1)
+    units = normalize(found.detach().to(torch.promote_types(found.dtype, torch.float32)).cpu(), dim=-1)
     return normalize(units.unflatten(0, (len(texts), len(frames))).mean(dim=1), dim=-1)
-
-
-def cosines(features: Any, vectors: Tensor) -> Tensor:
-    """The cosines [batch, vectors] of features [batch, width] and unit vectors [vectors, width], float32 at least."""
-    wide = features.to(_wide(features.dtype))
-    return normalize(wide, dim=-1) @ vectors.to(wide).mT
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype.itemsize >= 4 else torch.float32

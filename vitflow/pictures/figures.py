@@ -254,6 +254,18 @@ def file_too(path: str | os.PathLike[str] | None, draw: Callable[[], Figure]) ->
     return figure
 
 
+def side_by_side(first: NDArray[np.uint8], second: NDArray[np.uint8], gap: int = 12) -> NDArray[np.uint8]:
+    """Two pictures [height, width, 3] beside each other on white.
+
+    >>> side_by_side(np.zeros((2, 3, 3), np.uint8), np.zeros((4, 5, 3), np.uint8)).shape
+    (4, 20, 3)
+    """
+    height, left = max(len(first), len(second)), first.shape[1] + gap
+    page = np.full((height, left + second.shape[1], 3), 255, np.uint8)
+    page[: len(first), : first.shape[1]], page[: len(second), left:] = first, second
+    return page
+
+
 def draw_map(
     pen: Pen,
     grid: NDArray[np.float32],
@@ -265,6 +277,7 @@ def draw_map(
     details: str,
     notes: Sequence[str],
     box: Box | None = None,
+    beside: NDArray[np.uint8] | None = None,
 ) -> Figure:
     """Draw a map as a figure that stands alone: what it is, itself over its picture, a bar of its colours with values.
 
@@ -276,9 +289,12 @@ def draw_map(
         details: smaller, below these.
         notes: what else a reader must know, below the bar.
         box: of the picture, to be marked.
+        beside: a picture to show on the left, which this one was compared with.
     """
     limits = pen.limits(grid)
     picture = pen.overlay(grid, placement, image, limits, box)
+    if beside is not None:
+        picture = side_by_side(pen.photograph(beside), picture)
     margin = 0.12
     across = max(picture.shape[1] / pen.dpi, 2.4)
     page = Page(pen.dpi, across + 2 * margin)

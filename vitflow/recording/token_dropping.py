@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import logits_of, read_layout, transformer_of, unwrap
-from vitflow.models.libraries import forward_options, library_blocks
+from vitflow.models.libraries import forward_options, library_blocks, library_readout
 from vitflow.recording.isolation import Hook, evaluating
 
 # Maps what a model returns to the numbers that are asked for.
@@ -119,6 +119,9 @@ def needs_patches(model: nn.Module, prefix: int) -> bool:
     transformer: Any = transformer_of(unwrap(model))
     if prefix == 0:
         return True
+    own = library_readout(unwrap(model), TokenLayout(prefix, 1, 1))
+    if own is not None:
+        return bool(own[0][0, prefix:].any())
     if hasattr(transformer, "head_dist") or getattr(transformer, "pool_include_prefix", False):
         return False
     pools_patches = getattr(transformer, "global_pool", None) in ("avg", "avgmax", "max", "map")

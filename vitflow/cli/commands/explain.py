@@ -60,7 +60,8 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
     options = given_options(given, OPTIONS)
     use_specific(given)
     choose_methods([given["method"]], options)  # before torch is loaded
-    several = _asks_several(given["targets"] or given["prompts"])
+    # A likeness is shown beside the picture that it is to.
+    several = bool(given["like"]) or _asks_several(given["targets"] or given["prompts"])
     suffixes = FIGURE_FORMATS if given["figure"] or several else tuple(WRITE_OPTIONS)
     outputs = _output_paths(images, given["output"], given["method"], suffixes)
     explainer = make_explainer(given)

@@ -84,10 +84,10 @@ def _call(given: dict[str, Any]) -> Any:
             arguments += [flag_of(name), str(given[name])]
             loading.append(f"{name}={given[name] if isinstance(given[name], int) else str(given[name])!r}")
     making = []
-    for name in ("prompts", "templates"):
+    for name in ("prompts", "templates", "like"):
         if given[name]:
-            arguments += [word for one in given[name] for word in (flag_of(name[:-1]), one)]
-            making.append(f"{name}={list(given[name])!r}")
+            arguments += [word for one in given[name] for word in (flag_of(name.removesuffix("s")), str(one))]
+            making.append(f"{name}={list(map(str, given[name]))!r}")
     if given["alone"]:
         arguments.append("--alone")
         making.append("alone=True")

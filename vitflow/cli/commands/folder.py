@@ -68,7 +68,7 @@ class _Model:
     "method_names",
     multiple=True,
     default=["rollout"],
-    show_default="rollout; gae where prompts are given",
+    show_default="rollout; gae with --prompt or --like",
     metavar="NAME",
     help="What to compute; may be given several times.",
 )

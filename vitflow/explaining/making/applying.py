@@ -135,6 +135,7 @@ def _apply(one: ChosenMethod, trace: AskedTrace, answered: Answered, seconds: fl
             | _asked(method, answers[index], answered, index),
             seconds=seconds,
             answer=answers[index],
+            reference=_reference(answers[index], answered),
         )
         for index, picture in enumerate(pictures)
     ]
@@ -159,6 +160,12 @@ def _doubts(method: Method, answer: Answer, answered: Answered) -> dict[str, str
         return {}
     note = doubt(answer.probability, answered.probabilities.shape[1])
     return {} if note is None else {"note": note}
+
+
+def _reference(answer: Answer, answered: Answered) -> NDArray[np.uint8] | None:
+    """The picture that an answer compares with, where it does."""
+    pictures = answered.facts.answers.pictures
+    return pictures[answer.index] if pictures and answer.index is not None else None
 
 
 def _asked(method: Method, answer: Answer, answered: Answered, index: int) -> dict[str, Any]:

@@ -48,7 +48,11 @@ def draw_comparison(pictures: Pictures, pen: Pen, *, same_scale: bool = False, t
     limits = _limits(columns, pen, same_scale)
     bands = [
         (
-            [Column("Photograph"), *(_head(columns[0][index][0]) for index in members)],
+            [
+                Column("Photograph"),
+                *([Column("Compared with")] if pictures[0][0].reference is not None else []),
+                *(_head(columns[0][index][0]) for index in members),
+            ],
             [_block([maps[index] for index in members], limits, pen, timings) for maps in columns],
         )
         for members in _bands(columns)
@@ -101,7 +105,16 @@ def _block(
     named = max(columns, key=lambda maps: (len(maps), maps[0].class_specific))
     name = (image_name(first.source),)
     photographs = [Cell(pen.photograph(one.image), tuple(class_lines(one.answer)), name) for one in named]
-    return [photographs, *([map_cell(one, limits[id(one)], pen, timings=timings) for one in maps] for maps in columns)]
+    maps = [[map_cell(one, limits[id(one)], pen, timings=timings) for one in own] for own in columns]
+    if first.reference is not None:
+        photographs = [Cell(pen.photograph(one.image), (), name) for one in named]
+        references = [
+            Cell(pen.photograph(one.reference), tuple(class_lines(one.answer)), ())
+            for one in named
+            if one.reference is not None
+        ]
+        return [photographs, references, *maps]
+    return [photographs, *maps]
 
 
 def map_cell(saliency: Saliency, limits: Limits, pen: Pen, *, timings: bool = False) -> Cell:
