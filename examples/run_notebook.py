@@ -1,4 +1,4 @@
-"""Execute docs/first_steps.ipynb in place, with the bundled model: python examples/run_first_steps.py
+"""Execute a notebook of the documentation in place, with the bundled model: python examples/run_notebook.py [FILE]
 
 The notebook is kept with its outputs, so that it can be read where it cannot be run: its pictures in 256 colours, for
 the file's size. What changes from run to run (when it ran, on which versions) is not kept.
@@ -21,15 +21,19 @@ NOTEBOOK = Path(__file__).resolve().parent.parent / "docs" / "first_steps.ipynb"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, default=NOTEBOOK, help="where the executed notebook goes")
-    output = parser.parse_args(arguments).output
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    parser.add_argument(
+        "notebook", nargs="?", type=Path, default=NOTEBOOK, help="the first steps, unless another is named"
+    )
+    parser.add_argument("-o", "--output", type=Path, help="where the executed notebook goes, if not to its own place")
+    given = parser.parse_args(arguments)
+    output = given.output or given.notebook
+    notebook = nbformat.read(given.notebook, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["IPYTHONDIR"] = folder  # no settings and no history of the user's
         os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # bars in words will do
         NotebookClient(notebook, timeout=300, resources={"metadata": {"path": folder}}).execute()
     for cell in notebook.cells:
-        cell.metadata.clear()
+        cell.metadata = {key: value for key, value in cell.metadata.items() if key == "tags"}
         for shown in cell.get("outputs", ()):
             if "image/png" in shown.get("data", {}):
                 shrink(shown.data)
