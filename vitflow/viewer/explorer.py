@@ -1,8 +1,6 @@
 """The explorer: a page that computes maps in the browser, from recorded attention that it carries with it."""
 
 import base64
-import html
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +18,7 @@ from vitflow.methods.values import ValueWeighting
 from vitflow.pictures.overlay import ROBUST_PERCENTILES
 from vitflow.viewer.drawing import COLOUR_MAPS, color_tables, drawing_of, thumbnail
 from vitflow.viewer.packing import Floats, Packed, pack_directions, pack_half, pack_logarithmic
-from vitflow.viewer.pages import make_html, write_page
+from vitflow.viewer.pages import Page, make_html
 
 # How heads were fused: the fusion, and the value weighting that came before it.
 Fused = tuple[str, ValueWeighting]
@@ -88,7 +86,7 @@ class ModelCall:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ExplorerPage:
+class ExplorerPage(Page):
     """One self-contained page that shows in a browser what the patches of pictures look at.
 
     Attributes:
@@ -96,23 +94,7 @@ class ExplorerPage:
         notes: what it holds and how exactly, and what it had no room for.
     """
 
-    html: str
     notes: tuple[str, ...]
-
-    def __repr__(self) -> str:
-        return f"ExplorerPage({len(self.html) / _MEGABYTE:.1f} MB)"
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page; nothing half-written ever stands under the final name."""
-        write_page(Path(path), self.html)
-        return Path(path)
-
-    def _repr_html_(self) -> str:
-        """The page in a frame, for notebooks: it can run its own script, and reach nothing of the notebook."""
-        return (
-            f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts allow-downloads" '
-            'title="vitflow explorer" style="width: 100%; height: 900px; border: 0"></iframe>'
-        )
 
 
 def make_explorer(

@@ -7,6 +7,9 @@ is escaped, and no other script can run.
 
 import base64
 import hashlib
+import html
+import os
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +24,32 @@ from vitflow.pictures.typesetting import decimal
 
 #: Failed inputs listed on a page; what is kept beside it has them all.
 FAILURES_SHOWN = 200
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Page:
+    """One self-contained page for a browser.
+
+    Attributes:
+        html: the page.
+    """
+
+    html: str
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.html) / 1e6:.1f} MB)"
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the page; nothing half-written ever stands under the final name."""
+        write_page(Path(path), self.html)
+        return Path(path)
+
+    def _repr_html_(self) -> str:
+        """The page in a frame, for notebooks: it can run its own script, and reach nothing of the notebook."""
+        return (
+            f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts allow-downloads" '
+            'title="vitflow" style="width: 100%; height: 900px; border: 0"></iframe>'
+        )
 
 
 def make_html(name: str, *scripts: str, **values: Any) -> str:

@@ -215,3 +215,20 @@ def _draw_edges(
     lines = np.stack([np.stack([right, top + row * above], 1), np.stack([far, top + row * below], 1)], 1)
     colors = np.concatenate([np.tile(color, (len(lines), 1)), (strength * (0.18 if faint else 0.9))[:, None]], 1)
     page.axes.add_collection(LineCollection(list(lines), linewidths=0.2 + 1.8 * strength, colors=colors, zorder=2))
+
+
+def only_rows(matrices: NDArray[Any], asked: tuple[int, ...]) -> NDArray[np.float64]:
+    """The asked tokens' rows alone, layer by layer."""
+    kept = np.zeros(matrices.shape)
+    kept[:, asked] = matrices[:, asked]
+    return kept
+
+
+def walked(matrices: NDArray[Any], asked: tuple[int, ...]) -> NDArray[np.float64]:
+    """Each edge times what of the asked tokens' top row arrives at it from above."""
+    walked, arrives = np.zeros(matrices.shape), np.zeros(matrices.shape[1])
+    arrives[list(asked)] = 1 / len(asked)
+    for layer in range(len(matrices) - 1, -1, -1):
+        walked[layer] = arrives[:, None] * matrices[layer]
+        arrives = walked[layer].sum(axis=0)
+    return walked

@@ -68,7 +68,9 @@ _CAUSAL = ("raw", "receptive_field")
     metavar="english|FILE",
     help="Show these words without a shade; a file has one word per line. Told below.",
 )
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with all views.")
+@click.option(
+    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page whose words can be clicked."
+)
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Write the view as .png, .pdf or .svg.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with all numbers instead of the view.")
 def read(text: str | None, **given: Any) -> None:
@@ -92,7 +94,7 @@ def read(text: str | None, **given: Any) -> None:
             views[view]().save(path)
     if (path := given["html"]) is not None:
         with writing(path, "--html"):
-            _write_page(path, result, views)
+            result.page(**hiding).save(path)
     _print(result, views[view], given)
 
 
@@ -179,22 +181,6 @@ def _views(result: Any, view: str, given: Mapping[str, Any], hiding: Mapping[str
     else:
         found = {"matrix": lambda: result.sheet(**hiding), "text": lambda: result.shaded(-1, **hiding)}
     return {view: found[view], **found}
-
-
-def _write_page(path: Path, result: Any, views: Mapping[str, Callable[[], Any]]) -> None:
-    """Write all views on one page; a graph of too many tokens is left out."""
-    from markupsafe import Markup
-
-    from vitflow.viewer.pages import write_html
-
-    fragments = []
-    for number, make in enumerate(views.values()):
-        try:
-            fragments.append(Markup(make().html()))  # escaped where it was made
-        except OptionError:
-            if number == 0:
-                raise
-    write_html(path, "words", title=result.model, method=result.method, views=fragments)
 
 
 def _print(result: Any, view: Callable[[], Any], given: Mapping[str, Any]) -> None:

@@ -17,9 +17,12 @@ from vitflow.explaining.asking.method_table import told_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.text.captions import caption
 from vitflow.explaining.text.method_table import TEXT_METHODS
+from vitflow.explaining.text.page import page_of
 from vitflow.explaining.text.pictures import Pictures, less_earlier
 from vitflow.methods.attention import check_layer
 from vitflow.methods.sequence.layout import Words
+from vitflow.viewer.pages import Page
+from vitflow.viewer.textpage import TextRow
 from vitflow.words.labels import ENGLISH_STOP_WORDS, hide, labels_of, spoken_words, text_of
 from vitflow.words.shaded import ShadedText
 from vitflow.words.sheet import Sheet
@@ -233,6 +236,37 @@ class Generation:
             hidden=hidden,
             title="What each generated token rests on",
             caption=caption(self.method, self.options, self.model),
+        )
+
+    def page(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> Page:
+        """One page for a browser: click a written word for what it rests on, layer by layer, one of the prompt for who
+        rests on it.
+
+        Args:
+            special, stop_words: as for `shaded`: what they hide can be shown again there.
+
+        `found.page().save("written.html")` writes it.
+        """
+        prompt, written = self._one_prompt()
+        m, words = prompt.length, prompt + written
+        whole = np.concatenate([self.values, self.among_generated], axis=1)
+        own = [None] * written.length if self.own is None else self.own
+        rows = [
+            TextRow(label.text, (place,), place, whole[place - m].T, at=place - 1, own=own[place - m])
+            for place, label in enumerate(labels_of(words)[m:], start=m)
+        ]
+        parts = () if self.pictures is None else self.pictures.parts
+        return page_of(
+            words,
+            rows,
+            first=0,
+            method=self.method,
+            options=self.options,
+            model=self.model,
+            special=special,
+            stop_words=stop_words,
+            written=m,
+            patches={place for part in parts for place in part.positions},
         )
 
     def _seen(self, words: Words, special: bool, stop_words: Iterable[str]) -> tuple[Words, dict[int, str]]:

@@ -3,7 +3,8 @@
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from vitflow.explaining.asking.captions import departures_from_paper
 from vitflow.explaining.asking.method_options import plain_options
 from vitflow.explaining.text.captions import caption
 from vitflow.explaining.text.method_table import TEXT_METHODS, for_kind, text_method
+from vitflow.explaining.text.page import page_of, rows_read
 from vitflow.explaining.text.read_rows import array_of, read_rows
 from vitflow.explaining.text.wording import words_in, words_of
 from vitflow.methods.flow.attention_flow import attention_flow
@@ -28,7 +30,8 @@ from vitflow.models.languages import check_text, load_language_model, predicts_w
 from vitflow.models.libraries import class_count
 from vitflow.recording.causality import is_causal
 from vitflow.recording.isolation import device_of
-from vitflow.words.graph import MOST_TOKENS, GraphView, Panel
+from vitflow.viewer.pages import Page
+from vitflow.words.graph import MOST_TOKENS, GraphView, Panel, only_rows, walked
 from vitflow.words.labels import hide, text_of
 from vitflow.words.shaded import ShadedText
 from vitflow.words.sheet import Sheet
@@ -128,15 +131,34 @@ class Reading:
         flows = attention_flow(layers, all_sources=True, **options).normalized[0].numpy()
         raw, rollout = np.asarray(self.matrices), np.stack(rolled)
         panels = [
-            Panel("raw attention", raw, _walked(raw, self.asked), "edges: each layer's attention"),
-            Panel("attention rollout", rollout, _rows(rollout, self.asked), "edges: what is held of the input"),
-            Panel("attention flow", flows, _rows(flows, self.asked), "edges: flow from the input"),
+            Panel("raw attention", raw, walked(raw, self.asked), "edges: each layer's attention"),
+            Panel("attention rollout", rollout, only_rows(rollout, self.asked), "edges: what is held of the input"),
+            Panel("attention flow", flows, only_rows(flows, self.asked), "edges: flow from the input"),
         ]
         told = {
             name: self.options[name] for name in ("head_fusion", "value_weighted", "causal") if name in self.options
         }
         below = caption("rollout", {**told, "residual": options["residual"]}, self.model, what="graphs")
         return GraphView(self.tokens, panels, **{**shown, "caption": below})
+
+    def page(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> Page:
+        """One page for a browser: click a word for what it rests on, layer by layer, or for who rests on it.
+
+        Rollout and raw attention answer for each word of a text of up to 256 tokens, other methods for the asked one.
+        Options as for `shaded`: what they hide can be shown again there. `reading.page().save("reading.html")` writes
+        the page.
+        """
+        told: dict[str, Any] = {"method": self.method, "options": self.options}
+        seen: dict[str, Any] = {"own": self.own, "causal": self.causal, "matrices": self.matrices}
+        rows, first = rows_read(self.tokens, self.asked, self.layers, **seen, **told)
+        hiding: dict[str, Any] = {"special": special, "stop_words": list(stop_words)}
+        graph = ""
+        with suppress(OptionError):  # too long for one
+            view = self.graph(**hiding)
+            below = view.caption.removesuffix(f" · {printable(self.model)}")  # which stands above
+            graph = replace(view, title="", caption=below).html()
+        explained: dict[str, Any] = {"target": self.target, "probability": self.probability, "graph": graph}
+        return page_of(self.tokens, rows, first=first, model=self.model, **told, **hiding, **explained)
 
     @property
     def _word(self) -> str:
@@ -315,20 +337,3 @@ def _told(logits: Tensor, position: int, wanted: int | None, tokenizer: Any, mod
     number = int(scores.argmax()) if wanted is None else wanted
     name = words_of(tokenizer, [number]).strings[0].strip() if predicts_words(model) else f"class {number}"
     return {"target": name, "probability": float(scores.double().softmax(dim=-1)[number])}
-
-
-def _rows(matrices: NDArray[Any], asked: tuple[int, ...]) -> NDArray[np.float64]:
-    """The asked tokens' rows alone, layer by layer."""
-    kept = np.zeros(matrices.shape)
-    kept[:, asked] = matrices[:, asked]
-    return kept
-
-
-def _walked(matrices: NDArray[Any], asked: tuple[int, ...]) -> NDArray[np.float64]:
-    """Each edge times what of the asked tokens' top row arrives at it from above."""
-    walked, arrives = np.zeros(matrices.shape), np.zeros(matrices.shape[1])
-    arrives[list(asked)] = 1 / len(asked)
-    for layer in range(len(matrices) - 1, -1, -1):
-        walked[layer] = arrives[:, None] * matrices[layer]
-        arrives = walked[layer].sum(axis=0)
-    return walked

@@ -1,0 +1,127 @@
+"""The page of a text: click a word, and see what it rests on, layer by layer, or who rests on it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+from numpy.typing import NDArray
+
+from vitflow.errors import printable
+from vitflow.viewer.drawing import drawing_of
+from vitflow.viewer.packing import pack_half
+from vitflow.viewer.pages import Page, make_html
+
+
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    """A token as the page shows it.
+
+    Attributes:
+        text: its characters, each of which leaves a mark.
+        space: whether a space stands before it.
+        newline: whether a line ends with it.
+        kind: "special", "stop" or "punctuation", what a reader may hide; "patch", what stands for a part of a picture
+            and is no word; else "word".
+    """
+
+    text: str
+    space: bool
+    newline: bool
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextRow:
+    """What one word rests on.
+
+    Attributes:
+        name: the word.
+        positions: the tokens that it is made of.
+        seen: how many tokens it could see, from the first on.
+        weights: [layers, tokens], where the method ends at each layer; without signs.
+        at: the position that it was written at, whose output it is; None of a word that was read.
+        own: what stands apart of each row for its own token, which has no weight there, [layers]; None where the
+            weights hold it.
+    """
+
+    name: str
+    positions: tuple[int, ...]
+    seen: int
+    weights: NDArray[Any]
+    at: int | None = None
+    own: NDArray[Any] | None = None
+
+
+def make_text_page(
+    tokens: Sequence[ShownToken],
+    rows: Sequence[TextRow],
+    *,
+    first: int,
+    layer: int,
+    cumulative: bool,
+    model: str,
+    method: str,
+    written: int | None = None,
+    hidden: Sequence[str] = (),
+    graph: str = "",
+) -> Page:
+    """Make the page.
+
+    Args:
+        tokens: all of the text.
+        rows: of the words that can be asked what they rest on.
+        first: the number of the row that the page begins with.
+        layer: the index of the layer that the method's own answer is of.
+        cumulative: whether a row of layer l is of all layers up to l, and not of that layer alone.
+        model: its id; of a path the last part is shown.
+        method: the method and how it departs from its publication, in words.
+        written: from which token on the text was written; None where all of it was read.
+        hidden: the kinds of tokens that are hidden at first.
+        graph: a fragment of HTML to show below, escaped where it was made.
+    """
+    shares = np.stack([_shares(row.weights) for row in rows])
+    own = [
+        None if row.own is None else [None if np.isnan(one) else round(float(one), 6) for one in row.own]
+        for row in rows
+    ]
+    data = {
+        "tokens": [
+            {"text": printable(one.text), "space": one.space, "newline": one.newline, "kind": one.kind}
+            for one in tokens
+        ],
+        "rows": [
+            {"name": printable(row.name), "positions": row.positions, "seen": row.seen, "at": row.at, "own": share}
+            for row, share in zip(rows, own, strict=True)
+        ],
+        "shares": pack_half(shares).told,
+        "first": first,
+        "layer": layer,
+        "layers": shares.shape[1],
+        "cumulative": cumulative,
+        "written": written,
+        "hidden": list(hidden),
+        "pictures": [],
+        "drawing": drawing_of(),
+    }
+    page = make_html(
+        "text",
+        *("attention", "text"),
+        title="What each word rests on",
+        model=PurePath(model.replace("\\", "/")).name or model,
+        method=method,
+        written=written is not None,
+        graph=Markup(graph),
+        data=data,
+    )
+    return Page(page)
+
+
+def _shares(weights: NDArray[Any]) -> NDArray[np.float64]:
+    """Each layer's weights as shares of their sum, 0 for what is not seen."""
+    sizes = np.abs(np.nan_to_num(np.asarray(weights, np.float64)))
+    totals = sizes.sum(axis=-1, keepdims=True)
+    shares: NDArray[np.float64] = sizes / np.where(totals > 0, totals, 1.0)
+    return shares
