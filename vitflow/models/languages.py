@@ -129,31 +129,30 @@ def _tell_code(name: str | Path, error: Exception) -> None:
 
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer that was saved beside a model; ModelError where there is none."""
-    with hub_for(name):
-        return _load_beside("tokenizer", name, trust_remote_code)
+    return _load_beside("tokenizer", name, trust_remote_code)
 
 
 def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     """What prepares pictures and texts, as it was saved beside a model; ModelError where there is none."""
-    with hub_for(name):
-        found = _load_beside("processor", name, trust_remote_code)
+    found = _load_beside("processor", name, trust_remote_code)
     if not hasattr(found, "image_processor"):
         raise ModelError(f"Expected a processor of pictures beside the model {str(name)!r}, got none: pass processor=.")
     return found
 
 
 def _load_beside(what: str, name: str | Path, trust_remote_code: bool) -> Any:
-    transformers = _transformers()
-    try:
-        if what == "tokenizer" and is_folder(name) and not any(is_file(Path(name) / file) for file in _TOKENIZER_FILES):
-            raise OSError(f"no {', '.join(_TOKENIZER_FILES)}")  # transformers would make one that knows no words
-        kind = getattr(transformers, f"Auto{what.title()}")
-        return kind.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # likewise
-        _tell_code(name, error)
-        raise ModelError(
-            f"Expected a {what} beside the model {str(name)!r}, got none: pass {what}=. ({_reason(name, error)})"
-        ) from error
+    kind = getattr(_transformers(), f"Auto{what.title()}")
+    wordless = is_folder(name) and not any(is_file(Path(name) / file) for file in _TOKENIZER_FILES)
+    with hub_for(name):
+        try:
+            if what == "tokenizer" and wordless:  # transformers would make one that knows no words
+                raise OSError(f"no {', '.join(_TOKENIZER_FILES)}")
+            return kind.from_pretrained(name, trust_remote_code=trust_remote_code)
+        except Exception as error:  # likewise
+            _tell_code(name, error)
+            raise ModelError(
+                f"Expected a {what} beside the model {str(name)!r}, got none: pass {what}=. ({_reason(name, error)})"
+            ) from error
 
 
 def _reason(name: str | Path, error: Exception) -> str:
@@ -199,22 +198,22 @@ def plain_numbers(model: nn.Module, count: int) -> list[int]:
     """So many numbers of a model's tokens, spread over its vocabulary, none of which it names as special."""
     sizes = [one.num_embeddings for one in (word_embedding(model), *model.modules()) if isinstance(one, nn.Embedding)]
     size = sizes[0] if sizes else count
-    configs = getattr(model, "config", None), _text_config(model)
+    configs = getattr(model, "config", None), text_config(model)
     named = [pair for one in configs if hasattr(one, "__dict__") for pair in vars(one).items()]
     special = {number for name, number in named if isinstance(number, int) and name.endswith(("_token_id", "_index"))}
     plain = [number for number in range(size) if number not in special] or [0]
     return [plain[place * max(len(plain) // count, 1) % len(plain)] for place in range(count)]
 
 
-def _text_config(model: nn.Module) -> Any:
+def text_config(model: nn.Module) -> Any:
     """What a model that reads says of itself, or of its part that reads, where it also sees or hears."""
     config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    return config.gettext_config() if hasattr(config, "gettext_config") else config
 
 
 def positions_of(model: nn.Module) -> int | None:
     """For how many tokens a model has positions, by its own word; None where it does not say."""
-    found = getattr(_text_config(model), "max_position_embeddings", None)
+    found = getattr(text_config(model), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
 
 
@@ -290,12 +289,10 @@ def has_encoder(model: nn.Module) -> bool:
 
 def generation_setting(model: nn.Module, given: Mapping[str, Any], name: str) -> Any:
     """What `generate` makes of a setting with these arguments: theirs, their generation_config's, or the model's."""
-    configs = [one for one in (given.get("generation_config"), model.generation_config) if one is not None]
-    return (
-        given[name]
-        if name in given
-        else next((value for one in configs if (value := getattr(one, name, None)) is not None), None)
-    )
+    if name in given:
+        return given[name]
+    configs = given.get("generation_config"), model.generation_config
+    return next((value for one in configs if (value := getattr(one, name, None)) is not None), None)
 
 
 def mask_of(model: nn.Module, given: Mapping[str, Any], ids: Tensor) -> Tensor:

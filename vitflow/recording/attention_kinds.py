@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError
+from vitflow.models.languages import text_config
 from vitflow.recording.layers import Arrange, AttentionLayer
 
 # Softmaxes that are no attention between tokens.
@@ -69,8 +70,7 @@ def refuse_other_layers(model: nn.Module, method: str) -> None:
     Raises:
         UnsupportedModelError: so it is; the message names what they compute.
     """
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(model)
     types = [*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())]
     found = sorted({_OTHER_LAYERS[kind] for kind in types if kind in _OTHER_LAYERS})
     if found and method in ("rollout", "flow", "gae"):
