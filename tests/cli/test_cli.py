@@ -357,7 +357,7 @@ def test_the_help_says_how_layers_heads_and_patches_count(here):
     for counted in (
         "Layer to look at, counted from 1",
         "the fused heads, counted from 0",
-        "row and column count from 0",
+        "Row and column count from 0",
     ):
         assert counted in text
     assert "FIRST:LAST counted from 1" in text

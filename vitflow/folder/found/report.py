@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import ImageError
+from vitflow.errors import ImageError, OptionError
 from vitflow.explaining.asking.captions import departures
-from vitflow.explaining.asking.method import METHODS
 from vitflow.explaining.asking.method_table import get_method
 from vitflow.folder.found.draw import not_named, read_photograph
 from vitflow.folder.rows import folder_run, is_folder_row
@@ -95,9 +94,13 @@ def report_run(
     def rows(keys: Iterable[str]) -> Iterator[dict[str, Any]]:
         return reader.with_grids(journal.rows(keys))
 
-    told = {
-        label: departures(get_method(name), run["options"][label])
-        for label, name in run["methods"].items()
-        if name in METHODS
-    }
+    told = {label: _departures(run, label) for label in run["methods"]}
     return write_report(folder.path, run, states, rows, photograph, departures=told, **options)
+
+
+def _departures(run: Mapping[str, Any], label: str) -> str:
+    """How a method's maps depart from its publication; nothing of a method of its author's, or an edited record."""
+    try:
+        return departures(get_method(run["methods"][label]), run["options"][label])
+    except (OptionError, KeyError, TypeError, ValueError, AttributeError):
+        return ""
