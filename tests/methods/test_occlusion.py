@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from tests import literal_vit, references
 from vitflow import Contrast, Explainer
 from vitflow.errors import NoAttentionError, OptionError, ShapeError
-from vitflow.explaining.making import applying as answers
 from vitflow.methods.hiding.occlusion import occlusion
+from vitflow.models import answers
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 PICTURES = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)

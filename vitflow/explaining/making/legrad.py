@@ -9,6 +9,7 @@ from vitflow.errors import OptionError, UnsupportedModelError, unknown_name
 from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.explaining.making.asked import AskedTrace
 from vitflow.explaining.making.maps import Maps
+from vitflow.explaining.progress import tracking
 from vitflow.methods import gradients
 from vitflow.methods.attention import check_layer
 from vitflow.models.blocks import block_paths
@@ -32,10 +33,12 @@ def legrad(trace: AskedTrace, *, start_layer: int, pooled: str) -> Maps:
         )
     first = check_layer("start_layer", start_layer, len(paths))
     found = []
-    for path, layer in list(zip(paths, trace.layers, strict=True))[first:]:
-        # Of this layer alone: those above it have no part in its answer.
-        own = replace(trace, layers=[layer], features={}, pixels=None)
-        found += own.gradients_of(_answer_of(trace, trace.features[path], paths[-1], pooled)).attentions
+    with tracking("LeGrad", len(paths) - first) as progress:
+        for path, layer in list(zip(paths, trace.layers, strict=True))[first:]:
+            # Of this layer alone: those above it have no part in its answer.
+            own = replace(trace, layers=[layer], features={}, pixels=None)
+            found += own.gradients_of(_answer_of(trace, trace.features[path], paths[-1], pooled)).attentions
+            progress(1)
     return Maps(trace.layout.to_grid(gradients.legrad(found)))
 
 

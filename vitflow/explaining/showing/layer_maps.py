@@ -153,7 +153,7 @@ def layers(
     >>> layers(sample_pictures()[0], model="demo", layer=2).heads[0].grid.shape
     (12, 12)
     """
-    through = [one.name for one in list_methods() if one.accepts("start_layer")]
+    through = [one.name for one in list_methods() if one.accepts("start_layer") and one.accepts("value_weighted")]
     if method not in through:
         raise OptionError(f"Expected a method that goes through the layers ({', '.join(through)}), got {method!r}.")
     if own := [name for name in _OWN if name in options]:
