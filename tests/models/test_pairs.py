@@ -419,7 +419,7 @@ def test_a_model_that_reads_texts_alone_is_refused(tmp_path):
 def test_transformers_that_is_not_installed_is_told(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ModelError, match=r"vitflow\[transformers\]"):
-        load_model("demo-text")
+        load_model("openai/clip-vit-base-patch16")
 
 
 def test_open_clip_knows_its_models():

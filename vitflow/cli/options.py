@@ -130,7 +130,7 @@ model_options = _together(
         "--model",
         metavar="ID|demo|PATH",
         help="Id of timm or transformers, hf-hub:…, a folder, a weights file, or demo. Also local-dir:…; the bundled "
-        "demo knows eight drawn shapes only; prompts are also asked of demo-text, bundled as well, and of "
+        "demo knows eight drawn shapes only; prompts are also asked of "
         f"open_clip:MODEL/WEIGHTS.  [default: {DEFAULT_MODEL}]",
     ),
     click.option(
@@ -165,7 +165,7 @@ question_options = _together(
         metavar="TEXT",
         multiple=True,
         help="Ask for this instead of a class; repeatable. For models of pictures and texts: CLIP, SigLIP, "
-        "SigLIP 2, or demo-text, the bundled one.",
+        "SigLIP 2, open_clip.",
     ),
     click.option(
         "--template",

@@ -22,8 +22,6 @@ from vitflow.pictures.files import is_file, is_folder
 
 # What files of weights end in.
 _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".npz", ".json")
-# The pair of pictures and texts that vitflow ships, in the form of transformers.
-_DEMO_TEXT = Path(__file__).resolve().parent.parent / "demo" / "demo_text"
 # Seconds within which the hub must answer; else what its cache holds is used alone.
 _PATIENCE = 4.0
 
@@ -180,8 +178,6 @@ def is_of_transformers(name: str) -> bool:
     >>> is_of_transformers("openai/clip-vit-base-patch16"), is_of_transformers("vit_tiny_patch16_224")
     (True, False)
     """
-    if name == "demo-text":
-        return True
     folder = Path(name.removeprefix("local-dir:"))
     if is_folder(folder):
         with suppress(OSError, ValueError, RecursionError):
@@ -206,7 +202,7 @@ def load_transformers(name: str) -> nn.Module:
         raise ModelError(
             f"{printable(name)} needs the package transformers: pip install 'vitflow[transformers]'."
         ) from error
-    where = str(_DEMO_TEXT) if name == "demo-text" else name.removeprefix("local-dir:")
+    where = name.removeprefix("local-dir:")
     local = is_folder(Path(where))
     try:
         with quiet_hub(asked=not local), _quietly(transformers.utils.logging):
@@ -221,7 +217,7 @@ def load_transformers(name: str) -> nn.Module:
             f"{printable(name)!r} is no model of timm, and as one of transformers it cannot be fetched from the "
             f"Hugging Face hub ({type(error).__name__}) and is not in its cache. Remedies: its folder, fetched where "
             f"there is a network (hf download {printable(name)} --local-dir FOLDER; --model FOLDER), `vitflow models "
-            "PATTERN` for the names of timm, or a bundled model (--model demo-text for prompts, --model demo)."
+            "PATTERN` for the names of timm, or the bundled model (--model demo)."
         ) from error
     if missing := sorted(key for key in found["missing_keys"] if not key.endswith("position_ids")):
         raise ModelError(

@@ -127,7 +127,7 @@ def _no_text_side(model: nn.Module) -> str:
     load = f"transformers.{theirs}.from_pretrained(…)" if theirs else "a CLIPModel, SiglipModel or Siglip2Model"
     return (
         f"{name} has no text side, so that prompts say nothing to it: load {load} with its processor, or a model of "
-        'open_clip; on the command line --model openai/clip-vit-base-patch16, for example, or --model "demo-text".'
+        "open_clip; on the command line --model openai/clip-vit-base-patch16, for example."
     )
 
 
