@@ -1,0 +1,115 @@
+"""Drawn scenes in memory, as the two scripts that train the picture–text models see them."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitflow.demo import COLOURS, SHAPES, Phrase, Thing, draw_scene
+
+SIZE, PATCH = 64, 8
+GRID = SIZE // PATCH
+COVERED = 0.3  # of a patch: from here on it shows the thing
+
+
+@dataclass
+class Batch:
+    """Some scenes as a step of training sees them.
+
+    Attributes:
+        pixels: float32 [count, 3, SIZE, SIZE] in -1 to 1.
+        things: of each picture.
+        patches: [count, GRID²], 0 for ground, else 1 + the number of the thing there.
+        covered: float32 [count, GRID², PATCH²], 1 where a pixel of a patch shows a thing.
+    """
+
+    pixels: Tensor
+    things: list[tuple[Thing, ...]]
+    patches: NDArray[np.int64]
+    covered: Tensor
+
+
+@dataclass
+class Scenes:
+    """Drawn scenes in memory.
+
+    Attributes:
+        images: uint8 [count, SIZE, SIZE, 3].
+        kinds: int8 [count, 3], each thing's colour · 8 + shape, −1 where there are fewer.
+        middles: float32 [count, 3, 2], x and y in 0 to 1.
+        shown: uint8 [count, SIZE, SIZE]: what each pixel shows, 0 for ground, else 1 + the number of the thing.
+    """
+
+    images: NDArray[np.uint8]
+    kinds: NDArray[np.int8]
+    middles: NDArray[np.float32]
+    shown: NDArray[np.uint8]
+
+    @classmethod
+    def drawn(cls, first_seed: int, count: int) -> "Scenes":
+        """The scenes of so many seeds."""
+        images = np.empty((count, SIZE, SIZE, 3), dtype=np.uint8)
+        kinds = np.full((count, 3), -1, dtype=np.int8)
+        middles = np.zeros((count, 3, 2), dtype=np.float32)
+        shown = np.zeros((count, SIZE, SIZE), dtype=np.uint8)
+        for number in range(count):
+            scene = draw_scene(first_seed + number, SIZE)
+            images[number] = scene.image
+            for place, thing in enumerate(scene.things):
+                kinds[number, place] = kind_of(thing)
+                middles[number, place] = thing.middle
+                shown[number][scene.masks[place]] = 1 + place
+            if (number + 1) % 5000 == 0:
+                print(f"{number + 1:>8} pictures drawn", flush=True)
+        return cls(images, kinds, middles, shown)
+
+    @classmethod
+    def kept(cls, folder: Path | None, first_seed: int, count: int) -> "Scenes":
+        """As `drawn`; kept in a folder, where one is given, and read from there the next time."""
+        path = folder / f"scenes-{first_seed}-{count}.npz" if folder else None
+        if path is None or not path.exists():
+            scenes = cls.drawn(first_seed, count)
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                part = path.with_suffix(f".{os.getpid()}.npz")
+                np.savez(part, **vars(scenes))
+                part.replace(path)
+            return scenes
+        with np.load(path) as file:
+            return cls(**dict(file))
+
+    def __len__(self) -> int:
+        """How many scenes there are."""
+        return len(self.images)
+
+    def batch(self, numbers: NDArray[np.int64], mirrored: int = 0) -> Batch:
+        """Some scenes, the first so many of them mirrored; things then lie where they are seen: left is right."""
+        images, shown, middles = self.images[numbers], self.shown[numbers], self.middles[numbers]
+        images[:mirrored] = images[:mirrored, :, ::-1].copy()
+        shown[:mirrored] = shown[:mirrored, :, ::-1].copy()
+        middles[:mirrored, :, 0] = 1.0 - middles[:mirrored, :, 0]
+        things = [
+            tuple(
+                Thing(phrase_of(kind), (float(x), float(y)))
+                for kind, (x, y) in zip(self.kinds[number], places, strict=True)
+                if kind >= 0
+            )
+            for number, places in zip(numbers, middles, strict=True)
+        ]
+        pixels = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1.0
+        pieces = shown.reshape(-1, GRID, PATCH, GRID, PATCH).transpose(0, 1, 3, 2, 4).reshape(-1, GRID**2, PATCH**2)
+        cover = np.stack([(pieces == 1 + place).mean(axis=2) for place in range(3)], axis=2)
+        patches = np.where(cover.max(axis=2) >= COVERED, 1 + cover.argmax(axis=2), 0)
+        return Batch(pixels, things, patches, torch.from_numpy(pieces > 0).float())
+
+
+def kind_of(thing: Thing) -> int:
+    return COLOURS.index(str(thing.phrase.colour)) * len(SHAPES) + SHAPES.index(str(thing.phrase.shape))
+
+
+def phrase_of(kind: int) -> Phrase:
+    return Phrase(COLOURS[kind // len(SHAPES)], SHAPES[kind % len(SHAPES)])
