@@ -9,6 +9,7 @@ from PIL import Image
 
 from tests.models.vision_language import family
 from vitflow.cli import cli
+from vitflow.demo import sample_pictures
 
 ANSWER = ["a", "red", "heart", "left", "of", "heart", "."]
 
@@ -73,3 +74,13 @@ def test_what_is_wrong_is_told(run, tmp_path):
     assert (unknown.exit_code != 0 and "no option" in unknown.stderr.lower()) or "option" in unknown.stderr
     over = run("-o", "photo.png")
     assert over.exit_code != 0 and "overwrite the picture" in over.stderr
+
+
+def test_the_bundled_captioner_finds_each_drawn_thing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    picture = next(one for one in sample_pictures() if "ring_heart_and_star" in one.name)
+    done = CliRunner().invoke(cli, ["caption", str(picture), "--model", "demo-caption", "--json"])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert {"yellow", "star", "purple", "ring", "red", "heart"} <= set(told["answer"].split())
+    assert "</s>" not in told["answer"] and told["words"][0]["model"] == "demo-caption"

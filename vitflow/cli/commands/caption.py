@@ -17,11 +17,17 @@ from vitflow.explaining.text.method_table import TEXT_METHODS, text_method
 from vitflow.pictures.options import FIGURE_FORMATS
 
 _CAUSAL = ("raw", "receptive_field")
+_PROMPT = "Describe the picture."
+# The bundled captioner knows no other words.
+_OWN_PROMPTS = {"demo-caption": "<image> here is"}
 
 
 @click.command(cls=SectionedCommand, methods=TEXT_METHODS.values(), short_help="Show where written words come from.")
 @click.argument("image", type=click.Path(path_type=Path))
-@click.option("--prompt", default="Describe the picture.", show_default=True, help="What to ask about the picture.")
+@click.option(
+    "--prompt",
+    help=f"What to ask about the picture.  [default: {_PROMPT!r}, or what the bundled model was trained with]",
+)
 @click.option(
     "--generate",
     type=click.IntRange(min=1),
@@ -31,7 +37,11 @@ _CAUSAL = ("raw", "receptive_field")
     help="Tokens to write at most.",
 )
 @click.option(
-    "--model", required=True, metavar="ID|PATH", help="transformers id of a vision–language model, or a folder with it."
+    "--model",
+    required=True,
+    metavar="ID|demo-caption|PATH",
+    help="transformers id of a vision–language model, or a folder with it; or demo-caption, the bundled one, which "
+    "knows drawn shapes only.",
 )
 @name_option
 @click.option(
@@ -54,6 +64,7 @@ def caption(image: Path, **given: Any) -> None:
 
     \b
     vitflow caption photo.jpg --model llava-hf/llava-1.5-7b-hf
+    vitflow caption drawn.png --model demo-caption
     vitflow caption photo.jpg --model FOLDER --prompt "What is here?" -o here.png
 
     Stop words and punctuation have no map of their own, which is said.
@@ -72,7 +83,7 @@ def caption(image: Path, **given: Any) -> None:
 
     found = explain_generation(
         given["model"],
-        given["prompt"],
+        given["prompt"] or _OWN_PROMPTS.get(given["model"], _PROMPT),
         image=image,
         method=given["method"],
         name=given["name"],
@@ -85,7 +96,10 @@ def caption(image: Path, **given: Any) -> None:
     )
     words, left_out = found.words()
     maps = [found.picture(places, relative=given["neutral"] is not None) for places in words.values()]
-    answer = text_of(found.generated_tokens).strip()  # type: ignore[arg-type]
+    written: Any = found.generated_tokens
+    while written.length and written.special[-1]:  # what ends the text
+        written = written[:-1]
+    answer = text_of(written).strip()
     if maps:
         with writing(output):
             save_figure(draw_words(maps, left_out=left_out), output)

@@ -26,6 +26,7 @@ from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id
 from vitflow.models.hub import hub_for
 from vitflow.models.languages import (
+    bundled,
     decoder_path,
     has_encoder,
     load_language_model,
@@ -89,6 +90,7 @@ def explain_generation(
     if isinstance(model, nn.Module):
         model = unwrap(model)
     else:
+        name, model = name or (str(model) if bundled(model) != model else None), bundled(model)
         with hub_for(model):
             if image is not None and processor is None:
                 processor = load_processor(model, trust_remote_code=trust_remote_code)
