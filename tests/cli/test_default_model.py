@@ -137,6 +137,16 @@ def test_the_hub_is_asked_only_for_what_it_has_and_its_silence_costs_seconds(mon
     assert (len(asked), states[2:], constants.HF_HUB_OFFLINE) == (2, [True, True], False)
 
 
+def test_the_hub_is_asked_once_for_all_that_one_model_needs(monkeypatch):
+    asked: list[int] = []
+    monkeypatch.setattr(hub, "hub_answers", lambda: not asked.append(1))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for times in (1, 2):
+        with hub.hub_for("owner/model"), hub.hub_for("owner/model"), hub.hub_for("owner/model"):
+            assert not constants.HF_HUB_OFFLINE
+        assert len(asked) == times
+
+
 @pytest.mark.parametrize("does", ["answers", "fails", "hangs"])
 def test_whether_the_hub_answers(does, monkeypatch):
     class Client:

@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,6 +18,7 @@ from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from vitflow.demo import DEMO_CAPTION
 from vitflow.errors import ModelError, printable
 from vitflow.pictures.files import is_file, is_folder
 
@@ -24,6 +26,8 @@ from vitflow.pictures.files import is_file, is_folder
 _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".npz", ".json")
 # Seconds within which the hub must answer; else what its cache holds is used alone.
 _PATIENCE = 4.0
+# Whether it has answered already, for what is being loaded now.
+_ANSWERED: ContextVar[bool] = ContextVar("answered", default=False)
 
 
 def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
@@ -118,14 +122,19 @@ def _config_of(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def quiet_hub(*, asked: bool) -> Iterator[None]:
-    """Keep the hub client from minutes of retries where the hub is away: its cache is then used alone."""
+    """Keep the hub client from minutes of retries where the hub is away: its cache is then used alone.
+
+    Within another such block the hub is not asked again.
+    """
     logger, offline = logging.getLogger("huggingface_hub"), constants.HF_HUB_OFFLINE
     level = logger.level
     logger.setLevel(logging.ERROR)
-    constants.HF_HUB_OFFLINE = offline or (asked and not hub_answers())
+    constants.HF_HUB_OFFLINE = offline or (asked and not (_ANSWERED.get() or hub_answers()))
+    answered = _ANSWERED.set(_ANSWERED.get() or (asked and not constants.HF_HUB_OFFLINE))
     try:
         yield
     finally:
+        _ANSWERED.reset(answered)
         constants.HF_HUB_OFFLINE = offline
         logger.setLevel(level)
 
@@ -133,6 +142,11 @@ def quiet_hub(*, asked: bool) -> Iterator[None]:
 def hub_for(name: str | Path) -> AbstractContextManager[None]:
     """The hub as it is asked for this name of a model: not at all for a folder, and for seconds where it is away."""
     return quiet_hub(asked=not is_folder(name))
+
+
+def bundled(name: str | Path) -> str | Path:
+    """The folder of a model of words that vitflow ships; any other name as it is."""
+    return DEMO_CAPTION if str(name) == "demo-caption" else name
 
 
 def why_absent(name: str | Path) -> str | None:

@@ -21,8 +21,6 @@ _TEXTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_emb
 _FOLLOWED = ("greedy_search", "sample")
 # Where it keeps a tokenizer in a model's folder, one or the other.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model")
-# The models of words that vitflow ships, by the names that they are asked for.
-_BUNDLED = {"demo-caption": Path(__file__).resolve().parent.parent / "demo" / "demo_caption"}
 # What it calls attention from one stream of tokens to another, in small letters.
 _CROSSING = ("cross", "encdec", "encoder_attn")
 
@@ -42,11 +40,6 @@ def word_embedding(model: nn.Module) -> nn.Module | None:
     except (AttributeError, NotImplementedError, TypeError):
         return None
     return found if isinstance(found, nn.Embedding) else None
-
-
-def bundled(name: str | Path) -> str | Path:
-    """The folder of a model of words that vitflow ships; any other name as it is."""
-    return _BUNDLED.get(str(name), name)
 
 
 def check_text(text: object) -> None:

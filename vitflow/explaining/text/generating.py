@@ -24,9 +24,8 @@ from vitflow.explaining.text.writing import follow, refuse_looking_ahead, split,
 from vitflow.methods.sequence.layout import Words
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id
-from vitflow.models.hub import hub_for
+from vitflow.models.hub import bundled, hub_for
 from vitflow.models.languages import (
-    bundled,
     decoder_path,
     has_encoder,
     load_language_model,
