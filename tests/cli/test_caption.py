@@ -57,6 +57,17 @@ def test_the_answer_is_told_with_a_strip_of_its_words(run, tmp_path):
         assert strip.width > 900
 
 
+def test_the_page_shows_the_picture_and_the_maps_of_the_strip(run, tmp_path):
+    done = run("--html", "words.html", "--neutral", "the square", "--json")
+    assert done.exit_code == 0 and "written: words.html" in done.stderr, done.output
+    page = (tmp_path / "words.html").read_text()
+    assert page.count('class="stage"') == 1 and '"name": "photo.png"' in page
+    told = json.loads(done.stdout)
+    assert told["words"][0]["options"]["relative"]
+    over = run("--html", "photo.png")
+    assert over.exit_code != 0 and "overwrite the picture" in over.stderr
+
+
 def test_json_holds_the_map_of_each_word(run, tmp_path):
     done = run("--json", "--method", "attention", "--neutral", "the square", "--through-tower", "-o", "maps/")
     assert done.exit_code == 0, done.output

@@ -1,5 +1,6 @@
 """The page of a text: click a word, and see what it rests on, layer by layer, or who rests on it."""
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -10,9 +11,13 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from vitflow.errors import printable
-from vitflow.viewer.drawing import drawing_of
+from vitflow.pictures.overlay import ROBUST_PERCENTILES
+from vitflow.viewer.drawing import drawing_of, one_table, thumbnail
 from vitflow.viewer.packing import pack_half
 from vitflow.viewer.pages import Page, make_html
+
+# Longer side of a photograph on the page, in pixels.
+_PHOTOGRAPH = 768
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,23 @@ class TextRow:
     own: NDArray[Any] | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ShownPicture:
+    """A picture of the prompt, with the maps of all rows on it.
+
+    Attributes:
+        name: what it is called.
+        image: uint8 RGB [height, width, 3].
+        window: the part that the maps cover, (left, top, right, bottom) in pixels of the picture.
+        maps: [rows, layers, patches down, patches across]; each sums to the share of its row that lies on the picture.
+    """
+
+    name: str
+    image: NDArray[np.uint8]
+    window: tuple[float, float, float, float]
+    maps: NDArray[Any]
+
+
 def make_text_page(
     tokens: Sequence[ShownToken],
     rows: Sequence[TextRow],
@@ -67,6 +89,7 @@ def make_text_page(
     written: int | None = None,
     hidden: Sequence[str] = (),
     graph: str = "",
+    pictures: Sequence[ShownPicture] = (),
 ) -> Page:
     """Make the page.
 
@@ -81,6 +104,7 @@ def make_text_page(
         written: from which token on the text was written; None where all of it was read.
         hidden: the kinds of tokens that are hidden at first.
         graph: a fragment of HTML to show below, escaped where it was made.
+        pictures: those of the prompt, which show the map of the word that is asked.
     """
     shares = np.stack([_shares(row.weights) for row in rows])
     own = [
@@ -103,7 +127,9 @@ def make_text_page(
         "cumulative": cumulative,
         "written": written,
         "hidden": list(hidden),
-        "pictures": [],
+        "pictures": [_told(picture) for picture in pictures],
+        "tables": {"one_side": one_table(None, False)},
+        "percentiles": ROBUST_PERCENTILES,
         "drawing": drawing_of(),
     }
     page = make_html(
@@ -114,9 +140,22 @@ def make_text_page(
         method=method,
         written=written is not None,
         graph=Markup(graph),
+        pictures=len(pictures),
         data=data,
     )
     return Page(page)
+
+
+def _told(picture: ShownPicture) -> dict[str, Any]:
+    """A picture for JSON, its maps packed."""
+    return {
+        "name": printable(PurePath(picture.name).name, lines=True),
+        "image": f"data:image/jpeg;base64,{base64.b64encode(thumbnail(picture.image, _PHOTOGRAPH)).decode()}",
+        "size": [picture.image.shape[1], picture.image.shape[0]],
+        "window": picture.window,
+        "grid": picture.maps.shape[2:],
+        "maps": pack_half(picture.maps).told,
+    }
 
 
 def _shares(weights: NDArray[Any]) -> NDArray[np.float64]:

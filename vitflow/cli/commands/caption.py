@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from vitflow.cli.options import given_options, method_options, name_option, output_option
-from vitflow.cli.outputs import output_file, writing
-from vitflow.cli.saying import say_record
+from vitflow.cli.outputs import check_pictures, output_file, writing
+from vitflow.cli.saying import say, say_record
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import printable
 from vitflow.explaining.asking.method_options import OPTIONS
@@ -58,13 +58,18 @@ _OWN_PROMPTS = {"demo-caption": "<image> here is"}
     help="File for the strip of maps, .png, .pdf or .svg; or a folder, with / at its end.  [default: "
     "IMAGE-caption.png here]",
 )
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write a page: click a word for its map on the picture.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the map of each word instead.")
 def caption(image: Path, **given: Any) -> None:
     """Let a model write about IMAGE, and show where in it each word comes from.
 
     \b
     vitflow caption photo.jpg --model llava-hf/llava-1.5-7b-hf
-    vitflow caption drawn.png --model demo-caption
+    vitflow caption drawn.png --model demo-caption --html words.html
     vitflow caption photo.jpg --model FOLDER --prompt "What is here?" -o here.png
 
     Stop words and punctuation have no map of their own, which is said.
@@ -72,6 +77,7 @@ def caption(image: Path, **given: Any) -> None:
     options = given_options(given, [*OPTIONS, "causal"])
     text_method(given["method"], options)  # before torch is loaded
     output = output_file([image], given["output"], f"{image.stem}-caption.png", FIGURE_FORMATS)
+    check_pictures([image], filter(None, [given["html"]]))
     with suppress(ImportError):  # the loader says what is missing
         from transformers.utils import logging
 
@@ -95,7 +101,8 @@ def caption(image: Path, **given: Any) -> None:
         **options,
     )
     words, left_out = found.words()
-    maps = [found.picture(places, relative=given["neutral"] is not None) for places in words.values()]
+    relative = given["neutral"] is not None
+    maps = [found.picture(places, relative=relative) for places in words.values()]
     written: Any = found.generated_tokens
     while written.length and written.special[-1]:  # what ends the text
         written = written[:-1]
@@ -103,6 +110,10 @@ def caption(image: Path, **given: Any) -> None:
     if maps:
         with writing(output):
             save_figure(draw_words(maps, left_out=left_out), output)
+    if (page := given["html"]) is not None:
+        with writing(page, "--html"):
+            found.page(relative=relative).save(page)
+        say(f"written: {printable(page)}")
     if given["as_json"]:
         told = [
             {"word": word, **one.to_dict(), "map": one.grid.tolist()} for word, one in zip(words, maps, strict=True)

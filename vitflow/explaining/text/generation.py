@@ -22,7 +22,7 @@ from vitflow.explaining.text.pictures import Pictures, less_earlier
 from vitflow.methods.attention import check_layer
 from vitflow.methods.sequence.layout import Words
 from vitflow.viewer.pages import Page
-from vitflow.viewer.textpage import TextRow
+from vitflow.viewer.textpage import ShownPicture, TextRow
 from vitflow.words.labels import ENGLISH_STOP_WORDS, hide, labels_of, spoken_words, text_of
 from vitflow.words.shaded import ShadedText
 from vitflow.words.sheet import Sheet
@@ -166,7 +166,7 @@ class Generation:
         whole = row.sum() + self.among_generated[places, :, index].mean(axis=0).sum()
         if without_earlier:
             row = less_earlier(row, rows[: places[0]], self.among_generated[places[0], : places[0], index])
-        through = self.pictures.tower is not None if through_tower is None else through_tower
+        through = self._through(through_tower)
         grid, placement, facts = self.pictures.map_of(
             row, float(whole), chosen, layer=index, relative=relative, through_tower=through
         )
@@ -238,12 +238,20 @@ class Generation:
             caption=caption(self.method, self.options, self.model),
         )
 
-    def page(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> Page:
-        """One page for a browser: click a written word for what it rests on, layer by layer, one of the prompt for who
-        rests on it.
+    def page(
+        self,
+        *,
+        special: bool = True,
+        stop_words: Iterable[str] = (),
+        relative: bool = False,
+        through_tower: bool | None = None,
+    ) -> Page:
+        """One page for a browser: click a written word for what it rests on, layer by layer, and for its map on each
+        picture of the prompt; one of the prompt for who rests on it.
 
         Args:
             special, stop_words: as for `shaded`: what they hide can be shown again there.
+            relative, through_tower: as for `picture`.
 
         `found.page().save("written.html")` writes it.
         """
@@ -256,10 +264,16 @@ class Generation:
             for place, label in enumerate(labels_of(words)[m:], start=m)
         ]
         parts = () if self.pictures is None else self.pictures.parts
+        shown: list[ShownPicture] = []
+        first = 0
+        if self.pictures is not None:
+            through, wholes = self._through(through_tower), whole.sum(axis=1)
+            shown = self.pictures.shown(self.values, wholes, relative=relative, through_tower=through)
+            first = next((places[0] for places in self.words()[0].values()), 0)
         return page_of(
             words,
             rows,
-            first=0,
+            first=first,
             method=self.method,
             options=self.options,
             model=self.model,
@@ -267,7 +281,12 @@ class Generation:
             stop_words=stop_words,
             written=m,
             patches={place for part in parts for place in part.positions},
+            pictures=shown,
         )
+
+    def _through(self, asked: bool | None) -> bool:
+        """Whether maps are carried on through the tower: as asked, or wherever it was recorded."""
+        return self.pictures is not None and self.pictures.tower is not None if asked is None else asked
 
     def _seen(self, words: Words, special: bool, stop_words: Iterable[str]) -> tuple[Words, dict[int, str]]:
         """The words of a view, and what it leaves out by position, and why; the patches of pictures are no words."""

@@ -12,7 +12,7 @@ from vitflow.methods.attention import check_layer
 from vitflow.methods.sequence.layer_rows import attention_rows, rollout_rows
 from vitflow.methods.sequence.layout import Words
 from vitflow.viewer.pages import Page
-from vitflow.viewer.textpage import ShownToken, TextRow, make_text_page
+from vitflow.viewer.textpage import ShownPicture, ShownToken, TextRow, make_text_page
 from vitflow.words.labels import ENGLISH_STOP_WORDS, hide, labels_of
 
 # Rows that are computed again must be those that the method gave, but for rounding.
@@ -32,6 +32,7 @@ def page_of(
     written: int | None = None,
     patches: Collection[int] = (),
     graph: str = "",
+    pictures: Sequence[ShownPicture] = (),
     **told: Any,
 ) -> Page:
     """The page; what differs from `make_text_page` is as below.
@@ -62,6 +63,7 @@ def page_of(
         written=written,
         hidden=[*([] if special else ["special"]), *(["stop"] if stopped else [])],
         graph=graph,
+        pictures=pictures,
     )
 
 

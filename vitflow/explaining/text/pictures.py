@@ -18,6 +18,7 @@ from vitflow.models.picture_tokens import PictureTokens, image_token, picture_to
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.images import image_name, read_image
 from vitflow.pictures.upsampling import lay_together
+from vitflow.viewer.textpage import ShownPicture
 
 Layout = PictureTokens | Sequence[PictureTokens] | None
 
@@ -110,6 +111,35 @@ class Pictures:
             grids = [self._through(grid, index) for grid, index in zip(grids, chosen, strict=True)]
             grid, placement = _together(grids, placements)
         return grid.astype(np.float32), placement, facts
+
+    def shown(
+        self, rows: NDArray[Any], wholes: NDArray[Any], *, relative: bool, through_tower: bool
+    ) -> list[ShownPicture]:
+        """Each picture with the maps of all rows up to each layer, as shares of these rows.
+
+        Args:
+            rows: weights of the prompt's tokens, [rows, tokens, layers].
+            wholes: sums of the whole rows, which go over earlier written tokens, too, [rows, layers].
+            relative, through_tower: as for `map_of`.
+        """
+        found = []
+        for number, image in enumerate(self.images):
+            chosen, maps = self.chosen(number, None), []
+            for row, whole in zip(rows, wholes, strict=True):
+                for layer in range(rows.shape[2]):
+                    grid, placement, facts = self.map_of(
+                        row[:, layer],
+                        float(whole[layer]),
+                        chosen,
+                        layer=layer,
+                        relative=relative,
+                        through_tower=through_tower,
+                    )
+                    total = float(grid.sum())
+                    maps.append(grid * (facts["on_picture"] / total if total else 0.0))
+            shape = (len(rows), rows.shape[2], *maps[0].shape)
+            found.append(ShownPicture(self.sources[number], image, placement.window, np.reshape(maps, shape)))
+        return found
 
     def _relative(self, weights: list[NDArray[Any]], chosen: Sequence[int], layer: int) -> list[NDArray[Any]]:
         if self.neutral is None:

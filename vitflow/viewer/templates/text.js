@@ -6,6 +6,8 @@ const rowOf = new Map(rows.flatMap((row, number) => row.positions.map((position)
 rows[data.first].positions.forEach((position) => rowOf.set(position, data.first));
 const isWritten = (position) => data.written !== null && position >= data.written;
 let shares = null; // [rows, layers, tokens]
+let maps = []; // of each picture, [rows, layers, patches]
+let alpha = 0.6;
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
@@ -19,6 +21,10 @@ const held = (row, position, layers = layersOfState()) => meanOf(layers.map((lay
 const sharesOf = (row) => tokens.map((token, position) => held(row, position));
 // The share that a row's own token has, and stands apart; null where the weights hold it.
 const apartOf = (row, layers = layersOfState()) => (rows[row].own ? meanOf(layers.map((layer) => rows[row].own[layer] ?? NaN)) : null);
+
+const figures = [...document.querySelectorAll(".picture")], PICTURE = figures.length > 1 ? "the pictures" : "the picture";
+const isPatch = (position) => tokens[position].kind === "patch";
+const sumOf = (values, counts) => values.reduce((sum, value, position) => sum + (counts(position) ? value : 0), 0);
 
 const isHidden = ({ kind }) => kind === "patch" || state.hide.has(kind);
 const asksOf = ({ positions, at }) => [...positions, ...(at === null ? [] : [at])];
@@ -123,7 +129,7 @@ function layerWords() {
 // Parts of the weight that lie on kinds of tokens which are hidden, by their names.
 function leftOut(values) {
   const sums = {};
-  tokens.forEach((token, position) => { if (isHidden(token) && values[position] > 0) sums[token.kind] = (sums[token.kind] ?? 0) + values[position]; });
+  tokens.forEach((token, position) => { if (isHidden(token) && !(isPatch(position) && figures.length) && values[position] > 0) sums[token.kind] = (sums[token.kind] ?? 0) + values[position]; });
   const told = Object.entries(sums).map(([kind, sum]) => `${KINDS[kind]} (${inPercent(sum)} of the weight)`);
   return told.length ? `Not shown: ${told.join(", ")}.` : "";
 }
@@ -140,13 +146,14 @@ function drawWords(found) {
   } else {
     const values = sharesOf(state.word), { seen } = rows[state.word], apart = apartOf(state.word);
     if (data.written !== null) {
-      const prompt = values.slice(0, data.written).reduce((sum, value) => sum + value, 0);
-      parts.push(`${inPercent(prompt)} on the prompt, ${inPercent(Math.max(1 - prompt, 0))} on earlier written words together`);
+      const prompt = sumOf(values, (position) => !isWritten(position));
+      const inside = figures.length ? ` (${inPercent(sumOf(values, isPatch))} on ${PICTURE})` : "";
+      parts.push(`${inPercent(prompt)} on the prompt${inside}, ${inPercent(Math.max(1 - prompt, 0))} on earlier written words together`);
     }
-    const special = values.filter((value, position) => tokens[position].kind === "special").reduce((sum, value) => sum + value, 0);
+    const special = sumOf(values, (position) => tokens[position].kind === "special");
     if (special > 0) parts.push(`${inPercent(special)} on special tokens`);
     if (apart !== null) parts.push(["its own place is left out", rawShare(apart, inPercent)].filter(Boolean).join(", "));
-    const even = evenness(values.slice(0, seen).filter((value, position) => apart === null || !asksOf(rows[state.word]).includes(position)));
+    const even = evenness(values.slice(0, seen).filter((value, position) => !(isPatch(position) && figures.length) && (apart === null || !asksOf(rows[state.word]).includes(position))));
     if (even) parts.push(even);
     $("left-out").textContent = leftOut(values);
   }
@@ -173,11 +180,13 @@ function cell(tag, text, more = {}) {
 }
 
 function drawSheet() {
-  const found = columns(), sum = !turned() && data.written !== null && rows[state.word].seen > data.written, chosen = layersOfState();
+  const found = columns(), chosen = layersOfState(), sums = [];
+  if (!turned() && figures.length) sums.push([PICTURE, isPatch]);
+  if (!turned() && data.written !== null && rows[state.word].seen > data.written) sums.push(["earlier written words", isWritten]);
   const top = Math.max(...found.filter((one) => !one.own && !one.asked).flatMap((one) => numbered.map(one.at)), 0), table = document.createElement("table");
   const head = table.createTHead().insertRow();
   head.append(cell("td", ""), ...found.map(({ name }) => { const made = cell("th", "", { scope: "col" }); made.append(cell("bdi", name)); return made; }));
-  if (sum) head.append(cell("th", "earlier written words", { scope: "col" }));
+  head.append(...sums.map(([name]) => cell("th", name, { scope: "col" })));
   const body = table.createTBody();
   for (const layer of [...numbered].reverse()) {
     const line = body.insertRow();
@@ -191,13 +200,80 @@ function drawSheet() {
       made.style.setProperty("--w", top && !one.own && !one.asked ? Math.min(value / top, 1).toFixed(3) : "0");
       line.append(made);
     }
-    if (sum) {
-      const value = tokens.reduce((all, token, position) => all + (isWritten(position) ? held(state.word, position, [layer]) : 0), 0);
-      line.append(cell("td", whole(value), { className: "sum" }));
-    }
+    const values = sums.length ? tokens.map((token, position) => held(state.word, position, [layer])) : [];
+    line.append(...sums.map(([, counts]) => cell("td", whole(sumOf(values, counts)), { className: "sum" })));
   }
   $("sheet-title").textContent = `${turned() ? "Who rests on it" : data.written === null ? "Its row" : "Its prompt"}, layer by layer, in %`;
   $("sheet").replaceChildren(table);
+}
+
+// --- on the pictures -------------------------------------------------------------------------------------------------
+
+// The map of a row on a picture, at the layers that are chosen, with the limits of its colours.
+function mapOf(number, row) {
+  const { grid } = data.pictures[number], size = grid[0] * grid[1], values = new Float64Array(size), layers = layersOfState();
+  for (const layer of layers) {
+    const start = (row * data.layers + layer) * size;
+    for (let patch = 0; patch < size; patch++) values[patch] += maps[number][start + patch] / layers.length;
+  }
+  return { shape: grid, values, ...limitsOf(values, data.percentiles) };
+}
+
+// The words that have a small map of their own below each picture.
+const pictured = [...rows.keys()].filter((row) => tokens[rows[row].positions[0]].kind === "word");
+
+function makePictures() {
+  makeBackground(data.drawing.background);
+  figures.forEach((figure, number) => {
+    const picture = data.pictures[number], strip = figure.querySelector(".strip");
+    figure.querySelector(".photo").src = picture.image;
+    bound(figure.querySelector(".seen"), picture);
+    for (const row of pictured) {
+      const button = cell("button", "", { type: "button", className: "small" }), frame = cell("span", "", { className: "frame" });
+      const photo = cell("img", "", { src: picture.image, alt: "" }), ground = cell("img", "", { className: "ground", alt: "" });
+      frame.style.aspectRatio = `${picture.size[0]} / ${picture.size[1]}`;
+      frame.append(photo, ground, document.createElement("canvas"));
+      button.dataset.row = row; button.append(frame, cell("bdi", rows[row].name)); strip.append(button);
+    }
+    const frame = figure.querySelector(".stage .frame");
+    frame.addEventListener("mousemove", (event) => {
+      const map = mapOf(number, state.word), patch = patchAt(event, frame, picture, map.shape);
+      outline(figure.querySelector(".patch"), picture, map.shape, patch);
+      figure.querySelector(".reading").textContent = patch ? readingOf(map, patch) : "the model did not see this part";
+    });
+    frame.addEventListener("mouseleave", () => { figure.querySelector(".patch").hidden = true; figure.querySelector(".reading").textContent = ""; });
+    strip.addEventListener("click", (event) => { const button = event.target.closest("button"); if (button) ask(rows[button.dataset.row].positions[0]); });
+  });
+}
+
+function layMap(frame, map, picture, width, height) {
+  const canvas = frame.querySelector("canvas");
+  drawHeat(canvas, map, picture, data.tables, width, height);
+  canvas.style.opacity = alpha;
+  layBackground(frame.querySelector(".ground"), picture, alpha);
+}
+
+function drawPictures() {
+  if (!figures.length) return;
+  $("pictures").hidden = turned();
+  if (turned()) return;
+  $("opacity").value = Math.round(100 * alpha);
+  $("percent").textContent = `${Math.round(100 * alpha)} %`;
+  figures.forEach((figure, number) => {
+    const picture = data.pictures[number], stage = figure.querySelector(".stage"), frame = stage.querySelector(".frame");
+    const map = mapOf(number, state.word), scale = Math.min((stage.clientWidth - 16) / picture.size[0], (0.5 * innerHeight) / picture.size[1]);
+    const [width, height] = picture.size.map((side) => Math.max(1, Math.round(side * scale)));
+    Object.assign(frame.style, { width: `${width}px`, height: `${height}px` });
+    layMap(frame, map, picture, width, height);
+    showScale(figure.querySelector(".scale"), data.tables, map, alpha, data.drawing.background);
+    figure.querySelector(".name").textContent = picture.name;
+    figure.querySelector(".share").textContent = `${percent(map.values.reduce((sum, value) => sum + value, 0))} of ${quoted(rows[state.word].name)} rests on it`;
+    for (const button of figure.querySelectorAll(".small")) {
+      const row = Number(button.dataset.row), small = 72 / Math.max(...picture.size);
+      layMap(button, mapOf(number, row), picture, ...picture.size.map((side) => Math.max(1, Math.round(side * small))));
+      button.setAttribute("aria-pressed", String(row === state.word));
+    }
+  });
 }
 
 // --- all of it -------------------------------------------------------------------------------------------------------
@@ -205,6 +281,7 @@ function drawSheet() {
 function draw() {
   drawWords(drawText());
   drawSheet();
+  drawPictures();
   $("reading").textContent = "";
   $("layer").value = state.layer;
   for (const box of document.querySelectorAll("#hide input")) box.checked = state.hide.has(box.value);
@@ -282,6 +359,12 @@ function wire() {
     if (event.target.closest(".token")) document.querySelector(".token.asked:not(.at)")?.focus();
   });
   addEventListener("hashchange", () => begin(readAddress()));
+  if (!figures.length) return;
+  $("opacity").addEventListener("input", () => { alpha = Number($("opacity").value) / 100; drawPictures(); });
+  addEventListener("resize", drawPictures);
 }
 
-unpack(data.shares).then((found) => { shares = found; makeText(); wire(); begin(readAddress()); });
+Promise.all([data.shares, ...data.pictures.map((picture) => picture.maps)].map(unpack)).then(([found, ...others]) => {
+  shares = found; maps = others;
+  makeText(); makePictures(); wire(); begin(readAddress());
+});
