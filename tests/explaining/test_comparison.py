@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from types import ModuleType
@@ -238,11 +239,14 @@ def test_every_caption_says_what_it_must(explainer, tmp_path):
 def test_a_saturated_flow_says_so(explainer, tmp_path):
     [saliency] = compare(PICTURES[0], model=explainer, methods=["flow"], layers=2).saliencies
     share = next(value for key, value in saliency.facts.items() if "saturated" in key)
-    assert f"{share:.0%} saturated" in words(Comparison(((saliency,),)), tmp_path)
+    for told, expected in ((max(share, 0.01), True), (0.009, False)):
+        one = replace(saliency, facts={**saliency.facts, "saturated": told})
+        found = words(Comparison(((one,),)), tmp_path)
+        assert (f"{told:.0%} saturated" in found) == ("A saturated flow is as large" in " ".join(found)) == expected
 
 
 def limits_of(cell) -> tuple[str, str]:
-    low, _, high = cell.details[0].partition(" – ")
+    low, _, high = cell.details[0].partition(" to ")
     return low, high.split(" ×")[0]
 
 
@@ -273,7 +277,9 @@ def test_maps_with_negative_values_have_colours_on_both_sides_of_0_and_a_bar_of_
     signed = compared.saliencies[1].grid
     assert signed.min() < 0 < signed.max()
     text = " ".join(words(compared, tmp_path))
-    assert all(label in text for label in ("low", "high", "below 0", "above 0", "both sides of 0, which is clear"))
+    name = compared.saliencies[1].label
+    ends = f"against {name}", f"for {name}"
+    assert all(label in text for label in ("low", "high", *ends, "both sides of 0, which is clear"))
     [(_, [block], options)] = drawn
     limit = np.percentile(np.abs(signed), 98)
     assert limits_of(block[2][0]) == readable(-limit, limit)[0]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitflow import Explainer
+from vitflow import Comparison, Contrast, Explainer
 from vitflow.cli import main
 from vitflow.demo import sample_pictures
 from vitflow.errors import OptionError
@@ -64,6 +64,35 @@ def test_the_colours_of_the_bar_are_those_of_the_overlay(signed, background, lim
     for color in np.unique(picture.reshape(-1, 3), axis=0).astype(int):
         assert np.abs(known - color).max(axis=1).min() <= 2
     assert len(known) > 40
+
+
+def test_the_bar_of_a_contrast_says_which_colour_is_which_class(explainer, tmp_path):
+    saliency = explainer.explain(
+        sample_pictures()[1], method="gae", target=Contrast("orange disc", against="yellow star")
+    )
+    first, second = saliency.answer.opposed
+    found = words(saliency, tmp_path)
+    assert found.index(f"for {second}") < found.index(f"for {first}")
+    strip = Comparison(((saliency,),)).strip(tmp_path / "strip.svg")
+    texts = [text.get_text() for text in strip.axes[0].texts]
+    assert texts.index(f"for {second}") < texts.index(f"for {first}")  # as its bar, blue on the left
+
+
+def test_the_last_value_stands_at_the_end_of_the_bar(tmp_path):
+    grid = np.linspace(0, 1, 400).reshape(20, 20)
+    grid[-1, -1] = 1.2
+    assert {"0.02", "0.98", "1.2"} <= set(words(map_of(grid), tmp_path))
+    grid[-1, -1] = 9  # far beyond the last colours
+    assert any(text.startswith("≥ 1.") for text in words(map_of(grid), tmp_path))
+    found = words(map_of(grid - 0.5), tmp_path)
+    assert any(text.startswith("≤ −0.") for text in found) and {"below 0", "above 0"} <= set(found)
+
+
+def test_the_caption_says_what_the_lines_are(tmp_path):
+    grid = np.random.default_rng(0).random((6, 6))
+    told = "Lines: around the highest values that make up 10, 25 and 50 % of the map's sum."
+    assert told in " ".join(words(map_of(grid), tmp_path, contours=True))
+    assert "Lines:" not in " ".join(words(map_of(grid), tmp_path))
 
 
 def test_a_constant_map_and_one_of_a_model_without_classes_have_figures(tmp_path):

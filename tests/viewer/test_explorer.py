@@ -319,6 +319,80 @@ def test_colours_can_be_chosen_where_they_go_out_from_zero(page):
     until(page, "panels.a.map.layers && document.querySelector('[data-name=cmap]').options[0].text === 'plasma'")
 
 
+@pytest.mark.parametrize("mode", ["rollout", "attention", "similarity", "gae", "sampling", "consensus"])
+def test_colours_can_be_chosen_on_every_tab(page, mode):
+    seen = set()
+    for name in page.evaluate("colourMaps"):
+        page.evaluate("(asked) => begin(asked)", {"map": mode, "cmap": name})
+        seen.add(page.evaluate("panels.a.heat.toDataURL() + panels.a.scale.querySelector('canvas').toDataURL()"))
+        assert page.locator('[data-name="cmap"]').is_enabled()
+    assert len(seen) == 4
+
+
+def test_who_opens_the_page_is_invited_to_click_until_something_is_asked(browser, place):
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    address = (place / "page.html").as_uri()
+    page.goto(address)
+    told = page.locator("#panel-a .told")
+    told.wait_for(state="visible")
+    assert told.text_content() == "Click a patch: what does it look at?"
+    assert page.locator("#panel-b .told").is_hidden()
+    page.mouse.click(*point_of(page, "a", 4, 9))
+    told.wait_for(state="hidden")
+    page.evaluate("begin({})")  # the whole answer again: the reader knows by now
+    until(page, "panels.a.map && state.patch === ''")
+    assert told.is_hidden()
+    page.goto("about:blank")
+    page.goto(address + "#patch=2,3")  # an address that asks something was sent by someone
+    until(page, "panels.a.map && state.patch === '2,3'")
+    assert told.is_hidden()
+    page.close()
+
+
+def test_tabs_say_which_maps_can_be_asked_of_a_patch(page):
+    groups = page.locator("#maps .group")
+    told = {one.locator(".which").text_content(): one.get_by_role("tab").all_text_contents() for one in groups.all()}
+    assert told == {
+        "Click a patch:": ["Attention rollout", "Raw attention", "Similar patches"],
+        "Whole answer only:": ["GAE", "Sampling", "Consensus"],
+    }
+    assert "asks nothing" in page.get_by_role("tab", name="GAE").get_attribute("title")
+
+
+@pytest.mark.parametrize("mode", ["rollout", "attention"])
+def test_the_map_of_a_patch_is_told_and_shown_beside_that_of_the_whole_answer(page, data, mode):
+    whole, _ = map_of(page, map=mode)
+    assert page.locator("#panel-a .beside").is_hidden()
+    own, _ = map_of(page, map=mode, patch="4,9")
+    alike = np.corrcoef(own.ravel(), whole.ravel())[0, 1]
+    told = page.locator("#panel-a .alike").text_content()
+    assert told == f"Correlation with the map of the whole answer: {alike:.2f}. ".replace("-", "−")
+    page.locator("#panel-a .less").click()
+    until(page, "state.less && panels.a.map.ends")
+    assert page.locator("#panel-a .less").text_content() == "Show the map itself"
+    difference = np.array(page.evaluate("[...panels.a.map.values]")).reshape(own.shape)
+    np.testing.assert_allclose(difference, own / own.sum() - whole / whole.sum(), atol=1e-9)
+    ends = page.locator("#panel-a .ends")
+    assert ends.is_visible() and ends.inner_text().split("\n") == ["more in the whole answer", "more in this patch"]
+    assert "less the map of the whole answer" in page.locator("#panel-a .from").text_content()
+    page.locator("#panel-a .less").click()
+    until(page, "!state.less && panels.a.map.low >= 0")
+    assert ends.is_hidden()
+
+
+def test_the_bar_of_a_contrast_says_which_colour_is_which_class(browser, tmp_path):
+    contrast = vitflow.Contrast("orange disc", against="yellow star")
+    explore(sample_pictures()[0], model="demo", methods=["gae"], targets=contrast).save(tmp_path / "page.html")
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    page.goto((tmp_path / "page.html").as_uri())
+    page.get_by_role("tab", name="GAE").click()
+    until(page, "panels.a.map.own")
+    ends = page.locator("#panel-a .ends")
+    assert ends.inner_text().split("\n") == ["for yellow star", "for orange disc"]
+    assert " in logits, made beforehand" in page.locator("#panel-a .from").text_content()
+    page.close()
+
+
 def test_keys_move_the_patch_and_choose_the_map(page):
     page.locator("#panel-a .frame").focus()
     page.keyboard.press("ArrowRight")  # from the whole answer to the middle
@@ -421,6 +495,17 @@ def test_everything_has_a_name_and_fits_on_a_phone(page):
 
 
 # --- the command and the code ----------------------------------------------------------------------------------------
+
+
+def test_the_code_of_a_difference_makes_it(own_page, place, monkeypatch):
+    monkeypatch.chdir(place)
+    asked = {"map": "rollout", "patch": "4,9", "less": True}
+    call = own_page.evaluate(CALLS, asked)
+    assert call["command"].startswith("# the map of the patch; the difference is made in Python\nvitflow explain")
+    names: dict = {}
+    exec(call["python"], names)
+    np.testing.assert_allclose(names["difference"], map_of(own_page, **asked)[0], atol=2e-5)
+
 
 CALLS = "async (asked) => { await begin(asked); return currentCall(); }"
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from vitflow.demo import limits_of
 from vitflow.errors import OptionError
 from vitflow.explaining.asking.answer import Answer
-from vitflow.explaining.asking.captions import asked, class_lines, departures, departures_from_paper, unsure
+from vitflow.explaining.asking.captions import asked, class_lines, departures, departures_from_paper, ends, unsure
 from vitflow.explaining.asking.method_options import plain_options
 from vitflow.explaining.asking.method_table import told_method
 from vitflow.explaining.asking.targets import Contrast
@@ -163,7 +163,8 @@ class Saliency:
         Raises:
             OptionError: a drawing option is out of range, or another file type.
         """
-        from vitflow.pictures.figures import draw_map, file_too
+        from vitflow.pictures.figures import file_too
+        from vitflow.pictures.map_figure import draw_map
 
         pen = Pen.of(width, drawing)
         return file_too(
@@ -177,6 +178,7 @@ class Saliency:
                 lines=tuple(class_lines(self.answer)),
                 details=departures(told_method(self.method), self.options),
                 notes=tuple(self._notes()),
+                ends=ends(self.answer, self.class_specific),
                 box=self.patch_box,
                 beside=self.reference,
             ),

@@ -42,6 +42,20 @@ def mass_level(values: NDArray[np.floating[Any]], share: float) -> float | None:
     return float(falling[np.searchsorted(mass, share * mass[-1])])
 
 
+def explained(contours: bool | Sequence[float]) -> str:
+    """What the lines are drawn around, in a sentence for readers; empty where there are none.
+
+    >>> explained((0.25, 0.5)), explained(False)
+    ("Lines: around the highest values that make up 25 and 50 % of the map's sum.", '')
+    """
+    shares = CONTOURS if contours is True else contours or ()
+    told = [f"{100 * share:g}" for share in shares]
+    if not told:
+        return ""
+    listed = " and ".join([", ".join(told[:-1]), told[-1]] if len(told) > 1 else told)
+    return f"Lines: around the highest values that make up {listed} % of the map's sum."
+
+
 def draw_contours(picture: NDArray[np.uint8], values: NDArray[np.floating[Any]], shares: Sequence[float]) -> None:
     """Draw a white line with a dark edge where the map crosses the level of each share, in place.
 

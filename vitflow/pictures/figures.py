@@ -5,7 +5,7 @@ Nothing here touches pyplot, so no window opens and no global state of the calle
 
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,15 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, unknown_name
-from vitflow.pictures import overlay
 from vitflow.pictures.files import write_atomically
-from vitflow.pictures.geometry import Placement
 from vitflow.pictures.options import DPI, FIGURE_FORMATS
-from vitflow.pictures.pen import REACH, Bar, Box, Limits, Pen
-from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, Page, readable
+from vitflow.pictures.pen import Bar
+from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, Page
 
 # Lengths in inches.
 _MARGIN, _COLUMN_GAP, _ROW_GAP = 0.08, 0.07, 0.10
 _NARROWEST = 1.15  # a column's least width, so that its words fit
+_BAR_LABEL = 1.5  # the most that a label of a colour bar takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +185,18 @@ def _draw_foot(page: Page, bars: Sequence[Bar], note: str, y: float) -> float:
     y += 0.06
     step = SMALL * LEADING
     if bars:
-        low, high = (max(page.measure(bar.labels[end], SMALL) for bar in bars) for end in (0, 1))
+        labels = [[page.wrap(label, _BAR_LABEL, SMALL, lines=1)[0] for label in bar.labels] for bar in bars]
+        low, high = (max(page.measure(own[end], SMALL) for own in labels) for end in (0, 1))
         start = page.snap(left + low + 0.05)
-        for number, bar in enumerate(bars, start=1):
+        for number, (bar, told) in enumerate(zip(bars, labels, strict=True), start=1):
             baseline, end = y + number * step - 0.02, start + bar.image.shape[1] / page.dpi
-            page.line(bar.labels[0], start - 0.05, baseline, SMALL, ha="right", color=GREY)
+            page.line(told[0], start - 0.05, baseline, SMALL, ha="right", color=GREY)
             page.picture(bar.image, start, baseline - bar.image.shape[0] / page.dpi)
-            page.line(bar.labels[1], end + 0.05, baseline, SMALL, ha="left", color=GREY)
+            page.line(told[1], end + 0.05, baseline, SMALL, ha="left", color=GREY)
             left = max(left, end + 0.05 + high + 0.2)
+    if page.width - left < 0.45 * page.width:  # beside such a bar the note would be a column of single words
+        left, y = _MARGIN, y + len(bars) * step + 0.03
+        bars = ()
     room = page.width - _MARGIN - left
     lines = [text for paragraph in note.splitlines() for text in page.wrap(paragraph, room, SMALL, lines=10)]
     for number, text in enumerate(lines, start=1):
@@ -252,99 +255,3 @@ def file_too(path: str | os.PathLike[str] | None, draw: Callable[[], Figure]) ->
     if path is not None:
         save_figure(figure, path)
     return figure
-
-
-def side_by_side(first: NDArray[np.uint8], second: NDArray[np.uint8], gap: int = 12) -> NDArray[np.uint8]:
-    """Two pictures [height, width, 3] beside each other on white.
-
-    >>> side_by_side(np.zeros((2, 3, 3), np.uint8), np.zeros((4, 5, 3), np.uint8)).shape
-    (4, 20, 3)
-    """
-    height, left = max(len(first), len(second)), first.shape[1] + gap
-    page = np.full((height, left + second.shape[1], 3), 255, np.uint8)
-    page[: len(first), : first.shape[1]], page[: len(second), left:] = first, second
-    return page
-
-
-def draw_map(
-    pen: Pen,
-    grid: NDArray[np.float32],
-    placement: Placement,
-    image: NDArray[np.uint8],
-    *,
-    title: str,
-    lines: Sequence[str],
-    details: str,
-    notes: Sequence[str],
-    box: Box | None = None,
-    beside: NDArray[np.uint8] | None = None,
-) -> Figure:
-    """Draw a map as a figure that stands alone: what it is, itself over its picture, a bar of its colours with values.
-
-    Args:
-        pen: how to draw.
-        grid, placement, image: the map [rows, cols], where it lies, and the picture, uint8 RGB [height, width, 3].
-        title: what the map is.
-        lines: what was asked.
-        details: smaller, below these.
-        notes: what else a reader must know, below the bar.
-        box: of the picture, to be marked.
-        beside: a picture to show on the left, which this one was compared with.
-    """
-    limits = pen.limits(grid)
-    picture = pen.overlay(grid, placement, image, limits, box)
-    if beside is not None:
-        picture = side_by_side(pen.photograph(beside), picture)
-    margin = 0.12
-    across = max(picture.shape[1] / pen.dpi, 2.4)
-    page = Page(pen.dpi, across + 2 * margin)
-    heads = [(title, TITLE * 1.2, "bold"), *((text, TITLE, "normal") for text in lines), (details, BODY, "normal")]
-    y = 0.1
-    for text, size, weight in heads:
-        for line in page.wrap(text, across, size, lines=3, weight=weight):
-            y += size * LEADING
-            page.line(line, margin, y - 0.03, size, ha="left", weight=weight)
-    y += 0.05
-    page.picture(picture, margin + (across - picture.shape[1] / pen.dpi) / 2, y)
-    y = _draw_bar(page, grid, pen, limits, margin, across, y + picture.shape[0] / pen.dpi + 0.1)
-    for text in [*_marks(pen, limits), *notes]:
-        for line in page.wrap(text, across, SMALL, lines=3):
-            y += SMALL * LEADING
-            page.line(line, margin, y, SMALL, ha="left", color=GREY)
-    return page.finish(y + margin)
-
-
-def _marks(pen: Pen, limits: Limits) -> Iterable[str]:
-    """What stands at the marks of the bar, where they are no plain limits."""
-    if pen.soft:
-        low, high = overlay.ROBUST_PERCENTILES
-        yield (
-            f"Marked: the {high:g}th percentile of the patches' absolute values on both sides of 0, which is clear."
-            if overlay.has_two_sides(*limits)
-            else f"Marked: the {low:g}nd and the {high:g}th percentile of the patches."
-        )
-
-
-def _draw_bar(
-    page: Page, grid: NDArray[np.float32], pen: Pen, limits: Limits, left: float, width: float, y: float
-) -> float:
-    """The colours of the map's values from the lowest to the highest drawn, marked at the limits; where it ends."""
-    low, high = limits
-    two_sides = overlay.has_two_sides(low, high)
-    most = float(np.abs(grid).max() if two_sides else grid.max())
-    end = max(high, min(most, low + REACH * (high - low) if not two_sides else REACH * high)) if pen.soft else high
-    start = -end if two_sides else low
-    strip = pen.ramp(start, end, limits, (round(0.1 * pen.dpi), round(width * pen.dpi)))
-    page.picture(strip, left, y)
-    y += strip.shape[0] / pen.dpi
-    marked = [low, 0.0, high] if two_sides else [low, high]
-    told, unit = readable(*marked)
-    for value, text in zip(marked, told, strict=True):
-        x = left + width * ((value - start) / (end - start) if end > start else 0.0)
-        page.tick(x, y, 0.03)
-        edge = "left" if x < left + 0.02 else "right" if x > left + width - 0.02 else "center"
-        unit_here = f" {unit}" if unit and value == marked[-1] else ""
-        page.line(text + unit_here, x, y + 0.03 + BODY * LEADING, BODY, ha=edge)
-        if high <= low:
-            break  # a constant map has one value
-    return y + 0.03 + BODY * LEADING + 0.04

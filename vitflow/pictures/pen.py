@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.pictures import overlay
+from vitflow.pictures.contours import explained
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.options import DPI, Interpolation
 from vitflow.pictures.upsampling import upsample
@@ -27,10 +28,11 @@ _MID_GREY = 128
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A colour bar: uint8 RGB [height, width, 3], and what stands at its ends."""
+    """A colour bar: uint8 RGB [height, width, 3], what stands at its ends, and whether 0 is in its middle."""
 
     image: NDArray[np.uint8]
     labels: tuple[str, str] = ("low", "high")
+    two_sides: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ class Pen:
     def soft(self) -> bool:
         """Whether colours go on beyond the limits."""
         return overlay.is_soft(self.vmin, self.vmax, self.robust)
+
+    @property
+    def contours(self) -> str:
+        """What the lines are drawn around, in a sentence; empty where there are none."""
+        return explained(self.blending.get("contours", False))
 
     def limits(self, values: NDArray[np.floating[Any]]) -> Limits:
         """The values of the first and the last colour, for a map or for several that have them in common."""
@@ -133,12 +140,11 @@ class Pen:
         blending = {**self.blending, "contours": False}
         return overlay.blend(grey, values, vmin=limits[0], vmax=limits[1], soft=self.soft, **blending)
 
-    def bar(self, two_sides: bool) -> Bar:
-        """The colours from low to high, or from below 0 to above it."""
-        reach = REACH if self.soft else 1.0
-        low, labels = (-1, ("below 0", "above 0")) if two_sides else (0, ("low", "high"))
+    def bar(self, ends: tuple[str, str] | None = None) -> Bar:
+        """The colours from low to high; or from below 0 to above it, where it is told what these ends stand for."""
+        reach, low = REACH if self.soft else 1.0, -1 if ends else 0
         size = round(0.07 * self.dpi), round(1.1 * self.dpi)
-        return Bar(self.ramp(low * reach, reach, (low, 1), size), labels)
+        return Bar(self.ramp(low * reach, reach, (low, 1), size), ends or ("low", "high"), bool(ends))
 
 
 def panel_size(image_size: tuple[int, int], *, width: float = 1.5, dpi: int = DPI) -> tuple[int, int]:

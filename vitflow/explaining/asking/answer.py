@@ -21,6 +21,7 @@ class Answer:
         predicted: index of the class that the model finds most probable.
         named: whether the name is the class's own.
         sides: indices of two classes that are set against each other.
+        opposed: their names.
     """
 
     name: str = ""
@@ -30,6 +31,7 @@ class Answer:
     predicted: int | None = None
     named: bool = True
     sides: tuple[int, int] | None = None
+    opposed: tuple[str, str] | None = None
 
     @classmethod
     def of(cls, told: Tensor, index: int, answers: Answers) -> "Answer":

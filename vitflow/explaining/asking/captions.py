@@ -1,6 +1,6 @@
 """What stands beside a drawn map: its method, what was asked, and its numbers, in words that people can read."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vitflow.explaining.asking.answer import Answer
@@ -21,6 +21,38 @@ def class_lines(answer: Answer) -> Iterator[str]:
         yield from (answer.name, chance) if len(answer.name) > 40 else (f"{answer.name}, {chance}",)
     elif answer.name:
         yield answer.name
+
+
+def ends(answer: Answer, class_specific: bool) -> tuple[str, str]:
+    """What values of a map below and above 0 stand for.
+
+    >>> ends(Answer("cat against dog", opposed=("cat", "dog")), True), ends(Answer("cat", 0.9), True)
+    (('for dog', 'for cat'), ('against cat', 'for cat'))
+    """
+    if answer.opposed:
+        first, second = answer.opposed
+        return f"for {second}", f"for {first}"
+    if not (class_specific and answer.name):
+        return "below 0", "above 0"
+    if answer.unit == "probability":
+        return f"against {answer.name}", f"for {answer.name}"
+    return f"lowers {answer.name}", f"raises {answer.name}"
+
+
+def ends_of_all(asked: Sequence[tuple[Answer, bool]]) -> tuple[str, str]:
+    """The same for several maps in one scale of colours: their own words where all have the same, or what they share.
+
+    >>> ends_of_all([(Answer("cat", 0.9), True), (Answer("dog", 0.1), True)])
+    ('against the class', 'for the class')
+    """
+    own = {ends(answer, specific) for answer, specific in asked}
+    if len(own) == 1:
+        return own.pop()
+    if all(answer.opposed for answer, _ in asked):
+        return "for the second", "for the first"
+    if all(specific and answer.unit == "probability" for answer, specific in asked):
+        return "against the class", "for the class"
+    return "below 0", "above 0"
 
 
 def departures(method: Method, options: Mapping[str, Any]) -> str:

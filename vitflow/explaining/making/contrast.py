@@ -47,6 +47,7 @@ def contrasted(first: Saliency, second: Saliency, activation: str = "softmax") -
         {"probability": "logits", "cosine": "in cosine"}.get(first.answer.unit, first.answer.unit),
         predicted=first.predicted,
         sides=(first.target, second.target),
+        opposed=(first.label, second.label),
     )
     return replace(
         first,

@@ -19,7 +19,7 @@ from vitflow.errors import (
     printable,
 )
 from vitflow.explaining.asking.answer import Answer
-from vitflow.explaining.asking.captions import departures
+from vitflow.explaining.asking.captions import departures, ends
 from vitflow.explaining.asking.choices import MethodChoice, choose_methods, left_out
 from vitflow.explaining.asking.method_table import get_method
 from vitflow.explaining.asking.targets import Targets
@@ -251,6 +251,8 @@ def _map(saliency: Saliency) -> dict[str, Any]:
         "label": printable(saliency.label) if saliency.class_specific else "",
         "class_index": told["class_index"],
         "probability": saliency.probability,
+        "told": saliency.answer.told,
+        "ends": list(map(printable, ends(saliency.answer, saliency.class_specific))),
         "options": told["options"],
         "departures": departures(get_method(saliency.method), saliency.options),
         "shape": list(saliency.grid.shape),

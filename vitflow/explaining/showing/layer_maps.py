@@ -19,9 +19,9 @@ from vitflow.explaining.asking.method_table import get_method, list_methods
 from vitflow.explaining.asking.targets import Contrast, Target
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.showing.strips import map_cell
+from vitflow.explaining.showing.strips import bars_of, map_cell
 from vitflow.methods.attention import check_layer
-from vitflow.pictures import figures, notebook, overlay
+from vitflow.pictures import figures, notebook
 from vitflow.pictures.figures import Block, Cell, Column, file_too
 from vitflow.pictures.images import ImageSource, image_name
 from vitflow.pictures.pen import Pen, takes_drawing_options
@@ -78,18 +78,23 @@ class LayerMaps:
 
     def _draw(self, pen: Pen) -> Figure:
         limits = {id(one): pen.limits(one.grid) for one in self.saliencies}
+        largest = max(abs(limit) for own in limits.values() for limit in own)
+        thousandths = 1e-4 < largest < 0.1
         cells = [
-            [(column, map_cell(one, limits[id(one)], pen)) for column, one in section] for section in self._sections()
+            [(column, map_cell(one, limits[id(one)], pen, thousandths=thousandths)) for column, one in section]
+            for section in self._sections()
         ]
         whole = self.built_up[-1]
         photograph = Cell(pen.photograph(whole.image), tuple(class_lines(whole.answer)), (image_name(whole.source),))
-        cells[-1].insert(0, (Column("Photograph"), photograph))
+        cells[0].insert(0, (Column("Photograph"), photograph))
         bands = [band for section in cells for band in _bands(section)]
-        sides = sorted({overlay.has_two_sides(low, high) for low, high in limits.values()})
-        return figures.draw_bands(bands, bars=[pen.bar(two) for two in sides], note=self._note(), dpi=pen.dpi)
+        bars = bars_of([(one, limits[id(one)]) for one in self.saliencies], pen)
+        return figures.draw_bands(bands, bars=bars, note=self._note(pen, thousandths), dpi=pen.dpi)
 
     def _sections(self) -> Iterator[list[tuple[Column, Saliency]]]:
-        """The heads of the columns with their maps, section by section."""
+        """The heads of the columns with their maps, section by section; first of all the whole map."""
+        title = get_method(self.built_up[0].method).title
+        yield [(Column(title, "all layers together"), self.built_up[-1])]
         count = len(self.alone)
         raw, own = get_method("attention"), {"layer": -1, "head": None}
         # The same of all layers: which one of them is no departure.
@@ -98,7 +103,7 @@ class LayerMaps:
             (Column(f"Layer {number}", group=f"raw attention of each layer{told}"), one)
             for number, one in enumerate(self.alone, start=1)
         ]
-        built = f"{get_method(self.built_up[0].method).title} of these layers together"
+        built = f"{title} of these layers together"
         yield [
             (Column(f"Layers {first}–{count}" if first < count else f"Layer {count}", group=built), one)
             for first, one in zip(range(count, 0, -1), self.built_up, strict=True)
@@ -108,13 +113,14 @@ class LayerMaps:
             for number, one in enumerate(self.heads)
         ]
 
-    def _note(self) -> str:
+    def _note(self, pen: Pen, thousandths: bool) -> str:
         whole = self.built_up[-1]
         method = get_method(whole.method)
         told = f" ({options})" if (options := departures(method, whole.options)) else ""
         known = f", which {limits}" if (limits := limits_of(whole.model)) else ""
         return (
-            "Each map has colours of its own: the values of the first and the last stand below it.\n"
+            "Each map has colours of its own: the values of the first and the last stand below it"
+            f"{', in thousandths' if thousandths else ''}. {pen.contours}\n"
             f"{method.title}{told}. Model: {whole.model}{known}."
         )
 

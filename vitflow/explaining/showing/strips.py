@@ -6,17 +6,26 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from vitflow.demo import limits_of
-from vitflow.explaining.asking.captions import class_lines, departures, duration, unsure
+from vitflow.explaining.asking.captions import class_lines, departures, duration, ends_of_all, unsure
 from vitflow.explaining.asking.method_table import BASELINES, get_method, told_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.pictures import figures, overlay
 from vitflow.pictures.figures import Cell, Column
 from vitflow.pictures.images import image_name
-from vitflow.pictures.pen import Limits, Pen
+from vitflow.pictures.pen import Bar, Limits, Pen
 from vitflow.pictures.typesetting import readable
 
 # For each picture its maps.
 Pictures = Sequence[Sequence[Saliency]]
+
+#: The share of saturated flows from which on it is told: below it the map says as much as one with none.
+TOLD_SATURATED = 0.01
+
+#: What a saturated flow is.
+SATURATED = (
+    "A saturated flow is as large as its first layer lets it be: for such a patch the map tells nothing of the layers "
+    "above."
+)
 
 # Maps that stand side by side beside their photograph; more go into another row, where they are not too small.
 _MOST_MAPS = 5
@@ -57,9 +66,16 @@ def draw_comparison(pictures: Pictures, pen: Pen, *, same_scale: bool = False, t
         )
         for members in _bands(columns)
     ]
-    sides = sorted({overlay.has_two_sides(low, high) for low, high in limits.values()})
-    note = _note(pictures, pen, same_scale, True in sides)
-    return figures.draw_bands(bands, bars=[pen.bar(two) for two in sides], note=note, dpi=pen.dpi)
+    shown = [one for picture in pictures for one in picture if id(one) in limits]
+    bars = bars_of([(one, limits[id(one)]) for one in shown], pen)
+    return figures.draw_bands(bands, bars=bars, note=_note(pictures, pen, same_scale, bars), dpi=pen.dpi)
+
+
+def bars_of(maps: Sequence[tuple[Saliency, Limits]], pen: Pen) -> list[Bar]:
+    """The colour bars that maps with their limits need: from low to high, on both sides of 0, or one of each."""
+    two_sided = [(one.answer, one.class_specific) for one, limits in maps if overlay.has_two_sides(*limits)]
+    one_sided = [pen.bar()] if len(two_sided) < len(maps) else []
+    return one_sided + ([pen.bar(ends_of_all(two_sided))] if two_sided else [])
 
 
 def draw_words(maps: Sequence[Saliency], *, left_out: Sequence[str] = ()) -> Figure:
@@ -80,9 +96,8 @@ def draw_words(maps: Sequence[Saliency], *, left_out: Sequence[str] = ()) -> Fig
     method = told_method(maps[0].method)
     told = f"{method.title}{f' ({words})' if (words := departures(method, maps[0].options)) else ''}. "
     rest = f"\nNo map: {', '.join(left_out)}" if left_out else ""
-    two_sides = {overlay.has_two_sides(*pen.limits(one.grid)) for one in maps}
-    note = told + _note([maps], pen, False, True in two_sides) + rest
-    return figures.draw_bands(bands, bars=[pen.bar(two) for two in sorted(two_sides)], note=note, dpi=pen.dpi)
+    bars = bars_of([(one, pen.limits(one.grid)) for one in maps], pen)
+    return figures.draw_bands(bands, bars=bars, note=told + _note([maps], pen, False, bars) + rest, dpi=pen.dpi)
 
 
 def _bands(columns: Sequence[Sequence[Sequence[Saliency]]]) -> list[list[int]]:
@@ -117,14 +132,16 @@ def _block(
     return [photographs, *maps]
 
 
-def map_cell(saliency: Saliency, limits: Limits, pen: Pen, *, timings: bool = False) -> Cell:
-    """A map with the values of its first and last colour, and with the time it took where that is asked for."""
-    (low, high), unit = readable(*limits)
-    details = [f"{low} – {high} {unit}".strip()]
+def map_cell(saliency: Saliency, limits: Limits, pen: Pen, *, timings: bool = False, thousandths: bool = False) -> Cell:
+    """A map with the values of its first and last colour, and with the time it took where that is asked for.
+
+    In thousandths the values stand without a unit: the caller tells it once for all of them.
+    """
+    (low, high), unit = readable(*limits, power=-3 if thousandths else None)
+    details = [f"{low} to {high} {'' if thousandths else unit}".strip()]
     if timings:
         details.append(duration(saliency.seconds))
-    share = saliency.facts.get("saturated")
-    if share is not None:
+    if (share := saliency.facts.get("saturated", 0.0)) >= TOLD_SATURATED:
         details.append(f"{share:.0%} saturated")
     if told := unsure(saliency.facts):
         details.append(told.partition(":")[0])
@@ -140,7 +157,7 @@ def _head(saliency: Saliency) -> Column:
     return Column(method.title, departures(method, saliency.options), group)
 
 
-def _note(pictures: Pictures, pen: Pen, same_scale: bool, two_sides: bool) -> str:
+def _note(pictures: Pictures, pen: Pen, same_scale: bool, bars: Sequence[Bar]) -> str:
     low, high = overlay.ROBUST_PERCENTILES
     ends = f"{low:g}nd to the {high:g}th percentile" if pen.robust else "smallest to the largest value"
     taken = "the same for all maps of a method" if same_scale else "for each map by itself"
@@ -151,9 +168,14 @@ def _note(pictures: Pictures, pen: Pen, same_scale: bool, two_sides: bool) -> st
     if pen.soft:
         limits += " Values beyond them near the last colour."
     seen = "" if all(p[0].placement.sees_everything for p in pictures) else (" The line bounds what the model saw.")
+    seen += f"\n{pen.contours}" if pen.contours else ""
+    two_sides = any(bar.two_sides for bar in bars)
     around = "\nA map with negative values has colours on both sides of 0, which is clear." if two_sides else ""
-    first = pictures[0][0]
-    against = next((one.facts["against"] for picture in pictures for one in picture if "against" in one.facts), None)
+    shown = [one for picture in pictures for one in picture]
+    first = shown[0]
+    if any(one.facts.get("saturated", 0.0) >= TOLD_SATURATED for one in shown):
+        around += f"\n{SATURATED}"
+    against = next((one.facts["against"] for one in shown if "against" in one.facts), None)
     around += f"\nClass-specific maps are of a number less {against}." if against else ""
     known = f", which {told}" if (told := limits_of(first.model)) else ""
     return f"{limits}{seen}{around}\nModel: {first.model}{known}."

@@ -215,6 +215,24 @@ function percentile(values, share) {
 }
 
 // Between which values the colours are spread, as vitflow's overlays spread them.
+// How alike two maps are: Pearson's correlation of their patches; 0 where one of them is constant.
+function correlation(first, second) {
+  const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length, means = [mean(first), mean(second)];
+  let both = 0, own = 0, theirs = 0;
+  for (let k = 0; k < first.length; k++) {
+    const [a, b] = [first[k] - means[0], second[k] - means[1]];
+    both += a * b; own += a * a; theirs += b * b;
+  }
+  return own && theirs ? both / Math.sqrt(own * theirs) : 0;
+}
+
+// One map less another, each as shares of its sum.
+function less(first, second) {
+  const shares = (values) => { const sum = values.reduce((all, value) => all + value, 0); return values.map((value) => (sum ? value / sum : 0)); };
+  const [own, theirs] = [first, second].map((values) => shares(Float64Array.from(values)));
+  return own.map((value, k) => value - theirs[k]);
+}
+
 function limitsOf(values, [lower, upper]) {
   let low = Infinity, high = -Infinity;
   for (const value of values) { low = Math.min(low, value); high = Math.max(high, value); }

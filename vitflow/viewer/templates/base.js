@@ -121,7 +121,10 @@ function showScale(box, tables, map, alpha, background) {
   drawBar(box.querySelector("canvas"), tables, map, alpha);
   box.querySelector(".low").textContent = short(map.low);
   box.querySelector(".high").textContent = short(map.high);
-  box.querySelector(".zero").hidden = !(map.low < 0 && map.high > 0);
+  const two = map.low < 0 && map.high > 0, ends = box.nextElementSibling;
+  box.querySelector(".zero").hidden = ends.hidden = !two;
+  // What each side stands for, in the words of the map.
+  [...ends.children].forEach((end, side) => { end.textContent = (map.ends ?? ["below 0", "above 0"])[side]; });
 }
 
 // Lines around the highest values that make up 10, 25 and 50 % of the map's mass, the sum of its values above 0.

@@ -15,7 +15,7 @@ function initialOf(map) {
     map, a: 0, b: pictures.length > 1 ? 1 : -1, patch: "", patchb: "", asked: "a", class: "",
     start: own.start_layer, end: data.layers, layer: data.layers, head: "",
     head_fusion: own.head_fusion, value_weighted: Boolean(own.value_weighted), discard_ratio: own.discard_ratio, residual: own.residual,
-    refine: refinable ? own.refine : 0, affinity: own.affinity, opacity: 0.6, cmap: colourMaps[0], background: data.drawing.background, contours: false,
+    refine: refinable ? own.refine : 0, affinity: own.affinity, less: false, opacity: 0.6, cmap: colourMaps[0], background: data.drawing.background, contours: false,
   };
   return fusedSets.length && !fusedSets.includes(setName(found)) ? { ...found, ...setOf(fusedSets[0]) } : found;
 }
@@ -23,6 +23,7 @@ function initialOf(map) {
 const state = initialOf(modes[0]);
 const sides = ["a", "b"], panels = {};
 let drawn = 0; // which drawing is the latest
+let invited = !location.hash; // until the reader asks something, the photograph says what a click does
 
 function setName({ head_fusion, value_weighted }) { return `${head_fusion} ${value_weighted ? "weighted" : "plain"}`; }
 
@@ -114,13 +115,32 @@ async function refined(picture, map) {
   return refine(map, await affinitiesOf(picture), state.refine);
 }
 
-// The map of one side, as numbers over its patches, and those of the layers below it, if there are any.
+// The map of one side, as numbers over its patches, and those of the layers below it, if there are any. One that was asked
+// of a patch is told beside that of the whole answer, and may be shown less it.
 async function compute(side) {
-  const picture = pictureOf(side), grid = gridOf(picture), patch = askedPatch(side);
+  const picture = pictureOf(side), patch = askedPatch(side), own = await computeFor(picture, side, patch);
+  if (!patch || !isLive() || state.map === "similarity") return own;
+  const whole = await wholeOf(picture, side), alike = correlation(own.values, whole.values);
+  if (!state.less) return { ...own, alike };
+  const layers = async (layer) => less(await own.layers(layer), await whole.layers(layer));
+  return { ...own, alike, values: less(own.values, whole.values), layers, ends: ["more in the whole answer", "more in this patch"] };
+}
+
+// The map of the whole answer beside which that of a patch is told; kept until something else than the patch changes.
+const wholes = new Map();
+
+function wholeOf(picture, side) {
+  const asked = JSON.stringify({ ...state, patch: "", patchb: "", asked: "", less: false, opacity: 0, cmap: "", background: "", contours: false });
+  if (wholes.get(picture)?.asked !== asked) wholes.set(picture, { asked, map: computeFor(picture, side, null) });
+  return wholes.get(picture).map;
+}
+
+async function computeFor(picture, side, patch) {
+  const grid = gridOf(picture);
   if (state.map === "similarity") return { shape: grid, values: await similar(side), layers: null };
   if (!isLive()) {
     const maps = mapsOf(picture, state.map), own = maps.find(({ label }) => label === state.class) ?? maps[0];
-    return { shape: own.shape, values: await refined(picture, Float64Array.from(own.values, (value) => (own.refined === "positive" && refines(picture) ? Math.max(value, 0) : value))), layers: null, own };
+    return { shape: own.shape, values: await refined(picture, Float64Array.from(own.values, (value) => (own.refined === "positive" && refines(picture) ? Math.max(value, 0) : value))), layers: null, own, ends: own.ends };
   }
   const readout = readoutOf(picture, patch), patches = (row) => refined(picture, row.slice(picture.prefix));
   if (state.map === "attention" && state.head !== "") {
@@ -182,11 +202,17 @@ function showPanel(side, why) {
   const patch = map && askedPatch(side);
   outline(panel.asked, picture, gridOf(picture) ?? [1, 1], (isLive() && (state.map !== "similarity" || side === state.asked)) ? patch : null);
   panel.from.textContent = why ?? wordsOf(side);
+  panel.beside.hidden = map?.alike === undefined;
+  if (!panel.beside.hidden) {
+    panel.alike.textContent = `Correlation with the map of the whole answer: ${minus(map.alike.toFixed(2))}. `;
+    panel.less.textContent = state.less ? "Show the map itself" : "Show the difference";
+  }
   panel.departs.textContent = map ? departuresOf(side) : "";
-  panel.told.hidden = true;
+  panel.told.hidden = !(invited && isLive() && side === "a");
+  if (!panel.told.hidden) panel.told.textContent = "Click a patch: what does it look at?";
   panel.frame.classList.toggle("silent", !isLive());
   panel.frame.setAttribute("aria-label", `${picture.name}: ${panel.from.textContent}`);
-  for (const part of [panel.heat, panel.lines, panel.scale]) part.hidden = !map;
+  for (const part of [panel.heat, panel.lines, panel.scale, panel.scale.nextElementSibling]) part.hidden = !map;
   if (map) {
     drawHeat(panel.heat, map, picture, tables[state.cmap], width, height);
     panel.heat.style.opacity = state.opacity;
@@ -197,6 +223,9 @@ function showPanel(side, why) {
   panel.reading.textContent = map && patch && panel.asked.hidden === false ? readingOf(map, patch) : map ? `${map.shape[0]} × ${map.shape[1]} patches; point at one for its value` : "";
 }
 
+// A class with its probability, or what else is told of it.
+const withNumber = ({ label, probability, told }) => [label, probability === null ? told : percent(probability)].filter(Boolean).join(", ");
+
 const placeOf = (patch) => `the patch in row ${patch[0]}, column ${patch[1]}`;
 
 // What a side shows, in words.
@@ -204,10 +233,11 @@ function wordsOf(side) {
   const picture = pictureOf(side), patch = askedPatch(side), from = patch ? placeOf(patch) : `the answer (${picture.pooling})`;
   const { map } = panels[side];
   if (state.map === "similarity") return side === state.asked ? `Likeness to ${placeOf(patch)}` : `Likeness to ${placeOf(askedPatch(state.asked))} of ${pictureOf(state.asked).name}`;
-  if (state.map === "rollout" && isLive()) return `Rollout from ${from} through layers ${state.end} to ${state.start}`;
-  if (state.map === "attention" && isLive()) return `Attention of ${from} in layer ${state.layer}${state.head === "" ? "" : `, head ${state.head}`}`;
+  const more = state.less && patch ? ", less the map of the whole answer" : "";
+  if (state.map === "rollout" && isLive()) return `Rollout from ${from} through layers ${state.end} to ${state.start}${more}`;
+  if (state.map === "attention" && isLive()) return `Attention of ${from} in layer ${state.layer}${state.head === "" ? "" : `, head ${state.head}`}${more}`;
   const facts = factsOf(map.own.facts);
-  return `${titleOf(state.map)}${map.own.label ? ` for ${map.own.label}, ${percent(map.own.probability)}` : ""}, made beforehand for the whole answer${facts ? ` · ${facts}` : ""}`;
+  return `${titleOf(state.map)}${map.own.label ? ` for ${withNumber(map.own)}` : ""}, made beforehand for the whole answer${facts ? ` · ${facts}` : ""}`;
 }
 
 // How the map of a side departs from the publication whose name it has, in words.
@@ -323,7 +353,7 @@ function showAbout() {
 
 function fillClasses() {
   const select = document.querySelector('[data-name="class"]'), maps = mapsOf(pictureOf("a"), state.map);
-  select.replaceChildren(...maps.filter(({ specific }) => specific).map(({ label, probability }) => new Option(`${label} ${percent(probability)}`, label)));
+  select.replaceChildren(...maps.filter(({ specific }) => specific).map((map) => new Option(withNumber(map), map.label)));
   if (maps.length && !maps.some(({ label }) => label === state.class)) state.class = maps[0].label;
 }
 
@@ -385,8 +415,11 @@ function soon() {
 }
 
 function ask(side, patch) {
+  invited = false;
   state.asked = side;
   state[patchKey(side)] = patch ? patch.join(",") : "";
+  const { asked } = panels[side];
+  asked.classList.remove("new"); asked.getBoundingClientRect(); asked.classList.add("new"); // the frame of the patch draws in anew
   return update();
 }
 
@@ -419,6 +452,10 @@ function currentCall() {
   const weighting = state.value_weighted ? "output" : false, refining = { refine: state.refine, ...(state.refine ? { affinity: state.affinity } : {}) };
   const asked = patch ? { patch } : {}, both = (method, options) => ({ command: commandOf(path, call, method, options, drawing), python: explainCode(path, call, method, options, drawing) });
   if (state.map === "similarity") return both("similarity", { patch });
+  const differing = (found, method, options) => (state.less && patch ? {
+    command: `# the map of the patch; the difference is made in Python\n${found.command}`,
+    python: differenceCode(path, call, method, options, found.python),
+  } : found);
   if (!isLive()) {
     const { own } = panels[side].map, options = Object.fromEntries(Object.entries(own.options).filter(([name, value]) => value !== null && !(name === "shifts" && value === 0)));
     return both(state.map, { ...(own.specific ? { class: own.class_index } : {}), ...options, ...(SPREAD.includes(own.refined) && refines(picture) ? refining : {}) });
@@ -426,10 +463,11 @@ function currentCall() {
   const fused = { discard_ratio: state.discard_ratio, ...refining };
   if (state.map === "attention") {
     const single = state.head !== "";
-    return both("attention", { layer: state.layer, ...(single ? { head: Number(state.head) } : { head_fusion: state.head_fusion }), value_weighted: single ? false : weighting, ...fused, ...asked });
+    const options = { layer: state.layer, ...(single ? { head: Number(state.head) } : { head_fusion: state.head_fusion }), value_weighted: single ? false : weighting, ...fused };
+    return differing(both("attention", { ...options, ...asked }), "attention", options);
   }
-  const options = { head_fusion: state.head_fusion, value_weighted: weighting, ...fused, residual: state.residual, start_layer: state.start };
-  return both("rollout", { ...options, ...(state.end === data.layers ? {} : { end_layer: state.end }), ...asked });
+  const options = { head_fusion: state.head_fusion, value_weighted: weighting, ...fused, residual: state.residual, start_layer: state.start, ...(state.end === data.layers ? {} : { end_layer: state.end }) };
+  return differing(both("rollout", { ...options, ...asked }), "rollout", options);
 }
 
 // The photograph with its map as a PNG, in the size that the page has it.
@@ -477,12 +515,20 @@ async function copy(id) {
 // --- the page --------------------------------------------------------------------------------------------------------
 
 function makeTabs() {
-  $("maps").append(...modes.map((mode) => {
-    const tab = document.createElement("button");
-    Object.assign(tab, { type: "button", role: "tab", textContent: titleOf(mode) });
-    tab.setAttribute("role", "tab"); tab.dataset.name = mode;
-    return tab;
-  }));
+  const asks = (mode) => LIVE.includes(mode) && (mode === "similarity" ? hasFeatures : computes);
+  for (const [words, own] of [["Click a patch:", modes.filter(asks)], ["Whole answer only:", modes.filter((mode) => !asks(mode))]]) {
+    if (!own.length) continue;
+    const group = document.createElement("div"), label = document.createElement("span");
+    Object.assign(group, { className: "group", role: "presentation" }); Object.assign(label, { className: "which", textContent: words });
+    label.setAttribute("aria-hidden", "true");
+    group.append(label, ...own.map((mode) => {
+      const tab = document.createElement("button");
+      Object.assign(tab, { type: "button", textContent: titleOf(mode), title: asks(mode) ? "Click a patch of the photograph to ask it" : "Made for the whole answer: a click on a patch asks nothing" });
+      tab.setAttribute("role", "tab"); tab.dataset.name = mode;
+      return tab;
+    }));
+    $("maps").append(group);
+  }
 }
 
 function makeLayers() {
@@ -510,7 +556,7 @@ function makePanel(side) {
   const box = $(`panel-${side}`), part = (selector) => box.querySelector(selector);
   const panel = panels[side] = {
     stage: part(".stage"), frame: part(".frame"), photo: part("img"), ground: part(".ground"), heat: part(".heat"), lines: part(".lines"), seen: part(".seen"), hovered: part(".hovered"), told: part(".told"),
-    asked: part(".asked"), name: part("h2"), answers: part(".answers"), from: part(".from"), departs: part(".departs"), reading: part(".reading"), scale: part(".scale"), map: null,
+    asked: part(".asked"), beside: part(".beside"), alike: part(".alike"), less: part(".less"), name: part("h2"), answers: part(".answers"), from: part(".from"), departs: part(".departs"), reading: part(".reading"), scale: part(".scale"), map: null,
   };
   const at = (event) => panel.map && patchAt(event, panel.frame, pictureOf(side), panel.map.shape);
   const read = (patch) => {
@@ -525,6 +571,7 @@ function makePanel(side) {
   });
   panel.frame.addEventListener("pointermove", (event) => read(at(event)));
   panel.frame.addEventListener("pointerleave", () => { if (panel.map) showPanel(side, null); });
+  panel.less.addEventListener("click", () => { state.less = !state.less; update(); });
   panel.frame.addEventListener("focus", () => { state.asked = side; });
 }
 
