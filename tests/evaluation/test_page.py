@@ -11,8 +11,12 @@ from PIL import Image
 from vitflow import Explainer, register_method
 from vitflow.demo import draw_picture
 from vitflow.evaluation import Evaluation, evaluate
+from vitflow.evaluation.metrics import METRICS
+from vitflow.evaluation.page import _best
+from vitflow.evaluation.tables import Tables
 from vitflow.explaining.asking.method_table import _METHODS
 from vitflow.pictures.charts import DARK, LIGHT, darkened
+from vitflow.pictures.options import DPI
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 METHOD = "</style><script>alert(2)</script>"
@@ -90,9 +94,48 @@ def test_every_number_of_the_tables_is_there(open_page, saved):
         metrics = [metric for metric in found.metrics if metric.group == group]
         assert head == ["method", *(f"{metric.title} {metric.arrow}" for metric in metrics)]
         for line, method in enumerate(found.methods):
-            cells = table.locator("tbody tr").nth(line).locator("td .mean").all_inner_texts()
+            row = table.locator("tbody tr").nth(line)
+            cells = row.locator("td .mean").all_inner_texts()
             means = [found.table(metric.name)[line].estimate.mean for metric in metrics]
+            if method.endswith("(blurred)") and group == "sanity":
+                assert row.locator("td").all_inner_texts() == ["not measured"] * len(metrics)
+                continue
             assert cells == ["–" if m is None else f"{round(m, 3) + 0.0:.3f}".replace("-", "−") for m in means], method
+
+
+def test_what_is_not_defined_is_told_apart_from_what_was_not_measured(open_page, saved):
+    found, page = saved[0], open_page("light")
+    row = page.locator("#sanity table.numbers tbody tr").nth(found.methods.index(METHOD))
+    assert "undefined on 1" in row.inner_text() and "not measured" not in row.inner_text()
+    twin = next(one for one in found.table("randomisation") if one.method == "gae (blurred)")
+    assert (twin.estimate.count, twin.estimate.undefined) == (0, 0)
+    line = next(line for line in found.to_markdown("sanity").splitlines() if line.startswith("| gae (blurred)"))
+    assert line.count("not measured") == 4
+
+
+def test_the_page_counts_the_methods_that_were_asked_for_and_answers_its_title(open_page, saved):
+    found, page = saved[0], open_page("light")
+    assert found.asked == ["gae", METHOD] and "2 methods," in repr(found)
+    assert "2 methods beside 2 baselines" in page.locator("header .summary").inner_text()
+    assert page.locator("header .answer").inner_text().startswith("On your 3 pictures: GAE for ")
+
+
+def test_the_best_are_all_methods_whose_means_are_equal_and_never_a_baseline():
+    values = np.array([[0.5, 0.5001, 0.2, 0.9, 0.9]] * 4)
+    methods = ("gae", "gradcam", "rollout", "random", "gae (blurred)")
+    pictures = tuple({"groups": ["localisation"]} for _ in values)
+    tables = Tables("data", "model", methods, (METRICS["roc_auc"],), pictures, values={"roc_auc": values})
+    assert _best(tables, METRICS["roc_auc"]) == ["gae", "gradcam"]
+
+
+def test_all_charts_have_one_size_of_type(open_page, saved):
+    page, folder = open_page("light"), saved[1].parent / "figures"
+    per_inch = set()
+    for chart in page.locator("figure img").all():
+        name = chart.get_attribute("alt").removeprefix("Chart of ").partition(";")[0]
+        with Image.open(folder / f"{name}.png") as drawn:
+            per_inch.add(round(chart.bounding_box()["width"] * DPI / drawn.width))
+    assert len(per_inch) == 1
 
 
 def test_under_each_method_stands_how_it_departs_from_its_publication(open_page, saved):

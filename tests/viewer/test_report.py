@@ -322,6 +322,13 @@ def test_a_tap_on_a_phone_changes_what_is_in_sight(browser, summary, scheme):
     }"""
     assert top > 300 and page.evaluate("scrollY") == pytest.approx(top, abs=2)
     assert all(page.evaluate(in_sight, one) for one in ("frame", "name", "reading"))
+    # What was tapped while it stood half under the picture comes out from under it.
+    under = "(card) => card.getBoundingClientRect().top - document.querySelector('.big').getBoundingClientRect().bottom"
+    page.evaluate(f"(card) => scrollBy(0, 40 + ({under})(card))", card.element_handle())
+    assert card.evaluate(under) < 0
+    box = card.bounding_box()
+    page.touchscreen.tap(box["x"] + 20, box["y"] + box["height"] - 15)
+    until(page, f"(card) => ({under})(card) >= 0", card.element_handle())
     page.locator("#frame").tap()
     until(page, "$('reading').textContent.startsWith('row ')")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

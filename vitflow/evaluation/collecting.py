@@ -91,6 +91,7 @@ def collect(
         randomisation=np.array(stages) if stages else None,
         correlation=_correlation(model, correlations),
         settings=dict(settings),
+        unchecked=protocol.unchecked,
         notes=(
             *_notes(dataset, pictures, failures, protocol),
             *_undefined(pictures, protocol, by_metric, shown),

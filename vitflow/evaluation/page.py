@@ -1,6 +1,7 @@
 """The page of an evaluation: tables, differences and charts in one self-contained HTML file that needs no network."""
 
 import base64
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ _QUESTIONS = {
     "grid": "Of several objects, does the map lie on the one that was asked for?",
     "correlation": "Do attention, rollout and flow of each layer rank patches as the references do?",
 }
+# Pixels of the page for an inch of a figure: the same for all, so that their type has one size.
+_PIXELS = 116
 # Charts that stand with a group besides its bars.
 _FURTHER = {"faithfulness": "curves", "sanity": "randomisation"}
 
@@ -47,6 +50,7 @@ def write_page(evaluation: Tables, path: Path, charts: Mapping[str, bytes], *, a
         answer=answer,
         groups=_groups(evaluation, charts),
         confidence=round(100 * CONFIDENCE),
+        baselines=sum(map(evaluation.is_baseline, evaluation.methods)),
     )
 
 
@@ -65,7 +69,10 @@ def _groups(evaluation: Tables, drawn: Mapping[str, bytes]) -> list[dict[str, An
                 "metrics": metrics,
                 "rows": _rows(evaluation, metrics),
                 "charts": [charts[name] for name in names if name in charts],
-                "pictures": [_data_uri(figure_bytes(one, ".png"), "png") for one in evaluation.grids]
+                "pictures": [
+                    {"data": _data_uri(figure_bytes(one, ".png"), "png"), "width": round(_PIXELS * one.get_figwidth())}
+                    for one in evaluation.grids
+                ]
                 if group == "grid"
                 else [],
                 "matrices": [_matrix(evaluation, metric) for metric in metrics],
@@ -86,9 +93,16 @@ def _groups(evaluation: Tables, drawn: Mapping[str, bytes]) -> list[dict[str, An
     return found
 
 
-def _chart(name: str, svg: bytes) -> dict[str, str]:
-    """A chart for light and for dark screens, as data URIs."""
-    return {"name": name, "light": _data_uri(svg), "dark": _data_uri(darkened(svg))}
+def _chart(name: str, svg: bytes) -> dict[str, Any]:
+    """A chart for light and for dark screens, as data URIs, and its width on the page."""
+    points = re.search(rb'<svg[^>]* width="([\d.]+)pt"', svg)
+    assert points is not None
+    return {
+        "name": name,
+        "light": _data_uri(svg),
+        "dark": _data_uri(darkened(svg)),
+        "width": round(_PIXELS * float(points[1]) / 72),
+    }
 
 
 def _data_uri(content: bytes, kind: str = "svg+xml") -> str:
@@ -108,7 +122,8 @@ def _rows(evaluation: Tables, metrics: Sequence[Metric]) -> list[dict[str, Any]]
             "cells": [
                 {
                     "estimate": tables[metric.name][number].estimate,
-                    "best": best[metric.name] == method,
+                    "best": method in best[metric.name],
+                    "measured": evaluation.is_measured(method, metric),
                     "level": method in level[metric.name],
                 }
                 for metric in metrics
@@ -118,12 +133,14 @@ def _rows(evaluation: Tables, metrics: Sequence[Metric]) -> list[dict[str, Any]]
     ]
 
 
-def _best(evaluation: Tables, metric: Metric) -> str | None:
-    """The method with the best mean; baselines compete, too."""
-    known = [(row.estimate.mean, row.method) for row in evaluation.table(metric.name) if row.estimate.mean is not None]
+def _best(evaluation: Tables, metric: Metric) -> list[str]:
+    """The methods with the best mean, as it is written; baselines and blurred twins do not compete."""
+    means = {row.method: row.estimate.mean for row in evaluation.table(metric.name) if row.method in evaluation.asked}
+    known = {name: mean for name, mean in means.items() if mean is not None}
     if not known:
-        return None
-    return (max if metric.better == "higher" else min)(known, key=lambda one: one[0])[1]
+        return []
+    best = (max if metric.better == "higher" else min)(known.values())
+    return [name for name, mean in known.items() if decimal(mean) == decimal(best)]
 
 
 def _level_with_random(evaluation: Tables, metric: Metric) -> set[str]:

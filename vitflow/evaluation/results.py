@@ -34,7 +34,10 @@ class Evaluation(Tables):
 
     def __repr__(self) -> str:
         failed = f", {len(self.failures)} failed" if self.failures else ""
-        counts = f"{len(self.methods)} methods, {len(self.metrics)} metric{'s' if len(self.metrics) != 1 else ''}"
+        counts = ", ".join(
+            f"{len(own)} {word}{'' if len(own) == 1 else 's'}"
+            for own, word in ((self.asked, "method"), (self.metrics, "metric"))
+        )
         return f"Evaluation({self.model} on {self.data}: {counts}{failed})"
 
     def __str__(self) -> str:
@@ -117,7 +120,11 @@ class Evaluation(Tables):
     def _group_rows(self, group: str) -> list[list[str]]:
         metrics = [metric for metric in self.metrics if metric.group == group]
         head = ["method", *(f"{metric.title} {metric.arrow}" for metric in metrics)]
-        columns = [[str(row.estimate) for row in self.table(metric.name)] for metric in metrics]
+        columns = [
+            [str(row.estimate) if self.is_measured(row.method, metric) else "not measured" for row in rows]
+            for metric in metrics
+            for rows in [self.table(metric.name)]
+        ]
         return [head, *([method, *cells] for method, *cells in zip(self.methods, *columns, strict=True))]
 
     def save(self, path: str | os.PathLike[str]) -> Path:

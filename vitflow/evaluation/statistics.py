@@ -29,7 +29,7 @@ class Estimate:
         standard_error: sample standard deviation / √count; None for fewer than two pictures.
         low, high: bootstrap interval of the mean; None for fewer than two pictures.
         count: pictures with a value.
-        undefined: pictures without one, which are left out of all of the above.
+        undefined: pictures without one, which are left out of all of the above; 0 where nothing was measured at all.
     """
 
     mean: float | None

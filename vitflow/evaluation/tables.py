@@ -1,7 +1,7 @@
 """Tables of an evaluation: what was measured on all pictures, and what follows from it for each metric."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -56,6 +56,7 @@ class Tables:
         settings: what else the numbers depend on, ready for JSON.
         notes: sentences that belong beside the tables.
         grids: some grids of four pictures with their maps, drawn, where they were measured for a page.
+        unchecked: methods that were left out of the sanity checks.
     """
 
     data: str
@@ -74,6 +75,7 @@ class Tables:
     settings: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     grids: tuple[Figure, ...] = ()
+    unchecked: tuple[str, ...] = ()
     _known: dict[tuple[str, str], Any] = field(default_factory=dict, init=False)
 
     @property
@@ -84,6 +86,17 @@ class Tables:
     def is_baseline(self, method: str) -> bool:
         """Whether a method knows nothing of the model."""
         return method.partition(":")[0] in BASELINES
+
+    @property
+    def asked(self) -> list[str]:
+        """The methods themselves, without the baselines and the blurred twins that stand beside them."""
+        return [name for name in self.methods if not (self.is_baseline(name) or is_twin(name))]
+
+    def is_measured(self, method: str, metric: Metric) -> bool:
+        """Whether a metric was measured of a method at all: blurred twins have no sanity checks and no grids."""
+        if metric.group == "sanity" and method in self.unchecked:
+            return False
+        return not (is_twin(method) and metric.group in ("sanity", "grid"))
 
     @property
     def departures(self) -> dict[str, str | None]:
@@ -101,7 +114,11 @@ class Tables:
         if ("table", metric) not in self._known:
             estimates = estimate_means(self._values_of(metric), resamples=self._resamples, seed=self._seed)
             self._known["table", metric] = [
-                TableRow(method, self.is_baseline(method), estimate)
+                TableRow(
+                    method,
+                    self.is_baseline(method),
+                    estimate if self.is_measured(method, METRICS[metric]) else replace(estimate, undefined=0),
+                )
                 for method, estimate in zip(self.methods, estimates, strict=True)
             ]
         return list(self._known["table", metric])

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from vitflow.evaluation.controls import is_twin
 from vitflow.evaluation.metrics import METRICS
 from vitflow.evaluation.tables import Tables
 from vitflow.explaining.asking.method_table import get_method, is_slow
@@ -24,7 +23,7 @@ def verdict(evaluation: Tables) -> str:
     >>> verdict(evaluate("demo:8", model="demo", methods=["gae", "attention"], metrics=["roc_auc"]))
     'On your 8 pictures: GAE for where the object is.'
     """
-    methods = [name for name in evaluation.methods if not (evaluation.is_baseline(name) or is_twin(name))]
+    methods = evaluation.asked
     measured = {metric.name for metric in evaluation.metrics}
     asked = {
         question: metric

@@ -110,7 +110,7 @@ def _draw_bar(
     page.picture(strip, left, y)
     y += strip.shape[0] / pen.dpi
     marked = sorted({start, low, 0.0, high, end} if two_sides else {low, high, end})
-    told, unit = readable(*marked)
+    told, unit = readable(*marked, largest=max(abs(low), abs(high)))
     texts = list(told)
     if high > low and most > end * (1 + 1e-6):  # beyond the last colours the map goes on
         texts[-1] = f"≥ {texts[-1]}"

@@ -37,7 +37,7 @@ function makeCard(picture) {
   name.className = "name"; name.textContent = picture.name;
   label.className = "class"; label.textContent = [picture.label, percent(picture.probability)].filter(Boolean).join(" · ");
   card.append(frame, name, label);
-  card.addEventListener("click", () => select(picture));
+  card.addEventListener("click", () => { select(picture); bringIn(card); });
   picture.card = card; picture.opacity = alpha;
   sight.observe(card);
 }
@@ -50,8 +50,17 @@ function select(picture) {
   if (!picture) return;
   picture.card.setAttribute("aria-current", "true");
   // Where the picture stays above the gallery, what the reader scrolled to stays, too.
-  if (matchMedia("(min-width: 861px)").matches) picture.card.scrollIntoView({ block: "nearest" });
+  if (!isNarrow()) picture.card.scrollIntoView({ block: "nearest" });
   show();
+}
+
+const isNarrow = () => matchMedia("(max-width: 860px)").matches;
+
+// On a phone the picture covers the upper half: what was tapped comes out from under it.
+function bringIn(card) {
+  if (!isNarrow()) return;
+  card.style.scrollMargin = `${document.querySelector(".big").offsetHeight + 10}px 0 0`;
+  card.scrollIntoView({ block: "nearest", behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
 }
 
 // The address names the picture and the method, so that it can be sent.
@@ -158,4 +167,5 @@ addEventListener("keydown", (event) => {
   if (!step || isField(event.target) || !isBare(event) || !visible.length) return;
   event.preventDefault();
   select(visible[Math.min(Math.max(visible.indexOf(current) + step, 0), visible.length - 1)]);
+  bringIn(current.card);
 });
