@@ -21,8 +21,8 @@ _TEXTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_emb
 _FOLLOWED = ("greedy_search", "sample")
 # Where it keeps a tokenizer in a model's folder, one or the other.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model")
-# What it calls attention from one stream of tokens to another, in small letters.
-_CROSSING = ("cross", "encdec", "encoder_attn")
+# What loads what lies beside a model's weights.
+_BESIDE = {"tokenizer": "AutoTokenizer", "processor": "AutoProcessor", "image processor": "AutoImageProcessor"}
 
 
 def reads_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -48,21 +48,6 @@ def check_text(text: object) -> None:
         raise OptionError(f"Expected one text as a string, got {text!r:.80}.")
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
         raise OptionError(f"Expected a text in UTF-8, got “{printable(text[:80])}”, which has bytes that are none.")
-
-
-def stream_of(path: str) -> str:
-    """The name of the stream of tokens that an attention module works on, by its path in the model.
-
-    >>> stream_of("decoder.block.3.layer.0.SelfAttention"), stream_of("decoder.block.3.layer.1.EncDecAttention")
-    ('decoder', 'decoder.cross_attention')
-    >>> stream_of("h.0.attn"), stream_of("model.vision_tower.encoder.layers.1.self_attn")
-    ('h', 'model.vision_tower.encoder')
-    """
-    parts = path.split(".")
-    stack = next((number for number, part in enumerate(parts) if part.isdigit()), len(parts))
-    name = ".".join(parts[: max(stack - 1, 1)])  # without the list of blocks, where it is not all there is
-    crosses = any(word in part.lower() for part in parts[stack:] for word in _CROSSING)
-    return f"{name}.cross_attention" if crosses else name
 
 
 def predicts_words(model: nn.Module) -> bool:
@@ -111,11 +96,14 @@ def _load_model(transformers: Any, name: str | Path, trust_remote_code: bool) ->
         ) from error
     except Exception as error:  # a damaged or hostile folder makes transformers raise nearly anything
         _tell_code(name, error)
-        raise ModelError(
-            f"Expected an id of the hub or a folder of transformers as the model, got {str(name)!r}: "
-            f"{_reason(name, error)}"
-        ) from error
+        raise _no_model(name, error) from error
     return model
+
+
+def _no_model(name: str | Path, error: Exception) -> ModelError:
+    return ModelError(
+        f"Expected an id of the hub or a folder of transformers as the model, got {str(name)!r}: {_reason(name, error)}"
+    )
 
 
 def _tell_code(name: str | Path, error: Exception) -> None:
@@ -133,15 +121,17 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """What prepares pictures and texts, as it was saved beside a model; ModelError where there is none."""
+    """What prepares pictures and texts for a model, or pictures alone, as it was saved beside it.
+
+    Raises:
+        ModelError: there is none, or no such model.
+    """
     found = _load_beside("processor", name, trust_remote_code)
-    if not hasattr(found, "image_processor"):
-        raise ModelError(f"Expected a processor of pictures beside the model {str(name)!r}, got none: pass processor=.")
-    return found
+    return found if hasattr(found, "image_processor") else _load_beside("image processor", name, trust_remote_code)
 
 
 def _load_beside(what: str, name: str | Path, trust_remote_code: bool) -> Any:
-    kind = getattr(_transformers(), f"Auto{what.title()}")
+    kind = getattr(_transformers(), _BESIDE[what])
     wordless = is_folder(name) and not any(is_file(Path(name) / file) for file in _TOKENIZER_FILES)
     with hub_for(name):
         try:
@@ -150,8 +140,11 @@ def _load_beside(what: str, name: str | Path, trust_remote_code: bool) -> Any:
             return kind.from_pretrained(name, trust_remote_code=trust_remote_code)
         except Exception as error:  # likewise
             _tell_code(name, error)
+            if isinstance(error, OSError) and why_absent(name):
+                raise _no_model(name, error) from error
             raise ModelError(
-                f"Expected a {what} beside the model {str(name)!r}, got none: pass {what}=. ({_reason(name, error)})"
+                f"Expected a {what} beside the model {str(name)!r}, got none: save it there by its save_pretrained, or "
+                f"in Python pass {what.split()[-1]}=. ({_reason(name, error)})"
             ) from error
 
 

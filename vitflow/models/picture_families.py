@@ -119,7 +119,12 @@ def _llava(asked: Asked) -> Iterator[Part]:
     patch = asked.sees.patch_size
     rows, cols = (side // patch for side in asked.pixels)
     own = int(asked.tokens == asked.pictures * (rows * cols + 1))
-    yield Part(rows, cols, _whole_patches(_prepared(asked), (rows * patch, cols * patch), asked.pixels), before=own)
+    yield Part(rows, cols, raster(asked, rows, cols, patch), before=own)
+
+
+def raster(asked: Asked, rows: int, cols: int, patch: int) -> Placement:
+    """Where a grid of patches of so many pixels lies, which begins in the corner of the model input."""
+    return _whole_patches(_prepared(asked), (rows * patch, cols * patch), asked.pixels)
 
 
 def _whole_patches(placement: Placement, covered: Size, pixels: Size) -> Placement:

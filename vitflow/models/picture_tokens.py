@@ -7,7 +7,8 @@ from typing import Any, get_args
 from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, unknown_name
-from vitflow.models.picture_families import READERS, Asked, Role
+from vitflow.methods.tokens import TokenLayout
+from vitflow.models.picture_families import READERS, Asked, Role, raster
 from vitflow.pictures.geometry import Placement, Size
 
 
@@ -115,6 +116,27 @@ def picture_tokens(
         found.append(PictureTokens(patches, part.rows, part.cols, part.placement, part.role, number))
         start += part.length
     return tuple(found)
+
+
+def source_tokens(
+    config: Any, processor: Any, inputs: Mapping[str, Any], size: Size, layout: TokenLayout
+) -> PictureTokens:
+    """Where the patches of a picture stand among the tokens of an encoder that reads nothing else.
+
+    Args:
+        config: the encoder's configuration.
+        processor: what made the inputs.
+        inputs: what it made, pixel_values [1, channels, height, width].
+        size: (height, width) of the picture.
+        layout: how the encoder's tokens are arranged.
+    """
+    asked = Asked(config, processor, inputs, 0, size, 1, 0)
+    patch = getattr(config, "patch_size", None)
+    placement = raster(
+        asked, layout.rows, layout.cols, patch if isinstance(patch, int) else asked.pixels[0] // layout.rows
+    )
+    start = layout.num_prefix_tokens
+    return PictureTokens(range(start, start + layout.rows * layout.cols), layout.rows, layout.cols, placement)
 
 
 def image_token(config: Any) -> int | None:

@@ -12,8 +12,10 @@ from vitflow.methods.cells import cell_grid
 from vitflow.methods.refinement import Affinity
 from vitflow.methods.tokens import TokenLayout
 from vitflow.methods.values import Values, ValueWeighting, check_value_weighting
-from vitflow.models.languages import stream_of
 from vitflow.recording.layers import AttentionLayer, fuse_parts
+
+# What modules call attention from one stream of tokens to another, in small letters.
+_CROSSING = ("cross", "encdec", "encoder_attn")
 
 
 @dataclass(slots=True)
@@ -289,6 +291,21 @@ class Trace:
         ]
         features = {name: next(gradients) for name in self.features}
         return Backward(attentions, features, next(gradients, None))
+
+
+def stream_of(path: str) -> str:
+    """The name of the stream of tokens that an attention module works on, by its path in the model.
+
+    >>> stream_of("decoder.block.3.layer.0.SelfAttention"), stream_of("decoder.block.3.layer.1.EncDecAttention")
+    ('decoder', 'decoder.cross_attention')
+    >>> stream_of("h.0.attn"), stream_of("model.vision_tower.encoder.layers.1.self_attn")
+    ('h', 'model.vision_tower.encoder')
+    """
+    parts = path.split(".")
+    stack = next((number for number, part in enumerate(parts) if part.isdigit()), len(parts))
+    name = ".".join(parts[: max(stack - 1, 1)])  # without the list of blocks, where it is not all there is
+    crosses = any(word in part.lower() for part in parts[stack:] for word in _CROSSING)
+    return f"{name}.cross_attention" if crosses else name
 
 
 # Gradients of half-precision models are computed that much larger: a power of two, so that nothing is rounded.

@@ -1,15 +1,18 @@
 """What a model with an encoder and a decoder writes rests on its source: held against each sum written out slowly."""
 
+from functools import lru_cache
+
 import networkx
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from tests import references
 from tests.explaining.text.test_reading import wordpiece_tokenizer
 from vitflow import Generation, explain_generation
-from vitflow.errors import OptionError, UnsupportedModelError
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
 
@@ -267,3 +270,100 @@ def test_what_is_no_encoder_with_a_decoder_is_refused_by_name():
     assert written(captioner(), source_of("captioner")).prompt_tokens.strings[:3] == ("[picture]", " 1,1", " 1,2")
     with pytest.raises(UnsupportedModelError, match="VisionEncoderDecoderModel attends in 4 matrices of 16 × 16"):
         written(staged, source_of("captioner"))
+
+
+def photograph(size: tuple[int, int] = (48, 96)) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (*size, 3), dtype=np.uint8))
+
+
+def prepares(crop: bool = False) -> object:
+    if not crop:
+        return transformers.ViTImageProcessor(size={"height": 32, "width": 32})
+    sides = {"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 32}}
+    return transformers.CLIPImageProcessor(**sides, do_center_crop=True)
+
+
+@lru_cache
+def seeing() -> nn.Module:
+    """One captioner for tests that compare what it wrote."""
+    return captioner()
+
+
+def beside(image: object = None, **options: object) -> Generation:
+    options = {"image": photograph() if image is None else image, "processor": prepares(), **options}
+    return written(seeing(), options.pop("inputs", None), **options)
+
+
+@pytest.mark.parametrize("method", ["rollout", "attention", "flow", "gae"])
+def test_a_word_has_its_map_on_the_picture_that_the_encoder_reads(method):
+    found = beside(method=method)
+    given = prepares()(images=[photograph()], return_tensors="pt")
+    plain = written(seeing(), dict(given), method=method)
+    np.testing.assert_array_equal(found.values, plain.values)
+    saliency = found.picture(2)
+    row = joined(found)[2, :, -1]
+    np.testing.assert_allclose(saliency.grid.flatten(), row[1:17])  # behind the class token
+    assert saliency.facts["on_picture"] == pytest.approx(row[1:17].sum() / row.sum(), rel=1e-5)
+    assert saliency.image.shape == (48, 96, 3)
+    with pytest.raises(OptionError, match="Expected a picture in the prompt, got none: pass image="):
+        plain.picture(2)
+    again = written(seeing(), given["pixel_values"], method=method, image=photograph(), processor=prepares())
+    np.testing.assert_array_equal(again.picture(2).grid, saliency.grid)
+
+
+@pytest.mark.parametrize("crop", [False, True])
+def test_each_patch_of_the_encoder_lies_where_its_token_sees(crop):
+    processor, model = prepares(crop), seeing()
+    part = beside(processor=processor).pictures.parts[0]
+    assert (part.rows, part.cols, part.positions) == (4, 4, tuple(range(1, 17)))
+
+    def tokens(image: np.ndarray) -> torch.Tensor:
+        return model.encoder.embeddings(processor(images=[image], return_tensors="pt")["pixel_values"])[0]
+
+    dark = np.zeros((48, 96, 3), np.uint8)
+    for number in (0, 5, 10, 15):
+        left, top, right, bottom = part.box(*divmod(number, 4))
+        lit, (y, x) = dark.copy(), (int((top + bottom) / 2), int((left + right) / 2))
+        lit[y - 1 : y + 2, x - 1 : x + 2] = 255
+        moved = (tokens(lit) - tokens(dark)).abs().sum(dim=-1)
+        assert int(moved.argmax()) == part.positions[number]
+
+
+def test_a_beginning_in_words_and_pictures_of_any_size():
+    words = wordpiece_tokenizer()
+    found = beside(inputs="the key", tokenizer=words)
+    begin = words("the key", add_special_tokens=False)["input_ids"]
+    assert found.prompt_tokens.ids[-len(begin) - 1 :] == (1, *begin)
+    saliency = beside(Image.new("RGB", (1, 1))).picture(0)
+    assert saliency.image.shape == (1, 1, 3) and np.isfinite(saliency.heatmap).all()
+    assert beside([photograph()]).picture(0).grid.shape == (4, 4)
+
+
+def test_what_an_encoder_cannot_be_shown_is_told():
+    with pytest.raises(OptionError, match="Expected one picture for VisionEncoderDecoderModel, got 2"):
+        beside([photograph(), photograph()])
+    with pytest.raises(OptionError, match="Expected a picture or several, got an empty list"):
+        beside([])
+    for options in ({"neutral": "the"}, {"through_tower": True}):
+        with pytest.raises(OptionError, match="reads no prompt beside the picture.*leave out neutral"):
+            beside(**options)
+    with pytest.raises(
+        OptionError, match=r"Expected pixel_values \[1, channels, height, width\] .* got \(2, 3, 32, 32\)"
+    ):
+        beside(inputs=torch.zeros(2, 3, 32, 32))
+    with pytest.raises(OptionError, match="Expected a processor for VisionEncoderDecoderModel, which was not loaded"):
+        written(seeing(), None, image=photograph())
+    with pytest.raises(UnsupportedModelError, match="T5ForConditionalGeneration has no token for the patches"):
+        written(t5(), SOURCE, image=photograph(), processor=prepares())
+    with pytest.raises(OptionError, match="Expected a text, or what its tokenizer makes of it"):
+        written(t5(), None)
+
+
+def test_an_encoder_by_its_folder_brings_what_prepares_its_pictures(tmp_path):
+    seeing().save_pretrained(tmp_path)
+    wordpiece_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="Expected a.*processor beside the model .*save_pretrained.* pass processor="):
+        explain_generation(tmp_path, image=photograph(), max_new_tokens=2)
+    prepares().save_pretrained(tmp_path)
+    found = explain_generation(tmp_path, image=photograph(), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+    np.testing.assert_allclose(found.picture(2).grid, beside().picture(2).grid, atol=1e-6)

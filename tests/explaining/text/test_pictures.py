@@ -325,6 +325,13 @@ def test_a_prompt_without_its_picture_token_is_given_one():
     assert words == ["user", *["<image>"] * 36, "what", "is", "assistant"]
 
 
+def test_a_picture_alone_is_asked_for_its_description():
+    one = family("llava")
+    options = {"image": photograph(), "processor": one.processor, **saying(one, ANSWER)}
+    alone, told = (explain_generation(one.model, text, **options) for text in (None, "Describe the picture."))
+    assert alone.prompt_tokens == told.prompt_tokens
+
+
 def test_what_the_processor_has_made_is_taken_as_it_is():
     one = family("llava")
     inputs = one.processor(images=photograph(), text="user <image> what is on", return_tensors="pt")
@@ -364,6 +371,9 @@ def test_what_is_no_picture_is_told():
         explain_generation(one.model, ["what", "is"], image=photograph(), processor=one.processor)
     with pytest.raises(OptionError, match="Expected image= beside neutral, through_tower and layout, got none"):
         explain_generation(one.model, "what", processor=one.processor, through_tower=True)
+    with pytest.raises(OptionError, match="Expected a processor of pictures and texts for LlavaFor.*LlavaImageProc"):
+        alone = family("llava").processor.image_processor
+        explain_generation(family("llava").model, "what", image=photograph(), processor=alone)
     with pytest.raises(OptionError, match="Expected a processor for LlavaFor.*, which was not loaded by name"):
         explain_generation(family("llava").model, "what", image=photograph())
     plain = explain_generation(one.model, "what is", tokenizer=one.processor.tokenizer, **saying(one, ANSWER))
@@ -396,12 +406,10 @@ def test_a_processor_that_brings_code_is_refused(tmp_path):
 def test_an_id_that_is_not_there_is_told_in_seconds(monkeypatch):
     monkeypatch.setattr("vitflow.models.hub.hub_answers", lambda: False)
     started = time.perf_counter()
-    with pytest.raises(
-        ModelError, match=r"beside the model 'nobody/nothing-here'.*not in this machine's cache.* Fetch"
-    ):
-        explain_generation("nobody/nothing-here", "what", image=photograph())
-    with pytest.raises(ModelError, match=r"got 'nobody/nothing-here': it is not in this machine's cache.* Fetch it by"):
-        explain_generation("nobody/nothing-here", "what")
+    for options in ({"image": photograph()}, {}):  # a processor and a tokenizer that are not there are no other fault
+        with pytest.raises(ModelError, match=r"got 'nobody/nothing-here': it is not in .* cache.* Fetch it by") as told:
+            explain_generation("nobody/nothing-here", "what", **options)
+        assert "processor=" not in str(told.value)
     assert time.perf_counter() - started < 10
 
 
@@ -420,18 +428,6 @@ def test_models_that_mix_tokens_otherwise_are_refused_by_name():
 
 
 def test_models_that_attend_to_a_picture_beside_their_text_are_refused():
-    sees = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8
-    )
-    reads = transformers.GPT2Config(
-        vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2
-    )
-    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(sees, reads)
-    model = transformers.VisionEncoderDecoderModel(config=config).eval()
-    with pytest.raises(
-        UnsupportedModelError, match=r"VisionEncoderDecoder\) give what its processor makes \(pixel_values\)"
-    ):
-        explain_generation(model, "what", image=photograph())
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     blip = transformers.BlipForConditionalGeneration(
         transformers.BlipConfig(
@@ -441,6 +437,6 @@ def test_models_that_attend_to_a_picture_beside_their_text_are_refused():
     ).eval()
     with pytest.raises(
         UnsupportedModelError,
-        match="BlipForConditionalGeneration .*others that attend to one beside their text are not followed",
+        match="BlipForConditionalGeneration .*attend to a picture beside their text are not followed",
     ):
         explain_generation(blip, "what", image=photograph())

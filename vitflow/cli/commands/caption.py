@@ -17,7 +17,6 @@ from vitflow.explaining.text.method_table import TEXT_METHODS, text_method
 from vitflow.pictures.options import FIGURE_FORMATS
 
 _CAUSAL = ("raw", "receptive_field")
-_PROMPT = "Describe the picture."
 # The bundled captioner knows no other words.
 _OWN_PROMPTS = {"demo-caption": "<image> here is"}
 
@@ -26,7 +25,8 @@ _OWN_PROMPTS = {"demo-caption": "<image> here is"}
 @click.argument("image", type=click.Path(path_type=Path))
 @click.option(
     "--prompt",
-    help=f"What to ask about the picture.  [default: {_PROMPT!r}, or what the bundled model was trained with]",
+    help="What to ask about the picture.  [default: 'Describe the picture.', or what the bundled model was trained "
+    "with; nothing where the model takes no prompt]",
 )
 @click.option(
     "--generate",
@@ -89,7 +89,7 @@ def caption(image: Path, **given: Any) -> None:
 
     found = explain_generation(
         given["model"],
-        given["prompt"] or _OWN_PROMPTS.get(given["model"], _PROMPT),
+        given["prompt"] or _OWN_PROMPTS.get(given["model"]),
         image=image,
         method=given["method"],
         name=given["name"],

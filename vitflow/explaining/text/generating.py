@@ -16,7 +16,7 @@ from vitflow.explaining.asking.method import Method
 from vitflow.explaining.text.encoder_decoder import Written, write_and_read
 from vitflow.explaining.text.generation import Generation
 from vitflow.explaining.text.method_table import TEXT_METHODS, for_kind, text_method
-from vitflow.explaining.text.pictures import Layout, with_neutral, with_pictures
+from vitflow.explaining.text.pictures import Layout, with_neutral, with_pictures, with_source
 from vitflow.explaining.text.prompts import arguments_of, beside_text
 from vitflow.explaining.text.read_rows import array_of, read_rows
 from vitflow.explaining.text.tower import tower_rows
@@ -32,6 +32,7 @@ from vitflow.models.languages import (
     load_processor,
     reading,
     refuse_generation,
+    tokenizer_of,
 )
 from vitflow.models.picture_tokens import refuse_videos
 from vitflow.recording.isolation import device_of, evaluating
@@ -39,7 +40,7 @@ from vitflow.recording.isolation import device_of, evaluating
 
 def explain_generation(
     model: str | Path | nn.Module,
-    inputs: Any,
+    inputs: Any = None,
     *,
     image: Any = None,
     tokenizer: Any = None,
@@ -58,9 +59,10 @@ def explain_generation(
         model: a causal language model of `transformers`, one that sees as well, or one with an encoder and a decoder
             (T5, BART, VisionEncoderDecoder); its id or folder.
         inputs: the prompt, as the tokenizer makes it (input_ids, attention_mask), ids [batch, tokens], or a text; with
-            pictures, a text or what the processor makes of it with them. For an encoder that sees, what its processor
-            makes (pixel_values).
-        image: a picture of the prompt, or several, as paths, bytes, PIL images or arrays.
+            pictures, a text (by default "Describe the picture.") or what the processor makes of it with them. Beside an
+            encoder that sees, what the decoder begins with, by default nothing; or what the processor makes of the
+            picture (pixel_values).
+        image: a picture of the prompt, or several, as paths, bytes, PIL images or arrays; for an encoder one.
         tokenizer: its tokenizer; by default the one saved beside it. Without one, tokens are told by their numbers.
         processor: what prepares pictures for the model; by default the one saved beside it.
         method: "rollout", "attention", "flow", "gae" or "logit_lens".
@@ -99,7 +101,17 @@ def explain_generation(
     if not has_encoder(model):
         refuse_looking_ahead(model)
     pictures = None
-    if image is not None:
+    if image is not None and has_encoder(model) and getattr(model, "main_input_name", "") == "pixel_values":
+        if neutral is not None or through_tower:
+            raise OptionError(
+                f"{type(model).__name__} reads no prompt beside the picture, and what its words rest on goes down "
+                "through its encoder already: leave out neutral and through_tower."
+            )
+        if isinstance(inputs, str) and inputs:
+            tokenizer = tokenizer_of(model, tokenizer)
+            generate["decoder_input_ids"] = tokenizer(inputs, add_special_tokens=False, return_tensors="pt").input_ids
+        inputs, pictures = with_source(model, inputs, image, processor, layout)
+    elif image is not None:
         inputs, processor, pictures = with_pictures(model, inputs, image, processor, layout)
         tokenizer = processor.tokenizer if tokenizer is None else tokenizer
     elif neutral is not None or through_tower or layout is not None:

@@ -12,14 +12,23 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, unknown_name
 from vitflow.methods.visibility import relative_to
+from vitflow.models.anatomy import read_layout
 from vitflow.models.languages import load_processor
 from vitflow.models.libraries import library_id
-from vitflow.models.picture_tokens import PictureTokens, image_token, picture_tokens, refuse_videos
+from vitflow.models.picture_tokens import (
+    PictureTokens,
+    image_token,
+    picture_tokens,
+    refuse_videos,
+    source_tokens,
+)
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.images import image_name, read_image
 from vitflow.pictures.upsampling import lay_together
 from vitflow.viewer.textpage import ShownPicture
 
+#: What is asked about a picture where nobody asks anything else.
+ASKING = "Describe the picture."
 Layout = PictureTokens | Sequence[PictureTokens] | None
 
 
@@ -191,7 +200,7 @@ def with_pictures(
 
     Args:
         model: sees and writes.
-        prompt: a text, or what the processor has made of it with these pictures.
+        prompt: a text, or what the processor has made of it with these pictures; None to ask for a description.
         image: a picture or several, as for `read_image`.
         processor: prepares them; by default the one saved beside the model, by name.
         layout: where the patches stand, for a family that is not known.
@@ -201,18 +210,20 @@ def with_pictures(
         UnsupportedModelError: it is not known where the patches of this family stand.
         ModelError: there is no processor.
     """
-    given = list(image) if isinstance(image, list | tuple) else [image]
-    images = [read_image(one) for one in given]
-    if not images:
-        raise OptionError("Expected a picture or several, got an empty list: leave image out.")
+    images, names = _read(image)
     config = getattr(model, "config", None)
     if image_token(config) is None and layout is None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no token for the patches of a picture in its text: it sees none there. To a "
-            "model whose decoder attends to a picture (VisionEncoderDecoder) give what its processor makes "
-            "(pixel_values) as the inputs; others that attend to one beside their text are not followed."
+            f"{type(model).__name__} has no token for the patches of a picture in its text: it sees none there. But "
+            "for VisionEncoderDecoder, models that attend to a picture beside their text are not followed."
         )
     processor = _processor_of(model, processor, trust_remote_code)
+    if not hasattr(processor, "tokenizer"):
+        raise OptionError(
+            f"Expected a processor of pictures and texts for {type(model).__name__}, got {type(processor).__name__}, "
+            "which prepares pictures alone: pass processor=."
+        )
+    prompt = ASKING if prompt is None else prompt
     if isinstance(prompt, str):
         text = _with_token(prompt, processor, len(images))
         begin = getattr(getattr(processor, "tokenizer", None), "bos_token", None)
@@ -232,7 +243,55 @@ def with_pictures(
         refuse_videos(config, inputs)
         parts = (layout,) if isinstance(layout, PictureTokens) else tuple(layout)
         _check_parts(parts, len(images), inputs["input_ids"])
-    return inputs, processor, Pictures(tuple(images), tuple(image_name(one) for one in given), parts)
+    return inputs, processor, Pictures(tuple(images), names, parts)
+
+
+def with_source(
+    model: nn.Module, inputs: Any, image: Any, processor: Any, layout: Layout
+) -> tuple[dict[str, Any], Pictures]:
+    """The picture that an encoder reads for the decoder, as its processor makes it; and where its patches stand.
+
+    Args:
+        model: writes with a decoder that attends to an encoder of pictures.
+        inputs: what the processor has made of the picture; anything else stands for none.
+        image: the picture, as for `read_image`.
+        processor: prepares pictures; by default the one saved beside the model, by name.
+        layout: where the patches stand, for an encoder that does not say.
+
+    Raises:
+        OptionError: there is not one picture.
+        UnsupportedModelError: it is not known how the encoder arranges its patches.
+        ModelError: there is no processor.
+    """
+    images, names = _read(image)
+    if len(images) != 1:
+        raise OptionError(f"Expected one picture for {type(model).__name__}, got {len(images)}: give one at a time.")
+    processor = _processor_of(model, processor, False)
+    if isinstance(inputs, Tensor):
+        inputs = {"pixel_values": inputs}
+    if not isinstance(inputs, Mapping):
+        prepares = getattr(processor, "image_processor", processor)
+        inputs = prepares(images=[Image.fromarray(images[0])], return_tensors="pt")
+    pixels = inputs.get("pixel_values")
+    if not isinstance(pixels, Tensor) or pixels.ndim != 4 or len(pixels) != 1:
+        told = tuple(pixels.shape) if isinstance(pixels, Tensor) else type(pixels).__name__
+        raise OptionError(f"Expected pixel_values [1, channels, height, width] of the picture, got {told}.")
+    if layout is None:
+        of_theirs: Any = model
+        encoder = of_theirs.get_encoder()
+        grid = read_layout(encoder, (pixels.shape[2], pixels.shape[3]), None)
+        size = images[0].shape[0], images[0].shape[1]
+        layout = source_tokens(encoder.config, processor, inputs, size, grid)
+    parts = (layout,) if isinstance(layout, PictureTokens) else tuple(layout)
+    return {"pixel_values": pixels}, Pictures(tuple(images), names, parts)
+
+
+def _read(image: Any) -> tuple[list[NDArray[np.uint8]], tuple[str, ...]]:
+    """The pictures of a prompt, and what they are called."""
+    given = list(image) if isinstance(image, list | tuple) else [image]
+    if not given:
+        raise OptionError("Expected a picture or several, got an empty list: leave image out.")
+    return [read_image(one) for one in given], tuple(image_name(one) for one in given)
 
 
 def with_neutral(pictures: Pictures, neutral: Pictures, rows: NDArray[np.float32]) -> Pictures:
