@@ -392,8 +392,8 @@ def test_without_a_writable_cache_the_kernel_is_compiled_all_the_same(monkeypatc
         kept.append(nogil)
         return lambda function: function
 
-    monkeypatch.setattr(compiled, "njit", njit)
-    assert compiled.compiled(len) is len and kept == [True]
+    monkeypatch.setattr("numba.njit", njit)
+    assert compiled.compiled(lambda number: number + 1)(2) == 3 and kept == [True]
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------

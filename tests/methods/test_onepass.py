@@ -18,6 +18,26 @@ from vitflow.methods.fusion import HEAD_FUSIONS, add_residual, discard_low, fuse
 from vitflow.methods.values import Values, fuse_weighted, gram_matrix
 
 
+@pytest.fixture(params=["compiled", "before numba is loaded"], autouse=True)
+def ways(request, monkeypatch):
+    """Both ways in which a processor takes the steps."""
+    monkeypatch.setattr(onepass, "worth_compiling", lambda numbers: request.param == "compiled")
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.9])
+@pytest.mark.parametrize("fusion", HEAD_FUSIONS)
+def test_numba_changes_nothing_but_the_time(fusion, ratio, monkeypatch):
+    lengths, attention = torch.randn(2, 3, 197, 197), torch.stack(stochastic(3, 2, 197), dim=1)
+    row = torch.rand(2, 197)
+    found = []
+    for worth in (True, False):
+        monkeypatch.setattr(onepass, "worth_compiling", lambda numbers, worth=worth: worth)
+        fused = onepass.fuse_products(lengths, attention, fusion)
+        found.append((fused, carry(row, [fused, fused], ratio)))
+    for compiled, plain in zip(*found, strict=True):
+        assert (compiled != plain).sum() <= 2  # numbers on the border between two of float32
+
+
 def carry(row: Tensor, layers: list[Tensor], ratio: float, alpha: float = 0.5, prefix: int = 1) -> Tensor:
     return onepass.carry_rows(row, layers, discard_ratio=ratio, residual=alpha, num_prefix_tokens=prefix)
 
@@ -58,7 +78,8 @@ def test_the_limit_of_what_is_discarded_is_that_of_sorting(kind, count):
         values[:] = 0.1
     elif kind == "negative zeros":
         values[values < np.median(values)] = -0.0
-    bits, stay = onepass._select(values.view(np.int32), 3, count)
+    alike = (onepass._COMPILED if onepass.worth_compiling(1) else onepass._PLAIN)[0]
+    bits, stay = onepass._select(values.view(np.int32), 3, count, alike)
     ordered = np.sort(values[:, 3:], axis=None)
     limit = np.int32(bits).view(np.float32)
     assert limit == ordered[count - 1]

@@ -6,8 +6,9 @@ import torch
 
 from tests import references
 from vitflow.errors import OptionError, ShapeError
-from vitflow.methods import refinement
-from vitflow.methods.refinement import Affinity, balance, co_attention, key_affinity, refine
+from vitflow.methods import balancing, refinement
+from vitflow.methods.balancing import balance
+from vitflow.methods.refinement import Affinity, co_attention, key_affinity, refine
 
 
 def attention(layers: int = 3, batch: int = 2, tokens: int = 13, sharpness: float = 2.0) -> list[torch.Tensor]:
@@ -85,11 +86,29 @@ def test_a_batch_gives_what_its_pictures_give_alone(dtype):
         assert torch.equal(together[one], alone)
 
 
-def test_devices_without_compiled_code_give_the_same(monkeypatch):
+@pytest.fixture(params=["compiled", "before numba is loaded"], autouse=True)
+def ways(request, monkeypatch):
+    """Both ways in which a processor does it."""
+    monkeypatch.setattr(balancing, "worth_compiling", lambda numbers: request.param == "compiled")
+
+
+@pytest.mark.parametrize("tokens", [13, 197])
+def test_numba_changes_nothing_but_the_time(tokens, monkeypatch):
+    layers, grids = [layer.float() for layer in attention(tokens=tokens)], torch.rand(2, 1, tokens - 1)
+    found = []
+    for worth in (True, False):
+        monkeypatch.setattr(balancing, "worth_compiling", lambda numbers, worth=worth: worth)
+        affinity = co_attention(layers, tokens - 1)
+        found.append((refine(grids, affinity, 2), affinity.attention[0].beside_uniform()))
+    assert (found[0][0] != found[1][0]).sum() <= 1  # a number on the border between two of float32
+    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-12)
+
+
+def test_other_devices_give_the_same(monkeypatch):
     layers, grids = attention(), torch.rand(2, 3, 4, dtype=torch.float64)
     compiled = co_attention(layers, 12)
     expected = refine(grids, compiled, 1), compiled.attention[0].beside_uniform()
-    monkeypatch.setattr(refinement, "_in_memory", lambda matrices: False)
+    monkeypatch.setattr(balancing, "_in_memory", lambda matrices: False)
     plain = co_attention(layers, 12)
     np.testing.assert_allclose(refine(grids, plain, 1), expected[0], rtol=0, atol=1e-12)
     np.testing.assert_allclose(plain.attention[0].beside_uniform(), expected[1], rtol=0, atol=1e-9)
@@ -100,7 +119,7 @@ def test_balancing_stops_at_its_tolerance_and_leaves_the_matrix_alone():
     before = layer.clone()
     found = balance(layer)
     assert torch.equal(layer, before)
-    np.testing.assert_allclose(found.matrix.sum(dim=-1), 1.0, rtol=0, atol=refinement.TOLERANCE)
+    np.testing.assert_allclose(found.matrix.sum(dim=-1), 1.0, rtol=0, atol=balancing.TOLERANCE)
     np.testing.assert_allclose(found.matrix.sum(dim=-2), 1.0, rtol=0, atol=1e-12)
 
 
@@ -154,9 +173,9 @@ def test_sums_are_kept_where_balancing_does_not_come_to_an_end(monkeypatch):
     matrix = torch.rand(1, 8, 8, dtype=torch.float64)
     matrix[:, :4, 4:] *= 1e-5
     matrix[:, 4:, :4] *= 1e-5
-    monkeypatch.setattr(refinement, "ROUNDS", 5)
+    monkeypatch.setattr(balancing, "ROUNDS", 5)
     for in_memory in (True, False):
-        monkeypatch.setattr(refinement, "_in_memory", lambda matrices, found=in_memory: found)
+        monkeypatch.setattr(balancing, "_in_memory", lambda matrices, found=in_memory: found)
         found = balance(matrix)
         assert (found.matrix.sum(dim=-1) - 1).abs().max() > 1e-4
         ones = torch.ones(1, 8, dtype=torch.float64)

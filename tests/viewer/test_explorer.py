@@ -24,7 +24,8 @@ from vitflow.errors import OptionError
 from vitflow.explaining.asking.captions import departures
 from vitflow.explaining.asking.method_table import get_method
 from vitflow.methods.attention import raw_attention
-from vitflow.methods.refinement import Affinity, balance, refine
+from vitflow.methods.balancing import balance
+from vitflow.methods.refinement import Affinity, refine
 from vitflow.pictures.overlay import color_table, scale_range
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&.png"

@@ -2,9 +2,12 @@
 
 The formulas are those of `values` and `fusion`, which stay the reference and serve every other device and precision.
 What is compiled is for float32 in a processor's memory, where the time goes into reading and writing, not into sums.
+One small picture is done by NumPy before numba would be loaded. Both take their sums in float64, and round everything
+else alike, so that they differ in the last bit of a number now and then, and mostly not at all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitflow.compiled import compiled_loosely
-from vitflow.methods.by_picture import as_array, each_picture
+from vitflow.compiled import compiled_loosely, worth_compiling
 
 Floats = NDArray[np.float32]
 
@@ -30,6 +32,21 @@ def in_memory(*tensors: Tensor) -> bool:
         and not (tensor.requires_grad and torch.is_grad_enabled())
         for tensor in tensors
     )
+
+
+def as_array(tensor: Tensor) -> NDArray[Any]:
+    """The numbers of a tensor in a processor's memory, row after row; a copy only where they do not lie so."""
+    array: NDArray[Any] = tensor.detach().contiguous().numpy()
+    return array
+
+
+def each_picture(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """`work` for each picture by its number, several at once: compiled code lets other threads run."""
+    workers = min(count, torch.get_num_threads())
+    if workers <= 1:
+        return [work(number) for number in range(count)]
+    with ThreadPoolExecutor(workers, thread_name_prefix="vitflow-pictures") as threads:
+        return list(threads.map(work, range(count)))
 
 
 def fuse_products(lengths: Tensor, attention: Tensor, head_fusion: str) -> Tensor:
@@ -50,7 +67,8 @@ def fuse_products(lengths: Tensor, attention: Tensor, head_fusion: str) -> Tenso
     """
     batch, _, queries, keys = attention.shape
     fused = torch.empty(batch, queries, keys)
-    _fuse(as_array(lengths), as_array(attention), _FUSIONS[head_fusion], fused.numpy())
+    fuse = _fuse if worth_compiling(batch * queries * keys) else _fuse_plainly
+    fuse(as_array(lengths), as_array(attention), _FUSIONS[head_fusion], fused.numpy())
     return fused
 
 
@@ -73,24 +91,27 @@ def carry_rows(
     """
     matrices, starts = [as_array(layer) for layer in layers], as_array(rows)
     carried = np.empty_like(starts)
+    steps = _COMPILED if worth_compiling(matrices[0].size) else _PLAIN
 
     def carry(picture: int) -> None:
         row = starts[picture]
         for matrix in reversed(matrices):
-            row = _carry(row, matrix[picture], discard_ratio, residual, num_prefix_tokens)
+            row = _carry(row, matrix[picture], discard_ratio, residual, num_prefix_tokens, *steps)
         carried[picture] = row
 
     each_picture(len(starts), carry)
     return torch.from_numpy(carried)
 
 
-def _carry(row: Floats, matrix: Floats, discard_ratio: float, residual: float, prefix: int) -> Floats:
+def _carry(
+    row: Floats, matrix: Floats, discard_ratio: float, residual: float, prefix: int, alike: Any, multiply: Any
+) -> Floats:
     """One picture's row through one layer."""
     limit = np.float32(-1.0)
     patches = matrix[:, prefix:]
     count = int(discard_ratio * patches.size)
     if count:
-        bits, equals_stay = _select(matrix.view(np.int32), prefix, count)
+        bits, equals_stay = _select(matrix.view(np.int32), prefix, count, alike)
         limit = bits.view(np.float32)  # what is larger stays
         if equals_stay and limit > 0:
             matrix = matrix.copy()
@@ -99,7 +120,7 @@ def _carry(row: Floats, matrix: Floats, discard_ratio: float, residual: float, p
             matrix[rows, columns + prefix] = 0.0
             limit = np.nextafter(limit, np.float32(0.0))
     arrived = np.zeros_like(row)
-    _multiply(row, matrix, prefix, limit, residual, arrived)
+    multiply(row, matrix, prefix, limit, residual, arrived)
     return arrived
 
 
@@ -155,12 +176,29 @@ def _fuse(lengths: Any, attention: Any, fusion: int, fused: Any) -> None:
                 row[key] = np.float32(row[key] * factor)
 
 
-def _select(bits: NDArray[np.int32], prefix: int, count: int) -> tuple[np.int32, int]:
+def _fuse_plainly(lengths: Floats, attention: Floats, fusion: int, fused: Floats) -> None:
+    """`_fuse` by NumPy."""
+    products = np.maximum(lengths, np.float32(0.0))
+    products *= attention
+    joined = products[:, 0]
+    for head in range(1, products.shape[1]):  # in their order, as compiled
+        (np.add, np.maximum, np.minimum)[fusion](joined, products[:, head], out=joined)
+    totals = joined.sum(axis=-1, dtype=np.float64, keepdims=True)
+    empty = (~(totals > 0.0) & (joined.max(axis=-1, keepdims=True) <= 0.0))[..., 0]
+    totals[totals == 0.0] = np.nan
+    np.multiply(joined, 1.0 / totals, out=fused, casting="same_kind")
+    fused[empty] = 0.0
+    if fused.shape[1] == fused.shape[2]:
+        pictures, queries = np.nonzero(empty)
+        fused[pictures, queries, queries] = 1.0
+
+
+def _select(bits: NDArray[np.int32], prefix: int, count: int, alike_of: Any) -> tuple[np.int32, int]:
     """The count-th smallest of the entries from column `prefix` on, and how many entries like it are larger in rank.
 
     Entries are the bits of float32 numbers that are not negative, which have the order of the numbers.
     """
-    alike, rank = _alike(bits, prefix, count)
+    alike, rank = alike_of(bits, prefix, count)
     alike.sort()  # by NumPy: compiling a sort takes seconds
     return alike[rank], int(np.searchsorted(alike, alike[rank], side="right")) - (rank + 1)
 
@@ -187,24 +225,34 @@ def _alike(bits: Any, prefix: int, count: int) -> tuple[Any, int]:
     return alike, count - below - 1
 
 
+def _alike_plainly(bits: NDArray[np.int32], prefix: int, count: int) -> tuple[NDArray[np.int32], int]:
+    """`_alike` by NumPy."""
+    entries = bits[:, prefix:].ravel() & 0x7FFFFFFF
+    uppers = entries >> 16
+    below = np.bincount(uppers).cumsum()
+    upper = int(np.searchsorted(below, count))
+    return entries[uppers == upper], count - (int(below[upper - 1]) if upper else 0) - 1
+
+
 @compiled_loosely
 def _multiply(row: Any, matrix: Any, prefix: int, limit: Any, residual: float, arrived: Any) -> None:
     """Add row · Â to `arrived`, for the matrix without what is at most `limit` in the columns of patches."""
     zero, share = np.float32(0.0), 1.0 - residual
+    stays = np.zeros(row.size, np.float32)  # what the residual connection keeps of each token
     prefix_arrived, patches_arrived = arrived[:prefix], arrived[prefix:]
     for token in range(row.size):
         weight = row[token]
         if weight == zero:
             continue
         to_prefix, to_patches = matrix[token, :prefix], matrix[token, prefix:]
-        total = zero
+        total: Any = 0.0
         for key in range(to_prefix.size):
             total += to_prefix[key]
         for key in range(to_patches.size):
             value = to_patches[key]
             total += value if value > limit else zero
-        if not total > zero:
-            arrived[token] += weight  # nothing is left of this row: the identity's
+        if not total > 0.0:
+            stays[token] = weight  # nothing is left of this row: the identity's
             continue
         whole = residual + share * total
         exact = weight * share / whole
@@ -219,4 +267,25 @@ def _multiply(row: Any, matrix: Any, prefix: int, limit: Any, residual: float, a
             for key in range(matrix.shape[1]):
                 if key < prefix or matrix[token, key] > limit:
                     arrived[key] += np.float32(exact * matrix[token, key])
-        arrived[token] += np.float32(weight * residual / whole)
+        stays[token] = np.float32(weight * residual / whole)
+    for token in range(row.size):
+        arrived[token] += stays[token]
+
+
+def _multiply_plainly(row: Floats, matrix: Floats, prefix: int, limit: Any, residual: float, arrived: Floats) -> None:
+    """`_multiply` by NumPy."""
+    kept = np.where(matrix > limit, matrix, np.float32(0.0))
+    kept[:, :prefix] = matrix[:, :prefix]
+    totals = kept.sum(axis=1, dtype=np.float64)
+    empty = ~(totals > 0.0)
+    whole = np.where(empty, 1.0, residual + (1.0 - residual) * totals)
+    weights = row.astype(np.float64)
+    exact = np.where(empty, 0.0, weights * (1.0 - residual) / whole)
+    large = exact >= _LARGE
+    np.sum(np.where(large, 0.0, exact).astype(np.float32)[:, None] * kept, axis=0, out=arrived)
+    for token in np.flatnonzero(large):  # rows of the smallest numbers
+        arrived += (exact[token] * kept[token]).astype(np.float32)
+    arrived += np.where(empty, weights, weights * residual / whole).astype(np.float32)
+
+
+_COMPILED, _PLAIN = (_alike, _multiply), (_alike_plainly, _multiply_plainly)

@@ -15,7 +15,7 @@ import timm
 import torch
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vitflow.demo import DEMO_CAPTION
@@ -77,10 +77,16 @@ def _of_folder(folder: Path, config: dict[str, Any], options: dict[str, Any]) ->
     return config["architecture"], {**config.get("model_args", {}), **options, "pretrained_cfg": told}
 
 
+# What fills tensors in place, which without values is nothing to do, and takes torch milliseconds each.
+_FILLING = frozenset({Tensor.uniform_, Tensor.normal_, Tensor.erfinv_, Tensor.clamp_, Tensor.zero_, Tensor.fill_})
+
+
 class _NumbersAsTheyAre(TorchFunctionMode):
     """Keeps rates that are spread evenly over a model's blocks on the CPU: older releases of timm read them back."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FILLING and args[0].is_meta:
+            return args[0]
         if func is torch.linspace and not kwargs:
             kwargs = {"device": "cpu"}
         return func(*args, **(kwargs or {}))

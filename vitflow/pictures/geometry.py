@@ -1,7 +1,7 @@
 """Placement: which part of a picture the model sees, and where each of its pixels lies in the model input."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, Literal, TypeVar
@@ -324,3 +324,9 @@ def _centred(resized: Size, input_size: Size) -> tuple[int, int]:
         for outer, inner in zip(resized, input_size, strict=True)
     )
     return top, left
+
+
+def strips(height: int, width: int) -> Iterator[slice]:
+    """The rows of a picture in strips of so few pixels that they stay in a processor's cache."""
+    rows = max(1, 2**15 // max(width, 1))
+    return (slice(top, top + rows) for top in range(0, height, rows))

@@ -204,12 +204,20 @@ def natural_order(name: str) -> list[str | int]:
 
 def _open(source: str | os.PathLike[str] | bytes) -> Image.Image:
     """Open a picture as one of the formats that are meant to be read; Pillow tries no other."""
-    return Image.open(io.BytesIO(source) if isinstance(source, bytes) else Path(source), formats=_known_formats())
+    Image.preinit()  # the usual formats; all the others take time to load
+    try:
+        return Image.open(_readable(source), formats=_known_formats())
+    except UnidentifiedImageError:
+        Image.init()
+        return Image.open(_readable(source), formats=_known_formats())
+
+
+def _readable(source: str | os.PathLike[str] | bytes) -> io.BytesIO | Path:
+    return io.BytesIO(source) if isinstance(source, bytes) else Path(source)
 
 
 def _known_formats() -> list[str]:
-    """The formats of ours that this release of Pillow reads, with its plugins."""
-    Image.init()
+    """The formats of ours that this release of Pillow reads, with the plugins that are loaded."""
     return [name for name in _FORMATS if name in Image.OPEN]
 
 
@@ -322,6 +330,7 @@ def _explain(
     if isinstance(error, PermissionError):
         return f"Could not read {name}: {error.strerror}. Check who may read the file."
     if isinstance(error, UnidentifiedImageError):
+        Image.init()
         known = _known_formats()
         expected = f"Expected {name} to be a picture ({', '.join(known)}), got "
         if source == b"" or (isinstance(source, str | os.PathLike) and Path(source).stat().st_size == 0):

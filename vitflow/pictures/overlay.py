@@ -1,6 +1,8 @@
 """Lay a heatmap over the photograph: scale, colour, blend. RGB everywhere."""
 
 import math
+import zlib
+from base64 import b85decode
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,9 +10,10 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.compiled import compiled
+from vitflow.compiled import compiled, worth_compiling
 from vitflow.errors import OptionError, ShapeError, unknown_name
 from vitflow.pictures.contours import CONTOURS, draw_contours
+from vitflow.pictures.geometry import strips
 from vitflow.pictures.options import BACKGROUNDS, Background
 
 #: The lower and upper percentile between which robust scaling spreads the colours; the same as seaborn's.
@@ -18,6 +21,12 @@ ROBUST_PERCENTILES = (2.0, 98.0)
 
 #: The colour map where the caller names none and the range lies on one side of 0.
 SEQUENTIAL = "plasma"
+
+# The colours of "plasma": by how much red, green and blue grow from each to the next. matplotlib takes time to load.
+_PLASMA = (
+    "c-nnYTMmRk2t#HQe>}Ix)=h>-+uczfEr^L&j?eHhoNSAvV34AnDMJ$UV8&!sS=TcdrV~VARtUQjX0#XVJtxxkmJuvJ-Rt5H{kQOC"
+    "`!IH(LM8}`6On`ZhG>IMISi>TVi$zC+e+Mkk~K0wibenTlD*LDQ)B35^7wML-2S@0%*37v"
+)
 
 #: The colours where the caller names none and the range lies on both sides of 0: blue below and red above. How far a
 #: value lies from 0 is told by its opacity alone, so that no pale colour makes what is next to 0 look like something.
@@ -169,7 +178,8 @@ def blend(
     values = _floats(heatmap)
     kept = _kept(background, alpha)
     limits = (low, high, KNEE if soft else 1.0)
-    _paint(np.ascontiguousarray(image), values, limits, kept, 1 - opacity, opacity[:, None] * colors, overlay)
+    paint = _paint if worth_compiling(values.size) else _paint_plainly
+    paint(np.ascontiguousarray(image), values, limits, kept, 1 - opacity, opacity[:, None] * colors, overlay)
     if contours is not False:
         draw_contours(overlay, values, CONTOURS if contours is True else contours)
     unseen = np.isnan(values)
@@ -229,7 +239,10 @@ def color_table(cmap: str | None, two_sides: bool) -> tuple[NDArray[np.uint8], N
 
 def _lookup_table(cmap: str) -> NDArray[np.uint8]:
     """The colours of a colormap of matplotlib: uint8 RGB [steps, 3]."""
-    import matplotlib  # only where something is drawn
+    if cmap == SEQUENTIAL:
+        growth = np.frombuffer(zlib.decompress(b85decode(_PLASMA)), dtype=np.uint8).reshape(3, -1)
+        return np.cumsum(growth, axis=1, dtype=np.uint8).T
+    import matplotlib
 
     if cmap not in matplotlib.colormaps:
         names = [name for name in matplotlib.colormaps if not name.endswith("_r")]
@@ -270,6 +283,32 @@ def _curve(share: float, knee: float) -> float:
     return 1.0
 
 
+def _steps(values: NDArray[np.floating[Any]], limits: tuple[float, float, float], steps: int) -> NDArray[np.intp]:
+    """`_step` of many values, by NumPy."""
+    (vmin, vmax, knee), unseen = limits, np.isnan(values)
+    position = np.where(unseen, vmin, values).astype(np.float64)
+    if not vmax > vmin:
+        found = np.where(position > vmax + 1e-5 * abs(vmax), steps - 1, 0)
+    else:
+        if vmin < 0 < vmax:
+            side = _curves(np.where(position < 0, position / vmin, position / vmax), knee)
+            share = (np.where(position < 0, -side, side) + 1) / 2
+        else:
+            share = _curves((position - vmin) / (vmax - vmin), knee)
+        found = np.minimum(share * steps, steps - 1.0).astype(np.intp)
+    found[unseen] = steps
+    return found
+
+
+def _curves(shares: NDArray[np.float64], knee: float) -> NDArray[np.float64]:
+    """`_curve` of many shares, by NumPy."""
+    found = np.clip(shares, 0.0, 1.0)
+    beyond = shares > knee
+    if knee < 1:
+        found[beyond] = knee + (1 - knee) * (1 - np.exp((knee - shares[beyond]) / (1 - knee)))
+    return found
+
+
 @compiled
 def _paint(image: Any, heatmap: Any, limits: Any, kept: Any, clear: Any, tint: Any, overlay: Any) -> None:
     """Each pixel's background times what its step leaves clear, plus the step's tint; the pixel itself at NaN."""
@@ -290,3 +329,20 @@ def _paint(image: Any, heatmap: Any, limits: Any, kept: Any, clear: Any, tint: A
             for channel in range(3):  # rounded, not cut, to whole values
                 mixed = (own * image[row, column, channel] + grey) * clear[step] + tint[step, channel]
                 overlay[row, column, channel] = np.int32(mixed + np.float32(0.5))
+
+
+def _paint_plainly(
+    image: Any, heatmap: Any, limits: tuple[float, float, float], kept: Any, clear: Any, tint: Any, overlay: Any
+) -> None:
+    """`_paint` by NumPy."""
+    own, shared = kept
+    luminance = [np.float32(part) for part in LUMINANCE]
+    for strip in strips(*heatmap.shape):
+        step = _steps(heatmap[strip], limits, clear.size)
+        seen = step < clear.size
+        step[~seen] = 0
+        pixels = image[strip].astype(np.float32)
+        parts = [luminance[channel] * pixels[..., channel] for channel in range(3)]
+        grey = shared * (parts[0] + parts[1] + parts[2])
+        mixed = (own * pixels + grey[..., None]) * clear[step][..., None] + tint[step]
+        overlay[strip] = np.where(seen[..., None], (mixed + np.float32(0.5)).astype(np.int32), image[strip])

@@ -7,9 +7,9 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.compiled import compiled
+from vitflow.compiled import compiled, worth_compiling
 from vitflow.errors import OptionError, ShapeError, unknown_name
-from vitflow.pictures.geometry import Placement
+from vitflow.pictures.geometry import Placement, strips
 from vitflow.pictures.options import INTERPOLATIONS, Interpolation
 
 _OPENCV_FLAGS = {"linear": cv2.INTER_LINEAR, "cubic": cv2.INTER_CUBIC}
@@ -64,7 +64,8 @@ def upsample(
         y, x = placement.to_input(centres[0], centres[1])
         over_rows = _spline(y / placement.input_size[0], grid.shape[0])
         over_cols = _spline(x / placement.input_size[1], grid.shape[1])
-        _sum_splines(grid, *over_rows, *over_cols, heatmap[top:bottom, left:right])
+        sum_splines = _sum_splines if worth_compiling(heatmap.size) else _sum_splines_plainly
+        sum_splines(grid, *over_rows, *over_cols, heatmap[top:bottom, left:right])
         return np.clip(heatmap, grid.min(), grid.max(), out=heatmap)  # of what rounding leaves beyond them
     flags = _OPENCV_FLAGS[interpolation]
     on_input = cv2.resize(grid, placement.input_size[::-1], interpolation=flags)
@@ -149,6 +150,18 @@ def _sum_splines(grid: Any, rows: Any, row_weights: Any, cols: Any, col_weights:
             heatmap[y, x] = 0.0
             for step in range(3):
                 heatmap[y, x] += col_weights[x, step] * line[cols[x, step]]
+
+
+def _sum_splines_plainly(grid: Any, rows: Any, row_weights: Any, cols: Any, col_weights: Any, heatmap: Any) -> None:
+    """`_sum_splines` by NumPy."""
+    for strip in strips(*heatmap.shape):
+        lines = np.zeros((len(rows[strip]), grid.shape[1]), np.float32)
+        for step in range(3):
+            lines += row_weights[strip, step, None] * grid[rows[strip, step]]
+        filled = heatmap[strip]
+        filled[:] = 0.0
+        for step in range(3):
+            filled += col_weights[:, step] * lines[:, cols[:, step]]
 
 
 def _pixel_to_input(placement: Placement, left: int, top: int) -> NDArray[np.float64]:
