@@ -6,13 +6,16 @@ model's weights come from the hub.
 
 import base64
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torchvision
 import transformers
-from draw_readme_pictures import load_photographs, parse, save_jpeg, write_jpeg
+from draw_readme_pictures import STRIP_QUALITY, load_photographs, parse, strip_bytes, write_jpeg
+from drawn import Choice, keep
 from timm.data import resolve_model_data_config
 from torch import nn
 
@@ -20,41 +23,72 @@ import vitflow
 from vitflow.demo import draw_pictures, load_demo_model, sample_pictures
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """A picture of the gallery: how it is drawn, as PNG, by which methods, and the quality of its JPEG."""
+
+    draw: Callable[[], bytes]
+    methods: Sequence[Choice]
+    quality: int = STRIP_QUALITY
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     given = parse(__doc__, arguments)
-    folder = given.output / "gallery"
     model = vitflow.load_model(given.model, checkpoint=given.checkpoint)
-    explainer = vitflow.Explainer(model, device="cpu")
     with tempfile.TemporaryDirectory() as desk:
-        photographs = load_photographs(Path(desk) / "photographs")
-        cat, coffee, astronaut = photographs["cat"], photographs["coffee"], photographs["astronaut"]
+        for name, drawing in gallery(model, Path(desk)).items():
+            file = write_jpeg(drawing.draw(), given.output / "gallery" / f"{name}.jpg", drawing.quality)
+            print(keep(file, drawing.methods, given.output), f"{file.stat().st_size // 1000} kB")
 
-        methods = ["rollout", "flow", "gae", "gradcam", "random"]
-        strip = vitflow.compare(list(photographs.values()), model=explainer, methods=methods)
-        save_jpeg(strip, folder / "methods.jpg", 65, dpi=100)
 
-        contrast = vitflow.Contrast("football helmet", against="bobsled")
-        two = vitflow.compare(astronaut, model=explainer, methods=["gae", "gradcam"], targets=contrast)
-        save_jpeg(two, folder / "contrast.jpg")
+def gallery(model: nn.Module, desk: Path) -> dict[str, Drawing]:
+    """The pictures by their names; each is drawn when it is asked for.
 
-        mine = fine_tune()
-        sides = vitflow.Contrast("round", against="with corners")
-        own = vitflow.compare(sample_pictures()[1], model=mine, methods=["gae", "gradient_rollout"], targets=sides)
-        save_jpeg(own, folder / "fine-tune.jpg")
+    Args:
+        model: a timm model that knows ImageNet.
+        desk: an empty folder to work in.
+    """
+    explainer = vitflow.Explainer(model, device="cpu")
+    photographs = load_photographs(desk / "photographs")
+    cat, coffee, astronaut = photographs["cat"], photographs["coffee"], photographs["astronaut"]
+    five = ["rollout", "flow", "gae", "gradcam", "random"]
+    paper = [("rollout", {"preset": "paper"}), "rollout", "gae", "random"]
+    same = ["rollout", "gae", "random"]
+    alike = ["rollout", ("similarity", {"patch": (5, 4)}), ("similarity", {"box": (155, 225, 215, 265)})]
 
+    def strip(images: Any, methods: Sequence[Choice], by: vitflow.Explainer = explainer, **options: Any) -> bytes:
+        drawing = {"dpi": options.pop("dpi", 125)}
+        return strip_bytes(vitflow.compare(images, model=by, methods=methods, **options), **drawing)
+
+    def of_library(put: Callable[[nn.Module], nn.Module]) -> bytes:
         seen = resolve_model_data_config(model)
-        for name, same in (("transformers", as_transformers(model)), ("torchvision", as_torchvision(model))):
-            other = vitflow.Explainer(same, data_config=seen, class_names=explainer.class_names)
-            maps = vitflow.compare(coffee, model=other, methods=["rollout", "gae", "random"])
-            save_jpeg(maps, folder / f"{name}.jpg")
+        other = vitflow.Explainer(put(model), data_config=seen, class_names=explainer.class_names)
+        return strip(coffee, same, by=other)
 
-        summary = vitflow.explain_folder(cat.parent, Path(desk) / "explained", model=explainer, methods=["gae"])
-        write_jpeg(base64.b64decode(summary._repr_mimebundle_()["image/png"]), folder / "folder.jpg")
+    def folder() -> bytes:
+        summary = vitflow.explain_folder(cat.parent, desk / "explained", model=explainer, methods=["gae"])
+        return base64.b64decode(summary._repr_mimebundle_()["image/png"])
 
-        paper = [("rollout", {"preset": "paper"}), "rollout", "gae", "random"]
-        save_jpeg(vitflow.compare([cat, coffee], model=explainer, methods=paper), folder / "paper.jpg", 75, dpi=120)
-    for file in sorted(folder.iterdir()):
-        print(file, f"{file.stat().st_size // 1000} kB")
+    helmet = vitflow.Contrast("football helmet", against="bobsled")
+    return {
+        "methods": Drawing(lambda: strip(list(photographs.values()), five, dpi=100), five, 65),
+        "contrast": Drawing(lambda: strip(astronaut, ["gae", "gradcam"], targets=helmet), ["gae", "gradcam"]),
+        "no-classes": Drawing(lambda: strip(cat, alike), alike),
+        "fine-tune": Drawing(draw_fine_tune, TUNED),
+        "transformers": Drawing(lambda: of_library(as_transformers), same),
+        "torchvision": Drawing(lambda: of_library(as_torchvision), same),
+        "folder": Drawing(folder, ["gae"], 85),
+        "paper": Drawing(lambda: strip([cat, coffee], paper, dpi=120), paper, 75),
+    }
+
+
+TUNED = ["gae", "gradient_rollout"]
+
+
+def draw_fine_tune() -> bytes:
+    """One bundled picture by a model that was asked to tell two classes of its own apart."""
+    sides = vitflow.Contrast("round", against="with corners")
+    return strip_bytes(vitflow.compare(sample_pictures()[1], model=fine_tune(), methods=TUNED, targets=sides))
 
 
 def fine_tune() -> vitflow.Explainer:

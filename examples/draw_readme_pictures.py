@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from drawn import keep
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -21,8 +22,12 @@ from vitflow.demo import sample_pictures
 from vitflow.pictures.figures import figure_bytes
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
+STRIP_QUALITY = 80
 MODEL = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
 CLASSES = ["orange disc", "yellow star", "pink crescent"]
+# What the two pictures show.
+ARGUED = ["sampling", "gradcam", "random"]
+ASKED = ["gradient_rollout", "gradcam", "sampling"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,12 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as desk:
         photographs = load_photographs(Path(desk))
         figure = draw_argument(explainer, stacked(photographs["cat"], photographs["coffee"]), given.classes)
-    print(write_jpeg(figure_bytes(figure, ".png"), given.output / "two-things.jpg"))
+    argument = write_jpeg(figure_bytes(figure, ".png"), given.output / "two-things.jpg")
+    print(keep(argument, ARGUED, given.output))
+    classes = write_jpeg(draw_classes(), given.output / "classes.jpg", STRIP_QUALITY)
+    print(keep(classes, ASKED, given.output))
+
+
+def draw_classes() -> bytes:
+    """One bundled picture, asked for three classes."""
     demo = vitflow.Explainer("demo", device="cpu")
-    classes = vitflow.compare(
-        sample_pictures()[0], model=demo, methods=["gradient_rollout", "gradcam", "sampling"], targets=CLASSES
-    )
-    print(save_jpeg(classes, given.output / "classes.jpg"))
+    return strip_bytes(vitflow.compare(sample_pictures()[0], model=demo, methods=ASKED, targets=CLASSES))
 
 
 def stacked(first: Path, second: Path, side: int = 448) -> Image.Image:
@@ -107,9 +116,9 @@ def load_photographs(folder: Path) -> dict[str, Path]:
     return files
 
 
-def save_jpeg(comparison: vitflow.Comparison, path: Path, quality: int = 80, **options: Any) -> Path:
-    """Write a strip as JPEG, a fifth of its PNG."""
-    return write_jpeg(figure_bytes(comparison.strip(**{"dpi": 125, **options}), ".png"), path, quality)
+def strip_bytes(comparison: vitflow.Comparison, **options: Any) -> bytes:
+    """A strip as PNG."""
+    return figure_bytes(comparison.strip(**{"dpi": 125, **options}), ".png")
 
 
 def write_jpeg(png: bytes, path: Path, quality: int = 85) -> Path:

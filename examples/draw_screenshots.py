@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from draw_readme_pictures import load_photographs, parse, write_jpeg
+from drawn import keep
 from playwright.sync_api import Page, sync_playwright
 
 import vitflow
@@ -28,10 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         page = browser.new_page(viewport={"width": 1100, "height": 680})
         page.goto(Path(explored).as_uri())
         ask_about_a_patch(page)
-        print(write_jpeg(page.screenshot(), given.output / "explorer.jpg", 70))
+        print(keep(write_jpeg(page.screenshot(), given.output / "explorer.jpg", 70), ["rollout"], given.output))
         page.goto(Path(str(run.report)).as_uri())
         page.wait_for_timeout(1000)
-        print(write_jpeg(page.screenshot(), given.output / "report.jpg", 70))
+        print(keep(write_jpeg(page.screenshot(), given.output / "report.jpg", 70), methods, given.output))
         browser.close()
 
 
