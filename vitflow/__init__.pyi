@@ -20,6 +20,7 @@ from .explaining.text.reading import Reading as Reading
 from .explaining.text.reading import explain_text as explain_text
 from .explaining.text.wording import layouts_of as layouts_of
 from .folder.batch_explainer import BatchExplainer as BatchExplainer
+from .folder.captions import caption_folder as caption_folder
 from .folder.found.draw import draw_run as draw_run
 from .folder.found.draw import read_grids as read_grids
 from .folder.run import FolderSummary as FolderSummary

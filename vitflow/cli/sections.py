@@ -30,7 +30,7 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
         "trust_remote_code",
     ),
     "Picture": ("data_option", "images", "recursive", "glob", "limit", "fit", "workers", "max_pixels"),
-    "Text": ("prompt", "generate", "token"),
+    "Text": ("caption", "prompt", "generate", "token"),
     "Question": ("prompts", "templates", "alone", "like"),
     "Method": (
         "method",

@@ -8,7 +8,21 @@ from typing import Any
 
 from vitflow.errors import OptionError
 from vitflow.pictures.options import OVERLAY_FORMATS
-from vitflow.runs.checks import Check, has, is_count, is_dict, is_inside, is_name, is_number, is_side, is_text, or_none
+from vitflow.runs.checks import (
+    Check,
+    dict_of,
+    has,
+    is_count,
+    is_dict,
+    is_inside,
+    is_name,
+    is_number,
+    is_side,
+    is_text,
+    is_whole,
+    list_of,
+    or_none,
+)
 from vitflow.runs.columns import checks_of
 from vitflow.runs.grids import is_shard
 
@@ -36,7 +50,7 @@ def folder_run(header: Mapping[str, Any] | None, folder: object) -> tuple[Mappin
     """
     header = header or {}
     run = header.get("run", {})
-    if not run or run.get("kind") == "evaluation":
+    if not run or run.get("kind") in ("evaluation", "captions"):
         raise OptionError(
             f"There is no folder run in {str(folder)!r}: make one with vitflow folder IN -o OUT, and name OUT."
         )
@@ -71,4 +85,25 @@ def is_folder_row(row: Mapping[str, Any]) -> bool:
         all(path in {f"{row['stem']}-{label}.{ending}" for ending in endings} for label, path, endings in named)
         and all(is_inside(path) for _, path, _ in named)
         and set(row["written"]) == {path for _, path, _ in named}
+    )
+
+
+#: A word of a caption, with the shares of its row.
+_WORD: dict[str, Check] = {"word": is_text, "on_picture": is_number, "on_edges": is_number, "on_first_patch": is_number}
+
+
+def is_caption_row(row: Mapping[str, Any]) -> bool:
+    """Whether a row is one of a run of captions, as `is_folder_row` tells one of a folder run."""
+    if not has(row, checks_of("folder")) or row.get("status") not in ("failed", "explained"):
+        return False
+    if row["status"] == "failed":
+        return has(row, checks_of("failed"))
+    texts, outputs, written = list_of(is_text), dict_of(is_text), dict_of(is_whole)
+    words = list_of(lambda word: is_dict(word) and has(word, _WORD))
+    fields = {"caption": is_text, "words": words, "left_out": texts, "outputs": outputs, "written": written}
+    return (
+        has(row, fields | {"width": is_side, "height": is_side, "seconds": is_number})
+        and all(path == f"{row['stem']}-caption.{ending}" for ending, path in row["outputs"].items())
+        and set(row["outputs"]) <= {"png", "npz"}
+        and set(row["written"]) == set(row["outputs"].values())
     )

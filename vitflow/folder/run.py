@@ -59,6 +59,7 @@ class FolderSummary:
         kept: of the explained ones, those that an earlier run had done.
         seconds: duration of this run.
         report: the report's first page, where one was asked for.
+        accepts: tells a row of this kind of run from one that was edited.
     """
 
     output: Path | str
@@ -69,6 +70,7 @@ class FolderSummary:
     kept: int
     seconds: float
     report: Path | None = None
+    accepts: Callable[[Mapping[str, Any]], bool] = is_folder_row
 
     def __repr__(self) -> str:
         kept = f" ({self.kept} of them before)" if self.kept else ""
@@ -83,7 +85,7 @@ class FolderSummary:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Every input's row, read from the disk as it is needed; `grids` and `window` are the journal's own."""
-        return itertools.islice(open_folder(self.output).open_journal(is_folder_row).rows(), self.total)
+        return itertools.islice(open_folder(self.output).open_journal(self.accepts).rows(), self.total)
 
     def failures(self) -> Iterator[dict[str, Any]]:
         """The rows of the pictures that failed."""

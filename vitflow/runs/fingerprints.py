@@ -10,7 +10,7 @@ from vitflow.recording.probing import alike
 from vitflow.runs.journal import VERSION
 
 _REMEDY = "Choose another folder, or replace that run with --overwrite (overwrite=True)."
-_KINDS = {"evaluation": "an evaluation", "folder": "a folder run"}
+_KINDS = {"evaluation": "an evaluation", "folder": "a folder run", "captions": "a run of captions"}
 # What is told in words, for its values say nothing to a reader.
 _IN_WORDS = {
     "weights_sha256": "the model has other weights",

@@ -17,8 +17,6 @@ from vitflow.explaining.text.method_table import TEXT_METHODS, text_method
 from vitflow.pictures.options import FIGURE_FORMATS
 
 _CAUSAL = ("raw", "receptive_field")
-# The bundled captioner knows no other words.
-_OWN_PROMPTS = {"demo-caption": "<image> here is"}
 
 
 @click.command(cls=SectionedCommand, methods=TEXT_METHODS.values(), short_help="Show where written words come from.")
@@ -85,11 +83,10 @@ def caption(image: Path, **given: Any) -> None:
     from vitflow.explaining.showing.strips import draw_words
     from vitflow.explaining.text.generating import explain_generation
     from vitflow.pictures.figures import save_figure
-    from vitflow.words.labels import text_of
 
     found = explain_generation(
         given["model"],
-        given["prompt"] or _OWN_PROMPTS.get(given["model"]),
+        given["prompt"],
         image=image,
         method=given["method"],
         name=given["name"],
@@ -103,10 +100,6 @@ def caption(image: Path, **given: Any) -> None:
     words, left_out = found.words()
     relative = given["neutral"] is not None
     maps = [found.picture(places, relative=relative) for places in words.values()]
-    written: Any = found.generated_tokens
-    while written.length and written.special[-1]:  # what ends the text
-        written = written[:-1]
-    answer = text_of(written).strip()
     if maps:
         with writing(output):
             save_figure(draw_words(maps, left_out=left_out), output)
@@ -118,9 +111,11 @@ def caption(image: Path, **given: Any) -> None:
         told = [
             {"word": word, **one.to_dict(), "map": one.grid.tolist()} for word, one in zip(words, maps, strict=True)
         ]
-        say_record({"answer": answer, "words": told, "left_out": left_out, "output": str(output) if maps else None})
+        say_record(
+            {"answer": found.answer, "words": told, "left_out": left_out, "output": str(output) if maps else None}
+        )
         return
-    click.echo(f"{printable(answer)}\n")
+    click.echo(f"{printable(found.answer)}\n")
     for word, one in zip(words, maps, strict=True):
         facts = one.facts
         click.echo(

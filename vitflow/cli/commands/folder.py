@@ -2,11 +2,13 @@
 
 import os
 import sys
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from vitflow.cli.options import (
     DEFAULT_MODEL,
@@ -31,8 +33,25 @@ from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.asking.choices import choose_methods
 from vitflow.explaining.asking.method_options import OPTIONS
+from vitflow.explaining.text.method_table import text_method
 from vitflow.pictures.files import is_link, is_there
 from vitflow.pictures.options import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS, STORES
+
+_ASKED = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+# What a run of captions takes beside its method's own options.
+_OF_CAPTIONS = {
+    "sources",
+    "output",
+    "caption",
+    "model",
+    "name",
+    "prompts",
+    "method_names",
+    "recursive",
+    "glob",
+    "limit",
+}
+_OF_CAPTIONS |= {"resume", "save_map", "max_pixels"}
 
 
 class _Model:
@@ -74,6 +93,12 @@ class _Model:
 )
 @class_option
 @against_option
+@click.option(
+    "--caption",
+    is_flag=True,
+    help="Let a model that sees and writes, --model, describe each picture, or answer --prompt: the words go to the "
+    "manifest, a map of each into one strip a picture.",
+)
 @click.option("--recursive", "-r", is_flag=True, help="Read the folders below, too.")
 @click.option("--glob", metavar="PATTERN", help="Read the files whose name or path matches, whatever their suffix.")
 @limit_option
@@ -128,6 +153,9 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
     done is kept; Ctrl-C keeps what is done, too.
     """
     options = given_options(given, OPTIONS)
+    if given.pop("caption"):
+        _tell(_caption(sources, given, options))
+        return
     use_specific(given, "method_names")
     choose_methods(given["method_names"], options)  # before torch is loaded
     _check_sources(sources)
@@ -135,6 +163,11 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
     with going_on(kept=True), pictures_bar() as progress:
         summary = _run(sources, given, options, progress, model)
     tell_limits(model())
+    _tell(summary)
+
+
+def _tell(summary: Any) -> None:
+    """Say what a run has left behind, and end with its exit code."""
     click.echo(printable(summary.manifest))
     if summary.report:
         click.echo(printable(summary.report))
@@ -146,6 +179,42 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
     say(line)
     if summary.failed:
         sys.exit(1)
+
+
+def _caption(sources: tuple[Path | str, ...], given: dict[str, Any], options: dict[str, Any]) -> Any:
+    context = click.get_current_context()
+    asked = [one for one in context.command.params if context.get_parameter_source(one.name or "") in _ASKED]
+    if other := [one.opts[0] for one in asked if one.name not in _OF_CAPTIONS and one.name not in options]:
+        raise OptionError(f"--caption takes no {', '.join(other)}: leave it out, or --caption.")
+    if given["model"] is None:
+        raise OptionError(
+            "Expected --model with --caption, a model that sees and writes, such as demo-caption; got none."
+        )
+    if len(given["method_names"]) > 1 or len(given["prompts"]) > 1:
+        raise OptionError("Expected one --method and one --prompt with --caption, got several.")
+    method, prompt = given["method_names"][0], next(iter(given["prompts"]), None)
+    text_method(method, options)
+    _check_sources(sources)
+    with suppress(ImportError):  # the loader says what is missing
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    from vitflow.folder.captions import caption_folder
+    from vitflow.pictures.images import MAX_PIXELS
+
+    with going_on(kept=True), pictures_bar() as progress:
+        return caption_folder(
+            sources,
+            given["output"],
+            prompt=prompt,
+            method=method,
+            overwrite=not given["resume"],
+            max_pixels=given["max_pixels"] or MAX_PIXELS,
+            progress=progress,
+            command=[printable(word) for word in ["vitflow", *sys.argv[1:]]],
+            **{name: given[name] for name in ("model", "name", "recursive", "glob", "limit", "save_map")},
+            **options,
+        )
 
 
 def _check_sources(sources: tuple[Path | str, ...]) -> None:

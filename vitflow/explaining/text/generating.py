@@ -24,7 +24,7 @@ from vitflow.explaining.text.writing import follow, refuse_looking_ahead, split,
 from vitflow.methods.sequence.layout import Words
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id
-from vitflow.models.hub import bundled, hub_for
+from vitflow.models.hub import bundled, hub_for, own_prompt
 from vitflow.models.languages import (
     decoder_path,
     has_encoder,
@@ -91,6 +91,8 @@ def explain_generation(
     if isinstance(model, nn.Module):
         model = unwrap(model)
     else:
+        if inputs is None and image is not None:
+            inputs = own_prompt(model)
         name, model = name or (str(model) if bundled(model) != model else None), bundled(model)
         with hub_for(model):
             if image is not None and processor is None:

@@ -99,6 +99,14 @@ class Generation:
             own=None if self.own is None else self.own[number, :n],
         )
 
+    @property
+    def answer(self) -> str:
+        """What was written, without what ends the text."""
+        _, written = self._one_prompt()
+        while written.length and written.special[-1]:
+            written = written[:-1]
+        return text_of(written).strip()
+
     def words(self, stop_words: Iterable[str] = ENGLISH_STOP_WORDS) -> tuple[dict[str, tuple[int, ...]], list[str]]:
         """The written words that say something, with the numbers of their tokens; and the rest.
 

@@ -1,0 +1,137 @@
+"""Captions of a folder as users meet them: words with a map each, a row for each picture, and what was done is kept."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+pytest.importorskip("transformers")
+
+from vitflow import caption_folder, explain_generation
+from vitflow.cli import cli
+from vitflow.demo import draw_scene
+from vitflow.errors import OptionError
+from vitflow.folder.captions import load_language_model, load_processor
+from vitflow.models.hub import bundled
+
+SEEDS = (500_001, 500_003)
+
+
+@pytest.fixture(scope="module")
+def captioner():
+    """The bundled model, loaded once, with its processor."""
+    folder = bundled("demo-caption")
+    model, _ = load_language_model(folder)
+    return {"model": model, "processor": load_processor(folder), "prompt": "<image> here is", "name": "demo-caption"}
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    folder = tmp_path / "in"
+    (folder / "below").mkdir(parents=True)
+    for seed, name in zip(SEEDS, ("a.png", "below/b.png"), strict=True):
+        Image.fromarray(draw_scene(seed).image).save(folder / name)
+    (folder / "broken.png").write_bytes(b"no picture")
+    return folder
+
+
+def rows_of(output):
+    return [json.loads(line) for line in (output / "manifest.jsonl").read_text().splitlines()]
+
+
+def test_each_picture_has_its_words_and_a_map_of_each(pictures, tmp_path, captioner):
+    out = tmp_path / "out"
+    summary = caption_folder(pictures, out, recursive=True, save_map=True, **captioner)
+    assert (summary.explained, summary.failed, summary.kept) == (2, 1, 0)
+    first, below, broken = rows_of(out)
+    assert [row["input"] for row in (first, below, broken)] == ["a.png", "below/b.png", "broken.png"]
+    assert broken["status"] == "failed" and broken["error"] == "UnidentifiedImageError" and not broken["caption"]
+    assert first["caption"] == draw_scene(SEEDS[0]).caption and first["model"] == "demo-caption"
+    given = {name: captioner[name] for name in ("model", "processor")}
+    found = explain_generation(
+        given["model"], captioner["prompt"], image=draw_scene(SEEDS[0]).image, max_new_tokens=30, do_sample=False,
+        processor=given["processor"],
+    )  # fmt: skip
+    words, left_out = found.words()
+    assert [one["word"] for one in first["words"]] == list(words) and first["left_out"] == left_out
+    with np.load(out / first["outputs"]["npz"]) as saved:
+        assert saved["words"].tolist() == list(words)
+        np.testing.assert_array_equal(saved["maps"], [found.picture(places).grid for places in words.values()])
+        assert json.loads(str(saved["metadata"]))["placement"]["image_size"] == [64, 64]
+    with Image.open(out / "below/b-caption.png") as strip:
+        assert strip.width > 500
+    assert [row["input"] for row in summary] == [row["input"] for row in rows_of(out)]
+    assert json.loads((out / "run.json").read_text())["totals"] == {"total": 3, "explained": 2, "failed": 1}
+
+
+def test_a_second_run_does_what_is_missing_or_changed(pictures, tmp_path, captioner, monkeypatch):
+    out, made = tmp_path / "out", []
+    import vitflow.folder.captions as module
+
+    def seen(*args, **options):
+        made.append(1)
+        return explain_generation(*args, **options)
+
+    monkeypatch.setattr(module, "explain_generation", seen)
+
+    class Ended(Exception):
+        pass
+
+    def end(state):
+        if state.done:
+            raise Ended
+
+    with pytest.raises(Ended):  # the run ends after its first picture
+        caption_folder(pictures, out, recursive=True, progress=end, **captioner)
+    assert len(made) == 1 and not (out / "manifest.jsonl").exists()
+    summary = caption_folder(pictures, out, recursive=True, **captioner)
+    assert len(made) == 2 and (summary.kept, summary.explained) == (1, 2)
+    (out / "a-caption.png").unlink()
+    shutil.copy(pictures / "a.png", pictures / "broken.png")
+    summary = caption_folder(pictures, out, recursive=True, **captioner)
+    assert len(made) == 4 and (summary.kept, summary.explained, summary.failed) == (1, 3, 0)
+    with pytest.raises(OptionError, match="holds a run with other options: .*prompt was"):
+        caption_folder(pictures, out, recursive=True, **captioner | {"prompt": "<image> is"})
+    line = (out / ".vitflow/journal.jsonl").read_text().replace("a-caption.png", "../a.png")
+    (out / ".vitflow/journal.jsonl").write_text(line)
+    assert caption_folder(pictures, out, recursive=True, **captioner).kept == 2  # an edited row counts as none
+    assert caption_folder(pictures, out, overwrite=True, limit=1, **captioner).kept == 0
+    assert not (out / "below/b-caption.png").exists()
+
+
+def test_files_that_no_run_made_stay(pictures, tmp_path, captioner):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "a-caption.png").write_bytes(b"mine")
+    with pytest.raises(OptionError, match="already a file 'a-caption.png'"):
+        caption_folder(pictures, out, **captioner)
+    assert (out / "a-caption.png").read_bytes() == b"mine"
+
+
+def test_what_stops_every_picture_stops_the_run(pictures, tmp_path, captioner):
+    with pytest.raises(OptionError, match="layer"):
+        caption_folder(pictures, tmp_path / "out", method="attention", layer=9, **captioner)
+    with pytest.raises(OptionError, match="on this machine for captions, got a URL"):
+        caption_folder("s3://bucket/in", tmp_path / "out", **captioner)
+    with pytest.raises(OptionError, match="max_new_tokens of at least 1"):
+        caption_folder(pictures, tmp_path / "out", max_new_tokens=0, **captioner)
+
+
+def test_on_the_command_line(pictures, tmp_path):
+    line = ["folder", str(pictures), "-o", str(tmp_path / "out"), "--caption"]
+    for more, told in (
+        ([], "Expected --model with --caption"),
+        (["--model", "demo-caption", "--report", "--batch-size", "2"], "--caption takes no --batch-size, --report"),
+        (["--model", "demo-caption", "--method", "gradcam"], "Unknown method for texts 'gradcam'"),
+        (["--model", "demo-caption", "--prompt", "a", "--prompt", "b"], "one --prompt with --caption"),
+    ):
+        done = CliRunner().invoke(cli, [*line, *more])
+        assert done.exit_code == 2 and told in done.stderr, done.stderr
+    done = CliRunner().invoke(cli, [*line, "--model", "demo-caption"])
+    assert done.exit_code == 1 and "1 explained, 1 failed" in done.stderr, done.output
+    assert done.stdout.strip().endswith("manifest.jsonl")
+    report = CliRunner().invoke(cli, ["report", str(tmp_path / "out")])
+    assert report.exit_code == 2 and "no folder run" in report.stderr
