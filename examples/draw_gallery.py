@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/gallery.md: python examples/draw_gallery.py [--checkpoint WEIGHTS] [--model ID]
+"""Draw the pictures of docs/gallery.md and of some how-to pages: python examples/draw_gallery.py [--only NAME]
 
 The photographs come with scikit-image: pip install "vitflow[examples]" or scikit-image. Without --checkpoint the
 model's weights come from the hub.
@@ -16,11 +16,14 @@ import torchvision
 import transformers
 from draw_readme_pictures import STRIP_QUALITY, load_photographs, parse, strip_bytes, write_jpeg
 from drawn import Choice, keep
+from PIL import Image
 from timm.data import resolve_model_data_config
 from torch import nn
 
 import vitflow
-from vitflow.demo import draw_pictures, load_demo_model, sample_pictures
+from vitflow.demo import draw_pictures, draw_scene, load_demo_model, sample_pictures
+from vitflow.explaining.showing.strips import draw_words
+from vitflow.pictures.figures import figure_bytes
 
 
 @dataclass(frozen=True)
@@ -33,16 +36,20 @@ class Drawing:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = parse(__doc__, arguments)
-    model = vitflow.load_model(given.model, checkpoint=given.checkpoint)
+    given = parse(__doc__, arguments, only=True)
+    # What the bundled models draw needs no other weights.
+    model = None if given.only in BUNDLED else vitflow.load_model(given.model, checkpoint=given.checkpoint)
     with tempfile.TemporaryDirectory() as desk:
-        for name, drawing in gallery(model, Path(desk)).items():
+        drawings = BUNDLED if model is None else BUNDLED | gallery(model, Path(desk))
+        for name, drawing in drawings.items():
+            if given.only not in (None, name):
+                continue
             file = write_jpeg(drawing.draw(), given.output / "gallery" / f"{name}.jpg", drawing.quality)
             print(keep(file, drawing.methods, given.output), f"{file.stat().st_size // 1000} kB")
 
 
 def gallery(model: nn.Module, desk: Path) -> dict[str, Drawing]:
-    """The pictures by their names; each is drawn when it is asked for.
+    """The pictures of photographs by their names; each is drawn when it is asked for.
 
     Args:
         model: a timm model that knows ImageNet.
@@ -74,7 +81,6 @@ def gallery(model: nn.Module, desk: Path) -> dict[str, Drawing]:
         "methods": Drawing(lambda: strip(list(photographs.values()), five, dpi=100), five, 65),
         "contrast": Drawing(lambda: strip(astronaut, ["gae", "gradcam"], targets=helmet), ["gae", "gradcam"]),
         "no-classes": Drawing(lambda: strip(cat, alike), alike),
-        "fine-tune": Drawing(draw_fine_tune, TUNED),
         "transformers": Drawing(lambda: of_library(as_transformers), same),
         "torchvision": Drawing(lambda: of_library(as_torchvision), same),
         "folder": Drawing(folder, ["gae"], 85),
@@ -89,6 +95,22 @@ def draw_fine_tune() -> bytes:
     """One bundled picture by a model that was asked to tell two classes of its own apart."""
     sides = vitflow.Contrast("round", against="with corners")
     return strip_bytes(vitflow.compare(sample_pictures()[1], model=fine_tune(), methods=TUNED, targets=sides))
+
+
+def draw_caption() -> bytes:
+    """A drawn scene with the words of the bundled captioner, a map for each."""
+    with tempfile.TemporaryDirectory() as desk:
+        picture = Path(desk) / "drawn.png"
+        Image.fromarray(draw_scene(4).image).save(picture)
+        found = vitflow.explain_generation("demo-caption", "<image> here is", image=picture, do_sample=False)
+    words, left_out = found.words()
+    strip = draw_words([found.picture(places) for places in words.values()], left_out=left_out)
+    strip.set_dpi(125)
+    return figure_bytes(strip, ".png")
+
+
+#: What the bundled models draw.
+BUNDLED = {"fine-tune": Drawing(draw_fine_tune, TUNED), "caption": Drawing(draw_caption, [])}
 
 
 def fine_tune() -> vitflow.Explainer:

@@ -84,13 +84,15 @@ def draw_argument(explainer: vitflow.Explainer, picture: Image.Image, classes: S
     return figure
 
 
-def parse(description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """What the scripts that draw photographs can be told."""
+def parse(description: str | None, arguments: Sequence[str] | None, *, only: bool = False) -> argparse.Namespace:
+    """What the scripts that draw photographs can be told; one of them may draw a single picture."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=MODEL, help="timm's id of a model that knows ImageNet")
     parser.add_argument("--checkpoint", type=Path, help="its weights")
     parser.add_argument("--classes", nargs=2, default=["tabby", "espresso"], help="two things of one picture")
     parser.add_argument("--output", type=Path, default=ASSETS)
+    if only:
+        parser.add_argument("--only", metavar="NAME", help="draw this picture alone")
     return parser.parse_args(arguments)
 
 

@@ -244,6 +244,34 @@ def test_every_page_has_its_place_in_the_contents_of_the_site():
     )
 
 
+#: How people ask for a page. The site's search finds pages that hold all words of what was typed.
+WORDINGS = {
+    "how-to/explain-a-class": ["explain a class", "why did the model predict this class", "heatmap for one class"],
+    "how-to/compare-two-classes": ["compare two classes", "difference between two classes", "cat versus dog"],
+    "how-to/fine-tune": ["my own fine-tune", "custom checkpoint weights", "load my trained model"],
+    "how-to/no-classes": ["model without classes", "DINOv2 backbone features", "self-supervised"],
+    "prompts": ["prompts", "CLIP text prompt", "ask about something that is not a class"],
+    "explorer": ["click a patch", "interactive explorer", "html page"],
+    "how-to/folder": ["folder of images", "batch many images", "process a directory"],
+    "how-to/cluster": ["cluster", "run on several machines", "Ray distributed GPUs"],
+    "how-to/evaluate": ["evaluation", "which method is best", "are the maps faithful"],
+    "how-to/text": ["explain a text", "BERT sentence attention", "which words matter"],
+    "how-to/caption": ["caption", "vision language model", "which part of the image a word describes"],
+    "how-to/writing": ["generated text", "GPT prompt", "language model generation"],
+    "how-to/notebook": ["notebook", "Jupyter", "show a map inline in Colab"],
+    "how-to/publish-a-figure": ["publish a figure", "figure for a paper", "save as PDF"],
+}
+
+
+@pytest.mark.parametrize("name", WORDINGS)
+def test_a_page_holds_the_words_by_which_people_ask_for_it(name):
+    assert {f"how-to/{page.stem}" for page in (DOCS / "how-to").glob("*.md")} <= {*WORDINGS}
+    held = {word[:5] for word in re.findall(r"\w+", (DOCS / f"{name}.md").read_text(encoding="utf-8").lower())}
+    for wording in WORDINGS[name]:
+        missing = [word for word in re.findall(r"\w+", wording.lower()) if len(word) > 3 and word[:5] not in held]
+        assert not missing, f"whoever types {wording!r} does not find docs/{name}.md: {missing}"
+
+
 @pytest.mark.parametrize("room", ["vitflow", "vitflow.evaluation", "vitflow.demo"])
 def test_every_public_name_has_its_place_in_the_reference(room):
     stub = Path(*room.split("."), "__init__.pyi")

@@ -83,13 +83,16 @@ def agrees(name: str, today: bytes) -> None:
 
 def test_pictures_of_the_bundled_model_are_drawn_alike_today(script):
     agrees("classes.jpg", script("draw_readme_pictures").draw_classes())
-    agrees("gallery/fine-tune.jpg", script("draw_gallery").draw_fine_tune())
+    for name, drawing in script("draw_gallery").BUNDLED.items():  # to draw one anew: draw_gallery.py --only NAME
+        agrees(f"gallery/{name}.jpg", drawing.draw())
     with pytest.raises(AssertionError, match="otherwise|not what is drawn today"):
         agrees("gallery/fine-tune.jpg", script("draw_readme_pictures").draw_classes())
 
 
 @pytest.mark.skipif(not CHECKPOINT.is_file(), reason="the trained weights are not at ../shared/data")
-@pytest.mark.parametrize("name", ["methods", "contrast", "transformers", "torchvision", "folder", "paper"])
+@pytest.mark.parametrize(
+    "name", ["methods", "contrast", "no-classes", "transformers", "torchvision", "folder", "paper"]
+)
 def test_pictures_of_photographs_are_drawn_alike_today(script, name, tmp_path):
     model = vitflow.load_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k", checkpoint=CHECKPOINT)
     agrees(f"gallery/{name}.jpg", script("draw_gallery").gallery(model, tmp_path)[name].draw())
