@@ -8,8 +8,9 @@ from typing import Any
 import click
 
 from vitflow.cli.saying import say
+from vitflow.errors import OptionError
 from vitflow.explaining.asking.method import Method
-from vitflow.explaining.asking.method_options import OPTIONS
+from vitflow.explaining.asking.method_options import OPTIONS, Option, shown
 from vitflow.explaining.asking.method_table import list_methods
 from vitflow.models.precisions import DTYPES
 from vitflow.pictures.files import is_remote
@@ -22,43 +23,17 @@ DEFAULT_MODEL = "vit_small_patch16_224.augreg_in21k_ft_in1k"
 DRAWING = ("cmap", "alpha", "vmin", "vmax", "interpolation", "background", "contours")
 
 
-class _Numbers(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    """Some numbers with commas between them."""
+class _Value(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
+    """A value of an option of methods, read as its row of the table says."""
 
-    def __init__(self, name: str, kind: type, told: str) -> None:
-        self.name, self._kind, self._told = name, kind, told
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            numbers = tuple(self._kind(part) for part in str(value).split(","))
-        except ValueError:
-            numbers = ()
-        if len(numbers) != self.name.count(",") + 1:
-            self.fail(f"expected {self.name} {self._told}, got {value!r}.", param, ctx)
-        return numbers
-
-
-# How the command line reads the kinds of options that are no types.
-_KINDS: dict[str, Any] = {
-    "patch": _Numbers("ROW,COL", int, "counted from 0, such as 3,7"),
-    "box": _Numbers("LEFT,TOP,RIGHT,BOTTOM", float, "in pixels, such as 40,20,300,260"),
-    "text": str,
-}
-
-
-class _Switch(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    """on, off, or one of these words."""
-
-    def __init__(self, words: Iterable[str]) -> None:
-        self.values = {"on": True, "off": False, **{word: word for word in words}}
-        self.name = "|".join(self.values)
+    def __init__(self, option: Option) -> None:
+        self._option, self.name = option, option.values
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, str) and value not in self.values:
-            self.fail(f"expected {', '.join(self.values)}, got {value!r}.", param, ctx)
-        return self.values[value] if isinstance(value, str) else value
+        try:
+            return self._option.read(value) if isinstance(value, str) else value
+        except OptionError as error:
+            self.fail(str(error).partition(": ")[2], param, ctx)
 
 
 class _BatchSize(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
@@ -87,8 +62,10 @@ def method_options(command: Callable[..., None], methods: Iterable[Method] | Non
         having = [method for method in table if method.accepts(option.name)]
         if methods is not None and not having:
             continue
-        chosen = {"choice": click.Choice(option.choices), bool: _Switch(option.choices)}
-        kind: Any = chosen.get(option.kind) or _KINDS.get(str(option.kind), option.kind)
+        plain = option.kind in (int, float)  # click's own help and errors suit these
+        kind: Any = (
+            option.kind if plain else click.Choice(option.choices) if option.kind == "choice" else _Value(option)
+        )
         flag, metavar = flag_of(option.name), option.values if option.kind is bool else option.metavar
         text = f"{option.help}  [{_defaults(having, option.name)}]"
         command = click.option(flag, option.name, type=kind, default=None, metavar=metavar, help=text)(command)
@@ -98,11 +75,6 @@ def method_options(command: Callable[..., None], methods: Iterable[Method] | Non
 def flag_of(name: str) -> str:
     """How the command line writes an option."""
     return f"--{name.replace('_', '-')}"
-
-
-def shown(value: Any) -> str:
-    """A default value in words."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else "none" if value is None else str(value)
 
 
 def _defaults(methods: list[Method], name: str) -> str:

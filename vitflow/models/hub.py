@@ -230,7 +230,7 @@ def load_transformers(name: str) -> nn.Module:
     where = name.removeprefix("local-dir:")
     local = is_folder(Path(where))
     try:
-        with quiet_hub(asked=not local), _quietly(transformers.utils.logging):
+        with quiet_hub(asked=not local), quietly(transformers.utils.logging):
             options = {"local_files_only": local or constants.HF_HUB_OFFLINE}
             config = transformers.AutoConfig.from_pretrained(where, **options)
             kind = _kind_of(config, transformers, name)
@@ -254,7 +254,7 @@ def load_transformers(name: str) -> nn.Module:
 
 
 @contextmanager
-def _quietly(logging: Any) -> Iterator[None]:
+def quietly(logging: Any) -> Iterator[None]:
     """Keep transformers from bars and remarks while a model is loaded: what is wrong is told by its errors."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowError, printable
-from vitflow.models.hub import hub_for, why_absent
+from vitflow.models.hub import hub_for, quietly, why_absent
 from vitflow.models.libraries import class_count, library_id
 from vitflow.pictures.files import is_file, is_folder
 
@@ -74,7 +74,7 @@ def load_language_model(name: str | Path, *, trust_remote_code: bool = False) ->
         ModelError: transformers is not installed, there is no such model, or it brings no tokenizer.
     """
     transformers = _transformers()
-    with hub_for(name):
+    with hub_for(name), quietly(transformers.utils.logging):
         model = _load_model(transformers, name, trust_remote_code)
         return model, _load_beside("tokenizer", name, trust_remote_code)
 

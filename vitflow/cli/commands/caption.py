@@ -1,6 +1,5 @@
 """`vitflow caption`: what a model writes about a picture, and where in the picture each word comes from."""
 
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,10 +75,6 @@ def caption(image: Path, **given: Any) -> None:
     text_method(given["method"], options)  # before torch is loaded
     output = output_file([image], given["output"], f"{image.stem}-caption.png", FIGURE_FORMATS)
     check_pictures([image], filter(None, [given["html"]]))
-    with suppress(ImportError):  # the loader says what is missing
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     from vitflow.explaining.showing.strips import draw_words
     from vitflow.explaining.text.generating import explain_generation
     from vitflow.pictures.figures import save_figure

@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
-from vitflow.cli.options import flag_of, shown
+from vitflow.cli.options import flag_of
 from vitflow.cli.outputs import writing
 from vitflow.cli.saying import say
 from vitflow.errors import printable
 from vitflow.explaining.asking.method import Method
-from vitflow.explaining.asking.method_options import OPTIONS
+from vitflow.explaining.asking.method_options import OPTIONS, shown
 from vitflow.explaining.asking.method_table import list_methods, told_method
 
 

@@ -4,7 +4,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,10 +140,6 @@ def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]
     from vitflow.models.languages import load_language_model
 
     refuse_pictures(given["model"])
-    with suppress(ImportError):  # the loader says what is missing
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model, tokenizer = load_language_model(given["model"], trust_remote_code=given["trust_remote_code"])
     if text is not None:
         from vitflow.explaining.text.reading import explain_text

@@ -6,6 +6,7 @@ from typing import Any
 from vitflow.explaining.asking.answer import Answer
 from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.method_table import told_method
+from vitflow.explaining.asking.targets import Contrast
 
 # Below it, the halves of a sample agree so little that another seed may well give another map.
 _LOW_RELIABILITY = 0.2
@@ -133,6 +134,22 @@ def _in_words(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return f"{'' if value else 'not '}{name}".replace("_", " ")
     return f"{name} {f'{value:g}' if isinstance(value, float) else value}".replace("_", " ")
+
+
+def python_call(function: str, *given: object, **named: object) -> str:
+    """A call as it is written in Python, without what was not asked for.
+
+    >>> python_call("vitflow.explain", "cat.jpg", model="demo", target=Contrast("cat", "dog"), patch=None)
+    "vitflow.explain('cat.jpg', model='demo', target=vitflow.Contrast('cat', 'dog'))"
+    """
+    asked = [f"{name}={_python(one)}" for name, one in named.items() if one is not None and one is not False]
+    return f"{function}({', '.join([*map(_python, given), *asked])})"
+
+
+def _python(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_python, value))}]"
+    return python_call("vitflow.Contrast", value.target, value.against) if isinstance(value, Contrast) else repr(value)
 
 
 def unsure(facts: Mapping[str, Any]) -> str:

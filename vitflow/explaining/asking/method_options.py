@@ -30,13 +30,20 @@ _ANNOTATIONS: dict[str, Any] = {
 }
 
 
+# Kinds that are several numbers with commas between them: what these are called, their type, and how they are meant.
+_TUPLES: Mapping[str, tuple[str, Any, str]] = {
+    "patch": ("ROW,COL", int, " counted from 0, such as 3,7"),
+    "box": ("LEFT,TOP,RIGHT,BOTTOM", float, " in pixels, such as 40,20,300,260"),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One option that methods may have; the command line and the checks are made from it.
 
     Attributes:
         name: its Python name; the command line writes dashes.
-        kind: the Python type of a value; "choice" takes one of `choices`.
+        kind: the Python type of a value; "choice" takes one of `choices`, "patch" and "box" some numbers.
         help: one sentence for the command line.
         choices: the values of a "choice"; of a bool, what it can be beside True and False.
         metavar: what stands for the value in the help, with the range of a number.
@@ -53,6 +60,31 @@ class Option:
         """What it can be, in words."""
         switch = ("on", "off") if self.kind is bool else ()
         return "|".join((*switch, *self.choices)) or str(self.metavar)
+
+    def read(self, text: str) -> Any:
+        """The value that a text stands for.
+
+        Raises:
+            OptionError: it stands for none.
+
+        >>> OPTIONS["patch"].read("3,7"), OPTIONS["value_weighted"].read("on"), OPTIONS["residual"].read("0.5")
+        ((3, 7), True, 0.5)
+        """
+        switch = {"on": True, "off": False} if self.kind is bool else {}
+        if switch or self.kind == "choice":
+            if text not in switch and text not in self.choices:
+                raise OptionError(f"{self.name}: expected {', '.join((*switch, *self.choices))}, got {text!r}.")
+            return switch.get(text, text)
+        if self.kind == "text":
+            return text
+        name, kind, told = _TUPLES.get(str(self.kind), (str(self.metavar), self.kind, ""))
+        try:
+            numbers = tuple(kind(part) for part in text.split(","))
+        except ValueError:
+            numbers = ()
+        if len(numbers) != name.count(",") + 1:
+            raise OptionError(f"{self.name}: expected {name}{told}, got {text!r}.")
+        return numbers if self.kind in _TUPLES else numbers[0]
 
     @property
     def annotation(self) -> Any:
@@ -156,6 +188,15 @@ OPTIONS: dict[str, Option] = {
         Option("preset", "choice", "The published definition, where the defaults differ.", ("paper",)),
     )
 }
+
+
+def shown(value: Any) -> str:
+    """A value of an option in words.
+
+    >>> shown(True), shown(None), shown(0.5)
+    ('on', 'none', '0.5')
+    """
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else "none" if value is None else str(value)
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from vitflow.errors import (
     printable,
 )
 from vitflow.explaining.asking.answer import Answer
-from vitflow.explaining.asking.captions import departures, ends
+from vitflow.explaining.asking.captions import departures, ends, python_call
 from vitflow.explaining.asking.choices import MethodChoice, choose_methods, left_out
 from vitflow.explaining.asking.method_table import get_method
 from vitflow.explaining.asking.targets import Targets
@@ -102,8 +102,8 @@ def _call(model: Any, fit: str) -> ModelCall:
     if not isinstance(model, str | Path):
         return ModelCall(None, "explainer" if isinstance(model, Explainer) else "vitflow.Explainer(model)")
     own = [] if fit == "crop" else ["--fit", fit]
-    words = "" if fit == "crop" else f", fit={fit!r}"
-    return ModelCall(["--model", str(model), *own], f"vitflow.Explainer({str(model)!r}{words})")
+    python = python_call("vitflow.Explainer", str(model), fit=None if fit == "crop" else fit)
+    return ModelCall(["--model", str(model), *own], python)
 
 
 class _Explorer:
