@@ -363,3 +363,22 @@ def test_prepare_leaves_the_picture_alone():
     prepared = prepare(image, place((30, 40), (30, 40), fit="squash"), **HALF)
     torch.from_numpy(prepared).zero_()
     np.testing.assert_array_equal(image, before)
+
+
+@pytest.mark.parametrize("fit", FITS)
+def test_the_patch_at_a_point_is_the_one_whose_box_holds_it(fit):
+    placed = place((90, 160), (64, 64), fit=fit, crop_pct=0.9, patch_size=16)
+    grid = placed.input_size[0] // 16, placed.input_size[1] // 16
+    found = {}
+    for y in range(90):
+        for x in range(160):
+            row, col = (math.floor(at / 16) for at in placed.to_input(y + 0.5, x + 0.5))
+            if 0 <= row < grid[0] and 0 <= col < grid[1]:
+                found[row, col] = placed.patch_at(y + 0.5, x + 0.5, grid)
+            else:
+                with pytest.raises(OptionError, match="did not see"):
+                    placed.patch_at(y + 0.5, x + 0.5, grid)
+    assert len(found) > grid[0] and all(asked == answered for asked, answered in found.items())
+    for y, x in [(-0.1, 5.0), (90.0, 5.0), (5.0, 160.0), (math.nan, 5.0)]:
+        with pytest.raises(OptionError, match="beside it"):
+            placed.patch_at(y, x, grid)

@@ -114,6 +114,23 @@ class Placement:
             (x + self.offset[1]) * self.image_size[1] / self.resized_size[1],
         )
 
+    def patch_at(self, y: float, x: float, grid: tuple[int, int]) -> tuple[int, int]:
+        """Row and column of the patch that lies at a point of the original picture, of a grid of (rows, columns).
+
+        Raises:
+            OptionError: the point lies beside the picture, or beside what the model saw of it.
+
+        >>> Placement((100, 200), (50, 100), (0, 25), (50, 50)).patch_at(10.0, 99.0, (5, 5))
+        (0, 2)
+        """
+        if not (0 <= y < self.image_size[0] and 0 <= x < self.image_size[1]):
+            raise OptionError("Expected a point on the picture, got one beside it.")
+        places = zip(self.to_input(y, x), grid, self.input_size, strict=True)
+        row, col = (math.floor(place * count / size) for place, count, size in places)
+        if not (0 <= row < grid[0] and 0 <= col < grid[1]):
+            raise OptionError("Expected a point on what the model saw of the picture, got one that it did not see.")
+        return row, col
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as lists and strings, ready for JSON."""
         return {name: value if isinstance(value, str) else list(value) for name, value in asdict(self).items()}

@@ -94,10 +94,15 @@ class ShadedText(View):
         shares: NDArray[np.float64] = self.weights / (float(np.nansum(np.abs(self.weights))) or 1.0)
         return shares
 
+    @property
+    def shades(self) -> NDArray[np.float64]:
+        """How dark each token is drawn, from −1 to 1; 0 for the asked ones and what is hidden."""
+        return fractions(self._shares, self._counted)
+
     @cached_property
     def _tokens(self) -> list[_Token]:
         """What is drawn: all tokens but hidden special ones; other hidden ones stand there without a shade."""
-        shades = fractions(self._shares, self._counted)
+        shades = self.shades
         largest = [p for p in np.argsort(-np.abs(shades), kind="stable") if shades[p]][:NUMBERS]
         return [
             _Token(
