@@ -1,6 +1,6 @@
-"""Draw the explorer and the report as a browser shows them: python examples/draw_screenshots.py [--checkpoint WEIGHTS]
+"""Draw explorer, report and app as a browser shows them: python examples/draw_screenshots.py [--checkpoint WEIGHTS]
 
-It takes Chromium, playwright and scikit-image. Without --checkpoint the model's weights come from the hub.
+It takes Chromium, playwright, scikit-image and Gradio. Without --checkpoint the model's weights come from the hub.
 """
 
 import shutil
@@ -13,6 +13,7 @@ from drawn import keep
 from playwright.sync_api import Page, sync_playwright
 
 import vitflow
+from vitflow.app import serve
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,7 +34,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         page.goto(Path(str(run.report)).as_uri())
         page.wait_for_timeout(1000)
         print(keep(write_jpeg(page.screenshot(), given.output / "report.jpg", 70), methods, given.output))
+        drawn = draw_app(browser.new_page(viewport={"width": 1100, "height": 960}))
+        print(keep(write_jpeg(drawn, given.output / "app.jpg", 70), ["gae"], given.output))
         browser.close()
+
+
+def draw_app(page: Page) -> bytes:
+    """A drawn sample on the page of `vitflow app`, and a patch of its star clicked."""
+    served = serve(["demo"], wait=False)
+    page.goto(served.local_url)
+    page.locator("button.gallery-item").first.click()
+    figure = page.locator("img[src*='-gae.png']")
+    figure.wait_for()
+    before, box = figure.get_attribute("src"), figure.bounding_box()
+    assert box is not None
+    figure.click(position={"x": 0.37 * box["width"], "y": 0.6 * box["height"]})
+    page.locator(f"img[src*='-gae.png']:not([src='{before}'])").wait_for()
+    page.wait_for_timeout(1000)
+    picture = page.screenshot()
+    served.close(verbose=False)
+    return picture
 
 
 def ask_about_a_patch(page: Page) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from vitflow import __version__
+from vitflow.cli.commands.app import app
 from vitflow.cli.commands.caption import caption
 from vitflow.cli.commands.compare import compare
 from vitflow.cli.commands.doctor import doctor
@@ -53,6 +54,7 @@ for _command in (
     layers,
     features,
     explore,
+    app,
     read,
     caption,
     evaluate,

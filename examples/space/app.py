@@ -1,0 +1,6 @@
+"""The page as a Space on Hugging Face: two models for photographs, and the small captioner that vitflow ships."""
+
+from vitflow.app import serve
+
+if __name__ == "__main__":
+    serve(["vit_small_patch16_224.augreg_in21k_ft_in1k", "demo"], ["demo-caption"], host="0.0.0.0", port=7860)

@@ -1,0 +1,425 @@
+"""The page of `vitflow app`: what it answers to programs and in Chromium, to two at once, and what it says is wrong."""
+
+import gc
+import html
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import transformers
+from click.testing import CliRunner
+from PIL import Image
+
+import vitflow
+from tests.pairs import pair
+from vitflow.app import serve
+from vitflow.cli import cli
+from vitflow.demo import sample_pictures
+from vitflow.errors import OptionError
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLE = sample_pictures()[0]
+
+
+@pytest.fixture(scope="module")
+def siglip(tmp_path_factory) -> str:
+    """A small SigLIP with random weights, in a folder with its tokenizer and processor."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("siglip")
+    known = {word: number for number, word in enumerate(["?", "a", "dog", "cat", "red"])}
+    words = Tokenizer(models.WordLevel(known, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    pair("siglip").save_pretrained(path)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="?", unk_token="?").save_pretrained(path)
+    transformers.SiglipImageProcessor(size={"height": 32, "width": 32}).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory, siglip):
+    """The page as a process of its own serves it, with the bundled models and one that is asked by prompts."""
+    pytest.importorskip("gradio", reason="Gradio is not installed (extra app)")
+    folder = tmp_path_factory.mktemp("gradio")
+    settings = {"GRADIO_TEMP_DIR": str(folder), "HEARD": str(folder / "heard.txt"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.app.served", "demo", siglip]
+    with subprocess.Popen(command, env=os.environ | settings, stdout=subprocess.PIPE, text=True, cwd=ROOT) as served:
+        url = served.stdout.readline().strip()
+        yield SimpleNamespace(local_url=url, server_port=int(url.split(":")[2].strip("/")), heard=folder / "heard.txt")
+        served.kill()
+
+
+@pytest.fixture
+def ask(page, tmp_path):
+    """Ask one of its functions as a program would, each time as another visitor."""
+    from gradio_client import Client, handle_file
+
+    def call(function: str, picture: object, *fields: object, first: tuple = ()) -> tuple:
+        client = Client(page.local_url, verbose=False, analytics_enabled=False, download_files=str(tmp_path))
+        given = None if picture is None else handle_file(str(picture))
+        return client.predict(*first, given, *fields, api_name=f"/{function}")
+
+    return call
+
+
+def told(answer: tuple) -> str:
+    """What the page says of an answer, in words."""
+    return html.unescape(re.sub(r"<[^>]+>", "", answer[-1]))
+
+
+def grid_of(files: list[str]) -> np.ndarray:
+    """The map among files to take along."""
+    with np.load(next(file for file in files if file.endswith(".npz"))) as saved:
+        return saved["grid"]
+
+
+# --- asked by a program ----------------------------------------------------------------------------------------------
+
+
+def test_a_map_is_that_of_the_library_and_its_code_makes_it_again(ask, tmp_path, monkeypatch):
+    figure, files, code, *_ = ask("explain", SAMPLE, "demo", "gae", "yellow star", "", "orange disc")
+    own = vitflow.Explainer("demo").explain(
+        SAMPLE, method="gae", target=vitflow.Contrast("yellow star", against="orange disc")
+    )
+    np.testing.assert_array_equal(grid_of(files), own.grid)
+    assert sorted(Path(file).suffix for file in files) == [".npz", ".pdf", ".png"]
+    with Image.open(figure) as drawn:
+        np.testing.assert_array_equal(drawn.convert("RGB"), Image.open(save(own, tmp_path)).convert("RGB"))
+    shutil.copy(SAMPLE, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(code, names)
+    np.testing.assert_array_equal(names["saliency"].grid, own.grid)
+    assert (tmp_path / f"{SAMPLE.stem}-gae.png").is_file()
+
+
+def save(saliency, folder: Path) -> Path:
+    saliency.figure(folder / "own.png")
+    return folder / "own.png"
+
+
+def test_two_visitors_at_once_each_get_their_own_answer(ask):
+    own = vitflow.Explainer("demo")
+    asked = ["yellow star", "orange disc"]
+    right = {target: own.explain(SAMPLE, method="gae", target=target).grid for target in asked}
+    found: dict[str, list[np.ndarray]] = {target: [] for target in asked}
+
+    def visit(target: str) -> None:
+        for _ in range(3):
+            found[target].append(grid_of(ask("explain", SAMPLE, "demo", "gae", target)[1]))
+
+    visitors = [threading.Thread(target=visit, args=(target,)) for target in asked]
+    for visitor in visitors:
+        visitor.start()
+    for visitor in visitors:
+        visitor.join()
+    for target in asked:
+        assert len(found[target]) == 3
+        for grid in found[target]:
+            np.testing.assert_array_equal(grid, right[target])
+    assert not np.array_equal(*right.values())
+
+
+def test_methods_stand_side_by_side_and_the_page_says_how_far_they_agree(ask):
+    strip, files, code, notes = ask("compare", SAMPLE)
+    with Image.open(strip["value"]) as drawn:
+        assert drawn.width > 1000
+    assert "vitflow.compare" in code and "How far the methods agree" in notes and len(files) == 2
+
+
+def test_prompts_are_asked_of_a_model_of_pictures_and_texts(ask, siglip):
+    *_, files, code, _, classes, notes = ask("explain", SAMPLE, siglip, "gae", "a dog", "a dog\n a cat \n\n")
+    own = vitflow.Explainer(siglip, prompts=["a dog", "a cat"]).explain(SAMPLE, method="gae", target="a dog")
+    np.testing.assert_array_equal(grid_of(files), own.grid)
+    assert "prompts=['a dog', 'a cat']" in code and ["a cat", "a cat"] in classes["choices"] and not notes
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (("demo", "gae", "orange dics"), "error: Unknown class 'orange dics'. Did you mean 'orange disc'?"),
+        (("demo", "gae", "", "a dog"), "error: VisionTransformer has no text side"),
+        (("vit_tiny_patch16_224", "gae"), "error: Unknown model of this page 'vit_tiny_patch16_224'."),
+        (("demo", "rolout"), "error: Unknown method 'rolout'. Did you mean 'rollout'?"),
+        (
+            ("demo", "rollout", "", "", "", "crop", "grey", "smooth", False, "", "much"),
+            "error: discard_ratio: expected",
+        ),
+        (("demo", "rollout", "", "", "", "crop", "grey", "smooth", False, "", "2"), "error: Expected "),
+    ],
+)
+def test_what_is_wrong_stands_in_the_page(ask, fields, expected):
+    assert told(ask("explain", SAMPLE, *fields)).startswith(expected)
+
+
+def test_a_file_that_is_no_picture_is_told_as_the_command_line_tells_it(ask, tmp_path):
+    wrong = tmp_path / "letter.png"
+    wrong.write_text("Dear all,")
+    by_command = CliRunner().invoke(cli, ["explain", str(wrong), "--model", "demo"])
+    assert told(ask("explain", wrong)) in by_command.stderr
+    assert told(ask("explain", None)).startswith("error: Expected a photograph, got none")
+
+
+def test_a_picture_of_too_many_pixels_is_refused(ask, tmp_path, monkeypatch):
+    Image.fromarray(np.zeros((20_000, 10_000), np.uint8)).save(tmp_path / "large.png")
+    assert "to have at most 178,956,970 pixels" in told(ask("explain", tmp_path / "large.png"))
+
+
+def test_a_file_of_too_many_bytes_is_not_taken(page, tmp_path):
+    from gradio_client import Client
+
+    from vitflow.pictures.images import MAX_PIXELS
+
+    config = Client(page.local_url, verbose=False, analytics_enabled=False).config
+    assert config["max_file_size"] == MAX_PIXELS
+
+
+QUESTIONS = {
+    "What is in a picture": (SAMPLE, "", ["yellow", "star"]),
+    "What a word rests on": (None, "a red heart left of a yellow star", ["red", "star"]),
+    "What is written next": (None, "here is", ["here", "is"]),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_words_are_read_written_and_said_of_a_picture(ask, question):
+    picture, text, expected = QUESTIONS[question]
+    words, figure, _, code, notes = ask("words", picture, text, first=(question, "demo-caption"))
+    assert set(expected) <= {word["token"].strip() for word in words} and not notes
+    assert {word["class_or_confidence"] for word in words} <= {*map(str, range(9)), "asked"}
+    assert "vitflow.explain_" in code
+    with Image.open(figure) as drawn:
+        assert drawn.width > 500
+
+
+def test_a_text_that_cannot_be_read_is_told(ask):
+    assert told(ask("words", None, "", first=("What is in a picture", "demo-caption"))).startswith(
+        "error: Expected a pho"
+    )
+    assert told(ask("words", None, "a heart", first=("What a word rests on", "demo"))).startswith(
+        "error: Unknown model of"
+    )
+
+
+# --- what a click means ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tabs():
+    """What the buttons of both tabs do."""
+    pytest.importorskip("gradio", reason="Gradio is not installed (extra app)")
+    from vitflow.app import pictures, words
+    from vitflow.app.models import Models
+
+    models = Models(["demo"], ["demo-caption"])
+    return SimpleNamespace(pictures=pictures._Answers(models), words=words._Answers(models), names=pictures._NAMES)
+
+
+def fields(tabs, **given) -> list:
+    usual = {"picture": {"path": str(SAMPLE)}, "model": "demo", "method": "gradcam", "fit": "crop"}
+    usual |= {"background": "grey", "interpolation": "smooth", "contours": False}
+    return [(dict.fromkeys(tabs.names, "") | usual | given)[name] for name in tabs.names]
+
+
+def test_a_click_on_each_patch_of_the_figure_is_that_patch(tabs, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
+    wide = tmp_path / "wide.png"
+    Image.open(SAMPLE).convert("RGB").resize((300, 190)).save(wide)
+    asked = fields(tabs, picture={"path": str(wide)}, method="rollout")
+    _, click, *_ = tabs.pictures.explain(*asked)
+    (left, right, bottom, top), placement, (rows, cols) = click
+    clicked: list[tuple[int, int]] = []
+    monkeypatch.setattr(tabs.pictures, "_map", lambda asked, patch: clicked.append(patch))
+    height, width = (side / count for side, count in zip(placement.input_size, (rows, cols), strict=True))
+    for row in range(rows):
+        for col in range(cols):
+            y, x = placement.to_image((row + 0.5) * height, (col + 0.5) * width)
+            at = left + x / 300 * (right - left), top + y / 190 * (bottom - top)
+            tabs.pictures._patch(SimpleNamespace(index=at), click, *asked)
+    assert clicked == [(row, col) for row in range(rows) for col in range(cols)]
+    middle = (top + bottom) / 2
+    for at, words in {(left - 5, middle): "beside it", (left + 3, middle): "did not see"}.items():
+        with pytest.raises(OptionError, match=words):
+            tabs.pictures._patch(SimpleNamespace(index=at), click, *asked)
+
+
+def test_a_patch_is_answered_by_rollout_where_the_method_has_none(tabs, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
+    _, click, *_ = tabs.pictures.explain(*fields(tabs))
+    (left, right, bottom, top), *_ = click
+    event = SimpleNamespace(index=((left + right) / 2, (top + bottom) / 2))
+    _, _, files, code, method, *_ = tabs.pictures._patch(event, click, *fields(tabs))
+    own = vitflow.Explainer("demo").explain(SAMPLE, method="rollout", patch=(6, 6))
+    np.testing.assert_array_equal(grid_of(files), own.grid)
+    assert method == "rollout" and "patch=(6, 6)" in code
+
+
+def test_a_click_on_a_word_is_that_word(tabs, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
+
+    def clicked(asked: tuple, index: int) -> tuple:
+        words, _, click, *_ = asked
+        again = tabs.words._word(SimpleNamespace(index=index), click)
+        assert [text for text, _ in again[0]] == [text for text, _ in words]
+        return again
+
+    read = tabs.words.words("What a word rests on", "demo-caption", None, "a red heart", "rollout", 8)
+    words, *_, code, _ = clicked(read, 2)
+    assert [number for number, (_, shade) in enumerate(words) if shade == "asked"] == [2] and "token=2" in code
+    seen = tabs.words.words("What is in a picture", "demo-caption", {"path": str(SAMPLE)}, "", "rollout", 30)
+    star = [text for text, _ in seen[0]].index(" star")
+    words, *_, code, _ = clicked(seen, star)
+    assert words[star] == (" star", "asked") and "picture((" in code
+    with pytest.raises(OptionError, match="a word that has a map"):
+        clicked(seen, 0)
+    written = tabs.words.words("What is written next", "demo-caption", None, "here is", "rollout", 8)
+    words, *_, code, _ = clicked(written, 4)
+    assert ".shaded(1)" in code and [shade for _, shade in words].count("asked") == 2
+    with pytest.raises(OptionError, match="a word that was written"):
+        clicked(written, 0)
+
+
+# --- in a browser ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def visit(page, browser):
+    """Open the page in a window of some width; what it asks of other hosts, and what it complains of, is kept."""
+    contexts = []
+
+    def open_page(width: int = 1280):
+        contexts.append(browser.new_context(viewport={"width": width, "height": 900}))
+        tab = contexts[-1].new_page()
+        tab.set_default_timeout(120_000)  # the machine may be busy
+        tab.asked, tab.complaints = [], []
+        tab.on("request", lambda request: tab.asked.append(request.url))
+        tab.on("pageerror", lambda error: tab.complaints.append(str(error)))
+        tab.goto(page.local_url)
+        tab.get_by_role("button", name="Explain").first.wait_for()
+        return tab
+
+    yield open_page
+    for context in contexts:
+        context.close()
+
+
+def other_hosts(tab, page) -> list[str]:
+    own = ("data:", "blob:", page.local_url)
+    return [url for url in tab.asked if not url.startswith(own)]
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_photograph_a_patch_and_a_comparison_in_a_browser(visit, page, width):
+    tab = visit(width)
+    with tab.expect_file_chooser() as chooser:
+        tab.get_by_text("Click to Upload").first.click()
+    chooser.value.set_files(str(SAMPLE))
+    figure = tab.locator("img[src*='-gae.png']")
+    figure.wait_for()
+    before = figure.get_attribute("src")
+    box = figure.bounding_box()
+    figure.click(position={"x": box["width"] * 0.3, "y": box["height"] * 0.5})
+    tab.locator(f"img[src*='-gae.png']:not([src='{before}'])").wait_for()
+    tab.get_by_text("Take it along").first.click()
+    tab.get_by_text("patch=(").wait_for()
+    tab.get_by_role("button", name="Compare methods").click()
+    tab.locator("img[src*='-compare.png']").wait_for()
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.complaints == [] and other_hosts(tab, page) == []
+    assert len(tab.asked) > 10
+
+
+def test_a_class_and_a_wrong_file_in_a_browser(visit, page, tmp_path):
+    tab = visit()
+    tab.locator("button.gallery-item").first.click()  # a sample, which is explained at once
+    tab.locator("img[src*='-gae.png']").wait_for()
+    box = tab.get_by_label("Class")
+    box.fill("yellow star")
+    box.press("Enter")
+    tab.get_by_text("Take it along").first.click()
+    tab.get_by_role("button", name="Explain").first.click()
+    tab.get_by_text("target='yellow star'").wait_for()
+    (tmp_path / "letter.png").write_text("Dear all,")
+    tab.get_by_label("Remove Image").first.click()
+    with tab.expect_file_chooser() as chooser:
+        tab.get_by_text("Click to Upload").first.click()
+    chooser.value.set_files(str(tmp_path / "letter.png"))
+    tab.get_by_text("error: Expected 'letter.png' to be a picture").wait_for()
+    assert other_hosts(tab, page) == []
+
+
+def test_words_in_a_browser(visit, page):
+    tab = visit()
+    tab.get_by_role("tab", name="Texts and captions").click()
+    tab.locator("button.gallery-item:visible").nth(2).click()  # a sample, which is explained at once
+    word = tab.get_by_role("button", name="star", exact=True)
+    word.wait_for()
+    before = tab.locator("img[src*='words.png']").get_attribute("src")
+    word.click()
+    tab.locator(f"img[src*='words.png']:not([src='{before}'])").wait_for()
+    tab.get_by_label("What a word rests on").click()
+    tab.get_by_label("Text").locator("visible=true").first.fill("a red heart left of a star")
+    tab.locator("button:visible", has_text="Explain").click()
+    tab.get_by_role("button", name="left", exact=True).click()
+    assert tab.complaints == [] and other_hosts(tab, page) == []
+
+
+def test_this_machine_asked_no_other(page, ask):
+    ask("explain", SAMPLE)
+    assert set(page.heard.read_text().split()) == {"127.0.0.1"}
+
+
+# --- how it is opened ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Gradio leaves a socket open then
+def test_a_port_that_is_taken_is_told(page):
+    with pytest.raises(OptionError, match=f"Expected a free port, got {page.server_port}"):
+        serve(["demo"], port=page.server_port, wait=False)
+    gc.collect()
+    with pytest.raises(OptionError, match="at least one model"):
+        serve([])
+
+
+def test_without_gradio_it_says_what_to_install(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("vitflow.app.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    done = CliRunner().invoke(cli, ["app", "--model", "demo"])
+    assert done.exit_code == 2 and "pip install 'vitflow[app]'" in done.stderr
+
+
+def test_the_command_serves_what_it_was_told(monkeypatch):
+    from vitflow.cli.commands import app
+
+    told: dict = {}
+
+    def instead(**given):
+        told.update(given)
+        return SimpleNamespace(local_url="http://127.0.0.1:7860/", block_thread=lambda: None)
+
+    monkeypatch.setattr(app, "serve", instead)
+    done = CliRunner().invoke(cli, ["app", str(SAMPLE), "--model", "demo", "--no-open", "--port", "8000"])
+    assert done.exit_code == 0 and "http://127.0.0.1:7860/" in done.stderr
+    assert told["samples"] == (SAMPLE,) and told["models"] == ("demo",) and told["host"] == "127.0.0.1"
+    assert not told["browser"] and told["port"] == 8000 and told["language_models"] == ("demo-caption",)
+
+
+def test_the_space_serves_the_same_page_by_the_gradio_that_the_package_asks_for(monkeypatch):
+    space, told = ROOT / "examples" / "space", {}
+    monkeypatch.setattr("vitflow.app.serve", lambda *models, **given: told.update(given, models=models))
+    runpy.run_path(str(space / "app.py"), run_name="__main__")
+    assert told["models"] == (["vit_small_patch16_224.augreg_in21k_ft_in1k", "demo"], ["demo-caption"])
+    assert told["host"] == "0.0.0.0" and (space / "requirements.txt").read_text() == "vitflow[app]\n"
+    front = dict(re.findall(r"^(\w+): (.*)$", (space / "README.md").read_text(encoding="utf-8"), re.MULTILINE))
+    assert front["sdk"] == "gradio" and front["app_file"] == "app.py"
+    [asked] = re.findall(r'"gradio>=([\d.]+)", "transformers', (ROOT / "pyproject.toml").read_text())
+    assert front["sdk_version"].startswith(asked)

@@ -1,0 +1,43 @@
+"""The models of a page: named beforehand, each loaded once, when it is first asked."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from vitflow.errors import OptionError, unknown_name
+from vitflow.explaining.explainer import Explainer
+from vitflow.models.hub import bundled
+from vitflow.models.languages import load_language_model, load_processor
+from vitflow.models.loading import load_model
+from vitflow.models.pairs import is_pair
+from vitflow.recording.isolation import default_device
+
+
+class Models:
+    """The models that a page offers, by name: `pictures` for photographs, `words` for texts and captions."""
+
+    def __init__(self, pictures: Sequence[str], words: Sequence[str]) -> None:
+        self.pictures, self.words = list(pictures), list(words)
+        self._loaded: dict[tuple[Any, str], Any] = {}
+        self.explainer = lru_cache(32)(self._explainer)  # prompts that were embedded are kept
+
+    def _explainer(self, name: str, fit: str, prompts: tuple[str, ...]) -> Explainer:
+        model = self._kept(load_model, name, self.pictures)
+        return Explainer(model, device=default_device(), fit=fit, prompts=list(prompts) or None)
+
+    def takes_prompts(self, name: str) -> bool:
+        """Whether a model for photographs is asked by prompts."""
+        return is_pair(self._kept(load_model, name, self.pictures))
+
+    def reader(self, name: str, *, sees: bool = False) -> dict[str, Any]:
+        """A model for words with its tokenizer, and with its processor if it sees, as arguments."""
+        processor = {"processor": self._kept(load_processor, name, self.words)} if sees else {}
+        model, tokenizer = self._kept(load_language_model, name, self.words)
+        return {"model": model, "tokenizer": tokenizer, "name": name, **processor}
+
+    def _kept(self, load: Callable[[Any], Any], name: str, offered: Sequence[str]) -> Any:
+        if name not in offered:
+            raise OptionError(unknown_name("model of this page", name, offered))
+        if (load, name) not in self._loaded:
+            self._loaded[load, name] = load(bundled(name))
+        return self._loaded[load, name]

@@ -1,0 +1,152 @@
+"""The tab for photographs: a map for a class, a prompt or a clicked patch, and methods side by side."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from vitflow.app.asking import answer_column, asks, drawn, path_of, photograph
+from vitflow.app.models import Models
+from vitflow.explaining.asking.captions import python_call
+from vitflow.explaining.asking.method_options import OPTIONS, Option, shown
+from vitflow.explaining.asking.method_table import get_method, list_methods
+from vitflow.explaining.asking.targets import Contrast
+from vitflow.explaining.showing.comparison import compare
+from vitflow.pictures.options import BACKGROUNDS, FITS, INTERPOLATIONS
+
+# The method that is chosen first, and what answers for a patch where the chosen one does not.
+_METHOD, _OF_PATCHES = "gae", "rollout"
+# The options of methods that have a field; a patch is clicked.
+_OPTIONS = [option for option in OPTIONS.values() if option.name != "patch"]
+_DRAWING, _USUAL = ("background", "interpolation", "contours"), ("grey", "smooth", False)
+_NAMES = (
+    "picture",
+    "model",
+    "method",
+    "target",
+    "prompts",
+    "against",
+    "fit",
+    *_DRAWING,
+    *(one.name for one in _OPTIONS),
+)
+
+
+class _Asked:
+    """What the fields of the page say, and the model that answers."""
+
+    def __init__(self, models: Models, fields: Sequence[Any]) -> None:
+        given = dict(zip(_NAMES, fields, strict=True))
+        self.path, self.method = path_of(given["picture"]), get_method(given["method"])
+        prompts = tuple(filter(None, map(str.strip, given["prompts"].splitlines())))
+        self.explainer = models.explainer(given["model"], given["fit"], prompts)
+        target, against = given["target"] or None, given["against"]
+        self.target = Contrast(target, against=against) if against else target
+        self.targets = [self.target] if self.target else list(prompts) or None
+        self.drawing = {name: given[name] for name in _DRAWING if given[name] not in _USUAL}
+        own = [option for option in _OPTIONS if given[option.name] and self.method.accepts(option.name)]
+        self.options = {option.name: option.read(given[option.name]) for option in own}
+        fit = None if given["fit"] == "crop" else given["fit"]
+        made = python_call("vitflow.Explainer", given["model"], prompts=list(prompts) or None, fit=fit)
+        self.code = f"import vitflow\n\nexplainer = {made}"
+
+
+class _Answers:
+    """What the buttons of the tab do; last come the notes."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    def explain(self, *fields: Any) -> tuple[Any, ...]:
+        return self._map(_Asked(self._models, fields))
+
+    def _patch(self, event: gr.SelectData, click: Any, *fields: Any) -> tuple[Any, ...]:
+        """The map of a patch that was clicked on the figure of another map."""
+        (left, right, bottom, top), placement, grid = click
+        down, across = (event.index[1] - top) / (bottom - top), (event.index[0] - left) / (right - left)
+        height, width = placement.image_size
+        asked = _Asked(self._models, fields)
+        if not asked.method.accepts("patch"):
+            asked.method, asked.options = get_method(_OF_PATCHES), {}
+        return self._map(asked, patch=placement.patch_at(down * height, across * width, grid))
+
+    def _map(self, asked: _Asked, **more: Any) -> tuple[Any, ...]:
+        own = {"method": asked.method.name, "target": asked.target, **asked.options, **more}
+        saliency = asked.explainer.explain(asked.path, **own)
+        figure, name = saliency.figure(**asked.drawing), f"{asked.path.stem}-{asked.method.name}"
+        picture, files = drawn(figure, name, saliency.save)
+        edges = [edge * figure.dpi for edge in figure.axes[0].images[0].get_extent()]
+        click = edges, saliency.placement, saliency.facts.get("patch_grid", saliency.grid.shape)
+        made, written = (
+            python_call("explainer.explain", asked.path.name, **own),
+            _written("saliency.figure", name, asked),
+        )
+        classes = gr.update(choices=["", *(asked.explainer.class_names or [])])
+        notes = [saliency.facts["note"]] if "note" in saliency.facts else []
+        return picture, click, files, f"{asked.code}\nsaliency = {made}\n{written}", asked.method.name, classes, notes
+
+    def compare(self, *fields: Any) -> tuple[Any, ...]:
+        asked = _Asked(self._models, fields)
+        found, name = compare(asked.path, model=asked.explainer, targets=asked.targets), f"{asked.path.stem}-compare"
+        picture, files = drawn(found.strip(**asked.drawing), name)
+        made = python_call("vitflow.compare", asked.path.name, targets=asked.targets).removesuffix(")")
+        code = f"{asked.code}\nfound = {made}, model=explainer)\n{_written('found.strip', name, asked)}"
+        return gr.update(value=picture, visible=True), files, code, [" ".join(str(found.agreement()).splitlines()[:2])]
+
+    def _method(self, name: str) -> tuple[Any, ...]:
+        return *(_field(option, name) for option in _OPTIONS), []
+
+    def _model(self, name: str) -> tuple[Any, ...]:
+        return gr.update(visible=self._models.takes_prompts(name)), gr.update(choices=[""], value=""), []
+
+
+def _written(function: str, name: str, asked: _Asked) -> str:
+    return python_call(function, f"{name}.png", **asked.drawing)
+
+
+def _field(option: Option, name: str) -> Any:
+    """The field of an option, as a method has it; empty, it stands for the default."""
+    method = get_method(name)
+    default = f"default: {shown(method.defaults.get(option.name))}"
+    about: dict[str, Any] = {"label": option.name, "info": option.help, "visible": method.accepts(option.name)}
+    if option.kind is bool or option.kind == "choice":
+        return gr.Dropdown([(default, ""), *((one, one) for one in option.values.split("|"))], value="", **about)
+    return gr.Textbox("", placeholder=f"{option.values}, {default}", **about)
+
+
+def pictures_tab(models: Models, samples: Sequence[str | Path]) -> None:
+    """Lay the tab out, and say what its buttons do."""
+    answers = _Answers(models)
+    with gr.Row():
+        with gr.Column(scale=2, min_width=320):
+            picture, examples = photograph(samples)
+            model = gr.Dropdown(models.pictures, label="Model")
+            methods = [(f"{one.title}: {one.answers}", one.name) for one in list_methods()]
+            method = gr.Dropdown(methods, value=_METHOD, label="Method")
+            told = "Name or number; empty: the likeliest."
+            target = gr.Dropdown([""], value="", label="Class", info=told, allow_custom_value=True)
+            prompts = gr.Textbox("", label="Prompts", info="What to ask, one per line.", lines=3, visible=False)
+            with gr.Accordion("Options", open=False):
+                against = gr.Textbox("", label="Against", info="Another class: what speaks for the one, not for this.")
+                fit = gr.Dropdown([one for one in FITS if one != "native"], label="Fit")
+                background = gr.Dropdown([*BACKGROUNDS], value="grey", label="Background")
+                interpolation = gr.Dropdown([*INTERPOLATIONS], label="Interpolation")
+                contours = gr.Checkbox(label="Contours")
+                options = [_field(option, _METHOD) for option in _OPTIONS]
+            with gr.Row():
+                go, beside = gr.Button("Explain", variant="primary"), gr.Button("Compare methods")
+        with gr.Column(scale=3, min_width=320):
+            *answer, notes = answer_column("Click the photograph below to see what that patch of it looks at.")
+    strip = gr.Image(label="Methods side by side", interactive=False, type="filepath", visible=False)
+    fields = [picture, model, method, target, prompts, against, fit, background, interpolation, contours, *options]
+    drawing = [*answer, method, target, notes]
+    chosen = examples.load_input_event
+    if not samples and "demo" in models.pictures:  # which alone knows the drawn ones
+        chosen = chosen.then(lambda: "demo", None, model, api_visibility="private")
+    for trigger in (go.click, picture.upload, chosen.then):
+        asks(trigger, answers.explain, fields, drawing)
+    asks(answer[0].select, answers._patch, [answer[1], *fields], drawing)
+    asks(beside.click, answers.compare, fields, [strip, *answer[2:], notes], scroll_to_output=True)
+    asks(method.change, answers._method, [method], [*options, notes])
+    asks(model.change, answers._model, [model], [prompts, target, notes])

@@ -1,0 +1,48 @@
+"""`vitflow app`: a page on which all of it can be tried in a browser."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vitflow.app import serve
+from vitflow.cli.options import DEFAULT_MODEL
+from vitflow.cli.saying import say
+
+
+@click.command(short_help="Open a page to try it all in a browser.")
+@click.argument("images", nargs=-1, metavar="[IMAGE…]", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    default=(DEFAULT_MODEL, "demo"),
+    show_default=", ".join((DEFAULT_MODEL, "demo")),
+    metavar="ID|demo|PATH",
+    help="A model for photographs that the page offers; repeatable. The first is chosen.",
+)
+@click.option(
+    "--language-model",
+    "language_models",
+    multiple=True,
+    default=("demo-caption",),
+    show_default=True,
+    metavar="ID|demo-caption|PATH",
+    help="A model for texts and captions that the page offers; repeatable.",
+)
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Who may reach it; 0.0.0.0: not this machine alone."
+)
+@click.option("--port", type=click.IntRange(1, 65535), help="[default: the first free one from 7860 on]")
+@click.option("--open/--no-open", "browser", default=True, show_default=True, help="Open the page in a browser.")
+def app(images: tuple[Path, ...], **given: Any) -> None:
+    """Open a page in the browser: drop a photograph, click a patch, click a word.
+
+    \b
+    vitflow app cat.jpg --model vit_base_patch16_224.augreg2_in21k_ft_in1k
+
+    Each IMAGE is offered as a sample, instead of drawn ones. The page is for this machine, and asks no other.
+    """
+    page = serve(samples=images, wait=False, **given)
+    say(f"the page is at {page.local_url} until you press Ctrl-C")
+    page.block_thread()
