@@ -1,6 +1,7 @@
 """Drawn scenes in memory, as the two scripts that train the picture–text models see them."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +69,11 @@ class Scenes:
         return cls(images, kinds, middles, shown)
 
     @classmethod
+    def joined(cls, parts: Sequence["Scenes"]) -> "Scenes":
+        """Several as one."""
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0])})
+
+    @classmethod
     def kept(cls, folder: Path | None, first_seed: int, count: int) -> "Scenes":
         """As `drawn`; kept in a folder, where one is given, and read from there the next time."""
         path = folder / f"scenes-{first_seed}-{count}.npz" if folder else None
@@ -92,19 +98,22 @@ class Scenes:
         images[:mirrored] = images[:mirrored, :, ::-1].copy()
         shown[:mirrored] = shown[:mirrored, :, ::-1].copy()
         middles[:mirrored, :, 0] = 1.0 - middles[:mirrored, :, 0]
-        things = [
-            tuple(
-                Thing(phrase_of(kind), (float(x), float(y)))
-                for kind, (x, y) in zip(self.kinds[number], places, strict=True)
-                if kind >= 0
-            )
-            for number, places in zip(numbers, middles, strict=True)
-        ]
+        things = things_of(self.kinds[numbers], middles)
         pixels = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1.0
         pieces = shown.reshape(-1, GRID, PATCH, GRID, PATCH).transpose(0, 1, 3, 2, 4).reshape(-1, GRID**2, PATCH**2)
         cover = np.stack([(pieces == 1 + place).mean(axis=2) for place in range(3)], axis=2)
         patches = np.where(cover.max(axis=2) >= COVERED, 1 + cover.argmax(axis=2), 0)
         return Batch(pixels, things, patches, torch.from_numpy(pieces > 0).float())
+
+
+def things_of(kinds: NDArray[np.int8], middles: NDArray[np.float32]) -> list[tuple[Thing, ...]]:
+    """The things of pictures, from what `Scenes` keeps of them."""
+    return [
+        tuple(
+            Thing(phrase_of(kind), (float(x), float(y))) for kind, (x, y) in zip(own, places, strict=True) if kind >= 0
+        )
+        for own, places in zip(kinds, middles, strict=True)
+    ]
 
 
 def kind_of(thing: Thing) -> int:

@@ -1,4 +1,4 @@
-"""What the two scripts that train the picture–text models share: drawn scenes in memory, and the picture tower.
+"""What the two scripts that train the picture–text models share: options, turns, writing, and the picture tower.
 
 The tower learns first what each of its patches shows: the colour and the shape of the thing there, or ground. The pair
 of pictures and sentences, and the captioner, both start from it.
@@ -51,14 +51,15 @@ TOWER: dict[str, Any] = {
 WORDS = ("a", "an", "something", *COLOURS, *SHAPES, *" ".join(SIDES).replace("of", "").split(), "of", "and")
 
 
-def parser_of(description: str | None, minutes: float, output: Path) -> argparse.ArgumentParser:
+def parser_of(
+    description: str | None, pictures: int, minutes: float, workers: int, output: Path
+) -> argparse.ArgumentParser:
     """The options that both scripts have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pictures", type=int, default=20_000, help="how many pictures to draw and to learn from")
+    parser.add_argument("--pictures", type=int, default=pictures, help="how many pictures to draw and to learn from")
     parser.add_argument("--minutes", type=float, default=minutes, help="how long to learn")
-    parser.add_argument("--tower-minutes", type=float, default=18.0, help="how long the picture tower learns before")
     parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the pictures")
-    parser.add_argument("--workers", type=int, default=3, help="how many processes learn at once, a thread each")
+    parser.add_argument("--workers", type=int, default=workers, help="how many processes learn at once, a thread each")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--fresh-pictures", type=int, default=FRESH_PICTURES, help="how many pictures to measure on")
     parser.add_argument("--kept", type=Path, help="a folder that keeps drawn pictures and the tower for the next run")
@@ -105,10 +106,14 @@ def together(learn: Callable[[int], None], shared: Sequence[Module], workers: in
     return None
 
 
-def steps(
-    scenes: Scenes, minutes: float, options: argparse.Namespace, worker: int, optimizer: torch.optim.Optimizer
-) -> Iterator[Step]:
-    """Batches until the time is over, half of each mirrored; sets the learning rate."""
+def turns(
+    count_of: int, size: int, minutes: float, options: argparse.Namespace, worker: int, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[int, float, NDArray[np.int64]]]:
+    """The numbers of `size` of so many pictures, turn by turn until the time is over; sets the learning rate.
+
+    Yields:
+        The number of the turn, the seconds since the first, and the pictures.
+    """
     torch.manual_seed(1000 * options.seed + worker)
     random = np.random.default_rng((options.seed, worker))
     started, order = time.monotonic(), np.zeros(0, dtype=np.int64)
@@ -117,13 +122,22 @@ def steps(
         progress = seconds / (60.0 * minutes)
         if progress >= 1.0:
             return
-        if len(order) < BATCH:
-            order = random.permutation(len(scenes))
-        chosen, order = order[:BATCH], order[BATCH:]
+        if len(order) < size:
+            order = random.permutation(count_of)
+        chosen, order = order[:size], order[size:]
         for group in optimizer.param_groups:
             group["lr"] = options.learning_rate * group["share"] * learning_rate_share(number, progress)
+        yield number, seconds, chosen
+
+
+def steps(
+    scenes: Scenes, minutes: float, options: argparse.Namespace, worker: int, optimizer: torch.optim.Optimizer
+) -> Iterator[Step]:
+    """Batches until the time is over, half of each mirrored; sets the learning rate."""
+    for number, seconds, chosen in turns(len(scenes), BATCH, minutes, options, worker, optimizer):
         batch = scenes.batch(chosen, mirrored=BATCH // 2)
-        yield Step(worker, number, seconds, batch, choose_seen(batch.patches) if progress < 1.0 - WHOLE_SHARE else None)
+        whole = seconds >= 60.0 * minutes * (1.0 - WHOLE_SHARE)
+        yield Step(worker, number, seconds, batch, None if whole else choose_seen(batch.patches))
 
 
 def learning_rate_share(step: int, progress: float, warmup: int = 100) -> float:
@@ -308,9 +322,8 @@ def train_and_measure(
         print(*(f"{name}: {value:.4f}" for name, value in measure(options).items()), sep="\n")
         return
     words = [f"python examples/{script}.py", f"--pictures {options.pictures}", f"--seed {options.seed}"]
-    words += [
-        f"--{name} {getattr(options, name.replace('-', '_')):g}" for name in ("workers", "tower-minutes", "minutes")
-    ]
+    spent = {name: getattr(options, name.replace("-", "_"), None) for name in ("workers", "tower-minutes", "minutes")}
+    words += [f"--{name} {value:g}" for name, value in spent.items() if value is not None]
     told["trained_by"] = " ".join([*words, f"--learning-rate {options.learning_rate:g}"])
     if options.start:
         with safe_open(options.start / "model.safetensors", framework="pt") as file:

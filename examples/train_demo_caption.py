@@ -4,7 +4,7 @@ The bundled weights come from this command, on one busy CPU core:
 
     python examples/train_demo_caption.py --kept drawn
 
-The picture tower first learns what each patch shows (both scripts share that tower, where a folder keeps it). Then a
+The picture tower first learns what each patch shows (the pair of pictures and sentences takes that tower). Then a
 small decoder, in whose sequence the patches stand before the words, learns to write the one caption of each picture.
 `--only-measure` prints how good the bundled weights are.
 """
@@ -72,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    return parser_of(__doc__, minutes=40.0, output=DEMO_CAPTION).parse_args(arguments)
+    parser = parser_of(__doc__, pictures=20_000, minutes=40.0, workers=3, output=DEMO_CAPTION)
+    parser.add_argument("--tower-minutes", type=float, default=18.0, help="how long the picture tower learns before")
+    return parser.parse_args(arguments)
 
 
 def build() -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:

@@ -17,7 +17,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 #: What must be in the wheel beside Python.
-HELD = ("vitflow/py.typed", "vitflow/__init__.pyi", "vitflow/demo/vitflow_demo.safetensors")
+HELD = (
+    "vitflow/py.typed",
+    "vitflow/__init__.pyi",
+    *(f"vitflow/demo/{name}.safetensors" for name in ("vitflow_demo", "demo_caption/model", "demo_text/model")),
+)
 
 
 def run(*command: object, **options: object) -> None:

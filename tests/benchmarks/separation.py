@@ -75,7 +75,10 @@ CANDIDATES: dict[str, list[dict]] = {
         {"masks": 384, "head_fusion": "signed_mean", "value_weighted": False},
     ],
 }
-MEASURES = ["roc_auc", "energy", "deletion_auc", "grid", "pointing_game"]
+MEASURES = {
+    "photographs": ["roc_auc", "pointing_game", "deletion_auc", "grid"],
+    "drawn": ["roc_auc", "energy", "deletion_auc", "separation", "separation_wins"],
+}
 SHOWN = {
     "photographs": ("roc_auc", "pointing_game", "deletion_auc", "grid_auc", "grid_wins"),
     "drawn": ("roc_auc", "energy", "deletion_auc", "separation", "separation_wins"),
@@ -86,12 +89,12 @@ def name_of(method: str, own: dict) -> str:
     return label(method, own) if own else method
 
 
-def measured(data: str, model: object, methods: list, output: Path) -> Evaluation:
+def measured(kind: str, data: str, model: object, methods: list, output: Path) -> Evaluation:
     return evaluate(
         data,
         model=model,
         methods=methods,
-        metrics=MEASURES,
+        metrics=MEASURES[kind],
         points=6,
         blurred_twin=False,
         output=output,
@@ -204,8 +207,8 @@ def main() -> None:
     kind = "-".join(given.methods)
     photographs = vitflow.load_model(CHECKPOINT, checkpoint=given.checkpoint)
     runs = {
-        "drawn": measured(given.drawn, "demo", asked, given.output / f"{kind}-drawn"),
-        "photographs": measured(given.boxes, photographs, asked, given.output / f"{kind}-photographs"),
+        "drawn": measured("drawn", given.drawn, "demo", asked, given.output / f"{kind}-drawn"),
+        "photographs": measured("photographs", given.boxes, photographs, asked, given.output / f"{kind}-photographs"),
     }
     print()
     table(runs)

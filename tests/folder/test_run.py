@@ -285,29 +285,34 @@ def start(source: Path, output: Path, work=forked_run, *arguments):
     return process
 
 
+def final_files(out: Path) -> list[Path]:
+    return [path for path in out.rglob("*") if path.is_file() and path.suffix in (".jpg", ".npz", ".json")]
+
+
 @pytest.mark.slow
 def test_killed_at_random_moments_it_completes_to_the_same_tree(tmp_path):
     source = fill(tmp_path / "in", 40)
     (source / "broken.jpg").write_bytes(picture_bytes(7)[:300])
     (source / "17.png").write_bytes(picture_bytes(8, "PNG"))  # claims the name of 17.jpg
-    start(source, tmp_path / "warm").join()
-    began = time.monotonic()
     process = start(source, tmp_path / "reference")
     process.join()
     assert process.exitcode == 0
-    duration = time.monotonic() - began
     expected = tree(tmp_path / "reference")
-    assert len(expected) == 2 * 41 + 4
-    moments, kills, torn = random.Random(0), 0, 0
+    files = 2 * 41 + 4
+    assert len(expected) == files
+    moments, torn = random.Random(0), 0
     out = tmp_path / "out"
-    while kills < 20:
+    for _ in range(12):
+        # The moment is told by what is written, not by a clock: how long a run takes to begin differs.
+        written, later = moments.randrange(len(final_files(out)), files), moments.uniform(0.0, 0.02)
         process = start(source, out)
-        process.join(moments.uniform(0.02, duration))
+        while process.exitcode is None and len(final_files(out)) < written:
+            time.sleep(0.001)
+        process.join(later)
         if process.exitcode is None:
             process.kill()
             process.join()
-            kills += 1
-            finals = [path for path in out.rglob("*") if path.is_file() and path.suffix in (".jpg", ".npz", ".json")]
+            finals = final_files(out)
             torn += bool(finals) and not (out / "run.json").exists()
             for path in finals:  # nothing half-written under a final name
                 name = path.relative_to(out).as_posix()

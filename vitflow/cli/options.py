@@ -102,7 +102,7 @@ model_options = _together(
         "--model",
         metavar="ID|demo|PATH",
         help="Id of timm or transformers, hf-hub:…, a folder, a weights file, or demo. Also local-dir:…; the bundled "
-        "demo knows eight drawn shapes only; prompts are also asked of "
+        "demo knows eight drawn shapes only; prompts are also asked of demo-text, bundled as well, and of "
         f"open_clip:MODEL/WEIGHTS.  [default: {DEFAULT_MODEL}]",
     ),
     click.option(
@@ -137,7 +137,7 @@ question_options = _together(
         metavar="TEXT",
         multiple=True,
         help="Ask for this instead of a class; repeatable. For models of pictures and texts: CLIP, SigLIP, "
-        "SigLIP 2, open_clip.",
+        "SigLIP 2, open_clip, or demo-text, the bundled pair.",
     ),
     click.option(
         "--template",

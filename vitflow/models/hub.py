@@ -18,7 +18,7 @@ from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vitflow.demo import DEMO_CAPTION
+from vitflow.demo import DEMO_CAPTION, DEMO_TEXT
 from vitflow.errors import ModelError, printable
 from vitflow.pictures.files import is_file, is_folder
 
@@ -151,8 +151,8 @@ def hub_for(name: str | Path) -> AbstractContextManager[None]:
 
 
 def bundled(name: str | Path) -> str | Path:
-    """The folder of a model of words that vitflow ships; any other name as it is."""
-    return DEMO_CAPTION if str(name) == "demo-caption" else name
+    """The folder of a model of pictures and words that vitflow ships; any other name as it is."""
+    return {"demo-caption": DEMO_CAPTION, "demo-text": DEMO_TEXT}.get(str(name), name)
 
 
 def own_prompt(name: str | Path) -> str | None:
@@ -203,7 +203,7 @@ def is_of_transformers(name: str) -> bool:
     >>> is_of_transformers("openai/clip-vit-base-patch16"), is_of_transformers("vit_tiny_patch16_224")
     (True, False)
     """
-    folder = Path(name.removeprefix("local-dir:"))
+    folder = Path(bundled(name.removeprefix("local-dir:")))
     if is_folder(folder):
         with suppress(OSError, ValueError, RecursionError):
             config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -227,7 +227,7 @@ def load_transformers(name: str) -> nn.Module:
         raise ModelError(
             f"{printable(name)} needs the package transformers: pip install 'vitflow[transformers]'."
         ) from error
-    where = name.removeprefix("local-dir:")
+    where = str(bundled(name.removeprefix("local-dir:")))
     local = is_folder(Path(where))
     try:
         with quiet_hub(asked=not local), quietly(transformers.utils.logging):
@@ -242,7 +242,7 @@ def load_transformers(name: str) -> nn.Module:
             f"{printable(name)!r} is no model of timm, and as one of transformers it cannot be fetched from the "
             f"Hugging Face hub ({type(error).__name__}) and is not in its cache. Remedies: its folder, fetched where "
             f"there is a network (hf download {printable(name)} --local-dir FOLDER; --model FOLDER), `vitflow models "
-            "PATTERN` for the names of timm, or the bundled model (--model demo)."
+            "PATTERN` for the names of timm, or a bundled model (--model demo-text for prompts, --model demo)."
         ) from error
     if missing := sorted(key for key in found["missing_keys"] if not key.endswith("position_ids")):
         raise ModelError(

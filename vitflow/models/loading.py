@@ -36,8 +36,8 @@ def load_model(
         name: a timm model id, with its tag or without ("vit_base_patch16_224.augreg2_in21k_ft_in1k");
             "hf-hub:owner/repo"; "local-dir:folder" or the folder itself (config.json beside the weights, as timm saves
             them); a `.safetensors` file that names its own architecture; or "demo", the model that vitflow ships. Or a
-            model of transformers, by its id ("openai/clip-vit-base-patch16") or folder; or
-            "open_clip:ViT-B-32/openai".
+            model of transformers, by its id ("openai/clip-vit-base-patch16") or folder;
+            "open_clip:ViT-B-32/openai"; or "demo-text", the pair of pictures and sentences that vitflow ships.
         checkpoint: weights to load instead of those from the hub: safetensors, or a torch file loaded with
             `weights_only=True`. A class count or picture size that differs from the model's is taken from the file.
         num_classes: build the model with that many classes.

@@ -3,6 +3,7 @@
 The texts are embedded once. What is recorded is the tower that sees, with its projection.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from vitflow.errors import ModelError, OptionError, UnsupportedModelError
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowWarning
 from vitflow.models.answers import Answers, cosines
 from vitflow.models.libraries import embedding_of, library_data_config, library_id
 from vitflow.models.processors import from_processor
 
 # What open_clip calls a resize mode, in timm's words.
 _CROPS = {"shortest": "center", "squash": "squash", "longest": "border"}
+_FEW_WORDS = 64  # so many a message lists
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,9 +112,7 @@ def pair_of(model: nn.Module, processor: Any = None) -> Pair:
     tower = PictureTower(owner.vision_model, getattr(owner, "visual_projection", None))
     told = getattr(processor, "image_processor", None)
     seen = library_data_config(model) | ({} if told is None else from_processor(told.to_dict()))
-    return Pair(
-        tower, _texts(owner, processor), **numbers, data_config=seen, name=library_id(model) or type(model).__name__
-    )
+    return Pair(tower, _texts(owner, processor), **numbers, data_config=seen, name=_called(model))
 
 
 def _called(model: nn.Module) -> str:
@@ -127,7 +127,7 @@ def _no_text_side(model: nn.Module) -> str:
     load = f"transformers.{theirs}.from_pretrained(…)" if theirs else "a CLIPModel, SiglipModel or Siglip2Model"
     return (
         f"{name} has no text side, so that prompts say nothing to it: load {load} with its processor, or a model of "
-        "open_clip; on the command line --model openai/clip-vit-base-patch16, for example."
+        "open_clip; on the command line --model openai/clip-vit-base-patch16, for example, or --model demo-text."
     )
 
 
@@ -153,6 +153,7 @@ def _texts(model: Any, processor: Any) -> Callable[[list[str]], Tensor]:
     def embed(texts: list[str]) -> Tensor:
         tokenizer = getattr(processor, "tokenizer", processor) or _tokenizer_of(model)
         texts = [text.lower() for text in texts] if whole else texts
+        _tell_unknown(tokenizer, texts)
         padding = "max_length" if whole else True
         read = tokenizer(texts, padding=padding, truncation=True, max_length=length, return_tensors="pt")
         names = ("input_ids",) if whole else ("input_ids", "attention_mask")
@@ -163,6 +164,24 @@ def _texts(model: Any, processor: Any) -> Callable[[list[str]], Tensor]:
         return found
 
     return embed
+
+
+def _tell_unknown(tokenizer: Any, texts: Sequence[str]) -> None:
+    """Warn of words that the tokenizer reads as its token for what it does not know."""
+    none = getattr(tokenizer, "unk_token_id", None)
+    if none is None or none in (tokenizer.eos_token_id, tokenizer.pad_token_id):  # CLIP's stands in every text
+        return
+    words = dict.fromkeys(word for text in texts for word in text.split())
+    unknown = [word for word in words if none in tokenizer(word, add_special_tokens=False).input_ids]
+    if unknown:
+        known = [word for word in tokenizer.get_vocab() if not word.startswith("<")]
+        ask = f" It knows: {', '.join(sorted(known))}." if len(known) <= _FEW_WORDS else ""
+        warnings.warn(
+            f"The model does not know the words {', '.join(map(repr, unknown[:8]))}: what it answers to a prompt with "
+            f"them says nothing.{ask}",
+            VitflowWarning,
+            stacklevel=2,
+        )
 
 
 def _tokenizer_of(model: nn.Module) -> Any:

@@ -1,4 +1,4 @@
-"""The bundled captioner loads without a network and is as good as it says; what trains the models of words runs."""
+"""The bundled models of words load without a network and are as good as they say; what trains them runs."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -10,12 +10,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from vitflow.demo import DEMO_CAPTION, FIRST_TRAINING_SEED, Scene, draw_scenes
+from vitflow import Explainer, VitflowWarning
+from vitflow.demo import DEMO_CAPTION, DEMO_TEXT, FIRST_TRAINING_SEED, Scene, draw_scenes
 
 transformers = pytest.importorskip("transformers")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TINY = ["--pictures", "40", "--minutes", "0.03", "--tower-minutes", "0.03", "--workers", "1", "--fresh-pictures", "12"]
+TINY = ["--pictures", "40", "--minutes", "0.03", "--workers", "1", "--fresh-pictures", "12"]
 
 
 @pytest.fixture(scope="module")
@@ -36,22 +37,30 @@ def header(folder: Path) -> dict[str, str]:
         return file.metadata()
 
 
-def test_the_captioner_is_small_half_precision_and_says_what_it_is() -> None:
-    folder = DEMO_CAPTION
+@pytest.mark.parametrize("name", ["text", "caption"])
+def test_a_bundled_model_is_small_half_precision_and_says_what_it_is(name: str) -> None:
+    folder = {"text": DEMO_TEXT, "caption": DEMO_CAPTION}[name]
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 3_000_000
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.float16}  # noqa: SIM118
     told = header(folder)
-    assert told["trained_by"].startswith("python examples/train_demo_caption.py --pictures ")
+    assert told["trained_by"].startswith(f"python examples/train_demo_{name}.py --pictures ")
     assert told["measured_on"] == "2000 fresh pictures" and told["license"] == "MIT"
 
 
-def test_every_weight_is_found_and_computed_in_single_precision() -> None:
-    kind = transformers.AutoModelForImageTextToText
-    model, found = kind.from_pretrained(DEMO_CAPTION, local_files_only=True, output_loading_info=True)
+@pytest.mark.parametrize(
+    ("folder", "kind", "name"),
+    [
+        (DEMO_CAPTION, "AutoModelForImageTextToText", "LlavaForConditionalGeneration"),
+        (DEMO_TEXT, "AutoModel", "SiglipModel"),
+    ],
+)
+def test_every_weight_is_found_and_computed_in_single_precision(folder: Path, kind: str, name: str) -> None:
+    load = getattr(transformers, kind).from_pretrained
+    model, found = load(folder, local_files_only=True, output_loading_info=True)
     assert not any(found.values())
     assert {value.dtype for value in model.parameters()} == {torch.float32}
-    assert type(model).__name__ == "LlavaForConditionalGeneration"
+    assert type(model).__name__ == name
 
 
 def test_captions_are_right(scenes: list[Scene]) -> None:
@@ -66,17 +75,52 @@ def test_captions_are_right(scenes: list[Scene]) -> None:
     assert right >= float(told["captions_right"]) - 0.1
 
 
+def test_of_ten_sentences_the_right_one_is_found_and_what_is_not_there_reads_low(
+    scenes: list[Scene], script: Callable[[str], ModuleType]
+) -> None:
+    module, told = script("train_demo_text"), header(DEMO_TEXT)
+    random, right, there, absent = np.random.default_rng(0), [], [], []
+    model = transformers.AutoModel.from_pretrained(DEMO_TEXT, local_files_only=True).eval()
+    processor = transformers.AutoProcessor.from_pretrained(DEMO_TEXT, local_files_only=True)
+    for scene in scenes:
+        sentences = module.choices(scene.things, random)  # nine differ from the first by a side, a colour or a shape
+        texts = [*sentences, str(scene.things[0].phrase)]
+        inputs = processor(text=texts, images=[scene.image], padding="max_length", return_tensors="pt")
+        with torch.inference_mode():
+            [logits] = model(**inputs).logits_per_image
+        right.append(int(logits[:10].argmax()) == 0)
+        there.append(logits[10].item())
+        absent += logits[1:10].tolist()
+    assert np.mean(right) >= float(told["retrieval_among_ten"]) - 0.1
+    assert np.mean(np.array(there) > 0) > 0.9 and np.mean(np.array(absent) < 0) > 0.8
+
+
+def test_the_pair_is_asked_by_its_name(scenes: list[Scene]) -> None:
+    scene = next(scene for scene in scenes if len(scene.things) == 2)
+    absent = next(str(other.things[0].phrase) for other in scenes if not scene.holds(str(other.things[0].phrase)))
+    prompts = [*(str(thing.phrase) for thing in scene.things), absent]
+    read = Explainer("demo-text", prompts=prompts).explain_batch([scene.image], methods=["gae"], targets=[0, 1, 2])
+    assert read[0].model == "demo-text"
+    assert min(one.probability for one in read[:2]) > 0.5 > read[2].probability
+
+
+def test_words_that_it_does_not_know_are_told() -> None:
+    with pytest.warns(VitflowWarning, match="does not know the words 'grey', 'circle'.*It knows: .*disc.*heart"):
+        Explainer("demo-text", prompts=["a red heart", "a grey circle"])
+
+
 @pytest.mark.parametrize("name", ["text", "caption"])
 def test_training_writes_a_folder_that_loads_and_says_how_it_was_trained(
     name: str, script: Callable[[str], ModuleType], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     module, threads = script(f"train_demo_{name}"), torch.get_num_threads()
     try:
-        module.main([*TINY, "--kept", str(tmp_path / "kept"), "--output", str(tmp_path / "out")])
+        tower = ["--tower-minutes", "0.03"] if name == "caption" else []
+        module.main([*TINY, *tower, "--kept", str(tmp_path / "kept"), "--output", str(tmp_path / "out")])
     finally:
         torch.set_num_threads(threads)
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"preprocessor_config.json", "tokenizer.json"}
-    assert "--workers 1 --tower-minutes 0.03 --minutes 0.03" in header(tmp_path / "out")["trained_by"]
+    assert " --minutes 0.03 --learning-rate 0.002" in header(tmp_path / "out")["trained_by"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "out"]  # nothing else is left behind
     assert str(tmp_path / "out") in capfd.readouterr().out
 
