@@ -1,6 +1,6 @@
 """What following a generation costs: plain `generate` beside `explain_generation`, in one run.
 
-    python -m tests.benchmarks.generation [--what paper default weighted] [--prompt 512] [--new 64] [--repeats 3]
+    python -m tests.benchmarks.generation [--what paper rollout weighted] [--prompt 512] [--new 64] [--repeats 3]
     python -m tests.benchmarks.generation --captioner
 
 A GPT-2-sized model with random weights writes after a prompt. With --captioner it is a LLaVA whose decoder has that
@@ -30,11 +30,12 @@ from vitflow.models.languages import load_processor
 
 WORK = {
     "plain": None,
-    "paper": {"preset": "paper"},
-    "default": {},
-    "weighted": {"value_weighted": "output", "causal": "raw"},
+    "paper": {"method": "rollout", "preset": "paper"},
+    "rollout": {"method": "rollout"},
+    "weighted": {"method": "rollout", "value_weighted": "output", "causal": "raw"},
     "attention": {"method": "attention"},
     "logit_lens": {"method": "logit_lens"},
+    "gae": {"method": "gae"},
 }
 
 
@@ -114,7 +115,7 @@ def peak_mib(name: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--what", nargs="+", choices=list(WORK), default=["paper", "default", "weighted"])
+    parser.add_argument("--what", nargs="+", choices=list(WORK), default=["paper", "rollout", "weighted"])
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
@@ -156,7 +157,7 @@ def main() -> None:
             f"| {processor / processor_of_plain:.2f} | {peak_mib(name) - plain:.1f} |",
             flush=True,
         )
-    print(f"\ndefault: {TEXT_METHODS['rollout'].complete({})}")
+    print(f"\nrollout: {TEXT_METHODS['rollout'].complete({})}")
 
 
 if __name__ == "__main__":

@@ -57,13 +57,15 @@ def test_the_answer_is_told_with_a_strip_of_its_words(run, tmp_path):
         assert strip.width > 900
 
 
-def test_the_page_shows_the_picture_and_the_maps_of_the_strip(run, tmp_path):
+def test_the_page_shows_the_picture_and_the_maps_of_the_strip(run, tmp_path, captioner):
     done = run("--html", "words.html", "--neutral", "the square", "--json")
     assert done.exit_code == 0 and "written: words.html" in done.stderr, done.output
     page = (tmp_path / "words.html").read_text()
     assert page.count('class="stage"') == 1 and '"name": "photo.png"' in page
     told = json.loads(done.stdout)
     assert told["words"][0]["options"]["relative"]
+    assert told["words"][0]["model"] == captioner.name  # a folder by its name, whatever it lies in
+    assert str(captioner.parent) not in page
     over = run("--html", "photo.png")
     assert over.exit_code != 0 and "overwrite the picture" in over.stderr
 

@@ -18,7 +18,7 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.showing.strips import draw_words
 from vitflow.explaining.text.generating import explain_generation
 from vitflow.explaining.text.generation import Generation
-from vitflow.explaining.text.method_table import for_kind, text_method
+from vitflow.explaining.text.method_table import PICTURED, for_kind, text_method
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.earlier import done_before, refuse_foreign_files, remove_outputs
 from vitflow.folder.plan import Input, list_inputs
@@ -26,7 +26,7 @@ from vitflow.folder.rows import is_caption_row
 from vitflow.folder.run import FolderSummary
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.models.facts import check_name, model_id
-from vitflow.models.hub import bundled, hub_for, own_prompt
+from vitflow.models.hub import bundled, called, hub_for, own_prompt
 from vitflow.models.languages import load_language_model, load_processor
 from vitflow.pictures.figures import figure_bytes
 from vitflow.pictures.files import is_remote, write_atomically
@@ -52,7 +52,7 @@ def caption_folder(
     model: str | Path | nn.Module,
     prompt: str | None = None,
     processor: Any = None,
-    method: str = "rollout",
+    method: str = PICTURED,
     name: str | None = None,
     recursive: bool = False,
     glob: str | None = None,
@@ -110,17 +110,17 @@ def caption_folder(
     listing = list_inputs(sources, folder.path, recursive=recursive, glob=glob, limit=limit)
     endings = [_STRIP, _MAPS]
     if not isinstance(model, nn.Module):
-        name, prompt = name or str(model), own_prompt(model) if prompt is None else prompt
+        name, prompt = name or called(model), own_prompt(model) if prompt is None else prompt
         with hub_for(bundled(model)):
             beside = {"trust_remote_code": trust_remote_code}
             processor = load_processor(bundled(model), **beside) if processor is None else processor
             model, _ = load_language_model(bundled(model), **beside)
-    called = model_id(model) if name is None else check_name(name)
-    asked = {"method": method, "name": called, "max_new_tokens": max_new_tokens, "do_sample": False, **options}
+    name = model_id(model) if name is None else check_name(name)
+    asked = {"method": method, "name": name, "max_new_tokens": max_new_tokens, "do_sample": False, **options}
     run = {
         "kind": "captions",
         "root": os.fspath(listing.root),
-        "model": called,
+        "model": name,
         "weights_sha256": weights_sha256(model),
         "prompt": prompt,
         "methods": {method: method},

@@ -155,6 +155,11 @@ def bundled(name: str | Path) -> str | Path:
     return {"demo-caption": DEMO_CAPTION, "demo-text": DEMO_TEXT}.get(str(name), name)
 
 
+def called(name: str | Path) -> str:
+    """What people call a model that is given by an id or a folder: a folder by its own name, whatever it lies in."""
+    return (Path(name).resolve().name or str(name)) if is_folder(name) else str(name)
+
+
 def own_prompt(name: str | Path) -> str | None:
     """What a model that vitflow ships is asked, as it knows no other words; None for any other."""
     return "<image> here is" if str(name) == "demo-caption" else None

@@ -46,7 +46,7 @@ def saying(one: Family, answer: list[str]) -> dict[str, object]:
 
 def written(name: str = "llava", image: object = None, text: str = "what is on", **options: object) -> Generation:
     one = family(name)
-    options = {"image": photograph() if image is None else image, **saying(one, ANSWER), **options}
+    options = {"image": photograph() if image is None else image, "method": "rollout", **saying(one, ANSWER), **options}
     return explain_generation(one.model, f"{one.prompt} {text}", processor=one.processor, **options)
 
 
@@ -325,6 +325,16 @@ def test_a_prompt_without_its_picture_token_is_given_one():
     assert words == ["user", *["<image>"] * 36, "what", "is", "assistant"]
 
 
+def test_a_picture_is_explained_by_gae_and_a_text_by_rollout():
+    one = family("llava")
+    options = {"processor": one.processor, **saying(one, ANSWER)}
+    found = explain_generation(one.model, "user <image> what is on", image=photograph(), **options)
+    assert found.method == "gae" and found.picture("heart").class_specific
+    np.testing.assert_array_equal(found.values, written(method="gae").values)
+    tokenizer = {"tokenizer": one.processor.tokenizer, **saying(one, ANSWER)}
+    assert explain_generation(one.model, "what is on", **tokenizer).method == "rollout"
+
+
 def test_a_picture_alone_is_asked_for_its_description():
     one = family("llava")
     options = {"image": photograph(), "processor": one.processor, **saying(one, ANSWER)}
@@ -335,7 +345,7 @@ def test_a_picture_alone_is_asked_for_its_description():
 def test_what_the_processor_has_made_is_taken_as_it_is():
     one = family("llava")
     inputs = one.processor(images=photograph(), text="user <image> what is on", return_tensors="pt")
-    given = {"image": photograph(), "processor": one.processor}
+    given = {"image": photograph(), "processor": one.processor, "method": "rollout"}
     found = explain_generation(one.model, inputs, **given, **saying(one, ANSWER))
     np.testing.assert_array_equal(found.picture("heart").grid, plainly("llava").picture("heart").grid)
     without = explain_generation(one.model, inputs, tokenizer=one.processor.tokenizer, **saying(one, ANSWER))

@@ -12,7 +12,7 @@ from vitflow.cli.saying import say, say_record
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import printable
 from vitflow.explaining.asking.method_options import OPTIONS
-from vitflow.explaining.text.method_table import TEXT_METHODS, text_method
+from vitflow.explaining.text.method_table import PICTURED, TEXT_METHODS, text_method
 from vitflow.pictures.options import FIGURE_FORMATS
 
 _CAUSAL = ("raw", "receptive_field")
@@ -45,10 +45,18 @@ _CAUSAL = ("raw", "receptive_field")
     "--trust-remote-code", is_flag=True, help="Run Python code that the model brings along; without it, it is refused."
 )
 @click.option(
-    "--method", type=click.Choice(tuple(TEXT_METHODS)), default="rollout", show_default=True, help="What to compute."
+    "--method",
+    type=click.Choice(tuple(TEXT_METHODS)),
+    default=PICTURED,
+    show_default=True,
+    help="What to compute. gae takes a backward pass for each token; rollout none.",
 )
 @partial(method_options, methods=TEXT_METHODS.values())
-@click.option("--causal", type=click.Choice(_CAUSAL), help="As for vitflow read.  [default: receptive_field]")
+@click.option(
+    "--causal",
+    type=click.Choice(_CAUSAL),
+    help="As for vitflow read, for rollout and flow.  [default: receptive_field]",
+)
 @click.option("--neutral", metavar="PROMPT", help="Divide each map by the row of this prompt, which asks nothing.")
 @click.option("--through-tower", is_flag=True, help="Carry the maps on to the vision tower's own patches.")
 @output_option(
@@ -77,6 +85,7 @@ def caption(image: Path, **given: Any) -> None:
     check_pictures([image], filter(None, [given["html"]]))
     from vitflow.explaining.showing.strips import draw_words
     from vitflow.explaining.text.generating import explain_generation
+    from vitflow.models.hub import called
     from vitflow.pictures.figures import save_figure
 
     found = explain_generation(
@@ -84,7 +93,7 @@ def caption(image: Path, **given: Any) -> None:
         given["prompt"],
         image=image,
         method=given["method"],
-        name=given["name"],
+        name=given["name"] or called(given["model"]),
         trust_remote_code=given["trust_remote_code"],
         neutral=given["neutral"],
         through_tower=given["through_tower"],

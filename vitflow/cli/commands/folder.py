@@ -33,7 +33,7 @@ from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.asking.choices import choose_methods
 from vitflow.explaining.asking.method_options import OPTIONS
-from vitflow.explaining.text.method_table import text_method
+from vitflow.explaining.text.method_table import PICTURED, text_method
 from vitflow.pictures.files import is_link, is_there
 from vitflow.pictures.options import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS, STORES
 
@@ -87,7 +87,7 @@ class _Model:
     "method_names",
     multiple=True,
     default=["rollout"],
-    show_default="rollout; gae with --prompt or --like",
+    show_default="rollout; gae with --prompt, --like or --caption",
     metavar="NAME",
     help="What to compute; may be given several times.",
 )
@@ -192,7 +192,8 @@ def _caption(sources: tuple[Path | str, ...], given: dict[str, Any], options: di
         )
     if len(given["method_names"]) > 1 or len(given["prompts"]) > 1:
         raise OptionError("Expected one --method and one --prompt with --caption, got several.")
-    method, prompt = given["method_names"][0], next(iter(given["prompts"]), None)
+    named = context.get_parameter_source("method_names") in _ASKED
+    method, prompt = given["method_names"][0] if named else PICTURED, next(iter(given["prompts"]), None)
     text_method(method, options)
     _check_sources(sources)
     with suppress(ImportError):  # the loader says what is missing

@@ -15,7 +15,7 @@ from vitflow.errors import OptionError
 from vitflow.explaining.asking.method import Method
 from vitflow.explaining.text.encoder_decoder import Written, write_and_read
 from vitflow.explaining.text.generation import Generation
-from vitflow.explaining.text.method_table import TEXT_METHODS, for_kind, text_method
+from vitflow.explaining.text.method_table import PICTURED, PLAIN, TEXT_METHODS, for_kind, text_method
 from vitflow.explaining.text.pictures import Layout, with_neutral, with_pictures, with_source
 from vitflow.explaining.text.prompts import arguments_of, beside_text
 from vitflow.explaining.text.read_rows import array_of, read_rows
@@ -45,7 +45,7 @@ def explain_generation(
     image: Any = None,
     tokenizer: Any = None,
     processor: Any = None,
-    method: str = "rollout",
+    method: str | None = None,
     layout: Layout = None,
     neutral: Any = None,
     through_tower: bool = False,
@@ -65,7 +65,8 @@ def explain_generation(
         image: a picture of the prompt, or several, as paths, bytes, PIL images or arrays; for an encoder one.
         tokenizer: its tokenizer; by default the one saved beside it. Without one, tokens are told by their numbers.
         processor: what prepares pictures for the model; by default the one saved beside it.
-        method: "rollout", "attention", "flow", "gae" or "logit_lens".
+        method: "rollout", "attention", "flow", "gae" or "logit_lens"; by default "gae" with `image`, whose maps lie
+            best on what a word names and which takes a backward pass for each token, and "rollout" without.
         layout: where the patches of the pictures stand in the prompt, for a family of models that is not known.
         neutral: another prompt for the same pictures, such as "Describe the picture.": what `picture(relative=True)`
             compares with.
@@ -86,6 +87,7 @@ def explain_generation(
     """
     asked = {name: options[name] for name in options if any(one.accepts(name) for one in TEXT_METHODS.values())}
     generate = {name: value for name, value in options.items() if name not in asked}
+    method = (PLAIN if image is None else PICTURED) if method is None else method
     chosen, used = text_method(method, asked)
     used = for_kind(used, decoder=True)
     if isinstance(model, nn.Module):

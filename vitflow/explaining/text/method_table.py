@@ -20,6 +20,9 @@ _OF_ENCODERS = {"value_weighted": "output", "causal": "raw"}
 _OF_TEXTS = {"head_fusion": "mean", "discard_ratio": 0.0, "value_weighted": None}
 _OF_PICTURES = {"patch", "head", "end_layer", *COMMON}
 
+#: The method where none is asked for; of words about a picture the one whose maps lie on the thing that a word names.
+PLAIN, PICTURED = "rollout", "gae"
+
 
 def _for_texts(method: Method) -> Method:
     """A method of the table with its function, its options and their defaults for texts."""
