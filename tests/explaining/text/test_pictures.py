@@ -399,7 +399,7 @@ def test_a_model_by_its_folder_brings_its_processor(tmp_path):
     one.processor.save_pretrained(tmp_path)
     path = tmp_path / "photograph.png"
     photograph().save(path)
-    found = explain_generation(tmp_path, "user <image> what is on", image=path, **saying(one, ANSWER))
+    found = explain_generation(tmp_path, "user <image> what is on", image=path, method="rollout", **saying(one, ANSWER))
     saliency = found.picture("heart")
     np.testing.assert_allclose(saliency.grid, plainly("llava").picture("heart").grid, atol=1e-6)
     assert saliency.source == "photograph.png"
