@@ -3,6 +3,7 @@
     python -m tests.benchmarks.overhead [--models …] [--batch-sizes 1 8] [--repeats 15] [--preset paper|default]
     python -m tests.benchmarks.overhead --refinement [--models …] [--batch-sizes 8]
     python -m tests.benchmarks.overhead --sampling 128 256 [--models …] [--repeats 3]
+    python -m tests.benchmarks.overhead --python [--repeats 100]
 
 The two are timed in turn, round by round, so that a noisy machine meets both alike; the table shows the ratio of the
 fastest rounds and the median of the rounds' own ratios. Peak memory is what a fresh process needs beyond what it
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +63,33 @@ def refinement_share(name: str, batch: int, repeats: int) -> float:
             if number:  # the first round compiles
                 shares.append(1 - seconds[0] / seconds[1])
     return statistics.median(shares)
+
+
+def python_cost(repeats: int) -> dict[str, float]:
+    """Milliseconds of a processor for each part of a recording of a model with a ViT-Ti's modules and next to no width.
+
+    "forward" is what the forward pass takes longer for being recorded: the hooks, the mode, and attention that is
+    written out, whose functions of torch take what they take on next to nothing.
+    """
+    model = timm.models.VisionTransformer(img_size=32, patch_size=16, embed_dim=12, depth=12, num_heads=3).eval()
+    pixels, rounds = torch.randn(1, 3, 32, 32), []
+    [rollout] = choose_methods(["rollout"], {"preset": "paper"})
+    with torch.inference_mode():
+        for _ in range(repeats):
+            times = [time.thread_time()]
+            model(pixels)
+            times.append(time.thread_time())
+            recording = Needs.of([rollout]).record(model, None)
+            times.append(time.thread_time())
+            with recording:
+                times.append(time.thread_time())
+                model(pixels)
+                times.append(time.thread_time())
+            times.append(time.thread_time())
+            plain, made, entered, forward, left = (1e3 * (end - start) for start, end in pairwise(times))
+            rounds.append((made, entered, forward - plain, left))
+    cheapest = sorted(rounds, key=sum)[repeats // 10]
+    return dict(zip(("made", "entered", "forward", "left"), cheapest, strict=True))
 
 
 def sampling_cost(name: str, masks: int, repeats: int) -> tuple[float, float]:
@@ -136,6 +165,7 @@ def main() -> None:
     parser.add_argument(
         "--sampling", nargs="+", type=int, metavar="MASKS", help="print what sampling costs in forward passes alone"
     )
+    parser.add_argument("--python", action="store_true", help="print what a recording costs by itself alone")
     parser.add_argument("--memory-of", choices=list(WORK), help=argparse.SUPPRESS)
     parser.add_argument("--preset", choices=["paper", "default"], default="paper", help="which rollout")
     given = parser.parse_args()
@@ -154,6 +184,10 @@ def main() -> None:
         for name in given.models:
             for batch in given.batch_sizes:
                 print(f"{name}, batch {batch}: {refinement_share(name, batch, given.repeats):.1%}", flush=True)
+        return
+    if given.python:
+        found = python_cost(max(given.repeats, 20))
+        print(", ".join(f"{name} {cost:.2f}" for name, cost in found.items()) + f": {sum(found.values()):.2f} ms")
         return
     if given.sampling:
         for name in given.models:

@@ -556,7 +556,7 @@ def test_a_copy_keeps_no_trace_alive():
         kept = weakref.ref(trace.attentions[0])
         del trace
         assert kept() is None
-        assert len(twin.blocks[0]._forward_hooks) == 1  # which does nothing
+        assert len(twin.blocks[0].attn._forward_hooks) == 1  # which does nothing
     finally:
         gc.enable()
 

@@ -12,7 +12,7 @@ from vitflow.errors import OptionError
 from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.method_options import OPTIONS, Option, shown
 from vitflow.explaining.asking.method_table import list_methods
-from vitflow.models.precisions import DTYPES
+from vitflow.models import DTYPES
 from vitflow.pictures.files import is_remote
 from vitflow.pictures.options import BACKGROUNDS, FITS, INTERPOLATIONS
 

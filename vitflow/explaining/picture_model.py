@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vitflow.errors import ModelError, OptionError, printable, unknown_name
 from vitflow.explaining.making.applying import PlacedPicture
 from vitflow.methods.tokens import TokenLayout
+from vitflow.models import DTYPES
 from vitflow.models.anatomy import unwrap
 from vitflow.models.answers import Answers, activate, features_of, likeness, log_odds
 from vitflow.models.checkpoints import (
@@ -27,7 +28,6 @@ from vitflow.models.facts import read_facts
 from vitflow.models.libraries import forward_options, headless, library_data_config
 from vitflow.models.loading import load_model
 from vitflow.models.pairs import is_pair, pair_of, prompt_answers, refuse_without_prompts
-from vitflow.models.precisions import DTYPES
 from vitflow.pictures import notebook
 from vitflow.pictures.images import ImageSource, image_name, read_image
 from vitflow.pictures.options import FITS

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vitflow.errors import UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.libraries import library_layout, library_readout
+from vitflow.models.parts import those_that
 
 # What attention modules call the projection that takes the joined heads back to the token width.
 _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", "out_lin", "Wo", "dense", "o")
@@ -54,17 +55,26 @@ def module_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def runs_compiled(model: nn.Module) -> bool:
     """Whether torch.compile has its hands in the model or a part of it, in any of the ways that it is applied."""
-    return any(
+    return bool(_is_compiled(model))
+
+
+@those_that
+def _is_compiled(module: nn.Module) -> bool:
+    return (
         "_orig_mod" in module._modules
         or module._compiled_call_impl is not None
         or hasattr(module.forward, "_torchdynamo_orig_callable")
-        for module in model.modules()
     )
 
 
 def transformer_of(model: nn.Module) -> nn.Module:
     """The Vision Transformer inside the model: the outermost module that has a patch embedding, or else the model."""
-    return next((module for module in model.modules() if hasattr(module, "patch_embed")), model)
+    return next(iter(_embeds_patches(model)), model)
+
+
+@those_that
+def _embeds_patches(module: nn.Module) -> bool:
+    return hasattr(module, "patch_embed")
 
 
 def class_tokens(transformer: Any) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import ModelError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
+from vitflow.models.parts import those_that
 from vitflow.models.processors import from_processor
 from vitflow.pictures.files import is_file
 
@@ -70,19 +71,26 @@ class Embedding:
 
 def embedding_of(model: nn.Module) -> Embedding | None:
     """How a Vision Transformer of transformers or torchvision makes tokens; None for any other model."""
-    for module in model.modules():
-        inside = module._modules  # to ask a module for what it does not have takes long
-        patches = next((found for name in _PATCHES if (found := inside.get(name)) is not None), None)
-        if patches is not None:
-            return _of_transformers(module, patches)
-        if inside.get("conv_proj") is not None and hasattr(module, "class_token"):
-            owner: Any = module
-            side = _pair(owner.image_size)
-            return Embedding(module, 1, _pair(owner.patch_size), side, 3, dynamic=False)
-        if inside.get("conv1") is not None and hasattr(module, "class_embedding"):  # of open_clip
-            owner = module
-            return Embedding(module, 1, _pair(owner.patch_size), _pair(owner.image_size), 3, dynamic=False)
-    return None
+    owner: Any = next(iter(_embeds(model)), None)
+    if owner is None:
+        return None
+    patches = _patches_of(owner)
+    if patches is not None:
+        return _of_transformers(owner, patches)
+    return Embedding(owner, 1, _pair(owner.patch_size), _pair(owner.image_size), 3, dynamic=False)
+
+
+@those_that
+def _embeds(module: nn.Module) -> bool:
+    inside = module._modules
+    of_torchvision = inside.get("conv_proj") is not None and hasattr(module, "class_token")
+    of_open_clip = inside.get("conv1") is not None and hasattr(module, "class_embedding")
+    return _patches_of(module) is not None or of_torchvision or of_open_clip
+
+
+def _patches_of(module: nn.Module) -> nn.Module | None:
+    """What makes tokens of patches inside a module of transformers, if it is one that does."""
+    return next((found for name in _PATCHES if (found := module._modules.get(name)) is not None), None)
 
 
 def _of_transformers(module: nn.Module, patches: nn.Module) -> Embedding | None:
@@ -178,7 +186,7 @@ def refuse_unseen(model: nn.Module) -> None:
         UnsupportedModelError: another attention implementation than "sdpa" or "eager"; or a text model beside the
             picture's.
     """
-    for module in model.modules():
+    for module in _is_configured(model):
         implementation = getattr(vars(module).get("config"), "_attn_implementation", None)
         if isinstance(implementation, str) and implementation not in _SEEN:
             raise UnsupportedModelError(
@@ -308,10 +316,17 @@ def _processor_settings(name: str) -> Mapping[str, Any]:
 
 def _pretrained(model: nn.Module) -> nn.Module | None:
     """The outermost model of transformers in a model, or None."""
-    for module in model.modules():
-        if any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__):
-            return module
-    return None
+    return next(iter(_is_pretrained(model)), None)
+
+
+@those_that
+def _is_pretrained(module: nn.Module) -> bool:
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__)
+
+
+@those_that
+def _is_configured(module: nn.Module) -> bool:
+    return "config" in vars(module)
 
 
 def _config(pretrained: nn.Module | None) -> Any:

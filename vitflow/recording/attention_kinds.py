@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError
 from vitflow.models.languages import text_config
+from vitflow.models.parts import those_that
 from vitflow.recording.layers import Arrange, AttentionLayer
 
 # Softmaxes that are no attention between tokens.
@@ -53,6 +54,21 @@ _REFUSED = {
 }
 
 
+# Modules whose own forward method only calls those of their parts, which adds, cuts and joins tokens at most.
+_RELAYS = {
+    "torch.nn.modules.container": ("Sequential", "ModuleList"),
+    "timm.layers.mlp": ("Mlp", "GluMlp", "SwiGLU"),
+    "timm.layers.patch_embed": ("PatchEmbed",),
+    "timm.models.vision_transformer": ("VisionTransformer", "Block"),
+    "timm.models.deit": ("VisionTransformerDistilled",),
+    "timm.models.eva": ("Eva", "EvaBlock"),
+    "timm.models.beit": ("Beit", "Block"),
+}
+# Where modules without parts come from that compute no attention by themselves; but for those that are one softmax.
+_PLAIN_PARTS = ("torch.nn.modules.", "timm.layers.norm", "timm.layers.layer_scale", "timm.layers.drop")
+_ALSO_PLAIN = ("LayerScale", "RotaryEmbeddingCat", "RotaryEmbeddingDinoV3", "PatchDropout")
+
+
 # Layers that mix tokens without a matrix between them, as transformers names them in a configuration.
 _OTHER_LAYERS = {
     "linear_attention": "linear attention or a state space model",
@@ -82,6 +98,24 @@ def refuse_other_layers(model: nn.Module, method: str) -> None:
 
 def _kind(module: nn.Module) -> str:
     return type(module).__name__
+
+
+@those_that
+def may_attend(module: nn.Module) -> bool:
+    """Whether a module with parts may compute attention by itself, as far as its class does not tell that it cannot."""
+    parts = [part for part in module._modules.values() if part is not None]
+    if not parts or "_orig_mod" in module._modules:
+        return False  # a leaf computes no attention between tokens by itself, nor does the wrapper of a compiled module
+    kind = type(module)
+    relays = kind.__qualname__ in _RELAYS.get(kind.__module__, ()) and kind.forward.__module__ == kind.__module__
+    own = "forward" in module.__dict__
+    return own or not relays or not all(part._modules or _is_plain(part) for part in parts)
+
+
+def _is_plain(leaf: nn.Module) -> bool:
+    kind = type(leaf)
+    known = kind.__module__.startswith(_PLAIN_PARTS) or kind.__qualname__ in _ALSO_PLAIN
+    return known and "forward" not in leaf.__dict__ and "softmax" not in kind.__qualname__.lower()
 
 
 def other_attention(module: nn.Module) -> str | None:
@@ -175,4 +209,9 @@ def refusal_in_words(model: nn.Module, layers: Sequence[AttentionLayer]) -> str:
 
 
 def _refused(model: nn.Module) -> nn.Module | None:
-    return next((module for module in model.modules() if _kind(module) in _REFUSED), None)
+    return next(iter(_is_refused(model)), None)
+
+
+@those_that
+def _is_refused(module: nn.Module) -> bool:
+    return _kind(module) in _REFUSED

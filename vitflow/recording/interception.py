@@ -70,6 +70,19 @@ class Interception(TorchFunctionMode):
         self._pending: dict[str, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
         # The latest product by module, with what stands on its right: scores and keys, where a softmax follows.
         self._products: dict[str, tuple[torch.Size, Tensor]] = {}
+        self._within = 0
+
+    def begin(self) -> None:
+        """See torch's functions until the `end` of this: a mode costs time for each of them."""
+        self._within += 1
+        if self._within == 1:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """The end of the latest `begin`."""
+        self._within -= 1
+        if self._within == 0:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
+from vitflow.models.parts import modules_of
 
 _guard = threading.Lock()
 _turns: WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = WeakKeyDictionary()
@@ -25,7 +26,7 @@ def turn(model: nn.Module) -> AbstractContextManager[Any]:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Run a model in eval mode, in its turn, and give every module its own mode back."""
     with turn(model):
-        training = [module for module in model.modules() if module.training]
+        training = [module for module in modules_of(model) if module.training]
         if training:
             model.eval()
         try:

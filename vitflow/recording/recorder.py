@@ -20,7 +20,6 @@ from vitflow.methods.values import ValueWeighting, check_value_weighting
 from vitflow.models.anatomy import (
     feature_layout,
     logits_of,
-    module_paths,
     read_layout,
     read_readout,
     runs_compiled,
@@ -29,7 +28,8 @@ from vitflow.models.anatomy import (
 from vitflow.models.blocks import block_norms
 from vitflow.models.languages import reads_text, refuse_static, word_embedding
 from vitflow.models.libraries import refuse_unseen
-from vitflow.recording.attention_kinds import refusal_of
+from vitflow.models.parts import unchanging, with_paths
+from vitflow.recording.attention_kinds import may_attend, refusal_of
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import Hook, aside, no_fast_path, refuse_compiled, turn, uncompiled
 from vitflow.recording.layer_tokens import find_tokens
@@ -126,13 +126,13 @@ class record_attention:
             self._listening.open(self.trace)
             self._interception = Interception(self._listening)
             stack.callback(self._forget)
+            self._watched: dict[str, nn.Module] | None = None
+            self._hooks, self._pass = stack.enter_context(ExitStack()), stack.enter_context(ExitStack())
             self._enter_hooks(stack)
             stack.enter_context(no_fast_path())
             if runs_compiled(self._called):
                 refuse_compiled()
                 stack.enter_context(uncompiled())
-            if self._attention:
-                stack.enter_context(self._interception)
             self._stack = stack.pop_all()
         return self.trace
 
@@ -151,22 +151,38 @@ class record_attention:
     # -- the model's modules ------------------------------------------------------------------------------------------
 
     def _enter_hooks(self, stack: ExitStack) -> None:
-        for name, module in module_paths(self._model):
-            if name and not any(True for _ in module.children()):
-                continue  # a leaf computes no attention between tokens by itself
-            stack.callback(Hook(module, self._entering(name, module), before=True).remove)
-            stack.callback(Hook(module, self._leaving(name), before=False).remove)
+        self._hook("", self._model, stack)
+        self._watch()
         if self._gradients and (embedding := word_embedding(self._model)) is not None:
             stack.callback(Hook(embedding, _begin_graph, before=False).remove)
         for path, module in self._features.items():
             stack.callback(Hook(module, self._keeping(path), before=False).remove)
 
+    def _watch(self) -> None:
+        """Watch the modules that may attend: those that the model has now, which may be others than a pass before."""
+        attending = dict(with_paths(self._model, may_attend))
+        if attending != self._watched:
+            self._watched = attending
+            self._hooks.close()
+            for name, module in attending.items():
+                if name:
+                    self._hook(name, module, self._hooks)
+
+    def _hook(self, name: str, module: nn.Module, stack: ExitStack) -> None:
+        stack.callback(Hook(module, self._entering(name, module), before=True).remove)
+        stack.callback(Hook(module, self._leaving(name), before=False).remove)
+
+    def _attends(self, name: str) -> bool:
+        return self._attention and self._watched is not None and name in self._watched
+
     def _entering(self, name: str, module: nn.Module) -> Callable[..., Any]:
-        listening = self._listening
+        listening, interception = self._listening, self._interception
 
         def act(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not name:
                 args, kwargs = self._begin(args, kwargs)
+            if self._attends(name):
+                interception.begin()
             listening.path.append((name, module))
             return (args, kwargs) if not name else None
 
@@ -178,14 +194,17 @@ class record_attention:
         def act(args: Any, output: Any) -> None:
             if output is not None:  # no exception passes through
                 interception.ended(name)
+            if self._attends(name):
+                interception.end()
             if listening.path and listening.path[-1][0] == name:
                 listening.path.pop()
-            if output is None:
-                return
-            listening.ended(name)
-            if not name and (logits := self._answers(output)) is not None:
-                self.trace.output = output
-                self._finish(logits)
+            if output is not None:
+                listening.ended(name)
+            if not name:
+                with self._pass:  # at its end the model may change
+                    if output is not None and (logits := self._answers(output)) is not None:
+                        self.trace.output = output
+                        self._finish(logits)
 
         return act
 
@@ -200,6 +219,9 @@ class record_attention:
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         trace = self.trace
+        self._pass.close()
+        self._pass.enter_context(unchanging(self._model))
+        self._watch()
         self._listening.begin()
         self._reads = reads_text(args, kwargs)
         trace.begin(None)

@@ -1,0 +1,172 @@
+"""What is kept of a model between two recordings, and what becomes of it when the model is another one then."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from vitflow import record_attention
+from vitflow.models.parts import modules_of, those_that
+from vitflow.recording import recorder
+
+SIZE = {"img_size": 32, "patch_size": 16, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 4}
+
+
+def model_of(**options):
+    torch.manual_seed(0)
+    return timm.models.VisionTransformer(**SIZE, **options).eval()
+
+
+def recorded(model, size=32):
+    pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+    with record_attention(model) as trace, torch.no_grad():
+        logits = model(pixels)
+    return trace, logits
+
+
+class Eager(nn.Module):
+    """Attention of one head by a product, a softmax and a product."""
+
+    def forward(self, tokens, **_):
+        return (tokens @ tokens.mT).softmax(-1) @ tokens
+
+
+class Around(nn.Module):
+    """A block inside another module, which attends by itself."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, tokens, **_):
+        tokens = self.block(tokens).unsqueeze(1)
+        return F.scaled_dot_product_attention(tokens, tokens, tokens).squeeze(1)
+
+
+def test_another_attention_module_is_noticed():
+    model = model_of()
+    assert recorded(model)[0].attentions[1].shape == (2, 3, 5, 5)
+    model.blocks[1].attn = Eager()
+    trace, _ = recorded(model)
+    assert [one.shape[1] for one in trace.attentions] == [3, 1]
+    model.blocks[1].attn = model.blocks[0].attn
+    assert [layer.name for layer in recorded(model)[0].layers] == ["blocks.0.attn"] * 2
+
+
+def test_another_attention_module_is_noticed_while_a_recording_is_open():
+    model, pixels = model_of(), torch.randn(1, 3, 32, 32)
+    with record_attention(model) as trace, torch.no_grad():
+        model(pixels)
+        assert [one.shape[1] for one in trace.attentions] == [3, 3]
+        model.blocks[1].attn = Eager()
+        model(pixels)
+        assert [one.shape[1] for one in trace.attentions] == [3, 1]
+        model.blocks[0] = Around(model.blocks[0])
+        model(pixels)
+    assert [one.shape[1] for one in trace.attentions] == [3, 1, 1]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_module_around_a_block_is_noticed():
+    model = model_of()
+    recorded(model)
+    model.blocks[0] = Around(model.blocks[0])
+    assert [layer.name for layer in recorded(model)[0].layers] == ["blocks.0.block.attn", "blocks.0", "blocks.1.attn"]
+
+
+def test_a_forward_method_of_its_own_is_noticed():
+    model = model_of()
+    recorded(model)
+    block = model.blocks[0]
+    block.forward = lambda tokens, **_: Eager()(type(block).forward(block, tokens))
+    assert [layer.name for layer in recorded(model)[0].layers] == ["blocks.0.attn", "blocks.0", "blocks.1.attn"]
+
+
+def test_another_precision_or_device_changes_nothing_that_is_kept():
+    model = model_of()
+    before = recorded(model)[0].fused("mean")
+    model.double()
+    with record_attention(model) as trace, torch.no_grad():
+        model(torch.randn(1, 3, 32, 32, dtype=torch.float64))
+    assert trace.attentions[0].dtype == torch.float64
+    model.float()
+    torch.testing.assert_close(recorded(model)[0].fused("mean"), before)
+    model.to("meta")
+    with record_attention(model) as trace, torch.no_grad():
+        model(torch.zeros(1, 3, 32, 32, device="meta"))
+    assert trace.attentions[0].is_meta
+
+
+def test_another_pooling_is_read_anew():
+    model = model_of()
+    assert recorded(model)[0].pooling == "class token"
+    model.global_pool = "avg"
+    assert recorded(model)[0].pooling == "average over patches"
+
+
+def test_a_copy_has_what_is_its_own():
+    model = model_of()
+    recorded(model)
+    other = copy.deepcopy(model)
+    other.blocks[1].attn = Eager()
+    assert [one.shape[1] for one in recorded(other)[0].attentions] == [3, 1]
+    assert [one.shape[1] for one in recorded(model)[0].attentions] == [3, 3]
+
+
+def test_a_model_lives_no_longer_for_what_is_kept():
+    model = model_of()
+    model.blocks[0].owner = [model]  # a part that knows the whole
+    recorded(model)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_modules_come_in_the_order_of_torch():
+    model = model_of()
+    model.again = model.blocks[1]  # one module in two places
+    model.nothing = None
+    assert modules_of(model) == list(model.modules())
+
+
+def test_questions_are_asked_once_for_the_same_parts():
+    asked = []
+    question = those_that(lambda module: asked.append(module) or isinstance(module, nn.Linear))
+    model = nn.Sequential(nn.ReLU(), nn.Linear(2, 3))
+    assert question(model) == question(model) == [model[1]] and len(asked) == 3
+    model[0] = nn.Linear(2, 2)
+    assert question(model) == [model[0], model[1]]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_tiny_patch16_224",
+        "vit_base_patch14_reg4_dinov2",
+        "deit_tiny_distilled_patch16_224",
+        "eva02_tiny_patch14_224",
+        "beit_base_patch16_224",
+        "vit_base_patch16_siglip_224",
+        "vit_small_plus_patch16_dinov3_qkvb",
+    ],
+)
+def test_families_that_are_known_show_as_much_as_one_that_is_not(name, monkeypatch):
+    patch = timm.get_pretrained_cfg(name).architecture.split("patch")[1][:2]
+    torch.manual_seed(0)
+    model = timm.create_model(name, img_size=2 * int(patch), depth=2, embed_dim=48, num_heads=2).eval()
+    few, answer = recorded(model, 2 * int(patch))
+    watched = len(recorder.with_paths(model, recorder.may_attend))
+    every = those_that(lambda module: bool(module._modules))
+    monkeypatch.setattr(recorder, "may_attend", every)
+    all_of_it, same = recorded(model, 2 * int(patch))
+    assert watched <= 3 < len(every(model)) and torch.equal(answer, same)
+    assert [layer.name for layer in few.layers] == [layer.name for layer in all_of_it.layers]
+    for one, other in zip(few.attentions, all_of_it.attentions, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(few.readout, all_of_it.readout) and few.pooling == all_of_it.pooling
