@@ -53,7 +53,7 @@ class Pass:
     attention: list[list[Tensor]] = field(default_factory=list)  # [layers][heads] of [tokens, tokens]
     norm1: list[Tensor] = field(default_factory=list)  # [layers] of [tokens, channels]
     values: list[list[Tensor]] = field(default_factory=list)  # [layers][heads] of [tokens, width]
-    pooling: Tensor | None = None  # the pooling query's attention, [tokens]
+    pooling: list[Tensor] = field(default_factory=list)  # [heads] of the pooling query's attention, [1, tokens]
 
 
 def run(model: nn.Module, pixels: Tensor, depth: int = TINY["depth"], mean: bool = False) -> Pass:
@@ -117,7 +117,7 @@ def run(model: nn.Module, pixels: Tensor, depth: int = TINY["depth"], mean: bool
         hidden = F.gelu(linear("attn_pool.mlp.fc1", norm("attn_pool.norm", pooled)))
         pooled = pooled + linear("attn_pool.mlp.fc2", hidden)
         found.logits = linear("head", pooled[0])
-        found.pooling = torch.stack(rows).mean(0)[0].detach()
+        found.pooling = rows
     elif model.global_pool == "avg":
         pooled = x[len(x) - len(tokens) :].mean(0)
         found.logits = linear("head", norm("fc_norm", pooled) if "fc_norm.weight" in weights else pooled)
@@ -138,6 +138,7 @@ class Explained:
     values: list[Array]
     projections: list[Array]  # W_O, [out, heads * width]
     readout: Array
+    pooling: Array | None  # (A ⊙ ∇A)⁺ of the pooling query, [heads, tokens]
     prefix: int
 
     @cache  # noqa: B019 - a test's worth of pictures
@@ -151,8 +152,13 @@ def differentiate(model: nn.Module, pixels: Tensor, target: int, readout: str) -
     pixels = pixels.clone().requires_grad_()
     seen = run(model, pixels)
     heads = [matrix for layer in seen.attention for matrix in layer]
-    gradients = torch.autograd.grad(seen.logits[target], [*heads, *seen.norm1, pixels])
-    of_heads, of_norms = gradients[: len(heads)], gradients[len(heads) : -1]
+    sources = [*heads, *seen.norm1, *seen.pooling, pixels]
+    gradients = torch.autograd.grad(seen.logits[target], sources)
+    of_heads, of_norms = gradients[: len(heads)], gradients[len(heads) : len(heads) + len(seen.norm1)]
+    of_pooling = [
+        np.maximum((row.detach() * gradient).numpy()[0], 0.0)
+        for row, gradient in zip(seen.pooling, gradients[-1 - len(seen.pooling) : -1], strict=True)
+    ]
 
     def layers(matrices: list[Tensor]) -> list[Array]:
         arrays = [matrix.detach().numpy() for matrix in matrices]
@@ -167,6 +173,7 @@ def differentiate(model: nn.Module, pixels: Tensor, target: int, readout: str) -
         values=layers([value for layer in seen.values for value in layer]),
         projections=[model.blocks[layer].attn.proj.weight.detach().numpy() for layer in range(TINY["depth"])],
         readout=_readout(readout, seen),
+        pooling=np.stack(of_pooling) if of_pooling else None,
         prefix=READOUTS[readout][1],
     )
 
@@ -174,8 +181,7 @@ def differentiate(model: nn.Module, pixels: Tensor, target: int, readout: str) -
 def _readout(readout: str, seen: Pass) -> Array:
     tokens, prefix = len(seen.norm1[0]), READOUTS[readout][1]
     if readout == "attention pooling":
-        assert seen.pooling is not None
-        return seen.pooling.numpy()
+        return torch.stack(seen.pooling).mean(0)[0].detach().numpy()
     q = np.zeros(tokens)
     if readout.startswith("average"):
         q[prefix:] = 1.0 / (tokens - prefix)
@@ -235,18 +241,27 @@ def _for_the_class(found: Explained, how: bool | str) -> list[Array]:
     ]
 
 
+def _readout_for_the_class(found: Explained, fusion: str) -> Array:
+    """What the pooling query attends to for the class, where there is one: its sum is 1."""
+    if found.pooling is None:
+        return found.readout
+    fused = {"mean": np.mean, "max": np.max}[fusion](found.pooling, axis=0)
+    return fused / fused.sum()
+
+
 def gae(found: Explained, how: bool | str = False, fusion: str = "mean", start: int = 1) -> Array:
     """R ← R + W R from the first layer on, whole matrices; then the readout's row, patches only."""
     relevance = np.eye(len(found.readout))
     for positive in _for_the_class(found, how)[start - 1 :]:
         relevance = relevance + references.fuse(positive, fusion) @ relevance
-    return (found.readout @ relevance)[found.prefix :]
+    return (_readout_for_the_class(found, fusion) @ relevance)[found.prefix :]
 
 
 def gradient_rollout(found: Explained, how: bool | str = False, fusion: str = "mean", **options) -> Array:
     """Rollout over (A ⊙ ∇A)⁺; then the readout's row, patches only."""
     layers = _for_the_class(found, how)
-    return (found.readout @ references.rollout(layers, how=fusion, prefix=found.prefix, **options))[found.prefix :]
+    rolled = references.rollout(layers, how=fusion, prefix=found.prefix, **options)
+    return (_readout_for_the_class(found, fusion) @ rolled)[found.prefix :]
 
 
 def grad_cam(found: Explained, layer: int = -1) -> Array:

@@ -251,6 +251,7 @@ WORDINGS = {
     "how-to/fine-tune": ["my own fine-tune", "custom checkpoint weights", "load my trained model"],
     "how-to/no-classes": ["model without classes", "DINOv2 backbone features", "self-supervised"],
     "prompts": ["prompts", "CLIP text prompt", "ask about something that is not a class"],
+    "how-to/app": ["try it in the browser", "drop a photograph on a page", "web app"],
     "explorer": ["click a patch", "interactive explorer", "html page"],
     "how-to/folder": ["folder of images", "batch many images", "process a directory"],
     "how-to/cluster": ["cluster", "run on several machines", "Ray distributed GPUs"],

@@ -1,11 +1,13 @@
 """Whether the map of a prompt lies on the thing that it names, on freshly drawn pictures of two or three things.
 
-    python -m tests.benchmarks.prompts [--pictures 500] [--model demo-text]
+    python -m tests.benchmarks.prompts [--pictures 500] [--model demo-text] [--methods gae sampling …]
 
 Each thing of a picture is asked for by its phrase ("a red heart"). Beside it stand the phrases of the picture's other
 things; the map is either of the prompt's number alone, or of it less the mean of the others' (the default). Told are,
 with 95 % intervals over pictures: of the map's mass (above its minimum, or above 0 where that lies below), the share in
 the named thing, and the share in it of what lies in all things; and how often the named thing has the largest mean.
+
+"exact" is no method: it has the share of each patch that the named thing covers, and shows what the patches allow.
 
 Then how prompts are read, for things that are there and for others that differ from one of them in colour or in shape.
 Options are each method's defaults.
@@ -13,6 +15,7 @@ Options are each method's defaults.
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count, islice
 
 import numpy as np
@@ -32,10 +35,10 @@ def several_things(first_seed: int = FIRST_SEED) -> Iterator[Scene]:
     return (scene for scene in (draw_scene(seed, SIDE) for seed in count(first_seed)) if len(scene.things) > 1)
 
 
-def measure(pictures: int, name: str) -> None:
+def measure(pictures: int, name: str, methods: list[str]) -> None:
     model, random = load_model(name), np.random.default_rng(0)
     scores: dict[tuple[str, bool], list[np.ndarray]] = {
-        (method, alone): [] for method in METHODS for alone in (False, True)
+        (method, alone): [] for method in [*methods, "exact"] for alone in (False, True)
     }
     there: list[float] = []
     absent: list[float] = []
@@ -48,8 +51,8 @@ def measure(pictures: int, name: str) -> None:
         ]
         for alone in (False, True):
             explainer = Explainer(model, prompts=prompts, alone=alone)
-            found = explainer.explain_batch([scene.image], methods=METHODS, targets=list(range(len(prompts))))
-            for method in METHODS:
+            found = explainer.explain_batch([scene.image], methods=methods, targets=list(range(len(prompts))))
+            for method in methods:
                 maps = [saliency for saliency in found if saliency.method == method]
                 by_thing = maps * (len(prompts) if len(maps) == 1 else 1)  # of rollout there is one for all
                 own = [
@@ -57,6 +60,13 @@ def measure(pictures: int, name: str) -> None:
                     for target, (one, mask) in enumerate(zip(by_thing, scene.masks, strict=True))
                 ]
                 scores[method, alone].append(np.mean(own, axis=0))
+            shares = [np.mean(blocks(mask, found[0].grid.shape), axis=(1, 3)) for mask in scene.masks]
+            exact = [replace(found[0], grid=share.astype(np.float32)).heatmap for share in shares]
+            own = [
+                (energy_in_region(one, mask), *score_object(one, list(scene.masks), target))
+                for target, (one, mask) in enumerate(zip(exact, scene.masks, strict=True))
+            ]
+            scores["exact", alone].append(np.mean(own, axis=0))
             if alone:
                 read(explainer, scene, there)
         read(Explainer(model, prompts=list(dict.fromkeys(wrong)), alone=True), scene, absent)
@@ -73,6 +83,11 @@ def measure(pictures: int, name: str) -> None:
         )
 
 
+def blocks(mask: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
+    """The pixels of each patch, [rows, height, columns, width]."""
+    return mask.reshape(grid[0], -1, grid[1], mask.shape[1] // grid[1])
+
+
 def read(explainer: Explainer, scene: Scene, answers: list[float]) -> None:
     """Add the probabilities of all prompts."""
     asked = list(range(len(explainer.answers.names)))
@@ -83,8 +98,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pictures", type=int, default=500)
     parser.add_argument("--model", default="demo-text")
+    parser.add_argument("--methods", nargs="+", default=METHODS)
     given = parser.parse_args()
-    measure(given.pictures, given.model)
+    measure(given.pictures, given.model, given.methods)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", 
 # What models call their class token, [1, tokens, width].
 _CLASS_TOKENS = ("cls_token", "class_token", "cls_token_0", "cls_token1")
 # Where models that answer with fields keep their logits.
+#: What a readout is called that is taken from the attention of a pooling head.
+ATTENTION_POOLING = "attention pooling"
 _OUTPUTS = ("logits", "pooler_output", "image_embeds", "last_hidden_state")
 
 
@@ -215,7 +217,7 @@ def read_readout(model: nn.Module, layout: TokenLayout, pooling_attention: Tenso
     if own is not None:
         return own
     if pooling_attention is not None:
-        return _attention_pooling(transformer, layout, pooling_attention), "attention pooling"
+        return pool_queries(model, layout, pooling_attention.detach().mean(dim=1)), ATTENTION_POOLING
     weights = torch.zeros(1, layout.num_tokens)
     pool = getattr(transformer, "global_pool", None)
     if getattr(transformer, "head_dist", None) is not None and layout.num_prefix_tokens == 2:
@@ -231,9 +233,18 @@ def read_readout(model: nn.Module, layout: TokenLayout, pooling_attention: Tenso
     return weights, f"{words} over {over}" + ("" if pool else " (the model itself pools nothing)")
 
 
-def _attention_pooling(transformer: Any, layout: TokenLayout, attention: Tensor) -> Tensor:
-    """Weights [batch, tokens] of an attention-pooling head: heads averaged, queries pooled as the module does."""
-    queries = attention.detach().mean(dim=1)  # [batch, queries, keys]
+def pool_queries(model: nn.Module, layout: TokenLayout, queries: Tensor) -> Tensor:
+    """Weights [batch, tokens] of an attention-pooling head, its queries pooled as the module does.
+
+    Args:
+        model: that the head is a part of.
+        layout: of the top layer's tokens.
+        queries: what each of its queries attends to, heads fused, [batch, queries, patches or tokens].
+
+    Raises:
+        UnsupportedModelError: it pools other tokens than these.
+    """
+    transformer: Any = transformer_of(model)
     pool = getattr(getattr(transformer, "attn_pool", None), "pool", "token")
     weights = queries.mean(dim=1) if pool == "avg" else queries[:, 0]
     missing = layout.num_tokens - weights.shape[-1]

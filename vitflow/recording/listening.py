@@ -90,7 +90,7 @@ class Listening:
         """Take in the attention of one module and the values that it is applied to."""
         name, module = self.path[-1]
         if self._pools():
-            self.pooling = probabilities.detach()
+            self.pooling = probabilities
             return
         layer = self._parallel_block() or name
         if layer == name and layer in self._open and is_difference(module):

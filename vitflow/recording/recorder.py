@@ -18,6 +18,7 @@ from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.methods.values import ValueWeighting, check_value_weighting
 from vitflow.models.anatomy import (
+    ATTENTION_POOLING,
     feature_layout,
     logits_of,
     read_layout,
@@ -284,8 +285,10 @@ class record_attention:
         layout = max(layouts, key=lambda layout: layout.num_patches)
         trace.lay_out(layers, layout)
         top = layers[-1].tokens.queries
-        weights, pooling = read_readout(self._model, top, self._listening.pooling)
-        trace.read_out(weights.to(layers[-1].example).expand(len(pixels), -1), top, pooling)
+        pooled = self._listening.pooling
+        weights, pooling = read_readout(self._model, top, pooled)
+        pooled = pooled if pooling == ATTENTION_POOLING else None
+        trace.read_out(weights.to(layers[-1].example).expand(len(pixels), -1), top, pooling, pooled)
         return layout
 
     def _layout_without_attention(self, size: tuple[int, int]) -> TokenLayout | None:

@@ -26,11 +26,13 @@ class Backward:
         attentions: with respect to the attention probabilities, layers of [batch, heads, tokens, tokens].
         features: with respect to the recorded features, by module name.
         pixels: with respect to the model input, [batch, channels, height, width]; None of a text.
+        pooled: with respect to `Trace.pooled`, where there is such.
     """
 
     attentions: list[Tensor]
     features: dict[str, Tensor]
     pixels: Tensor | None
+    pooled: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -42,6 +44,7 @@ class Trace:
         layout: prefix tokens and patch grid of this very pass.
         readout: weight of each token of the top layer in the model's answer, [batch, tokens]; rows sum to 1.
         pooling: what the readout was taken from, in words: "class token", "average over patches", …
+        pooled: attention of an attention-pooling head, [batch, heads, queries, tokens], where there is one.
         features: outputs of the modules that were asked for, by module path, [batch, tokens, channels], or
             [batch, channels, rows, cols] or [batch, rows, cols, channels].
         feature_layouts: how each of them lies on the picture, and whether its channels come last; None if it does not.
@@ -62,6 +65,7 @@ class Trace:
     output: Any = None
     logits: Tensor | None = None
     pooling: str = ""
+    pooled: Tensor | None = None
     model: Any = None
     refusal: str | None = None
     affinities: dict[tuple[str, tuple[int, int]], Affinity] = field(default_factory=dict)
@@ -75,7 +79,7 @@ class Trace:
         self.layers, self.features, self.feature_layouts, self._backward = [], {}, {}, {}
         self.affinities = {}
         self.pixels, self.block_norms = pixels, block_norms
-        self.output = self.logits = self.refusal = self._layout = self._top = self._readout = None
+        self.output = self.logits = self.refusal = self.pooled = self._layout = self._top = self._readout = None
 
     def lay_out(
         self, layers: Sequence[AttentionLayer], layout: TokenLayout | None, *, refusal: str | None = None
@@ -83,9 +87,9 @@ class Trace:
         """Take in where the tokens of the pass lie, or why that cannot be told."""
         self.layers, self._layout, self.refusal = list(layers), layout, refusal
 
-    def read_out(self, readout: Tensor, top: TokenLayout, pooling: str) -> None:
+    def read_out(self, readout: Tensor, top: TokenLayout, pooling: str, pooled: Tensor | None = None) -> None:
         """Take in what the answer was read from: weights [batch, tokens] of the top layer's tokens, and in words."""
-        self._readout, self._top, self.pooling = readout, top, pooling
+        self._readout, self._top, self.pooling, self.pooled = readout, top, pooling, pooled
 
     @property
     def layout(self) -> TokenLayout:
@@ -271,7 +275,8 @@ class Trace:
             raise OptionError("This pass was recorded without gradients: record with gradients=True.")
         parts = [(layer.name, part) for layer in self.layers for part in layer.parts]
         pixels = () if self.pixels is None else (self.pixels,)
-        inputs: list[Tensor] = [*(part.tensor for _, part in parts), *self.features.values(), *pixels]
+        pooled = () if self.pooled is None or not self.pooled.requires_grad else (self.pooled,)
+        inputs: list[Tensor] = [*(part.tensor for _, part in parts), *self.features.values(), *pixels, *pooled]
         # Half precision cannot hold the smallest gradients, unless they are made larger on the way.
         scale = _HALF_SCALE if scores.dtype == torch.float16 else 1.0
         with torch.inference_mode(False), torch.enable_grad():
@@ -290,7 +295,8 @@ class Trace:
             torch.cat([part.arranged(next(gradients)) for part in layer.parts], dim=1) for layer in self.layers
         ]
         features = {name: next(gradients) for name in self.features}
-        return Backward(attentions, features, next(gradients, None))
+        to_pixels = next(gradients) if pixels else None
+        return Backward(attentions, features, to_pixels, next(gradients, None))
 
 
 def stream_of(path: str) -> str:

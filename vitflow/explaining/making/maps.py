@@ -21,6 +21,7 @@ from vitflow.methods.fusion import HeadFusion, SignedFusion, normalize_rows
 from vitflow.methods.hiding import occlusion as blank_out
 from vitflow.methods.staged_rollout import staged_attention, staged_rollout
 from vitflow.methods.values import ValueWeighting
+from vitflow.models.anatomy import pool_queries
 from vitflow.recording.trace import Trace
 
 Patch = Sequence[int]
@@ -49,6 +50,19 @@ def readout_of(trace: Trace, patch: Patch | None) -> Tensor:
     one_hot = torch.zeros_like(trace.readout)
     one_hot[:, trace.top.token_of_patch(*patch_place(patch))] = 1.0
     return one_hot
+
+
+def readout_for_the_class(trace: AskedTrace, patch: Patch | None, head_fusion: SignedFusion) -> Tensor:
+    """As `readout_of`; of an attention-pooling head its (A ⊙ ∇A)⁺, fused as the layers' is, rows summing to 1.
+
+    The head is a layer of attention like the others, and what it attends to does not depend on the class by itself.
+    """
+    gradient = trace.backward().pooled
+    if patch is not None or trace.pooled is None or gradient is None:
+        return readout_of(trace, patch)
+    [queries] = rollouts.for_the_class([trace.pooled.detach()], [gradient], head_fusion)
+    weights = pool_queries(trace.model, trace.top, queries)
+    return weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
 
 
 def patch_place(patch: Patch) -> tuple[int, int]:
@@ -176,7 +190,10 @@ def gradient_rollout(
     **options: Any,
 ) -> Maps:
     """Gradient rollout of the readout for the target, on the patch grid; on the finest one where stages differ."""
-    readout, matrices = readout_of(trace, patch), _for_the_class(trace, head_fusion, value_weighted)
+    readout, matrices = (
+        readout_for_the_class(trace, patch, head_fusion),
+        _for_the_class(trace, head_fusion, value_weighted),
+    )
     return _through_layers(trace, matrices, readout, **options)
 
 
@@ -189,7 +206,10 @@ def gae(
     patch: Patch | None,
 ) -> Maps:
     """Generic attention explainability of the readout for the target, on the patch grid; on the finest one likewise."""
-    readout, matrices = readout_of(trace, patch), _for_the_class(trace, head_fusion, value_weighted)
+    readout, matrices = (
+        readout_for_the_class(trace, patch, head_fusion),
+        _for_the_class(trace, head_fusion, value_weighted),
+    )
     return _through_layers(trace, matrices, readout, start_layer=start_layer, additive=True)
 
 
