@@ -285,9 +285,8 @@ class record_attention:
         layout = max(layouts, key=lambda layout: layout.num_patches)
         trace.lay_out(layers, layout)
         top = layers[-1].tokens.queries
-        pooled = self._listening.pooling
-        weights, pooling = read_readout(self._model, top, pooled)
-        pooled = pooled if pooling == ATTENTION_POOLING else None
+        weights, pooling = read_readout(self._model, top, self._listening.pooling)
+        pooled = self._listening.pooling if pooling == ATTENTION_POOLING else None
         trace.read_out(weights.to(layers[-1].example).expand(len(pixels), -1), top, pooling, pooled)
         return layout
 
