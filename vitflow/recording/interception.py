@@ -84,6 +84,12 @@ class Interception(TorchFunctionMode):
         if self._within == 0:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
+    def end_all(self) -> None:
+        """The end of all that began: where a hook itself raised an error, some did not end."""
+        if self._within:
+            self._within = 0
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _INTERCEPTED or not (name := self.listener.running()):

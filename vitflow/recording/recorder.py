@@ -138,6 +138,7 @@ class record_attention:
         return self.trace
 
     def _forget(self) -> None:
+        self._interception.end_all()
         del self._interception  # from now on it can be opened again
 
     def __exit__(
@@ -193,12 +194,15 @@ class record_attention:
         listening, interception = self._listening, self._interception
 
         def act(args: Any, output: Any) -> None:
-            if output is not None:  # no exception passes through
-                interception.ended(name)
-            if self._attends(name):
-                interception.end()
-            if listening.path and listening.path[-1][0] == name:
-                listening.path.pop()
+            entered = bool(listening.path) and listening.path[-1][0] == name
+            try:
+                if output is not None:  # no exception passes through
+                    interception.ended(name)
+            finally:
+                if entered:
+                    listening.path.pop()
+                    if self._attends(name):
+                        interception.end()
             if output is not None:
                 listening.ended(name)
             if not name:

@@ -244,6 +244,7 @@ def test_what_a_model_cannot_read_is_told(wordpieces):
     for weighting in (False, "output"):
         with pytest.raises(UnsupportedModelError, match="LongformerForMaskedLM attends within parts of the text"):
             explain_text(TEXT, model=longformer, tokenizer=wordpieces, value_weighted=weighting)
+        assert not torch.overrides._get_current_function_mode_stack()  # what watched it watches no other model
 
 
 # -- layouts of any tokens ---------------------------------------------------------------------------------------------
