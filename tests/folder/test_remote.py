@@ -277,7 +277,13 @@ def test_ctrl_c_ends_a_run_whose_server_stalls(tmp_path, web):
     (place / "stalled.jpg").touch()
     words = ["folder", url, "-o", str(tmp_path / "out"), "--model", "demo", "--workers", "0"]
     program = subprocess.Popen(
-        [sys.executable, "-m", "vitflow", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "vitflow", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Of what a shell runs in the background, Ctrl-C is ignored, and it is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 120
     while not any(str(path).endswith("stalled.jpg") for path in asked):
