@@ -177,14 +177,19 @@ def choose_seen(patches: NDArray[np.int64]) -> Tensor:
     return score.topk(SEEN_PATCHES, dim=1).indices.sort(dim=1).values
 
 
-def waves(channels: int) -> Tensor:
-    """Where each patch lies, [GRID · GRID, channels], as waves of 3 to 32 patches' length along x and along y.
+def wave(length: int, channels: int, shortest: float) -> Tensor:
+    """Places in a row as waves of that length and up to 32, [length, channels].
 
     Places are learned further, but small random ones take long to be told apart.
     """
-    lengths = 3.0 * (32.0 / 3.0) ** torch.linspace(0.0, 1.0, channels // 4)
-    angles = 2.0 * math.pi * torch.arange(GRID)[:, None] / lengths
-    along = torch.cat([angles.sin(), angles.cos()], dim=1)  # [GRID, channels / 2]
+    lengths = shortest * (32.0 / shortest) ** torch.linspace(0.0, 1.0, channels // 2)
+    angles = 2.0 * math.pi * torch.arange(length)[:, None] / lengths
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def waves(channels: int) -> Tensor:
+    """Where each patch lies, [GRID · GRID, channels], as waves along x and along y."""
+    along = wave(GRID, channels // 2, 3.0)
     columns, rows = along.repeat(GRID, 1), along.repeat_interleave(GRID, dim=0)
     return 0.7 * torch.cat([columns, rows], dim=1)
 

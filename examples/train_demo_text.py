@@ -30,6 +30,7 @@ from demo_training import (
     together,
     train_and_measure,
     turns,
+    wave,
     word_tokenizer,
 )
 from numpy.typing import NDArray
@@ -150,7 +151,7 @@ def train(options: argparse.Namespace) -> tuple[SiglipModel, SiglipProcessor]:
         TEXT["hidden_size"], KINDS * 3
     )  # the second block's words say of what phrase they are, and its side
     text_positions = model.text_model.embeddings.position_embedding.weight.data
-    text_positions.copy_(5.0 * text_positions.std() * wave(LENGTH, TEXT["hidden_size"]))
+    text_positions.copy_(5.0 * text_positions.std() * wave(LENGTH, TEXT["hidden_size"], 2.5))
     captioner = LlavaForConditionalGeneration.from_pretrained(DEMO_CAPTION, dtype=torch.float32)
     vision.load_state_dict(captioner.model.vision_tower.state_dict(), strict=False)  # all but the head that it has not
     begin(model, options)
@@ -305,13 +306,6 @@ def asking_loss(told: Tensor, there: Tensor, where: Tensor) -> Tensor:
     wrong = binary_cross_entropy_with_logits(told[:, :KINDS], there, reduction="none").sum(1).mean()
     away = (told[:, KINDS:].unflatten(1, (KINDS, 2)) - where).square().sum(2) * there
     return wrong + 3.0 * (away.sum(1) / there.sum(1).clamp(min=1.0)).mean()
-
-
-def wave(length: int, channels: int) -> Tensor:
-    """Positions as waves, [length, channels]: small random ones take long to be told apart."""
-    lengths = 2.5 * (32.0 / 2.5) ** torch.linspace(0.0, 1.0, channels // 2)
-    angles = 2.0 * torch.pi * torch.arange(length)[:, None] / lengths
-    return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 def first_of(given: Any) -> Tensor:

@@ -14,7 +14,7 @@ Options are each method's defaults.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count, islice
 
@@ -38,8 +38,8 @@ def several_things(first_seed: int = FIRST_SEED) -> Iterator[Scene]:
 def measure(pictures: int, name: str, methods: list[str]) -> None:
     model, random = load_model(name), np.random.default_rng(0)
     scores: dict[tuple[str, bool], list[np.ndarray]] = {
-        (method, alone): [] for method in [*methods, "exact"] for alone in (False, True)
-    }
+        (method, alone): [] for method in methods for alone in (False, True)
+    } | {("exact", True): []}
     there: list[float] = []
     absent: list[float] = []
     for number, scene in enumerate(islice(several_things(), pictures)):
@@ -55,20 +55,12 @@ def measure(pictures: int, name: str, methods: list[str]) -> None:
             for method in methods:
                 maps = [saliency for saliency in found if saliency.method == method]
                 by_thing = maps * (len(prompts) if len(maps) == 1 else 1)  # of rollout there is one for all
-                own = [
-                    (energy_in_region(one.heatmap, mask), *score_object(one.heatmap, list(scene.masks), target))
-                    for target, (one, mask) in enumerate(zip(by_thing, scene.masks, strict=True))
-                ]
-                scores[method, alone].append(np.mean(own, axis=0))
-            shares = [np.mean(blocks(mask, found[0].grid.shape), axis=(1, 3)) for mask in scene.masks]
-            exact = [replace(found[0], grid=share.astype(np.float32)).heatmap for share in shares]
-            own = [
-                (energy_in_region(one, mask), *score_object(one, list(scene.masks), target))
-                for target, (one, mask) in enumerate(zip(exact, scene.masks, strict=True))
-            ]
-            scores["exact", alone].append(np.mean(own, axis=0))
+                scores[method, alone].append(scored([one.heatmap for one in by_thing], scene.masks))
             if alone:
                 read(explainer, scene, there)
+                shares = [blocks(mask, found[0].grid.shape).mean(axis=(1, 3)) for mask in scene.masks]
+                exact = [replace(found[0], grid=share.astype(np.float32)).heatmap for share in shares]
+                scores["exact", alone].append(scored(exact, scene.masks))
         read(Explainer(model, prompts=list(dict.fromkeys(wrong)), alone=True), scene, absent)
         print(f"\r{number + 1} of {pictures}", end="", flush=True)
     print("\n\n| map | of | in the named thing | of what lies in things | named thing wins |\n|---|---|---:|---:|---:|")
@@ -81,6 +73,15 @@ def measure(pictures: int, name: str, methods: list[str]) -> None:
             f"\nPrompts for what is {words}: {len(values)}, median {np.median(values):.3f}, "
             f"above 0.5: {(values > 0.5).mean():.3f}"
         )
+
+
+def scored(heatmaps: Sequence[np.ndarray], masks: np.ndarray) -> np.ndarray:
+    """Means over the things of a picture, each by its own map: the three numbers of the table."""
+    own = [
+        (energy_in_region(one, mask), *score_object(one, list(masks), asked))
+        for asked, (one, mask) in enumerate(zip(heatmaps, masks, strict=True))
+    ]
+    return np.mean(own, axis=0)
 
 
 def blocks(mask: np.ndarray, grid: tuple[int, int]) -> np.ndarray:

@@ -52,19 +52,6 @@ def readout_of(trace: Trace, patch: Patch | None) -> Tensor:
     return one_hot
 
 
-def readout_for_the_class(trace: AskedTrace, patch: Patch | None, head_fusion: SignedFusion) -> Tensor:
-    """As `readout_of`; of an attention-pooling head its (A ⊙ ∇A)⁺, fused as the layers' is, rows summing to 1.
-
-    The head is a layer of attention like the others, and what it attends to does not depend on the class by itself.
-    """
-    gradient = trace.backward().pooled
-    if patch is not None or trace.pooled is None or gradient is None:
-        return readout_of(trace, patch)
-    [queries] = rollouts.for_the_class([trace.pooled.detach()], [gradient], head_fusion)
-    weights = pool_queries(trace.model, trace.top, queries)
-    return weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
-
-
 def patch_place(patch: Patch) -> tuple[int, int]:
     """Row and column of a patch; OptionError where it is no such pair."""
     try:
@@ -89,10 +76,21 @@ def _through_layers(
     return Maps(layout.to_grid(row))
 
 
-def _for_the_class(trace: AskedTrace, head_fusion: SignedFusion, value_weighted: ValueWeighting) -> list[Tensor]:
-    """The fused (A ⊙ ∇A)⁺ of each layer, [batch · windows, queries, keys]."""
-    heads = trace.heads(value_weighted=value_weighted)
-    return rollouts.for_the_class(heads, trace.backward().attentions, head_fusion)
+def _for_the_class(
+    trace: AskedTrace, patch: Patch | None, head_fusion: SignedFusion, value_weighted: ValueWeighting
+) -> tuple[Tensor, list[Tensor]]:
+    """The readout [batch, tokens], and the fused (A ⊙ ∇A)⁺ of each layer, [batch · windows, queries, keys].
+
+    An attention-pooling head is a layer like the others, and what it attends to does not depend on the class by itself:
+    the readout from it is its (A ⊙ ∇A)⁺, fused likewise, rows summing to 1.
+    """
+    found = trace.backward()
+    matrices = rollouts.for_the_class(trace.heads(value_weighted=value_weighted), found.attentions, head_fusion)
+    if patch is not None or trace.pooled is None or found.pooled is None:
+        return readout_of(trace, patch), matrices
+    [queries] = rollouts.for_the_class([trace.pooled.detach()], [found.pooled], head_fusion)
+    weights = pool_queries(trace.model, trace.top, queries)
+    return weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny), matrices
 
 
 def rollout(
@@ -190,10 +188,7 @@ def gradient_rollout(
     **options: Any,
 ) -> Maps:
     """Gradient rollout of the readout for the target, on the patch grid; on the finest one where stages differ."""
-    readout, matrices = (
-        readout_for_the_class(trace, patch, head_fusion),
-        _for_the_class(trace, head_fusion, value_weighted),
-    )
+    readout, matrices = _for_the_class(trace, patch, head_fusion, value_weighted)
     return _through_layers(trace, matrices, readout, **options)
 
 
@@ -206,10 +201,7 @@ def gae(
     patch: Patch | None,
 ) -> Maps:
     """Generic attention explainability of the readout for the target, on the patch grid; on the finest one likewise."""
-    readout, matrices = (
-        readout_for_the_class(trace, patch, head_fusion),
-        _for_the_class(trace, head_fusion, value_weighted),
-    )
+    readout, matrices = _for_the_class(trace, patch, head_fusion, value_weighted)
     return _through_layers(trace, matrices, readout, start_layer=start_layer, additive=True)
 
 
