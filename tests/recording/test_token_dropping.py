@@ -13,7 +13,7 @@ from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.evaluation.measures.token_dropping import can_drop_tokens, check_can_drop
 from vitflow.methods.tokens import TokenLayout
 from vitflow.recording import token_dropping
-from vitflow.recording.token_dropping import needs_patches, run_on_patches
+from vitflow.recording.token_dropping import droppable_tokens, needs_patches, run_on_patches
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 KEPT = torch.tensor([[3, 0, 7, 15, 9], [1, 2, 4, 8, 14]])
@@ -46,10 +46,12 @@ def by_hand(model: nn.Module, pixels: Tensor, kept: list[int], prefix: int) -> T
     return model.forward_head(x)
 
 
+@pytest.mark.parametrize("tried", [False, True])  # from then on, what the readout does not need is left out
 @pytest.mark.parametrize("readout", literal_vit.READOUTS)
-def test_every_readout_equals_the_model_run_by_hand_on_the_kept_tokens(readout):
+def test_every_readout_equals_the_model_run_by_hand_on_the_kept_tokens(readout, tried):
     model, prefix = literal_vit.timm_model(readout), literal_vit.READOUTS[readout][1]
     pixels = torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    assert not tried or droppable_tokens(model, pixels).num_prefix_tokens == prefix
     with torch.no_grad():
         found = run_on_patches(model, pixels, KEPT)
         for row, kept in zip(found, KEPT.tolist(), strict=True):
@@ -138,6 +140,36 @@ def test_the_picture_is_embedded_once_and_blocks_see_the_kept_tokens_alone():
     assert shapes == [(1, 3, 32, 32), *[(2, 4 + 5, 24)] * 3]
 
 
+@pytest.mark.parametrize("readout", ["class token and registers", "average", "average beside a class token"])
+def test_the_last_mlp_runs_on_what_the_readout_needs(readout):
+    model, prefix, shapes = literal_vit.timm_model(readout), literal_vit.READOUTS[readout][1], []
+    pixels = torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    droppable_tokens(model, pixels)
+    for block in model.blocks:
+        block.mlp.fc1.register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape[1]))
+    run_on_patches(model, pixels, KEPT)
+    assert shapes == [prefix + 5, prefix + 5, 4 if readout == "class token and registers" else prefix + 5]
+
+
+def test_a_model_that_pools_otherwise_by_now_and_answers_that_read_patches_need_all_rows():
+    model, pixels = literal_vit.timm_model(), torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    droppable_tokens(model, pixels)
+    model.global_pool = "avg"
+    with torch.no_grad():
+        found = run_on_patches(model, pixels, KEPT)
+        torch.testing.assert_close(found[1], by_hand(model, pixels, KEPT[1].tolist(), 1)[0], rtol=0, atol=1e-12)
+    model, seen = literal_vit.timm_model(), []
+    model.norm.register_forward_hook(lambda module, args, output: seen.append(output))
+
+    def largest_of_patches(output: Tensor) -> Tensor:
+        return seen.pop()[:, 1:].amax(dim=1)
+
+    droppable_tokens(model, pixels, answers=largest_of_patches)
+    answers = run_on_patches(model, pixels, KEPT, answers=largest_of_patches)
+    by_hand(model, pixels, KEPT[0].tolist(), 1)
+    torch.testing.assert_close(answers[0], seen.pop()[0, 1:].amax(dim=0), rtol=0, atol=1e-12)
+
+
 def test_pictures_of_other_sizes():
     model = disturb(timm.create_model("test_vit", dynamic_img_size=True))
     explainer = Explainer(model, fit="native")
@@ -208,7 +240,7 @@ def test_a_model_is_tried_once():
     assert can_drop_tokens(explainer)
     count = len(passes)
     assert can_drop_tokens(explainer) and can_drop_tokens(Explainer(model, data_config=DATA))
-    assert len(passes) == count == 3
+    assert len(passes) == count == 4
 
 
 # --- What cannot drop tokens ----------------------------------------------------------------------------------------
@@ -285,7 +317,7 @@ def test_out_of_memory_is_no_verdict(monkeypatch):
     def exhausted(*args, **options):
         raise torch.OutOfMemoryError("too small")
 
-    monkeypatch.setattr(token_dropping, "run_on_patches", exhausted)
+    monkeypatch.setattr(token_dropping, "_run", exhausted)
     with pytest.raises(torch.OutOfMemoryError):
         can_drop_tokens(Explainer(literal_vit.timm_model(), data_config=DATA))
 

@@ -5,11 +5,12 @@ all, and the attention over fewer tokens is faster.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any
-from weakref import WeakKeyDictionary
+from contextlib import ExitStack, suppress
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
@@ -34,7 +35,8 @@ def run_on_patches(
 
     The picture is embedded once, whole. Before the first block every choice takes its own tokens, which carry their
     position already; prefix tokens are always kept. Where the model rotates queries and keys by position (RoPE), the
-    kept patches keep their rotation. Average pooling then averages over the kept patches.
+    kept patches keep their rotation. Average pooling then averages over the kept patches. Of a model of which
+    `droppable_tokens` found that it reads prefix tokens alone, the last block's MLP runs on these alone.
 
     With a convolutional patch embedding, a kept token may have seen pixels of its dropped neighbours.
 
@@ -66,14 +68,13 @@ def run_on_patches(
             "Expected pixels [1, channels, height, width] and whole numbers kept [choices, patches], got "
             f"{tuple(pixels.shape)} and {kept.dtype} {tuple(kept.shape)}."
         )
-    shortening = _Shortening(model, (pixels.shape[-2], pixels.shape[-1]), kept.to(pixels.device), layout)
-    with ExitStack() as stack:
-        for number, block in enumerate(_blocks(model)):
-            stack.callback(Hook(block, shortening.before(number), before=True).remove)
-        logits = answers(_forward(model, pixels))
-    if logits is None:
-        raise UnsupportedModelError(_NO_LOGITS)
-    return logits
+    known = _known(model, pixels, layout, answers)
+    readout_alone = (
+        isinstance(known, _Droppable)
+        and known.readout_alone
+        and not needs_patches(model, known.layout.num_prefix_tokens)  # it may pool otherwise by now
+    )
+    return _run(model, pixels, kept.to(pixels.device), layout, answers, readout_alone)
 
 
 def droppable_tokens(
@@ -95,18 +96,15 @@ def droppable_tokens(
     10
     """
     model = unwrap(model)
-    known = _verdicts.setdefault(model, {})
-    key = (
-        tuple(pixels.shape[1:]),
-        layout,
-        id(getattr(answers, "__self__", answers)),
-    )  # a method is made anew each time
-    if key not in known:
-        known[key] = _try(model, pixels, layout, answers)
-    verdict = known[key]
+    verdict = _known(model, pixels, layout, answers)
+    if verdict is None:
+        verdict = _try(model, pixels, layout, answers)
+        verdicts = _verdicts.setdefault(model, {})
+        for given in {layout, layout if isinstance(verdict, str) else verdict.layout}:
+            verdicts[_key(pixels, given, answers)] = ref(_owner(answers)), verdict
     if isinstance(verdict, str):
         raise UnsupportedModelError(verdict)
-    return verdict
+    return verdict.layout
 
 
 def needs_patches(model: nn.Module, prefix: int) -> bool:
@@ -129,7 +127,10 @@ def needs_patches(model: nn.Module, prefix: int) -> bool:
 
 
 class _Shortening:
-    """Takes the kept tokens before the first block, and their rotations before every block that is given any."""
+    """Takes the kept tokens before the first block, and their rotations before every block that is given any.
+
+    Where the readout alone is needed, the last MLP is given prefix tokens alone, and what others would add is nothing.
+    """
 
     def __init__(self, model: nn.Module, input_size: tuple[int, int], kept: Tensor, layout: TokenLayout | None) -> None:
         self.model, self.input_size, self.kept, self.layout = model, input_size, kept, layout
@@ -145,6 +146,15 @@ class _Shortening:
             return args, kwargs
 
         return shorten
+
+    def take_prefix(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the last MLP is given, [choices, prefix + kept, channels] → [choices, prefix, channels]."""
+        assert self.layout is not None
+        return (args[0][:, : self.layout.num_prefix_tokens], *args[1:]), kwargs
+
+    def fill_up(self, args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
+        """What it gives, with zeros for the other tokens; None where an exception passes through."""
+        return None if output is None else F.pad(output, (0, 0, 0, self.kept.shape[1]))
 
     def _choose(self, tokens: Any) -> Tensor:
         """[1, tokens, channels] → [choices, prefix + kept, channels]."""
@@ -175,6 +185,24 @@ class _Shortening:
         return chosen if chosen.ndim == 4 else chosen.unsqueeze(1)
 
 
+def _run(
+    model: nn.Module, pixels: Tensor, kept: Tensor, layout: TokenLayout | None, answers: Read, readout_alone: bool
+) -> Tensor:
+    """Logits [choices, classes]; `readout_alone` leaves out of the last MLP what the readout does not need."""
+    shortening, blocks = _Shortening(model, (pixels.shape[-2], pixels.shape[-1]), kept, layout), _blocks(model)
+    with ExitStack() as stack:
+        for number, block in enumerate(blocks):
+            stack.callback(Hook(block, shortening.before(number), before=True).remove)
+        if readout_alone:
+            mlp: Any = blocks[-1].mlp
+            stack.callback(Hook(mlp, shortening.take_prefix, before=True).remove)
+            stack.callback(Hook(mlp, shortening.fill_up, before=False).remove)
+        logits = answers(_forward(model, pixels))
+    if logits is None:
+        raise UnsupportedModelError(_NO_LOGITS)
+    return logits
+
+
 def _forward(model: nn.Module, pixels: Tensor) -> Any:
     return model(pixels, **forward_options(model, (pixels.shape[-2], pixels.shape[-1])))
 
@@ -189,27 +217,57 @@ def _blocks(model: nn.Module) -> nn.Sequential | nn.ModuleList:
 
 _NO_LOGITS = "It does not return one row of logits for each choice of patches."
 
-# The layout of the tokens that a model can drop, or why it cannot, by the shape of its input and the given layout.
-_verdicts: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], TokenLayout | str]] = WeakKeyDictionary()
+
+class _Droppable(NamedTuple):
+    """The layout of the tokens that a model can drop, and whether its answer reads nothing but prefix tokens."""
+
+    layout: TokenLayout
+    readout_alone: bool
 
 
-def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, answers: Read) -> TokenLayout | str:
+Verdict = _Droppable | str  # or why a model cannot
+
+# By the shape of a model's input, the given layout and whose answers are read, as long as that is there.
+_verdicts: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], tuple[ref[Any], Verdict]]] = WeakKeyDictionary()
+
+
+def _owner(answers: Read) -> Any:
+    return getattr(answers, "__self__", answers)  # a method is made anew each time
+
+
+def _key(pixels: Tensor, layout: TokenLayout | None, answers: Read) -> tuple[Any, ...]:
+    return tuple(pixels.shape[1:]), layout, id(_owner(answers))
+
+
+def _known(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, answers: Read) -> Verdict | None:
+    """The verdict of before, if there is one."""
+    owner, verdict = _verdicts.get(model, {}).get(_key(pixels, layout, answers), (None, None))
+    return verdict if owner is not None and owner() is _owner(answers) else None
+
+
+def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, answers: Read) -> Verdict:
     """Run noise whole and with all patches kept, and half the patches in two orders: each pair must agree.
 
     Windows, relative position biases and convolutions between tokens either refuse a shorter sequence or, with the
     patches in another order, see other neighbours. Where tokens carry their position themselves, the order is nothing.
+    A model that reads prefix tokens alone must answer the same without the others' part of the last MLP.
     """
     random = torch.Generator().manual_seed(0)
     noise = torch.randn(1, *pixels.shape[1:], generator=random).to(pixels)
+    readout_alone = False
     try:
         with torch.no_grad(), evaluating(model):
             output, seen = _seen_layout(model, noise)
             whole = answers(output)
             layout = layout or seen
             every = torch.randperm(layout.num_patches, generator=random)
-            half = every[: max(layout.num_patches // 2, 1)]
-            kept = run_on_patches(model, noise, every.sort().values[None], layout=layout, answers=answers)
-            halves = run_on_patches(model, noise, torch.stack([half, half.flip(0)]), layout=layout, answers=answers)
+            half = every[: max(layout.num_patches // 2, 1)].to(noise.device)
+            every = every.sort().values[None].to(noise.device)
+            kept = _run(model, noise, every, layout, answers, False)
+            halves = _run(model, noise, torch.stack([half, half.flip(0)]), layout, answers, False)
+            if hasattr(_blocks(model)[-1], "mlp") and not needs_patches(model, layout.num_prefix_tokens):
+                with suppress(RuntimeError):  # an MLP may need all tokens
+                    readout_alone = _agree(kept, _run(model, noise, every, layout, answers, True))
     except torch.OutOfMemoryError:
         raise
     except UnsupportedModelError as error:
@@ -223,7 +281,7 @@ def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, answers: 
         return "With all of its patches chosen one by one it answers otherwise than by itself."
     if not _agree(halves[:1], halves[1:]):
         return "Its answer depends on the order of the tokens, and not only on the positions that they carry."
-    return layout
+    return _Droppable(layout, readout_alone)
 
 
 def _agree(first: Tensor, second: Tensor) -> bool:
