@@ -1,22 +1,28 @@
 """Deletion by dropping tokens beside hiding patches: how much faster, and whether they rank methods alike.
 
     python -m tests.benchmarks.faithfulness [--model ID --checkpoint FILE --pictures FOLDER] [--count N] [--methods …]
+    python -m tests.benchmarks.faithfulness --parts --methods rollout gae gradcam --count 20 [--model … --pictures …]
 
 First the time of the curves of every method's map of one picture, at equal points, for each way to take patches away,
 in turn, so that a busy machine slows all of them. Then means over pictures of the area between the curves (least − most
 relevant removed first, higher is better), how the ways agree about the order of the methods, and about the order of
 methods picture by picture (Spearman's ρ). Without --pictures these are drawn by the demo, for its model.
+
+With --parts it prints instead where the time of a whole `vitflow.evaluate` goes, in seconds and in plain forward passes
+of one picture, timed in the same run.
 """
 
 import argparse
+import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import timm
+import torch
 
 import vitflow
 from vitflow import Explainer
@@ -82,6 +88,49 @@ def print_gaps(gaps: np.ndarray, methods: Sequence[str]) -> None:
     print()
 
 
+def print_parts(explainer: Explainer, pictures: Sequence[object], methods: Sequence[str], points: int) -> None:
+    """Where the time of an evaluation goes: maps, faithfulness, sanity, and what is written."""
+
+    def clocked(work: Callable[[], object]) -> np.ndarray:
+        """Seconds on the clock and of the processor."""
+        started = time.perf_counter(), time.process_time()
+        work()
+        return np.array([time.perf_counter(), time.process_time()]) - started
+
+    def evaluated(*metrics: str, output: Path | None = None) -> np.ndarray:
+        options = {"model": explainer, "methods": methods, "metrics": metrics, "points": points, "output": output}
+        return clocked(lambda: vitflow.evaluate(pictures, **options))
+
+    def mapped() -> np.ndarray:
+        every = [*methods, "random", "centre"]
+        return sum(
+            clocked(lambda part=pictures[start : start + 8]: explainer.explain_batch(part, methods=every))
+            for start in range(0, len(pictures), 8)
+        )
+
+    def plain() -> None:
+        with torch.no_grad():
+            for _ in range(5):
+                explainer.model(batch)
+
+    batch = torch.cat([explainer.pixels(picture) for picture in pictures[:8]])
+    evaluated("faithfulness", "sanity")  # warms up
+    plain()
+    one = clocked(plain) / (5 * len(batch))
+    maps, faithfulness, sanity = mapped(), evaluated("faithfulness"), evaluated("sanity")
+    with tempfile.TemporaryDirectory() as folder:
+        whole = evaluated("faithfulness", "sanity", output=Path(folder))
+    parts = {"maps": maps, "faithfulness": faithfulness - maps, "sanity": sanity - maps}
+    parts["tables, figures, page and files"] = whole - sum(parts.values())
+    print(
+        f"{explainer.model_id}: {len(pictures)} pictures, {', '.join(methods)}; a forward pass takes {one[0]:.4f} s\n"
+    )
+    print("| part | s | of all | forward passes a picture | in processor time |\n|---|---:|---:|---:|---:|")
+    for name, seconds in (*parts.items(), ("all", whole)):
+        passes = seconds / one / len(pictures)
+        print(f"| {name} | {seconds[0]:.1f} | {seconds[0] / whole[0]:.0%} | {passes[0]:.0f} | {passes[1]:.0f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="vit_tiny_patch16_224.augreg_in21k_ft_in1k")
@@ -91,6 +140,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--points", type=int, default=11)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--parts", action="store_true", help="print where the time of an evaluation goes, and no more")
     given = parser.parse_args()
     warnings.simplefilter("ignore", vitflow.VitflowWarning)
     demo = Explainer("demo")
@@ -100,6 +150,9 @@ def main() -> None:
     else:
         other = Explainer(timm.create_model(given.model, pretrained=False).eval())
     photographs = find_images(given.pictures)[: given.count] if given.pictures else drawn[:1]
+    if given.parts:
+        print_parts(other, photographs if given.pictures else drawn, given.methods, given.points)
+        return
     for name, explainer, picture in (("demo", demo, drawn[0]), (other.model_id, other, photographs[0])):
         for methods in (given.methods, given.methods[:1]):
             maps = explainer.explain_batch([picture], methods=methods)
