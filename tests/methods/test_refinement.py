@@ -104,16 +104,6 @@ def test_numba_changes_nothing_but_the_time(tokens, monkeypatch):
     np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-12)
 
 
-def test_other_devices_give_the_same(monkeypatch):
-    layers, grids = attention(), torch.rand(2, 3, 4, dtype=torch.float64)
-    compiled = co_attention(layers, 12)
-    expected = refine(grids, compiled, 1), compiled.attention[0].beside_uniform()
-    monkeypatch.setattr(balancing, "_in_memory", lambda matrices: False)
-    plain = co_attention(layers, 12)
-    np.testing.assert_allclose(refine(grids, plain, 1), expected[0], rtol=0, atol=1e-12)
-    np.testing.assert_allclose(plain.attention[0].beside_uniform(), expected[1], rtol=0, atol=1e-9)
-
-
 def test_balancing_stops_at_its_tolerance_and_leaves_the_matrix_alone():
     layer = attention(layers=1)[0]
     before = layer.clone()
@@ -175,7 +165,7 @@ def test_sums_are_kept_where_balancing_does_not_come_to_an_end(monkeypatch):
     matrix[:, 4:, :4] *= 1e-5
     monkeypatch.setattr(balancing, "ROUNDS", 5)
     for in_memory in (True, False):
-        monkeypatch.setattr(balancing, "_in_memory", lambda matrices, found=in_memory: found)
+        monkeypatch.setattr(balancing, "_is_compiled_for", lambda matrices, found=in_memory: found)
         found = balance(matrix)
         assert (found.matrix.sum(dim=-1) - 1).abs().max() > 1e-4
         ones = torch.ones(1, 8, dtype=torch.float64)

@@ -1,7 +1,7 @@
 """Balancing: positive matrices scaled until their rows and columns sum to 1, and what they then do to a map.
 
-What is done to one picture's matrix on a processor is compiled. For the first pictures of a process, before numba would
-be loaded, torch does the same in float64, by functions of the same arguments.
+What is done to one picture's matrix on a processor is compiled. Elsewhere, and for the first pictures of a process,
+before numba would be loaded, torch does the same in float64.
 """
 
 from dataclasses import dataclass
@@ -52,23 +52,21 @@ class Balanced:
         return self._spread(values) + self.rest * values
 
     def _spread(self, values: Tensor) -> Tensor:
-        if not _in_memory(self.matrices):
+        if not _is_compiled_for(self.matrices):
             inner = _inner(self.matrices, self.rows.shape[-1]).double()
             down = self.rows * (inner @ (self.cols * values).unsqueeze(-1)).squeeze(-1)
             return (down + self.cols * (inner.mT @ (self.rows * values).unsqueeze(-1)).squeeze(-1)) / 2
         out = np.empty(tuple(values.shape))
         arrays = (as_array(self.matrices), as_array(self.rows), as_array(self.cols), as_array(values), out)
-        spread = _spread if worth_compiling(self.matrices.numel()) else _spread_plainly
-        each_picture(len(out), lambda number: spread(*(array[number] for array in arrays)))
+        each_picture(len(out), lambda number: _spread(*(array[number] for array in arrays)))
         return torch.from_numpy(out)
 
     def beside_uniform(self) -> Tensor:
         """‖P − 1/size‖², the squared distance to what makes every map constant, float64 [batch]."""
-        if not _in_memory(self.matrices):
+        if not _is_compiled_for(self.matrices):
             return self.matrix.square().sum(dim=(-2, -1)) - 1
         arrays = (as_array(self.matrices), as_array(self.rows), as_array(self.cols))
-        square = _square if worth_compiling(self.matrices.numel()) else _square_plainly
-        squares = each_picture(len(self.rows), lambda number: square(*(array[number] for array in arrays)))
+        squares = each_picture(len(self.rows), lambda number: _square(*(array[number] for array in arrays)))
         return torch.tensor(squares, dtype=torch.float64) - 1
 
 
@@ -94,21 +92,20 @@ def balance(matrices: Tensor, size: int | None = None) -> Balanced | None:
     if matrices.ndim != 3 or matrices.shape[-1] != matrices.shape[-2]:
         raise ShapeError(f"Expected matrices [batch, tokens, tokens], got {tuple(matrices.shape)}.")
     size = matrices.shape[-1] if size is None else size
-    if not _in_memory(matrices):
-        return _balance_on_device(matrices, size)
+    if not _is_compiled_for(matrices):
+        return _balance_by_torch(matrices, size)
     rows, cols, sums = (np.ones((len(matrices), size)) for _ in range(3))
     array = as_array(matrices)
-    scale = _balance if worth_compiling(matrices.numel()) else _balance_plainly
 
     def work(number: int) -> bool:
-        return bool(scale(array[number], rows[number], cols[number], sums[number], TOLERANCE, ROUNDS))
+        return bool(_balance(array[number], rows[number], cols[number], sums[number], TOLERANCE, ROUNDS))
 
     if not all(each_picture(len(rows), work)):
         return None
     return Balanced(matrices, torch.from_numpy(rows), torch.from_numpy(cols), torch.from_numpy((1 - sums) / 2))
 
 
-def _balance_on_device(matrices: Tensor, size: int) -> Balanced | None:
+def _balance_by_torch(matrices: Tensor, size: int) -> Balanced | None:
     inner = _inner(matrices, size).double()
     if (inner.sum(dim=-1) <= 0).any() or (inner.sum(dim=-2) <= 0).any():
         return None
@@ -129,8 +126,10 @@ def _inner(matrices: Tensor, size: int) -> Tensor:
     return matrices[..., matrices.shape[-2] - size :, matrices.shape[-1] - size :]
 
 
-def _in_memory(matrices: Tensor) -> bool:
-    return matrices.device.type == "cpu" and matrices.dtype in (torch.float32, torch.float64)
+def _is_compiled_for(matrices: Tensor) -> bool:
+    """Whether compiled code takes these matrices, and they are worth it; all others are left to torch."""
+    in_memory = matrices.device.type == "cpu" and matrices.dtype in (torch.float32, torch.float64)
+    return in_memory and worth_compiling(matrices.numel())
 
 
 @compiled_loosely
@@ -170,22 +169,6 @@ def _balance(matrix: Any, rows: Any, cols: Any, reached: Any, tolerance: float, 
     return True
 
 
-def _balance_plainly(matrix: Any, rows: Any, cols: Any, reached: Any, tolerance: float, rounds: int) -> bool:
-    """`_balance` by torch."""
-    inner, (row, col) = _doubles(matrix, rows.size), (torch.from_numpy(one) for one in (rows, cols))
-    if not (inner.amax(dim=0).min() > 0 and inner.amax(dim=1).min() > 0):
-        return False
-    for number in range(rounds + 1):
-        sums = torch.mv(inner, col)
-        products = row * sums
-        if number == rounds or (number > 0 and (products - 1).abs().max() <= tolerance):
-            break
-        row = 1 / sums
-        col = 1 / torch.mv(inner.mT, row)
-    rows[:], cols[:], reached[:] = row, col, products
-    return True
-
-
 @compiled_loosely
 def _spread(matrix: Any, rows: Any, cols: Any, values: Any, out: Any) -> None:
     """(P + Pᵀ)/2 · values of one picture into `out`."""
@@ -203,13 +186,6 @@ def _spread(matrix: Any, rows: Any, cols: Any, values: Any, out: Any) -> None:
         out[j] = (out[j] + cols[j] * back[j]) / 2.0
 
 
-def _spread_plainly(matrix: Any, rows: Any, cols: Any, values: Any, out: Any) -> None:
-    """`_spread` by torch."""
-    inner = _doubles(matrix, rows.size)
-    down = rows * torch.mv(inner, torch.from_numpy(cols * values)).numpy()
-    out[:] = (down + cols * torch.mv(inner.mT, torch.from_numpy(rows * values)).numpy()) / 2
-
-
 @compiled_loosely
 def _square(matrix: Any, rows: Any, cols: Any) -> float:
     """‖P‖², the sum of the squares of one picture's balanced matrix."""
@@ -224,15 +200,3 @@ def _square(matrix: Any, rows: Any, cols: Any) -> float:
             total += entry * entry
         whole += rows[i] * rows[i] * total
     return whole
-
-
-def _square_plainly(matrix: Any, rows: Any, cols: Any) -> float:
-    """`_square` by torch."""
-    squares = torch.mv(_doubles(matrix, rows.size).square_(), torch.from_numpy(cols).square())
-    return float((torch.from_numpy(rows).square() * squares).sum())
-
-
-def _doubles(matrix: Any, size: int) -> Tensor:
-    """The last rows and columns of a matrix, in float64, as a copy."""
-    first = len(matrix) - size
-    return torch.from_numpy(matrix[first:, first:].astype(np.float64))
