@@ -564,8 +564,7 @@ RANGES = ((True, None), (False, None), (False, 0.3))
 def test_numba_changes_nothing_but_the_time(background, signed, monkeypatch):
     image, found = photograph(211, 307), []
     for worth in (True, False):
-        for room in (overlay, upsampling):
-            monkeypatch.setattr(room, "worth_compiling", lambda numbers, worth=worth: worth)
+        monkeypatch.setattr(overlay, "worth_compiling", lambda numbers, worth=worth: worth)
         heatmap = upsample(random_grid(14, 14) - 0.5 * signed, place((211, 307), (224, 224)), interpolation="smooth")
         drawn = [blend(image, heatmap, background=background, robust=robust, vmax=vmax) for robust, vmax in RANGES]
         found.append((heatmap, *drawn, blend(image, np.full_like(heatmap, 2.0), background=background)))

@@ -287,17 +287,15 @@ def _steps(values: NDArray[np.floating[Any]], limits: tuple[float, float, float]
     """`_step` of many values, by NumPy."""
     (vmin, vmax, knee), unseen = limits, np.isnan(values)
     position = np.where(unseen, vmin, values).astype(np.float64)
-    if not vmax > vmin:
-        found = np.where(position > vmax + 1e-5 * abs(vmax), steps - 1, 0)
-    else:
-        if vmin < 0 < vmax:
-            side = _curves(np.where(position < 0, position / vmin, position / vmax), knee)
-            share = (np.where(position < 0, -side, side) + 1) / 2
+    with np.errstate(over="ignore"):  # of a range that is too small to divide by, and all lies far beyond it
+        if not vmax > vmin:
+            share = np.where(position > vmax + 1e-5 * abs(vmax), 1.0, 0.0)
+        elif vmin < 0 < vmax:
+            side = _curves(np.maximum(position / vmin, position / vmax), knee)
+            share = (np.copysign(side, position) + 1) / 2
         else:
             share = _curves((position - vmin) / (vmax - vmin), knee)
-        found = np.minimum(share * steps, steps - 1.0).astype(np.intp)
-    found[unseen] = steps
-    return found
+    return np.where(unseen, steps, np.minimum(share * steps, steps - 1.0).astype(np.intp))
 
 
 def _curves(shares: NDArray[np.float64], knee: float) -> NDArray[np.float64]:

@@ -7,7 +7,6 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.compiled import compiled, worth_compiling
 from vitflow.errors import OptionError, ShapeError, unknown_name
 from vitflow.pictures.geometry import Placement, strips
 from vitflow.pictures.options import INTERPOLATIONS, Interpolation
@@ -62,11 +61,12 @@ def upsample(
     if interpolation == "smooth":
         centres = np.arange(top, bottom, dtype=np.float64) + 0.5, np.arange(left, right, dtype=np.float64) + 0.5
         y, x = placement.to_input(centres[0], centres[1])
-        over_rows = _spline(y / placement.input_size[0], grid.shape[0])
-        over_cols = _spline(x / placement.input_size[1], grid.shape[1])
-        sum_splines = _sum_splines if worth_compiling(heatmap.size) else _sum_splines_plainly
-        sum_splines(grid, *over_rows, *over_cols, heatmap[top:bottom, left:right])
-        return np.clip(heatmap, grid.min(), grid.max(), out=heatmap)  # of what rounding leaves beyond them
+        wide = np.ascontiguousarray(_splined(grid.T, x / placement.input_size[1]).T)
+        seen = heatmap[top:bottom, left:right]
+        low, high = grid.min(), grid.max()  # rounding would leave some values beyond them
+        for strip in strips(*seen.shape):
+            np.clip(_splined(wide, y[strip] / placement.input_size[0]), low, high, out=seen[strip])
+        return heatmap
     flags = _OPENCV_FLAGS[interpolation]
     on_input = cv2.resize(grid, placement.input_size[::-1], interpolation=flags)
     heatmap[top:bottom, left:right] = cv2.warpAffine(
@@ -125,43 +125,17 @@ def _shares(edges: NDArray[np.float64], side: int, count: int) -> NDArray[np.flo
     return shares
 
 
-def _spline(places: NDArray[np.float64], count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """The three patches next to places from 0 to 1 along an axis, and their weights by the quadratic B-spline.
+def _splined(lines: NDArray[np.float32], places: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Lines [patches, …] at places from 0 to 1 along their first axis, by the quadratic B-spline: [places, …].
 
-    Both are [places, 3]. No weight is below 0, and three sum to 1; the outermost patches are continued outwards.
+    Each is a weighted mean of the three next to its place; the outermost are continued outwards. As a product of
+    matrices, BLAS would spin after it.
     """
-    at = places * count - 0.5
+    at = places * len(lines) - 0.5
     nearest = np.rint(at).astype(np.int64)
     beside = at - nearest
-    weights = np.stack([(0.5 - beside) ** 2 / 2, 0.75 - beside**2, (0.5 + beside) ** 2 / 2], axis=1)
-    return np.clip(nearest[:, None] + (-1, 0, 1), 0, count - 1), weights.astype(np.float32)
-
-
-@compiled
-def _sum_splines(grid: Any, rows: Any, row_weights: Any, cols: Any, col_weights: Any, heatmap: Any) -> None:
-    """Fill the heatmap: each pixel's nine patches, weighted. As a product of matrices, BLAS would spin after it."""
-    line = np.empty(grid.shape[1], np.float32)
-    for y in range(heatmap.shape[0]):
-        for x in range(line.size):
-            line[x] = 0.0
-            for step in range(3):
-                line[x] += row_weights[y, step] * grid[rows[y, step], x]
-        for x in range(heatmap.shape[1]):
-            heatmap[y, x] = 0.0
-            for step in range(3):
-                heatmap[y, x] += col_weights[x, step] * line[cols[x, step]]
-
-
-def _sum_splines_plainly(grid: Any, rows: Any, row_weights: Any, cols: Any, col_weights: Any, heatmap: Any) -> None:
-    """`_sum_splines` by NumPy."""
-    for strip in strips(*heatmap.shape):
-        lines = np.zeros((len(rows[strip]), grid.shape[1]), np.float32)
-        for step in range(3):
-            lines += row_weights[strip, step, None] * grid[rows[strip, step]]
-        filled = heatmap[strip]
-        filled[:] = 0.0
-        for step in range(3):
-            filled += col_weights[:, step] * lines[:, cols[:, step]]
+    weights = np.stack([(0.5 - beside) ** 2 / 2, 0.75 - beside**2, (0.5 + beside) ** 2 / 2]).astype(np.float32)
+    return np.einsum("kp,kp...->p...", weights, lines[np.clip(nearest + [[-1], [0], [1]], 0, len(lines) - 1)])
 
 
 def _pixel_to_input(placement: Placement, left: int, top: int) -> NDArray[np.float64]:
