@@ -78,8 +78,7 @@ def test_the_limit_of_what_is_discarded_is_that_of_sorting(kind, count):
         values[:] = 0.1
     elif kind == "negative zeros":
         values[values < np.median(values)] = -0.0
-    alike = (onepass._COMPILED if onepass.worth_compiling(1) else onepass._PLAIN)[0]
-    bits, stay = onepass._select(values.view(np.int32), 3, count, alike)
+    bits, stay = onepass._select(values.view(np.int32), 3, count)
     ordered = np.sort(values[:, 3:], axis=None)
     limit = np.int32(bits).view(np.float32)
     assert limit == ordered[count - 1]

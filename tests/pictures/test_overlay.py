@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from tests.references import seen_mask
 from vitflow.errors import OptionError, ShapeError
-from vitflow.pictures import overlay, upsampling
+from vitflow.pictures import overlay
 from vitflow.pictures.contours import mass_level
 from vitflow.pictures.geometry import Placement, place
 from vitflow.pictures.options import BACKGROUNDS, INTERPOLATIONS

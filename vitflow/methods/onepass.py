@@ -91,27 +91,25 @@ def carry_rows(
     """
     matrices, starts = [as_array(layer) for layer in layers], as_array(rows)
     carried = np.empty_like(starts)
-    steps = _COMPILED if worth_compiling(matrices[0].size) else _PLAIN
+    multiply = _multiply if worth_compiling(matrices[0].size) else _multiply_plainly
 
     def carry(picture: int) -> None:
         row = starts[picture]
         for matrix in reversed(matrices):
-            row = _carry(row, matrix[picture], discard_ratio, residual, num_prefix_tokens, *steps)
+            row = _carry(row, matrix[picture], discard_ratio, residual, num_prefix_tokens, multiply)
         carried[picture] = row
 
     each_picture(len(starts), carry)
     return torch.from_numpy(carried)
 
 
-def _carry(
-    row: Floats, matrix: Floats, discard_ratio: float, residual: float, prefix: int, alike: Any, multiply: Any
-) -> Floats:
+def _carry(row: Floats, matrix: Floats, discard_ratio: float, residual: float, prefix: int, multiply: Any) -> Floats:
     """One picture's row through one layer."""
     limit = np.float32(-1.0)
     patches = matrix[:, prefix:]
     count = int(discard_ratio * patches.size)
     if count:
-        bits, equals_stay = _select(matrix.view(np.int32), prefix, count, alike)
+        bits, equals_stay = _select(matrix.view(np.int32), prefix, count)
         limit = bits.view(np.float32)  # what is larger stays
         if equals_stay and limit > 0:
             matrix = matrix.copy()
@@ -193,45 +191,19 @@ def _fuse_plainly(lengths: Floats, attention: Floats, fusion: int, fused: Floats
         fused[pictures, queries, queries] = 1.0
 
 
-def _select(bits: NDArray[np.int32], prefix: int, count: int, alike_of: Any) -> tuple[np.int32, int]:
+def _select(bits: NDArray[np.int32], prefix: int, count: int) -> tuple[np.int32, int]:
     """The count-th smallest of the entries from column `prefix` on, and how many entries like it are larger in rank.
 
-    Entries are the bits of float32 numbers that are not negative, which have the order of the numbers.
+    Entries are the bits of float32 numbers that are not negative, which have the order of the numbers. Only those that
+    share their upper half with the one that is looked for are sorted.
     """
-    alike, rank = alike_of(bits, prefix, count)
-    alike.sort()  # by NumPy: compiling a sort takes seconds
-    return alike[rank], int(np.searchsorted(alike, alike[rank], side="right")) - (rank + 1)
-
-
-@compiled_loosely
-def _alike(bits: Any, prefix: int, count: int) -> tuple[Any, int]:
-    """The entries that share their upper half with the count-th smallest, and its rank among them."""
-    counts = np.zeros(1 << 15, np.int64)
-    for token in range(bits.shape[0]):
-        for key in range(prefix, bits.shape[1]):
-            counts[(bits[token, key] & 0x7FFFFFFF) >> 16] += 1
-    upper = below = 0
-    while below + counts[upper] < count:
-        below += counts[upper]
-        upper += 1
-    alike = np.empty(counts[upper], np.int32)
-    found = 0
-    for token in range(bits.shape[0]):
-        for key in range(prefix, bits.shape[1]):
-            entry = bits[token, key] & 0x7FFFFFFF
-            if entry >> 16 == upper:
-                alike[found] = entry
-                found += 1
-    return alike, count - below - 1
-
-
-def _alike_plainly(bits: NDArray[np.int32], prefix: int, count: int) -> tuple[NDArray[np.int32], int]:
-    """`_alike` by NumPy."""
     entries = bits[:, prefix:].ravel() & 0x7FFFFFFF
     uppers = entries >> 16
     below = np.bincount(uppers).cumsum()
     upper = int(np.searchsorted(below, count))
-    return entries[uppers == upper], count - (int(below[upper - 1]) if upper else 0) - 1
+    alike = np.sort(entries[uppers == upper])
+    rank = count - (int(below[upper - 1]) if upper else 0) - 1
+    return alike[rank], int(np.searchsorted(alike, alike[rank], side="right")) - (rank + 1)
 
 
 @compiled_loosely
@@ -286,6 +258,3 @@ def _multiply_plainly(row: Floats, matrix: Floats, prefix: int, limit: Any, resi
     for token in np.flatnonzero(large):  # rows of the smallest numbers
         arrived += (exact[token] * kept[token]).astype(np.float32)
     arrived += np.where(empty, weights, weights * residual / whole).astype(np.float32)
-
-
-_COMPILED, _PLAIN = (_alike, _multiply), (_alike_plainly, _multiply_plainly)
