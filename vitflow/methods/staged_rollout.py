@@ -6,7 +6,7 @@ one patch grid to the next by area.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -99,57 +99,31 @@ def staged_rollout(
         raise ShapeError(f"Expected the tokens of each of {len(matrices)} layers, got those of {len(tokens)}.")
     if len(shares) != len(matrices):
         raise ShapeError(f"Expected the residual of each of {len(matrices)} layers, got {len(shares)}.")
-    if same_tokens(tokens) and len(set(shares)) == 1:
-        return _dense_rollout(matrices, tokens, readout, discard_ratio, shares[0], start_layer, additive)
-    return _through_windows(matrices, tokens, readout, discard_ratio, shares, start_layer, additive)
-
-
-def _through_windows(
-    matrices: Sequence[Tensor],
-    tokens: Sequence[LayerTokens],
-    readout: Tensor,
-    discard_ratio: float,
-    shares: Sequence[float],
-    start_layer: int,
-    additive: bool,
-) -> tuple[Tensor, TokenLayout]:
-    """The row window by window and stage by stage, without any matrix over all tokens."""
-    first = check_layer("start_layer", start_layer, len(matrices))
+    checked = [_checked(matrix, layer) for matrix, layer in zip(matrices, tokens, strict=True)]
     layout = tokens[-1].queries
+    if same_tokens(tokens) and len(set(shares)) == 1:  # by whole matrices, which is faster
+        layers = [matrix.squeeze(1) for matrix in checked]
+        if additive:
+            return relevance(layers, start_layer=start_layer, readout=readout), layout
+        row = attention_rollout(
+            layers,
+            discard_ratio=discard_ratio,
+            residual=shares[0],
+            start_layer=start_layer,
+            num_prefix_tokens=layout.num_prefix_tokens,
+            readout=readout,
+        )
+        return row, layout
+    first = check_layer("start_layer", start_layer, len(matrices))
     row = check_readout(readout, len(matrices[0]), layout.num_tokens).to(matrices[-1])
-    for matrix, own, residual in reversed(list(zip(matrices[first:], tokens[first:], shares[first:], strict=True))):
-        row, layout = _through(row, layout, _checked(matrix, own), own, discard_ratio, residual, additive)
+    for matrix, layer, share in reversed(list(zip(checked, tokens, shares, strict=True))[first:]):
+        row, layout = _through(row, layout, matrix, layer, discard_ratio, share, additive)
     return row, layout
 
 
 def same_tokens(tokens: Sequence[LayerTokens]) -> bool:
     """Whether all layers attend between the same tokens, all of them to all: no windows, and no stages."""
-    return all(own.dense and own.queries == tokens[-1].queries for own in tokens)
-
-
-def _dense_rollout(
-    matrices: Sequence[Tensor],
-    tokens: Sequence[LayerTokens],
-    readout: Tensor,
-    discard_ratio: float,
-    residual: float,
-    start_layer: int,
-    additive: bool,
-) -> tuple[Tensor, TokenLayout]:
-    """The same row where no layer has windows: by whole matrices, which is faster."""
-    layout = tokens[-1].keys
-    layers = [_checked(matrix, own).squeeze(1) for matrix, own in zip(matrices, tokens, strict=True)]
-    if additive:
-        return relevance(layers, start_layer=start_layer, readout=readout), layout
-    row = attention_rollout(
-        layers,
-        discard_ratio=discard_ratio,
-        residual=residual,
-        start_layer=start_layer,
-        num_prefix_tokens=layout.num_prefix_tokens,
-        readout=readout,
-    )
-    return row, layout
+    return all(layer.dense and layer.queries == tokens[-1].queries for layer in tokens)
 
 
 def staged_attention(
@@ -177,21 +151,23 @@ def staged_attention(
     >>> staged_attention(torch.eye(2)[None, None], [dense], layer=1, readout=torch.tensor([[1.0, 0.0]]))[0]
     tensor([[1., 0.]])
     """
-    own = tokens[check_layer("layer", layer, len(tokens))]
+    among = tokens[check_layer("layer", layer, len(tokens))]
+    matrix = _checked(matrix, among)
     if same_tokens(tokens):
-        prefix, [whole] = own.keys.num_prefix_tokens, [_checked(matrix, own).squeeze(1)]
-        row = raw_attention([whole], readout=readout, discard_ratio=discard_ratio, num_prefix_tokens=prefix)
-        return row, own.keys
-    asking = carry(readout, tokens[-1].queries, own.queries)
-    return _through_windows([matrix], [own], asking, discard_ratio, [0.0], 1, additive=False)
+        prefix, whole = among.keys.num_prefix_tokens, [matrix.squeeze(1)]
+        row = raw_attention(whole, readout=readout, discard_ratio=discard_ratio, num_prefix_tokens=prefix)
+        return row, among.keys
+    row = check_readout(readout, len(matrix), tokens[-1].queries.num_tokens).to(matrix)
+    asking = carry(row, tokens[-1].queries, among.queries)
+    return _through(asking, among.queries, matrix, among, discard_ratio, 0.0, additive=False)
 
 
-def _checked(matrix: Tensor, own: LayerTokens) -> Tensor:
-    queries = own.queries.num_tokens if own.query_index is None else own.query_index.shape[1]
-    keys = own.keys.num_tokens if own.key_index is None else own.key_index.shape[1]
-    if matrix.ndim != 4 or tuple(matrix.shape[1:]) != (own.windows, queries, keys):
+def _checked(matrix: Tensor, layer: LayerTokens) -> Tensor:
+    queries = layer.queries.num_tokens if layer.query_index is None else layer.query_index.shape[1]
+    keys = layer.keys.num_tokens if layer.key_index is None else layer.key_index.shape[1]
+    if matrix.ndim != 4 or tuple(matrix.shape[1:]) != (layer.windows, queries, keys):
         raise ShapeError(
-            f"Expected attention [batch, {own.windows} windows, {queries} queries, {keys} keys], got "
+            f"Expected attention [batch, {layer.windows} windows, {queries} queries, {keys} keys], got "
             f"{tuple(matrix.shape)}."
         )
     return matrix
@@ -201,50 +177,51 @@ def _through(
     row: Tensor,
     layout: TokenLayout,
     matrix: Tensor,
-    own: LayerTokens,
+    layer: LayerTokens,
     discard_ratio: float,
     residual: float,
     additive: bool,
 ) -> tuple[Tensor, TokenLayout]:
     """Carry a row over the tokens of `layout` down through one layer."""
-    if own.queries.num_patches > layout.num_patches or own.queries.num_prefix_tokens != layout.num_prefix_tokens:
-        finer = own.queries if own.queries.num_patches > layout.num_patches else _with_prefix(layout, own.queries)
+    if layer.queries.num_patches > layout.num_patches or layer.queries.num_prefix_tokens != layout.num_prefix_tokens:
+        finer = max(layout, layer.queries, key=lambda one: one.num_patches)
+        finer = replace(finer, num_prefix_tokens=layer.queries.num_prefix_tokens)
         row, layout = carry(row, layout, finer), finer
-    asking = carry(row, layout, own.queries)
-    query_index, key_index = _indices(own, matrix.device)
+    asking = carry(row, layout, layer.queries)
+    query_index, key_index = _indices(layer, matrix.device)
     valid = (query_index >= 0).unsqueeze(-1) & (key_index >= 0).unsqueeze(-2)  # [windows, queries, keys]
-    weights = _discard(matrix.masked_fill(~valid, 0.0), valid, key_index, own, discard_ratio)
+    weights = _discard(matrix.masked_fill(~valid, 0.0), valid, key_index, layer, discard_ratio)
     gathered = _pad(asking)[:, query_index]  # [batch, windows, queries]
     if additive:
         passed, kept = gathered, torch.ones_like(asking)
     else:
-        sums = _scatter(weights.sum(dim=-1), query_index, own.queries.num_tokens)  # of each row of W
+        sums = _scatter(weights.sum(dim=-1), query_index, layer.queries.num_tokens)  # of each row of W
         whole = torch.where(sums > 0, residual + (1.0 - residual) * sums, 1.0)
         kept = torch.where(sums > 0, residual / whole, 1.0)
         passed = gathered * (_pad((1.0 - residual) / whole)[:, query_index])
-    arrived = _scatter((passed.unsqueeze(-2) @ weights).squeeze(-2), key_index, own.keys.num_tokens)
-    stayed = row * _spread(kept, own.queries, layout)
-    if own.keys.num_patches > layout.num_patches:
-        return carry(stayed, layout, own.keys) + arrived, own.keys
-    return stayed + carry(arrived, own.keys, layout), layout
+    arrived = _scatter((passed.unsqueeze(-2) @ weights).squeeze(-2), key_index, layer.keys.num_tokens)
+    stayed = row * _spread(kept, layer.queries, layout)
+    if layer.keys.num_patches > layout.num_patches:
+        return carry(stayed, layout, layer.keys) + arrived, layer.keys
+    return stayed + carry(arrived, layer.keys, layout), layout
 
 
-def _discard(weights: Tensor, valid: Tensor, key_index: Tensor, own: LayerTokens, discard_ratio: float) -> Tensor:
+def _discard(weights: Tensor, valid: Tensor, key_index: Tensor, layer: LayerTokens, discard_ratio: float) -> Tensor:
     if discard_ratio == 0.0:
         return weights
-    among = valid & (key_index >= own.keys.num_prefix_tokens).unsqueeze(-2)
+    among = valid & (key_index >= layer.keys.num_prefix_tokens).unsqueeze(-2)
     entries = weights[:, among]  # [batch, entries]
     weights = weights.clone()
     weights[:, among] = discard_smallest(entries, int(discard_ratio * entries.shape[-1]))
     return weights
 
 
-def _indices(own: LayerTokens, device: torch.device) -> tuple[Tensor, Tensor]:
+def _indices(layer: LayerTokens, device: torch.device) -> tuple[Tensor, Tensor]:
     """Query and key index, [windows, queries] and [windows, keys], also where they hold all tokens in order."""
     found = []
-    for index, layout in ((own.query_index, own.queries), (own.key_index, own.keys)):
+    for index, layout in ((layer.query_index, layer.queries), (layer.key_index, layer.keys)):
         everything = torch.arange(layout.num_tokens, device=device).unsqueeze(0)
-        found.append(everything.expand(own.windows, -1) if index is None else index.to(device))
+        found.append(everything.expand(layer.windows, -1) if index is None else index.to(device))
     return found[0], found[1]
 
 
@@ -280,15 +257,25 @@ def carry(row: Tensor, source: TokenLayout, target: TokenLayout) -> Tensor:
     prefix = row.new_zeros(len(row), target.num_prefix_tokens)
     if source.num_prefix_tokens == target.num_prefix_tokens:
         prefix = row[:, : source.num_prefix_tokens]
-    down = _shares(source.rows, target.rows).to(row)
-    across = _shares(source.cols, target.cols).to(row)
-    patches = down @ source.to_grid(row) @ across.T
-    return torch.cat([prefix, patches.flatten(1)], dim=1)
+    return torch.cat([prefix, _by_area(row, source, target, source)], dim=1)
 
 
-def _shares(source: int, target: int) -> Tensor:
-    """Which share of each of `source` equal lengths lies in each of `target` equal lengths, [target, source]."""
-    return _overlaps(source, target) * source
+def _by_area(values: Tensor, source: TokenLayout, target: TokenLayout, whole: TokenLayout) -> Tensor:
+    """Each patch of the target as the sum over the patches of the source, by the area that they have in common.
+
+    Args:
+        values: over the tokens of the source, [batch, tokens].
+        source, target: layouts over the same picture.
+        whole: the one of both whose patches have the area 1: sums of shares of the source's, or means within the
+            target's.
+
+    Returns:
+        [batch, patches of the target].
+    """
+    down = (_overlaps(source.rows, target.rows) * whole.rows).to(values)
+    across = (_overlaps(source.cols, target.cols) * whole.cols).to(values)
+    patches: Tensor = down @ source.to_grid(values) @ across.T
+    return patches.flatten(1)
 
 
 def _overlaps(source: int, target: int) -> Tensor:
@@ -304,11 +291,4 @@ def _spread(factors: Tensor, source: TokenLayout, target: TokenLayout) -> Tensor
     """Factors of tokens, for the finer tokens that lie within them: means by area, [batch, tokens of target]."""
     if source == target:
         return factors
-    down = _overlaps(source.rows, target.rows).to(factors) * target.rows
-    across = _overlaps(source.cols, target.cols).to(factors) * target.cols
-    patches = down @ source.to_grid(factors) @ across.T
-    return torch.cat([factors[:, : target.num_prefix_tokens], patches.flatten(1)], dim=1)
-
-
-def _with_prefix(layout: TokenLayout, like: TokenLayout) -> TokenLayout:
-    return TokenLayout(like.num_prefix_tokens, layout.rows, layout.cols)
+    return torch.cat([factors[:, : target.num_prefix_tokens], _by_area(factors, source, target, target)], dim=1)
