@@ -1,6 +1,5 @@
 """Lay a heatmap over the photograph: scale, colour, blend. RGB everywhere."""
 
-import math
 import zlib
 from base64 import b85decode
 from collections.abc import Sequence
@@ -175,14 +174,15 @@ def blend(
     colors, shares = color_table(DIVERGING if two_sides and not (cmap or fade) else cmap, two_sides)
     opacity = np.float32(alpha) * (shares if fade else np.ones_like(shares))
     overlay = np.empty_like(image, order="C")
-    values = _floats(heatmap)
     kept = _kept(background, alpha)
     limits = (low, high, KNEE if soft else 1.0)
-    paint = _paint if worth_compiling(values.size) else _paint_plainly
-    paint(np.ascontiguousarray(image), values, limits, kept, 1 - opacity, opacity[:, None] * colors, overlay)
+    paint = _paint if worth_compiling(heatmap.size) else _paint_plainly
+    for strip in strips(*heatmap.shape):
+        step = _steps(heatmap[strip], limits, len(colors))
+        paint(np.ascontiguousarray(image[strip]), step, kept, 1 - opacity, opacity[:, None] * colors, overlay[strip])
     if contours is not False:
-        draw_contours(overlay, values, CONTOURS if contours is True else contours)
-    unseen = np.isnan(values)
+        draw_contours(overlay, heatmap, CONTOURS if contours is True else contours)
+    unseen = np.isnan(heatmap)
     if mark_unseen and unseen.any():
         _mark_border(overlay, ~unseen)
     return overlay
@@ -252,54 +252,25 @@ def _lookup_table(cmap: str) -> NDArray[np.uint8]:
     return table
 
 
-def _floats(values: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
-    """The values as the compiled functions take them: in order, and as float32 or float64."""
-    return np.ascontiguousarray(values, dtype=values.dtype if values.dtype == np.float32 else np.float64)
-
-
-@compiled
-def _step(value: float, vmin: float, vmax: float, knee: float, steps: int) -> int:
-    """Which of `steps` colours a value takes; `steps` for NaN."""
-    if np.isnan(value):
-        return steps
-    if not vmax > vmin:
-        # Rounding must not lift a constant map above its own value.
-        return steps - 1 if value > vmax + 1e-5 * abs(vmax) else 0
-    # In float64: the range of a map may be too small for float32 to divide by.
-    position = np.float64(value)
-    if vmin < 0 < vmax:  # as has_two_sides(): each side has its half of the colours
-        side = -_curve(position / vmin, knee) if position < 0 else _curve(position / vmax, knee)
-        return int(min((side + 1) / 2 * steps, steps - 1.0))
-    return int(min(_curve((position - vmin) / (vmax - vmin), knee) * steps, steps - 1.0))
-
-
-@compiled
-def _curve(share: float, knee: float) -> float:
-    """From 0 to 1: the share of the way to the limit itself up to the knee, then what nears 1; NaN counts as beyond."""
-    if share <= knee:
-        return max(share, 0.0)
-    if knee < 1 and share < 16:
-        return knee + (1 - knee) * (1 - math.exp((knee - share) / (1 - knee)))
-    return 1.0
-
-
 def _steps(values: NDArray[np.floating[Any]], limits: tuple[float, float, float], steps: int) -> NDArray[np.intp]:
-    """`_step` of many values, by NumPy."""
+    """Which of `steps` colours each value takes; `steps` for NaN."""
     (vmin, vmax, knee), unseen = limits, np.isnan(values)
+    # In float64: the range of a map may be too small for float32 to divide by.
     position = np.where(unseen, vmin, values).astype(np.float64)
-    with np.errstate(over="ignore"):  # of a range that is too small to divide by, and all lies far beyond it
+    with np.errstate(over="ignore"):  # of a range that is too small for float64, too: all lies far beyond it
         if not vmax > vmin:
+            # Rounding must not lift a constant map above its own value.
             share = np.where(position > vmax + 1e-5 * abs(vmax), 1.0, 0.0)
-        elif vmin < 0 < vmax:
-            side = _curves(np.maximum(position / vmin, position / vmax), knee)
+        elif has_two_sides(vmin, vmax):  # each side has its half of the colours
+            side = _curve(np.maximum(position / vmin, position / vmax), knee)
             share = (np.copysign(side, position) + 1) / 2
         else:
-            share = _curves((position - vmin) / (vmax - vmin), knee)
+            share = _curve((position - vmin) / (vmax - vmin), knee)
     return np.where(unseen, steps, np.minimum(share * steps, steps - 1.0).astype(np.intp))
 
 
-def _curves(shares: NDArray[np.float64], knee: float) -> NDArray[np.float64]:
-    """`_curve` of many shares, by NumPy."""
+def _curve(shares: NDArray[np.float64], knee: float) -> NDArray[np.float64]:
+    """From 0 to 1: the shares of the way to the limit themselves up to the knee, then what nears 1."""
     found = np.clip(shares, 0.0, 1.0)
     beyond = shares > knee
     if knee < 1:
@@ -308,39 +279,32 @@ def _curves(shares: NDArray[np.float64], knee: float) -> NDArray[np.float64]:
 
 
 @compiled
-def _paint(image: Any, heatmap: Any, limits: Any, kept: Any, clear: Any, tint: Any, overlay: Any) -> None:
-    """Each pixel's background times what its step leaves clear, plus the step's tint; the pixel itself at NaN."""
-    height, width = heatmap.shape
-    steps = clear.size
-    vmin, vmax, knee = limits
+def _paint(image: Any, step: Any, kept: Any, clear: Any, tint: Any, overlay: Any) -> None:
+    """Each pixel's background times what its step leaves clear, plus the step's tint; the pixel itself beyond these."""
     own, shared = kept
     luminance = np.float32(LUMINANCE[0]), np.float32(LUMINANCE[1]), np.float32(LUMINANCE[2])
-    for row in range(height):
-        for column in range(width):
-            step = _step(heatmap[row, column], vmin, vmax, knee, steps)
-            if step == steps:
+    for row in range(step.shape[0]):
+        for column in range(step.shape[1]):
+            taken = step[row, column]
+            if taken == clear.size:
                 for channel in range(3):
                     overlay[row, column, channel] = image[row, column, channel]
                 continue
             red, green, blue = image[row, column, 0], image[row, column, 1], image[row, column, 2]
             grey = shared * (luminance[0] * red + luminance[1] * green + luminance[2] * blue)
             for channel in range(3):  # rounded, not cut, to whole values
-                mixed = (own * image[row, column, channel] + grey) * clear[step] + tint[step, channel]
+                mixed = (own * image[row, column, channel] + grey) * clear[taken] + tint[taken, channel]
                 overlay[row, column, channel] = np.int32(mixed + np.float32(0.5))
 
 
-def _paint_plainly(
-    image: Any, heatmap: Any, limits: tuple[float, float, float], kept: Any, clear: Any, tint: Any, overlay: Any
-) -> None:
+def _paint_plainly(image: Any, step: Any, kept: Any, clear: Any, tint: Any, overlay: Any) -> None:
     """`_paint` by NumPy."""
     own, shared = kept
-    luminance = [np.float32(part) for part in LUMINANCE]
-    for strip in strips(*heatmap.shape):
-        step = _steps(heatmap[strip], limits, clear.size)
-        seen = step < clear.size
-        step[~seen] = 0
-        pixels = image[strip].astype(np.float32)
-        parts = [luminance[channel] * pixels[..., channel] for channel in range(3)]
-        grey = shared * (parts[0] + parts[1] + parts[2])
-        mixed = (own * pixels + grey[..., None]) * clear[step][..., None] + tint[step]
-        overlay[strip] = np.where(seen[..., None], (mixed + np.float32(0.5)).astype(np.int32), image[strip])
+    seen = step < clear.size
+    step = np.where(seen, step, 0)
+    channels = [image[..., channel].astype(np.float32) for channel in range(3)]
+    grey = shared * sum(np.float32(part) * channel for part, channel in zip(LUMINANCE, channels, strict=True))
+    shown = clear[step]
+    for number, channel in enumerate(channels):
+        mixed = (own * channel + grey) * shown + tint[:, number][step]
+        overlay[..., number] = np.where(seen, mixed + np.float32(0.5), channel)
