@@ -1,6 +1,7 @@
 """Attention rollout, gradient rollout, generic attention explainability: attention multiplied through the layers."""
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -87,34 +88,14 @@ def attention_rollout(
     check_prefix(num_prefix_tokens, tokens)
     row = None if readout is None else check_readout(readout, batch, tokens).to(layers[0])
     seen = visible_keys(layers, causal, attention_mask, visible)
+    fused = [fuse_heads(layer, head_fusion) if layer.ndim == 4 else layer for layer in layers[first:]]
+    options: Any = {"discard_ratio": discard_ratio, "residual": residual, "num_prefix_tokens": num_prefix_tokens}
     if seen is not None:
-        fused = [fuse_heads(layer, head_fusion) if layer.ndim == 4 else layer for layer in layers[first:]]
-        options = {"discard_ratio": discard_ratio, "residual": residual, "num_prefix_tokens": num_prefix_tokens}
         return _among_visible(fused, seen[first:], row, causal, options)
-
-    def matrix(layer: Tensor) -> Tensor:
-        return layer_matrix(
-            layer,
-            head_fusion=head_fusion,
-            discard_ratio=discard_ratio,
-            residual=residual,
-            num_prefix_tokens=num_prefix_tokens,
-        )
-
-    if row is None:
-        product = matrix(layers[-1])
-        for layer in reversed(layers[first:-1]):
-            product = product @ matrix(layer)
-        return product
-    if onepass.in_memory(row, *layers[first:]):
-        fused = [fuse_heads(layer, head_fusion) if layer.ndim == 4 else layer for layer in layers[first:]]
-        return onepass.carry_rows(
-            row, fused, discard_ratio=discard_ratio, residual=residual, num_prefix_tokens=num_prefix_tokens
-        )
-    row = row.unsqueeze(1)  # [batch, 1, tokens]
-    for layer in reversed(layers[first:]):
-        row = torch.bmm(row, matrix(layer))
-    return row.squeeze(1)
+    if row is not None and onepass.in_memory(row, *fused):
+        return onepass.carry_rows(row, fused, **options)
+    matrices = (layer_matrix(layer, **options) for layer in reversed(fused))
+    return reduce(torch.bmm, matrices) if row is None else reduce(torch.bmm, matrices, row.unsqueeze(1)).squeeze(1)
 
 
 def _among_visible(

@@ -60,8 +60,8 @@ def rollout_rows(
         found = []
         for number, (layer, seen) in enumerate(zip(layers, visible, strict=True)):
             if number >= first:
-                options = {"discard_ratio": ratio, "residual": residual, "num_prefix_tokens": 0}
-                product = matrix_among(layer, seen, **options) @ product  # type: ignore[arg-type]
+                matrix = matrix_among(layer, seen, discard_ratio=ratio, residual=residual, num_prefix_tokens=0)
+                product = matrix @ product
             found.append(readout.to(product) @ product)
         return torch.stack(found)
 
@@ -121,7 +121,6 @@ def flow_rows(
     if spans is None:
         begin, end = parse_window(layers, len(matrices))
         spans = [(max(top - (end - begin + 1), 0), top) for top in range(1, len(matrices) + 1)]
-    options: dict[str, float] = {"residual": residual}
 
     def rows(given: Sequence[Tensor], ratio: float) -> Tensor:
         found = []
@@ -133,10 +132,10 @@ def flow_rows(
                     source=row,
                     visible=[seen.unsqueeze(0) for seen in visible[low:top]],
                     discard_ratio=ratio,
+                    residual=residual,
                     num_prefix_tokens=0,
                     solver=solver,
                     progress=progress,
-                    **options,  # type: ignore[arg-type]
                 )
                 flows.append(result.normalized[0])
             shares = torch.stack(flows)
