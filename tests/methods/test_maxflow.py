@@ -15,7 +15,6 @@ from scipy.sparse.csgraph import maximum_flow as scipy_maximum_flow
 
 from tests.methods.certificates import Array, Prover, Source
 from vitflow import compiled
-from vitflow.errors import OptionError, ShapeError
 from vitflow.methods.flow import solver
 from vitflow.methods.flow.maxflow import max_flow
 
@@ -110,7 +109,7 @@ def test_any_small_integer_graph_agrees_with_scipy(layers: int, tokens: int, dat
     values = data.draw(st.lists(st.integers(0, 5), min_size=size, max_size=size))
     source = data.draw(st.lists(st.integers(0, 9), min_size=tokens, max_size=tokens))
     capacities = np.array(values).reshape(layers, tokens, tokens)
-    found = max_flow(capacities, source)
+    found = max_flow(capacities, np.array(source, np.float64))
     assert found.values.tolist() == scipy_values(capacities, np.array(source))
 
 
@@ -216,11 +215,13 @@ def test_a_share_too_small_for_a_number_is_a_flow_all_the_same() -> None:
     assert max_flow(capacities, 0, [0]).values[0] == pytest.approx(1e-200, rel=1e-12)
 
 
-def test_threads_change_no_value_and_progress_counts_every_sink() -> None:
+def test_threads_change_no_value_and_progress_counts_every_sink(monkeypatch: pytest.MonkeyPatch) -> None:
     capacities = attention(np.random.default_rng(6), 7, 90, 6.0)
     counted: list[int] = []
-    alone = max_flow(capacities, 3, workers=1)
-    together = max_flow(capacities, 3, workers=4, progress=counted.append)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    alone = max_flow(capacities, 3)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    together = max_flow(capacities, 3, progress=counted.append)
     np.testing.assert_array_equal(together.values, alone.values)  # to the last bit
     np.testing.assert_array_equal(together.crossing, alone.crossing)
     assert sum(counted) == 90
@@ -399,38 +400,10 @@ def test_without_a_writable_cache_the_kernel_is_compiled_all_the_same(monkeypatc
 # --- Errors -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("capacities", "message"),
-    [
-        (np.ones((2, 3, 4)), r"\[layers, tokens, tokens\], got \(2, 3, 4\)"),
-        (np.ones((3, 3)), r"got \(3, 3\)"),
-        (np.ones((0, 3, 3)), r"got \(0, 3, 3\)"),
-        (np.full((1, 2, 2), np.nan), "got values from nan"),
-        (np.full((1, 2, 2), np.inf), "to inf"),
-        (np.full((1, 2, 2), -1e-300), "from -1e-300"),
-        (np.full((1, 2, 2), 1e308), "finite sum"),
-    ],
-)
-def test_capacities_that_make_no_sense(capacities: Array, message: str) -> None:
-    with pytest.raises(ShapeError, match=message):
-        max_flow(capacities, 0)
-
-
-def test_sources_and_sinks_that_do_not_exist() -> None:
-    capacities = np.ones((3, 4, 4))
-    with pytest.raises(OptionError, match="source token from 0 to 3, got 4"):
-        max_flow(capacities, 4)
-    with pytest.raises(OptionError, match="sinks from 0 to 3, got 0 to 9"):
-        max_flow(capacities, 0, [0, 9])
-    with pytest.raises(ShapeError, match=r"source capacities of shape \[4\], got \(3,\)"):
-        max_flow(capacities, np.ones(3))
-    with pytest.raises(ShapeError, match="source capacities of at least 0"):
-        max_flow(capacities, [1.0, -1.0, 0.0, 0.0])
-
-
-def test_an_error_in_a_thread_reaches_the_caller() -> None:
+def test_an_error_in_a_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(count: int) -> None:
         raise RuntimeError("the bar broke")
 
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     with pytest.raises(RuntimeError, match="the bar broke"):
-        max_flow(attention(np.random.default_rng(0), 6, 40, 1.0), 0, workers=2, progress=broken)
+        max_flow(attention(np.random.default_rng(0), 6, 40, 1.0), 0, progress=broken)

@@ -217,6 +217,11 @@ def _sources(source: Any, batch: int, tokens: int) -> list[int | Floats]:
             f"Expected a source token, a node (layer, token), or capacities of shape [{tokens}] or "
             f"[{batch}, {tokens}], got shape {tuple(vector.shape)}."
         )
+    if not (vector.min() >= 0.0 and torch.isfinite(vector.sum())):  # also true of NaN
+        raise ShapeError(
+            "Expected source capacities of at least 0 with a finite sum, got values from "
+            f"{vector.min():g} to {vector.max():g}."
+        )
     return list(vector.expand(batch, tokens).numpy())
 
 
