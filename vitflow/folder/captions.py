@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from vitflow.explaining.text.generating import explain_generation
 from vitflow.explaining.text.generation import Generation
 from vitflow.explaining.text.method_table import PICTURED, for_kind, text_method
 from vitflow.folder.decoders import Decoded, DecoderPool
-from vitflow.folder.earlier import done_before, refuse_foreign_files, remove_outputs
+from vitflow.folder.earlier import clear_outputs, done_before
 from vitflow.folder.plan import Input, list_inputs
 from vitflow.folder.rows import is_caption_row
 from vitflow.folder.run import FolderSummary
+from vitflow.folder.work import Picture
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.models.facts import check_name, model_id
 from vitflow.models.hub import bundled, called, hub_for, own_prompt
@@ -36,12 +38,11 @@ from vitflow.runs.journal import json_line
 from vitflow.runs.keeper import RunProgress, Tally, finishing, keep_rows, versions
 from vitflow.runs.remote import open_folder
 
-_OF_FILES = ("size", "mtime_ns", "sha256")
 _STRIP, _MAPS = "-caption.png", "-caption.npz"
 # What a row says in the manifest, before what is the same in all of them.
 _TOLD = (
     *("input", "status", "error", "message", "caption", "words", "left_out", "outputs"),
-    *(*_OF_FILES, "width", "height", "seconds"),
+    *("size", "mtime_ns", "sha256", "width", "height", "seconds"),
 )
 
 
@@ -131,14 +132,8 @@ def caption_folder(
 
     worked: list[str] = []
 
-    def clear(journal: Any) -> None:
-        if overwrite:
-            remove_outputs(journal, folder)
-        else:
-            refuse_foreign_files(folder, listing.plan(endings), endings)
-
     def describe(one: Input, decoded: Decoded) -> tuple[dict[str, Any], dict[str, bytes]]:
-        known = {"input": one.key, "stem": one.stem, **{part: getattr(decoded, part) for part in _OF_FILES}}
+        known = Picture(one.key, one.stem, decoded).known
         if decoded.image is None:
             return failed_row(known, decoded.error or "", decoded.message or ""), {}
         begun = time.perf_counter()
@@ -155,6 +150,7 @@ def caption_folder(
         return known | row | {"status": "explained", "width": width, "height": height, "seconds": seconds}, files
 
     header = {"run": run, "max_pixels": max_pixels}
+    clear = partial(clear_outputs, output=folder, listing=listing, endings=endings, overwrite=overwrite)
     with keep_rows(folder, header, is_caption_row, overwrite=overwrite, clear=clear) as journal:
         inputs = listing.plan(endings, {row["input"]: row["stem"] for row in journal.rows()})
         done = done_before(inputs, journal, folder.length)

@@ -7,21 +7,26 @@ from dataclasses import replace
 from typing import Any
 
 from vitflow.errors import OptionError
-from vitflow.folder.plan import Input
+from vitflow.folder.plan import Input, Listing
 from vitflow.runs.journal import Journal
 from vitflow.runs.places import RunFolder
 from vitflow.runs.remote import RemoteFolder
 
 
-def remove_outputs(journal: Journal, output: RunFolder) -> None:
-    """Remove the files that an earlier run has made."""
-    for row in journal.rows():
-        output.remove((*row.get("outputs", {}).values(), *(row.get("maps") or {}).values(), *row.get("shard", ())[:1]))
+def clear_outputs(
+    journal: Journal, output: RunFolder, listing: Listing, endings: Sequence[str], *, overwrite: bool
+) -> None:
+    """Make room for a run that begins anew: remove what an earlier one has made, where that may be.
 
-
-def refuse_foreign_files(output: RunFolder, inputs: Sequence[Input], endings: Sequence[str]) -> None:
-    """A first run must not replace files that it did not make."""
-    foreign = output.first_of(one.stem + ending for one in inputs for ending in endings)
+    Raises:
+        OptionError: a file is in the way that no run made, and may not be replaced.
+    """
+    if overwrite:
+        for row in journal.rows():
+            maps = (row.get("maps") or {}).values()
+            output.remove((*row.get("outputs", {}).values(), *maps, *row.get("shard", ())[:1]))
+        return
+    foreign = output.first_of(one.stem + ending for one in listing.plan(endings) for ending in endings)
     if foreign is not None:
         raise OptionError(
             f"There is already a file {foreign!r} in {str(output)!r}, and no record of a run that made it. Choose "

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from vitflow.explaining.asking.method_options import takes_method_options
 from vitflow.explaining.asking.targets import Contrast, Target
 from vitflow.explaining.explainer import Explainer
 from vitflow.folder.decoders import DecoderPool
-from vitflow.folder.earlier import done_before, refuse_foreign_files, remove_outputs
+from vitflow.folder.earlier import clear_outputs, done_before
 from vitflow.folder.found.manifest import write_manifest
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, list_inputs
@@ -185,13 +185,7 @@ def explain_folder(
     known = explainer.fingerprint()
     fingerprint = _fingerprint(listing.root, job, known)
     header = {"run": fingerprint, "max_pixels": max_pixels}
-
-    def clear(journal: Journal) -> None:
-        if overwrite:
-            remove_outputs(journal, folder)
-        else:
-            refuse_foreign_files(folder, listing.plan(job.endings), job.endings)
-
+    clear = partial(clear_outputs, output=folder, listing=listing, endings=job.endings, overwrite=overwrite)
     with (
         keep_rows(folder, header, is_folder_row, overwrite=overwrite, clear=clear) as journal,
         _photographs(folder, report) as photographs,

@@ -135,7 +135,9 @@ def _splined(lines: NDArray[np.float32], places: NDArray[np.float64]) -> NDArray
     nearest = np.rint(at).astype(np.int64)
     beside = at - nearest
     weights = np.stack([(0.5 - beside) ** 2 / 2, 0.75 - beside**2, (0.5 + beside) ** 2 / 2]).astype(np.float32)
-    return np.einsum("kp,kp...->p...", weights, lines[np.clip(nearest + np.array([[-1], [0], [1]]), 0, len(lines) - 1)])
+    next_to = lines[np.clip(nearest + np.array([[-1], [0], [1]]), 0, len(lines) - 1)]
+    found: NDArray[np.float32] = np.einsum("kp,kp...->p...", weights, next_to)
+    return found
 
 
 def _pixel_to_input(placement: Placement, left: int, top: int) -> NDArray[np.float64]:
