@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from operator import index
 
@@ -78,6 +78,12 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
     close = get_close_matches(str(name), names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"Unknown {kind} {str(name)!r}.{hint} Known: {', '.join(names)}."
+
+
+def check_known(kind: str, name: object, known: Collection[str]) -> None:
+    """Raise OptionError unless a name is one of those that exist."""
+    if name not in known:
+        raise OptionError(unknown_name(kind, name, known))
 
 
 # Control characters, separators of lines, marks that turn the direction of writing, what has no width and no part in a

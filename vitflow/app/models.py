@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from vitflow.errors import OptionError, unknown_name
+from vitflow.errors import check_known
 from vitflow.explaining.explainer import Explainer
 from vitflow.models.hub import bundled
 from vitflow.models.languages import load_language_model, load_processor
@@ -36,8 +36,7 @@ class Models:
         return {"model": model, "tokenizer": tokenizer, "name": name, **processor}
 
     def _kept(self, load: Callable[[Any], Any], name: str, offered: Sequence[str]) -> Any:
-        if name not in offered:
-            raise OptionError(unknown_name("model of this page", name, offered))
+        check_known("model of this page", name, offered)
         if (load, name) not in self._loaded:
             self._loaded[load, name] = load(bundled(name))
         return self._loaded[load, name]

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, unknown_name
+from vitflow.errors import check_known
 from vitflow.evaluation.controls import is_twin, twin_of
 from vitflow.evaluation.measures.correlation import RankCorrelation
 from vitflow.evaluation.measures.localisation import accumulated_iou
@@ -157,8 +157,7 @@ class Tables:
 
     def _values_of(self, metric: str) -> NDArray[np.float64]:
         """The metric's values on the pictures that it was measured on."""
-        if metric not in self.values:
-            raise OptionError(unknown_name("metric of this evaluation", metric, self.values))
+        check_known("metric of this evaluation", metric, self.values)
         values = self.values[metric]
         measured = np.array([METRICS[metric].group in picture["groups"] for picture in self.pictures], dtype=np.bool_)
         return values[measured]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from vitflow import errors
-from vitflow.errors import OptionError, VitflowError, unknown_name
+from vitflow.errors import OptionError, VitflowError, check_known
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input
@@ -76,8 +76,7 @@ def choose_engine(engine: str, address: str | None, actors: int | None) -> Clust
     Raises:
         OptionError: an unknown engine, what a local run does not have, or ray is not installed.
     """
-    if engine not in ENGINES:
-        raise OptionError(unknown_name("engine", engine, ENGINES))
+    check_known("engine", engine, ENGINES)
     if engine == "local":
         if address is not None or actors is not None:
             raise OptionError("An address and a number of actors are of a cluster: take --engine ray (engine='ray').")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
 
-from vitflow.errors import OptionError, printable, unknown_name
+from vitflow.errors import OptionError, check_known, printable
 from vitflow.explaining.asking.captions import duration
 from vitflow.explaining.asking.choices import ChosenMethod, check_methods
 from vitflow.explaining.asking.targets import (
@@ -105,8 +105,7 @@ def make_job(
     Raises:
         OptionError: an unknown method, option, format or store, or several targets.
     """
-    if store not in STORES:
-        raise OptionError(unknown_name("store", store, STORES))
+    check_known("store", store, STORES)
     if store == "grids" and save_map:
         raise OptionError(
             "Expected save_map=False with store='grids', which keeps the maps without files of their own."

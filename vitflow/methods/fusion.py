@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError, unknown_name, whole_number
+from vitflow.errors import OptionError, ShapeError, check_known, whole_number
 
 HeadFusion = Literal["mean", "max", "min"]
 HEAD_FUSIONS: tuple[HeadFusion, ...] = get_args(HeadFusion)
@@ -16,8 +16,7 @@ SignedFusion = HeadFusion | Literal["signed_mean"]
 
 def check_head_fusion(head_fusion: str) -> None:
     """Raise OptionError unless the name is one of mean, max, min."""
-    if head_fusion not in HEAD_FUSIONS:
-        raise OptionError(unknown_name("head fusion", head_fusion, HEAD_FUSIONS))
+    check_known("head fusion", head_fusion, HEAD_FUSIONS)
 
 
 def check_fraction(name: str, value: float) -> None:

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError, unknown_name
+from vitflow.errors import OptionError, ShapeError, check_known
 from vitflow.methods.balancing import Balanced, balance
 
 AffinityName = Literal["attention", "keys", "both"]
@@ -27,8 +27,7 @@ _NEARLY_UNIFORM = 0.01
 
 def check_affinity(name: object) -> None:
     """Raise OptionError unless the name is one of attention, keys, both."""
-    if name not in AFFINITIES:
-        raise OptionError(unknown_name("affinity", name, AFFINITIES))
+    check_known("affinity", name, AFFINITIES)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from vitflow.errors import ModelError, OptionError, VitflowError, unknown_name
+from vitflow.errors import ModelError, OptionError, VitflowError, check_known
 from vitflow.models.anatomy import logits_of, tensors_in
 from vitflow.models.checkpoints import code_sha256, source_of, weights_sha256
 
@@ -56,8 +56,7 @@ class Answers:
     apart: bool = False
 
     def __post_init__(self) -> None:
-        if self.reading not in READINGS:
-            raise OptionError(unknown_name("reading (activation)", self.reading, READINGS))
+        check_known("reading (activation)", self.reading, READINGS)
 
     def numbers(self, output: Any) -> Tensor | None:
         """The numbers [batch, k] of what a model returned; of its own classes what it returned, which may be None.

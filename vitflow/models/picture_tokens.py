@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, unknown_name
+from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, check_known
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.picture_families import READERS, Asked, Role, raster
 from vitflow.pictures.geometry import Placement, Size
@@ -42,8 +42,7 @@ class PictureTokens:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "positions", tuple(int(place) for place in self.positions))
-        if self.role not in get_args(Role):
-            raise OptionError(unknown_name("role", self.role, get_args(Role)))
+        check_known("role", self.role, get_args(Role))
         count = len(set(self.positions))
         if min(self.rows, self.cols) < 1 or not count == len(self.positions) == self.rows * self.cols:
             raise ShapeError(

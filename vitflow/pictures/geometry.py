@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitflow.errors import OptionError, ShapeError, unknown_name
+from vitflow.errors import OptionError, ShapeError, check_known
 from vitflow.pictures.options import FITS, Fit
 
 CropMode = Literal["center", "squash", "border", "patches"]
@@ -166,8 +166,7 @@ def place(
     >>> place((480, 640), (224, 224), fit="native", patch_size=16).input_size
     (192, 256)
     """
-    if fit not in FITS:
-        raise OptionError(unknown_name("fit", fit, FITS))
+    check_known("fit", fit, FITS)
     _check_size("image_size", image_size)
     _check_size("input_size", input_size)
     image_size, input_size = (int(image_size[0]), int(image_size[1])), (int(input_size[0]), int(input_size[1]))
@@ -231,8 +230,7 @@ def cut(
     >>> cut(np.zeros((2, 6, 3), np.uint8), place((2, 6), (2, 2)), mean=(0.5, 0.5, 0.5)).shape
     (2, 2, 3)
     """
-    if interpolation not in FILTERS:
-        raise OptionError(unknown_name("interpolation", interpolation, FILTERS))
+    check_known("interpolation", interpolation, FILTERS)
     if image.dtype != np.uint8 or image.shape != (*placement.image_size, 3):
         raise ShapeError(
             f"Expected a uint8 RGB picture of shape {(*placement.image_size, 3)}, as the placement was made for, "
@@ -302,8 +300,7 @@ def _most_patches(image_size: Size, input_size: Size, patch_size: int | tuple[in
 
 def _place_like_timm(image_size: Size, input_size: Size, crop_pct: float, crop_mode: CropMode) -> Placement:
     """The resize and crop of timm's evaluation transform, with the very rounding of timm and torchvision."""
-    if crop_mode not in CROP_MODES:
-        raise OptionError(unknown_name("crop mode", crop_mode, CROP_MODES))
+    check_known("crop mode", crop_mode, CROP_MODES)
     if not (math.isfinite(crop_pct) and crop_pct > 0):
         raise OptionError(f"Expected crop_pct above 0, got {crop_pct}.")
     scale_size = math.floor(input_size[0] / crop_pct), math.floor(input_size[1] / crop_pct)

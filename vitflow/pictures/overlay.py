@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.compiled import compiled, worth_compiling
-from vitflow.errors import OptionError, ShapeError, unknown_name
+from vitflow.errors import OptionError, ShapeError, check_known, unknown_name
 from vitflow.pictures.contours import CONTOURS, draw_contours
 from vitflow.pictures.geometry import strips
 from vitflow.pictures.options import BACKGROUNDS, Background
@@ -166,8 +166,7 @@ def blend(
         )
     if not 0.0 <= alpha <= 1.0:
         raise OptionError(f"Expected 0 <= alpha <= 1, got {alpha}.")
-    if background not in BACKGROUNDS:
-        raise OptionError(unknown_name("background", background, BACKGROUNDS))
+    check_known("background", background, BACKGROUNDS)
     low, high = scale_range(heatmap, vmin=vmin, vmax=vmax, robust=robust)
     soft = is_soft(vmin, vmax, robust) if soft is None else soft
     two_sides = has_two_sides(low, high)

@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, ShapeError, unknown_name
+from vitflow.errors import ShapeError, check_known
 from vitflow.pictures.geometry import Placement, strips
 from vitflow.pictures.options import INTERPOLATIONS, Interpolation
 
@@ -39,8 +39,7 @@ def upsample(
     >>> upsample(np.array([[0.0, 1.0]]), Placement((1, 8), (1, 8), (0, 1), (1, 6)), interpolation="nearest")
     array([[nan,  0.,  0.,  0.,  1.,  1.,  1., nan]], dtype=float32)
     """
-    if interpolation not in INTERPOLATIONS:
-        raise OptionError(unknown_name("interpolation", interpolation, INTERPOLATIONS))
+    check_known("interpolation", interpolation, INTERPOLATIONS)
     grid = np.ascontiguousarray(grid, dtype=np.float32)
     if grid.ndim != 2 or grid.size == 0 or not np.isfinite(grid).all():
         raise ShapeError(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError, unknown_name
+from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError, check_known
 from vitflow.methods.cells import cell_grid
 from vitflow.methods.refinement import Affinity
 from vitflow.methods.tokens import TokenLayout
@@ -163,8 +163,7 @@ class Trace:
             OptionError: there is no such stream.
         """
         streams = self.streams
-        if name not in streams:
-            raise OptionError(unknown_name("stream of tokens", name, streams))
+        check_known("stream of tokens", name, streams)
         return replace(self, layers=list(streams[name]))
 
     @property

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, unknown_name
+from vitflow.errors import OptionError, check_known
 from vitflow.evaluation.statistics import markdown_table
 from vitflow.explaining.asking.choices import MethodChoice, choose_methods
 from vitflow.explaining.asking.targets import Target
@@ -95,8 +95,7 @@ def rank_correlation(
     (1, 1, 6, 2)
     """
     for method in methods:
-        if method not in LAYER_METHODS:
-            raise OptionError(unknown_name("method by layer", method, LAYER_METHODS))
+        check_known("method by layer", method, LAYER_METHODS)
     if not methods or not references:
         raise OptionError("Expected at least one method and one reference, got none.")
     sources = _sources(images)

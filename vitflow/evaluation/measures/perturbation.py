@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitflow.errors import ModelError, OptionError, ShapeError, unknown_name
+from vitflow.errors import ModelError, ShapeError, check_known
 from vitflow.evaluation.measures.token_dropping import check_can_drop
 from vitflow.explaining.explainer import Explainer
 from vitflow.methods.cells import cell_owners
@@ -55,8 +55,7 @@ def perturb(explainer: Explainer, pixels: Tensor, replace: str) -> Perturbation:
         OptionError: replace is unknown.
         UnsupportedModelError: "drop", and the model's tokens cannot be dropped.
     """
-    if replace not in REPLACEMENTS:
-        raise OptionError(unknown_name("replacement", replace, REPLACEMENTS))
+    check_known("replacement", replace, REPLACEMENTS)
     if replace == "drop":
         return _Dropped(explainer, pixels)
     return _Hidden(explainer, pixels, blank(pixels) if replace == "blank" else blur(pixels))

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from vitflow.errors import OptionError, VitflowWarning, unknown_name
+from vitflow.errors import OptionError, VitflowWarning, check_known
 from vitflow.explaining.asking.choices import MethodChoice, choose_methods
 from vitflow.explaining.asking.targets import Target
 from vitflow.explaining.explainer import Explainer
@@ -222,6 +222,5 @@ def _choose(names: Sequence[str], stages: int | Sequence[str] | None) -> list[st
     if isinstance(stages, str) or not stages:
         raise OptionError(f"Expected a list of stages, got {stages!r}.")
     for stage in stages:
-        if stage not in names:
-            raise OptionError(unknown_name("stage", stage, names))
+        check_known("stage", stage, names)
     return list(stages)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, unknown_name
+from vitflow.errors import OptionError, check_known
 from vitflow.evaluation.measures.randomisation import cascading_randomisation, original_maps, stage_names
 from vitflow.explaining.asking.choices import MethodChoice, choose_methods
 from vitflow.explaining.asking.targets import Target
@@ -157,8 +157,7 @@ def class_sensitivity(
     >>> gae > rollout == 0.0
     True
     """
-    if other not in OTHERS:
-        raise OptionError(unknown_name("other class", other, OTHERS))
+    check_known("other class", other, OTHERS)
     specific = [one.method.class_specific for one in choose_methods(methods, options)]
     asked = [choice for choice, is_specific in zip(methods, specific, strict=True) if is_specific]
     if not asked:

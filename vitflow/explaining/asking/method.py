@@ -9,7 +9,7 @@ from importlib import import_module
 from math import isfinite
 from typing import Any, Literal
 
-from vitflow.errors import OptionError, unknown_name
+from vitflow.errors import OptionError, check_known, unknown_name
 from vitflow.explaining.asking.method_options import COMMON, REFINING
 
 # When a method's map is spread among the patches that the model treats alike.
@@ -118,8 +118,7 @@ class Method:
         if preset is None:
             preset = next((name for (key, value), name in self.implies.items() if options.get(key) == value), None)
         if preset is not None:
-            if preset not in self.presets:
-                raise OptionError(unknown_name(f"preset of method {self.name}", preset, self.presets))
+            check_known(f"preset of method {self.name}", preset, self.presets)
             defaults |= self.presets[preset]
         return {name: default if options.get(name) is None else options[name] for name, default in defaults.items()}
 

@@ -6,7 +6,7 @@ This module imports no torch.
 from collections.abc import Callable
 from typing import Any
 
-from vitflow.errors import OptionError, unknown_name
+from vitflow.errors import OptionError, check_known
 from vitflow.explaining.asking.method import METHODS as _METHODS
 from vitflow.explaining.asking.method import Method
 
@@ -51,8 +51,7 @@ def register_method(
 
 def get_method(name: str) -> Method:
     """The method of that name; OptionError that lists the known ones if there is none."""
-    if name not in _METHODS:
-        raise OptionError(unknown_name("method", name, _METHODS))
+    check_known("method", name, _METHODS)
     return _METHODS[name]
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, UnsupportedModelError, unknown_name
+from vitflow.errors import UnsupportedModelError, check_known
 from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.explaining.making.asked import AskedTrace
 from vitflow.explaining.making.maps import Maps
@@ -22,8 +22,7 @@ def legrad(trace: AskedTrace, *, start_layer: int, pooled: str) -> Maps:
     The answer of a layer is what the model returns where the tokens of that layer stand for those of the last one.
     Where a class token is read, the paper puts the mean of all tokens in its place.
     """
-    if pooled not in OPTIONS["pooled"].choices:
-        raise OptionError(unknown_name("pooled", pooled, OPTIONS["pooled"].choices))
+    check_known("pooled", pooled, OPTIONS["pooled"].choices)
     paths = block_paths(trace.model)
     if trace.staged or [_block_of(layer.name, paths) for layer in trace.layers] != paths:
         raise UnsupportedModelError(

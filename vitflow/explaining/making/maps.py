@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, unknown_name
+from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, check_known
 from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.explaining.making.asked import AskedTrace
 from vitflow.explaining.progress import tracking
@@ -237,8 +237,7 @@ def input_gradient(trace: AskedTrace, *, patch_size: int | None) -> Maps:
 
 def occlusion(trace: AskedTrace, *, patch_size: int | None, occlusion_batch: int, score: str) -> Maps:
     """The drop in the target's log-odds or probability without each patch."""
-    if score not in OPTIONS["score"].choices:
-        raise OptionError(unknown_name("score", score, OPTIONS["score"].choices))
+    check_known("score", score, OPTIONS["score"].choices)
     rows, cols = trace.grid(patch_size)
     predict = trace.log_odds if score == "log-odds" else trace.predict
     assert predict is not None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, UnsupportedModelError, unknown_name
+from vitflow.errors import UnsupportedModelError, check_known
 from vitflow.explaining.asking.method import Method
 from vitflow.explaining.progress import tracking
 from vitflow.explaining.text.read_rows import outer, score_of
@@ -55,8 +55,7 @@ def write_and_read(
         UnsupportedModelError: the model has other parts than an encoder over one text or picture and a decoder that
             attends to it in each layer.
     """
-    if method.name not in _ROWS:
-        raise OptionError(unknown_name("method for encoders and decoders", method.name, _ROWS))
+    check_known("method for encoders and decoders", method.name, _ROWS)
     refuse_other_layers(model, method.name)
     gradients = "gradients" in method.needs
     if gradients:

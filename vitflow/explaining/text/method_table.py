@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from vitflow.errors import OptionError, unknown_name
+from vitflow.errors import check_known
 from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.method_options import COMMON
 from vitflow.explaining.asking.method_table import BUILT_IN, OF_TEXTS
@@ -55,8 +55,7 @@ def text_method(name: str, options: Mapping[str, Any]) -> tuple[Method, dict[str
     Raises:
         OptionError: there is no such method, or it has no such option.
     """
-    if name not in TEXT_METHODS:
-        raise OptionError(unknown_name("method for texts", name, TEXT_METHODS))
+    check_known("method for texts", name, TEXT_METHODS)
     return TEXT_METHODS[name], TEXT_METHODS[name].complete(options)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from vitflow.errors import OptionError, printable, unknown_name
+from vitflow.errors import OptionError, check_known, printable
 from vitflow.runs.columns import kinds_in
 
 Row = Mapping[str, Any]
@@ -112,8 +112,7 @@ def _comparison(kind: type[ast.cmpop]) -> Callable[[Any, Any], bool]:
 def _value(node: ast.expr) -> Callable[[Row], Any]:
     if isinstance(node, ast.Name):
         name = node.id
-        if name not in FIELDS:
-            raise OptionError(unknown_name("field", name, FIELDS))
+        check_known("field", name, FIELDS)
         return lambda row: row.get(name)
     known = ast.literal_eval(node)  # numbers, text, None, and lists of them; nothing is called
     return lambda row: known

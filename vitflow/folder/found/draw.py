@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, ShapeError, VitflowError, VitflowWarning, printable, unknown_name, whole_number
+from vitflow.errors import OptionError, ShapeError, VitflowError, VitflowWarning, check_known, printable, whole_number
 from vitflow.explaining.saliency import Saliency
 from vitflow.folder.decoders import decode_file, decode_given
 from vitflow.folder.found.conditions import misspelt, parse_condition
@@ -119,8 +119,7 @@ def draw_run(
     root = os.path.realpath(source)
     labels = list(asked["methods"]) if methods is None else list(methods)
     for label in labels:
-        if label not in asked["methods"]:
-            raise OptionError(unknown_name("map of this run", label, asked["methods"]))
+        check_known("map of this run", label, asked["methods"])
     format = format or asked["format"]
     if format not in OVERLAY_FORMATS:
         raise OptionError(f"Expected a format of {', '.join(OVERLAY_FORMATS)}, got {format!r}.")

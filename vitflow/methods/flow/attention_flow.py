@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError, unknown_name, whole_number
+from vitflow.errors import OptionError, ShapeError, check_known, whole_number
 from vitflow.methods.flow.layers import LayerRange, check_window, layer_capacities, window_below
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, kind_of, layers_of
 from vitflow.methods.visibility import Causal, own_token, relative_to, uniform_attention, visible_keys
@@ -180,8 +180,7 @@ def _check_options(head_fusion: str, discard_ratio: float, residual: float, solv
     check_head_fusion(head_fusion)
     check_fraction("discard_ratio", discard_ratio)
     check_fraction("residual", residual)
-    if solver not in SOLVERS:
-        raise OptionError(unknown_name("solver", solver, SOLVERS))
+    check_known("solver", solver, SOLVERS)
 
 
 def _as_node(source: Source) -> tuple[int, int] | None:

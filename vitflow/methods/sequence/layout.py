@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from vitflow.errors import OptionError, ShapeError, unknown_name
+from vitflow.errors import OptionError, ShapeError, check_known
 from vitflow.methods.tokens import TokenLayout
 
 Padding = Literal["left", "right"]
@@ -133,8 +133,7 @@ class SequenceLayout:
     padding: Padding = "right"
 
     def __post_init__(self) -> None:
-        if self.padding not in get_args(Padding):
-            raise OptionError(unknown_name("padding", self.padding, get_args(Padding)))
+        check_known("padding", self.padding, get_args(Padding))
 
     @classmethod
     def of(cls, layout: TokenLayout) -> "SequenceLayout":
