@@ -17,16 +17,42 @@ from vitflow.cli import main
 from vitflow.demo import sample_pictures
 
 
-def run(*arguments: object, cwd=None) -> subprocess.CompletedProcess:
-    """Run the command in a process of its own, as a user does."""
+def in_a_process_of_its_own(*arguments: str | bytes) -> subprocess.CompletedProcess[bytes]:
+    """What the command does where nothing but it runs; elsewhere `here` asks the same in a hundredth of the time."""
     return subprocess.run(
-        [sys.executable, "-c", "from vitflow.cli import main; main()", *map(str, arguments)],
+        [sys.executable, "-c", "from vitflow.cli import main; main()", *arguments],
         capture_output=True,
-        text=True,
-        cwd=cwd,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "100"},
         timeout=300,
     )
+
+
+@pytest.fixture
+def here(monkeypatch, capfd, tmp_path):
+    """A command in this process and in an empty folder: its exit code, stdout and stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["vitflow", *map(str, arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, *capfd.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def run(here, monkeypatch):
+    """The same, as subprocess tells it, in a terminal of 100 columns."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def call(*arguments: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(arguments, *here(*arguments))
+
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +99,11 @@ def test_every_public_name_exists():
 
 
 def test_explaining_two_pictures(pictures, tmp_path):
-    done = run("explain", "--model", "demo", *pictures, "-o", tmp_path / "out", "--save-map")
-    assert done.returncode == 0, done.stderr
-    files = done.stdout.splitlines()
+    asked = ["explain", "--model", "demo", *map(str, pictures), "-o", str(tmp_path / "out"), "--save-map"]
+    done = in_a_process_of_its_own(*asked)
+    told = done.stderr.decode()
+    assert done.returncode == 0, told
+    files = done.stdout.decode().splitlines()
     assert len(files) == 4
     for picture, overlay, saved in zip(pictures, files[::2], files[1::2], strict=True):
         with Image.open(overlay) as image, Image.open(picture) as original:
@@ -83,12 +111,12 @@ def test_explaining_two_pictures(pictures, tmp_path):
         with np.load(saved) as arrays:
             assert arrays["grid"].shape == (12, 12)
             assert json.loads(str(arrays["metadata"]))["method"] == "rollout"
-        assert f"{picture}: " in done.stderr
-        assert "%" in done.stderr
+        assert f"{picture}: " in told
+        assert "%" in told
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(f.split("/")[-1] for f in files)
 
 
-def test_json_is_data_on_stdout(pictures, tmp_path):
+def test_json_is_data_on_stdout(run, pictures, tmp_path):
     output = tmp_path / "own name.jpg"
     done = run(
         "explain", "--model", "demo", pictures[0], "--json", "-o", output, "--head-fusion", "max", "--patch", "3,4"
@@ -103,7 +131,7 @@ def test_json_is_data_on_stdout(pictures, tmp_path):
     assert {"class_index", "class_name", "probability", "method"} <= record.keys()
 
 
-def test_a_class_that_was_asked_for_is_reported(pictures, tmp_path):
+def test_a_class_that_was_asked_for_is_reported(run, pictures, tmp_path):
     done = run("explain", "--model", "demo", pictures[0], "--class", "0", "-o", tmp_path, "--json")
     assert json.loads(done.stdout)["class_index"] == 0
     wrong = run("explain", "--model", "demo", pictures[0], "--class", "zebra", "-o", tmp_path)
@@ -138,7 +166,7 @@ def test_several_classes_of_a_map_that_knows_none_make_one(here, pictures):
     assert code == 0 and err.count("rollout does not depend on the class") == 1
 
 
-def test_bad_pictures_fail_and_the_others_go_on(pictures, tmp_path):
+def test_bad_pictures_fail_and_the_others_go_on(run, pictures, tmp_path):
     (tmp_path / "bad.png").write_bytes(b"no picture")
     done = run(
         "explain",
@@ -156,7 +184,7 @@ def test_bad_pictures_fail_and_the_others_go_on(pictures, tmp_path):
     assert len(done.stdout.splitlines()) == len(list((tmp_path / "out").iterdir())) == 1
 
 
-def test_two_pictures_never_claim_one_output(pictures, tmp_path):
+def test_two_pictures_never_claim_one_output(run, pictures, tmp_path):
     twins = []
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
@@ -167,7 +195,7 @@ def test_two_pictures_never_claim_one_output(pictures, tmp_path):
     assert len(set(done.stdout.splitlines())) == 2 == len(list((tmp_path / "out").iterdir()))
 
 
-def test_a_picture_is_never_overwritten(pictures, tmp_path):
+def test_a_picture_is_never_overwritten(run, pictures, tmp_path):
     mine = tmp_path / "mine.png"
     mine.write_bytes(pictures[0].read_bytes())
     done = run("explain", "--model", "demo", mine, "-o", mine)
@@ -189,30 +217,13 @@ def test_a_picture_is_never_overwritten(pictures, tmp_path):
         (["--cmap", "rainbows"], "Unknown colormap 'rainbows'. Did you mean 'rainbow'"),
     ],
 )
-def test_usage_errors_are_one_line_and_exit_2(pictures, tmp_path, arguments, message):
+def test_usage_errors_are_one_line_and_exit_2(run, pictures, tmp_path, arguments, message):
     done = run("explain", "--model", "demo", pictures[0], "-o", tmp_path / "out", *arguments)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     assert not (tmp_path / "out").exists()
-
-
-@pytest.fixture
-def here(monkeypatch, capsys, tmp_path):
-    """A command in this process and in an empty folder: its exit code, stdout and stderr."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["vitflow", *map(str, arguments)])
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        return code, *capsys.readouterr()
-
-    return call
 
 
 @pytest.mark.parametrize(("command", "flag"), [("explain", "--method"), ("layers", "--method"), ("layers", "--class")])
@@ -424,33 +435,18 @@ def test_names_that_terminals_cannot_print(pictures, tmp_path):
     odd = os.fsencode(tmp_path) + b"/new\nline \xff.png"
     with open(odd, "wb") as file:  # noqa: PTH123 - a name that is not text
         file.write(pictures[0].read_bytes())
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from vitflow.cli import main; main()",
-            "explain",
-            odd,
-            "--model",
-            "demo",
-            "-o",
-            str(tmp_path / "out"),
-        ],
-        capture_output=True,
-        timeout=300,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
+    done = in_a_process_of_its_own("explain", odd, "--model", "demo", "-o", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1
 
 
-def test_methods_are_listed():
+def test_methods_are_listed(run):
     table = {row["name"]: row for row in json.loads(run("methods", "--json").stdout)}
     assert table["rollout"]["options"]["residual"] == 0.5
     assert "discard-ratio" in run("methods").stdout
 
 
-def test_models_are_listed():
+def test_models_are_listed(run):
     done = run("models", "vit_tiny_patch16_*", "--json")
     assert "vit_tiny_patch16_224.augreg_in21k_ft_in1k" in [json.loads(row)["model"] for row in done.stdout.splitlines()]
     row = json.loads(run("models", "deit_tiny_distilled_patch16_224", "--json").stdout)
@@ -458,7 +454,7 @@ def test_models_are_listed():
     assert run("models", "nothing_like_this").returncode == 2
 
 
-def test_models_are_listed_as_a_table_with_what_applies_to_each():
+def test_models_are_listed_as_a_table_with_what_applies_to_each(run):
     done = run("models", "test_*vit*", "--all")
     table = {line.split()[0]: line for line in done.stdout.splitlines()}
     assert "10×10" in table["test_vit.r160_in1k"]
@@ -467,7 +463,7 @@ def test_models_are_listed_as_a_table_with_what_applies_to_each():
     assert done.stderr.split()[:3] == ["model", "input", "grid"]
 
 
-def test_the_demo_writes_overlays_and_a_strip(tmp_path):
+def test_the_demo_writes_overlays_and_a_strip(run, tmp_path):
     done = run("demo", "-o", tmp_path / "demo")
     assert done.returncode == 0, done.stderr
     files = done.stdout.splitlines()
@@ -478,7 +474,7 @@ def test_the_demo_writes_overlays_and_a_strip(tmp_path):
 
 
 @pytest.mark.shared
-def test_forty_photographs_with_the_trained_vit_tiny(shared_data, tmp_path):
+def test_forty_photographs_with_the_trained_vit_tiny(run, shared_data, tmp_path):
     name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
     files = sorted((shared_data / "photos").glob("*.png"))
     checkpoint = shared_data / f"{name}.safetensors"
