@@ -9,9 +9,10 @@ STAMP := $(VENV)/.installed
 demo: install
 	$(BIN)/vitflow demo -o demo-output
 
-# Two processes of one thread each: one with two threads leaves a core idle for much of the run.
+# Two processes of one thread each: one with two threads leaves a core idle for much of the run. What Python compiles
+# is kept, or each of the processes that the tests start would compile it anew.
 test: install check
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 # The tests as other processors, without wide vectors or with other sums of products, would round in them. A processor
 # that cannot do what a setting asks for does what it can.

@@ -1,6 +1,7 @@
 """What the tests share: the hub stays unasked, and data from outside the project is used only where it is there."""
 
 import functools
+import gc
 import inspect
 import os
 import shutil
@@ -18,6 +19,22 @@ if "mix_stderr" in inspect.signature(CliRunner).parameters:
     Result.output = property(lambda result: result.stdout + result.stderr)
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Half a million objects of libraries and of the list of tests stay: they are not searched for garbage again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries take for leaks what nobody has looked for
 
 
 @pytest.fixture(autouse=True)

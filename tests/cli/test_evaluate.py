@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+from tests.typed import Typed
 from vitflow.cli import cli
 from vitflow.demo import draw_picture
 
@@ -138,23 +139,14 @@ def test_help_and_a_mistyped_metric_load_no_torch():
 
 def test_ctrl_c_keeps_what_is_done(tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, "-c", "from vitflow.cli import main; main()", "evaluate", "demo:400", *SHORT]
-    # A run in a shell's background has SIGINT ignored, and so would its children.
-    process = subprocess.Popen(
-        [*command, "--batch-size", "2", "-o", str(out)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    process = Typed("evaluate", "demo:400", *SHORT, "--batch-size", 2, "-o", out)
     journal = out / ".vitflow" / "journal.jsonl"
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (journal.exists() and journal.read_bytes().count(b"\n") > 2):
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    os.kill(process.pid, signal.SIGINT)
+    code, _, errors = process.ended(timeout=60)
+    assert code == 130, errors
     assert "interrupted: what was done is kept; the same command goes on from there" in errors
     assert "Traceback" not in errors
     kept = journal.read_bytes().count(b"\n") - 1

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import zipfile
@@ -16,8 +14,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tests.conftest import ROOT
 from tests.folder.test_run import fill, picture_bytes, run, tiny_model
+from tests.typed import Typed
 from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.errors import ImageError, OptionError
@@ -276,25 +274,17 @@ def test_ctrl_c_ends_a_run_whose_server_stalls(tmp_path, web):
     url, place, asked = web
     (place / "stalled.jpg").touch()
     words = ["folder", url, "-o", str(tmp_path / "out"), "--model", "demo", "--workers", "0"]
-    program = subprocess.Popen(
-        [sys.executable, "-m", "vitflow", *words],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # Of what a shell runs in the background, Ctrl-C is ignored, and it is inherited.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    program = Typed(*words)
     deadline = time.monotonic() + 120
     while not any(str(path).endswith("stalled.jpg") for path in asked):
-        assert time.monotonic() < deadline and program.poll() is None
+        assert time.monotonic() < deadline and program.poll() is None, program.talk()
         time.sleep(0.1)
     time.sleep(0.5)
-    program.send_signal(signal.SIGINT)
+    os.kill(program.pid, signal.SIGINT)
     began = time.monotonic()
-    _, talk = program.communicate(timeout=60)
+    code, _, talk = program.ended(timeout=60)
     assert time.monotonic() - began < 10
-    assert program.returncode == 130 and "Traceback" not in talk
+    assert code == 130 and "Traceback" not in talk
     assert talk.splitlines()[-1].startswith("interrupted: what was done is kept"), talk
 
 

@@ -5,7 +5,6 @@ import errno
 import hashlib
 import io
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -23,6 +22,7 @@ from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
 import vitflow
+from tests.typed import Typed, forked
 from vitflow import Contrast, explain_folder
 from vitflow.cli import cli
 from vitflow.errors import ImageError, ModelError, OptionError, VitflowError
@@ -277,14 +277,6 @@ def forked_run(source: Path, output: Path) -> None:
     run(source, output, workers=1, save_map=True)
 
 
-def start(source: Path, output: Path, work=forked_run, *arguments):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.folder.test_run"])  # so that torch is imported once, not at every start
-    process = context.Process(target=work, args=(source, output, *arguments))
-    process.start()
-    return process
-
-
 def final_files(out: Path) -> list[Path]:
     return [path for path in out.rglob("*") if path.is_file() and path.suffix in (".jpg", ".npz", ".json")]
 
@@ -294,7 +286,7 @@ def test_killed_at_random_moments_it_completes_to_the_same_tree(tmp_path):
     source = fill(tmp_path / "in", 40)
     (source / "broken.jpg").write_bytes(picture_bytes(7)[:300])
     (source / "17.png").write_bytes(picture_bytes(8, "PNG"))  # claims the name of 17.jpg
-    process = start(source, tmp_path / "reference")
+    process = forked(forked_run, source, tmp_path / "reference")
     process.join()
     assert process.exitcode == 0
     expected = tree(tmp_path / "reference")
@@ -305,7 +297,7 @@ def test_killed_at_random_moments_it_completes_to_the_same_tree(tmp_path):
     for _ in range(12):
         # The moment is told by what is written, not by a clock: how long a run takes to begin differs.
         written, later = moments.randrange(len(final_files(out)), files), moments.uniform(0.0, 0.02)
-        process = start(source, out)
+        process = forked(forked_run, source, out)
         while process.exitcode is None and len(final_files(out)) < written:
             time.sleep(0.001)
         process.join(later)
@@ -321,7 +313,7 @@ def test_killed_at_random_moments_it_completes_to_the_same_tree(tmp_path):
             assert process.exitcode == 0
             assert tree(out) == expected
             shutil.rmtree(out)
-    process = start(source, out)
+    process = forked(forked_run, source, out)
     process.join()
     assert tree(out) == expected
     assert torn >= 3, "the kills came too early or too late to mean anything"
@@ -335,32 +327,18 @@ def test_leftovers_of_a_kill_are_removed(tmp_path):
     assert not list((tmp_path / "out").glob("*.part"))
 
 
-def command(*arguments: object, **options) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", "from vitflow.cli import main; main()", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-        # A test run in the background of a shell ignores interrupts, and so would what it starts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        **options,
-    )
-
-
 def test_ctrl_c_ends_soon_keeps_what_is_done_and_leaves_no_process(tmp_path):
     source = fill(tmp_path / "in", 400)
-    process = command("folder", source, "--model", "demo", "-o", tmp_path / "out", "--batch-size", 4)
+    process = Typed("folder", source, "--model", "demo", "-o", tmp_path / "out", "--batch-size", 4)
     journal = RunFolder(tmp_path / "out").journal
     deadline = time.monotonic() + 120
     while not (journal.exists() and journal.read_bytes().count(b"\n") > 5):
-        assert time.monotonic() < deadline and process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline and process.poll() is None, process.talk()
         time.sleep(0.02)
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to every process of the group
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130, errors
+    code, _, errors = process.ended(timeout=30)
+    assert code == 130, errors
     assert "Traceback" not in errors and "interrupted: what was done is kept; the same command" in errors
     assert time.monotonic() - began < 20  # a second or two, but the machine may be busy
     done = list(Journal(journal).rows())
@@ -372,21 +350,18 @@ def test_ctrl_c_ends_soon_keeps_what_is_done_and_leaves_no_process(tmp_path):
 def test_the_command_tells_counts_and_exit_codes(tmp_path):
     source = fill(tmp_path / "in", 3)
     (source / "bad.png").write_bytes(b"no picture")
-    process = command(
-        "folder", source, "--model", "demo", "-o", tmp_path / "out", "--manifest", "csv", "--method", "centre"
-    )
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 1, errors
+    asked = ["folder", source, "--model", "demo", "-o", tmp_path / "out"]
+    code, output, errors = Typed(*asked, "--manifest", "csv", "--method", "centre").ended(timeout=120)
+    assert code == 1, errors
     assert output == f"{tmp_path / 'out' / 'manifest.csv'}\n"
     assert "pictures/s" not in errors and "%|" not in errors  # no bar into a file
     assert errors.splitlines()[-1] == f"3 explained, 1 failed (see {tmp_path / 'out' / 'manifest.csv'})"
     assert "error: UnidentifiedImageError: Expected 'bad.png'" in errors
     (source / "bad.png").unlink()
-    process = command("folder", source, "--model", "demo", "-o", tmp_path / "out", "--method", "centre", "--resume")
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0 and errors.splitlines()[-1] == "3 explained (3 of them before)"
-    process = command("folder", source, "--model", "demo", "-o", tmp_path / "out", "--method", "random")
-    assert process.communicate(timeout=120)[1].startswith("error: The folder") and process.returncode == 2
+    code, _, errors = Typed(*asked, "--method", "centre", "--resume").ended(timeout=120)
+    assert code == 0 and errors.splitlines()[-1] == "3 explained (3 of them before)"
+    code, _, errors = Typed(*asked, "--method", "random").ended(timeout=120)
+    assert code == 2 and errors.startswith("error: The folder")
 
 
 def listed(source, **options):
