@@ -12,7 +12,7 @@ demo: install
 # Two processes of one thread each: one with two threads leaves a core idle for much of the run. What Python compiles
 # is kept, or each of the processes that the tests start would compile it anew.
 test: install check
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # The tests as other processors, without wide vectors or with other sums of products, would round in them. A processor
 # that cannot do what a setting asks for does what it can.
@@ -22,7 +22,7 @@ AVX2_PROCESSOR := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OPENBLAS_CORE
 test-processors: install
 	@failed=; for settings in "$(OLD_PROCESSOR)" "$(AVX2_PROCESSOR)"; do \
 	  echo "== $$settings"; \
-	  env $$settings HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) || \
+	  env $$settings HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) || \
 	    failed="$$failed== failed: $$settings\n"; \
 	done; printf "$${failed:-== passed with each of these settings\n}"; test -z "$$failed"
 

@@ -21,6 +21,22 @@ if "mix_stderr" in inspect.signature(CliRunner).parameters:
 ROOT = Path(__file__).resolve().parent.parent
 
 
+#: The files that take longest come first, or a worker would end alone with one of them: python -m pytest --durations=0
+LONGEST = (
+    *("app/test_app.py", "folder/test_ray.py", "cli/test_cli.py", "evaluation/test_run.py", "test_documentation.py"),
+    *("test_notebooks.py", "explaining/test_comparison.py", "folder/test_run.py", "explaining/test_applicability.py"),
+    *("recording/test_families.py", "folder/test_edited_journals.py", "folder/test_lanes.py", "demo/test_demo.py"),
+    *("evaluation/test_grid.py", "pictures/test_figures.py", "viewer/test_explorer.py", "viewer/test_textpage.py"),
+    *("explaining/test_class_specific.py", "evaluation/test_faithfulness.py", "evaluation/test_hostile_data.py"),
+    *("evaluation/test_page.py", "test_pictures.py", "models/test_loading.py", "models/test_libraries.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Half a million objects of libraries and of the list of tests stay: they are not searched for garbage again."""

@@ -50,30 +50,30 @@ def test_python_m_vitflow_is_the_command_line():
 # --- docstrings ------------------------------------------------------------------------------------------------------
 
 
-def examples_by_module() -> dict[str, int]:
-    """How many examples the docstrings of each module of vitflow hold, counted in its source."""
-    found = {}
-    for module in pkgutil.walk_packages(vitflow.__path__, "vitflow."):
-        spec = importlib.util.find_spec(module.name)
-        source = Path(spec.origin).read_text(encoding="utf-8")
-        kinds = ast.Module | ast.ClassDef | ast.FunctionDef
-        texts = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
-        if count := sum(len(doctest.DocTestParser().get_examples(text)) for text in texts):
-            found[module.name] = count
-    return found
+def has_examples(name: str) -> bool:
+    """Whether the source of a module holds a docstring's prompt; asked when tests are collected, it is not parsed."""
+    return ">>> " in Path(importlib.util.find_spec(name).origin).read_text(encoding="utf-8")
 
 
-EXAMPLES = examples_by_module()
+def count_examples(name: str) -> int:
+    """How many examples the docstrings of a module hold, counted in its source."""
+    source = Path(importlib.util.find_spec(name).origin).read_text(encoding="utf-8")
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    texts = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    return sum(len(doctest.DocTestParser().get_examples(text)) for text in texts)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+MODULES = [module.name for module in pkgutil.walk_packages(vitflow.__path__, "vitflow.")]
+
+
+@pytest.mark.parametrize("name", [*filter(has_examples, MODULES)])
 def test_the_examples_of_docstrings_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runner, told = doctest.DocTestRunner(verbose=False), io.StringIO()
     for test in doctest.DocTestFinder().find(importlib.import_module(name), name):
         runner.run(test, out=told.write)
     assert not runner.failures, told.getvalue()
-    assert runner.tries == EXAMPLES[name], "an example stands where nobody finds it"
+    assert runner.tries == count_examples(name) > 0, "an example stands where nobody finds it"
 
 
 # --- pages -----------------------------------------------------------------------------------------------------------

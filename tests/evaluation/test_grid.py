@@ -79,7 +79,7 @@ def test_cells_of_odd_sizes_fill_the_whole_input():
 
 
 def test_grids_are_of_four_known_classes_of_which_none_shows_another(demo):
-    dataset = open_dataset("demo:24:3000")
+    dataset = open_dataset("demo:16:3000")
     grids = make_grids(dataset.samples, demo, _questions(demo), 0)
     assert grids == {} or len(grids) % 4 == 0
     assert len(grids) >= 4
@@ -101,7 +101,7 @@ def test_grids_are_of_four_known_classes_of_which_none_shows_another(demo):
 
 def test_an_evaluation_tells_classes_apart_and_goes_on_where_it_was(demo, tmp_path):
     options = {"model": demo, "methods": ["gae", "rollout"], "metrics": ["grid"], "output": tmp_path / "out"}
-    found = evaluate("demo:24:3000", **options)
+    found = evaluate("demo:16:3000", **options)
     assert [metric.name for metric in found.metrics] == [
         *("grid_energy", "grid_auc", "grid_wins", "separation", "separation_wins")
     ]
@@ -125,12 +125,12 @@ def test_an_evaluation_tells_classes_apart_and_goes_on_where_it_was(demo, tmp_pa
     journal = next((tmp_path / "out").rglob("*.jsonl"))
     lines = journal.read_bytes().splitlines()
     journal.write_bytes(b"\n".join(lines[:-5]) + b"\n")
-    again = evaluate("demo:24:3000", **options)
+    again = evaluate("demo:16:3000", **options)
     for name in means:
         np.testing.assert_array_equal(again.values[name], found.values[name])
     # Of fewer pictures other grids are made: what was measured in another one counts no more.
-    fewer = evaluate("demo:24:3000", **{**options, "limit": 12})
-    fresh = evaluate("demo:24:3000", **{**options, "limit": 12, "output": None})
+    fewer = evaluate("demo:16:3000", **{**options, "limit": 10})
+    fresh = evaluate("demo:16:3000", **{**options, "limit": 10, "output": None})
     np.testing.assert_array_equal(fewer.values["grid_auc"], fresh.values["grid_auc"])
 
 
@@ -146,10 +146,10 @@ def test_a_picture_that_cannot_be_read_takes_no_grid_along(demo):
     def broken() -> Labelled:
         raise OSError("gone")
 
-    dataset = open_dataset("demo:24:3000")
+    dataset = open_dataset("demo:16:3000")
     samples = [*dataset.samples, Sample("broken", broken, fixed=True)]
-    found = evaluate(Dataset("mine", "25 pictures", samples, True), model=demo, methods=["gae"], metrics=["grid_wins"])
-    assert len(found.failures) == 1 and len(found.pictures) == 24
+    found = evaluate(Dataset("mine", "17 pictures", samples, True), model=demo, methods=["gae"], metrics=["grid_wins"])
+    assert len(found.failures) == 1 and len(found.pictures) == 16
     assert found.table("grid_wins")[0].estimate.count % 4 == 0
 
 

@@ -4,7 +4,7 @@ import cv2
 import matplotlib
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -146,6 +146,7 @@ def test_an_identity_placement_changes_nothing():
         )
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(
     hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=2, max_side=6), elements=st.floats(-8, 8, width=16)),
     st.tuples(st.integers(1, 50), st.integers(1, 50)),
@@ -365,6 +366,7 @@ def test_rgb_order():
     assert blue.tolist() == [0, 0, 255]
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(
     hnp.arrays(np.float32, (3, 3), elements=st.floats(width=32)),
     st.floats(-1e30, 1e30),
@@ -514,6 +516,7 @@ def test_limits_that_are_both_given_are_taken_as_they_are():
 # --- contours --------------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(hnp.arrays(np.float32, (5, 6), elements=st.floats(-4, 8, width=16)), st.floats(0.05, 0.95))
 def test_the_highest_values_down_to_a_level_are_the_fewest_that_make_up_the_share(values, share):
     level = mass_level(values, share)
