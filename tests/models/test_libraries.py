@@ -433,8 +433,9 @@ def test_attention_that_shows_no_probabilities_is_refused_by_name(implementation
     model = built("CLIPForImageClassification")
     model.vision_model.config._attn_implementation = implementation
     with pytest.raises(UnsupportedModelError, match=rf"{implementation}.*set_attn_implementation\('sdpa'\)"):
-        record_attention(model)
-    record_attention(model, attention=False)  # Grad-CAM and occlusion need none
+        record_attention(model).__enter__()
+    with record_attention(model, attention=False):  # Grad-CAM and occlusion need none
+        pass
 
 
 def test_gradient_checkpointing_is_refused_where_it_takes_effect():
@@ -460,8 +461,9 @@ def test_models_whose_tokens_have_no_place_are_refused_by_name():
 def test_a_model_of_texts_and_pictures_is_refused_with_its_part_that_sees():
     model = transformers.CLIPModel(transformers.CLIPConfig(**_text_free("CLIP")))
     with pytest.raises(UnsupportedModelError, match=r"model\.vision_model"):
-        record_attention(model)
-    record_attention(model.vision_model)
+        record_attention(model).__enter__()
+    with record_attention(model.vision_model):
+        pass
 
 
 def test_models_of_timm_are_none_of_theirs():

@@ -1,6 +1,7 @@
 """What is kept of a model between two recordings, and what becomes of it when the model is another one then."""
 
 import copy
+import functools
 import gc
 import weakref
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vitflow import record_attention
-from vitflow.models.parts import modules_of, those_that
+from vitflow.models.parts import modules_of, those_that, with_paths
 from vitflow.recording import recorder
 
 SIZE = {"img_size": 32, "patch_size": 16, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 4}
@@ -109,6 +110,17 @@ def test_another_pooling_is_read_anew():
     assert recorded(model)[0].pooling == "average over patches"
 
 
+def test_a_part_that_moves_to_another_module_is_noticed():
+    model = nn.Sequential(nn.Sequential(Eager(), Eager()), nn.Sequential(Eager()))
+    paths = [path for path, _ in with_paths(model, those_that(lambda module: isinstance(module, Eager)))]
+    assert paths == ["0.0", "0.1", "1.0"]
+    eager = those_that(lambda module: isinstance(module, Eager))
+    assert len(with_paths(model, eager)) == 3
+    moved = model[0]._modules.pop("1")
+    model[1]._modules = {"1": moved, **model[1]._modules}
+    assert [path for path, _ in with_paths(model, eager)] == ["0.0", "1.1", "1.0"]
+
+
 def test_a_copy_has_what_is_its_own():
     model = model_of()
     recorded(model)
@@ -121,6 +133,7 @@ def test_a_copy_has_what_is_its_own():
 def test_a_model_lives_no_longer_for_what_is_kept():
     model = model_of()
     model.blocks[0].owner = [model]  # a part that knows the whole
+    model.forward = functools.partial(type(model).forward, model)  # and a method that does
     recorded(model)
     alive = weakref.ref(model)
     del model

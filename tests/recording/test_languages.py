@@ -281,7 +281,7 @@ def test_flash_attention_and_static_caches_are_refused_by_name():
     flash = copy.deepcopy(model)
     flash.config._attn_implementation = "flash_attention_2"
     with pytest.raises(UnsupportedModelError, match=r"flash_attention_2.*set_attn_implementation\('sdpa'\)"):
-        record_attention(flash)
+        record_attention(flash).__enter__()
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)
     with pytest.raises(UnsupportedModelError, match="StaticCache.*DynamicCache"):
         with record_attention(model), torch.no_grad():

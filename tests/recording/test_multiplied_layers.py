@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from tests import references
@@ -65,6 +66,38 @@ def test_stages_and_windows_keep_their_own_layers():
         given = own_options(0.5) | {"head_fusion": "mean", "value_weighted": False}
         assert {layer.multiplied for layer in multiplied.layers} >= {0, 3}
         torch.testing.assert_close(rollout(multiplied, **given).grids, rollout(whole, **given).grids, rtol=1e-5, atol=0)
+
+
+class Masked(torch.nn.Module):
+    """A layer of attention in which the first query sees no key, and the second one alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = torch.nn.Linear(6, 6)
+
+    def forward(self, tokens):
+        heads = self.proj(tokens).unflatten(-1, (3, 2)).transpose(1, 2)
+        seen = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool)
+        seen[0], seen[1] = False, torch.arange(len(seen)) == 2
+        attended = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=seen)
+        return tokens + self.proj(attended.transpose(1, 2).flatten(2))
+
+
+def test_a_query_that_sees_no_key_keeps_itself():
+    torch.manual_seed(0)
+    model, pixels = torch.nn.Sequential(torch.nn.Flatten(2), *(Masked() for _ in range(4))), torch.randn(2, 6, 2, 3)
+    with torch.no_grad():
+        with record_attention(model) as whole:
+            expected = model(pixels)
+        with record_attention(model, head_fusion="mean", residual=0.25) as multiplied:
+            torch.testing.assert_close(model(pixels), expected)
+    for found, layers in zip(multiplied.attentions, (whole.attentions[:3], whole.attentions[3:]), strict=True):
+        product = np.stack([np.eye(6)] * 2)
+        for layer in layers:
+            fused = layer.double().mean(dim=1).numpy()
+            product = np.stack([references.residual(*pair) for pair in zip(fused, (0.25, 0.25), strict=True)]) @ product
+        np.testing.assert_allclose(found.numpy(), product, rtol=1e-5, atol=1e-8)
+        np.testing.assert_array_equal(found[:, 0].numpy(), np.eye(6)[[0, 0]])
 
 
 def test_only_one_rollout_alone_is_multiplied():

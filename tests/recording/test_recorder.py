@@ -249,11 +249,29 @@ def test_dynamic_sizes_give_the_grid_of_this_very_pass():
     assert len(trace.attentions) == 3
 
 
-@pytest.mark.parametrize("room", [300, 2000, 2**19])  # rows of one picture, one picture, all three at once
+def test_keys_and_values_that_all_pictures_share():
+    class Shares(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.key = torch.nn.Linear(4, 4)
+
+        def forward(self, pixels):
+            tokens = pixels.flatten(2).unsqueeze(1)  # [batch, 1 head, tokens, 4]
+            return F.scaled_dot_product_attention(tokens, self.key(tokens[:1]), tokens[:1]).sum(dim=(1, 2))
+
+    torch.manual_seed(0)
+    model, pixels = Shares(), torch.randn(3, 6, 2, 2)
+    model = torch.nn.Sequential(model)
+    with torch.no_grad(), record_attention(model, head_fusion="mean") as trace:
+        torch.testing.assert_close(model(pixels), model[0](pixels))
+    assert trace.attentions[0].shape == (3, 6, 6)
+
+
+@pytest.mark.parametrize("room", [500, 4000, 2**19])  # rows of one picture, one picture, all three at once
 @pytest.mark.parametrize("silent", [False, True])
 def test_parts_that_fit_the_cache_make_the_same_matrices(monkeypatch, room, silent):
     monkeypatch.setattr(interception, "_CACHED_PROBABILITIES", room)
-    model, pixels = tiny(img_size=48), torch.randn(3, 3, 48, 48)
+    model, pixels = tiny(img_size=80), torch.randn(3, 3, 80, 80)
     if silent:  # values that pass nothing on leave empty rows, which become the identity's
         torch.nn.init.zeros_(model.blocks[1].attn.proj.weight)
     keys = [("mean", False), ("max", "output"), ("min", True)]

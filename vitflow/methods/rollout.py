@@ -122,13 +122,14 @@ def _among_visible(
     return found if readout is None else found.squeeze(1)
 
 
-def rollout_step(fused: Tensor, below: Tensor | None, residual: float) -> Tensor:
+def rollout_step(fused: Tensor, below: Tensor | None, residual: float, *, normal: bool = False) -> Tensor:
     """One more layer of rollout's product from the bottom up: Â P, for Â = rownorm(α I + (1 − α) W).
 
     Args:
         fused: fused attention W of the layer, [batch, tokens, tokens]; nothing is discarded.
         below: P, the product of the layers below it, of the same shape; None for the identity.
         residual: α, above 0.
+        normal: whether the rows of W sum to 1 already.
 
     Returns:
         [batch, tokens, tokens].
@@ -137,13 +138,13 @@ def rollout_step(fused: Tensor, below: Tensor | None, residual: float) -> Tensor
     tensor([[[0.7500, 0.2500],
              [0.0000, 1.0000]]])
     """
-    whole = residual + (1.0 - residual) * fused.sum(dim=-1, keepdim=True)
     if below is None:
-        matrix = fused * ((1.0 - residual) / whole)
-        matrix.diagonal(dim1=-2, dim2=-1).add_(residual / whole.squeeze(-1))
-        return matrix
-    with torch.autocast(fused.device.type, enabled=False):
-        return torch.baddbmm(below, fused, below, beta=residual, alpha=1.0 - residual).div_(whole)
+        step = fused * (1.0 - residual)
+        step.diagonal(dim1=-2, dim2=-1).add_(residual)
+    else:  # into a tensor that is there: no autocast then
+        step = torch.empty_like(below)
+        torch.baddbmm(below, fused, below, beta=residual, alpha=1.0 - residual, out=step)
+    return step if normal else step.div_(residual + (1.0 - residual) * fused.sum(dim=-1, keepdim=True))
 
 
 def relevance(layers: Sequence[Tensor], *, start_layer: int = 1, readout: Tensor | None = None) -> Tensor:

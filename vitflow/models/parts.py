@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -11,12 +12,11 @@ from torch import nn
 
 
 class _Parts:
-    """What is known of the modules of a model, all by their number in the order of `named_modules`."""
+    """What is known of the modules of a model, as long as they leave these marks: those that a question chose."""
 
     def __init__(self, marks: list[Any]) -> None:
         self.marks = marks
-        self.paths: list[str] = []
-        self.chosen: dict[Callable[[nn.Module], bool], list[int]] = {}
+        self.chosen: dict[Callable[[nn.Module], bool], list[tuple[str, ref[nn.Module]]]] = {}
 
 
 # Modules are kept by weak references alone, so that a model lives no longer for what is known of it.
@@ -24,9 +24,9 @@ _models: WeakKeyDictionary[nn.Module, _Parts] = WeakKeyDictionary()
 
 
 class _Thread(threading.local):
-    """The model that this thread runs now, with its modules."""
+    """The model that this thread runs now, with what is known of it."""
 
-    held: tuple[nn.Module, list[nn.Module], _Parts] | None = None
+    held: tuple[nn.Module, _Parts] | None = None
 
 
 _thread = _Thread()
@@ -63,48 +63,70 @@ def those_that(holds: Callable[[nn.Module], bool]) -> Callable[[nn.Module], list
 
     @wraps(holds)
     def among(model: nn.Module) -> list[nn.Module]:
-        modules, parts = _look(model)
-        if holds not in parts.chosen:
-            parts.chosen[holds] = [number for number, module in enumerate(modules) if holds(module)]
-        return [modules[number] for number in parts.chosen[holds]]
+        return [module for _, module in _answer(model, holds)]
 
     return among
 
 
 def with_paths(model: nn.Module, question: Callable[[nn.Module], list[nn.Module]]) -> list[tuple[str, nn.Module]]:
     """The modules that answer a question of `those_that`, each with its path, without that of wrappers around it."""
-    found, (modules, parts) = question(model), _look(model)
-    if not parts.paths:
-        parts.paths = [path for path, _ in model.named_modules()]
-    paths = {module: path for path, module in zip(parts.paths, modules, strict=True)}
-    return [(".".join(part for part in paths[one].split(".") if part != "_orig_mod"), one) for one in found]
+    return _answer(model, question.__wrapped__)  # type: ignore[attr-defined]
 
 
 @contextmanager
 def unchanging(model: nn.Module) -> Iterator[None]:
     """Take a model for the same until the end of the block, in this thread: it is not looked through again."""
     before = _thread.held
-    _thread.held = (model, *_look(model))
+    _thread.held = model, _look(model)
     try:
         yield
     finally:
         _thread.held = before
 
 
-def _look(model: nn.Module) -> tuple[list[nn.Module], _Parts]:
-    """The modules of a model, and what is known of them."""
+def _answer(model: nn.Module, holds: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
+    """The modules of a model for which something holds, each with its path."""
+    chosen = _look(model).chosen
+    if holds not in chosen:
+        chosen[holds] = [
+            (".".join(part for part in path.split(".") if part != "_orig_mod"), ref(module))
+            for path, module in model.named_modules()
+            if holds(module)
+        ]
+    return [(path, module) for path, kept in chosen[holds] if (module := kept()) is not None]
+
+
+def _look(model: nn.Module) -> _Parts:
+    """What is known of the modules of a model."""
     if _thread.held is not None and _thread.held[0] is model:
-        return _thread.held[1:]
-    modules = modules_of(model)
-    marks: list[Any] = []
-    for module in modules:
-        own = module.__dict__
-        marks.append(ref(module))
-        marks.append(type(module))
-        marks.append(own.get("forward"))
-        marks.append(own.get("_compiled_call_impl"))
-        marks.extend(module._modules)
+        return _thread.held[1]
+    marks = _marks(model)
     parts = _models.get(model)
     if parts is None or parts.marks != marks:
         parts = _models[model] = _Parts(marks)
-    return modules, parts
+    return parts
+
+
+def _marks(model: nn.Module) -> list[Any]:
+    """What is another list as soon as a module was replaced, wrapped, added, taken away, or given a forward method."""
+    marks: list[Any] = [type(model)]
+    level, seen = [model], {model}
+    while level:
+        own = [module.__dict__ for module in level]
+        inside = [attributes["_modules"] for attributes in own]
+        parts = [part for modules in inside for part in modules.values()]
+        marks += map(len, inside)
+        marks += chain.from_iterable(inside)
+        marks += map(type, parts)
+        marks += ["forward" in attributes and _is_compiled(attributes["forward"]) for attributes in own]
+        marks += [attributes.get("_compiled_call_impl") is None for attributes in own]
+        level = [part for part in parts if part is not None]
+        marks += map(ref, level)
+        level = [part for part in dict.fromkeys(level) if part not in seen]
+        seen.update(level)
+    return marks
+
+
+def _is_compiled(forward: Any) -> str:
+    """What of a forward method of a module's own answers may depend on."""
+    return "compiled" if hasattr(forward, "_torchdynamo_orig_callable") else "as written"

@@ -131,7 +131,7 @@ def other_attention_in(model: nn.Module) -> str:
 
 def is_pooling(name: str, module: nn.Module) -> bool:
     """Whether a module pools the tokens for the head by attention, instead of mixing them in a layer."""
-    return name.split(".")[-1] == "attn_pool" or _kind(module) in _POOLING
+    return _kind(module) in _POOLING or name == "attn_pool" or name.endswith(".attn_pool")
 
 
 def is_class_attention(module: nn.Module) -> bool:
@@ -154,9 +154,11 @@ def is_packed(module: nn.Module, tensor: Tensor) -> bool:
 
     So transformers runs a single query of grouped heads.
     """
-    groups: Any = getattr(module, "num_key_value_groups", 1)
-    heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
-    return groups != 1 and tensor.ndim == 4 and tensor.shape[2] == groups and tensor.shape[1] * groups == heads
+    groups = module.__dict__.get("num_key_value_groups", 1)
+    if groups == 1 or tensor.ndim != 4 or tensor.shape[2] != groups:
+        return False
+    heads: Any = getattr(getattr(module, "config", None), "num_attention_heads", None)
+    return bool(tensor.shape[1] * groups == heads)
 
 
 def arrangement(module: nn.Module, tensor: Tensor, batch: int) -> Arrange | None:
@@ -167,8 +169,7 @@ def arrangement(module: nn.Module, tensor: Tensor, batch: int) -> Arrange | None
         tensor: attention probabilities or values as the module made them.
         batch: how many pictures it ran on.
     """
-    heads: Any = getattr(module, "num_heads", None)
-    kind, shape = _kind(module), tensor.shape
+    kind = _kind(module)
     if kind in _FOLDED_WINDOWS and tensor.ndim == 4:  # [batch · heads, windows, …]
         return lambda found: found.unflatten(0, (batch, -1)).transpose(1, 2).flatten(0, 1)
     if is_packed(module, tensor):
@@ -176,8 +177,9 @@ def arrangement(module: nn.Module, tensor: Tensor, batch: int) -> Arrange | None
     if tensor.ndim == 4:
         return None
     if tensor.ndim == 3:
+        heads: Any = getattr(module, "num_heads", None)
         folded = kind not in _HEAD_BY_HEAD and isinstance(heads, int) and heads > 1
-        if folded and shape[0] % (batch * heads) == 0:
+        if folded and len(tensor) % (batch * heads) == 0:
             return lambda found: found.unflatten(0, (-1, heads))
         return lambda found: found.unsqueeze(1)
     if tensor.ndim == 5 and kind in _WINDOWS_FIRST:  # [batch, windows, heads, …]
@@ -199,13 +201,22 @@ def refusal_of(model: nn.Module, layers: Sequence[AttentionLayer]) -> str | None
     )
 
 
+def refusal_of_words(model: nn.Module) -> str:
+    """Why rollout and flow do not apply as a map to a pass that read a text."""
+    return (
+        f"{type(model).__name__} read a text, whose words have no place on a picture and no readout of their own: use "
+        "vitflow.explain_text, or vitflow.attention_rollout(trace.fused()); trace.streams tells its layers apart."
+    )
+
+
 def refusal_in_words(model: nn.Module, layers: Sequence[AttentionLayer]) -> str:
     """What a model computes to which rollout and flow do not apply; empty if they may."""
     transformer = _refused(model)
     if transformer is not None:
         return _REFUSED[_kind(transformer)]
-    mixing = [layer for layer in layers if not is_class_attention(model.get_submodule(layer.name))]
-    return "" if mixing else other_attention_in(model) or "no attention between patches"
+    if any(not is_class_attention(model.get_submodule(layer.name)) for layer in layers):
+        return ""
+    return other_attention_in(model) or "no attention between patches"
 
 
 def _refused(model: nn.Module) -> nn.Module | None:

@@ -5,8 +5,9 @@ is recorded is the matrix that is applied: some models mix or re-weigh the softm
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 _SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
-# Where only fused matrices are kept, a processor works on about so many probabilities at a time, to stay in its cache.
-_CACHED_PROBABILITIES = 2**19
+# Where only fused matrices are kept, a processor works on at most so many probabilities at a time, for its cache.
+_CACHED_PROBABILITIES = 2**20
+# A picture with at least this part of them is taken by itself: nothing has to be copied for that.
+_BY_ITSELF = 1 / 32
 # A score that lies so far below another of its row has no probability beside it: exp(-746) is 0 in float64.
 _FAR_BELOW = 1000.0
 
@@ -50,14 +53,30 @@ class Listener(Protocol):
         shape of the attention, where these are not all.
         """
 
-    def saw_part(self, probabilities: Tensor, value: Tensor, output: Tensor) -> None:
-        """Take in the probabilities of some pictures, or of some queries of one; their values, and their product.
+    def saw_in_parts(
+        self, parts: Iterator["Part"], qkv: Sequence[Tensor], normal: bool, visible: Tensor | None
+    ) -> None:
+        """Take in attention that exists part by part alone: it is computed while the parts are asked for.
 
-        The memory of the probabilities is used again for the next part.
+        It is made of queries, keys and values, [batch, heads, tokens, width] each, and normal where each query sees
+        some key, so that the rows of each head sum to 1.
         """
 
-    def saw_parts(self, batch: int, key: Tensor, visible: Tensor | None = None) -> None:
-        """All pictures of the batch have been taken in; their key vectors, and which keys each query may see."""
+
+@dataclass(slots=True)
+class Part:
+    """The attention of some pictures of a batch, or of some queries of one: memory that the next part uses again.
+
+    Attributes:
+        pictures, queries: where in the batch, and among the queries.
+        probabilities: [pictures · heads, queries, keys].
+        mixed: their product with the values, [pictures · heads, queries, width].
+    """
+
+    pictures: slice
+    queries: slice
+    probabilities: Tensor
+    mixed: Tensor
 
 
 class Interception(TorchFunctionMode):
@@ -201,10 +220,13 @@ def _attend(
     exact = query.dtype in (torch.float32, torch.float64)
     if is_causal:
         attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-    plain = exact and dropout_p == 0.0 and not enable_gqa
+    plain = exact and dropout_p == 0.0 and query.shape[:2] == key.shape[:2] == value.shape[:2]
     visible = _seen_keys(attn_mask) if listener.wants_visible and attn_mask is not None else None
     if plain and not torch.is_grad_enabled() and listener.streams(query, key):
-        return _attend_in_parts(listener, query, key, value, attn_mask, scale, visible)
+        output: list[Tensor] = []
+        parts = _attend_in_parts(query, key, value, attn_mask, scale, output)
+        listener.saw_in_parts(parts, (query, key, value), attn_mask is None, visible)
+        return output[0]
     probabilities = _probabilities(query, key, attn_mask, scale, enable_gqa)
     if listener.gradients and not probabilities.requires_grad:
         probabilities = probabilities.detach().requires_grad_()  # a frozen model: the graph begins here
@@ -220,44 +242,44 @@ def _attend(
 
 
 def _attend_in_parts(
-    listener: Listener,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    visible: Tensor | None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, output: list[Tensor]
+) -> Iterator[Part]:
     """`_attend` for fused matrices alone, in parts that fit a processor's cache: faster, and with less memory.
 
-    A part is some pictures of the batch, or where one is too much, some queries of one picture. All parts share the
-    memory of one.
+    A part is some pictures of the batch, one picture, or where that is too much, some of its queries. All parts share
+    the memory of one; the output is appended to a list before the first of them.
     """
     (batch, heads, queries, width), keys = query.shape, key.shape[-2]
-    step = max(1, _CACHED_PROBABILITIES // (heads * keys * queries))
-    rows = queries
-    if heads * keys * queries > 2 * _CACHED_PROBABILITIES:
-        rows = max(16, 2 * _CACHED_PROBABILITIES // (heads * keys))
-    room = query.new_empty(min(step, batch) * heads * min(rows, queries) * keys)
+    size = heads * queries * keys
+    step = max(1, min(batch, int(_CACHED_PROBABILITIES * _BY_ITSELF) // size))
+    rows = queries if size <= _CACHED_PROBABILITIES else max(16, _CACHED_PROBABILITIES // (heads * keys))
+    if step == 1:  # views, and the output as fused attention lays it out
+        output.append(query.new_empty(batch, queries, heads, value.shape[-1]).transpose(1, 2))
+        pictures = zip(*(one.unbind(0) for one in (query, key.mT, value, output[0])), strict=True)
+    else:
+        output.append(query.new_empty(batch, heads, queries, value.shape[-1]))
+        all_four = [one.flatten(0, 1) for one in (query, key.mT, value, output[0])]
+        pictures = zip(*(one.split(step * heads) for one in all_four), strict=True)
+    room = query.new_empty(step * heads, min(rows, queries), keys)
     factor = 1 / math.sqrt(width) if scale is None else scale
-    output = query.new_empty(batch, heads, queries, value.shape[-1])
     mask = None if mask is None else _with_heads(mask).expand(batch, -1, queries, keys)
-    for first in range(0, batch, step):
-        part = slice(first, first + step)
-        turned = key[part].transpose(-2, -1)
+    for number, (asked, turned, applied, mixed) in enumerate(pictures):
+        some = slice(number * step, min(number * step + step, batch))
         for top in range(0, queries, rows):
-            some = query[part, :, top : top + rows]
-            shape = (*some.shape[:-1], keys)
-            scores = torch.matmul(some * factor, turned, out=room[: math.prod(shape)].view(shape))
-            if mask is not None:
-                scores, unseeing = _mask(scores, mask[part, :, top : top + rows], in_place=True)
-            probabilities = torch.softmax(scores, dim=-1, out=scores)
-            if mask is not None:
-                probabilities.masked_fill_(unseeing, 0.0)
-            mixed = torch.matmul(probabilities, value[part], out=output[part, :, top : top + rows])
-            listener.saw_part(probabilities, value[part], mixed)
-    listener.saw_parts(batch, key, visible)
-    return output
+            these = slice(top, min(top + rows, queries))
+            own, made = (asked, mixed) if rows >= queries else (asked[:, these], mixed[:, these])
+            shape = (*own.shape[:2], keys)
+            scores = room if room.shape == shape else room.view(-1)[: math.prod(shape)].view(shape)
+            scores.baddbmm_(own, turned, beta=0, alpha=factor)
+            if mask is None:
+                torch.softmax(scores, dim=-1, out=scores)
+            else:
+                by_head = scores.unflatten(0, (-1, heads))
+                _, unseeing = _mask(by_head, mask[some, :, these], in_place=True)
+                torch.softmax(scores, dim=-1, out=scores)
+                by_head.masked_fill_(unseeing, 0.0)
+            torch.bmm(scores, applied, out=made)
+            yield Part(some, these, scores, made)
 
 
 def _mask(scores: Tensor, mask: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:

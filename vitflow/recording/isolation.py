@@ -129,7 +129,7 @@ class Hook:
     def __call__(self, module: nn.Module, *given: Any) -> Any:
         """What the hook does, or None where it does not belong."""
         act = self._act
-        mine = module is self._module and threading.get_ident() == self._thread and is_aside() == self._in_aside
+        mine = module is self._module and threading.get_ident() == self._thread and _thread.aside == self._in_aside
         return act(*given) if mine and act is not None else None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -230,4 +230,19 @@ def refuse_without_weights(model: nn.Module) -> None:
             raise ModelError(
                 f"Expected a model with weights, got {type(model).__name__}, whose {name} has {what}"
                 f"{', first.' if lazy else ': load its weights first.'}"
+            )
+
+
+def refuse_checkpointing(model: nn.Module) -> None:
+    """Raise UnsupportedModelError where parts of a model run once more during its backward pass."""
+    for module in model.modules():
+        of_timm = getattr(module, "grad_checkpointing", False) is True
+        of_transformers = getattr(module, "gradient_checkpointing", False) is True and module.training
+        if of_timm or of_transformers:
+            newer = hasattr(model, "activation_checkpointing_disable")
+            theirs = "activation_checkpointing_disable()" if newer else "gradient_checkpointing_disable()"
+            off = "set_grad_checkpointing(False)" if of_timm else theirs
+            raise UnsupportedModelError(
+                f"{type(module).__name__} uses gradient checkpointing, which computes the attention a second time "
+                f"during the backward pass. Call model.{off} first."
             )

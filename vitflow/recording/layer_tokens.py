@@ -39,7 +39,10 @@ def find_tokens(
     windows, queries, keys = next(iter(counts))
     if len(counts) == 1 and windows == 1 and queries == keys and not hasattr(model, "unroll"):
         own = layout or read_layout(model, size, keys)
-        return [replace(layer, located=LayerTokens(own, own)) for layer in layers], None
+        everywhere = LayerTokens(own, own)
+        for layer in layers:
+            layer.located = everywhere
+        return list(layers), None
     found: Windows = {}
     if any(windows > 1 for windows, _, _ in counts):
         found = _assumed_windows(model, layers, batch, size) if pixels.is_meta else find_windows(model, pixels)

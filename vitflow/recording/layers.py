@@ -1,7 +1,7 @@
 """The attention of one layer: what its modules computed, put together or fused."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -131,15 +131,22 @@ def close_layer(
     return AttentionLayer(name, fused=fused, keys=keys, mixed=mixed, visible=layer.visible)
 
 
-def pile_up(layers: list[AttentionLayer], layer: AttentionLayer, residual: float) -> None:
-    """Put a layer on those that ran before it, multiplied with the ones below: three take the memory of one."""
-    [(key, fused)] = layer.fused.items()
+def pile_up(layers: list[AttentionLayer], layer: AttentionLayer, residual: float, normal: bool) -> None:
+    """Put a layer on those that ran before it, multiplied with the ones below: three take the memory of one.
+
+    It is normal where the rows of each head sum to 1.
+    """
+    [((fusion, weighting), fused)] = layer.fused.items()
+    normal = not layer.mixed and (bool(weighting) or (normal and fusion == "mean"))
     below = layers[-1] if layers else None
-    if below is None or below.multiplied % _MULTIPLIED == 0 or below.fused[key].shape != fused.shape:
-        layers.append(replace(layer, fused={key: rollout_step(fused, None, residual)}, multiplied=1))
+    if below is None or below.multiplied % _MULTIPLIED == 0 or below.example.shape != fused.shape:
+        layer.multiplied, product = 1, rollout_step(fused, None, residual, normal=normal)
+        layers.append(layer)
     else:
-        product = rollout_step(fused, below.fused[key], residual)
-        layers[-1] = replace(layer, fused={key: product}, multiplied=below.multiplied + 1)
+        layer.multiplied = below.multiplied + 1
+        product = rollout_step(fused, below.example, residual, normal=normal)
+        layers[-1] = layer
+    layer.fused = {(fusion, weighting): product}
 
 
 def fuse_parts(heads: Tensor, key: FusionKey, values: Values | None, parts: Sequence[ModuleAttention]) -> Tensor:
@@ -148,18 +155,10 @@ def fuse_parts(heads: Tensor, key: FusionKey, values: Values | None, parts: Sequ
     return fused.clamp_min(0.0) if any(part.mixed for part in parts) else fused
 
 
-def join_pieces(pieces: list[Tensor], batch: int, weighted: bool) -> Tensor:
-    """Fused matrices of all pictures from those of some pictures each, or of some queries of one picture each."""
-    if len(pieces) == 1:
-        return pieces[0]
-    if sum(len(piece) for piece in pieces) == batch:
-        return torch.cat(pieces)
-    matrix = torch.cat([piece.flatten(0, 1) for piece in pieces]).reshape(batch, -1, pieces[0].shape[-1])
-    if weighted and matrix.shape[1] == matrix.shape[2]:
-        empty = matrix.amax(dim=-1, keepdim=True) <= 0
-        if empty.any():  # as in a matrix that is normalised whole
-            matrix = torch.where(empty, torch.eye(matrix.shape[1], dtype=matrix.dtype), matrix)
-    return matrix
+def own_rows(rows: Tensor, first: int) -> None:
+    """Make rows [pictures, queries, keys] with nothing above 0, the first of them that of a token, the identity's."""
+    empty = (rows.amax(dim=-1) <= 0).nonzero()
+    rows[empty[:, 0], empty[:, 1], first + empty[:, 1]] = 1.0
 
 
 def read_values(value: Tensor, module: nn.Module, name: str, around: nn.Module | None) -> Values:

@@ -1,7 +1,8 @@
 """What the interception tells of a running model, put together layer by layer: fused at once where that is enough."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from vitflow.errors import NoAttentionError, UnsupportedModelError, ValueNormsError
 from vitflow.methods.values import Values, fuse_weighted, gram_matrix
 from vitflow.recording.attention_kinds import arrangement, is_difference, is_packed, is_pooling, other_attention
+from vitflow.recording.interception import Part
 from vitflow.recording.isolation import is_aside
 from vitflow.recording.layers import (
     Arrange,
@@ -16,7 +18,7 @@ from vitflow.recording.layers import (
     FusionKey,
     ModuleAttention,
     close_layer,
-    join_pieces,
+    own_rows,
     pile_up,
     read_values,
 )
@@ -62,8 +64,6 @@ class Listening:
         self.pooling: Tensor | None = None
         self.batch = 1
         self._open: dict[str, list[ModuleAttention]] = {}  # layers that are running
-        self._streamed: dict[FusionKey, list[Tensor]] = {}  # the layer that is fused part by part
-        self._shared: Values | None = None  # what its parts' values share, and those of the first
         self._other: set[str] = set()  # what runs that is no attention between tokens, in words
 
     def running(self) -> str | None:
@@ -122,30 +122,42 @@ class Listening:
             or arrangement(module, query, self.batch) is not None
         )
 
-    def saw_part(self, probabilities: Tensor, value: Tensor, output: Tensor) -> None:
-        """Fuse the probabilities of some pictures of the batch."""
-        if self._shared is None and (own := self._values_of(value, None)) is not None:
-            along = any(weighting == "output" for _, weighting in self.fusions)
-            self._shared = replace(own, gram=gram_matrix(own.projection, own.owner) if along else None)
-        values = None if self._shared is None else replace(self._shared, vectors=value.detach())
-        for fusion, weighting in self.fusions:
-            part = fuse_weighted(probabilities.detach(), fusion, weighting, values, mixed=output.detach())  # type: ignore[arg-type]
-            self._streamed.setdefault((fusion, weighting), []).append(part)
-
-    def saw_parts(self, batch: int, key: Tensor, visible: Tensor | None = None) -> None:
-        """Take in a layer that was fused part by part."""
+    def saw_in_parts(self, parts: Iterator[Part], qkv: Sequence[Tensor], normal: bool, visible: Tensor | None) -> None:
+        """Take in a layer that is computed part by part, and fuse each part."""
+        query, key, value = qkv
         name = self.path[-1][0]
         self._open[name] = []
-        joined = {key: join_pieces(pieces, batch, bool(key[1])) for key, pieces in self._streamed.items()}
-        self._streamed, self._shared = {}, None
-        self._take(AttentionLayer(name, fused=joined, keys=self._keys_of(key, None), visible=visible))
+        own = self._values_of(value, None)
+        if own is not None and any(weighting == "output" for _, weighting in self.fusions):
+            own = replace(own, gram=gram_matrix(own.projection, own.owner))
+        (batch, heads, queries, _), keys = query.shape, key.shape[-2]
+        fused = {one: query.new_empty(batch, queries, keys) for one in self.fusions}
+        share = _share(heads, query.dtype)
+        for part in parts:
+            count = len(part.probabilities) // heads
+            for (fusion, weighting), matrix in fused.items():
+                whole = count == batch and part.probabilities.shape[1] == queries
+                place = matrix if whole else matrix[part.pictures, part.queries]
+                if fusion == "mean" and not weighting:  # as a product, which reads each probability once
+                    every = part.probabilities.view(count, heads, -1)
+                    torch.bmm(share.expand(count, 1, heads), every, out=place.view(count, 1, -1))
+                    continue
+                every, mixed = (one.unflatten(0, (count, heads)) for one in (part.probabilities, part.mixed))
+                values = None if own is None else replace(own, vectors=own.vectors[part.pictures])
+                place.copy_(fuse_weighted(every, fusion, weighting, values, mixed=mixed))  # type: ignore[arg-type]
+                if weighting and queries == keys > place.shape[1]:
+                    own_rows(place, part.queries.start)
+        self._take(AttentionLayer(name, fused=fused, keys=self._keys_of(key, None), visible=visible), normal)
 
     def _pools(self) -> bool:
         """Whether what runs is the attention of a pooling head, or a part of one."""
-        return any(is_pooling(name, module) for name, module in self.path[-2:])
+        return is_pooling(*self.path[-1]) or (len(self.path) > 1 and is_pooling(*self.path[-2]))
 
     def _parallel_block(self) -> str | None:
-        return next((path for path, module in self.path if type(module).__name__ in _PARALLEL_BLOCKS), None)
+        for path, module in self.path:
+            if type(module).__name__ in _PARALLEL_BLOCKS:
+                return path
+        return None
 
     def _values_of(self, value: Tensor | None, arrange: Arrange | None) -> Values | None:
         if not self.values:
@@ -173,15 +185,18 @@ class Listening:
             module, fusions = self.model.get_submodule(name), () if self._keep_heads else self.fusions
             self._take(close_layer(name, parts, module, fusions))
 
-    def _take(self, layer: AttentionLayer) -> None:
+    def _take(self, layer: AttentionLayer, normal: bool = False) -> None:
         self.seen = True
-        batch, queries, keys = len(layer.example), *layer.example.shape[-2:]
         if self.on_layer is not None:
             self.on_layer(layer)
-        elif self.residual and batch == self.batch and queries == keys:
-            pile_up(self._trace.layers, layer, self.residual)
+        elif self.residual and self._is_whole(layer.example.shape):
+            pile_up(self._trace.layers, layer, self.residual, normal)
         else:
             self._trace.layers.append(layer)
+
+    def _is_whole(self, shape: Sequence[int]) -> bool:
+        """Whether a layer attends from all tokens of each picture to all of them."""
+        return shape[0] == self.batch and shape[-2] == shape[-1]
 
     def nothing_seen(self) -> NoAttentionError:
         """What is raised where a model ran, and this saw no attention."""
@@ -191,3 +206,10 @@ class Listening:
             f"{instead}. Attention rollout and flow need a model with self-attention, such as a timm vit_*, deit_* or "
             "dinov2 model; gradcam, input_gradient and occlusion work on this one."
         )
+
+
+@lru_cache(maxsize=16)
+def _share(heads: int, dtype: torch.dtype) -> Tensor:
+    """What each head has of their mean, [1, 1, heads]."""
+    with torch.inference_mode(False):
+        return torch.full((1, 1, heads), 1.0 / heads, dtype=dtype)

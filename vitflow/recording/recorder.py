@@ -5,7 +5,7 @@ Attention is seen where it is computed. While a model runs inside `record_attent
 Nothing depends on `attn_drop`, which fused attention never calls. Afterwards the model is exactly as it was.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -30,9 +30,17 @@ from vitflow.models.blocks import block_norms
 from vitflow.models.languages import reads_text, refuse_static, word_embedding
 from vitflow.models.libraries import refuse_unseen
 from vitflow.models.parts import unchanging, with_paths
-from vitflow.recording.attention_kinds import may_attend, refusal_of
+from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_words
 from vitflow.recording.interception import Interception
-from vitflow.recording.isolation import Hook, aside, no_fast_path, refuse_compiled, turn, uncompiled
+from vitflow.recording.isolation import (
+    Hook,
+    aside,
+    no_fast_path,
+    refuse_checkpointing,
+    refuse_compiled,
+    turn,
+    uncompiled,
+)
 from vitflow.recording.layer_tokens import find_tokens
 from vitflow.recording.layers import AttentionLayer, FusionKey
 from vitflow.recording.listening import Listening
@@ -113,10 +121,8 @@ class record_attention:
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention, self._answers = attention, answers
         self._layout = layout
-        if attention:
-            refuse_unseen(self._model)
         if gradients:
-            _refuse_checkpointing(self._model)
+            refuse_checkpointing(self._model)
 
     def __enter__(self) -> Trace:
         with ExitStack() as stack:  # if anything fails on the way in, everything is undone
@@ -127,13 +133,18 @@ class record_attention:
             self._listening.open(self.trace)
             self._interception = Interception(self._listening)
             stack.callback(self._forget)
-            self._watched: dict[str, nn.Module] | None = None
-            self._hooks, self._pass = stack.enter_context(ExitStack()), stack.enter_context(ExitStack())
-            self._enter_hooks(stack)
-            stack.enter_context(no_fast_path())
-            if runs_compiled(self._called):
-                refuse_compiled()
-                stack.enter_context(uncompiled())
+            self._watched: dict[str, nn.Module] = {}
+            self._hooks: list[Hook] = []  # of the modules that are watched
+            stack.callback(self._unhook)
+            self._pass = stack.enter_context(ExitStack())
+            with unchanging(self._model):
+                if self._attention:
+                    refuse_unseen(self._model)
+                self._enter_hooks(stack)
+                stack.enter_context(no_fast_path())
+                if runs_compiled(self._called):
+                    refuse_compiled()
+                    stack.enter_context(uncompiled())
             self._stack = stack.pop_all()
         return self.trace
 
@@ -153,7 +164,8 @@ class record_attention:
     # -- the model's modules ------------------------------------------------------------------------------------------
 
     def _enter_hooks(self, stack: ExitStack) -> None:
-        self._hook("", self._model, stack)
+        for hook in self._hooks_of("", self._model):
+            stack.callback(hook.remove)
         self._watch()
         if self._gradients and (embedding := word_embedding(self._model)) is not None:
             stack.callback(Hook(embedding, _begin_graph, before=False).remove)
@@ -162,20 +174,21 @@ class record_attention:
 
     def _watch(self) -> None:
         """Watch the modules that may attend: those that the model has now, which may be others than a pass before."""
-        attending = dict(with_paths(self._model, may_attend))
+        attending = dict(with_paths(self._model, may_attend)) if self._attention else {}
         if attending != self._watched:
+            self._unhook()
             self._watched = attending
-            self._hooks.close()
             for name, module in attending.items():
                 if name:
-                    self._hook(name, module, self._hooks)
+                    self._hooks += self._hooks_of(name, module)
 
-    def _hook(self, name: str, module: nn.Module, stack: ExitStack) -> None:
-        stack.callback(Hook(module, self._entering(name, module), before=True).remove)
-        stack.callback(Hook(module, self._leaving(name), before=False).remove)
+    def _unhook(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
-    def _attends(self, name: str) -> bool:
-        return self._attention and self._watched is not None and name in self._watched
+    def _hooks_of(self, name: str, module: nn.Module) -> Iterator[Hook]:
+        yield Hook(module, self._entering(name, module), before=True)
+        yield Hook(module, self._leaving(name), before=False)
 
     def _entering(self, name: str, module: nn.Module) -> Callable[..., Any]:
         listening, interception = self._listening, self._interception
@@ -183,7 +196,7 @@ class record_attention:
         def act(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not name:
                 args, kwargs = self._begin(args, kwargs)
-            if self._attends(name):
+            if name in self._watched:
                 interception.begin()
             listening.path.append((name, module))
             return (args, kwargs) if not name else None
@@ -201,7 +214,7 @@ class record_attention:
             finally:
                 if entered:
                     listening.path.pop()
-                    if self._attends(name):
+                    if name in self._watched:
                         interception.end()
             if output is not None:
                 listening.ended(name)
@@ -265,7 +278,7 @@ class record_attention:
         trace = self.trace
         trace.logits = logits
         if self._reads is not None:
-            trace.lay_out(trace.layers, None, refusal=_words_have_no_place(self._model))
+            trace.lay_out(trace.layers, None, refusal=refusal_of_words(self._model))
             return
         if trace.pixels is None:
             return
@@ -327,29 +340,8 @@ def _begin_graph(args: Any, output: Any) -> None:
         output.requires_grad_()
 
 
-def _words_have_no_place(model: nn.Module) -> str:
-    return (
-        f"{type(model).__name__} read a text, whose words have no place on a picture and no readout of their own: use "
-        "vitflow.explain_text, or vitflow.attention_rollout(trace.fused()); trace.streams tells its layers apart."
-    )
-
-
 def _submodule(model: nn.Module, path: str) -> nn.Module:
     try:
         return model.get_submodule(path)
     except AttributeError as error:
         raise OptionError(f"{type(model).__name__} has no module {path!r}: {error}.") from error
-
-
-def _refuse_checkpointing(model: nn.Module) -> None:
-    for module in model.modules():
-        of_timm = getattr(module, "grad_checkpointing", False) is True
-        of_transformers = getattr(module, "gradient_checkpointing", False) is True and module.training
-        if of_timm or of_transformers:
-            newer = hasattr(model, "activation_checkpointing_disable")
-            theirs = "activation_checkpointing_disable()" if newer else "gradient_checkpointing_disable()"
-            off = "set_grad_checkpointing(False)" if of_timm else theirs
-            raise UnsupportedModelError(
-                f"{type(module).__name__} uses gradient checkpointing, which computes the attention a second time "
-                f"during the backward pass. Call model.{off} first."
-            )

@@ -148,10 +148,7 @@ class _Probe:
         """Never: one picture is small."""
         return False
 
-    def saw_part(self, probabilities: Tensor, value: Tensor, output: Tensor) -> None:
-        """Is not called."""
-
-    def saw_parts(self, batch: int, key: Tensor, visible: Tensor | None = None) -> None:
+    def saw_in_parts(self, *given: Any) -> None:
         """Is not called."""
 
     def saw(
