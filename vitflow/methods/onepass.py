@@ -49,7 +49,7 @@ def each_picture(count: int, work: Callable[[int], Any]) -> list[Any]:
         return list(threads.map(work, range(count)))
 
 
-def fuse_products(lengths: Tensor, attention: Tensor, head_fusion: str) -> Tensor:
+def fuse_products(lengths: Tensor, attention: Tensor, head_fusion: str, out: Tensor | None = None) -> Tensor:
     """Fuse (lengths)⁺ ⊙ attention over the heads, and divide each row by its own sum.
 
     A row with nothing above zero becomes the row of the identity, or zero where queries are not keys.
@@ -58,6 +58,7 @@ def fuse_products(lengths: Tensor, attention: Tensor, head_fusion: str) -> Tenso
         lengths: what each entry of attention counts, up to a factor per query, [batch, heads, queries, keys]; finite.
         attention: [batch, heads, queries, keys].
         head_fusion: "mean", "max" or "min".
+        out: where to write the result; by default a tensor of its own.
 
     Returns:
         [batch, queries, keys], the same as `normalize_rows(fuse_heads(lengths.clamp_min(0) * attention, head_fusion))`.
@@ -66,7 +67,7 @@ def fuse_products(lengths: Tensor, attention: Tensor, head_fusion: str) -> Tenso
     tensor([[[0.1000, 0.9000]]])
     """
     batch, _, queries, keys = attention.shape
-    fused = torch.empty(batch, queries, keys)
+    fused = torch.empty(batch, queries, keys) if out is None else out
     fuse = _fuse if worth_compiling(batch * queries * keys) else _fuse_plainly
     fuse(as_array(lengths), as_array(attention), _FUSIONS[head_fusion], fused.numpy())
     return fused

@@ -125,6 +125,8 @@ def fuse_weighted(
     values: Values | None,
     *,
     mixed: Tensor | None = None,
+    out: Tensor | None = None,
+    room: Tensor | None = None,
 ) -> Tensor:
     """Weigh the heads of one layer and fuse them: [batch, heads, tokens, tokens] → [batch, tokens, tokens].
 
@@ -133,23 +135,25 @@ def fuse_weighted(
     Args:
         values: of the same layer; needed where value_weighted is not False.
         mixed: attention @ values.vectors, [batch, heads, tokens, width], where it is known already; it saves making it.
+        out: where to write the result, [batch, tokens, tokens]; by default a tensor of its own.
+        room: memory of the attention's shape that may be written to.
     """
-    if value_weighted is False:
-        return fuse_heads(attention, head_fusion)
-    if values is None:
+    if value_weighted is not False and values is None:
         raise OptionError("Value weighting needs the value vectors of the layer, got none.")
     check_head_fusion(head_fusion)
-    if value_weighted == "output" and onepass.in_memory(attention, values.vectors, values.projection):
-        fused = _fuse_along_output(attention, head_fusion, values, mixed)
-        if fused is not None:
-            return fused
-    return normalize_rows(fuse_heads(values.weigh(attention, value_weighted), head_fusion))
+    if values is None or value_weighted is False:
+        fused = fuse_heads(attention, head_fusion)
+    else:
+        if value_weighted == "output" and onepass.in_memory(attention, values.vectors, values.projection):
+            lengths = _along_output(attention, values, mixed, room)
+            if lengths is not None:
+                return onepass.fuse_products(lengths, attention, head_fusion, out)
+        fused = normalize_rows(fuse_heads(values.weigh(attention, value_weighted), head_fusion))
+    return fused if out is None else out.copy_(fused)
 
 
-def _fuse_along_output(
-    attention: Tensor, head_fusion: HeadFusion, values: Values, mixed: Tensor | None
-) -> Tensor | None:
-    """`fuse_weighted` along the output, in fewer steps; None where a number is not finite.
+def _along_output(attention: Tensor, values: Values, mixed: Tensor | None, room: Tensor | None) -> Tensor | None:
+    """(v_j W_O · o_i) for each head, up to a factor per query, [batch, heads, queries, keys]; None if not all finite.
 
     With x_i the heads' mixed values side by side, o_i = W_O x_i, and all products with it need W_Oᵀ W_O x_i alone, by a
     matrix that is the same for all pictures. Dividing by ‖o_i‖ is left to the normalisation of the rows.
@@ -163,7 +167,9 @@ def _fuse_along_output(
         if not math.isfinite(along.sum()):
             return None
         along = along.reshape(batch, queries, heads, width).transpose(1, 2)
-        return onepass.fuse_products(along @ values.vectors.transpose(-2, -1), attention, head_fusion)
+        turned, room = values.vectors.mT, torch.empty_like(attention) if room is None else room
+        torch.bmm(along.flatten(0, 1), turned.flatten(0, 1), out=room.flatten(0, 1))
+        return room
 
 
 def gram_matrix(projection: Tensor, owner: object | None) -> Tensor | None:

@@ -132,7 +132,7 @@ class Listening:
             own = replace(own, gram=gram_matrix(own.projection, own.owner))
         (batch, heads, queries, _), keys = query.shape, key.shape[-2]
         fused = {one: query.new_empty(batch, queries, keys) for one in self.fusions}
-        share = _share(heads, query.dtype)
+        share, room = _share(heads, query.dtype), None
         for part in parts:
             count = len(part.probabilities) // heads
             for (fusion, weighting), matrix in fused.items():
@@ -142,9 +142,11 @@ class Listening:
                     every = part.probabilities.view(count, heads, -1)
                     torch.bmm(share.expand(count, 1, heads), every, out=place.view(count, 1, -1))
                     continue
-                every, mixed = (one.unflatten(0, (count, heads)) for one in (part.probabilities, part.mixed))
                 values = None if own is None else replace(own, vectors=own.vectors[part.pictures])
-                place.copy_(fuse_weighted(every, fusion, weighting, values, mixed=mixed))  # type: ignore[arg-type]
+                every, mixed = (one.unflatten(0, (count, heads)) for one in (part.probabilities, part.mixed))
+                if room is None or room.shape != every.shape:
+                    room = torch.empty_like(every)
+                fuse_weighted(every, fusion, weighting, values, mixed=mixed, out=place, room=room)  # type: ignore[arg-type]
                 if weighting and queries == keys > place.shape[1]:
                     own_rows(place, part.queries.start)
         self._take(AttentionLayer(name, fused=fused, keys=self._keys_of(key, None), visible=visible), normal)
