@@ -31,33 +31,6 @@ class Graph(NamedTuple):
 
 
 @compiled
-def share_out(matrix: Any, arrived: Any, reached: Any, below: Any, below_reached: Any) -> None:
-    """What arrives below a layer of edges when each node above shares out in proportion to its edges.
-
-    Args:
-        matrix: capacities [keys, queries].
-        arrived: what each node above has, [queries].
-        reached: which of them the source reaches at all, [queries]: shares may be too small for a number.
-        below: [keys], filled.
-        below_reached: [keys], filled.
-    """
-    keys, queries = matrix.shape
-    share = np.zeros(queries)
-    for k in range(keys):
-        for i in range(queries):
-            share[i] += matrix[k, i]
-    for i in range(queries):
-        share[i] = min(arrived[i] / share[i], 1.0) if share[i] > 0.0 else 0.0
-    for k in range(keys):
-        total, any_reached = 0.0, False
-        for i in range(queries):
-            total += matrix[k, i] * share[i]
-            any_reached |= reached[i] and matrix[k, i] > 0.0
-        below[k] = total
-        below_reached[k] = any_reached
-
-
-@compiled
 def count_edges(matrix: Any, lower: Any, upper: Any, least: float) -> int:
     """How many edges [keys, queries] between these nodes have a capacity of more than `least`."""
     count = 0

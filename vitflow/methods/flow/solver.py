@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError
-from vitflow.methods.flow.edges import Floats, Graph, count_edges, fill_edges, share_out
+from vitflow.methods.flow.edges import Floats, Graph, count_edges, fill_edges
 from vitflow.methods.flow.kernel import Workspace, solve, workspace
 
 Progress = Callable[[int], object]
@@ -189,12 +189,12 @@ def _shared_out(upward: Floats, supply: Floats) -> tuple[list[Floats], list[Indi
         on plentiful nodes first leave the scarce ones to those who need them: it makes straight paths nearly optimal,
         and the residual search short.
     """
-    supplies, reached = [supply], [supply > 0]
+    supplies, reached = [supply], [supply > 0]  # shares may be too small for a number
     for matrix in upward[::-1]:  # [keys, queries]
-        below, below_reached = np.empty_like(supply), np.empty_like(reached[0])
-        share_out(matrix, supplies[0], reached[0], below, below_reached)
-        supplies.insert(0, below)
-        reached.insert(0, below_reached)
+        taken = matrix.sum(axis=0)
+        share = np.minimum(np.divide(supplies[0], taken, out=np.zeros_like(taken), where=taken > 0), 1.0)
+        supplies.insert(0, np.einsum("ki,i->k", matrix, share))
+        reached.insert(0, ((matrix > 0) & reached[0]).any(axis=1))
     orders = [np.argsort(-amounts, kind="stable") for amounts in supplies]
     return supplies, [order[which[order]] for order, which in zip(orders, reached, strict=True)]
 
