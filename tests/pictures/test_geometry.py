@@ -1,9 +1,10 @@
-"""Placement, place() and prepare(): against timm's own transform, and pixel by pixel against exact fractions."""
+"""Placement, place() and Preprocessing: against timm's own transform, and pixel by pixel against exact fractions."""
 
 import io
 import json
 import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,11 @@ from PIL import ExifTags, Image
 
 from tests.references import patch_box, seen_mask
 from vitflow.errors import OptionError, ShapeError
-from vitflow.pictures import geometry
-from vitflow.pictures.geometry import CROP_MODES, FILTERS, Placement, place, prepare
+from vitflow.pictures import preprocessing
+from vitflow.pictures.geometry import CROP_MODES, FILTERS, Placement, place
 from vitflow.pictures.images import read_image
 from vitflow.pictures.options import FITS
+from vitflow.pictures.preprocessing import InputSpec, Preprocessing
 from vitflow.pictures.upsampling import upsample
 
 HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
@@ -47,6 +49,10 @@ def placements(draw: st.DrawFn) -> Placement:
 
 def noise(height: int, width: int) -> np.ndarray:
     return np.random.default_rng(height * 1000 + width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def prepare(image: np.ndarray, placement: Placement, **spec: Any) -> np.ndarray:
+    return Preprocessing(InputSpec(placement.input_size, 3, **spec)).prepare(image, placement)
 
 
 def exact_input_coordinate(placement: Placement, axis: int, pixel: int) -> Fraction:
@@ -116,7 +122,7 @@ def test_a_very_long_picture_is_resized_in_its_window_only(monkeypatch):
     image = noise(40, 400)
     placement = place((40, 400), (64, 64), crop_pct=0.9)
     whole = prepare(image, placement, **HALF)
-    monkeypatch.setattr(geometry, "_MAX_RESIZED_PIXELS", 0)
+    monkeypatch.setattr(preprocessing, "_MAX_RESIZED_PIXELS", 0)
     windowed = prepare(image, placement, **HALF)
     # One level of 255, because the window's corner is not a whole pixel of the original.
     np.testing.assert_allclose(windowed, whole, atol=2.01 / 255)

@@ -8,7 +8,6 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from vitflow.errors import OptionError, ShapeError, check_known
 from vitflow.pictures.options import FITS, Fit
@@ -20,10 +19,6 @@ FILTERS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
 Size = tuple[int, int]
 Coordinate = TypeVar("Coordinate", float, NDArray[np.float64])
-
-# Above this many pixels only the part that the model sees is resized, not the whole picture: the short side of a
-# 1 × 10,000 picture resized to 256 makes a long side of 2,560,000.
-_MAX_RESIZED_PIXELS = 2**26
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,77 +176,6 @@ def place(
         most = _most_patches(image_size, input_size, patch_size)
         return Placement(image_size, most, (0, 0), most)
     return _place_like_timm(image_size, input_size, crop_pct, crop_mode)
-
-
-def prepare(
-    image: NDArray[np.uint8],
-    placement: Placement,
-    *,
-    mean: Sequence[float],
-    std: Sequence[float],
-    interpolation: str = "bicubic",
-) -> NDArray[np.float32]:
-    """Make the model input out of a picture: resize, cut or pad, scale to [0, 1], normalise.
-
-    Args:
-        image: RGB picture, uint8 [height, width, 3].
-        placement: where the picture goes; made for this very picture size.
-        mean, std: of the normalisation, per channel, for values in [0, 1].
-        interpolation: Pillow's filter by timm's name: nearest, bilinear, bicubic, box, hamming or lanczos.
-
-    Returns:
-        float32 [3, height, width], equal to what timm's evaluation transform gives for fit="crop". Padding has the
-        colour of the mean in 8 bits, which is 0 up to rounding after normalisation.
-
-    Raises:
-        ShapeError: the picture is not uint8 [height, width, 3], or not of the size that the placement is for.
-        OptionError: an unknown interpolation; mean or std without three values; a std of 0 or less.
-
-    >>> image = np.full((480, 640, 3), 255, dtype=np.uint8)
-    >>> prepare(image, place((480, 640), (224, 224)), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))[:, 0, 0]
-    array([1., 1., 1.], dtype=float32)
-    """
-    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-        raise OptionError(f"Expected three values each for mean and std, every std above 0, got {mean} and {std}.")
-    seen = cut(image, placement, mean=mean, interpolation=interpolation)
-    scaled = np.ascontiguousarray(seen.transpose(2, 0, 1), dtype=np.float32) / np.float32(255)
-    scaled -= np.asarray(mean, dtype=np.float32)[:, None, None]
-    scaled /= np.asarray(std, dtype=np.float32)[:, None, None]
-    return scaled
-
-
-def cut(
-    image: NDArray[np.uint8], placement: Placement, *, mean: Sequence[float], interpolation: str = "bicubic"
-) -> NDArray[np.uint8]:
-    """What the model sees of a picture, before it is normalised: resized, cut or padded, uint8 [height, width, 3].
-
-    Args and errors are those of `prepare`.
-
-    >>> cut(np.zeros((2, 6, 3), np.uint8), place((2, 6), (2, 2)), mean=(0.5, 0.5, 0.5)).shape
-    (2, 2, 3)
-    """
-    check_known("interpolation", interpolation, FILTERS)
-    if image.dtype != np.uint8 or image.shape != (*placement.image_size, 3):
-        raise ShapeError(
-            f"Expected a uint8 RGB picture of shape {(*placement.image_size, 3)}, as the placement was made for, "
-            f"got {image.dtype} {image.shape}. Make the placement with place(image.shape[:2], …)."
-        )
-    (height, width), (top, left), (rows, cols) = placement.resized_size, placement.offset, placement.input_size
-    first_row, last_row = max(top, 0), min(top + rows, height)
-    first_col, last_col = max(left, 0), min(left + cols, width)
-    picture, resample = Image.fromarray(image), Image.Resampling[interpolation.upper()]
-    if height * width <= _MAX_RESIZED_PIXELS:
-        resized = picture.resize((width, height), resample)
-        inside = np.asarray(resized)[first_row:last_row, first_col:last_col]
-    else:
-        upper, start = placement.to_image(float(first_row - top), float(first_col - left))
-        lower, end = placement.to_image(float(last_row - top), float(last_col - left))
-        size = (last_col - first_col, last_row - first_row)
-        inside = np.asarray(picture.resize(size, resample, box=(start, upper, end, lower)))
-    seen = np.empty((rows, cols, 3), dtype=np.uint8)
-    seen[:] = np.asarray([round(255 * value) for value in mean], np.uint8) if placement.padding == "mean" else 0
-    seen[first_row - top : last_row - top, first_col - left : last_col - left] = inside
-    return seen
 
 
 def _check_size(name: str, size: Sequence[int]) -> None:

@@ -4,10 +4,16 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
+from vitflow.errors import OptionError, ShapeError, check_known
 from vitflow.pictures import geometry
-from vitflow.pictures.geometry import CropMode, Placement, Size
+from vitflow.pictures.geometry import FILTERS, CropMode, Placement, Size
 from vitflow.pictures.options import Fit
+
+# Above this many pixels only the part that the model sees is resized, not the whole picture: the short side of a
+# 1 × 10,000 picture resized to 256 makes a long side of 2,560,000.
+_MAX_RESIZED_PIXELS = 2**26
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +71,63 @@ class Preprocessing:
         )
 
     def cut(self, image: NDArray[np.uint8], placement: Placement) -> NDArray[np.uint8]:
-        """What the model sees of a picture, in the picture's own colours: uint8 RGB [height, width, 3]."""
-        return geometry.cut(image, placement, mean=self.spec.mean, interpolation=self.spec.interpolation)
+        """What the model sees of a picture, in the picture's own colours: uint8 RGB [height, width, 3].
+
+        Args and errors are those of `prepare`.
+
+        >>> seen = Preprocessing(InputSpec((2, 2), 3, (0.5,) * 3, (0.5,) * 3))
+        >>> seen.cut(np.zeros((2, 6, 3), np.uint8), seen.place((2, 6))).shape
+        (2, 2, 3)
+        """
+        filter_name = self.spec.interpolation
+        check_known("interpolation", filter_name, FILTERS)
+        if image.dtype != np.uint8 or image.shape != (*placement.image_size, 3):
+            raise ShapeError(
+                f"Expected a uint8 RGB picture of shape {(*placement.image_size, 3)}, as the placement was made for, "
+                f"got {image.dtype} {image.shape}. Make the placement with place(image.shape[:2], …)."
+            )
+        (height, width), (top, left), (rows, cols) = placement.resized_size, placement.offset, placement.input_size
+        first_row, last_row = max(top, 0), min(top + rows, height)
+        first_col, last_col = max(left, 0), min(left + cols, width)
+        picture, resample = Image.fromarray(image), Image.Resampling[filter_name.upper()]
+        if height * width <= _MAX_RESIZED_PIXELS:
+            resized = picture.resize((width, height), resample)
+            inside = np.asarray(resized)[first_row:last_row, first_col:last_col]
+        else:
+            upper, start = placement.to_image(float(first_row - top), float(first_col - left))
+            lower, end = placement.to_image(float(last_row - top), float(last_col - left))
+            size = (last_col - first_col, last_row - first_row)
+            inside = np.asarray(picture.resize(size, resample, box=(start, upper, end, lower)))
+        padding = [round(255 * value) for value in self.spec.mean] if placement.padding == "mean" else [0] * 3
+        seen = np.empty((rows, cols, 3), dtype=np.uint8)
+        seen[:] = np.asarray(padding, np.uint8)
+        seen[first_row - top : last_row - top, first_col - left : last_col - left] = inside
+        return seen
 
     def prepare(self, image: NDArray[np.uint8], placement: Placement) -> NDArray[np.float32]:
-        """The model input, normalised: float32 [channels, height, width]."""
+        """The model input: a picture resized, cut or padded, scaled to [0, 1] and normalised.
+
+        Args:
+            image: RGB picture, uint8 [height, width, 3].
+            placement: where the picture goes; made for this very picture size.
+
+        Returns:
+            float32 [channels, height, width], equal to what timm's evaluation transform gives for fit="crop". Padding
+            has the colour of the mean in 8 bits, which is 0 up to rounding after normalisation.
+
+        Raises:
+            ShapeError: the picture is not uint8 [height, width, 3], or not of the size that the placement is for.
+            OptionError: an unknown interpolation; mean or std without three values; a std of 0 or less.
+        """
         spec = self.spec
+        if len(spec.mean) != 3 or len(spec.std) != 3 or min(spec.std) <= 0:
+            raise OptionError(
+                f"Expected three values each for mean and std, every std above 0, got {spec.mean} and {spec.std}."
+            )
         if spec.channels == 1:  # luminance by ITU-R 601-2, as PIL's convert("L")
             grey = np.round(image @ np.array([0.299, 0.587, 0.114])).astype(np.uint8)
             image = np.repeat(grey[..., None], 3, axis=2)
-        prepared = geometry.prepare(image, placement, mean=spec.mean, std=spec.std, interpolation=spec.interpolation)
-        return prepared[: spec.channels]
+        scaled = np.ascontiguousarray(self.cut(image, placement).transpose(2, 0, 1), dtype=np.float32) / np.float32(255)
+        scaled -= np.asarray(spec.mean, dtype=np.float32)[:, None, None]
+        scaled /= np.asarray(spec.std, dtype=np.float32)[:, None, None]
+        return scaled[: spec.channels]
