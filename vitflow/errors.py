@@ -5,7 +5,9 @@ import os
 import re
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from importlib import import_module
 from operator import index
+from typing import Any
 
 
 class VitflowError(Exception):
@@ -84,6 +86,18 @@ def check_known(kind: str, name: object, known: Collection[str]) -> None:
     """Raise OptionError unless a name is one of those that exist."""
     if name not in known:
         raise OptionError(unknown_name(kind, name, known))
+
+
+def load_extra(
+    module: str, needed_for: str, extra: str, error: type[VitflowError] = OptionError, otherwise: str = ""
+) -> Any:
+    """A module that comes with an extra alone; the error says what needs it, how to get it, and how to do without."""
+    try:
+        return import_module(module)
+    except ImportError as cause:
+        package = module.partition(".")[0]
+        get = f"pip install 'vitflow[{extra}]'{otherwise and f', or {otherwise}'}"
+        raise error(f"{needed_for} needs {package}, which is not installed: {get}.") from cause
 
 
 # Control characters, separators of lines, marks that turn the direction of writing, what has no width and no part in a

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from vitflow import errors
-from vitflow.errors import OptionError, VitflowError, check_known
+from vitflow.errors import OptionError, VitflowError, check_known, load_extra
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input
@@ -237,14 +237,8 @@ def run_on_ray(
 
 def load_ray() -> Any:
     """The module ray; OptionError that says how to get it if it is not installed."""
-    try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise OptionError(
-            "The engine ray needs Ray Data: pip install 'vitflow[ray]', or take --engine local."
-        ) from error
-    return ray
+    load_extra("ray.data", "The engine ray", "ray", otherwise="take --engine local")
+    return load_extra("ray", "The engine ray", "ray")
 
 
 def _dumps(asked: Asked) -> bytes:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vitflow.demo import DEMO_CAPTION, DEMO_TEXT
-from vitflow.errors import ModelError, printable
+from vitflow.errors import ModelError, load_extra, printable
 from vitflow.pictures.files import is_file, is_folder
 
 # What files of weights end in.
@@ -226,12 +226,7 @@ def load_transformers(name: str) -> nn.Module:
         ModelError: transformers is not installed, the weights are neither on the hub nor in its cache, or the model
             does not read pictures.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise ModelError(
-            f"{printable(name)} needs the package transformers: pip install 'vitflow[transformers]'."
-        ) from error
+    transformers = load_extra("transformers", printable(name), "transformers", ModelError)
     where = str(bundled(name.removeprefix("local-dir:")))
     local = is_folder(Path(where))
     try:
@@ -294,10 +289,7 @@ def load_open_clip(name: str) -> nn.Module:
     Raises:
         ModelError: open_clip is not installed, it knows no such model, or the weights are not at hand.
     """
-    try:
-        import open_clip
-    except ImportError as error:
-        raise ModelError(f"{printable(name)} needs the package open_clip: pip install 'vitflow[clip]'.") from error
+    open_clip = load_extra("open_clip", printable(name), "clip", ModelError)
     architecture, _, tag = name.removeprefix("open_clip:").partition("/")
     known = sorted({one for one, _ in open_clip.list_pretrained()})
     tags = open_clip.list_pretrained_tags_by_model(architecture)

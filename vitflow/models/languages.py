@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowError, printable
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowError, load_extra, printable
 from vitflow.models.hub import hub_for, quietly, why_absent
 from vitflow.models.libraries import class_count, library_id
 from vitflow.pictures.files import is_file, is_folder
@@ -115,11 +115,6 @@ def _tell_code(name: str | Path, error: Exception) -> None:
         ) from error
 
 
-def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer that was saved beside a model; ModelError where there is none."""
-    return _load_beside("tokenizer", name, trust_remote_code)
-
-
 def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     """What prepares pictures and texts for a model, or pictures alone, as it was saved beside it.
 
@@ -130,7 +125,7 @@ def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     return found if hasattr(found, "image_processor") else _load_beside("image processor", name, trust_remote_code)
 
 
-def _load_beside(what: str, name: str | Path, trust_remote_code: bool) -> Any:
+def _load_beside(what: str, name: str | Path, trust_remote_code: bool = False) -> Any:
     kind = getattr(_transformers(), _BESIDE[what])
     wordless = is_folder(name) and not any(is_file(Path(name) / file) for file in _TOKENIZER_FILES)
     with hub_for(name):
@@ -155,13 +150,7 @@ def _reason(name: str | Path, error: Exception) -> str:
 
 
 def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ModelError(
-            "Reading texts needs transformers, which is not installed: pip install 'vitflow[transformers]'."
-        ) from error
-    return transformers
+    return load_extra("transformers", "Reading texts", "transformers", ModelError)
 
 
 def tokenizer_of(model: nn.Module, tokenizer: Any = None) -> Any:
@@ -171,13 +160,13 @@ def tokenizer_of(model: nn.Module, tokenizer: Any = None) -> Any:
         ModelError: none was given, and the model was not loaded by name.
     """
     if tokenizer is not None:
-        return tokenizer if callable(tokenizer) else load_tokenizer(tokenizer)
+        return tokenizer if callable(tokenizer) else _load_beside("tokenizer", tokenizer)
     name = library_id(model)
     if name is None:
         raise ModelError(
             f"Expected a tokenizer for {type(model).__name__}, which was not loaded by name, got none: pass tokenizer=."
         )
-    return load_tokenizer(name)
+    return _load_beside("tokenizer", name)
 
 
 def tokenizer_beside(model: nn.Module) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from vitflow.errors import OptionError, printable
+from vitflow.errors import load_extra, printable
 from vitflow.runs.checks import (
     Check,
     dict_of,
@@ -131,14 +131,9 @@ def plain_cell(value: Any) -> Any:
 
 def load_pyarrow() -> tuple[Any, Any]:
     """The modules pyarrow and pyarrow.parquet; OptionError that says how to get it if it is not installed."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise OptionError(
-            "Parquet needs pyarrow: pip install 'vitflow[parquet]', or take --manifest jsonl and --store overlays."
-        ) from error
-    return pyarrow, pyarrow.parquet
+    otherwise = "take --manifest jsonl and --store overlays"
+    parquet = load_extra("pyarrow.parquet", "Parquet", "parquet", otherwise=otherwise)
+    return load_extra("pyarrow", "Parquet", "parquet"), parquet
 
 
 def shown_name(name: str) -> str:

@@ -9,7 +9,7 @@ from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from vitflow.errors import OptionError, VitflowError, printable
+from vitflow.errors import OptionError, VitflowError, load_extra, printable
 from vitflow.pictures.files import is_remote
 
 # What stores call the time of a file's last change, and what tells one content from another.
@@ -31,10 +31,7 @@ def file_system(url: str) -> tuple[Any, str]:
     Raises:
         OptionError: fsspec, or what it needs for such URLs, is not installed, or the store cannot be reached.
     """
-    try:
-        import fsspec
-    except ImportError as error:
-        raise OptionError(f"Paths such as {url!r} need fsspec: pip install 'vitflow[remote]'.") from error
+    fsspec = load_extra("fsspec", f"A path such as {url!r}", "remote")
     try:
         found: tuple[Any, str] = fsspec.core.url_to_fs(url)
     except Exception as error:  # a store's own errors are of many kinds
