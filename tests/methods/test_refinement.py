@@ -6,7 +6,7 @@ import torch
 
 from tests import references
 from vitflow.errors import OptionError, ShapeError
-from vitflow.methods import balancing, refinement
+from vitflow.methods import balancing
 from vitflow.methods.balancing import balance
 from vitflow.methods.refinement import Affinity, co_attention, key_affinity, refine
 
@@ -154,8 +154,6 @@ def test_other_shapes_are_refused(wrong):
 def test_steps_and_names_are_checked():
     with pytest.raises(OptionError, match="0 steps or more, got -1"):
         refine(torch.rand(1, 1, 2), affinity_of("keys"), -1)
-    with pytest.raises(OptionError, match="Unknown affinity 'key'. Did you mean 'keys'"):
-        refinement.check_affinity("key")
 
 
 def test_sums_are_kept_where_balancing_does_not_come_to_an_end(monkeypatch):

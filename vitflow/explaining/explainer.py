@@ -246,7 +246,7 @@ class Explainer(PictureModel):
             trace, chosen = self._record_if_seen(self._tensor(pictures), chosen)
             answered = probabilities_of(trace.logits, self.facts)
             seconds = time.perf_counter() - started
-            wanted = resolve_targets(targets, answered, self.facts.class_names)
+            wanted = resolve_targets(targets, answered, self.facts.answers.names)
             numbers = None if trace.logits is None else trace.logits.detach()
             if asked is not self.answers:  # maps are of other numbers than those that are told
                 trace.logits = asked.numbers(trace.output)

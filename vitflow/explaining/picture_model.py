@@ -101,8 +101,8 @@ class PictureModel:
             with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
                 numbers = self.answers.numbers(self.forward(self.pixels(self.grey()).expand(2, -1, -1, -1)))
             self.facts = replace(self.facts, answers=self.answers.tried(numbers))
-        if class_names is not None and self.facts.class_count is None:
-            check_name_count(self.facts.class_names or (), self.num_classes)
+        if class_names is not None and self.facts.answers.count is None:
+            check_name_count(self.facts.answers.names or (), self.num_classes)
 
     def _likeness(self, like: Sequence[ImageSource]) -> Answers:
         """The answers that reference pictures make."""
@@ -117,7 +117,7 @@ class PictureModel:
         return likeness(torch.cat(vectors), named, [one.image for one in pictures])
 
     def __repr__(self) -> str:
-        count = "" if self.facts.class_count is None else f", {self.facts.class_count} classes"
+        count = "" if self.facts.answers.count is None else f", {self.facts.answers.count} classes"
         height, width = self.spec.size
         return f"Explainer({printable(self.model_id)}{count}, input {width} × {height}, fit={self.fit}, {self.device})"
 
@@ -128,7 +128,7 @@ class PictureModel:
         rows = [
             ("model", f"{self.model_id} ({type(self.model).__name__}, {self.device})"),
             ("input", f"{spec.size[1]} × {spec.size[0]} pixels, fit={self.fit}"),
-            ("classes", ", ".join(names[:_NAMES_SHOWN]) + more if names else self.facts.class_count),
+            ("classes", ", ".join(names[:_NAMES_SHOWN]) + more if names else self.facts.answers.count),
             ("answers by", self.activation),
         ]
         return notebook.bundle(repr(self), tables=[notebook.html_table(rows)])
@@ -151,13 +151,13 @@ class PictureModel:
     @property
     def class_names(self) -> list[str] | None:
         """Names by class index, where known."""
-        names = self.facts.class_names
+        names = self.facts.answers.names
         return None if names is None else list(names)
 
     @property
     def activation(self) -> str:
         """What makes probabilities of logits, "softmax" or "sigmoid"; "cosine" or "value" where none are made."""
-        return self.facts.activation
+        return self.facts.answers.reading
 
     @property
     def layout(self) -> TokenLayout | None:
@@ -198,8 +198,8 @@ class PictureModel:
     @property
     def num_classes(self) -> int:
         """How many classes the model has, 0 where it ends in features; one that does not say is tried."""
-        if self.facts.class_count is not None:
-            return self.facts.class_count
+        if self.facts.answers.count is not None:
+            return self.facts.answers.count
         with torch.no_grad(), evaluating(self.model):
             answer = self.answers.numbers(self.forward(self.pixels(self.grey())))
         return 0 if answer is None or answer.ndim != 2 else answer.shape[1]

@@ -67,10 +67,8 @@ def is_folder_row(row: Mapping[str, Any]) -> bool:
 
     The files of a picture are its stem and an ending each, so that no other file can be named by a row.
     """
-    if not has(row, checks_of("folder")) or row.get("status") not in ("failed", "explained"):
-        return False
-    if row["status"] == "failed":
-        return has(row, checks_of("failed"))
+    if not has(row, checks_of("folder")) or row.get("status") != "explained":
+        return _is_failed(row)
     if not has(row, checks_of("explained")):
         return False
     named: list[tuple[str, str, tuple[str, ...]]] = [
@@ -88,16 +86,18 @@ def is_folder_row(row: Mapping[str, Any]) -> bool:
     )
 
 
+def _is_failed(row: Mapping[str, Any]) -> bool:
+    return row.get("status") == "failed" and has(row, {**checks_of("folder"), **checks_of("failed")})
+
+
 #: A word of a caption, with the shares of its row.
 _WORD: dict[str, Check] = {"word": is_text, "on_picture": is_number, "on_edges": is_number, "on_first_patch": is_number}
 
 
 def is_caption_row(row: Mapping[str, Any]) -> bool:
     """Whether a row is one of a run of captions, as `is_folder_row` tells one of a folder run."""
-    if not has(row, checks_of("folder")) or row.get("status") not in ("failed", "explained"):
-        return False
-    if row["status"] == "failed":
-        return has(row, checks_of("failed"))
+    if not has(row, checks_of("folder")) or row.get("status") != "explained":
+        return _is_failed(row)
     texts, outputs, written = list_of(is_text), dict_of(is_text), dict_of(is_whole)
     words = list_of(lambda word: is_dict(word) and has(word, _WORD))
     fields = {"caption": is_text, "words": words, "left_out": texts, "outputs": outputs, "written": written}

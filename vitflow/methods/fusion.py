@@ -160,18 +160,18 @@ def layer_matrix(
     return add_residual(discard_low(fused, discard_ratio, num_prefix_tokens), residual)
 
 
-def check_attentions(attentions: Sequence[Tensor] | Tensor) -> list[Tensor]:
+def check_attentions(attentions: Sequence[Tensor] | Tensor, first: int = 1) -> list[Tensor]:
     """Check a stack of attention layers and return it as a list of [B, H, N, N] or fused [B, N, N], first layer first.
 
     A single tensor with a leading layer axis is taken apart. Half precision becomes float32; where a layer is float64,
-    all are.
+    all are. Errors count from the number of the `first`.
 
     Raises:
         ShapeError: no layers; a layer is no dense tensor of real numbers, is empty or not square, differs from the
             first in its shape, or holds negative, NaN or infinite values.
     """
     layers = layers_of(attentions)
-    for number, layer in enumerate(layers, start=1):
+    for number, layer in enumerate(layers, start=first):
         shape = tuple(layer.shape)
         if layer.ndim not in (3, 4) or shape[-1] != shape[-2]:
             raise ShapeError(
@@ -180,8 +180,8 @@ def check_attentions(attentions: Sequence[Tensor] | Tensor) -> list[Tensor]:
             )
         if (shape[0], shape[-1]) != (layers[0].shape[0], layers[0].shape[-1]):
             raise ShapeError(
-                f"Expected the same batch and number of tokens in every layer, got {tuple(layers[0].shape)} in layer 1 "
-                f"and {shape} in layer {number}. Hierarchical models change their tokens between stages."
+                f"Expected the same batch and number of tokens in every layer, got {tuple(layers[0].shape)} in layer "
+                f"{first} and {shape} in layer {number}. Hierarchical models change their tokens between stages."
             )
         if layer.numel() == 0:
             raise ShapeError(

@@ -12,8 +12,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError, check_known
+from vitflow.errors import OptionError, ShapeError
 from vitflow.methods.balancing import Balanced, balance
+from vitflow.methods.gradients import at_least_float32
 
 AffinityName = Literal["attention", "keys", "both"]
 AFFINITIES: tuple[AffinityName, ...] = get_args(AffinityName)
@@ -23,11 +24,6 @@ _KEY_POWER = 4
 # Matrices nearer to the uniform one than this (squared distance, the mean over layers) make every map nearly constant:
 # those of random weights lie ten times nearer, of the trained models measured none lies within 0.03.
 _NEARLY_UNIFORM = 0.01
-
-
-def check_affinity(name: object) -> None:
-    """Raise OptionError unless the name is one of attention, keys, both."""
-    check_known("affinity", name, AFFINITIES)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +120,7 @@ def key_affinity(layers: Sequence[Tensor]) -> Affinity:
         raise ShapeError(f"Expected keys [batch, patches, width] of each layer, got {shapes}.")
     total: Tensor | None = None
     for layer in layers:
-        units = torch.nn.functional.normalize(layer.detach() if layer.dtype.itemsize >= 4 else layer.float(), dim=-1)
+        units = torch.nn.functional.normalize(at_least_float32(layer), dim=-1)
         total = units @ units.mT if total is None else torch.baddbmm(total, units, units.mT)
     assert total is not None
     balanced = balance((total / len(layers)).double().clamp_min(0.0) ** _KEY_POWER)

@@ -47,28 +47,13 @@ class ModelFacts:
     answers: Answers
     layout: TokenLayout | None = None
 
-    @property
-    def class_names(self) -> tuple[str, ...] | None:
-        """The names of the answers by index, where known."""
-        return self.answers.names
-
-    @property
-    def class_count(self) -> int | None:
-        """How many there are, 0 where the model ends in features; None where it does not say."""
-        return self.answers.count
-
-    @property
-    def activation(self) -> str:
-        """How their numbers are read: one of `vitflow.models.answers.READINGS`."""
-        return self.answers.reading
-
     def fingerprint(self) -> dict[str, Any]:
         """The facts, ready for JSON; the class names as a hash."""
-        names = None if self.class_names is None else json.dumps(self.class_names).encode()
+        names = None if self.answers.names is None else json.dumps(self.answers.names).encode()
         return {
             "model": self.id,
             "input": asdict(self.input),
-            "activation": self.activation,
+            "activation": self.answers.reading,
             "class_names_sha256": None if names is None else hashlib.sha256(names).hexdigest(),
             "layout": None if self.layout is None else asdict(self.layout),
             **({"answers": dict(self.answers.made_of)} if self.answers.made_of else {}),
@@ -108,7 +93,7 @@ def read_facts(
 
     >>> import timm
     >>> facts = read_facts(timm.create_model("vit_tiny_patch16_224", num_classes=5))
-    >>> facts.id, facts.input.size, facts.class_count, facts.activation
+    >>> facts.id, facts.input.size, facts.answers.count, facts.answers.reading
     ('vit_tiny_patch16_224', (224, 224), 5, 'softmax')
     """
     spec = read_input_spec(model, data_config)

@@ -68,7 +68,7 @@ def probabilities_of(logits: object, facts: ModelFacts) -> Tensor | None:
     """
     if not isinstance(logits, Tensor):
         raise ModelError(f"Expected {facts.id} to return one tensor of logits, got none.")
-    if facts.class_count == 0 or logits.ndim != 2:
+    if facts.answers.count == 0 or logits.ndim != 2:
         return None
     if not torch.isfinite(logits).all():
         raise ModelError(

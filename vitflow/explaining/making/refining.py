@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from vitflow.errors import ShapeError, UnsupportedModelError, VitflowError, VitflowWarning
+from vitflow.errors import ShapeError, UnsupportedModelError, VitflowError, VitflowWarning, check_known
 from vitflow.explaining.asking.method import Method
 from vitflow.explaining.making.asked import AskedTrace
 from vitflow.explaining.making.maps import Maps
-from vitflow.methods.refinement import Affinity, AffinityName, check_affinity, co_attention, key_affinity, refine
+from vitflow.methods.refinement import AFFINITIES, Affinity, AffinityName, co_attention, key_affinity, refine
 from vitflow.recording.layers import AttentionLayer, FusionKey
 from vitflow.recording.trace import Trace
 
@@ -95,7 +95,7 @@ def affinity_of(trace: Trace, name: AffinityName, grid: tuple[int, int]) -> Affi
     Raises:
         UnsupportedModelError: no such layer is left; the message says why, and what to do.
     """
-    check_affinity(name)
+    check_known("affinity", name, AFFINITIES)
     if name == "both":
         attention, keys = (affinity_of(trace, one, grid) for one in ("attention", "keys"))
         return Affinity(attention.attention, keys.keys)

@@ -140,7 +140,10 @@ def attention_flow(
     >>> attention_flow([layer, layer], residual=0.0).values  # two layers: Σ_i min(Â_2[0, i], Â_1[i, j])
     tensor([[0.5000, 1.0000]], dtype=torch.float64)
     """
-    _check_options(head_fusion, discard_ratio, residual, solver)
+    check_head_fusion(head_fusion)
+    check_fraction("discard_ratio", discard_ratio)
+    check_fraction("residual", residual)
+    check_known("solver", solver, SOLVERS)
     attentions = layers_of(attentions)
     node = _as_node(source)
     if node is not None:  # the window ends at its layer
@@ -149,8 +152,12 @@ def attention_flow(
     batch, tokens = chosen[0].shape[0], chosen[0].shape[-1]
     targets = tuple(range(tokens)) if sinks is None else _sinks(sinks, tokens)
     solve = partial(_solve, sinks=targets, solver=solver, progress=progress)
-    if all_sources:
-        _check_pairs(batch * len(chosen) * tokens * len(targets))
+    pairs = batch * len(chosen) * tokens * len(targets)
+    if all_sources and pairs > MOST_PAIRS:
+        raise OptionError(
+            f"all_sources would solve {pairs:,} maximum flows; expected at most {MOST_PAIRS:,}. Take fewer layers or "
+            "sinks, or solve for chosen sources: source=(layer, token)."
+        )
     sources = _sources(source if node is None else node[1], batch, tokens)
     last = first + len(chosen) - 1
     per_layer = visible if visible is None or isinstance(visible, Tensor) else list(visible)[first - 1 : last]
@@ -174,13 +181,6 @@ def attention_flow(
     own = torch.eye(tokens, dtype=torch.bool) if all_sources else own_token(_capacities(sources, tokens))
     uniform = flows([uniform_attention(one) for one in seen], 0.0)[0]
     return replace(result, reference=uniform, own=own[:, list(targets)].to(values.device).expand(values.shape))
-
-
-def _check_options(head_fusion: str, discard_ratio: float, residual: float, solver: str) -> None:
-    check_head_fusion(head_fusion)
-    check_fraction("discard_ratio", discard_ratio)
-    check_fraction("residual", residual)
-    check_known("solver", solver, SOLVERS)
 
 
 def _as_node(source: Source) -> tuple[int, int] | None:
@@ -259,14 +259,6 @@ def _as_token(top: Floats, source: Floats) -> int | Floats:
         if abs(source[token] - taken) <= 1e-12 * taken:
             return token
     return source
-
-
-def _check_pairs(pairs: int) -> None:
-    if pairs > MOST_PAIRS:
-        raise OptionError(
-            f"all_sources would solve {pairs:,} maximum flows; expected at most {MOST_PAIRS:,}. Take fewer layers or "
-            "sinks, or solve for chosen sources: source=(layer, token)."
-        )
 
 
 def _all_sources(capacities: Floats, solve: Any) -> tuple[Floats, ...]:

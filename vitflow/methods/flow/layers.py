@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError
+from vitflow.errors import OptionError
 from vitflow.methods.fusion import (
     HeadFusion,
     add_residual,
@@ -106,11 +106,7 @@ def check_window(
     """
     everything = layers_of(attentions)
     first, last = parse_window(layers, len(everything), start_layer)
-    try:
-        return check_attentions(everything[first - 1 : last]), first
-    except ShapeError:
-        check_attentions(everything)  # the same complaint, with the layer's number in the model
-        raise
+    return check_attentions(everything[first - 1 : last], first), first
 
 
 def layer_capacities(
