@@ -472,7 +472,8 @@ def test_pictures_that_vanish_or_may_not_be_read(tmp_path, monkeypatch):
 
 def test_a_decoder_that_crashes_or_hangs_costs_one_row(tmp_path, monkeypatch):
     source = fill(tmp_path / "in", 3)
-    with DecoderPool(1, patience=1.0) as pool:
+    monkeypatch.setattr("vitflow.folder.decoders.PATIENCE", 1.0)
+    with DecoderPool(1) as pool:
         process = pool._decoders[0]._process
         good = pool.submit(str(source / "0.jpg")).result()
         assert good.image.shape == (40, 48, 3)
@@ -480,7 +481,7 @@ def test_a_decoder_that_crashes_or_hangs_costs_one_row(tmp_path, monkeypatch):
         hung = pool.submit(str(source / "1.jpg")).result()
         assert hung.error == "TimeoutError" and hung.size == (source / "1.jpg").stat().st_size
         assert pool.submit(str(source / "2.jpg")).result().sha256 is not None
-        pool._decoders[0]._patience = 60
+        monkeypatch.setattr("vitflow.folder.decoders.PATIENCE", 60.0)
         process = pool._decoders[0]._process
         os.kill(process.pid, signal.SIGSTOP)
         crashing = pool.submit(str(source / "1.jpg"))

@@ -126,13 +126,12 @@ class DecoderPool:
     Args:
         workers: how many; with 0, pictures are read in this process, one at a time, without protection.
         max_pixels: pictures of more pixels are refused.
-        patience: seconds after which a picture is given up.
     """
 
-    def __init__(self, workers: int, *, max_pixels: int = MAX_PIXELS, patience: float = PATIENCE) -> None:
+    def __init__(self, workers: int, *, max_pixels: int = MAX_PIXELS) -> None:
         self._max_pixels = max_pixels
         self._idle: queue.SimpleQueue[_Decoder] = queue.SimpleQueue()
-        self._decoders = [_Decoder(max_pixels, patience) for _ in range(workers)]
+        self._decoders = [_Decoder(max_pixels) for _ in range(workers)]
         for decoder in self._decoders:
             self._idle.put(decoder)
         self._closed = threading.Event()
@@ -176,8 +175,8 @@ class DecoderPool:
 class _Decoder:
     """One process: it is asked for a path in a line of JSON, and answers a line of JSON and the raw pixels."""
 
-    def __init__(self, max_pixels: int, patience: float) -> None:
-        self._max_pixels, self._patience = max_pixels, patience
+    def __init__(self, max_pixels: int) -> None:
+        self._max_pixels = max_pixels
         self._lock = threading.Lock()
         self._closed = False
         self._due: float | None = None  # when the picture that is being read will be given up
@@ -209,16 +208,15 @@ class _Decoder:
         except InterruptedError:
             return Decoded(error="InterruptedError", message="The run was stopped.")
         with self._lock:
-            self._due, self._late = time.monotonic() + self._patience, False
+            self._due, self._late = time.monotonic() + PATIENCE, False
         try:
             return self._ask(process, path)
         except (OSError, ValueError, EOFError):
             code = _end(process)
-            if self._late:
-                message = f"Decoding took more than {self._patience:g} seconds, and was given up."
-                return Decoded(**_facts(path), error="TimeoutError", message=message)
             message = f"The decoder crashed on this file (exit status {code}): it is damaged, or memory ran out."
-            return Decoded(**_facts(path), error="DecoderCrash", message=message)
+            if self._late:
+                message = f"Decoding took more than {PATIENCE:g} seconds, and was given up."
+            return Decoded(**_facts(path), error="TimeoutError" if self._late else "DecoderCrash", message=message)
         finally:
             with self._lock:
                 self._due = None

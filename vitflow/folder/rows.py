@@ -25,6 +25,8 @@ from vitflow.runs.checks import (
 )
 from vitflow.runs.columns import checks_of
 from vitflow.runs.grids import is_shard
+from vitflow.runs.journal import Journal
+from vitflow.runs.places import RunFolder
 
 _DRAWING: dict[str, Check] = {
     "cmap": is_text,
@@ -42,13 +44,14 @@ _RUN: dict[str, Check] = {
 }
 
 
-def folder_run(header: Mapping[str, Any] | None, folder: object) -> tuple[Mapping[str, Any], int]:
-    """What the folder run with this journal's header was asked for, and its bound on pixels.
+def open_run(folder: RunFolder) -> tuple[Journal, Mapping[str, Any], int]:
+    """The journal of the run in a folder, what the run was asked for, and its bound on pixels.
 
     Raises:
         OptionError: there is no folder run, or its record is damaged.
     """
-    header = header or {}
+    journal = folder.open_journal(is_folder_row)
+    header = journal.header or {}
     run = header.get("run", {})
     if not run or run.get("kind") in ("evaluation", "captions"):
         raise OptionError(
@@ -59,7 +62,7 @@ def folder_run(header: Mapping[str, Any] | None, folder: object) -> tuple[Mappin
         raise OptionError(
             f"The record of the run in {str(folder)!r} is damaged: do it again with vitflow folder --overwrite."
         )
-    return run, max_pixels
+    return journal, run, max_pixels
 
 
 def is_folder_row(row: Mapping[str, Any]) -> bool:

@@ -179,9 +179,7 @@ def _fuse_plainly(lengths: Floats, attention: Floats, fusion: int, fused: Floats
     """`_fuse` by NumPy."""
     products = np.maximum(lengths, np.float32(0.0))
     products *= attention
-    joined = products[:, 0]
-    for head in range(1, products.shape[1]):  # in their order, as compiled
-        (np.add, np.maximum, np.minimum)[fusion](joined, products[:, head], out=joined)
+    joined = (np.add, np.maximum, np.minimum)[fusion].reduce(products, axis=1)  # in their order, as compiled
     totals = joined.sum(axis=-1, dtype=np.float64, keepdims=True)
     empty = (~(totals > 0.0) & (joined.max(axis=-1, keepdims=True) <= 0.0))[..., 0]
     totals[totals == 0.0] = np.nan

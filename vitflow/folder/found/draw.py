@@ -17,7 +17,7 @@ from vitflow.errors import OptionError, ShapeError, VitflowError, VitflowWarning
 from vitflow.explaining.saliency import Saliency
 from vitflow.folder.decoders import decode_file, decode_given
 from vitflow.folder.found.conditions import misspelt, parse_condition
-from vitflow.folder.rows import folder_run, is_folder_row
+from vitflow.folder.rows import open_run
 from vitflow.folder.shards import ShardReader
 from vitflow.folder.work import encode_overlay
 from vitflow.pictures.files import is_remote
@@ -65,8 +65,7 @@ def read_grids(run: str | os.PathLike[str], where: str | None = None) -> Iterato
     [(12, 12), (12, 12), (12, 12)]
     """
     folder = open_folder(run)
-    journal = folder.open_journal(is_folder_row)
-    folder_run(journal.header, folder)
+    journal, _, _ = open_run(folder)
     yield from _maps(folder, journal, where)
 
 
@@ -111,8 +110,7 @@ def draw_run(
     if limit is not None:
         limit = min(whole_number("limit", limit, 1), sys.maxsize)
     folder, target = open_folder(run), RunFolder(Path(output))
-    journal = folder.open_journal(is_folder_row)
-    asked, max_pixels = folder_run(journal.header, folder)
+    journal, asked, max_pixels = open_run(folder)
     if images is None and is_remote(asked["root"]):
         raise OptionError(not_named(asked["root"]))
     source = asked["root"] if images is None else os.fspath(images)

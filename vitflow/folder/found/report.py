@@ -15,7 +15,7 @@ from vitflow.errors import ImageError, OptionError
 from vitflow.explaining.asking.captions import departures
 from vitflow.explaining.asking.method_table import get_method
 from vitflow.folder.found.draw import not_named, read_photograph
-from vitflow.folder.rows import folder_run, is_folder_row
+from vitflow.folder.rows import open_run
 from vitflow.folder.shards import ShardReader
 from vitflow.pictures.files import is_remote
 from vitflow.runs.places import RunFolder
@@ -78,8 +78,7 @@ def report_run(
         OptionError: the folder holds no run, or its record is damaged.
     """
     folder = RunFolder(Path(output))
-    journal = folder.open_journal(is_folder_row)
-    run, max_pixels = folder_run(journal.header, folder)
+    journal, run, max_pixels = open_run(folder)
     states = {row["input"]: row["status"] for row in (journal.latest() if keys is None else journal.rows(keys))}
 
     def photograph(row: Mapping[str, Any]) -> bytes:
