@@ -5,7 +5,7 @@ A few pictures are done before numba would be loaded: they are left to NumPy and
 
 import threading
 from collections.abc import Callable
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -17,19 +17,15 @@ _guard = threading.RLock()
 _counted = 0
 
 
-def compiled(function: Function) -> Function:
+def compiled(function: Function, **options: Any) -> Function:
     """Compile on first use, keep the machine code on disk where possible, and let other threads run meanwhile."""
-    return cast(Function, _Later(function))
+    return cast(Function, _Later(function, **options))
 
 
-def compiled_within(function: Function) -> Function:
-    """As `compiled`, and put into its callers: for small functions in loops, where handing over arrays costs more."""
-    return cast(Function, _Later(function, forceinline=True))
-
-
-def compiled_loosely(function: Function) -> Function:
-    """As `compiled`; sums may be taken in any order, and so by several numbers at once."""
-    return cast(Function, _Later(function, fastmath={"reassoc", "nsz"}))
+#: As `compiled`, and put into its callers: for small functions in loops, where handing over arrays costs more.
+compiled_within = partial(compiled, forceinline=True)
+#: As `compiled`; sums may be taken in any order, and so by several numbers at once.
+compiled_loosely = partial(compiled, fastmath={"reassoc", "nsz"})
 
 
 def worth_compiling(numbers: int) -> bool:

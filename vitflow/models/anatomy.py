@@ -18,9 +18,9 @@ from vitflow.models.parts import those_that
 _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", "out_lin", "Wo", "dense", "o")
 # What models call their class token, [1, tokens, width].
 _CLASS_TOKENS = ("cls_token", "class_token", "cls_token_0", "cls_token1")
-# Where models that answer with fields keep their logits.
 #: What a readout is called that is taken from the attention of a pooling head.
 ATTENTION_POOLING = "attention pooling"
+# Where models that answer with fields keep their logits.
 _OUTPUTS = ("logits", "pooler_output", "image_embeds", "last_hidden_state")
 
 

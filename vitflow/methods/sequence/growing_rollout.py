@@ -52,11 +52,6 @@ class GrowingRollout:
         self._seen: list[Tensor] = []  # which keys each query may see, where that is needed later
         self._lengths: list[int] = []  # rows that each layer has
 
-    @property
-    def num_layers(self) -> int:
-        """How many layers there are."""
-        return len(self._products)
-
     def append(self, layer: int, fused: Tensor, num_tokens: int, visible: Tensor | None = None) -> None:
         """Take in a layer's attention of the newest tokens; lower layers come first.
 
@@ -70,7 +65,7 @@ class GrowingRollout:
         Raises:
             ShapeError: the attention is not that of the new tokens of as many texts as before.
         """
-        if layer == self.num_layers:
+        if layer == len(self._products):
             self._products.append(fused.new_zeros(len(fused), self._room, self._room))
             self._lengths.append(0)
             if self._relative:
