@@ -286,7 +286,8 @@ def serve() -> None:
     os.dup2(2, 1)  # whatever a C library prints must not get between the answers
     for line in sys.stdin.buffer:
         decoded = decode_file(json.loads(line), max_pixels)
-        facts = {name: value for name, value in _as_dict(decoded).items() if value is not None}
+        told = ("size", "mtime_ns", "sha256", "error", "message")
+        facts: dict[str, Any] = {name: value for name in told if (value := getattr(decoded, name)) is not None}
         facts["shape"] = None if decoded.image is None else decoded.image.shape
         try:
             answers.write(json.dumps(facts).encode() + b"\n")
@@ -295,10 +296,6 @@ def serve() -> None:
             answers.flush()
         except BrokenPipeError:  # the run was killed
             os._exit(0)
-
-
-def _as_dict(decoded: Decoded) -> dict[str, Any]:
-    return {name: getattr(decoded, name) for name in ("size", "mtime_ns", "sha256", "error", "message")}
 
 
 def _limit_memory(max_pixels: int) -> None:

@@ -142,13 +142,8 @@ def _check_container(path: Path) -> None:
 def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Take off prefixes that every name carries; averaged models also carry a counter, which is no weight."""
     weights = {name: value for name, value in weights.items() if name != "n_averaged"}
-    stripped = True
-    while stripped:
-        stripped = False
-        for prefix in _PREFIXES:
-            if weights and all(name.startswith(prefix) for name in weights):
-                weights = {name.removeprefix(prefix): value for name, value in weights.items()}
-                stripped = True
+    while weights and (prefix := next((one for one in _PREFIXES if all(name.startswith(one) for name in weights)), "")):
+        weights = {name.removeprefix(prefix): value for name, value in weights.items()}
     return weights
 
 

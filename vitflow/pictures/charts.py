@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from vitflow.errors import printable
 from vitflow.pictures.options import DPI
@@ -120,7 +119,7 @@ def draw_lines(
 
 def _draw_series(axes: Axes, series: Series, number: int, theme: Theme) -> Any:
     """Draw the line that is the number-th of its kind."""
-    x, y = np.array(series.x, dtype=float), _numbers(series.y)
+    x, y = (np.array(values, dtype=float) for values in (series.x, series.y))  # None becomes NaN
     if series.baseline:
         look: dict[str, Any] = {"color": theme.soft, "linestyle": _STYLES[1:][number % 3], "zorder": 1.9}
     else:
@@ -128,14 +127,10 @@ def _draw_series(axes: Axes, series: Series, number: int, theme: Theme) -> Any:
         look = {"color": theme.lines[place], "linestyle": _STYLES[turn % len(_STYLES)]}
         look |= {"marker": _MARKERS[number % len(_MARKERS)], "markersize": 3.0}
     if len(series.spread):
-        spread = np.nan_to_num(_numbers(series.spread))
+        spread = np.nan_to_num(np.array(series.spread, dtype=float))
         axes.fill_between(x, y - spread, y + spread, color=look["color"], alpha=0.15, linewidth=0)
     [line] = axes.plot(x, y, linewidth=1.2, **look)
     return line
-
-
-def _numbers(values: Sequence[float | None]) -> NDArray[np.float64]:
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
 def _mark(axes: Axes, values: Sequence[float], words: Sequence[str]) -> None:

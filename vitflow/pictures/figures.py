@@ -5,8 +5,9 @@ Nothing here touches pyplot, so no window opens and no global state of the calle
 
 import io
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +116,10 @@ def _draw_heads(page: Page, columns: Sequence[Column], lefts: Sequence[float], w
     """Draw the heads of the columns from y on; return where the pictures begin."""
     if any(column.group for column in columns):
         y += SMALL * LEADING
-        for first, last in _runs([column.group for column in columns]):
-            group = columns[first].group
+        for group, neighbours in groupby(zip(columns, lefts, strict=True), key=lambda one: one[0].group):
             if group:
-                left, right = lefts[first], lefts[last] + width
+                places = [place for _, place in neighbours]
+                left, right = places[0], places[-1] + width
                 [text, *_] = page.wrap(group, right - left, SMALL, lines=1)
                 page.line(text, (left + right) / 2, y - 0.02, SMALL, color=GREY)
                 page.rule(left, right, y + 0.025)
@@ -132,15 +133,6 @@ def _draw_heads(page: Page, columns: Sequence[Column], lefts: Sequence[float], w
         for number, text in enumerate(subtitle, start=1):
             page.line(text, left + width / 2, y - 0.03 + number * SMALL * LEADING, SMALL, color=GREY)
     return y + 0.02 + max(len(lines) for lines in below) * SMALL * LEADING
-
-
-def _runs(groups: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """First and last index of each run of equal neighbours."""
-    first = 0
-    for index in range(1, len(groups) + 1):
-        if index == len(groups) or groups[index] != groups[first]:
-            yield first, index - 1
-            first = index
 
 
 def _draw_block(page: Page, block: Block, lefts: Sequence[float], width: float, y: float) -> float:
