@@ -19,7 +19,7 @@ from vitflow.models.checkpoints import code_sha256, source_of, weights_sha256
 READINGS = ("softmax", "sigmoid", "cosine", "value")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Answers:
     """What a picture can be asked about: numbers that are computed from what a model returns.
 
