@@ -21,14 +21,21 @@ if "mix_stderr" in inspect.signature(CliRunner).parameters:
 ROOT = Path(__file__).resolve().parent.parent
 
 
-#: The files that take longest come first, or a worker would end alone with one of them: python -m pytest --durations=0
+#: The files that take longest come first, or a worker would end alone with one of them (pytest --durations=0).
 LONGEST = (
-    *("app/test_app.py", "folder/test_ray.py", "cli/test_cli.py", "evaluation/test_run.py", "test_documentation.py"),
-    *("test_notebooks.py", "explaining/test_comparison.py", "folder/test_run.py", "explaining/test_applicability.py"),
-    *("recording/test_families.py", "folder/test_edited_journals.py", "folder/test_lanes.py", "demo/test_demo.py"),
-    *("evaluation/test_grid.py", "pictures/test_figures.py", "viewer/test_explorer.py", "viewer/test_textpage.py"),
+    *(
+        "folder/test_ray.py",
+        "recording/test_families.py",
+        "app/test_app.py",
+        "cli/test_cli.py",
+        "evaluation/test_run.py",
+    ),
+    *("test_notebooks.py", "explaining/test_comparison.py", "methods/test_maxflow.py", "test_documentation.py"),
+    *("folder/test_run.py", "explaining/test_applicability.py", "folder/test_edited_journals.py", "demo/test_demo.py"),
+    *("evaluation/test_grid.py", "folder/test_lanes.py", "methods/test_value_weighting.py", "pictures/test_figures.py"),
+    *("evaluation/test_correlation.py", "viewer/test_textpage.py", "viewer/test_explorer.py", "test_pictures.py"),
     *("explaining/test_class_specific.py", "evaluation/test_faithfulness.py", "evaluation/test_hostile_data.py"),
-    *("evaluation/test_page.py", "test_pictures.py", "models/test_loading.py", "models/test_libraries.py"),
+    *("methods/test_flow.py", "evaluation/test_page.py", "viewer/test_report.py", "recording/test_threads.py"),
 )
 
 

@@ -17,7 +17,8 @@ from click.testing import CliRunner
 from PIL import Image
 
 from tests.folder.test_edited_journals import mutated
-from tests.folder.test_run import fill, picture_bytes, run, start, tiny_model
+from tests.folder.test_run import fill, picture_bytes, run, tiny_model
+from tests.typed import forked
 from vitflow import Explainer, explain_folder
 from vitflow.cli import cli
 from vitflow.errors import OptionError, VitflowError
@@ -356,7 +357,7 @@ def test_killed_at_any_moment_nothing_that_was_told_is_lost(tmp_path):
     expected, before = found(tmp_path / "reference"), 0
     moments = [("in mid-shard", 2), ("shard written", 2), ("told", 1)]
     for moment, count in moments:
-        process = start(source, out, run_until, moment, count)
+        process = forked(run_until, source, out, moment, count)
         process.join()
         assert process.exitcode == -signal.SIGKILL
         told = found(out)  # each one whole, and with the maps that it shall have
