@@ -97,7 +97,9 @@ def main() -> None:
         timed(lambda: list(read_grids(output)))
         wall, cpu = timed(lambda: list(read_grids(output)))
         print(f"read back: {wall:.2f} s, {cpu:.2f} s of CPU")
-        parts_of(source, output, given.draw)  # loads and compiles what draws
+        for number in range(2):  # loads and compiles what draws
+            parts_of(source, output, given.draw)
+            draw_run(output, Path(place_) / f"drawn-{number}", limit=given.draw)
         parts = {"read the journal and the grids": timed(lambda: list(islice(read_grids(output), given.draw)))}
         parts |= parts_of(source, output, given.draw)
         told = ", ".join(

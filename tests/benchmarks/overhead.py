@@ -6,9 +6,10 @@
     python -m tests.benchmarks.overhead --python [--repeats 100]
 
 The two are timed in turn, round by round, so that a noisy machine meets both alike; the table shows the ratio of the
-fastest rounds and the median of the rounds' own ratios. Peak memory is what a fresh process needs beyond what it
-held before the first forward pass (Linux only: VmHWM), so that neither the libraries nor the weights hide a difference;
-the allocator of that process keeps nothing that is free.
+fastest rounds and the median of the rounds' own ratios, the last also in processor time: with OMP_NUM_THREADS=1 that
+tells most where other programs share the machine. Peak memory is what a fresh process needs beyond what it held before
+the first forward pass (Linux only: VmHWM), so that neither the libraries nor the weights hide a difference; the
+allocator of that process keeps nothing that is free.
 """
 
 import argparse
@@ -154,18 +155,23 @@ def prepare(name: str, batch: int) -> tuple[torch.nn.Module, torch.Tensor]:
     return model, torch.randn(batch, *model.pretrained_cfg["input_size"])
 
 
-def time_both(name: str, batch: int, repeats: int, preset: str) -> tuple[list[float], list[float]]:
+def time_both(name: str, batch: int, repeats: int, preset: str) -> tuple[tuple[list[float], list[float]], list[float]]:
+    """Seconds of each round, plain and with rollout; and the ratio of their processor times."""
     model, pixels = prepare(name, batch)
     seconds: tuple[list[float], list[float]] = ([], [])
+    ratios = []
     with torch.inference_mode():
         for work in (plain, WORK[preset]):
             work(model, pixels)
         for _ in range(repeats):
+            taken = []
             for index, work in enumerate((plain, WORK[preset])):
-                started = time.perf_counter()
+                started, before = time.perf_counter(), time.process_time()
                 work(model, pixels)
+                taken.append(time.process_time() - before)
                 seconds[index].append(time.perf_counter() - started)
-    return seconds
+            ratios.append(taken[1] / taken[0])
+    return seconds, ratios
 
 
 def memory(field: str) -> float:
@@ -226,17 +232,19 @@ def main() -> None:
                 print(told, flush=True)
         return
     print(f"torch {torch.__version__}, timm {timm.__version__}, {torch.get_num_threads()} threads, float32\n")
-    print("| model | batch | plain, images/s | with rollout, images/s | time × | median × | peak MiB | memory × |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| model | batch | plain, images/s | with rollout, images/s | time × | median × | CPU × | peak MiB | memory × |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for name in given.models:
         for batch in given.batch_sizes:
-            ours, theirs = time_both(name, batch, given.repeats, given.preset)
+            (ours, theirs), cpu = time_both(name, batch, given.repeats, given.preset)
             median = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
             peaks = [peak_mib(name, batch, what) for what in ("plain", given.preset)]
             print(
                 f"| {name} | {batch} | {batch / min(ours):.1f} | {batch / min(theirs):.1f} "
-                f"| {min(theirs) / min(ours):.2f} | {median:.2f} | {peaks[0]:.0f} → {peaks[1]:.0f} "
-                f"| {peaks[1] / peaks[0]:.2f} |",
+                f"| {min(theirs) / min(ours):.2f} | {median:.2f} | {statistics.median(cpu):.2f} "
+                f"| {peaks[0]:.0f} → {peaks[1]:.0f} | {peaks[1] / peaks[0]:.2f} |",
                 flush=True,
             )
 
