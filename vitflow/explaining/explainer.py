@@ -24,8 +24,9 @@ from vitflow.explaining.asking.targets import (
     is_per_picture,
     resolve_targets,
 )
-from vitflow.explaining.making.applying import Answered, PlacedPicture, apply_methods, probabilities_of
-from vitflow.explaining.making.contrast import explain_contrasts
+from vitflow.explaining.making.applying import apply_methods, probabilities_of
+from vitflow.explaining.making.asked import AskedTrace, PlacedPicture
+from vitflow.explaining.making.contrast import contrasted
 from vitflow.explaining.making.needs import Needs
 from vitflow.explaining.making.shifting import explain_shifted
 from vitflow.explaining.picture_model import PictureModel
@@ -168,8 +169,10 @@ class Explainer(PictureModel):
         if contrasts := contrasts_among(targets):
             check_class_specific(chosen)
             if not contrasts[0].against_rest:
-                explain = partial(self._explain_asked, sources, chosen, names=names, asked=self.answers)
-                return explain_contrasts(explain, contrasts, self.activation)
+                sides = [side for one in contrasts for side in one.sides]
+                maps = self._explain_asked(sources, chosen, sides, names, self.answers)
+                pairs = zip(maps[::2], maps[1::2], strict=True)
+                return [contrasted(first, second, self.activation) for first, second in pairs]
             return self._explain_asked(sources, chosen, [one.target for one in contrasts], names, self._apart)
         return self._explain_asked(sources, chosen, targets, names, self._apart if self.answers.apart else self.answers)
 
@@ -234,7 +237,7 @@ class Explainer(PictureModel):
         return found
 
     def _run(
-        self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, asked: Answers
+        self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, answers: Answers
     ) -> list[list[Saliency]]:
         """Explain pictures of one input size: [pictures][methods and targets]."""
         gradients = Needs.of(chosen).gradients
@@ -244,15 +247,24 @@ class Explainer(PictureModel):
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(self.model):
             started = time.perf_counter()
             trace, chosen = self._record_if_seen(self._tensor(pictures), chosen)
-            answered = probabilities_of(trace.logits, self.facts)
+            probabilities = probabilities_of(trace.logits, self.facts)
             seconds = time.perf_counter() - started
-            wanted = resolve_targets(targets, answered, self.facts.answers.names)
+            wanted = resolve_targets(targets, probabilities, self.facts.answers.names)
             numbers = None if trace.logits is None else trace.logits.detach()
-            if asked is not self.answers:  # maps are of other numbers than those that are told
-                trace.logits = asked.numbers(trace.output)
-            predict, log_odds = (partial(run, asked) for run in (self._predict, self._log_odds))
-            recorded = Answered(trace, pictures, self.facts, asked, numbers, answered, predict, log_odds, seconds)
-            return apply_methods(recorded, chosen, wanted)
+            if answers is not self.answers:  # maps are of other numbers than those that are told
+                trace.logits = answers.numbers(trace.output)
+            asked = AskedTrace.of(
+                trace,
+                None,
+                run=partial(self.logits, answers=answers),
+                answers=answers,
+                facts=self.facts,
+                pictures=pictures,
+                numbers=numbers,
+                probabilities=probabilities,
+                seconds=seconds,
+            )
+            return apply_methods(asked, chosen, wanted)
 
     def _record_if_seen(self, pixels: Tensor, chosen: Chosen) -> tuple[Trace, Chosen]:
         """Record, without what refines maps of no attention where that is only a default and there is no attention."""

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, printable, unknown_name
-from vitflow.explaining.making.applying import PlacedPicture
+from vitflow.explaining.making.asked import PlacedPicture
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models import DTYPES
 from vitflow.models.anatomy import unwrap
-from vitflow.models.answers import Answers, activate, features_of, likeness, log_odds
+from vitflow.models.answers import Answers, features_of, likeness
 from vitflow.models.checkpoints import (
     ClassNames,
     architecture_sha256,
@@ -262,11 +262,3 @@ class PictureModel:
         """What the model returns, and what its answers are where they are not its classes."""
         output = self.forward(pixels)
         return output if self.answers.function is None else [output, self.answers.numbers(output)]
-
-    def _predict(self, answers: Answers, pixels: Tensor) -> Tensor:
-        with torch.no_grad():
-            return activate(self.logits(pixels, answers), answers.reading)
-
-    def _log_odds(self, answers: Answers, pixels: Tensor) -> Tensor:
-        with torch.no_grad():
-            return log_odds(self.logits(pixels, answers), answers.reading)

@@ -4,13 +4,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import OptionError
-from vitflow.models.answers import Answers
+from vitflow.models.answers import Answers, activate, log_odds
 from vitflow.models.facts import ModelFacts
 from vitflow.pictures.geometry import Placement
 from vitflow.recording.trace import Backward, Trace
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedPicture:
+    """A picture that was read and placed, ready for the model."""
+
+    name: str
+    image: NDArray[np.uint8]
+    placement: Placement
 
 
 @dataclass(slots=True)
@@ -21,12 +33,14 @@ class AskedTrace(Trace):
 
     Attributes:
         targets: the class that each picture is explained for, [batch]; None where there are no classes.
-        predict: maps model inputs to probabilities [batch, classes]; for methods that run the model again.
-        log_odds: likewise, to log-odds [batch, classes], which keep apart what rounds to a probability of 1.
+        run: maps model inputs to the numbers [batch, classes] that are asked for, by running the model again.
         answers: what is asked of the model's output; what a map is of, which need not be what is told beside it.
-        refinement_asked: whether refinement of the method in turn was asked for, and is no mere default.
         facts: what the model says of itself.
-        placements: where each model input lies on its picture.
+        pictures: those that the pass was for.
+        numbers: what the model answered, [batch, classes].
+        probabilities: what is told beside the maps, [batch, classes]; None where the model has no classes.
+        seconds: that the pass took.
+        refinement_asked: whether refinement of the method in turn was asked for, and is no mere default.
         answered: what methods that run the model again have found, by what they asked: further classes, and further
             methods that ask the same, cost nothing.
 
@@ -37,26 +51,21 @@ class AskedTrace(Trace):
     """
 
     targets: Tensor | None = None
-    predict: Callable[[Tensor], Tensor] | None = None
-    log_odds: Callable[[Tensor], Tensor] | None = None
-    refinement_asked: bool = False
-    facts: ModelFacts | None = None
-    placements: Sequence[Placement] = ()
+    run: Callable[[Tensor], Tensor] | None = None
     answers: Answers = field(default_factory=Answers)
+    facts: ModelFacts | None = None
+    pictures: Sequence[PlacedPicture] = ()
+    numbers: Tensor | None = None
+    probabilities: Tensor | None = None
+    seconds: float = 0.0
+    refinement_asked: bool = False
     answered: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        trace: Trace,
-        targets: Tensor | None,
-        predict: Callable[[Tensor], Tensor] | None = None,
-        log_odds: Callable[[Tensor], Tensor] | None = None,
-        **further: Any,
-    ) -> "AskedTrace":
+    def of(cls, trace: Trace, targets: Tensor | None, **further: Any) -> "AskedTrace":
         """Ask a recorded pass for these classes; `further` are its own attributes."""
         recorded = {field.name: getattr(trace, field.name) for field in fields(Trace)}
-        return cls(**recorded, targets=targets, predict=predict, log_odds=log_odds, **further)
+        return cls(**recorded, targets=targets, **further)
 
     @property
     def wanted(self) -> Tensor:
@@ -71,3 +80,16 @@ class AskedTrace(Trace):
     def backward(self, targets: Tensor | None = None) -> Backward:
         """As `Trace.backward`, by default for the classes that are asked for."""
         return Trace.backward(self, self.wanted if targets is None else targets)
+
+    def predict(self, pixels: Tensor) -> Tensor:
+        """The probabilities [batch, classes] of model inputs, by running the model again."""
+        return activate(self._run_again(pixels), self.answers.reading)
+
+    def log_odds(self, pixels: Tensor) -> Tensor:
+        """Likewise, the log-odds [batch, classes], which keep apart what rounds to a probability of 1."""
+        return log_odds(self._run_again(pixels), self.answers.reading)
+
+    def _run_again(self, pixels: Tensor) -> Tensor:
+        assert self.run is not None
+        with torch.no_grad():
+            return self.run(pixels)

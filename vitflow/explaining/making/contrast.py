@@ -1,6 +1,5 @@
 """Contrast: the map of one class less the map of another."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf, isfinite, log
 
@@ -9,25 +8,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import SameClassError
 from vitflow.explaining.asking.answer import Answer
-from vitflow.explaining.asking.targets import Contrast
 from vitflow.explaining.saliency import Saliency
-
-
-def explain_contrasts(
-    explain: Callable[..., list[Saliency]], contrasts: Sequence[Contrast], activation: str
-) -> list[Saliency]:
-    """Explain several pictures for one class against another: one forward pass, two backward passes per contrast.
-
-    Args:
-        explain: gives the maps of the pictures for the `targets` that it is called with, class by class.
-        contrasts: one or several.
-        activation: how the answers are read.
-
-    Raises:
-        SameClassError: both sides are one class.
-    """
-    maps = explain(targets=[side for one in contrasts for side in one.sides])
-    return [contrasted(first, second, activation) for first, second in zip(maps[::2], maps[1::2], strict=True)]
 
 
 def contrasted(first: Saliency, second: Saliency, activation: str = "softmax") -> Saliency:

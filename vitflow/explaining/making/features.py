@@ -51,7 +51,7 @@ def similarity(trace: AskedTrace, *, layer: int, patch: Patch | None, box: Box |
         row, col = patch_place(patch)
         words, reference = f"patch ({row}, {col})", tokens[:, layout.token_of_patch(row, col)]
     elif box is not None:
-        shares = torch.stack([_shares(placement, box, layout) for placement in trace.placements])
+        shares = torch.stack([_shares(picture.placement, box, layout) for picture in trace.pictures])
         words, reference = "the box", (shares.to(patches).unsqueeze(1) @ patches).squeeze(1)
     elif has_class_token(trace.model, layout):
         words, reference = "the class token", tokens[:, 0]

@@ -240,7 +240,6 @@ def occlusion(trace: AskedTrace, *, patch_size: int | None, occlusion_batch: int
     check_known("score", score, OPTIONS["score"].choices)
     rows, cols = trace.grid(patch_size)
     predict = trace.log_odds if score == "log-odds" else trace.predict
-    assert predict is not None
     assert trace.pixels is not None
     options = {"rows": rows, "cols": cols, "batch_size": occlusion_batch}
     with tracking("blank-out", len(trace.pixels) * rows * cols) as progress:

@@ -91,7 +91,6 @@ def _ways(trace: AskedTrace) -> tuple[TokenLayout | None, tuple[int, int], str]:
 
 def _ask(trace: AskedTrace, picture: Tensor, kept: Tensor, layout: TokenLayout | None, grid: tuple[int, int]) -> Tensor:
     """The log-odds [masks, classes] of one picture with the kept patches alone."""
-    assert trace.log_odds is not None
     if layout is not None:
         numbers = kept.nonzero()[:, 1].reshape(len(kept), -1)
         read = trace.answers.read

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import UnsupportedModelError
 from vitflow.explaining.asking.choices import Chosen
-from vitflow.explaining.making.applying import PlacedPicture
+from vitflow.explaining.making.asked import PlacedPicture
 from vitflow.explaining.saliency import Saliency
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.preprocessing import InputSpec
