@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from vitflow.cli.options import DRAWING, Once
+from vitflow.cli.options import Once
 from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.explaining.asking.method_table import list_methods
@@ -16,66 +16,23 @@ _ALL = "vitflow.help_all"
 # Columns for the options themselves, the same in every section.
 _WIDTH = 26
 
-# What stands under each title, in this order; the options of single methods follow those of Method.
-_SECTIONS: dict[str, tuple[str, ...]] = {
-    "Model": (
-        "model",
-        "checkpoint",
-        "num_classes",
-        "class_names",
-        "name",
-        "device",
-        "dtype",
-        "batch_size",
-        "trust_remote_code",
-    ),
-    "Picture": ("data_option", "images", "recursive", "glob", "limit", "fit", "workers", "max_pixels"),
-    "Text": ("caption", "prompt", "generate", "token"),
-    "Question": ("prompts", "templates", "alone", "like"),
+# What stands under each title, in this order; a * marks what most people need, which the first help shows. The options
+# of single methods follow those of Method.
+_SECTIONS = {
+    "Model": "model* checkpoint* num_classes class_names* name device* dtype batch_size trust_remote_code",
+    "Picture": "data_option* images* recursive* glob limit* fit workers max_pixels",
+    "Text": "caption prompt* generate* token*",
+    "Question": "prompts* templates alone like",
     "Method": (
-        "method",
-        "methods",
-        "method_names",
-        "target",
-        "targets",
-        "against",
-        "causal",
-        "of_layer",
-        "foreground",
-        "neutral",
-        "through_tower",
+        "method* methods* method_names* target* targets* against* causal of_layer* foreground* neutral through_tower"
     ),
-    "Measuring": ("metrics", "replace_by", "points", "blurred_twin", "sanity_pictures", "resamples", "seed"),
-    "Cluster": ("engine", "address", "actors"),
-    "Drawing": (*DRAWING, "same_scale", "timings"),
+    "Measuring": "metrics* replace_by points blurred_twin sanity_pictures resamples seed",
+    "Cluster": "engine address actors",
+    "Drawing": "cmap* alpha* vmin vmax interpolation background contours same_scale timings",
     "Output": (
-        "html",
-        "png",
-        "view",
-        "hide_special",
-        "hide_stop_words",
-        "output",
-        "figure",
-        "store",
-        "format",
-        "save_map",
-        "manifest",
-        "report",
-        "resume",
-        "max_size",
-        "as_json",
+        "html* png* view* hide_special hide_stop_words output* figure* store* format save_map manifest "
+        "report* resume* max_size* as_json*"
     ),
-}
-
-
-# What most people need: the options of the first help. Those of single methods are not among them.
-_FIRST = {
-    *("model", "checkpoint", "class_names", "device"),
-    *("data_option", "images", "recursive", "limit", "prompt", "generate", "token"),
-    "prompts",
-    *("method", "methods", "method_names", "target", "targets", "against", "metrics", "of_layer", "foreground"),
-    *("cmap", "alpha"),
-    *("view", "html", "png", "output", "figure", "store", "report", "resume", "max_size", "as_json"),
 }
 _SENTENCE = re.compile(r".*?[.](?=\s|$)")
 _EXTRA = re.compile(r"\[(default|required)[^\[]*\]")
@@ -117,7 +74,8 @@ class SectionedCommand(click.Command):
         options = {str(param.name): param for param in self.get_params(ctx) if isinstance(param, click.Option)}
         every = bool(ctx.meta.get(_ALL))
         if not every:
-            options = {name: option for name, option in options.items() if name in _FIRST}
+            first = {name.removesuffix("*") for names in _SECTIONS.values() for name in names.split() if "*" in name}
+            options = {name: option for name, option in options.items() if name in first}
 
         def write(title: str, names: Iterable[str]) -> None:
             records = [options.pop(name).get_help_record(ctx) for name in names if name in options]
@@ -129,7 +87,7 @@ class SectionedCommand(click.Command):
                     formatter.write_dl(rows, col_max=_WIDTH)
 
         for title, names in _SECTIONS.items():
-            write(title, names)
+            write(title, names.replace("*", "").split())
             if title == "Method":
                 for having, shared in _options_by_methods(self._methods):
                     write(f"Options of {having}", shared)
