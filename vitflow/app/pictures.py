@@ -8,7 +8,7 @@ import gradio as gr
 
 from vitflow.app.asking import answer_column, asks, drawn, path_of, photograph
 from vitflow.app.models import Models
-from vitflow.explaining.asking.captions import python_call
+from vitflow.explaining.asking.captions import Code, python_call
 from vitflow.explaining.asking.method_options import OPTIONS, Option, shown
 from vitflow.explaining.asking.method_table import get_method, list_methods
 from vitflow.explaining.asking.targets import Contrast
@@ -90,8 +90,8 @@ class _Answers:
         asked = _Asked(self._models, fields)
         found, name = compare(asked.path, model=asked.explainer, targets=asked.targets), f"{asked.path.stem}-compare"
         picture, files = drawn(found.strip(**asked.drawing), name)
-        made = python_call("vitflow.compare", asked.path.name, targets=asked.targets).removesuffix(")")
-        code = f"{asked.code}\nfound = {made}, model=explainer)\n{_written('found.strip', name, asked)}"
+        made = python_call("vitflow.compare", asked.path.name, targets=asked.targets, model=Code("explainer"))
+        code = f"{asked.code}\nfound = {made}\n{_written('found.strip', name, asked)}"
         return gr.update(value=picture, visible=True), files, code, [" ".join(str(found.agreement()).splitlines()[:2])]
 
     def _method(self, name: str) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from vitflow.errors import OptionError
 from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.method_options import OPTIONS, Option, shown
 from vitflow.explaining.asking.method_table import list_methods
+from vitflow.explaining.text.method_table import TEXT_METHODS
 from vitflow.models import DTYPES
 from vitflow.pictures.files import is_remote
 from vitflow.pictures.options import BACKGROUNDS, FITS, INTERPOLATIONS
@@ -96,6 +97,28 @@ def _together(*options: Callable[[_Command], _Command]) -> Callable[[_Command], 
 name_option = click.option(
     "--name", metavar="TEXT", help="What to call the model in figures and rows.  [default: its id, as far as known]"
 )
+#: The options of a model that reads or writes, beside --model.
+language_model_options = _together(
+    name_option,
+    click.option(
+        "--trust-remote-code",
+        is_flag=True,
+        help="Run Python code that the model brings along; without it, it is refused.",
+    ),
+)
+#: Called with its default and its help: the one method of a command for texts.
+text_method_option = partial(click.option, "--method", type=click.Choice(tuple(TEXT_METHODS)), show_default=True)
+#: The options that methods for texts have.
+text_method_options = _together(
+    partial(method_options, methods=TEXT_METHODS.values()),
+    click.option(
+        "--causal",
+        type=click.Choice(("raw", "receptive_field")),
+        help="For decoders: attention as it is, or relative to what uniform attention over the same tokens gives.  "
+        "[default: receptive_field for decoders]",
+    ),
+)
+
 #: The options that choose a model and where it runs.
 model_options = _together(
     click.option(
@@ -160,6 +183,9 @@ question_options = _together(
     ),
 )
 
+interpolation_option = click.option(
+    "--interpolation", type=click.Choice(INTERPOLATIONS), help="How patches become pixels.  [default: smooth]"
+)
 #: The options that say how a map is drawn; `DRAWING` has their names.
 drawing_options = _together(
     click.option(
@@ -178,9 +204,7 @@ drawing_options = _together(
         type=float,
         help="Value of the last colour.  [default: 98th percentile of the map, without its signs]",
     ),
-    click.option(
-        "--interpolation", type=click.Choice(INTERPOLATIONS), help="How patches become pixels.  [default: smooth]"
-    ),
+    interpolation_option,
     click.option(
         "--background",
         type=click.Choice(BACKGROUNDS),

@@ -59,6 +59,16 @@ def output_file(images: Sequence[Path], output: str | None, name: str, suffixes:
     return path
 
 
+def name_for(images: Sequence[Path], kind: str) -> str:
+    """What a command calls its one file, such as "cat-and-2-more-compare.png".
+
+    >>> name_for([Path("cat.jpg"), Path("dog.jpg")], "features.png")
+    'cat-and-1-more-features.png'
+    """
+    others = f"-and-{len(images) - 1}-more" if len(images) > 1 else ""
+    return f"{images[0].stem}{others}-{kind}"
+
+
 def names_folder(output: str) -> bool:
     """Whether an output can only be meant as a folder."""
     return output.endswith(("/", os.sep)) or is_folder(output)

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -23,6 +24,14 @@ def say(text: object) -> None:
 def say_record(record: Any) -> None:
     """Print one line of JSON on stdout, from which a parser gets back the very strings."""
     click.echo(printable_json(json.dumps(record, ensure_ascii=False, allow_nan=False)))
+
+
+def say_written(output: Path, records: Iterable[Mapping[str, Any]] | None) -> None:
+    """Print where a command wrote its one file; or records, each with that."""
+    if records is None:
+        click.echo(printable(output))
+    for record in records or ():
+        say_record({**record, "output": str(output)})
 
 
 @contextmanager

@@ -1,12 +1,11 @@
 """`vitflow caption`: what a model writes about a picture, and where in the picture each word comes from."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from vitflow.cli.options import given_options, method_options, name_option, output_option
+from vitflow.cli import options as shared
 from vitflow.cli.outputs import check_pictures, output_file, writing
 from vitflow.cli.saying import say, say_record
 from vitflow.cli.sections import SectionedCommand
@@ -14,8 +13,6 @@ from vitflow.errors import printable
 from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.explaining.text.method_table import PICTURED, TEXT_METHODS, text_method
 from vitflow.pictures.options import FIGURE_FORMATS
-
-_CAUSAL = ("raw", "receptive_field")
 
 
 @click.command(cls=SectionedCommand, methods=TEXT_METHODS.values(), short_help="Show where written words come from.")
@@ -40,26 +37,14 @@ _CAUSAL = ("raw", "receptive_field")
     help="transformers id of a vision–language model, or a folder with it; or demo-caption, the bundled one, which "
     "knows drawn shapes only.",
 )
-@name_option
-@click.option(
-    "--trust-remote-code", is_flag=True, help="Run Python code that the model brings along; without it, it is refused."
+@shared.language_model_options
+@shared.text_method_option(
+    default=PICTURED, help="What to compute. gae takes a backward pass for each token; rollout none."
 )
-@click.option(
-    "--method",
-    type=click.Choice(tuple(TEXT_METHODS)),
-    default=PICTURED,
-    show_default=True,
-    help="What to compute. gae takes a backward pass for each token; rollout none.",
-)
-@partial(method_options, methods=TEXT_METHODS.values())
-@click.option(
-    "--causal",
-    type=click.Choice(_CAUSAL),
-    help="As for vitflow read, for rollout and flow.  [default: receptive_field]",
-)
+@shared.text_method_options
 @click.option("--neutral", metavar="PROMPT", help="Divide each map by the row of this prompt, which asks nothing.")
 @click.option("--through-tower", is_flag=True, help="Carry the maps on to the vision tower's own patches.")
-@output_option(
+@shared.output_option(
     help="File for the strip of maps, .png, .pdf or .svg; or a folder, with / at its end.  [default: "
     "IMAGE-caption.png here]",
 )
@@ -79,7 +64,7 @@ def caption(image: Path, **given: Any) -> None:
 
     Stop words and punctuation have no map of their own, which is said.
     """
-    options = given_options(given, [*OPTIONS, "causal"])
+    options = shared.given_options(given, [*OPTIONS, "causal"])
     text_method(given["method"], options)  # before torch is loaded
     output = output_file([image], given["output"], f"{image.stem}-caption.png", FIGURE_FORMATS)
     check_pictures([image], filter(None, [given["html"]]))

@@ -6,32 +6,16 @@ from typing import Any, cast
 
 import click
 
-from vitflow.cli.options import (
-    DRAWING,
-    against_option,
-    classes_option,
-    drawing_options,
-    given_options,
-    make_explainer,
-    method_options,
-    model_options,
-    output_option,
-    pictures_argument,
-    question_options,
-    same_scale_option,
-    targets_of,
-)
-from vitflow.cli.outputs import output_file, writing
-from vitflow.cli.saying import say, say_notes, say_record, tell_limits
+from vitflow.cli import options as shared
+from vitflow.cli.outputs import name_for, output_file, writing
+from vitflow.cli.saying import say, say_notes, say_written, tell_limits
 from vitflow.cli.sections import SectionedCommand
-from vitflow.errors import OptionError, printable
+from vitflow.errors import OptionError
 from vitflow.explaining.asking.choices import check_methods
 from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.explaining.asking.method_table import DEFAULT_METHODS, get_method
 from vitflow.pictures.options import FIGURE_FORMATS
-
-_SUFFIXES = (*FIGURE_FORMATS, ".json")
 
 
 class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
@@ -70,9 +54,9 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> "click.P
 
 
 @click.command(cls=SectionedCommand, short_help="Show several methods over the same pictures, in one strip.")
-@pictures_argument
-@model_options
-@question_options
+@shared.pictures_argument
+@shared.model_options
+@shared.question_options
 @click.option(
     "--method",
     "methods",
@@ -81,35 +65,31 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> "click.P
     help="A method to show, also with options of its own: rollout:head_fusion=max,discard_ratio=0.9. Repeat it for "
     "more columns.  [default: all quick ones and two baselines]",
 )
-@classes_option(help="Class to explain; repeat it for more rows.  [default: the predicted class]")
-@against_option
-@method_options
-@drawing_options
-@same_scale_option
+@shared.classes_option(help="Class to explain; repeat it for more rows.  [default: the predicted class]")
+@shared.against_option
+@shared.method_options
+@shared.drawing_options
+@shared.same_scale_option
 @click.option("--timings", is_flag=True, default=None, help="Tell below each map how long it took.")
-@output_option(
+@shared.output_option(
     help="File for the strip: .png, .pdf, .svg; or .json for the numbers; or a folder, with / at its end.  [default: "
     "IMAGE-compare.png here; of several, IMAGE-and-N-more-compare.png]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per picture.")
 def compare(images: tuple[Path, ...], **given: Any) -> None:
     """Lay several methods over each IMAGE, side by side in one strip, and say how far they agree."""
-    options = given_options(given, OPTIONS)
-    others = f"-and-{len(images) - 1}-more" if len(images) > 1 else ""
-    output = output_file(images, given["output"], f"{images[0].stem}{others}-compare.png", _SUFFIXES)
+    options = shared.given_options(given, OPTIONS)
+    output = output_file(images, given["output"], name_for(images, "compare.png"), (*FIGURE_FORMATS, ".json"))
     methods = given["methods"] or None
     check_methods(methods or DEFAULT_METHODS, options)  # before torch is loaded
     from vitflow.explaining.showing.comparison import compare
 
-    explainer = make_explainer(given)
-    comparison = compare(images, model=explainer, methods=methods, targets=targets_of(given), **options)
-    drawing = {} if output.suffix.lower() == ".json" else given_options(given, (*DRAWING, "same_scale", "timings"))
+    explainer = shared.make_explainer(given)
+    comparison = compare(images, model=explainer, methods=methods, targets=shared.targets_of(given), **options)
+    drawing = () if output.suffix.lower() == ".json" else (*shared.DRAWING, "same_scale", "timings")
     with writing(output):
-        comparison.save(output, **drawing)
+        comparison.save(output, **shared.given_options(given, drawing))
     say_notes(comparison.saliencies)
     say(str(comparison.agreement()))
     tell_limits(explainer)
-    if not given["as_json"]:
-        click.echo(printable(output))
-    for record in comparison.records() if given["as_json"] else ():
-        say_record(record | {"output": str(output)})
+    say_written(output, comparison.records() if given["as_json"] else None)

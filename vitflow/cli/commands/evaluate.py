@@ -7,17 +7,8 @@ from typing import Any
 
 import click
 
+from vitflow.cli import options as shared
 from vitflow.cli.commands.compare import MethodWithOptions
-from vitflow.cli.options import (
-    batch_size_option,
-    given_options,
-    limit_option,
-    make_explainer,
-    method_options,
-    model_options,
-    question_options,
-    resume_option,
-)
 from vitflow.cli.saying import going_on, pictures_bar, say, say_record
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
@@ -37,8 +28,8 @@ class _MethodOrAll(MethodWithOptions):
 @click.command(cls=SectionedCommand, short_help="Measure what the maps of each method are worth.")
 @click.argument("data", required=False, metavar="[DATA]")
 @click.option("--data", "data_option", metavar="DATA", help="The same as the argument.")
-@model_options
-@question_options
+@shared.model_options
+@shared.question_options
 @click.option(
     "--method",
     "methods",
@@ -68,7 +59,7 @@ class _MethodOrAll(MethodWithOptions):
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Where the pictures of an annotation file are.  [default: beside it]",
 )
-@limit_option
+@shared.limit_option
 @click.option(
     "--replace",
     "replace_by",
@@ -93,16 +84,16 @@ class _MethodOrAll(MethodWithOptions):
     metavar="N",
     help="Measure sanity and rank correlation, which take many forward passes, on N pictures drawn at random.",
 )
-@batch_size_option
+@shared.batch_size_option
 @click.option(
     "--resamples", type=click.IntRange(min=1), default=2000, show_default=True, help="Behind each bootstrap interval."
 )
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of all that is drawn at random."
 )
-@resume_option
+@shared.resume_option
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object instead of tables.")
-@method_options
+@shared.method_options
 def evaluate(data: str | None, **given: Any) -> None:
     """Measure what the maps of each method are worth on DATA, beside two baselines.
 
@@ -146,11 +137,11 @@ def _run(data: str, given: dict[str, Any]) -> Any:
     with going_on(kept=given["output"] is not None), pictures_bar() as progress:
         return evaluate(
             data,
-            model=lambda: make_explainer(given),
+            model=lambda: shared.make_explainer(given),
             methods=methods,
             metrics=given["metrics"] or None,
             overwrite=not given["resume"],
             progress=progress,
             **{name: given[name] for name in same},
-            **given_options(given, OPTIONS),
+            **shared.given_options(given, OPTIONS),
         )

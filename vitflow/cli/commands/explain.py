@@ -8,23 +8,7 @@ from typing import Any
 
 import click
 
-from vitflow.cli.options import (
-    DRAWING,
-    against_option,
-    classes_option,
-    drawing_options,
-    given_options,
-    make_explainer,
-    method_option,
-    method_options,
-    model_options,
-    output_option,
-    pictures_argument,
-    question_options,
-    same_scale_option,
-    targets_of,
-    use_specific,
-)
+from vitflow.cli import options as shared
 from vitflow.cli.outputs import CannotWrite, check_pictures, check_suffix, names_folder, writing
 from vitflow.cli.saying import say, say_notes, say_record, tell_limits
 from vitflow.cli.sections import SectionedCommand
@@ -35,18 +19,18 @@ from vitflow.pictures.options import FIGURE_FORMATS, WRITE_OPTIONS
 
 
 @click.command(cls=SectionedCommand, short_help="Lay one method's map over pictures.")
-@pictures_argument
-@model_options
-@question_options
-@method_option(help="What to compute; `vitflow methods` lists the choices.")
-@classes_option(
+@shared.pictures_argument
+@shared.model_options
+@shared.question_options
+@shared.method_option(help="What to compute; `vitflow methods` lists the choices.")
+@shared.classes_option(
     help="Class to explain and report; repeat it for a strip of one map each.  [default: the predicted class]"
 )
-@against_option
-@method_options
-@drawing_options
-@same_scale_option
-@output_option(help="File for one picture, folder for several.  [default: here]")
+@shared.against_option
+@shared.method_options
+@shared.drawing_options
+@shared.same_scale_option
+@shared.output_option(help="File for one picture, folder for several.  [default: here]")
 @click.option(
     "--figure",
     is_flag=True,
@@ -57,18 +41,14 @@ from vitflow.pictures.options import FIGURE_FORMATS, WRITE_OPTIONS
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per picture.")
 def explain(images: tuple[Path, ...], **given: Any) -> None:
     """Lay a saliency map over each IMAGE."""
-    options = given_options(given, OPTIONS)
-    use_specific(given)
+    options = shared.given_options(given, OPTIONS)
+    shared.use_specific(given)
     choose_methods([given["method"]], options)  # before torch is loaded
-    # A likeness is shown beside the picture that it is to.
-    several = bool(given["like"]) or _asks_several(given["targets"] or given["prompts"])
-    suffixes = FIGURE_FORMATS if given["figure"] or several else tuple(WRITE_OPTIONS)
+    suffixes = FIGURE_FORMATS if given["figure"] or _asks_several(given) else tuple(WRITE_OPTIONS)
     outputs = _output_paths(images, given["output"], given["method"], suffixes)
-    explainer = make_explainer(given)
-    explain_one = _explain_classes if several else _explain_one
+    explainer = shared.make_explainer(given)
     failed = sum(
-        not _explained(explain_one, explainer, image, output, options, given)
-        for image, output in zip(images, outputs, strict=True)
+        not _explained(explainer, image, output, options, given) for image, output in zip(images, outputs, strict=True)
     )
     if failed < len(images):
         tell_limits(explainer)
@@ -77,49 +57,38 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
         sys.exit(1)
 
 
-def _asks_several(targets: tuple[str, ...]) -> bool:
-    """Whether more than one class is asked for, by several names or as in top3."""
-    if len(targets) != 1:
-        return len(targets) > 1
+def _asks_several(given: Mapping[str, Any]) -> bool:
+    """Whether a strip is shown: of several classes, by their names or as in top3, or beside what a picture is like."""
+    targets = given["targets"] or given["prompts"]
+    if given["like"] or len(targets) != 1:
+        return bool(given["like"]) or len(targets) > 1
     from vitflow.explaining.asking.targets import is_several
 
     return is_several(targets[0])
 
 
-def _explain_one(
+def _maps(
     explainer: Any, image: Path, options: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any], Callable[..., Any]]:
-    """The map of one class: it, its record, and what draws it."""
-    [target] = targets_of(given)
-    saliency = explainer.explain(image, method=given["method"], target=target, **options)
-    return [saliency], saliency.to_dict(), saliency.figure if given["figure"] else saliency.save
-
-
-def _explain_classes(
-    explainer: Any, image: Path, options: Mapping[str, Any], given: Mapping[str, Any]
-) -> tuple[Sequence[Any], dict[str, Any], Callable[..., Any]]:
-    """A map for each class: them, their record, and what draws their strip."""
+    """The maps of a picture, one for each class; their record, and what draws them."""
+    asked = {"methods": [given["method"]], "targets": shared.targets_of(given), **options}
+    if not _asks_several(given):
+        [saliency] = explainer.explain_batch([image], **asked)
+        return [saliency], saliency.to_dict(), saliency.figure if given["figure"] else saliency.save
     from vitflow.explaining.showing.comparison import compare
 
-    found = compare(image, model=explainer, methods=[given["method"]], targets=targets_of(given), **options)
+    found = compare(image, model=explainer, **asked)
     [record] = found.records()
     return found.saliencies, record, partial(found.strip, same_scale=bool(given["same_scale"]))
 
 
-def _explained(
-    explain_one: Callable[..., tuple[Sequence[Any], dict[str, Any], Callable[..., Any]]],
-    explainer: Any,
-    image: Path,
-    output: Path,
-    options: Mapping[str, Any],
-    given: Mapping[str, Any],
-) -> bool:
+def _explained(explainer: Any, image: Path, output: Path, options: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
     """Explain one picture and say so; whether it worked."""
     files = [output]
     try:
-        saliencies, record, draw = explain_one(explainer, image, options, given)
+        saliencies, record, draw = _maps(explainer, image, options, given)
         with writing(output):
-            draw(output, **given_options(given, DRAWING))
+            draw(output, **shared.given_options(given, shared.DRAWING))
         for saliency, own in zip(saliencies, record.get("maps", [record]), strict=True):
             if given["save_map"]:
                 files.append(_map_file(output, saliency.answer, len(saliencies)))

@@ -5,16 +5,7 @@ from typing import Any
 
 import click
 
-from vitflow.cli.options import (
-    DEFAULT_MODEL,
-    classes_option,
-    flag_of,
-    make_explainer,
-    model_options,
-    output_option,
-    pictures_argument,
-    question_options,
-)
+from vitflow.cli import options as shared
 from vitflow.cli.outputs import output_file, writing
 from vitflow.cli.saying import say, tell_limits
 from vitflow.cli.sections import SectionedCommand
@@ -23,9 +14,9 @@ from vitflow.explaining.asking.choices import choose_methods
 
 
 @click.command(cls=SectionedCommand)
-@pictures_argument
-@model_options
-@question_options
+@shared.pictures_argument
+@shared.model_options
+@shared.question_options
 @click.option(
     "--method",
     "methods",
@@ -34,7 +25,7 @@ from vitflow.explaining.asking.choices import choose_methods
     help="A map to make beforehand, beside those that the page computes; repeat it for more.  [default: the "
     "class-specific ones and flow, as far as they apply]",
 )
-@classes_option(help="Class for class-specific maps; repeat it for more.  [default: top3]")
+@shared.classes_option(help="Class for class-specific maps; repeat it for more.  [default: top3]")
 @click.option(
     "--max-size",
     type=click.FloatRange(min=0, min_open=True),
@@ -43,7 +34,7 @@ from vitflow.explaining.asking.choices import choose_methods
     metavar="MB",
     help="Size of the page. What does not fit is left out, single heads first, or kept in 8 bits; the page says so.",
 )
-@output_option(help="The page, .html; or a folder, with / at its end.  [default: IMAGE-explore.html here]")
+@shared.output_option(help="The page, .html; or a folder, with / at its end.  [default: IMAGE-explore.html here]")
 def explore(images: tuple[Path, ...], **given: Any) -> None:
     """Make a page that answers in the browser when a patch is clicked.
 
@@ -56,7 +47,7 @@ def explore(images: tuple[Path, ...], **given: Any) -> None:
     choose_methods(methods or ["rollout"], {})  # before torch is loaded
     from vitflow.explaining.showing.exploring import explore
 
-    explainer = make_explainer(given)
+    explainer = shared.make_explainer(given)
     page = explore(
         list(images),
         model=explainer,
@@ -75,26 +66,21 @@ def explore(images: tuple[Path, ...], **given: Any) -> None:
 
 def _call(given: dict[str, Any]) -> Any:
     """How a reader of the page gets the model that these options chose."""
+    from vitflow.explaining.asking.captions import python_call
     from vitflow.viewer.explorer import ModelCall
 
-    model = given["model"] or DEFAULT_MODEL
-    arguments, loading = ["--model", model], [repr(model)]
-    for name in ("checkpoint", "num_classes", "class_names"):
-        if given[name] is not None:
-            arguments += [flag_of(name), str(given[name])]
-            loading.append(f"{name}={given[name] if isinstance(given[name], int) else str(given[name])!r}")
-    making = []
-    for name in ("prompts", "templates", "like"):
-        if given[name]:
-            arguments += [word for one in given[name] for word in (flag_of(name.removesuffix("s")), str(one))]
-            making.append(f"{name}={list(map(str, given[name]))!r}")
-    if given["alone"]:
-        arguments.append("--alone")
-        making.append("alone=True")
-    if given["fit"] != "crop":
-        arguments += ["--fit", given["fit"]]
-        making.append(f"fit={given['fit']!r}")
-    if given["fit"] == "native":
-        loading.append("dynamic_img_size=True")
-    loaded = loading[0] if len(loading) == 1 else f"vitflow.load_model({', '.join(loading)})"
-    return ModelCall(arguments, f"vitflow.Explainer({', '.join([loaded, *making])})")
+    model, native = given["model"] or shared.DEFAULT_MODEL, given["fit"] == "native"
+    fit = None if given["fit"] == "crop" else given["fit"]
+    loading = shared.given_options(given, ("checkpoint", "num_classes", "class_names"))
+    loading = {name: str(value) if isinstance(value, Path) else value for name, value in loading.items()}
+    asking = {name: list(map(str, given[name])) for name in ("prompts", "templates", "like") if given[name]}
+    arguments = ["--model", model]
+    for name, values in {**{name: [value] for name, value in loading.items()}, **asking}.items():
+        flag = shared.flag_of(name.removesuffix("s") if name in asking else name)
+        arguments += [word for value in values for word in (flag, str(value))]
+    arguments += [*(["--alone"] if given["alone"] else []), *(["--fit", fit] if fit else [])]
+    loaded = python_call("vitflow.load_model", model, **loading, dynamic_img_size=native)
+    made = python_call(
+        "vitflow.Explainer", loaded if loading or native else model, **asking, alone=given["alone"], fit=fit
+    )
+    return ModelCall(arguments, made)

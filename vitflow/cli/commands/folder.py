@@ -2,32 +2,16 @@
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from vitflow.cli.options import (
-    DEFAULT_MODEL,
-    DRAWING,
-    PathOrURL,
-    against_option,
-    batch_size_option,
-    class_option,
-    drawing_options,
-    given_options,
-    limit_option,
-    make_explainer,
-    method_options,
-    model_options,
-    question_options,
-    resume_option,
-    target_of,
-    use_specific,
-)
+from vitflow.cli import options as shared
 from vitflow.cli.saying import going_on, pictures_bar, say, tell_limits
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
@@ -39,19 +23,7 @@ from vitflow.pictures.options import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS,
 
 _ASKED = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 # What a run of captions takes beside its method's own options.
-_OF_CAPTIONS = {
-    "sources",
-    "output",
-    "caption",
-    "model",
-    "name",
-    "prompts",
-    "method_names",
-    "recursive",
-    "glob",
-    "limit",
-}
-_OF_CAPTIONS |= {"resume", "save_map", "max_pixels"}
+_OF_CAPTIONS = "sources output caption model name prompts method_names recursive glob limit resume save_map max_pixels"
 
 
 class _Model:
@@ -61,27 +33,27 @@ class _Model:
         self._given = given
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_given": self._given | {"model": self._given["model"] or DEFAULT_MODEL}}
+        return {"_given": self._given | {"model": self._given["model"] or shared.DEFAULT_MODEL}}
 
     @cached_property
     def _explainer(self) -> Any:
-        return make_explainer(self._given)
+        return shared.make_explainer(self._given)
 
     def __call__(self) -> Any:
         return self._explainer
 
 
 @click.command(cls=SectionedCommand, short_help="Explain every picture of folders; resumable.")
-@click.argument("sources", nargs=-1, required=True, metavar="IN…", type=PathOrURL(path_type=Path))
+@click.argument("sources", nargs=-1, required=True, metavar="IN…", type=shared.PathOrURL(path_type=Path))
 @click.option(
     "-o",
     "--output",
     required=True,
-    type=PathOrURL(file_okay=False, path_type=Path),
+    type=shared.PathOrURL(file_okay=False, path_type=Path),
     help="Folder for the overlays, the manifest and run.json; a URL goes through fsspec.",
 )
-@model_options
-@question_options
+@shared.model_options
+@shared.question_options
 @click.option(
     "--method",
     "method_names",
@@ -91,8 +63,8 @@ class _Model:
     metavar="NAME",
     help="What to compute; may be given several times.",
 )
-@class_option
-@against_option
+@shared.class_option
+@shared.against_option
 @click.option(
     "--caption",
     is_flag=True,
@@ -101,15 +73,15 @@ class _Model:
 )
 @click.option("--recursive", "-r", is_flag=True, help="Read the folders below, too.")
 @click.option("--glob", metavar="PATTERN", help="Read the files whose name or path matches, whatever their suffix.")
-@limit_option
-@batch_size_option
+@shared.limit_option
+@shared.batch_size_option
 @click.option(
     "--workers",
     type=click.IntRange(min=0),
     metavar="N",
     help="Processes that read pictures, at most one for each core.  [default: half the cores]",
 )
-@resume_option
+@shared.resume_option
 @click.option("--save-map", is_flag=True, help="Write each unscaled map as .npz, too.")
 @click.option(
     "--store",
@@ -144,25 +116,36 @@ class _Model:
 @click.option(
     "--max-pixels", type=click.IntRange(min=1), metavar="N", help="Refuse larger pictures.  [default: 178956970]"
 )
-@method_options
-@drawing_options
+@shared.method_options
+@shared.drawing_options
 def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
     """Explain every picture in IN…: folders, pictures, or patterns; or one folder at a URL, such as s3://bucket/in.
 
     A picture that fails gets a row with its error, and the others go on. What an earlier run with the same options has
     done is kept; Ctrl-C keeps what is done, too.
     """
-    options = given_options(given, OPTIONS)
-    if given.pop("caption"):
-        _tell(_caption(sources, given, options))
-        return
-    use_specific(given, "method_names")
-    choose_methods(given["method_names"], options)  # before torch is loaded
+    options = shared.given_options(given, OPTIONS)
     _check_sources(sources)
-    model = _Model(given)
+    if given.pop("caption"):
+        model, run = None, _captions(given, options)
+    else:
+        shared.use_specific(given, "method_names")
+        choose_methods(given["method_names"], options)  # before torch is loaded
+        model = _Model(given)
+        run = _maps(given, model)
     with going_on(kept=True), pictures_bar() as progress:
-        summary = _run(sources, given, options, progress, model)
-    tell_limits(model())
+        summary = run(
+            sources,
+            given["output"],
+            overwrite=not given["resume"],
+            progress=progress,
+            command=[printable(word) for word in ["vitflow", *sys.argv[1:]]],
+            **{name: given[name] for name in ("recursive", "glob", "limit", "save_map")},
+            **shared.given_options(given, ["max_pixels"]),
+            **options,
+        )
+    if model is not None:
+        tell_limits(model())
     _tell(summary)
 
 
@@ -181,10 +164,11 @@ def _tell(summary: Any) -> None:
         sys.exit(1)
 
 
-def _caption(sources: tuple[Path | str, ...], given: dict[str, Any], options: dict[str, Any]) -> Any:
+def _captions(given: dict[str, Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """What captions pictures, told all but what every run takes; OptionError for what it does not take."""
     context = click.get_current_context()
     asked = [one for one in context.command.params if context.get_parameter_source(one.name or "") in _ASKED]
-    if other := [one.opts[0] for one in asked if one.name not in _OF_CAPTIONS and one.name not in options]:
+    if other := [one.opts[0] for one in asked if one.name not in {*_OF_CAPTIONS.split(), *options}]:
         raise OptionError(f"--caption takes no {', '.join(other)}: leave it out, or --caption.")
     if given["model"] is None:
         raise OptionError(
@@ -195,27 +179,13 @@ def _caption(sources: tuple[Path | str, ...], given: dict[str, Any], options: di
     named = context.get_parameter_source("method_names") in _ASKED
     method, prompt = given["method_names"][0] if named else PICTURED, next(iter(given["prompts"]), None)
     text_method(method, options)
-    _check_sources(sources)
     with suppress(ImportError):  # the loader says what is missing
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     from vitflow.folder.captions import caption_folder
-    from vitflow.pictures.images import MAX_PIXELS
 
-    with going_on(kept=True), pictures_bar() as progress:
-        return caption_folder(
-            sources,
-            given["output"],
-            prompt=prompt,
-            method=method,
-            overwrite=not given["resume"],
-            max_pixels=given["max_pixels"] or MAX_PIXELS,
-            progress=progress,
-            command=[printable(word) for word in ["vitflow", *sys.argv[1:]]],
-            **{name: given[name] for name in ("model", "name", "recursive", "glob", "limit", "save_map")},
-            **options,
-        )
+    return partial(caption_folder, model=given["model"], name=given["name"], prompt=prompt, method=method)
 
 
 def _check_sources(sources: tuple[Path | str, ...]) -> None:
@@ -227,32 +197,19 @@ def _check_sources(sources: tuple[Path | str, ...]) -> None:
             raise OptionError(f"Expected a folder or a picture, but there is nothing at {printable(source)!r}.")
 
 
-def _run(
-    sources: tuple[Path | str, ...],
-    given: dict[str, Any],
-    options: dict[str, Any],
-    progress: Any,
-    model: _Model,
-) -> Any:
+def _maps(given: dict[str, Any], model: _Model) -> Callable[..., Any]:
+    """What explains pictures, told all but what every run takes."""
     # Threads of the model that wait for each other shall not take the cores from those that read and write pictures;
     # it counts only before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vitflow.folder.run import explain_folder
-    from vitflow.pictures.images import MAX_PIXELS
 
-    same = {"recursive", "glob", "limit", "batch_size", "workers", "save_map", "store", "format", "manifest", "report"}
-    same |= {"engine", "address", "actors"}
-    return explain_folder(
-        sources,
-        given["output"],
+    same = ("batch_size", "workers", "store", "format", "manifest", "report", "engine", "address", "actors")
+    return partial(
+        explain_folder,
         model=model,
         methods=given["method_names"],
-        overwrite=not given["resume"],
-        max_pixels=given["max_pixels"] or MAX_PIXELS,
-        drawing=given_options(given, DRAWING),
-        progress=progress,
-        command=[printable(word) for word in ["vitflow", *sys.argv[1:]]],
-        target=target_of(given["target"], given),
+        drawing=shared.given_options(given, shared.DRAWING),
+        target=shared.target_of(given["target"], given),
         **{name: given[name] for name in same},
-        **options,
     )

@@ -5,23 +5,10 @@ from typing import Any
 
 import click
 
-from vitflow.cli.options import (
-    DRAWING,
-    class_option,
-    drawing_options,
-    given_options,
-    make_explainer,
-    method_option,
-    method_options,
-    model_options,
-    output_option,
-    question_options,
-    use_specific,
-)
-from vitflow.cli.outputs import output_file, writing
-from vitflow.cli.saying import say_record, tell_limits
+from vitflow.cli import options as shared
+from vitflow.cli.outputs import name_for, output_file, writing
+from vitflow.cli.saying import say_written, tell_limits
 from vitflow.cli.sections import SectionedCommand
-from vitflow.errors import printable
 from vitflow.explaining.asking.choices import choose_methods
 from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.pictures.options import FIGURE_FORMATS
@@ -29,30 +16,27 @@ from vitflow.pictures.options import FIGURE_FORMATS
 
 @click.command(cls=SectionedCommand, short_help="Show a picture's map layer by layer, and the heads of one.")
 @click.argument("image", metavar="IMAGE", type=click.Path(path_type=Path))
-@model_options
-@question_options
-@method_option(help="What is built up: rollout, gradient_rollout or gae.")
-@class_option
-@method_options
-@drawing_options
-@output_option(
+@shared.model_options
+@shared.question_options
+@shared.method_option(help="What is built up: rollout, gradient_rollout or gae.")
+@shared.class_option
+@shared.method_options
+@shared.drawing_options
+@shared.output_option(
     help="File for the sheet: .png, .pdf or .svg; or a folder, with / at its end.  [default: IMAGE-layers.png here]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def layers(image: Path, **given: Any) -> None:
     """Show what each layer looks at, how the map of IMAGE builds up, and each head of one layer (--layer)."""
-    options = given_options(given, OPTIONS)
+    options = shared.given_options(given, OPTIONS)
     layer = options.pop("layer", -1)
-    use_specific(given)
+    shared.use_specific(given)
     choose_methods([given["method"], "attention"], options)  # before torch is loaded
-    output = output_file([image], given["output"], f"{image.stem}-layers.png", FIGURE_FORMATS)
-    explainer = make_explainer(given)
+    output = output_file([image], given["output"], name_for([image], "layers.png"), FIGURE_FORMATS)
+    explainer = shared.make_explainer(given)
     found = explainer.layers(image, method=given["method"], layer=layer, target=given["target"], **options)
     with writing(output):
-        found.figure(output, **given_options(given, DRAWING))
+        found.figure(output, **shared.given_options(given, shared.DRAWING))
     tell_limits(explainer)
-    if given["as_json"]:
-        maps = [saliency.to_dict() for saliency in found.saliencies]
-        say_record({"input": str(image), "output": str(output), "maps": maps})
-    else:
-        click.echo(printable(output))
+    record = {"input": str(image), "maps": [saliency.to_dict() for saliency in found.saliencies]}
+    say_written(output, [record] if given["as_json"] else None)

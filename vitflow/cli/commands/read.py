@@ -4,24 +4,22 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from vitflow.cli.options import given_options, method_options, name_option
+from vitflow.cli import options as shared
 from vitflow.cli.outputs import check_suffix, writing
 from vitflow.cli.saying import say, say_record
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.asking.method_options import OPTIONS
-from vitflow.explaining.text.method_table import TEXT_METHODS, text_method
+from vitflow.explaining.text.method_table import PLAIN, TEXT_METHODS, text_method
 from vitflow.pictures.options import FIGURE_FORMATS
 
 # What a text, or what was written, can be looked at as.
 _VIEWS = ("text", "layers", "graph", "matrix")
-_CAUSAL = ("raw", "receptive_field")
 
 
 @click.command(cls=SectionedCommand, methods=TEXT_METHODS.values())
@@ -31,33 +29,18 @@ _CAUSAL = ("raw", "receptive_field")
 @click.option(
     "--model", required=True, metavar="ID|PATH", help="transformers id, or a folder with model and tokenizer."
 )
-@name_option
-@click.option(
-    "--trust-remote-code", is_flag=True, help="Run Python code that the model brings along; without it, it is refused."
-)
+@shared.language_model_options
 @click.option(
     "--token",
     metavar="WORD|NUMBER",
     help="The word whose row to show, or its number (-1: the last token).  [default: the masked word, the last token "
     "of a decoder, else the class token]",
 )
-@click.option(
-    "--method",
-    type=click.Choice(tuple(TEXT_METHODS)),
-    default="rollout",
-    show_default=True,
-    help="What to compute.",
-)
+@shared.text_method_option(default=PLAIN, help="What to compute.")
 @click.option(
     "--target", metavar="WORD|NUMBER", help="For gae, the word (one token) to explain.  [default: the likeliest]"
 )
-@partial(method_options, methods=TEXT_METHODS.values())
-@click.option(
-    "--causal",
-    type=click.Choice(_CAUSAL),
-    help="For decoders: attention as it is, or relative to what uniform attention over the same tokens gives.  "
-    "[default: receptive_field for decoders]",
-)
+@shared.text_method_options
 @click.option(
     "--view", type=click.Choice(_VIEWS), help="What to show and to draw.  [default: text; matrix with --prompt]"
 )
@@ -82,7 +65,7 @@ def read(text: str | None, **given: Any) -> None:
     Unless asked otherwise, decoders are read without value weighting and relative to the receptive field, encoders
     value-weighted along the output.
     """
-    options = given_options(given, [*OPTIONS, "causal"])
+    options = shared.given_options(given, [*OPTIONS, "causal"])
     text_method(given["method"], options)  # before torch is loaded
     view = _check(text, given)
     hiding = {"special": not given["hide_special"], "stop_words": _stop_words(given["hide_stop_words"])}

@@ -136,17 +136,25 @@ def _in_words(name: str, value: Any) -> str:
     return f"{name} {f'{value:g}' if isinstance(value, float) else value}".replace("_", " ")
 
 
-def python_call(function: str, *given: object, **named: object) -> str:
+class Code(str):
+    """What stands in a call as it is: a variable, or another call."""
+
+    __slots__ = ()
+
+
+def python_call(function: str, *given: object, **named: object) -> Code:
     """A call as it is written in Python, without what was not asked for.
 
-    >>> python_call("vitflow.explain", "cat.jpg", model="demo", target=Contrast("cat", "dog"), patch=None)
-    "vitflow.explain('cat.jpg', model='demo', target=vitflow.Contrast('cat', 'dog'))"
+    >>> python_call("vitflow.explain", "cat.jpg", model=Code("model"), target=Contrast("cat", "dog"), patch=None)
+    "vitflow.explain('cat.jpg', model=model, target=vitflow.Contrast('cat', 'dog'))"
     """
     asked = [f"{name}={_python(one)}" for name, one in named.items() if one is not None and one is not False]
-    return f"{function}({', '.join([*map(_python, given), *asked])})"
+    return Code(f"{function}({', '.join([*map(_python, given), *asked])})")
 
 
 def _python(value: object) -> str:
+    if isinstance(value, Code):
+        return value
     if isinstance(value, list):
         return f"[{', '.join(map(_python, value))}]"
     return python_call("vitflow.Contrast", value.target, value.against) if isinstance(value, Contrast) else repr(value)
