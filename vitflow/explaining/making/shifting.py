@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import ndimage
 
 from vitflow.errors import UnsupportedModelError
 from vitflow.explaining.asking.choices import Chosen
@@ -85,17 +86,8 @@ def realigned(grid: NDArray[np.floating[Any]], move: tuple[float, float]) -> NDA
     >>> realigned(np.array([[1.0, 3.0]]), (0.0, 0.5))
     array([[1., 2.]])
     """
-    rows, cols = (_overlap(count, by) for count, by in zip(grid.shape, move, strict=True))
-    aligned: NDArray[np.float64] = rows @ grid.astype(np.float64) @ cols.T
-    return aligned
-
-
-def _overlap(count: int, move: float) -> NDArray[np.float64]:
-    """Share of each place that each moved place covers, [places, moved places]; rows sum to 1."""
-    places = np.arange(count)
-    shared = np.clip(1.0 - np.abs(places[:, None] - (places + move)), 0.0, None)
-    shares: NDArray[np.float64] = shared / shared.sum(axis=1, keepdims=True)
-    return shares
+    # The area in common grows with what a line between two patches does; at the border one patch covers all there is.
+    return np.asarray(ndimage.shift(grid.astype(np.float64), move, order=1, mode="nearest"))
 
 
 def mean_map(
