@@ -2,12 +2,11 @@
 
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +28,7 @@ from vitflow.explaining.making.asked import AskedTrace, PlacedPicture
 from vitflow.explaining.making.contrast import contrasted
 from vitflow.explaining.making.needs import Needs
 from vitflow.explaining.making.shifting import explain_shifted
-from vitflow.explaining.picture_model import PictureModel
+from vitflow.explaining.picture_model import PictureModel, name_of, several
 from vitflow.explaining.saliency import Saliency
 from vitflow.models.answers import Answers
 from vitflow.pictures.images import ImageSource
@@ -164,7 +163,7 @@ class Explainer(PictureModel):
         Raises:
             VitflowError: a picture cannot be read, or an option is wrong; nothing is returned then.
         """
-        sources: Sequence[ImageSource] = _several(images)
+        sources = several(images)
         chosen = choose_methods(methods, options)
         if contrasts := contrasts_among(targets):
             check_class_specific(chosen)
@@ -188,10 +187,10 @@ class Explainer(PictureModel):
         per_picture: Any = targets if is_per_picture(targets) else sources
         if len(per_picture) != len(sources):
             raise OptionError(f"Expected one class index for each of {len(sources)} pictures, got {len(per_picture)}.")
-        names = [_name(image, number) for number, image in enumerate(sources, start=1)] if names is None else names
+        names = [name_of(image, number) for number, image in enumerate(sources, start=1)] if names is None else names
         if len(names) != len(sources):
             raise OptionError(f"Expected one name for each of {len(sources)} pictures, got {len(names)}.")
-        pictures = [self._read(image, name) for image, name in zip(sources, names, strict=True)]
+        pictures = [self.placed(image, name) for image, name in zip(sources, names, strict=True)]
         explain = partial(self._explain_read, asked=asked)
         found = explain(pictures, chosen, targets)
         if any(one.options.get("shifts") for one in chosen):
@@ -299,21 +298,3 @@ class Explainer(PictureModel):
         with Needs.of(chosen).record(self.model, self.layout, self.answers.read) as trace:
             self.forward(pixels)
         return trace
-
-
-def _several(images: Any) -> Any:
-    """The pictures of a batch: a path, the bytes of a file, and an array [height, width] or [height, width, 3] are one.
-
-    >>> _several("cats/tabby.jpg"), len(_several(np.zeros((5, 9, 3)))), len(_several(np.zeros((5, 9, 9, 3))))
-    (['cats/tabby.jpg'], 1, 5)
-    """
-    if isinstance(images, np.ndarray):
-        one = images.ndim == 2 or (images.ndim == 3 and images.shape[2] in (3, 4))
-        return [images] if one else images
-    if isinstance(images, str | bytes) or not isinstance(images, Iterable):
-        return [images]
-    return images if isinstance(images, Sequence) else list(images)
-
-
-def _name(source: ImageSource, number: int) -> str:
-    return str(source) if isinstance(source, str | Path) else f"picture {number}"

@@ -1,6 +1,6 @@
 """A model for pictures that is kept: what it says of itself, how pictures become its input, and what it answers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -108,13 +108,11 @@ class PictureModel:
         """The answers that reference pictures make."""
         if isinstance(like, str | bytes | Path) or not len(like):
             raise OptionError(f"Expected like as a list of one picture or several, got {like!r:.80}.")
-        named = [
-            str(image_name(one)) if isinstance(one, str | Path) else f"picture {n}" for n, one in enumerate(like, 1)
-        ]
-        pictures = [self._read(one, name) for one, name in zip(like, named, strict=True)]
+        names = [str(image_name(name_of(one, number))) for number, one in enumerate(like, start=1)]
+        pictures = [self.placed(one, name) for one, name in zip(like, names, strict=True)]
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
             vectors = [features_of(self.forward(self._tensor([one]))) for one in pictures]
-        return likeness(torch.cat(vectors), named, [one.image for one in pictures])
+        return likeness(torch.cat(vectors), names, [one.image for one in pictures])
 
     def __repr__(self) -> str:
         count = "" if self.facts.answers.count is None else f", {self.facts.answers.count} classes"
@@ -210,9 +208,10 @@ class PictureModel:
 
     def pixels(self, image: ImageSource) -> Tensor:
         """The model input that a picture becomes, [1, channels, height, width], on the explainer's device."""
-        return self._tensor([self._read(image, "")])
+        return self._tensor([self.placed(image, "")])
 
-    def _read(self, source: ImageSource, name: str) -> PlacedPicture:
+    def placed(self, source: ImageSource, name: str) -> PlacedPicture:
+        """A picture by the name that it is called, read and placed as the model sees it."""
         image = read_image(source)
         return PlacedPicture(name, image, self.preprocessing.place((image.shape[0], image.shape[1])))
 
@@ -262,3 +261,29 @@ class PictureModel:
         """What the model returns, and what its answers are where they are not its classes."""
         output = self.forward(pixels)
         return output if self.answers.function is None else [output, self.answers.numbers(output)]
+
+
+def several(images: Any) -> Any:
+    """The pictures of a batch: a path, the bytes of a file, and an array [height, width] or [height, width, 3] are one.
+
+    >>> several("cats/tabby.jpg"), len(several(np.zeros((5, 9, 3)))), len(several(np.zeros((5, 9, 9, 3))))
+    (['cats/tabby.jpg'], 1, 5)
+    """
+    if isinstance(images, np.ndarray):
+        one = images.ndim == 2 or (images.ndim == 3 and images.shape[2] in (3, 4))
+        return [images] if one else images
+    if isinstance(images, str | bytes) or not isinstance(images, Iterable):
+        return [images]
+    return images if isinstance(images, Sequence) else list(images)
+
+
+def at_least_one(images: Any) -> Any:
+    """As `several`; OptionError where there is no picture."""
+    if not len(sources := several(images)):
+        raise OptionError("Expected at least one picture, got none.")
+    return sources
+
+
+def name_of(source: ImageSource, number: int) -> str:
+    """What a picture is called: by its path, or by its number."""
+    return str(source) if isinstance(source, str | Path) else f"picture {number}"

@@ -20,6 +20,7 @@ from vitflow.explaining.asking.method_options import takes_method_options
 from vitflow.explaining.asking.method_table import DEFAULT_METHODS, get_method
 from vitflow.explaining.asking.targets import Contrast, Targets, contrasts_among, is_per_picture
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.picture_model import at_least_one, name_of
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.showing.agreement import Agreement, mean_of_defined, measure_agreement
 from vitflow.explaining.showing.strips import columns_of, draw_comparison
@@ -69,9 +70,7 @@ def compare(
     >>> [saliency.method for saliency in comparison.saliencies]
     ['rollout', 'gae', 'gae', 'random']
     """
-    sources: list[Any] = list(images) if isinstance(images, list | tuple) else [images]
-    if not sources:
-        raise OptionError("Expected at least one picture, got none.")
+    sources = at_least_one(images)
     own_targets = is_per_picture(targets)
     if own_targets and len(targets) != len(sources):  # type: ignore[arg-type]
         raise OptionError(f"Expected one class index for each of {len(sources)} pictures, got {targets!r}.")
@@ -88,7 +87,7 @@ def compare(
     for number, source in enumerate(sources):
         # One by one: no picture waits for the memory of another, and the seconds are its own.
         wanted = targets[number : number + 1] if own_targets else targets  # type: ignore[index]
-        names = None if isinstance(source, str | Path) else [f"picture {number + 1}"]
+        names = [name_of(source, number + 1)]
         try:
             found = explainer.explain_batch([source], methods=chosen, targets=wanted, names=names, **options)
         except UnsupportedModelError:

@@ -26,10 +26,11 @@ from vitflow.explaining.asking.targets import Targets
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.making.features import layer_features
 from vitflow.explaining.making.refining import affinity_of
+from vitflow.explaining.picture_model import at_least_one, name_of
 from vitflow.explaining.saliency import Saliency
 from vitflow.methods.refinement import AffinityName
 from vitflow.models.blocks import layer_output
-from vitflow.pictures.images import ImageSource, read_image
+from vitflow.pictures.images import ImageSource
 from vitflow.recording.trace import Trace
 from vitflow.viewer.explorer import FUSED, ExploredPicture, ExplorerPage, ModelCall, make_explorer
 
@@ -74,9 +75,7 @@ def explore(
     >>> page.html[:15], page.notes[1]
     ('<!doctype html>', 'Single heads are stored in 8 bits: each number within 3.0% of its value, the faintest as 0.')
     """
-    sources: list[Any] = list(images) if isinstance(images, list | tuple) else [images]
-    if not sources:
-        raise OptionError("Expected at least one picture, got none.")
+    sources = at_least_one(images)
     if not max_size > 0:
         raise OptionError(f"Expected max_size in megabytes, above 0, got {max_size!r}.")
     if methods is not None:
@@ -123,10 +122,9 @@ class _Explorer:
 
     def picture(self, source: ImageSource, number: int) -> ExploredPicture:
         """All that the page needs of a picture."""
-        image, explainer = read_image(source), self._explainer
-        path = str(source) if isinstance(source, str | Path) else None
-        placement = explainer.preprocessing.place((image.shape[0], image.shape[1]))
-        found = ExploredPicture(path or f"picture {number}", path, image, placement.window)
+        picture = self._explainer.placed(source, name_of(source, number))
+        image, path = picture.image, str(source) if isinstance(source, str | Path) else None
+        found = ExploredPicture(picture.name, path, image, picture.placement.window)
         trace = self._record(image, found)
         self._answers(trace, found)
         self._features(trace, found)

@@ -11,12 +11,15 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from scipy.ndimage import binary_erosion
 from torch import nn
 
 from vitflow.demo import limits_of
 from vitflow.errors import OptionError
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.making.asked import PlacedPicture
 from vitflow.explaining.making.features import layer_features
+from vitflow.explaining.picture_model import at_least_one, name_of
 from vitflow.methods.attention import check_layer
 from vitflow.methods.features import Components, principal_components
 from vitflow.models.blocks import block_norms, block_paths, layer_output
@@ -24,7 +27,7 @@ from vitflow.pictures import figures, notebook, overlay
 from vitflow.pictures.figures import Cell, Column, file_too
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.geometry import Placement
-from vitflow.pictures.images import ImageSource, image_name, read_image
+from vitflow.pictures.images import ImageSource, image_name
 from vitflow.pictures.options import DPI, FIGURE_FORMATS, Interpolation
 from vitflow.pictures.pen import Pen
 
@@ -216,40 +219,36 @@ def features(
     >>> [own.shape for own in found.components]
     [(12, 12, 3), (12, 12, 3)]
     """
-    sources: list[Any] = list(images) if isinstance(images, list | tuple) else [images]
-    if not sources:
-        raise OptionError("Expected at least one picture, got none.")
+    sources = at_least_one(images)
     explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
-    read = [_read(explainer, source, number, layer) for number, source in enumerate(sources, start=1)]
-    inside = [_inside(placement, *vectors.shape[:2]) for _, _, placement, vectors in read]
-    shown = inside
-    found = _components([vectors[own] for (*_, vectors), own in zip(read, shown, strict=True)], "patches")
+    pictures = [explainer.placed(source, name_of(source, number)) for number, source in enumerate(sources, start=1)]
+    vectors = [_vectors(explainer, picture, layer) for picture in pictures]
+    inside = [_inside(one.placement, *own.shape[:2]) for one, own in zip(pictures, vectors, strict=True)]
+    shown, found = inside, _components(vectors, inside, "patches")
     if foreground:
-        first = [found.of(vectors)[..., 0].numpy() for *_, vectors in read]
+        first = [found.of(own)[..., 0].numpy() for own in vectors]
         side = _side(first, inside)
         shown = [own & (side * values > 0) for own, values in zip(inside, first, strict=True)]
-        found = _components(
-            [vectors[own] for (*_, vectors), own in zip(read, shown, strict=True)], "foreground patches"
-        )
-    pictures = []
-    for (name, image, placement, vectors), own, kept in zip(read, inside, shown, strict=True):
-        components = np.where(own[..., None], found.of(vectors).numpy(), np.nan).astype(np.float32)
-        pictures.append(PictureFeatures(name, image, placement, components, kept))
+        found = _components(vectors, shown, "foreground patches")
+    components = [
+        np.where(own[..., None], found.of(one).numpy(), np.nan).astype(np.float32)
+        for one, own in zip(vectors, inside, strict=True)
+    ]
+    told = tuple(
+        PictureFeatures(one.name, one.image, one.placement, own, kept)
+        for one, own, kept in zip(pictures, components, shown, strict=True)
+    )
     red, green, blue = found.shares.tolist()
     number = check_layer("layer", layer, len(block_paths(explainer.model) or block_norms(explainer.model))) + 1
-    return Features(tuple(pictures), (red, green, blue), explainer.model_id, number, foreground)
+    return Features(told, (red, green, blue), explainer.model_id, number, foreground)
 
 
-def _read(
-    explainer: Explainer, source: ImageSource, number: int, layer: int
-) -> tuple[str, NDArray[np.uint8], Placement, torch.Tensor]:
-    """A picture's name, itself, its placement, and the features of its patches, [rows, cols, width]."""
-    image = read_image(source)
-    placement = explainer.preprocessing.place((image.shape[0], image.shape[1]))
-    trace = explainer.record(image, attention=False, features=[layer_output(explainer.model, layer)[0]])
+def _vectors(explainer: Explainer, picture: PlacedPicture, layer: int) -> torch.Tensor:
+    """The features of the patches of a picture, [rows, cols, width]."""
+    trace = explainer.record(picture.image, attention=False, features=[layer_output(explainer.model, layer)[0]])
     tokens, layout = layer_features(trace, layer)
-    patches = tokens[0, layout.num_prefix_tokens :].cpu().unflatten(0, (layout.rows, layout.cols))
-    return str(source) if isinstance(source, str | Path) else f"picture {number}", image, placement, patches
+    patches = tokens[0, layout.num_prefix_tokens :].cpu()
+    return patches.view(layout.rows, layout.cols, -1)
 
 
 def _inside(placement: Placement, rows: int, cols: int) -> NDArray[np.bool_]:
@@ -261,8 +260,9 @@ def _inside(placement: Placement, rows: int, cols: int) -> NDArray[np.bool_]:
     return found
 
 
-def _components(vectors: Sequence[torch.Tensor], what: str) -> Components:
-    together = torch.cat(list(vectors))
+def _components(vectors: Sequence[torch.Tensor], kept: Sequence[NDArray[np.bool_]], what: str) -> Components:
+    """The components of the patches [rows, cols, width] of all pictures that are kept, [rows, cols]."""
+    together = torch.cat([own[torch.from_numpy(which)] for own, which in zip(vectors, kept, strict=True)])
     if len(together) < 4:
         raise OptionError(
             f"Expected at least four {what} to tell three components, got {len(together)}: take more "
@@ -275,9 +275,8 @@ def _side(first: Sequence[NDArray[np.float64]], inside: Sequence[NDArray[np.bool
     """The sign of the first component on the foreground: on the other side lies more of the pictures' edges."""
     edges, others = [], []
     for values, own in zip(first, inside, strict=True):
-        padded = np.pad(own, 1)
-        middle = padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
+        middle = binary_erosion(own)
         edges.append(values[own & ~middle])
-        others.append(values[own & middle])
+        others.append(values[middle])
     edge, other = (np.concatenate(own) for own in (edges, others))
     return -1 if len(other) and other.mean() < edge.mean() else 1
