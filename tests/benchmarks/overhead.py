@@ -29,9 +29,10 @@ import torch
 from vitflow import Explainer
 from vitflow.explaining.asking.choices import choose_methods
 from vitflow.explaining.making.asked import AskedTrace
-from vitflow.explaining.making.needs import Needs
+from vitflow.explaining.making.needs import recorded_for
 from vitflow.explaining.making.refining import make_maps
 from vitflow.methods.rollout import rollout_step
+from vitflow.recording.recorder import record_attention
 
 # glibc gives memory back as soon as it is free: else the peak depends on what was kept from before.
 GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_TRIM_THRESHOLD_": "0"}
@@ -46,7 +47,7 @@ def plain(model: torch.nn.Module, pixels: torch.Tensor) -> None:
 def with_rollout(model: torch.nn.Module, pixels: torch.Tensor, **chosen: object) -> None:
     """Rollout of the table of methods, through windows where the model has them, with its defaults or a preset."""
     [rollout] = choose_methods(["rollout"], chosen)
-    with Needs.of([rollout]).record(model, None) as trace:
+    with record_attention(model, **recorded_for([rollout], model)) as trace:
         model(pixels)
     make_maps(rollout.method, rollout.options, AskedTrace.of(trace, None))
 
@@ -108,7 +109,7 @@ def python_cost(repeats: int) -> dict[str, float]:
             model(pixels)
             torch.nn.functional.scaled_dot_product_attention = fused
             times.append(time.thread_time())
-            recording = Needs.of([rollout]).record(model, None)
+            recording = record_attention(model, **recorded_for([rollout], model))
             times.append(time.thread_time())
             with recording:
                 times.append(time.thread_time())

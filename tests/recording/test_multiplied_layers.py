@@ -13,7 +13,7 @@ from vitflow.errors import OptionError, ShapeError
 from vitflow.explaining.asking.choices import choose_methods
 from vitflow.explaining.asking.method_table import get_method
 from vitflow.explaining.making.maps import rollout
-from vitflow.explaining.making.needs import Needs
+from vitflow.explaining.making.needs import recorded_for
 from vitflow.methods.staged_rollout import staged_rollout
 from vitflow.recording.recorder import record_attention
 
@@ -104,7 +104,7 @@ def test_only_one_rollout_alone_is_multiplied():
     whole = get_method("rollout")
 
     def residual(*chosen):
-        return Needs.of(choose_methods(chosen, {})).residual
+        return recorded_for(choose_methods(chosen, {}), torch.nn.Identity())["residual"]
 
     paper = ("rollout", {"preset": "paper", "residual": 0.25})
     assert residual(paper) == residual(paper, ("occlusion", {"refine": 0}), paper) == 0.25
@@ -162,7 +162,7 @@ def test_a_forward_pass_with_rollout_keeps_a_third_of_a_matrix_a_layer():
     explainer = Explainer(model)
 
     def explained(preset):
-        with Needs.of(choose_methods(["rollout"], preset)).record(model, None) as trace:
+        with record_attention(model, **recorded_for(choose_methods(["rollout"], preset), model)) as trace:
             explainer.forward(pixels)
         return trace
 

@@ -26,13 +26,14 @@ from vitflow.explaining.asking.targets import (
 from vitflow.explaining.making.applying import apply_methods, probabilities_of
 from vitflow.explaining.making.asked import AskedTrace, PlacedPicture
 from vitflow.explaining.making.contrast import contrasted
-from vitflow.explaining.making.needs import Needs
+from vitflow.explaining.making.needs import needs_gradients, recorded_for
 from vitflow.explaining.making.shifting import explain_shifted
 from vitflow.explaining.picture_model import PictureModel, name_of, several
 from vitflow.explaining.saliency import Saliency
 from vitflow.models.answers import Answers
 from vitflow.pictures.images import ImageSource
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
+from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
 
 if TYPE_CHECKING:  # a page is made of more than maps need
@@ -239,7 +240,7 @@ class Explainer(PictureModel):
         self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, answers: Answers
     ) -> list[list[Saliency]]:
         """Explain pictures of one input size: [pictures][methods and targets]."""
-        gradients = Needs.of(chosen).gradients
+        gradients = needs_gradients(chosen)
         if gradients:
             refuse_inference_tensors(self.model)
         # Leaving inference mode lets a caller's torch.inference_mode() stand around this.
@@ -295,6 +296,7 @@ class Explainer(PictureModel):
 
     def _record(self, pixels: Tensor, chosen: Chosen) -> Trace:
         """One forward pass that keeps no more than the methods need."""
-        with Needs.of(chosen).record(self.model, self.layout, self.answers.read) as trace:
+        kept = recorded_for(chosen, self.model)
+        with record_attention(self.model, layout=self.layout, answers=self.answers.read, **kept) as trace:
             self.forward(pixels)
         return trace

@@ -15,6 +15,7 @@ from vitflow.explaining.asking.choices import Chosen, ChosenMethod
 from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.targets import doubt
 from vitflow.explaining.making.asked import AskedTrace
+from vitflow.explaining.making.needs import needs_gradients
 from vitflow.explaining.making.refining import make_maps
 from vitflow.explaining.saliency import Saliency
 from vitflow.models.answers import Answers
@@ -48,7 +49,7 @@ def apply_methods(trace: AskedTrace, chosen: Chosen, wanted: Sequence[Tensor | N
         chosen: methods and their options.
         wanted: class indices [batch] per target; None where the model has no classes.
     """
-    gradients = any("gradients" in one.method.needs for one in chosen)
+    gradients = needs_gradients(chosen)
     found: list[list[list[Saliency]]] = [[[] for _ in chosen] for _ in trace.pictures]
     for number, target in enumerate(wanted):
         trace.targets = target

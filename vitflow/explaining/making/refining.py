@@ -11,23 +11,11 @@ from vitflow.explaining.asking.method import Method
 from vitflow.explaining.making.asked import AskedTrace
 from vitflow.explaining.making.maps import Maps
 from vitflow.methods.refinement import AFFINITIES, Affinity, AffinityName, co_attention, key_affinity, refine
-from vitflow.recording.layers import AttentionLayer, FusionKey
+from vitflow.recording.layers import AttentionLayer
 from vitflow.recording.trace import Trace
 
-# What must be recorded of the attention for it: the plain mean over the heads.
-HEAD_MEANS: FusionKey = ("mean", False)
 _LEFT_OUT = "left out"
 _UNIFORM = "the model treats all patches nearly alike"
-
-
-def needs_keys(options: Mapping[str, Any]) -> bool:
-    """Whether these options of a method need the key vectors recorded."""
-    return bool(options.get("refine")) and options["affinity"] != "attention"
-
-
-def needs_head_means(options: Mapping[str, Any]) -> bool:
-    """Whether these options of a method need the plain mean over the heads recorded."""
-    return bool(options.get("refine")) and options["affinity"] != "keys"
 
 
 def make_maps(method: Method, options: Mapping[str, Any], trace: AskedTrace) -> tuple[Maps, list[dict[str, Any]]]:
