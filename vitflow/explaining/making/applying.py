@@ -1,7 +1,7 @@
 """From a recorded pass to results: what the model answered, and each method's maps beside that answer."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from vitflow.explaining.making.refining import make_maps
 from vitflow.explaining.saliency import Saliency
 from vitflow.models.answers import Answers
 from vitflow.models.facts import ModelFacts
-from vitflow.recording.trace import Trace
 
 
 def probabilities_of(logits: object, facts: ModelFacts) -> Tensor | None:
@@ -70,17 +69,21 @@ def apply_methods(trace: AskedTrace, chosen: Chosen, wanted: Sequence[Tensor | N
 def _apply(one: ChosenMethod, trace: AskedTrace, seconds: float) -> list[Saliency]:
     """One method for the trace's targets: a map for each picture. `seconds` is what the batch has taken before."""
     started = time.perf_counter()
-    method, pictures = one.method, trace.pictures
+    method, batch = one.method, len(trace.pictures)
     trace.refinement_asked = "refine" in one.asked
     maps, used = make_maps(method, one.options, trace)
-    grids = _check_grids(maps.grids, method, len(pictures))
-    seconds = (seconds + time.perf_counter() - started) / len(pictures)
+    grids = _check_grids(maps.grids, method, batch)
+    seconds = (seconds + time.perf_counter() - started) / batch
     assert trace.facts is not None
-    told = trace.facts.answers
-    readout = {"readout": trace.pooling} if method.needs & {"attention", "heads"} else {}
-    answers = [_answer(trace, told, index) for index in range(len(pictures))]
-    return [
-        Saliency(
+    told, found = trace.facts.answers, []
+    for index, picture in enumerate(trace.pictures):
+        answer = Answer()
+        if trace.probabilities is not None and trace.targets is not None:
+            answer = Answer.of(trace.probabilities[index], int(trace.targets[index]), told)
+        facts: dict[str, Any] = {"readout": trace.pooling} if method.needs & {"attention", "heads"} else {}
+        if facts and used[index].get("patch") is not None and (trace.top.rows, trace.top.cols) != grids[index].shape:
+            facts["patch_grid"] = [trace.top.rows, trace.top.cols]  # among which one was asked for
+        saliency = Saliency(
             grid=grids[index],
             placement=picture.placement,
             image=picture.image,
@@ -89,48 +92,23 @@ def _apply(one: ChosenMethod, trace: AskedTrace, seconds: float) -> list[Salienc
             method=method.name,
             options=used[index],
             class_specific=method.class_specific,
-            facts=readout
-            | (_patch_grid(trace, used[index], grids[index].shape) if readout else {})
-            | (maps.facts[index] if maps.facts else {})
-            | _doubts(method, answers[index], trace)
-            | _beside(method, answers[index], told, trace, index),
+            answer=answer,
+            facts=facts | (maps.facts[index] if maps.facts else {}) | _beside(answer, method, trace, told, index),
             seconds=seconds,
-            answer=answers[index],
-            reference=_reference(answers[index], told),
+            reference=told.pictures[answer.index] if told.pictures and answer.index is not None else None,
         )
-        for index, picture in enumerate(pictures)
-    ]
+        found.append(saliency)
+    return found
 
 
-def _patch_grid(trace: Trace, options: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, list[int]]:
-    """The patches among which one was asked for, where the map has others."""
-    if options.get("patch") is None or (trace.top.rows, trace.top.cols) == shape:
-        return {}
-    return {"patch_grid": [trace.top.rows, trace.top.cols]}
-
-
-def _answer(trace: AskedTrace, told: Answers, index: int) -> Answer:
-    if trace.probabilities is None or trace.targets is None:
-        return Answer()
-    return Answer.of(trace.probabilities[index], int(trace.targets[index]), told)
-
-
-def _doubts(method: Method, answer: Answer, trace: AskedTrace) -> dict[str, str]:
-    """The fact that a class which was asked for is one that the model all but rules out."""
-    if not method.class_specific or trace.probabilities is None or answer.probability is None or answer.is_predicted:
-        return {}
-    note = doubt(answer.probability, trace.probabilities.shape[1])
-    return {} if note is None else {"note": note}
-
-
-def _reference(answer: Answer, told: Answers) -> NDArray[np.uint8] | None:
-    """The picture that an answer compares with, where it does."""
-    return told.pictures[answer.index] if told.pictures and answer.index is not None else None
-
-
-def _beside(method: Method, answer: Answer, told: Answers, trace: AskedTrace, index: int) -> dict[str, Any]:
-    """What else is told of an answer: the cosine behind a share of a softmax, and what the map's number is less."""
+def _beside(answer: Answer, method: Method, trace: AskedTrace, told: Answers, index: int) -> dict[str, Any]:
+    """What else is to be known of an answer: that the model all but rules the class out, where it was asked for; the
+    cosine behind a share of a softmax; and what the map's number is less.
+    """
     facts: dict[str, Any] = {}
+    if method.class_specific and trace.probabilities is not None and not answer.is_predicted:
+        note = None if answer.probability is None else doubt(answer.probability, trace.probabilities.shape[1])
+        facts |= {} if note is None else {"note": note}
     if told.reading == "softmax" and told.scale != 1.0 and trace.numbers is not None and answer.index is not None:
         facts["cosine"] = round(float(trace.numbers[index, answer.index]) / told.scale, 4)
     if method.class_specific and trace.answers is not told:
