@@ -3,9 +3,9 @@
 On torch's `meta` device tensors have shapes and no values, so that neither weights nor a download are needed.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
@@ -20,7 +20,6 @@ from vitflow.explaining.progress import tracking
 from vitflow.models.hub import without_values
 from vitflow.recording.attention_kinds import is_difference, other_attention_in, refusal_in_words
 from vitflow.recording.recorder import record_attention
-from vitflow.recording.trace import Trace
 
 # "windows" means: through windows and stages, from the top layer down to the finest patch grid.
 Extent = Literal["yes", "windows", "no", "unknown"]
@@ -85,16 +84,15 @@ def _find(name: str) -> Support:
     if family in (*_UNIFORM, *_STAGED):
         short: dict[str, Any] = {"depth": 2} if family in _UNIFORM else {"depths": (2, 2, 2, 2)}
         with suppress(Exception):  # some cannot be built that short
-            return _support_of_draft(_draft(name, **short))
+            return _support_in(_draft(name, **short), "meta")
     try:
         model = _draft(name)
-        return _support_of_draft(model)
+        return _support_in(model, "meta")
     except Exception as error:  # any model may do what only works on values
         reason = f"cannot be told without running it ({type(error).__name__}): try it"
     if model is not None and sum(parameter.numel() for parameter in model.parameters()) <= _SMALL:
         with suppress(Exception):
-            model = timm.create_model(name).eval()
-            return _support_in(model, torch.zeros(1, *_input_size(model)))
+            return _support_in(timm.create_model(name).eval(), "cpu")
     return Support("unknown", "unknown", "unknown", reason)
 
 
@@ -105,16 +103,9 @@ def _draft(name: str, **options: Any) -> nn.Module:
     return model.eval()
 
 
-def _support_of_draft(model: nn.Module) -> Support:
-    return _support_in(model, torch.empty(1, *_input_size(model), device="meta"))
-
-
-def _input_size(model: Any) -> tuple[int, int, int]:
-    channels, height, width = model.pretrained_cfg["input_size"]
-    return channels, height, width
-
-
-def _support_in(model: nn.Module, pixels: Tensor) -> Support:
+def _support_in(model: Any, device: str) -> Support:
+    """What applies to a model that lies on a device, found by running it once."""
+    pixels = torch.zeros(1, *model.pretrained_cfg["input_size"], device=device)
     try:
         with torch.no_grad(), record_attention(model, head_fusion="mean") as trace:
             model(pixels)
@@ -125,25 +116,16 @@ def _support_in(model: nn.Module, pixels: Tensor) -> Support:
             return _none("the difference of two attention matrices, which has negative entries")
         raise
     if trace.refusal is not None:
-        words = refusal_in_words(model, trace.layers) or "its windows cannot be followed to the picture"
-        return _none(words)
-    return _whole(trace) if not trace.staged else _staged(trace)
+        return _none(refusal_in_words(model, trace.layers) or "its windows cannot be followed to the picture")
+    layout = trace.layout
+    tokens = layout.num_prefix_tokens, (layout.rows, layout.cols), trace.pooling
+    if trace.staged:
+        return Support("windows", "no", "windows", "flow needs the same tokens in every layer", *tokens)
+    return Support("yes", "yes", "yes", None, *tokens)
 
 
 def _none(reason: str) -> Support:
     return Support("no", "no", "no", reason)
-
-
-def _whole(trace: Trace) -> Support:
-    layout = trace.layout
-    return Support("yes", "yes", "yes", None, layout.num_prefix_tokens, (layout.rows, layout.cols), trace.pooling)
-
-
-def _staged(trace: Trace) -> Support:
-    layout = trace.layout
-    reason = "flow needs the same tokens in every layer"
-    grid = (layout.rows, layout.cols)
-    return Support("windows", "no", "windows", reason, layout.num_prefix_tokens, grid, trace.pooling)
 
 
 # What initialises weights in place: on the meta device it changes nothing and takes most of the time.
@@ -181,7 +163,7 @@ def list_models(names: Sequence[str]) -> Iterator[dict[str, Any]]:
         for name in names:
             architecture, tag = get_arch_name(name), name.partition(".")[2]
             config: Any = timm.get_pretrained_cfg(name, allow_unregistered=True)
-            found = support_of(name)
+            support = support_of(name)
             yield {
                 "model": name,
                 "architecture": architecture,
@@ -189,13 +171,8 @@ def list_models(names: Sequence[str]) -> Iterator[dict[str, Any]]:
                 "family": _family(architecture),
                 "input_size": None if config is None else list(config.input_size),
                 "num_classes": None if config is None else config.num_classes,
-                "rollout": found.rollout,
-                "flow": found.flow,
-                "gradients": found.gradients,
-                "reason": found.reason,
-                "num_prefix_tokens": found.num_prefix_tokens,
-                "grid": found.grid and list(found.grid),
-                "pooling": found.pooling,
+                **asdict(support),
+                "grid": support.grid and list(support.grid),
             }
             done(1)
 
@@ -218,14 +195,12 @@ def matching(pattern: str, *, untrained: bool = False) -> list[str]:
         trained = {get_arch_name(name) for name in timm.list_pretrained()}
         names = names + [name for name in timm.list_models(pattern) if name not in trained]
     if not names:
-        raise ModelError(_no_match(pattern, timm.list_models()))
+        close = get_close_matches(pattern.strip("*").split(".")[0], timm.list_models(), n=3)
+        hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        raise ModelError(
+            f"No pretrained timm model matches {pattern!r}.{hint} Use * as a wildcard, such as 'vit_base*'."
+        )
     return names
-
-
-def _no_match(pattern: str, known: Iterable[str]) -> str:
-    close = get_close_matches(pattern.strip("*").split(".")[0], list(known), n=3)
-    hint = f" Did you mean {' or '.join(close)}?" if close else ""
-    return f"No pretrained timm model matches {pattern!r}.{hint} Use * as a wildcard, such as 'vit_base*'."
 
 
 def _family(architecture: str) -> str:
