@@ -10,19 +10,18 @@ from torch import Tensor, nn
 from vitflow.errors import UnsupportedModelError, check_known
 from vitflow.explaining.asking.method import Method
 from vitflow.explaining.progress import tracking
-from vitflow.explaining.text.read_rows import outer, score_of
+from vitflow.explaining.text.read_rows import outer, relevant_layers
 from vitflow.explaining.text.wording import words_of
-from vitflow.explaining.text.writing import ending, looking_ahead
+from vitflow.explaining.text.writing import ending, generated, looking_ahead
 from vitflow.methods.attention import check_layer
 from vitflow.methods.flow.layers import default_window, parse_window
-from vitflow.methods.rollout import for_the_class
 from vitflow.methods.sequence import layer_rows
 from vitflow.methods.sequence.joint_graph import Streams, relevance_across
 from vitflow.methods.sequence.layout import Words
 from vitflow.models.anatomy import read_layout
-from vitflow.models.languages import reading, reads_text
+from vitflow.models.languages import reads_text
 from vitflow.recording.attention_kinds import refuse_other_layers
-from vitflow.recording.isolation import Hook, device_of, refuse_inference_tensors
+from vitflow.recording.isolation import device_of, refuse_inference_tensors
 from vitflow.recording.layers import AttentionLayer
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
@@ -91,14 +90,7 @@ def _write(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[Tensor, int]
         if text is not None:
             began.append(text.shape[1])
 
-    hook = Hook(model, look, before=True)
-    try:
-        with reading(model, arguments.get("input_ids")):
-            output = model.generate(**arguments)  # type: ignore[operator]
-    finally:
-        hook.remove()
-    sequences: Tensor = output if isinstance(output, Tensor) else output.sequences
-    return sequences, began[0]
+    return generated(model, arguments, look), began[0]
 
 
 def _encoder_of(model: nn.Module) -> nn.Module:
@@ -256,15 +248,10 @@ def _gae(
     read: _Read, targets: list[tuple[int, int]], *, head_fusion: Any, value_weighted: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """Generic attention explainability: one backward pass for each token's own logit."""
-    weighted, rows = read.trace.heads(value_weighted=value_weighted), []
-    with tracking("backward passes", len(targets)) as progress:
-        for place, token in targets:
-            gradients = read.trace.gradients_of(score_of(read.trace, place, token)).attentions
-            # Layer by layer, as these differ in shape.
-            pairs = zip(weighted, gradients, strict=True)
-            layers = [for_the_class([layer], [gradient], head_fusion)[0][0].detach() for layer, gradient in pairs]
-            rows.append(relevance_across(read.of(layers), place, **options))
-            progress(1)
+    found = relevant_layers(read.trace, targets, head_fusion, value_weighted)
+    rows = [
+        relevance_across(read.of(layers), place, **options) for (place, _), layers in zip(targets, found, strict=True)
+    ]
     return torch.stack(rows, dim=1), None
 
 

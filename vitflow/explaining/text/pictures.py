@@ -194,7 +194,7 @@ def less_earlier(row: NDArray[Any], earlier: NDArray[Any], weights: NDArray[Any]
 
 
 def with_pictures(
-    model: nn.Module, prompt: Any, image: Any, processor: Any, layout: Layout, *, trust_remote_code: bool = False
+    model: nn.Module, prompt: Any, image: Any, processor: Any, layout: Layout
 ) -> tuple[Mapping[str, Any], Any, Pictures]:
     """A prompt with its pictures, as the processor makes it; the processor; and where the patches stand.
 
@@ -217,7 +217,7 @@ def with_pictures(
             f"{type(model).__name__} has no token for the patches of a picture in its text: it sees none there. But "
             "for VisionEncoderDecoder, models that attend to a picture beside their text are not followed."
         )
-    processor = _processor_of(model, processor, trust_remote_code)
+    processor = _processor_of(model, processor)
     if not hasattr(processor, "tokenizer"):
         raise OptionError(
             f"Expected a processor of pictures and texts for {type(model).__name__}, got {type(processor).__name__}, "
@@ -266,7 +266,7 @@ def with_source(
     images, names = _read(image)
     if len(images) != 1:
         raise OptionError(f"Expected one picture for {type(model).__name__}, got {len(images)}: give one at a time.")
-    processor = _processor_of(model, processor, False)
+    processor = _processor_of(model, processor)
     if isinstance(inputs, Tensor):
         inputs = {"pixel_values": inputs}
     if not isinstance(inputs, Mapping):
@@ -302,7 +302,7 @@ def with_neutral(pictures: Pictures, neutral: Pictures, rows: NDArray[np.float32
     return replace(pictures, neutral=tuple(rows[list(part.positions)] for part in neutral.parts))
 
 
-def _processor_of(model: nn.Module, processor: Any, trust_remote_code: bool) -> Any:
+def _processor_of(model: nn.Module, processor: Any) -> Any:
     if processor is None:
         processor = library_id(model)
         if processor is None:
@@ -310,7 +310,7 @@ def _processor_of(model: nn.Module, processor: Any, trust_remote_code: bool) -> 
                 f"Expected a processor for {type(model).__name__}, which was not loaded by name, got none: pass "
                 "processor=."
             )
-    return processor if callable(processor) else load_processor(processor, trust_remote_code=trust_remote_code)
+    return processor if callable(processor) else load_processor(processor)
 
 
 def _with_token(prompt: str, processor: Any, count: int) -> str:

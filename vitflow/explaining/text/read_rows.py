@@ -1,6 +1,6 @@
 """One pass over a finished text, and the rows of any method for chosen tokens of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,17 +187,29 @@ def gae(
     text: ReadText, *, head_fusion: HeadFusion, value_weighted: ValueWeighting, **options: Any
 ) -> tuple[Tensor, None]:
     """Rows of generic attention explainability: one backward pass for each row's own logit."""
-    weighted, rows = text.trace.heads(value_weighted=value_weighted), []
-    with tracking("backward passes", len(text.readout)) as progress:
-        for row, (position, target) in zip(text.readout, text.targets, strict=True):
-            gradients = text.trace.gradients_of(score_of(text.trace, position, target)).attentions
-            layers = [layer[0] for layer in for_the_class(weighted, gradients, head_fusion)]
-            rows.append(layer_rows.relevance_rows(layers, row.unsqueeze(0), **options)[:, 0].detach())
-            progress(1)
+    found = relevant_layers(text.trace, text.targets, head_fusion, value_weighted)
+    rows = [
+        layer_rows.relevance_rows(layers, row.unsqueeze(0), **options)[:, 0]
+        for row, layers in zip(text.readout, found, strict=True)
+    ]
     return torch.stack(rows, dim=1), None
 
 
-def score_of(trace: Trace, position: int, target: int | None) -> Tensor:
+def relevant_layers(
+    trace: Trace, targets: Sequence[tuple[int, int | None]], head_fusion: HeadFusion, value_weighted: ValueWeighting
+) -> Iterator[list[Tensor]]:
+    """The fused (A ⊙ ∇A)⁺ of each layer, [queries, keys], for the logit of one target after the other."""
+    weighted = trace.heads(value_weighted=value_weighted)
+    with tracking("backward passes", len(targets)) as progress:
+        for position, target in targets:
+            gradients = trace.gradients_of(_score(trace, position, target)).attentions
+            # Layer by layer, as those of an encoder and a decoder differ in shape.
+            pairs = zip(weighted, gradients, strict=True)
+            yield [for_the_class([layer], [gradient], head_fusion)[0][0].detach() for layer, gradient in pairs]
+            progress(1)
+
+
+def _score(trace: Trace, position: int, target: int | None) -> Tensor:
     """The logit of a token at a position of the text, or of a class for the whole text."""
     logits = trace.logits
     if logits is None or logits.ndim not in (2, 3) or not has_head(trace.model):

@@ -42,28 +42,33 @@ def looking_ahead(model: nn.Module) -> UnsupportedModelError:
     )
 
 
-def write(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
-    """The prompts with what the model wrote after them: numbers [batch, tokens]."""
-    ids = arguments["input_ids"]
-
-    def check(args: Any, kwargs: Any) -> None:
-        text = reads_text(args, kwargs)
-        if arguments.get("past_key_values") is None and text is not None and text.shape[1] > most[0]:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} reads {text.shape[1]} tokens where the text has {most[0]}: it adds its own to "
-                "tell what comes next, and generation is followed only where the last token of the text tells it."
-            )
-        most[0] += 1
-
-    most = [ids.shape[1]]
-    hook = Hook(model, check, before=True)
+def generated(model: nn.Module, arguments: Mapping[str, Any], look: Callable[[Any, Any], None]) -> Tensor:
+    """What `model.generate` gives, numbers [batch, tokens]; `look` is called with the arguments of each forward pass."""
+    hook = Hook(model, look, before=True)
     try:
-        with reading(model, ids):
+        with reading(model, arguments.get("input_ids")):
             output = model.generate(**arguments)  # type: ignore[operator]
     finally:
         hook.remove()
     sequences: Tensor = output if isinstance(output, Tensor) else output.sequences
     return sequences
+
+
+def write(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+    """The prompts with what the model wrote after them: numbers [batch, tokens]."""
+    most = arguments["input_ids"].shape[1]
+
+    def check(args: Any, kwargs: Any) -> None:
+        nonlocal most
+        text = reads_text(args, kwargs)
+        if arguments.get("past_key_values") is None and text is not None and text.shape[1] > most:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} reads {text.shape[1]} tokens where the text has {most}: it adds its own to "
+                "tell what comes next, and generation is followed only where the last token of the text tells it."
+            )
+        most += 1
+
+    return generated(model, arguments, check)
 
 
 def follow(
