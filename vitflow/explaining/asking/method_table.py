@@ -60,6 +60,11 @@ def list_methods() -> list[Method]:
     return list(_METHODS.values())
 
 
+# How attention is weighted, where maps are refined by default; and likewise of those that depend on the class.
+_WEIGHTED = {"value_weighted": "output", "patch": None, "refine": 1}
+_BY_CLASS = {**_WEIGHTED, "affinity": "both"}
+# What the papers on attention do in their place.
+_PLAIN = {"head_fusion": "mean", "value_weighted": False}
 # What sampling draws and asks at once.
 _MASKS = {"masks": 256, "keep": 0.3, "cells": 7, "random_seed": 0, "occlusion_batch": 32}
 
@@ -79,9 +84,7 @@ register_method(
         "residual": 0.5,
         "start_layer": 1,
         "end_layer": -1,
-        "value_weighted": "output",
-        "patch": None,
-        "refine": 1,
+        **_WEIGHTED,
     },
     needs={"attention"},
     paper=f"{_PAPER}, §3.1",
@@ -135,20 +138,11 @@ register_method(
     title="Gradient rollout",
     summary="Gradient rollout: rollout over attention times its gradient for the class.",
     answers="Along which ways of attention does each patch raise this class?",
-    defaults={
-        "head_fusion": "max",
-        "discard_ratio": 0.0,
-        "residual": 0.5,
-        "start_layer": 1,
-        "value_weighted": "output",
-        "patch": None,
-        "refine": 1,
-        "affinity": "both",
-    },
+    defaults={"head_fusion": "max", "discard_ratio": 0.0, "residual": 0.5, "start_layer": 1, **_BY_CLASS},
     needs={"heads", "gradients"},
     class_specific=True,
     paper="after J. Gildenblat, Exploring Explainability for Vision Transformers, 2020",
-    presets={"paper": {"head_fusion": "mean", "value_weighted": False}},
+    presets={"paper": _PLAIN},
 )
 register_method(
     "gae",
@@ -157,18 +151,11 @@ register_method(
     rows="vitflow.explaining.text.read_rows:gae",
     summary="Generic attention explainability: attention times its gradient, added up through the layers.",
     answers="Which attention raises this class?",
-    defaults={
-        "head_fusion": "max",
-        "start_layer": 1,
-        "value_weighted": "output",
-        "patch": None,
-        "refine": 1,
-        "affinity": "both",
-    },
+    defaults={"head_fusion": "max", "start_layer": 1, **_BY_CLASS},
     needs={"heads", "gradients"},
     class_specific=True,
     paper="Chefer, Gur & Wolf, ICCV 2021, §3",
-    presets={"paper": {"head_fusion": "mean", "value_weighted": False}},
+    presets={"paper": _PLAIN},
 )
 register_method(
     "legrad",
