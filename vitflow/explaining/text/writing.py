@@ -43,7 +43,7 @@ def looking_ahead(model: nn.Module) -> UnsupportedModelError:
 
 
 def generated(model: nn.Module, arguments: Mapping[str, Any], look: Callable[[Any, Any], None]) -> Tensor:
-    """What `model.generate` gives, numbers [batch, tokens]; `look` is called with the arguments of each forward pass."""
+    """What `model.generate` gives, numbers [batch, tokens]; `look` is called before each forward pass."""
     hook = Hook(model, look, before=True)
     try:
         with reading(model, arguments.get("input_ids")):
