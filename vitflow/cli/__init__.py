@@ -37,7 +37,10 @@ class _Talking(click.Group):
             return super().invoke(ctx)
 
 
-@click.group(cls=_Talking, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=_Talking,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
+)
 @click.version_option(__version__, prog_name="vitflow")
 def cli() -> None:
     """See what a Vision Transformer looks at.

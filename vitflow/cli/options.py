@@ -107,7 +107,7 @@ language_model_options = _together(
     ),
 )
 #: Called with its default and its help: the one method of a command for texts.
-text_method_option = partial(click.option, "--method", type=click.Choice(tuple(TEXT_METHODS)), show_default=True)
+text_method_option = partial(click.option, "--method", type=click.Choice(tuple(TEXT_METHODS)))
 #: The options that methods for texts have.
 text_method_options = _together(
     partial(method_options, methods=TEXT_METHODS.values()),
@@ -146,7 +146,6 @@ model_options = _together(
         "--fit",
         type=click.Choice(FITS),
         default="crop",
-        show_default=True,
         help="How the picture becomes the model's input: the model's own crop, or the whole picture squashed, "
         "padded, or in its own aspect ratio.",
     ),
@@ -225,7 +224,6 @@ batch_size_option = click.option(
     "--batch-size",
     type=_BatchSize(),
     default="auto",
-    show_default=True,
     help="Pictures that the model works on at once.",
 )
 resume_option = click.option(

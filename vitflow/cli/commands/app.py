@@ -26,15 +26,12 @@ from vitflow.cli.saying import say
     "language_models",
     multiple=True,
     default=("demo-caption",),
-    show_default=True,
     metavar="ID|demo-caption|PATH",
     help="A model for texts and captions that the page offers; repeatable.",
 )
-@click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Who may reach it; 0.0.0.0: not this machine alone."
-)
+@click.option("--host", default="127.0.0.1", help="Who may reach it; 0.0.0.0: not this machine alone.")
 @click.option("--port", type=click.IntRange(1, 65535), help="[default: the first free one from 7860 on]")
-@click.option("--open/--no-open", "browser", default=True, show_default=True, help="Open the page in a browser.")
+@click.option("--open/--no-open", "browser", default=True, help="Open the page in a browser.")
 def app(images: tuple[Path, ...], **given: Any) -> None:
     """Open a page in the browser: drop a photograph, click a patch, click a word.
 

@@ -26,7 +26,6 @@ from vitflow.pictures.options import FIGURE_FORMATS
     "--generate",
     type=click.IntRange(min=1),
     default=30,
-    show_default=True,
     metavar="N",
     help="Tokens to write at most.",
 )

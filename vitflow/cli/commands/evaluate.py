@@ -67,30 +67,22 @@ class _MethodOrAll(MethodWithOptions):
     help="What is left of removed patches: nothing (their tokens are dropped), the picture's mean colour, or a blur.  "
     "[default: drop where the model can, else blank]",
 )
-@click.option(
-    "--points", type=click.IntRange(min=2), default=11, show_default=True, help="Of deletion and insertion curves."
-)
+@click.option("--points", type=click.IntRange(min=2), default=11, help="Of deletion and insertion curves.")
 @click.option(
     "--blurred-twin/--no-blurred-twin",
     default=True,
-    show_default=True,
     help="Measure each map blurred, too: the control that tells what comes of smoothness alone.",
 )
 @click.option(
     "--sanity-pictures",
     type=click.IntRange(min=0),
     default=24,
-    show_default=True,
     metavar="N",
     help="Measure sanity and rank correlation, which take many forward passes, on N pictures drawn at random.",
 )
 @shared.batch_size_option
-@click.option(
-    "--resamples", type=click.IntRange(min=1), default=2000, show_default=True, help="Behind each bootstrap interval."
-)
-@click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of all that is drawn at random."
-)
+@click.option("--resamples", type=click.IntRange(min=1), default=2000, help="Behind each bootstrap interval.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of all that is drawn at random.")
 @shared.resume_option
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object instead of tables.")
 @shared.method_options

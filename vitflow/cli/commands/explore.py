@@ -30,7 +30,6 @@ from vitflow.explaining.asking.choices import choose_methods
     "--max-size",
     type=click.FloatRange(min=0, min_open=True),
     default=40.0,
-    show_default=True,
     metavar="MB",
     help="Size of the page. What does not fit is left out, single heads first, or kept in 8 bits; the page says so.",
 )

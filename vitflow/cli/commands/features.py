@@ -20,7 +20,6 @@ from vitflow.pictures.options import FIGURE_FORMATS
     "of_layer",
     type=int,
     default=-1,
-    show_default=True,
     metavar="N≥1|-1",
     help="Layer whose features are shown, counted from 1; -1 is the last.",
 )

@@ -87,15 +87,13 @@ class _Model:
     "--store",
     type=click.Choice(STORES),
     default="overlays",
-    show_default=True,
     help="Draw each map, or keep the maps alone, as Parquet, for vitflow draw to draw on demand.",
 )
-@click.option("--format", type=click.Choice(OVERLAY_FORMATS), default="jpg", show_default=True, help="Of the overlays.")
+@click.option("--format", type=click.Choice(OVERLAY_FORMATS), default="jpg", help="Of the overlays.")
 @click.option(
     "--manifest",
     type=click.Choice(MANIFEST_FORMATS),
     default="jsonl",
-    show_default=True,
     help="Table with one row per input.",
 )
 @click.option("--report", is_flag=True, help="Write a report in HTML at the end.")
@@ -103,7 +101,6 @@ class _Model:
     "--engine",
     type=click.Choice(ENGINES),
     default="local",
-    show_default=True,
     help="Work in this process, or on a cluster of Ray with the same rows.",
 )
 @click.option("--address", metavar="HOST:PORT", help="Of the cluster.  [default: Ray is started on this machine]")

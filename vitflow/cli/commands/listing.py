@@ -142,7 +142,6 @@ def _line(width: int, *columns: Any) -> str:
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("vitflow-demo"),
-    show_default=True,
     help="Folder for the overlays.",
 )
 def demo(output: Path) -> None:
