@@ -1,7 +1,7 @@
 """The page of a text: click a word, and see what it rests on, layer by layer, or who rests on it."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -18,24 +18,6 @@ from vitflow.viewer.pages import Page, make_html
 
 # Longer side of a photograph on the page, in pixels.
 _PHOTOGRAPH = 768
-
-
-@dataclass(frozen=True, slots=True)
-class ShownToken:
-    """A token as the page shows it.
-
-    Attributes:
-        text: its characters, each of which leaves a mark.
-        space: whether a space stands before it.
-        newline: whether a line ends with it.
-        kind: "special", "stop" or "punctuation", what a reader may hide; "patch", what stands for a part of a picture
-            and is no word; else "word".
-    """
-
-    text: str
-    space: bool
-    newline: bool
-    kind: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +60,7 @@ class ShownPicture:
 
 
 def make_text_page(
-    tokens: Sequence[ShownToken],
+    tokens: Sequence[Mapping[str, Any]],
     rows: Sequence[TextRow],
     *,
     first: int,
@@ -94,7 +76,9 @@ def make_text_page(
     """Make the page.
 
     Args:
-        tokens: all of the text.
+        tokens: all of the text: its characters, "text", each of which leaves a mark; whether a "space" stands before it
+            and a "newline" behind it; and its "kind": "special", "stop" or "punctuation", what a reader may hide;
+            "patch", what stands for a part of a picture and is no word; else "word".
         rows: of the words that can be asked what they rest on.
         first: the number of the row that the page begins with.
         layer: the index of the layer that the method's own answer is of.
@@ -112,10 +96,7 @@ def make_text_page(
         for row in rows
     ]
     data = {
-        "tokens": [
-            {"text": printable(one.text), "space": one.space, "newline": one.newline, "kind": one.kind}
-            for one in tokens
-        ],
+        "tokens": [{**one, "text": printable(one["text"])} for one in tokens],
         "rows": [
             {"name": printable(row.name), "positions": row.positions, "seen": row.seen, "at": row.at, "own": share}
             for row, share in zip(rows, own, strict=True)

@@ -12,7 +12,7 @@ from vitflow.methods.attention import check_layer
 from vitflow.methods.sequence.layer_rows import attention_rows, rollout_rows
 from vitflow.methods.sequence.layout import Words
 from vitflow.viewer.pages import Page
-from vitflow.viewer.textpage import ShownPicture, ShownToken, TextRow, make_text_page
+from vitflow.viewer.textpage import TextRow, make_text_page
 from vitflow.words.labels import ENGLISH_STOP_WORDS, hide, labels_of
 
 # Rows that are computed again must be those that the method gave, but for rounding.
@@ -23,26 +23,24 @@ def page_of(
     words: Words,
     rows: Sequence[TextRow],
     *,
-    first: int,
     method: str,
     options: Mapping[str, Any],
-    model: str,
     special: bool,
     stop_words: Iterable[str],
-    written: int | None = None,
     patches: Collection[int] = (),
-    graph: str = "",
-    pictures: Sequence[ShownPicture] = (),
-    **told: Any,
+    target: str | None = None,
+    probability: float | None = None,
+    **page: Any,
 ) -> Page:
-    """The page; what differs from `make_text_page` is as below.
+    """The page; what differs from `make_text_page`, which takes the rest, is as below.
 
     Args:
         words: all tokens.
+        rows: of the words that can be asked what they rest on.
         method, options: of the table of methods for texts.
         special, stop_words: as for the views; where no stop words are given, those of English can be hidden.
         patches: positions that stand for parts of a picture.
-        told: what the caption says besides.
+        target, probability: what the caption says besides.
     """
     stopped = list(stop_words)
     reasons = hide(words, stop_words=stopped or ENGLISH_STOP_WORDS)
@@ -51,19 +49,15 @@ def page_of(
     for position, label in enumerate(labels_of(words)):
         plain = "word" if any(character.isalnum() for character in label.text) else "punctuation"
         kind = "patch" if position in patches else kinds.get(reasons.get(position, ""), plain)
-        tokens.append(ShownToken(label.text, label.space, label.newline, kind))
+        tokens.append({"text": label.text, "space": label.space, "newline": label.newline, "kind": kind})
     return make_text_page(
         tokens,
         rows,
-        first=first,
         layer=check_layer("layer", options.get("layer", -1), len(rows[0].weights)),
         cumulative="layer" not in options,
-        model=model,
-        method=caption(method, options, "", **told),
-        written=written,
+        method=caption(method, options, "", target=target, probability=probability),
         hidden=[*([] if special else ["special"]), *(["stop"] if stopped else [])],
-        graph=graph,
-        pictures=pictures,
+        **page,
     )
 
 
