@@ -172,7 +172,7 @@ class Explainer(PictureModel):
                 sides = [side for one in contrasts for side in one.sides]
                 maps = self._explain_asked(sources, chosen, sides, names, self.answers)
                 pairs = zip(maps[::2], maps[1::2], strict=True)
-                return [contrasted(first, second, self.activation) for first, second in pairs]
+                return [contrasted(first, second, self.answers.reading) for first, second in pairs]
             return self._explain_asked(sources, chosen, [one.target for one in contrasts], names, self._apart)
         return self._explain_asked(sources, chosen, targets, names, self._apart if self.answers.apart else self.answers)
 

@@ -126,8 +126,8 @@ class PictureModel:
         rows = [
             ("model", f"{self.model_id} ({type(self.model).__name__}, {self.device})"),
             ("input", f"{spec.size[1]} × {spec.size[0]} pixels, fit={self.fit}"),
-            ("classes", ", ".join(names[:_NAMES_SHOWN]) + more if names else self.facts.answers.count),
-            ("answers by", self.activation),
+            ("classes", ", ".join(names[:_NAMES_SHOWN]) + more if names else self.answers.count),
+            ("answers by", self.answers.reading),
         ]
         return notebook.bundle(repr(self), tables=[notebook.html_table(rows)])
 
@@ -151,11 +151,6 @@ class PictureModel:
         """Names by class index, where known."""
         names = self.facts.answers.names
         return None if names is None else list(names)
-
-    @property
-    def activation(self) -> str:
-        """What makes probabilities of logits, "softmax" or "sigmoid"; "cosine" or "value" where none are made."""
-        return self.facts.answers.reading
 
     @property
     def layout(self) -> TokenLayout | None:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,6 @@ class Generation:
         options: every option of the method with the value used.
         own: where the rows are relative to the receptive field, the raw share of each row's own token, float32
             [n, layers]; else None.
-        facts: what else belongs beside it.
         seconds: time of the generation with the method.
         pictures: the pictures of the prompt, and where their patches stand among its tokens; None without.
     """
@@ -65,7 +64,6 @@ class Generation:
     method: str
     options: Mapping[str, Any]
     own: NDArray[np.float32] | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     pictures: Pictures | None = None
 
@@ -337,7 +335,6 @@ class Generation:
             "method": self.method,
             "options": plain_options(self.options),
             "departures_from_paper": departures_from_paper(TEXT_METHODS[self.method], self.options),
-            "facts": dict(self.facts),
             "seconds": round(self.seconds, 4),
         }
 

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,6 @@ class Reading:
         options: every option of the method with the value used.
         target: the token whose logit a class-specific method explains; else None.
         probability: the model's probability of it.
-        facts: what else belongs beside the map.
         seconds: time of the forward pass and of the method.
     """
 
@@ -80,7 +79,6 @@ class Reading:
     options: Mapping[str, Any]
     target: str | None = None
     probability: float | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
     def __repr__(self) -> str:
@@ -204,7 +202,6 @@ class Reading:
             "departures_from_paper": departures_from_paper(TEXT_METHODS[self.method], self.options),
             "target": self.target,
             "probability": self.probability,
-            "facts": dict(self.facts),
             "seconds": round(self.seconds, 4),
         }
 
