@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.demo import limits_of
 from vitflow.errors import OptionError
+from vitflow.explaining.asking import captions
 from vitflow.explaining.asking.answer import Answer
-from vitflow.explaining.asking.captions import asked, class_lines, departures, departures_from_paper, ends, unsure
 from vitflow.explaining.asking.method_options import plain_options
 from vitflow.explaining.asking.method_table import told_method
 from vitflow.explaining.asking.targets import Contrast
@@ -175,10 +174,10 @@ class Saliency:
                 self.placement,
                 self.image,
                 title=told_method(self.method).title,
-                lines=tuple(class_lines(self.answer)),
-                details=departures(told_method(self.method), self.options),
+                lines=tuple(captions.class_lines(self.answer)),
+                details=captions.departures(told_method(self.method), self.options),
                 notes=tuple(self._notes()),
-                ends=ends(self.answer, self.class_specific),
+                ends=captions.ends(self.answer, self.class_specific),
                 box=self.patch_box,
                 beside=self.reference,
             ),
@@ -188,8 +187,8 @@ class Saliency:
         """What a reader of the figure must know, line by line."""
         if self.target is not None and not self.class_specific:
             yield "The map is the same for every class."
-        yield from asked(self.facts)
-        if told := unsure(self.facts):
+        yield from captions.asked(self.facts)
+        if told := captions.unsure(self.facts):
             yield f"{told[0].upper()}{told[1:]}."
         if compared := self.facts.get("compared_with"):
             yield f"Each patch is compared with {compared}."
@@ -197,8 +196,7 @@ class Saliency:
             yield "The frame is the patch whose attention is shown."
         if not self.placement.sees_everything:
             yield "The line bounds what the model saw."
-        known = f", which {told}" if (told := limits_of(self.model)) else ""
-        yield f"{image_name(self.source)} · {self.model}{known}"
+        yield f"{image_name(self.source)} · {captions.model_in_words(self.model)}"
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the overlay (.png, .jpg, .webp; options as for `overlay`) or the map itself (.npz); return the path.
@@ -229,7 +227,7 @@ class Saliency:
             "model": self.model,
             "method": self.method,
             "options": plain_options(self.options),
-            "departures_from_paper": departures_from_paper(told_method(self.method), self.options),
+            "departures_from_paper": captions.departures_from_paper(told_method(self.method), self.options),
             "class_specific": self.class_specific,
             **self.answer.to_dict(),
             "grid_rows": rows,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from vitflow.demo import limits_of
 from vitflow.explaining.asking.answer import Answer
 from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.method_table import told_method
@@ -79,6 +80,16 @@ def departures(method: Method, options: Mapping[str, Any]) -> str:
 def departures_from_paper(method: Method, options: Mapping[str, Any]) -> str | None:
     """The same for JSON: None of a method that is from no publication."""
     return None if method.published is None else departures(method, options)
+
+
+def method_in_words(method: Method, options: Mapping[str, Any]) -> str:
+    """A method's title, and in brackets how its map departs from its publication."""
+    return f"{method.title} ({told})" if (told := departures(method, options)) else method.title
+
+
+def model_in_words(model: str) -> str:
+    """A model's id, and what a reader must know of a bundled one."""
+    return f"{model}, which {limits}" if (limits := limits_of(model)) else model
 
 
 def own_options(name: str, options: Mapping[str, Any]) -> str:

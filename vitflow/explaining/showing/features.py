@@ -20,6 +20,7 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.making.asked import PlacedPicture
 from vitflow.explaining.making.features import layer_features
 from vitflow.explaining.picture_model import at_least_one, name_of
+from vitflow.explaining.showing.strips import in_rows
 from vitflow.methods.attention import check_layer
 from vitflow.methods.features import Components, principal_components
 from vitflow.models.blocks import block_norms, block_paths, layer_output
@@ -129,10 +130,7 @@ class Features:
             drawn = pen.colours(colours, picture.shown, picture.placement, picture.image)
             photograph = Cell(pen.photograph(picture.image), (), (image_name(picture.source),))
             columns.append((Column(""), [photograph, Cell(drawn)]))
-        bands = []
-        for part in np.array_split(np.arange(len(columns)), -(-len(columns) // _MOST_COLUMNS)):
-            heads, cells = zip(*(columns[index] for index in part), strict=True)
-            bands.append((list(heads), [list(cells)]))
+        bands = [([head for head, _ in row], [[cells for _, cells in row]]) for row in in_rows(columns, _MOST_COLUMNS)]
         return figures.draw_bands(bands, note=self._note(), dpi=pen.dpi)
 
     def _note(self) -> str:

@@ -6,20 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 from torch import nn
 
-from vitflow.demo import limits_of
 from vitflow.errors import OptionError
-from vitflow.explaining.asking.captions import class_lines, departures
+from vitflow.explaining.asking.captions import class_lines, departures, method_in_words, model_in_words
 from vitflow.explaining.asking.choices import choose_methods
 from vitflow.explaining.asking.method_options import takes_method_options
 from vitflow.explaining.asking.method_table import get_method, list_methods
 from vitflow.explaining.asking.targets import Contrast, Target
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.showing.strips import bars_of, map_cell
+from vitflow.explaining.showing.strips import bars_of, in_rows, map_cell
 from vitflow.methods.attention import check_layer
 from vitflow.pictures import figures, notebook
 from vitflow.pictures.figures import Block, Cell, Column, file_too
@@ -87,7 +85,11 @@ class LayerMaps:
         whole = self.built_up[-1]
         photograph = Cell(pen.photograph(whole.image), tuple(class_lines(whole.answer)), (image_name(whole.source),))
         cells[0].insert(0, (Column("Photograph"), photograph))
-        bands = [band for section in cells for band in _bands(section)]
+        bands: list[tuple[list[Column], list[Block]]] = [
+            ([column for column, _ in row], [[[cell] for _, cell in row]])
+            for section in cells
+            for row in in_rows(section, _MOST_COLUMNS)
+        ]
         bars = bars_of([(one, limits[id(one)]) for one in self.saliencies], pen)
         return figures.draw_bands(bands, bars=bars, note=self._note(pen, thousandths), dpi=pen.dpi)
 
@@ -115,21 +117,11 @@ class LayerMaps:
 
     def _note(self, pen: Pen, thousandths: bool) -> str:
         whole = self.built_up[-1]
-        method = get_method(whole.method)
-        told = f" ({options})" if (options := departures(method, whole.options)) else ""
-        known = f", which {limits}" if (limits := limits_of(whole.model)) else ""
         return (
             "Each map has colours of its own: the values of the first and the last stand below it"
             f"{', in thousandths' if thousandths else ''}. {pen.contours}\n"
-            f"{method.title}{told}. Model: {whole.model}{known}."
+            f"{method_in_words(get_method(whole.method), whole.options)}. Model: {model_in_words(whole.model)}."
         )
-
-
-def _bands(cells: list[tuple[Column, Cell]]) -> Iterator[tuple[list[Column], list[Block]]]:
-    """Columns in rows of about equal length."""
-    for part in np.array_split(np.arange(len(cells)), -(-len(cells) // _MOST_COLUMNS)):
-        columns = [cells[index] for index in part]
-        yield [column for column, _ in columns], [[[cell] for _, cell in columns]]
 
 
 @takes_method_options

@@ -1,12 +1,12 @@
 """The strip of a comparison: photographs with their maps, in columns by method, and what stands around them."""
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from vitflow.demo import limits_of
-from vitflow.explaining.asking.captions import class_lines, departures, duration, ends_of_all, unsure
+from vitflow.explaining.asking import captions
 from vitflow.explaining.asking.method_table import BASELINES, get_method, told_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.pictures import figures, overlay
@@ -15,6 +15,7 @@ from vitflow.pictures.images import image_name
 from vitflow.pictures.pen import Bar, Limits, Pen
 from vitflow.pictures.typesetting import readable
 
+_Item = TypeVar("_Item")
 # For each picture its maps.
 Pictures = Sequence[Sequence[Saliency]]
 
@@ -75,7 +76,7 @@ def bars_of(maps: Sequence[tuple[Saliency, Limits]], pen: Pen) -> list[Bar]:
     """The colour bars that maps with their limits need: from low to high, on both sides of 0, or one of each."""
     two_sided = [(one.answer, one.class_specific) for one, limits in maps if overlay.has_two_sides(*limits)]
     one_sided = [pen.bar()] if len(two_sided) < len(maps) else []
-    return one_sided + ([pen.bar(ends_of_all(two_sided))] if two_sided else [])
+    return one_sided + ([pen.bar(captions.ends_of_all(two_sided))] if two_sided else [])
 
 
 def draw_words(maps: Sequence[Saliency], *, left_out: Sequence[str] = ()) -> Figure:
@@ -88,16 +89,20 @@ def draw_words(maps: Sequence[Saliency], *, left_out: Sequence[str] = ()) -> Fig
     pen = Pen.of(1.5, {})
     photograph = Cell(pen.photograph(maps[0].image), (), (image_name(maps[0].source),))
     bands = []
-    for part in np.array_split(np.arange(len(maps)), -(-len(maps) // _MOST_MAPS)):
-        own = [maps[index] for index in part]
-        cells = [[map_cell(one, pen.limits(one.grid), pen)] for one in own]
-        heads = [Column(one.label, f"{one.facts['on_picture']:.0%} on the picture") for one in own]
+    for row in in_rows(maps, _MOST_MAPS):
+        cells = [[map_cell(one, pen.limits(one.grid), pen)] for one in row]
+        heads = [Column(one.label, f"{one.facts['on_picture']:.0%} on the picture") for one in row]
         bands.append(([Column("Photograph"), *heads], [[[photograph], *cells]]))
-    method = told_method(maps[0].method)
-    told = f"{method.title}{f' ({words})' if (words := departures(method, maps[0].options)) else ''}. "
+    told = f"{captions.method_in_words(told_method(maps[0].method), maps[0].options)}. "
     rest = f"\nNo map: {', '.join(left_out)}" if left_out else ""
     bars = bars_of([(one, pen.limits(one.grid)) for one in maps], pen)
     return figures.draw_bands(bands, bars=bars, note=told + _note([maps], pen, False, bars) + rest, dpi=pen.dpi)
+
+
+def in_rows(items: Sequence[_Item], most: int) -> list[list[_Item]]:
+    """Items in as few rows of at most so many as will do, all of about the same length."""
+    parts = np.array_split(np.arange(len(items)), -(-len(items) // most))
+    return [[items[number] for number in part] for part in parts]
 
 
 def _bands(columns: Sequence[Sequence[Sequence[Saliency]]]) -> list[list[int]]:
@@ -105,11 +110,7 @@ def _bands(columns: Sequence[Sequence[Sequence[Saliency]]]) -> list[list[int]]:
     every = range(len(columns[0]))
     several = [index for index in every if any(len(maps[index]) > 1 for maps in columns)]
     groups = [[index for index in every if index not in several], several]
-    return [
-        part.tolist()
-        for group in sorted(filter(None, groups))
-        for part in np.array_split(group, -(-len(group) // _MOST_MAPS))
-    ]
+    return [row for group in sorted(filter(None, groups)) for row in in_rows(group, _MOST_MAPS)]
 
 
 def _block(
@@ -119,12 +120,12 @@ def _block(
     first = columns[0][0]
     named = max(columns, key=lambda maps: (len(maps), maps[0].class_specific))
     name = (image_name(first.source),)
-    photographs = [Cell(pen.photograph(one.image), tuple(class_lines(one.answer)), name) for one in named]
+    photographs = [Cell(pen.photograph(one.image), tuple(captions.class_lines(one.answer)), name) for one in named]
     maps = [[map_cell(one, limits[id(one)], pen, timings=timings) for one in own] for own in columns]
     if first.reference is not None:
         photographs = [Cell(pen.photograph(one.image), (), name) for one in named]
         references = [
-            Cell(pen.photograph(one.reference), tuple(class_lines(one.answer)), ())
+            Cell(pen.photograph(one.reference), tuple(captions.class_lines(one.answer)), ())
             for one in named
             if one.reference is not None
         ]
@@ -140,10 +141,10 @@ def map_cell(saliency: Saliency, limits: Limits, pen: Pen, *, timings: bool = Fa
     (low, high), unit = readable(*limits, power=-3 if thousandths else None)
     details = [f"{low} to {high} {'' if thousandths else unit}".strip()]
     if timings:
-        details.append(duration(saliency.seconds))
+        details.append(captions.duration(saliency.seconds))
     if (share := saliency.facts.get("saturated", 0.0)) >= TOLD_SATURATED:
         details.append(f"{share:.0%} saturated")
-    if told := unsure(saliency.facts):
+    if told := captions.unsure(saliency.facts):
         details.append(told.partition(":")[0])
     drawn = pen.overlay(saliency.grid, saliency.placement, saliency.image, limits, saliency.patch_box)
     return Cell(drawn, (), tuple(details))
@@ -154,7 +155,7 @@ def _head(saliency: Saliency) -> Column:
     if saliency.method in BASELINES:
         group = "baselines, not class-specific"
     method = get_method(saliency.method)
-    return Column(method.title, departures(method, saliency.options), group)
+    return Column(method.title, captions.departures(method, saliency.options), group)
 
 
 def _note(pictures: Pictures, pen: Pen, same_scale: bool, bars: Sequence[Bar]) -> str:
@@ -172,10 +173,8 @@ def _note(pictures: Pictures, pen: Pen, same_scale: bool, bars: Sequence[Bar]) -
     two_sides = any(bar.two_sides for bar in bars)
     around = "\nA map with negative values has colours on both sides of 0, which is clear." if two_sides else ""
     shown = [one for picture in pictures for one in picture]
-    first = shown[0]
     if any(one.facts.get("saturated", 0.0) >= TOLD_SATURATED for one in shown):
         around += f"\n{SATURATED}"
     against = next((one.facts["against"] for one in shown if "against" in one.facts), None)
     around += f"\nClass-specific maps are of a number less {against}." if against else ""
-    known = f", which {told}" if (told := limits_of(first.model)) else ""
-    return f"{limits}{seen}{around}\nModel: {first.model}{known}."
+    return f"{limits}{seen}{around}\nModel: {captions.model_in_words(shown[0].model)}."

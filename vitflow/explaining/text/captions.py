@@ -1,9 +1,10 @@
 """What stands below a view of a text: the method, how it departs from its publication, what it explains, the model."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from vitflow.explaining.asking.captions import departures
+from vitflow.explaining.asking.captions import method_in_words
 from vitflow.explaining.text.method_table import TEXT_METHODS
 
 
@@ -31,8 +32,7 @@ def caption(
     'GAE (max over heads) · for “table”, probability 25.0% · bert'
     """
     chosen = TEXT_METHODS[method]
-    told = departures(chosen, options)
-    shown = what or chosen.title
     likely = "" if probability is None else f", probability {probability:.1%}"
     explained = "" if target is None else f"for “{target}”{likely}"
-    return " · ".join(filter(None, [f"{shown} ({told})" if told else shown, explained, model]))
+    shown = method_in_words(replace(chosen, title=what or chosen.title), options)
+    return " · ".join(filter(None, [shown, explained, model]))
