@@ -18,22 +18,14 @@ from vitflow.explaining.text.generation import Generation
 from vitflow.explaining.text.method_table import PICTURED, PLAIN, TEXT_METHODS, for_kind, text_method
 from vitflow.explaining.text.pictures import Layout, with_neutral, with_pictures, with_source
 from vitflow.explaining.text.prompts import arguments_of, beside_text
-from vitflow.explaining.text.read_rows import array_of, read_rows
+from vitflow.explaining.text.read_rows import RowsRead, array_of, read_rows
 from vitflow.explaining.text.tower import tower_rows
 from vitflow.explaining.text.writing import follow, refuse_looking_ahead, split, write
 from vitflow.methods.sequence.layout import Words
+from vitflow.models import languages
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id
 from vitflow.models.hub import bundled, hub_for, own_prompt
-from vitflow.models.languages import (
-    decoder_path,
-    has_encoder,
-    load_language_model,
-    load_processor,
-    reading,
-    refuse_generation,
-    tokenizer_of,
-)
 from vitflow.models.picture_tokens import refuse_videos
 from vitflow.recording.isolation import device_of, evaluating
 
@@ -98,21 +90,21 @@ def explain_generation(
         name, model = name or (str(model) if bundled(model) != model else None), bundled(model)
         with hub_for(model):
             if image is not None and processor is None:
-                processor = load_processor(model, trust_remote_code=trust_remote_code)
-            model, own_tokenizer = load_language_model(model, trust_remote_code=trust_remote_code)
+                processor = languages.load_processor(model, trust_remote_code=trust_remote_code)
+            model, own_tokenizer = languages.load_language_model(model, trust_remote_code=trust_remote_code)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
-    refuse_generation(model, generate)
-    if not has_encoder(model):
+    languages.refuse_generation(model, generate)
+    if not languages.has_encoder(model):
         refuse_looking_ahead(model)
     pictures = None
-    if image is not None and has_encoder(model) and getattr(model, "main_input_name", "") == "pixel_values":
+    if image is not None and languages.has_encoder(model) and getattr(model, "main_input_name", "") == "pixel_values":
         if neutral is not None or through_tower:
             raise OptionError(
                 f"{type(model).__name__} reads no prompt beside the picture, and what its words rest on goes down "
                 "through its encoder already: leave out neutral and through_tower."
             )
         if isinstance(inputs, str) and inputs:
-            tokenizer = tokenizer_of(model, tokenizer)
+            tokenizer = languages.tokenizer_of(model, tokenizer)
             generate["decoder_input_ids"] = tokenizer(inputs, add_special_tokens=False, return_tensors="pt").input_ids
         inputs, pictures = with_source(model, inputs, image, processor, layout)
     elif image is not None:
@@ -125,20 +117,20 @@ def explain_generation(
     arguments, tokenizer = arguments_of(inputs, tokenizer, model, generate)
     started = time.perf_counter()
     with evaluating(model), torch.no_grad():
-        if has_encoder(model):
+        if languages.has_encoder(model):
             prompts, written, rows, own = _joined(write_and_read(model, arguments, tokenizer, chosen, used))
         elif method == "rollout":
             sequences, rows, own = follow(model, arguments, used)
             prompts, written = split(sequences, arguments, tokenizer, model)
         else:
             prompts, written = split(write(model, arguments), arguments, tokenizer, model)
-    if method != "rollout" and not has_encoder(model):
+    if method != "rollout" and not languages.has_encoder(model):
         prompts, written, rows, own = _joined(_taught(model, arguments, prompts, written, chosen, used))
     if pictures is not None and neutral is not None:
         again, _, others = with_pictures(model, neutral, image, processor, layout)
         pictures = with_neutral(pictures, others, _neutral_rows(model, again, processor, chosen, used))
     if pictures is not None and through_tower:
-        with evaluating(model), reading(model):
+        with evaluating(model), languages.reading(model):
             given = {name: arguments[name] for name in inputs}
             tower = tower_rows(model, given, pictures.parts, residual=used.get("residual", 0.5))
         pictures = replace(pictures, tower=tower)
@@ -169,11 +161,7 @@ def _neutral_rows(
     given, _ = arguments_of(inputs, processor.tokenizer, model, {})
     ids = given["input_ids"][:, given["attention_mask"][0].bool()]
     length = ids.shape[1]
-    readout = torch.eye(length, device=ids.device)[-1:]
-    text = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **beside_text(model, given, length, 0)}
-    targets = [(length - 1, None)]
-    read = read_rows(model, text, readout, method, options, targets=targets, within=decoder_path(model))
-    return array_of(read.rows[:, 0].T)
+    return array_of(_rows_at(model, given, ids, length, [(length - 1, None)], method, options).rows[:, 0].T)
 
 
 def _taught(
@@ -185,16 +173,28 @@ def _taught(
     options: dict[str, Any],
 ) -> Iterator[Written]:
     """Rows of a method by one pass over each finished text."""
-    device = device_of(model)
     for prompt, new in zip(prompts, written, strict=True):
-        text = torch.tensor([(prompt + new).ids[:-1]], device=device)
-        places = range(prompt.length - 1, text.shape[1])
-        readout = torch.eye(text.shape[1], device=device)[list(places)]
-        targets = list(zip(places, new.ids, strict=True))
-        rest = beside_text(model, arguments, prompt.length, new.length - 1)
-        inputs = {"input_ids": text, "attention_mask": torch.ones_like(text), **rest}
-        read = read_rows(model, inputs, readout, method, options, targets=targets, within=decoder_path(model))
+        ids = torch.tensor([(prompt + new).ids[:-1]], device=device_of(model))
+        targets = list(enumerate(new.ids, start=prompt.length - 1))
+        read = _rows_at(model, arguments, ids, prompt.length, targets, method, options)
         yield Written(prompt, new, read.rows, read.own)
+
+
+def _rows_at(
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    ids: Tensor,
+    length: int,
+    targets: Sequence[tuple[int, int | None]],
+    method: Method,
+    options: dict[str, Any],
+) -> RowsRead:
+    """Rows of a method at some targets, in one pass over a text [1, tokens] that begins with a prompt of this length."""
+    readout = torch.eye(ids.shape[1], device=ids.device)[[place for place, _ in targets]]
+    beside = beside_text(model, arguments, length, ids.shape[1] - length)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **beside}
+    within = languages.decoder_path(model)
+    return read_rows(model, inputs, readout, method, options, targets=targets, within=within)
 
 
 def _joined(texts: Iterable[Written]) -> tuple[list[Words], list[Words], Tensor, Tensor | None]:

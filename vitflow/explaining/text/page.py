@@ -93,23 +93,17 @@ def rows_read(
     if own is not None:
         apart = np.full(len(layers), np.nan)
         apart[check_layer("layer", options.get("layer", -1), len(layers))] = own
-    row = TextRow(name, tuple(asked), seen, layers, own=apart)
     found = _every_row(matrices, asked, causal, method, options)
     if found is None or not np.allclose(found[0][:, -1], layers, atol=_ROUNDING):
-        return [row], 0
+        return [TextRow(name, tuple(asked), seen, layers, own=apart)], 0
     weights, shares = found
-    rows = []
-    for place in [place for place in range(count) if place not in asked[1:]]:
-        number = count if place == asked[0] else place
-        rows.append(
-            TextRow(
-                name if place == asked[0] else labels[place].text,
-                tuple(asked) if place == asked[0] else (place,),
-                (seen if place == asked[0] else place + 1) if causal else count,
-                weights[:, number],
-                own=None if shares is None else shares[:, number],
-            )
-        )
+    own_shares = [None] * (count + 1) if shares is None else shares.T
+    rows = [
+        TextRow(label.text, (place,), place + 1 if causal else count, weights[:, place], own=own_shares[place])
+        for place, label in enumerate(labels)
+        if place not in asked
+    ]
+    rows.insert(asked[0], TextRow(name, tuple(asked), seen, weights[:, count], own=own_shares[count]))
     return rows, asked[0]
 
 

@@ -7,15 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError
-from vitflow.models.languages import (
-    check_text,
-    generation_setting,
-    has_encoder,
-    mask_of,
-    positions_of,
-    tokenizer_beside,
-    tokenizer_of,
-)
+from vitflow.models import languages
 from vitflow.recording.isolation import device_of
 
 # Arguments that tell of the text itself.
@@ -26,16 +18,16 @@ def arguments_of(
     inputs: Any, tokenizer: Any, model: nn.Module, generate: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Any]:
     """The arguments of `generate` for these prompts, and what tells their words."""
-    encoded = has_encoder(model)
+    encoded = languages.has_encoder(model)
     several = isinstance(inputs, Sequence) and not isinstance(inputs, str)
     if isinstance(inputs, str) or (several and inputs and all(isinstance(one, str) for one in inputs)):
-        tokenizer = tokenizer_of(model, tokenizer)
+        tokenizer = languages.tokenizer_of(model, tokenizer)
         texts = [_numbers(tokenizer, text) for text in (inputs if several else [inputs])]
         given: Any = _padded(texts, tokenizer, left=not encoded)
     else:
         seen = isinstance(inputs, Tensor) and inputs.ndim == 4
         given = {"pixel_values" if seen else "input_ids": inputs} if isinstance(inputs, Tensor) else inputs
-        tokenizer = tokenizer_beside(model) if tokenizer is None else tokenizer_of(model, tokenizer)
+        tokenizer = languages.tokenizer_beside(model) if tokenizer is None else languages.tokenizer_of(model, tokenizer)
     arguments = dict(given) if isinstance(given, Mapping) else {}
     device = device_of(model)
     if encoded and "input_ids" not in arguments and isinstance(arguments.get("pixel_values"), Tensor):
@@ -49,9 +41,9 @@ def arguments_of(
         )
     arguments = {**arguments, **generate}
     if arguments.get("attention_mask") is None:
-        arguments["attention_mask"] = mask_of(model, generate, ids)
-    if generation_setting(model, generate, "stop_strings") is not None and "tokenizer" not in arguments:
-        arguments["tokenizer"] = tokenizer_of(model, tokenizer)
+        arguments["attention_mask"] = languages.mask_of(model, generate, ids)
+    if languages.generation_setting(model, generate, "stop_strings") is not None and "tokenizer" not in arguments:
+        arguments["tokenizer"] = languages.tokenizer_of(model, tokenizer)
     arguments = _on(device, arguments)
     _check_mask(arguments["attention_mask"], ids, left=not encoded)
     if encoded:
@@ -94,7 +86,7 @@ def _began(generate: Mapping[str, Any]) -> int:
 
 
 def _numbers(tokenizer: Any, text: str) -> list[int]:
-    check_text(text)
+    languages.check_text(text)
     numbers: list[int] = tokenizer(text)["input_ids"]
     if not numbers:
         raise OptionError(f"Expected prompts of at least one token each, got {text!r}.")
@@ -138,8 +130,8 @@ def _check_mask(mask: Any, ids: Tensor, *, left: bool) -> None:
 
 def _check_room(model: nn.Module, generate: Mapping[str, Any], start: int, what: str) -> None:
     """Raise OptionError where more shall be written after so many tokens than the model has positions for."""
-    limit = positions_of(model)
-    steps, length = (generation_setting(model, generate, name) for name in ("max_new_tokens", "max_length"))
+    limit = languages.positions_of(model)
+    steps, length = (languages.generation_setting(model, generate, name) for name in ("max_new_tokens", "max_length"))
     steps = length - start if steps is None and isinstance(length, int) else steps
     if limit is None or not isinstance(steps, int) or start + steps - 1 <= limit:
         return
