@@ -41,7 +41,8 @@ class Page:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the page; nothing half-written ever stands under the final name."""
-        write_page(Path(path), self.html)
+        with write_atomically(Path(path)) as file:
+            file.write(self.html.encode("utf-8", "replace"))
         return Path(path)
 
     def _repr_html_(self) -> str:
@@ -69,14 +70,7 @@ def make_html(name: str, *scripts: str, **values: Any) -> str:
 
 def write_html(path: Path, name: str, *scripts: str, **values: Any) -> Path:
     """Write a page as `make_html` makes it."""
-    write_page(path, make_html(name, *scripts, **values))
-    return path
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write the text of a page."""
-    with write_atomically(path) as file:
-        file.write(text.encode("utf-8", "replace"))
+    return Page(make_html(name, *scripts, **values)).save(path)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,8 @@ class Agreement:
         """A table for the terminal, with a title and one sentence that says what it shows."""
         width = max(len(label) for label in self.labels)
         numbers = [str(number) for number in range(1, len(self.labels) + 1)]
-        lines = [f"How far the methods agree about which patches matter ({_of(self.maps)})"]
+        maps = "one map each" if self.maps == 1 else f"the mean over {self.maps} maps each"
+        lines = [f"How far the methods agree about which patches matter ({maps})"]
         if told := self._in_words():
             lines.append(told)
         lines += [" " * (width + 4) + "".join(f"{number:>7}" for number in numbers)]
@@ -63,10 +65,9 @@ class Agreement:
     def _in_words(self) -> str:
         """The pairs that are the most and the least alike; empty where there are not two pairs to tell apart."""
         pairs = [
-            (rho, f"{first} and {second} ({decimal(rho, 2)})")
-            for i, first in enumerate(self.labels)
-            for j, second in enumerate(self.labels)
-            if i < j and (rho := self.spearman[i][j]) is not None
+            (rho, f"{self.labels[i]} and {self.labels[j]} ({decimal(rho, 2)})")
+            for i, j in combinations(range(len(self.labels)), 2)
+            if (rho := self.spearman[i][j]) is not None
         ]
         if len(pairs) < 2:
             return ""
@@ -80,16 +81,14 @@ class Agreement:
     def to_dict(self) -> dict[str, Any]:
         """The pairs as numbers, ready for JSON."""
         pairs = [
-            {"methods": [first, second], "spearman": self.spearman[i][j], "overlap": self.overlap[i][j]}
-            for i, first in enumerate(self.labels)
-            for j, second in enumerate(self.labels)
-            if i < j
+            {
+                "methods": [self.labels[i], self.labels[j]],
+                "spearman": self.spearman[i][j],
+                "overlap": self.overlap[i][j],
+            }
+            for i, j in combinations(range(len(self.labels)), 2)
         ]
         return {"top": self.top, "maps": self.maps, "pairs": pairs, "between_classes": dict(self.between_classes)}
-
-
-def _of(maps: int) -> str:
-    return "one map each" if maps == 1 else f"the mean over {maps} maps each"
 
 
 def measure_agreement(
@@ -117,11 +116,10 @@ def measure_agreement(
     count = len(labels)
     rho: list[list[float | None]] = [[1.0] * count for _ in labels]
     share: list[list[float | None]] = [[1.0] * count for _ in labels]
-    for i in range(count):
-        for j in range(i):
-            pairs = [(row[i], row[j]) for row in maps if row[i].shape == row[j].shape]
-            rho[i][j] = rho[j][i] = mean_of_defined(spearman(a, b) for a, b in pairs)
-            share[i][j] = share[j][i] = mean_of_defined(top_overlap(a, b, top) for a, b in pairs)
+    for i, j in combinations(range(count), 2):
+        pairs = [(row[i], row[j]) for row in maps if row[i].shape == row[j].shape]
+        rho[i][j] = rho[j][i] = mean_of_defined(spearman(a, b) for a, b in pairs)
+        share[i][j] = share[j][i] = mean_of_defined(top_overlap(a, b, top) for a, b in pairs)
     if not 0.0 < top < 1.0:
         raise OptionError(f"Expected 0 < top < 1, got {top}.")
     return Agreement(
