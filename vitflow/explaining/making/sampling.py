@@ -1,6 +1,6 @@
 """Sampling: which patches raise this class, wherever the others are? Asked of the model with random patches dropped."""
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,61 +17,52 @@ from vitflow.models.answers import log_odds
 from vitflow.recording.token_dropping import droppable_tokens, run_on_patches
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sample:
-    """What a model answered to a batch of pictures without some of their patches.
-
-    Attributes:
-        kept: which patches each mask keeps, bool [masks, patches].
-        grid: rows and columns of the patches.
-        log_odds: of each picture, [masks, classes].
-        hidden: how the other patches were hidden, in words.
-    """
-
-    kept: Tensor
-    grid: tuple[int, int]
-    log_odds: list[Tensor]
-    hidden: str
-
-
 def sampling(trace: AskedTrace, *, masks: int, keep: float, cells: int, random_seed: int, occlusion_batch: int) -> Maps:
     """How much higher the target's log-odds are with a patch than without it, over random choices of the others."""
-    targets = trace.wanted
-    sample = _sampled(trace, masks, keep, cells, random_seed, occlusion_batch)
+    batch, targets = whole_number("occlusion_batch", occlusion_batch, 1), trace.wanted
+    layout, grid, hidden = _ways(trace)
+    kept = draw_masks(*grid, masks=masks, keep=keep, cells=cells, seed=random_seed)
+    answers = _answers(trace, kept, layout, grid, batch, ("sampling", keep, cells, random_seed))
     grids, facts = [], []
-    for scores, target in zip(sample.log_odds, targets.tolist(), strict=True):
-        own = scores[:, target]
-        grids.append(mean_differences(sample.kept, own).reshape(sample.grid))
-        reliability = spearman(*(half.numpy() for half in halves(sample.kept, own)))
-        facts.append({"reliability": None if reliability is None else round(reliability, 3), "hidden": sample.hidden})
+    for scores, target in zip(answers, targets.tolist(), strict=True):
+        scores_of_target = scores[:, target]
+        grids.append(mean_differences(kept, scores_of_target).reshape(grid))
+        reliability = spearman(*(half.numpy() for half in halves(kept, scores_of_target)))
+        facts.append({"reliability": None if reliability is None else round(reliability, 3), "hidden": hidden})
     return Maps(torch.stack(grids), facts)
 
 
-def _sampled(trace: AskedTrace, masks: int, keep: float, cells: int, random_seed: int, batch: int) -> Sample:
-    """What the model answers to the masks, for all classes; what it has answered before it is not asked again."""
-    batch, key = whole_number("occlusion_batch", batch, 1), ("sampling", keep, cells, random_seed)
+def _answers(
+    trace: AskedTrace, kept: Tensor, layout: TokenLayout | None, grid: tuple[int, int], batch: int, key: tuple[Any, ...]
+) -> list[Tensor]:
+    """The log-odds [masks, classes] of each picture without some patches; what was answered before is not asked again.
+
+    Args:
+        trace: of the pictures.
+        kept: which patches each mask keeps, bool [masks, patches].
+        layout: of the tokens, where those of hidden patches are dropped.
+        grid: rows and columns of the patches.
+        batch: as many masks at once, or as many tokens as so many whole pictures have.
+        key: what the masks were drawn by.
+    """
     assert trace.pixels is not None
-    layout, grid, hidden = _ways(trace)
-    kept = draw_masks(*grid, masks=masks, keep=keep, cells=cells, seed=random_seed)
-    pictures = trace.pixels.detach().split(1)
+    masks, pictures = len(kept), trace.pixels.detach().split(1)
     known: list[Tensor] = trace.answered.get(key) or [torch.empty(0)] * len(pictures)
     before = min(len(known[0]), masks)  # the first of many masks are those of few
     with tracking("sampling", len(pictures) * masks) as progress:
         progress(len(pictures) * before)
         if before < masks:
-            # As many tokens at once as that many whole pictures have.
-            size = batch
             if layout is not None:
-                size = batch * layout.num_tokens // (layout.num_prefix_tokens + int(kept[0].sum()))
+                batch = batch * layout.num_tokens // (layout.num_prefix_tokens + int(kept[0].sum()))
             answers = []
             for picture, own in zip(pictures, known, strict=True):
                 found = [own] if before else []
-                for part in kept[before:].split(size):
+                for part in kept[before:].split(batch):
                     found.append(_ask(trace, picture, part, layout, grid))
                     progress(len(part))
                 answers.append(torch.cat(found))
             known = trace.answered[key] = answers
-    return Sample(kept, grid, [own[:masks] for own in known], hidden)
+    return [own[:masks] for own in known]
 
 
 def _ways(trace: AskedTrace) -> tuple[TokenLayout | None, tuple[int, int], str]:
