@@ -43,7 +43,9 @@ def explain_shifted(
             targets = None if one.target is None else np.full(len(crops), one.target)
             method = next(own for own in chosen if own.name == one.method).but(**{**one.options, "shifts": 0})
             shifted = [of_crop[0] for of_crop in explain(crops, [method], targets)]
-            grid = mean_map([each.grid for each in shifted], pixels, picture.placement.input_size)
+            patch = np.divide(picture.placement.input_size, one.grid.shape)  # height and width
+            aligned = [realigned(each.grid, move / patch) for each, move in zip(shifted, pixels, strict=True)]
+            grid = np.mean(aligned, axis=0).astype(np.float32)
             one = replace(one, grid=grid, seconds=one.seconds + sum(each.seconds for each in shifted))
         found.append(one)
     return found
@@ -73,7 +75,9 @@ def moved(placement: Placement, move: tuple[int, int]) -> Placement:
     return replace(placement, offset=(placement.offset[0] + move[0], placement.offset[1] + move[1]))
 
 
-def realigned(grid: NDArray[np.floating[Any]], move: tuple[float, float]) -> NDArray[np.float64]:
+def realigned(
+    grid: NDArray[np.floating[Any]], move: Sequence[float] | NDArray[np.floating[Any]]
+) -> NDArray[np.float64]:
     """A moved crop's map on the patches of the crop that was not moved, by the area that they have in common.
 
     Args:
@@ -88,22 +92,3 @@ def realigned(grid: NDArray[np.floating[Any]], move: tuple[float, float]) -> NDA
     """
     # The area in common grows with what a line between two patches does; at the border one patch covers all there is.
     return np.asarray(ndimage.shift(grid.astype(np.float64), move, order=1, mode="nearest"))
-
-
-def mean_map(
-    grids: Sequence[NDArray[np.floating[Any]]], pixels: Sequence[tuple[int, int]], input_size: tuple[int, int]
-) -> NDArray[np.float32]:
-    """The mean of the maps of moved crops, on the patches of the crop that was not moved.
-
-    Args:
-        grids: a map for each move, [rows, cols].
-        pixels: the moves down and right, in pixels of the model input.
-        input_size: its height and width.
-    """
-    rows, cols = grids[0].shape
-    found = [
-        realigned(grid, (down * rows / input_size[0], right * cols / input_size[1]))
-        for grid, (down, right) in zip(grids, pixels, strict=True)
-    ]
-    mean: NDArray[np.float32] = np.mean(found, axis=0).astype(np.float32)
-    return mean
