@@ -4,8 +4,9 @@ Nothing here touches pyplot, so no window opens and no global state of the calle
 """
 
 import io
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -237,6 +238,25 @@ def figure_bytes(figure: Figure, suffix: str) -> bytes:
             **more,
         )
     return file.getvalue()
+
+
+def figure_or_numbers(
+    path: str | os.PathLike[str], draw: Callable[..., object], numbers: Callable[[], Any], options: Mapping[str, Any]
+) -> Path:
+    """Write a figure, drawn with these options (.png, .pdf, .svg), or all that it shows as numbers (.json).
+
+    Raises:
+        OptionError: another suffix, or drawing options for numbers.
+    """
+    path = Path(path)
+    if check_format(path, (*FIGURE_FORMATS, ".json")) != ".json":
+        draw(path, **options)
+        return path
+    if options:
+        raise OptionError(f"Numbers take no drawing options, got {', '.join(options)}.")
+    with write_atomically(path) as file:
+        file.write(json.dumps(numbers(), ensure_ascii=False).encode("utf-8", "backslashreplace"))
+    return path
 
 
 def file_too(path: str | os.PathLike[str] | None, draw: Callable[[], Figure]) -> Figure:

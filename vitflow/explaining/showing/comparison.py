@@ -1,6 +1,5 @@
 """Compare methods: the same pictures under several methods, as a strip for a paper and as numbers of agreement."""
 
-import json
 import os
 import warnings
 from collections.abc import Sequence
@@ -27,9 +26,7 @@ from vitflow.explaining.showing.strips import columns_of, draw_comparison
 from vitflow.methods.ranks import spearman
 from vitflow.pictures import figures, notebook
 from vitflow.pictures.figures import file_too
-from vitflow.pictures.files import write_atomically
 from vitflow.pictures.images import ImageSource
-from vitflow.pictures.options import FIGURE_FORMATS
 from vitflow.pictures.pen import Pen, takes_drawing_options
 
 # Pictures that a notebook shows of a comparison.
@@ -189,15 +186,7 @@ class Comparison:
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the strip (.png, .pdf, .svg; options as for `strip`) or everything as numbers (.json)."""
-        path = Path(path)
-        if figures.check_format(path, (*FIGURE_FORMATS, ".json")) != ".json":
-            self.strip(path, **options)
-            return path
-        if options:
-            raise OptionError(f"Numbers take no drawing options, got {', '.join(options)}.")
-        with write_atomically(path) as file:
-            file.write(json.dumps(self.to_dict(), ensure_ascii=False).encode("utf-8", "backslashreplace"))
-        return path
+        return figures.figure_or_numbers(path, self.strip, self.to_dict, options)
 
     def records(self) -> list[dict[str, Any]]:
         """What a log keeps of each picture, ready for JSON: its maps without their values, and their agreement."""

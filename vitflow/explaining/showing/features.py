@@ -1,6 +1,5 @@
 """The features of patches as colours: the first three principal components of one or several pictures together."""
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,10 +25,9 @@ from vitflow.methods.features import Components, principal_components
 from vitflow.models.blocks import block_norms, block_paths, layer_output
 from vitflow.pictures import figures, notebook, overlay
 from vitflow.pictures.figures import Cell, Column, file_too
-from vitflow.pictures.files import write_atomically
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.images import ImageSource, image_name
-from vitflow.pictures.options import DPI, FIGURE_FORMATS, Interpolation
+from vitflow.pictures.options import DPI, Interpolation
 from vitflow.pictures.pen import Pen
 
 _MOST_COLUMNS = 6
@@ -145,25 +143,20 @@ class Features:
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the figure (.png, .pdf, .svg; options as for `figure`) or everything as numbers (.json)."""
-        path = Path(path)
-        if figures.check_format(path, (*FIGURE_FORMATS, ".json")) != ".json":
-            self.figure(path, **options)
-            return path
-        if options:
-            raise OptionError(f"Numbers take no drawing options, got {', '.join(options)}.")
-        numbers = [
-            {
+        return figures.figure_or_numbers(path, self.figure, self._numbers, options)
+
+    def _numbers(self) -> list[dict[str, Any]]:
+        """The records with the components of each patch, and which patches are shown."""
+        return [
+            record
+            | {
                 "components": [
                     [None if np.isnan(patch[0]) else patch.tolist() for patch in row] for row in own.components
                 ],
                 "shown": own.shown.tolist(),
             }
-            for own in self.pictures
+            for record, own in zip(self.records(), self.pictures, strict=True)
         ]
-        told = [record | own for record, own in zip(self.records(), numbers, strict=True)]
-        with write_atomically(path) as file:
-            file.write(json.dumps(told, ensure_ascii=False).encode("utf-8", "backslashreplace"))
-        return path
 
     def records(self) -> list[dict[str, Any]]:
         """What a log keeps of each picture, ready for JSON."""
