@@ -28,6 +28,8 @@ FUSED: tuple[Fused, ...] = (
     *(("max", "output"), ("mean", False), ("max", False)),
     *(("mean", "output"), ("min", False), ("min", "output")),
 )
+# What a page is told of a picture as it is.
+_AS_THEY_ARE = ("path", "window", "pooling", "maps", "answers", "refused", "uniform")
 # Longer side of the photographs, in pixels.
 _PHOTOGRAPH = 1024
 _MEGABYTE = 10**6
@@ -216,21 +218,15 @@ def _told(picture: ExploredPicture) -> dict[str, Any]:
     layout = picture.layout
     return {
         "name": printable(Path(picture.name).name, lines=True),
-        "path": picture.path,
         "image": f"data:image/jpeg;base64,{photograph}",
         "size": [picture.image.shape[1], picture.image.shape[0]],
-        "window": picture.window,
         "grid": None if layout is None else [layout.rows, layout.cols],
         "prefix": 0 if layout is None else layout.num_prefix_tokens,
         "readout": [] if picture.readout is None else [float(weight) for weight in picture.readout],
-        "pooling": picture.pooling,
         "attention": {},
         "heads": None,
         "features": None,
-        "maps": picture.maps,
-        "answers": picture.answers,
-        "refused": picture.refused,
-        "uniform": picture.uniform,
+        **{name: getattr(picture, name) for name in _AS_THEY_ARE},
     }
 
 

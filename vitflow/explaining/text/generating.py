@@ -189,7 +189,7 @@ def _rows_at(
     method: Method,
     options: dict[str, Any],
 ) -> RowsRead:
-    """Rows of a method at some targets, in one pass over a text [1, tokens] that begins with a prompt of this length."""
+    """Rows of a method at some targets, in one pass over a text [1, tokens] whose prompt has so many."""
     readout = torch.eye(ids.shape[1], device=ids.device)[[place for place, _ in targets]]
     beside = beside_text(model, arguments, length, ids.shape[1] - length)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **beside}
