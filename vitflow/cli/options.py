@@ -48,6 +48,11 @@ class _BatchSize(click.ParamType):  # type: ignore[type-arg]  # generic from cli
         return int(value)
 
 
+#: A file that is there, one to be written, and a folder to be written.
+FILE, NEW_FILE = (click.Path(exists=there, dir_okay=False, path_type=Path) for there in (True, False))
+NEW_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
 class PathOrURL(click.Path):
     """A path as a Path, a URL as text."""
 
@@ -128,17 +133,9 @@ model_options = _together(
         "demo knows eight drawn shapes only; prompts are also asked of demo-text, bundled as well, and of "
         f"open_clip:MODEL/WEIGHTS.  [default: {DEFAULT_MODEL}]",
     ),
-    click.option(
-        "--checkpoint",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="Weights for the model: safetensors or a torch file.",
-    ),
+    click.option("--checkpoint", type=FILE, help="Weights for the model: safetensors or a torch file."),
     click.option("--num-classes", type=click.IntRange(min=1), help="Build the model with that many classes."),
-    click.option(
-        "--class-names",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="File with the names of the classes: one per line, or JSON.",
-    ),
+    click.option("--class-names", type=FILE, help="File with the names of the classes: one per line, or JSON."),
     name_option,
     click.option("--device", metavar="cpu|cuda|mps|…", help="Where to run.  [default: a GPU if there is one]"),
     click.option("--dtype", type=click.Choice(DTYPES), help="Precision to run in.  [default: the model's own]"),
@@ -170,7 +167,7 @@ question_options = _together(
     ),
     click.option(
         "--like",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        type=FILE,
         multiple=True,
         metavar="PICTURE",
         help="Ask what makes a picture like this one; repeatable. For any model: the cosine of its pooled features.",

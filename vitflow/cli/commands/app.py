@@ -6,18 +6,18 @@ from typing import Any
 import click
 
 from vitflow.app import serve
-from vitflow.cli.options import DEFAULT_MODEL
+from vitflow.cli import options as shared
 from vitflow.cli.saying import say
 
 
 @click.command(short_help="Open a page to try it all in a browser.")
-@click.argument("images", nargs=-1, metavar="[IMAGE…]", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("images", nargs=-1, metavar="[IMAGE…]", type=shared.FILE)
 @click.option(
     "--model",
     "models",
     multiple=True,
-    default=(DEFAULT_MODEL, "demo"),
-    show_default=", ".join((DEFAULT_MODEL, "demo")),
+    default=(shared.DEFAULT_MODEL, "demo"),
+    show_default=", ".join((shared.DEFAULT_MODEL, "demo")),
     metavar="ID|demo|PATH",
     help="A model for photographs that the page offers; repeatable. The first is chosen.",
 )

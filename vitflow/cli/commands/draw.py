@@ -6,28 +6,26 @@ from typing import Any
 
 import click
 
-from vitflow.cli.options import DRAWING, PathOrURL, drawing_options, given_options, limit_option
+from vitflow.cli import options as shared
 from vitflow.cli.saying import say
 from vitflow.errors import printable
 from vitflow.pictures.options import OVERLAY_FORMATS
 
 
 @click.command(short_help="Draw overlays of what a run stored as grids.")
-@click.argument("run", metavar="RUN", type=PathOrURL(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "-o", "--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for the overlays."
-)
+@click.argument("run", metavar="RUN", type=shared.PathOrURL(exists=True, file_okay=False, path_type=Path))
+@click.option("-o", "--output", required=True, type=shared.NEW_FOLDER, help="Folder for the overlays.")
 @click.option(
     "--images",
     metavar="FOLDER|URL",
-    type=PathOrURL(exists=True, file_okay=False, path_type=Path),
+    type=shared.PathOrURL(exists=True, file_okay=False, path_type=Path),
     help="Where the photographs are; a URL must be named.  [default: the folder that the run read]",
 )
 @click.option("--where", metavar="CONDITION", help='Draw where this holds, such as "probability < 0.5".')
 @click.option("--method", "methods", multiple=True, metavar="NAME", help="Draw this map.  [default: all of the run]")
-@limit_option
+@shared.limit_option
 @click.option("--format", type=click.Choice(OVERLAY_FORMATS), help="Of the overlays.  [default: as the run was asked]")
-@drawing_options
+@shared.drawing_options
 def draw(run: Path | str, **given: Any) -> None:
     """Draw overlays from RUN, the output folder of `vitflow folder`, without running the model again.
 
@@ -41,7 +39,7 @@ def draw(run: Path | str, **given: Any) -> None:
         if drawn.error is not None:
             say(f"error: {printable(drawn.input)}: {drawn.error}")
 
-    drawing = given_options(given, DRAWING)
+    drawing = shared.given_options(given, shared.DRAWING)
     found = draw_run(
         run,
         given["output"],

@@ -51,7 +51,7 @@ class _MethodOrAll(MethodWithOptions):
 @click.option(
     "-o",
     "--output",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=shared.NEW_FOLDER,
     help="Folder for the rows, tables, figures and report.html; a run that was ended goes on from there.",
 )
 @click.option(

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from vitflow.cli.options import flag_of
+from vitflow.cli import options as shared
 from vitflow.cli.outputs import writing
 from vitflow.cli.saying import say
 from vitflow.errors import printable
@@ -33,7 +33,7 @@ def methods(name: str | None, as_json: bool) -> None:
     for method in chosen:
         click.echo(f"{method.name}{'  (class-specific)' if method.class_specific else ''}")
         click.echo(f"    {method.summary}")
-        options = "  ".join(f"{flag_of(option)} {shown(value)}" for option, value in method.defaults.items())
+        options = "  ".join(f"{shared.flag_of(option)} {shown(value)}" for option, value in method.defaults.items())
         if options:
             click.echo(f"    defaults: {options}")
         if method.paper:
@@ -64,7 +64,7 @@ def _all_of(method: Method) -> str:
     options = [_option_row(method, name) for name in method.defaults]
     for preset, values in method.presets.items():
         differing = {name: value for name, value in values.items() if value != method.defaults[name]}
-        told = "  ".join(f"{flag_of(name)} {shown(value)}" for name, value in differing.items())
+        told = "  ".join(f"{shared.flag_of(name)} {shown(value)}" for name, value in differing.items())
         options.append((f"--preset {preset}", f"{OPTIONS['preset'].help}  [{told or 'as by default'}]"))
     formatter = click.get_current_context().make_formatter()
     formatter.write(f"{method.name}\n")
@@ -81,7 +81,7 @@ def _all_of(method: Method) -> str:
 def _option_row(method: Method, name: str) -> tuple[str, str]:
     """What an option does, what it can be, and what it is by default; one that only a registered method has is bare."""
     option, default = OPTIONS.get(name), f"default: {shown(method.defaults[name])}"
-    return (flag_of(name), f"{option.help}  [{_values(method, name)}; {default}]" if option else f"[{default}]")
+    return (shared.flag_of(name), f"{option.help}  [{_values(method, name)}; {default}]" if option else f"[{default}]")
 
 
 def _values(method: Method, name: str) -> str:
@@ -137,13 +137,7 @@ def _line(width: int, *columns: Any) -> str:
 
 
 @click.command(short_help="Explain the bundled pictures with the bundled model.")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("vitflow-demo"),
-    help="Folder for the overlays.",
-)
+@click.option("-o", "--output", type=shared.NEW_FOLDER, default=Path("vitflow-demo"), help="Folder for the overlays.")
 def demo(output: Path) -> None:
     """Explain the bundled pictures with the bundled model: overlays and one strip."""
     from vitflow.demo import load_demo_model, sample_pictures

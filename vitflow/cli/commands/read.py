@@ -50,10 +50,8 @@ _VIEWS = ("text", "layers", "graph", "matrix")
     metavar="english|FILE",
     help="Show these words without a shade; a file has one word per line. Told below.",
 )
-@click.option(
-    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page whose words can be clicked."
-)
-@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Write the view as .png, .pdf or .svg.")
+@click.option("--html", type=shared.NEW_FILE, help="Write a page whose words can be clicked.")
+@click.option("--png", type=shared.NEW_FILE, help="Write the view as .png, .pdf or .svg.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with all numbers instead of the view.")
 def read(text: str | None, **given: Any) -> None:
     """Show what words rest on that a model reads or writes.
