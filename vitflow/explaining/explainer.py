@@ -246,7 +246,7 @@ class Explainer(PictureModel):
         # Leaving inference mode lets a caller's torch.inference_mode() stand around this.
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(self.model):
             started = time.perf_counter()
-            trace, chosen = self._record_if_seen(self._tensor(pictures), chosen)
+            trace, chosen = self._record(self._tensor(pictures), chosen)
             probabilities = probabilities_of(trace.logits, self.facts)
             seconds = time.perf_counter() - started
             wanted = resolve_targets(targets, probabilities, self.facts.answers.names)
@@ -266,37 +266,32 @@ class Explainer(PictureModel):
             )
             return apply_methods(asked, chosen, wanted)
 
-    def _record_if_seen(self, pixels: Tensor, chosen: Chosen) -> tuple[Trace, Chosen]:
-        """Record, without what refines maps of no attention where that is only a default and there is no attention."""
-        try:
-            return self._record_weighted(pixels, chosen)
-        except NoAttentionError:
-            plain = [
-                one.but(refine=0) if one.method.needs == {"predict"} and "refine" not in one.asked else one
-                for one in chosen
-            ]
-            if plain == chosen:
-                raise
-        return self._record_weighted(pixels, plain)
+    def _record(self, pixels: Tensor, chosen: Chosen) -> tuple[Trace, Chosen]:
+        """One forward pass that keeps no more than the methods need; and these without what does not apply.
 
-    def _record_weighted(self, pixels: Tensor, chosen: Chosen) -> tuple[Trace, Chosen]:
-        """Record, without value weighting where it is only a default and does not apply to the model."""
-        plain = [one.but(value_weighted=False) for one in chosen]
+        That is value weighting, or the refining of maps of no attention where there is none: what was asked for is
+        refused, and what is only a default left out.
+        """
         weighting_asked = any("value_weighted" in one.asked for one in chosen)
         if not self._weighable and not weighting_asked:
-            return self._record(pixels, plain), plain
-        try:
-            return self._record(pixels, chosen), chosen
-        except ValueNormsError as error:
-            if weighting_asked:
-                raise
-            self._weighable = False
-            warnings.warn(f"{error.args[0]} Maps are made without value weighting.", VitflowWarning, stacklevel=2)
-        return self._record(pixels, plain), plain
-
-    def _record(self, pixels: Tensor, chosen: Chosen) -> Trace:
-        """One forward pass that keeps no more than the methods need."""
-        kept = recorded_for(chosen, self.model)
-        with record_attention(self.model, layout=self.layout, answers=self.answers.read, **kept) as trace:
-            self.forward(pixels)
-        return trace
+            chosen = [one.but(value_weighted=False) for one in chosen]
+        while True:
+            kept = recorded_for(chosen, self.model)
+            try:
+                with record_attention(self.model, layout=self.layout, answers=self.answers.read, **kept) as trace:
+                    self.forward(pixels)
+                return trace, chosen
+            except NoAttentionError:
+                plain = [
+                    one.but(refine=0) if one.method.needs == {"predict"} and "refine" not in one.asked else one
+                    for one in chosen
+                ]
+                if plain == chosen:
+                    raise
+            except ValueNormsError as error:
+                plain = [one.but(value_weighted=False) for one in chosen]
+                if weighting_asked or plain == chosen:
+                    raise
+                self._weighable = False
+                warnings.warn(f"{error.args[0]} Maps are made without value weighting.", VitflowWarning, stacklevel=2)
+            chosen = plain
