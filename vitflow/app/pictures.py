@@ -20,11 +20,8 @@ _METHOD, _OF_PATCHES = "gae", "rollout"
 # The options of methods that have a field; a patch is clicked.
 _OPTIONS = [option for option in OPTIONS.values() if option.name != "patch"]
 _DRAWING, _USUAL = ("background", "interpolation", "contours"), ("grey", "smooth", False)
-_NAMES = [
-    *["picture", "model", "method", "target", "prompts", "against", "fit"],
-    *_DRAWING,
-    *(one.name for one in _OPTIONS),
-]
+_NAMES = ["picture", "model", "method", "target", "prompts", "against", "fit", *_DRAWING]
+_NAMES += [one.name for one in _OPTIONS]
 
 
 class _Asked:
