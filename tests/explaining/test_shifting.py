@@ -39,13 +39,13 @@ def test_the_map_is_the_mean_over_crops_that_are_moved(fit, method):
     explainer = Explainer("demo", fit=fit)
     plain = explainer.explain(PICTURE, method=method)
     found = explainer.explain(PICTURE, method=method, shifts=4)
-    picture = explainer._read(PICTURE, "one")
+    picture = explainer.placed(PICTURE, "one")
     half, expected = explainer.spec.patch_size[0] // 2, []
     for down in (-1, 1):
         for right in (-1, 1):
             crop = Explainer("demo", fit=fit)
             place = moved(picture.placement, (half * down, half * right))
-            crop._read = lambda source, name, place=place: type(picture)(name, PICTURE, place)
+            crop.placed = lambda source, name, place=place: type(picture)(name, PICTURE, place)
             grid = crop.explain(PICTURE, method=method, target=plain.target).grid
             expected.append(literal(grid, down / 2, right / 2))
     np.testing.assert_allclose(found.grid, np.mean(expected, axis=0), rtol=0, atol=1e-4 * found.grid.max())
