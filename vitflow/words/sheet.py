@@ -26,6 +26,25 @@ _CELL, _LONGEST_NAME = 0.235, 18
 _ITSELF = "·"
 
 
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """A cell: its shade from −1 to 1, its number, whether it was not seen, and whether it is its row's own token."""
+
+    shade: float
+    text: str
+    unseen: bool
+    asked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row: its name, its cells, and what lies elsewhere, in percent."""
+
+    name: str
+    cells: list[_Cell]
+    rest: str | None
+
+
 @dataclass(frozen=True)
 class Sheet(View):
     """Rows of weights over the same tokens: layers, or generated tokens.
@@ -103,28 +122,30 @@ class Sheet(View):
         shares: NDArray[np.float64] = self.weights / self._totals[:, None]
         return shares
 
-    @property
-    def _rest(self) -> NDArray[np.float64] | None:
-        return None if self.rest is None else self.rest / self._totals
-
     @cached_property
     def _columns(self) -> list[int]:
         return shown_positions(self.words, self.hidden)
 
-    def _is_own(self, row: int, column: int) -> bool:
-        """Whether a column is the token that a row is of."""
-        return column in self.asked or list(self.own_tokens[row : row + 1]) == [column]
+    @cached_property
+    def _table(self) -> list[_Row]:
+        """The rows of the sheet, from its top."""
+        order = range(len(self.rows))
+        return [
+            _Row(
+                self.rows[row],
+                [self._cell(row, column) for column in self._columns],
+                None if self.rest is None else percent(float(self.rest[row] / self._totals[row])),
+            )
+            for row in (reversed(order) if self.upwards else order)
+        ]
 
-    def _number(self, row: int, column: int) -> str:
-        """What a cell holds in percent; a token whose own share stands apart has none, which is not 0."""
-        apart = self.own is not None and self._is_own(row, column) and not self.weights[row, column]
-        return _ITSELF if apart else percent(float(self._shares[row, column]))
-
-    @property
-    def _order(self) -> list[int]:
-        """Rows from the top of the sheet to its bottom."""
-        numbers = list(range(len(self.rows)))
-        return numbers[::-1] if self.upwards else numbers
+    def _cell(self, row: int, column: int) -> _Cell:
+        weight, share = self.weights[row, column], float(self._shares[row, column])
+        own = column in self.asked or list(self.own_tokens[row : row + 1]) == [column]
+        apart = self.own is not None and own and not weight  # its share has no number here, which is not 0
+        return _Cell(
+            float(self._shades[row, column]), _ITSELF if apart else percent(share), bool(np.isnan(weight)), own
+        )
 
     @property
     def _names(self) -> list[str]:
@@ -135,26 +156,7 @@ class Sheet(View):
         """The sheet in HTML: a table with a number in each cell; a picture, where it would have too many."""
         large = len(self.rows) * len(self._columns) > MOST_CELLS
         image = embedded(self.figure(framed=False)) if large else {}
-        return render("sheet.html", view=self, names=self._names, table=[] if large else self._table(), **image)
-
-    def _table(self) -> list[dict[str, Any]]:
-        """The rows of the table, from the top."""
-        return [
-            {
-                "name": self.rows[row],
-                "cells": [
-                    {
-                        "shade": float(self._shades[row, column]),
-                        "text": self._number(row, column),
-                        "unseen": bool(np.isnan(self.weights[row, column])),
-                        "asked": self._is_own(row, column),
-                    }
-                    for column in self._columns
-                ],
-                "rest": None if self._rest is None else percent(float(self._rest[row])),
-            }
-            for row in self._order
-        ]
+        return render("sheet.html", view=self, names=self._names, table=[] if large else self._table, **image)
 
     def text(self, *, color: bool = False, width: int = 80, plain: bool = False) -> str:
         """The sheet for a terminal: blocks of as many columns as fit, a percentage in each cell."""
@@ -164,16 +166,16 @@ class Sheet(View):
         per_block = max((width - head) // cell - rest, 1)
         lines = [self.title] if self.title else []
         for first in range(0, len(self._columns), per_block):
-            columns, names = self._columns[first : first + per_block], self._names[first : first + per_block]
+            names = self._names[first : first + per_block]
             last = first + per_block >= len(self._columns)
             lines += self._names_above(names, head, cell, rest and last)
-            for row in self._order:
+            for row in self._table:
                 cells = [
-                    " " * (cell - len(text)) + (shaded(text, shade, color=True) if color else text)
-                    for text, shade in ((self._number(row, c), float(self._shades[row, c])) for c in columns)
+                    " " * (cell - len(one.text)) + (shaded(one.text, one.shade, color=True) if color else one.text)
+                    for one in row.cells[first : first + per_block]
                 ]
-                tail = f" |{percent(self._rest[row]):>4}" if self._rest is not None and last else ""
-                lines.append(padded(self.rows[row], head) + "".join(cells) + tail)
+                tail = f" |{row.rest:>4}" if row.rest is not None and last else ""
+                lines.append(padded(row.name, head) + "".join(cells) + tail)
             lines.append("")
         return "\n".join([*lines, *self._foot])
 
@@ -198,13 +200,12 @@ class Sheet(View):
 
     def figure(self, *, framed: bool = True) -> Figure:
         """The sheet as a figure; every name that has room stands at its column."""
-        columns, order = self._columns, self._order
+        table, columns = self._table, self._columns
         cell = max(min(_CELL, 9.0 / max(len(columns), 1)), 0.03)
-        height = max(min(_CELL, 9.0 / len(order)), 0.03)
+        height = max(min(_CELL, 9.0 / len(table)), 0.03)
         scratch = Page(DPI, 1.0)
         names = [_cut(name) for name in self._names]
-        rows = [_cut(self.rows[row]) for row in order]
-        left = MARGIN + max(scratch.measure(name, BODY) for name in rows) + 0.06
+        left = MARGIN + max(scratch.measure(_cut(row.name), BODY) for row in table) + 0.06
         above = max((scratch.measure(name, BODY) for name in names), default=0.0)
         width = left + cell * len(columns) + (0.75 if self.rest is not None else 0.0) + MARGIN
         page = Page(DPI, max(width, 3.6))
@@ -214,27 +215,24 @@ class Sheet(View):
         for number in range(0, len(columns), every):
             x = left + (number + 0.5) * cell + 0.03
             page.line(names[number], x, top - 0.04, BODY, ha="center", rotation=90, rotation_mode="default")
-        shades = np.array([[self._shades[row, column] for column in columns] for row in order])
-        unseen = np.array([[np.isnan(self.weights[row, column]) for column in columns] for row in order])
-        _draw_cells(page, shades, unseen, left, top, cell, height)
-        self._draw_words(page, rows, left, top, cell, height)
-        return draw_foot(page, self._foot if framed else (), top + height * len(order) + 0.06)
+        _draw_cells(page, table, left, top, cell, height)
+        self._draw_words(page, left, top, cell, height)
+        return draw_foot(page, self._foot if framed else (), top + height * len(table) + 0.06)
 
-    def _draw_words(self, page: Page, rows: Sequence[str], left: float, top: float, cell: float, height: float) -> None:
+    def _draw_words(self, page: Page, left: float, top: float, cell: float, height: float) -> None:
         """The names of rows, the numbers of cells where there is room, and the column of the rest."""
         every = max(round(0.1 / height + 0.49), 1)
-        numbers = len(rows) * len(self._columns) <= MOST_NUMBERS and cell > 0.15 and height > 0.1
+        numbers = len(self.rows) * len(self._columns) <= MOST_NUMBERS and cell > 0.15 and height > 0.1
         right = left + cell * len(self._columns)
-        for place, (row, name) in enumerate(zip(self._order, rows, strict=True)):
+        for place, row in enumerate(self._table):
             baseline = top + (place + 0.5) * height + 0.03
             if place % every == 0:
-                page.line(name, left - 0.05, baseline, BODY, ha="right")
-            for number, column in enumerate(self._columns if numbers else ()):
-                text = self._number(row, column)
-                ink = "white" if abs(self._shades[row, column]) > 0.55 else INK
-                page.line(text, left + (number + 0.5) * cell, baseline, SMALL - 1, color=ink, zorder=3)
-            if self._rest is not None and place % every == 0:
-                page.line(percent(float(self._rest[row])), right + 0.2, baseline, SMALL, color=GREY)
+                page.line(_cut(row.name), left - 0.05, baseline, BODY, ha="right")
+            for number, one in enumerate(row.cells if numbers else ()):
+                ink = "white" if abs(one.shade) > 0.55 else INK
+                page.line(one.text, left + (number + 0.5) * cell, baseline, SMALL - 1, color=ink, zorder=3)
+            if row.rest is not None and place % every == 0:
+                page.line(row.rest, right + 0.2, baseline, SMALL, color=GREY)
         if self.rest is not None:
             page.line(self.rest_name, right + 0.06, top - 0.05, SMALL, ha="left", color=GREY)
 
@@ -243,21 +241,17 @@ def _cut(name: str) -> str:
     return padded(name, _LONGEST_NAME).rstrip()
 
 
-def _draw_cells(
-    page: Page,
-    shades: NDArray[np.float64],
-    unseen: NDArray[np.bool_],
-    left: float,
-    top: float,
-    cell: float,
-    height: float,
-) -> None:
-    """The shades of all cells as one picture, with hatched ones where nothing is seen."""
-    rows, cols = shades.shape
-    colors = np.array([[[int(color_of(s)[i : i + 2], 16) for i in (1, 3, 5)] for s in row] for row in shades], np.uint8)
-    colors[unseen] = 236
-    extent = (left, left + cols * cell, top + rows * height, top)
+def _draw_cells(page: Page, table: Sequence[_Row], left: float, top: float, cell: float, height: float) -> None:
+    """The shades of all cells as one picture, grey where nothing is seen."""
+    colors = np.array([[_rgb(one) for one in row.cells] for row in table], np.uint8)
+    right, bottom = left + len(table[0].cells) * cell, top + len(table) * height
+    extent = (left, right, bottom, top)
     page.axes.imshow(colors, extent=extent, aspect="auto", origin="upper", interpolation="nearest", zorder=1)
     page.axes.add_patch(
-        Rectangle((left, top), cols * cell, rows * height, fill=False, edgecolor=RULE, linewidth=0.5, zorder=2)
+        Rectangle((left, top), right - left, bottom - top, fill=False, edgecolor=RULE, linewidth=0.5, zorder=2)
     )
+
+
+def _rgb(cell: _Cell) -> list[int]:
+    color = color_of(cell.shade)
+    return [236] * 3 if cell.unseen else [int(color[start : start + 2], 16) for start in (1, 3, 5)]
