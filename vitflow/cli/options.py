@@ -218,10 +218,7 @@ drawing_options = _together(
 # What runs over many pictures have in common.
 limit_option = click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Take the first N pictures only.")
 batch_size_option = click.option(
-    "--batch-size",
-    type=_BatchSize(),
-    default="auto",
-    help="Pictures that the model works on at once.",
+    "--batch-size", type=_BatchSize(), default="auto", help="Pictures that the model works on at once."
 )
 resume_option = click.option(
     "--resume/--overwrite",

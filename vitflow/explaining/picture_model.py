@@ -17,13 +17,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models import DTYPES
 from vitflow.models.anatomy import unwrap
 from vitflow.models.answers import Answers, features_of, likeness
-from vitflow.models.checkpoints import (
-    ClassNames,
-    architecture_sha256,
-    check_name_count,
-    code_sha256,
-    weights_sha256,
-)
+from vitflow.models.checkpoints import ClassNames, architecture_sha256, check_name_count, code_sha256, weights_sha256
 from vitflow.models.facts import read_facts
 from vitflow.models.libraries import forward_options, headless, library_data_config
 from vitflow.models.loading import load_model

@@ -22,13 +22,7 @@ from vitflow.pictures.options import FIGURE_FORMATS
     help="What to ask about the picture.  [default: 'Describe the picture.', or what the bundled model was trained "
     "with; nothing where the model takes no prompt]",
 )
-@click.option(
-    "--generate",
-    type=click.IntRange(min=1),
-    default=30,
-    metavar="N",
-    help="Tokens to write at most.",
-)
+@click.option("--generate", type=click.IntRange(min=1), default=30, metavar="N", help="Tokens to write at most.")
 @click.option(
     "--model",
     required=True,

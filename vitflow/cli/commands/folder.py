@@ -90,12 +90,7 @@ class _Model:
     help="Draw each map, or keep the maps alone, as Parquet, for vitflow draw to draw on demand.",
 )
 @click.option("--format", type=click.Choice(OVERLAY_FORMATS), default="jpg", help="Of the overlays.")
-@click.option(
-    "--manifest",
-    type=click.Choice(MANIFEST_FORMATS),
-    default="jsonl",
-    help="Table with one row per input.",
-)
+@click.option("--manifest", type=click.Choice(MANIFEST_FORMATS), default="jsonl", help="Table with one row per input.")
 @click.option("--report", is_flag=True, help="Write a report in HTML at the end.")
 @click.option(
     "--engine",

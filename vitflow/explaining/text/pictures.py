@@ -15,13 +15,7 @@ from vitflow.methods.visibility import relative_to
 from vitflow.models.anatomy import read_layout
 from vitflow.models.languages import load_processor
 from vitflow.models.libraries import library_id
-from vitflow.models.picture_tokens import (
-    PictureTokens,
-    image_token,
-    picture_tokens,
-    refuse_videos,
-    source_tokens,
-)
+from vitflow.models.picture_tokens import PictureTokens, image_token, picture_tokens, refuse_videos, source_tokens
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.images import image_name, read_image
 from vitflow.pictures.upsampling import lay_together

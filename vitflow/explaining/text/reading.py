@@ -255,14 +255,8 @@ def explain_text(
     readout = torch.zeros(1, words.length)
     readout[0, list(asked)] = 1 / len(asked)
     wanted = _target(target, tokenizer, model) if chosen.class_specific else None
-    read = read_rows(
-        model,
-        inputs,
-        readout.to(inputs["input_ids"].device),
-        chosen,
-        used,
-        targets=[(asked[-1], wanted)],
-    )
+    readout = readout.to(inputs["input_ids"].device)
+    read = read_rows(model, inputs, readout, chosen, used, targets=[(asked[-1], wanted)])
     told: dict[str, Any] = {"target": None, "probability": None}
     if chosen.class_specific and read.logits is not None:
         told = _told(read.logits, asked[-1], wanted, tokenizer, model)
