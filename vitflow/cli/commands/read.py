@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +69,14 @@ def read(text: str | None, **given: Any) -> None:
     view = _check(text, given)
     hiding = {"special": not given["hide_special"], "stop_words": _stop_words(given["hide_stop_words"])}
     result = _compute(text, given, options)
-    views = _views(result, view, given, hiding)
+    draw = partial(_drawn, result, view, given["prompt"] is not None, hiding)
     if (path := given["png"]) is not None:
         with writing(path, "--png"):
-            views[view]().save(path)
+            draw().save(path)
     if (path := given["html"]) is not None:
         with writing(path, "--html"):
             result.page(**hiding).save(path)
-    _print(result, views[view], given)
+    _print(result, draw, given)
 
 
 def _check(text: str | None, given: Mapping[str, Any]) -> str:
@@ -146,17 +147,11 @@ def _number_or_word(value: str | None) -> str | int | None:
     return int(value) if value is not None and value.removeprefix("-").isdecimal() else value
 
 
-def _views(result: Any, view: str, given: Mapping[str, Any], hiding: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
-    """What can be drawn of a result, by name: the asked view first."""
-    if given["prompt"] is None:
-        found = {
-            "text": lambda: result.shaded(**hiding),
-            "layers": lambda: result.sheet(**hiding),
-            "graph": lambda: result.graph(**hiding),
-        }
-    else:
-        found = {"matrix": lambda: result.sheet(**hiding), "text": lambda: result.shaded(-1, **hiding)}
-    return {view: found[view], **found}
+def _drawn(result: Any, view: str, writes: bool, hiding: Mapping[str, Any]) -> Any:
+    """A view of a result, by its name."""
+    if writes:
+        return result.sheet(**hiding) if view == "matrix" else result.shaded(-1, **hiding)
+    return {"text": result.shaded, "layers": result.sheet, "graph": result.graph}[view](**hiding)
 
 
 def _print(result: Any, view: Callable[[], Any], given: Mapping[str, Any]) -> None:
