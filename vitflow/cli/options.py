@@ -232,22 +232,15 @@ pictures_argument = click.argument("images", nargs=-1, required=True, metavar="I
 output_option = partial(click.option, "-o", "--output", type=click.Path(path_type=str))
 
 
-class Once(click.Option):
-    """An option that is taken once, and read as if it could be repeated, so that a second one is not dropped."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "multiple": True})
-
-    def only(self, ctx: click.Context, values: Sequence[str]) -> str | None:
-        """Its one value; a usage error that says how to ask for several, now that all of the command line is read."""
-        if len(values) > 1:
-            flag = self.opts[0]
-            if ctx.info_name == "folder":
-                advice = "run vitflow folder once for each, with an output folder of its own"
-            else:
-                advice = "vitflow compare takes several, and shows them side by side"
-            raise click.UsageError(f"Expected {flag} once, got it {len(values)} times: {advice}.", ctx)
-        return values[0] if values else None
+def _only(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> str | None:
+    """The one value of an option that is read as if it could be repeated, so that a second one is not dropped."""
+    if len(values) > 1:
+        if ctx.info_name == "folder":
+            advice = "run vitflow folder once for each, with an output folder of its own"
+        else:
+            advice = "vitflow compare takes several, and shows them side by side"
+        raise click.UsageError(f"Expected {param.opts[0]} once, got it {len(values)} times: {advice}.", ctx)
+    return values[0] if values else None
 
 
 #: Called with its help: the one method of a command.
@@ -257,14 +250,16 @@ method_option = partial(
     default=["rollout"],
     show_default="rollout; gae with --prompt or --like",
     metavar="NAME",
-    cls=Once,
+    multiple=True,
+    callback=_only,
 )
 class_option = click.option(
     "--class",
     "target",
     metavar="NAME|INDEX",
     help="Class to explain and report.  [default: the predicted class]",
-    cls=Once,
+    multiple=True,
+    callback=_only,
 )
 #: Called with its help: the classes of a command that shows several.
 classes_option = partial(click.option, "--class", "targets", metavar="NAME|INDEX|top5", multiple=True)

@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 
-from vitflow.cli.options import Once
 from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.explaining.asking.method_table import list_methods
@@ -60,14 +59,6 @@ class SectionedCommand(click.Command):
                 help="Show every option and exit.",
             )
         )
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the command line; of what is taken once, its one value."""
-        rest = super().parse_args(ctx, args)
-        for param in self.params:
-            if isinstance(param, Once) and param.name is not None:
-                ctx.params[param.name] = param.only(ctx, ctx.params.get(param.name) or ())
-        return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, section by section; what belongs to none stands in the last."""
