@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError
 from vitflow.explaining.asking import captions
 from vitflow.explaining.asking.answer import Answer
-from vitflow.explaining.asking.method_options import plain_options
 from vitflow.explaining.asking.method_table import told_method
 from vitflow.explaining.asking.targets import Contrast
 from vitflow.pictures import notebook, overlay
@@ -225,9 +224,7 @@ class Saliency:
         return {
             "input": self.source,
             "model": self.model,
-            "method": self.method,
-            "options": plain_options(self.options),
-            "departures_from_paper": captions.departures_from_paper(told_method(self.method), self.options),
+            **captions.method_record(told_method(self.method), self.options),
             "class_specific": self.class_specific,
             **self.answer.to_dict(),
             "grid_rows": rows,

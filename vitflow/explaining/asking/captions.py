@@ -82,6 +82,12 @@ def departures_from_paper(method: Method, options: Mapping[str, Any]) -> str | N
     return None if method.published is None else departures(method, options)
 
 
+def method_record(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A method with its options, ready for JSON."""
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+    return {"method": method.name, "options": plain, "departures_from_paper": departures_from_paper(method, options)}
+
+
 def method_in_words(method: Method, options: Mapping[str, Any]) -> str:
     """A method's title, and in brackets how its map departs from its publication."""
     return f"{method.title} ({told})" if (told := departures(method, options)) else method.title

@@ -199,11 +199,6 @@ def shown(value: Any) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else "none" if value is None else str(value)
 
 
-def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a method as JSON holds them."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
-
-
 def check_common(options: Mapping[str, Any]) -> None:
     """Raise OptionError unless those of the common options that are there can be used."""
     whole_number("refine", options.get("refine", 0), 0, _MOST_STEPS)

@@ -41,8 +41,7 @@ def register_method(
     Raises:
         OptionError: the name is taken, or `needs` holds something unknown.
     """
-    given = {field: value for field, value in fields.items() if value is not None}
-    method = Method(name, function, **given) if isinstance(name, str) else name
+    method = Method(name, function, **fields) if isinstance(name, str) else name
     if method.name in _METHODS and not replace:
         raise OptionError(f"There is already a method {method.name!r}: choose another name, or pass replace=True.")
     _METHODS[method.name] = method

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, printable, whole_number
 from vitflow.explaining.asking.answer import Answer
-from vitflow.explaining.asking.captions import departures_from_paper
-from vitflow.explaining.asking.method_options import plain_options
+from vitflow.explaining.asking.captions import method_record
 from vitflow.explaining.asking.method_table import told_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.text.captions import caption
@@ -332,9 +331,7 @@ class Generation:
             "own": None if self.own is None else self.own.tolist(),
             "pictures": [] if self.pictures is None else self.pictures.to_list(),
             "model": self.model,
-            "method": self.method,
-            "options": plain_options(self.options),
-            "departures_from_paper": departures_from_paper(TEXT_METHODS[self.method], self.options),
+            **method_record(TEXT_METHODS[self.method], self.options),
             "seconds": round(self.seconds, 4),
         }
 

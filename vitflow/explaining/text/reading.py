@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, printable, whole_number
-from vitflow.explaining.asking.captions import departures_from_paper
-from vitflow.explaining.asking.method_options import plain_options
+from vitflow.explaining.asking.captions import method_record
 from vitflow.explaining.text.captions import caption
 from vitflow.explaining.text.method_table import TEXT_METHODS, for_kind, text_method
 from vitflow.explaining.text.page import page_of, rows_read
@@ -197,9 +196,7 @@ class Reading:
             "causal": self.causal,
             "trust": asdict(self.shaded().trust),
             "model": self.model,
-            "method": self.method,
-            "options": plain_options(self.options),
-            "departures_from_paper": departures_from_paper(TEXT_METHODS[self.method], self.options),
+            **method_record(TEXT_METHODS[self.method], self.options),
             "target": self.target,
             "probability": self.probability,
             "seconds": round(self.seconds, 4),
