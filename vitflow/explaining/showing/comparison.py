@@ -55,8 +55,7 @@ def compare(
         targets: one class or several, by index or name, or "top5", or an array with the class index of each picture;
             or contrasts of two classes, which only class-specific methods show;
             by default the predicted class. Methods that are not class-specific give one map per picture all the same.
-        fit: "crop" (the model's own preprocessing), "squash", "pad" or "native".
-        device: where to run, by default the model's own device, or a GPU if there is one.
+        fit, device: as for `vitflow.explain`.
         options: options for every method that has them, such as head_fusion="max".
 
     Raises:

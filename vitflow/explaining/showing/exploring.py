@@ -63,8 +63,7 @@ def explore(
         methods: maps to make beforehand; by default `READY_METHODS`, as far as they apply to the model.
         targets: classes that class-specific ones of them explain; by default the three most probable ones.
         max_size: of the page in megabytes. What does not fit is left out or stored in 8 bits, and the page says so.
-        fit: "crop" (the model's own preprocessing), "squash", "pad" or "native".
-        device: where to run, by default the model's own device, or a GPU if there is one.
+        fit, device: as for `vitflow.explain`.
         call: how a reader gets the model, where its id alone does not say it.
 
     Raises:

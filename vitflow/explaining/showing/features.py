@@ -197,8 +197,7 @@ def features(
         layer: whose features, counted from 1; -1 is the last.
         foreground: take two steps: the first component of all patches parts foreground from background at its mean, and
             the components are those of the foreground. Foreground is the side that has less of the pictures' edges.
-        fit: "crop" (the model's own preprocessing), "squash", "pad" or "native".
-        device: where to run, by default the model's own device, or a GPU if there is one.
+        fit, device: as for `vitflow.explain`.
 
     Raises:
         VitflowError: a picture, the model or an option is wrong; fewer than four patches.

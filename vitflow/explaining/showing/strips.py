@@ -119,18 +119,13 @@ def _block(
     """One picture's cells: itself, with the class that each row explains, and its maps."""
     first = columns[0][0]
     named = max(columns, key=lambda maps: (len(maps), maps[0].class_specific))
-    name = (image_name(first.source),)
-    photographs = [Cell(pen.photograph(one.image), tuple(captions.class_lines(one.answer)), name) for one in named]
-    maps = [[map_cell(one, limits[id(one)], pen, timings=timings) for one in own] for own in columns]
-    if first.reference is not None:
-        photographs = [Cell(pen.photograph(one.image), (), name) for one in named]
-        references = [
-            Cell(pen.photograph(one.reference), tuple(captions.class_lines(one.answer)), ())
-            for one in named
-            if one.reference is not None
-        ]
-        return [photographs, references, *maps]
-    return [photographs, *maps]
+    name, lines = (image_name(first.source),), [tuple(captions.class_lines(one.answer)) for one in named]
+    maps = [[map_cell(one, limits[id(one)], pen, timings=timings) for one in column] for column in columns]
+    if first.reference is None:
+        return [[Cell(pen.photograph(one.image), told, name) for one, told in zip(named, lines, strict=True)], *maps]
+    photographs = [Cell(pen.photograph(one.image), (), name) for one in named]
+    compared = [one.reference for one in named if one.reference is not None]
+    return [photographs, [Cell(pen.photograph(one), told) for one, told in zip(compared, lines, strict=True)], *maps]
 
 
 def map_cell(saliency: Saliency, limits: Limits, pen: Pen, *, timings: bool = False, thousandths: bool = False) -> Cell:
