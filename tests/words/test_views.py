@@ -219,7 +219,7 @@ def test_a_graph_leaves_hidden_tokens_out_and_tells_its_strongest_edges():
 def test_what_cannot_be_told_apart_is_refused_with_a_remedy():
     with pytest.raises(OptionError, match="at most 40 tokens .* got 1 of 41 tokens .* draw a sheet"):
         GraphView(words_of(["x"] * 41), [Panel("raw", np.zeros((1, 41, 41)))])
-    with pytest.raises(ShapeError, match=r"Expected matrices \[layers, 12, 12\]"):
+    with pytest.raises(ShapeError, match=r"Expected weights \[layers, 12, 12\]"):
         GraphView(WORDS, [Panel("raw", np.zeros((2, 3, 3)))])
 
 

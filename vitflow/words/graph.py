@@ -1,7 +1,7 @@
 """The attention graph: tokens as nodes, layer upon layer, and what passes between them as edges."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, ShapeError, printable
+from vitflow.errors import OptionError, printable
 from vitflow.methods.sequence.layout import Words
 from vitflow.pictures.options import DPI
 from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, Page
@@ -48,10 +48,8 @@ class GraphView(View):
 
     Attributes:
         words: the tokens.
-        panels: the graphs.
-        asked: positions of the tokens whose paths are drawn strong.
-        hidden: tokens that are left out, and why, as `hide` gives them.
-        title, caption: a line above and one below.
+        panels: the graphs; the paths of the asked tokens are drawn strong.
+        asked, hidden, title, caption: as of every `View`.
 
     Raises:
         ShapeError: matrices that do not fit the tokens.
@@ -66,24 +64,20 @@ class GraphView(View):
 
     words: Words
     panels: Sequence[Panel]
-    asked: Sequence[int] = ()
-    hidden: Mapping[int, str] = field(default_factory=dict)
-    title: str = ""
-    caption: str = ""
 
     def __post_init__(self) -> None:
-        tokens = self.words.length
+        shape = ("layers", self.words.length, self.words.length)
         checked = [
             Panel(
                 printable(panel.title),
-                _checked(panel.matrices, tokens),
-                None if panel.paths is None else _checked(panel.paths, tokens),
+                np.nan_to_num(check_weights(panel.matrices, shape)),
+                None if panel.paths is None else np.nan_to_num(check_weights(panel.paths, shape)),
                 printable(panel.note),
             )
             for panel in self.panels
         ]
         object.__setattr__(self, "panels", checked)
-        self._clean("title", "caption")
+        super().__post_init__()
         shown, layers = len(self._columns), max((len(panel.matrices) for panel in checked), default=0)
         if not checked or shown > MOST_TOKENS or layers > MOST_LAYERS:
             raise OptionError(
@@ -184,14 +178,6 @@ class GraphView(View):
             y += SMALL * LEADING
             page.line(line, left, y, SMALL, ha="left", color=GREY)
         return y + 0.08
-
-
-def _checked(matrices: Any, tokens: int) -> NDArray[np.float64]:
-    found = np.asarray(matrices.detach().cpu() if hasattr(matrices, "detach") else matrices)
-    if found.ndim != 3 or found.shape[1:] != (tokens, tokens) or not len(found):
-        raise ShapeError(f"Expected matrices [layers, {tokens}, {tokens}], got {list(found.shape)}.")
-    flat = check_weights(found.reshape(-1, tokens), (None, tokens))
-    return np.nan_to_num(flat).reshape(found.shape)
 
 
 def _draw_edges(

@@ -1,7 +1,7 @@
 """Shaded text: each token on a shade, with a line below and numbers for the largest, so that grey says as much."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -45,11 +45,8 @@ class ShadedText(View):
     Attributes:
         words: the tokens.
         weights: one for each token, NaN for what is not seen; negative ones count against.
-        asked: positions of the tokens that are asked about: they are outlined, and their weight does not set the scale.
         own: the share of the asked tokens themselves, where the weights do not hold it.
-        hidden: positions that get no shade, and why, as `hide` gives them; special tokens among them are left out.
-        title: a line above.
-        caption: a line below, such as the method and its options.
+        asked, hidden, title, caption: as of every `View`; of what is hidden, special tokens alone are left out.
 
     Raises:
         ShapeError: not one finite weight for each token.
@@ -63,15 +60,11 @@ class ShadedText(View):
 
     words: Words
     weights: Any
-    asked: Sequence[int] = ()
     own: float | None = None
-    hidden: Mapping[int, str] = field(default_factory=dict)
-    title: str = ""
-    caption: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", check_weights(self.weights, (self.words.length,)))
-        self._clean("title", "caption")
+        super().__post_init__()
         for position in (*self.asked, *self.hidden):
             if not 0 <= position < self.words.length:
                 raise OptionError(f"Expected positions from 0 to {self.words.length - 1}, got {position}.")

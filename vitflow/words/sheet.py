@@ -1,7 +1,7 @@
 """Sheets of weights: a token's row layer by layer, and what each generated token rests on."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -55,13 +55,11 @@ class Sheet(View):
         rows: a name for each row, first row first.
         rest: for each row what lies on other tokens, [rows], told in a column of its own.
         rest_name: what these are.
-        asked: positions of the tokens that are asked about, whose columns do not set the scale.
         own_tokens: for each row the position of its own token, which does not set the scale; beyond the last: none.
         own: the share of the asked tokens, or of the rows' own, where the weights do not hold it: their cells then have
             no number.
-        hidden: columns that are left out, and why, as `hide` gives them.
         upwards: the first row lies at the bottom, as layers do.
-        title, caption: a line above and one below.
+        asked, hidden, title, caption: as of every `View`.
 
     Raises:
         ShapeError: weights, rows and tokens do not fit each other.
@@ -76,20 +74,17 @@ class Sheet(View):
     rows: Sequence[str]
     rest: Any = None
     rest_name: str = "elsewhere"
-    asked: Sequence[int] = ()
     own_tokens: Sequence[int] = ()
     own: float | None = None
-    hidden: Mapping[int, str] = field(default_factory=dict)
     upwards: bool = False
-    title: str = ""
-    caption: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "weights", check_weights(self.weights, (None, self.words.length)))
+        object.__setattr__(self, "weights", check_weights(self.weights, ("rows", self.words.length)))
         if self.rest is not None:
             object.__setattr__(self, "rest", check_weights(self.rest, (len(self.rows),)))
         object.__setattr__(self, "rows", [printable(name) for name in self.rows])
-        self._clean("rest_name", "title", "caption")
+        self._clean("rest_name")
+        super().__post_init__()
         if len(self.rows) != len(self.weights):
             raise ShapeError(f"Expected a name for each of {len(self.weights)} rows, got {len(self.rows)}.")
 

@@ -11,16 +11,18 @@ from vitflow.errors import ShapeError
 from vitflow.methods.sequence.layout import Words
 
 
-def check_weights(weights: Any, shape: tuple[int | None, ...]) -> NDArray[np.float64]:
-    """Weights as float64 of a shape, None for any length; NaN where a token is not seen.
+def check_weights(weights: Any, shape: tuple[int | str, ...]) -> NDArray[np.float64]:
+    """Weights as float64 of a shape, of which a name stands for any length; NaN where a token is not seen.
 
     Raises:
         ShapeError: another shape, infinite values, or nothing.
     """
     array = np.asarray(weights.detach().cpu() if hasattr(weights, "detach") else weights)
-    fits = array.ndim == len(shape) and all(want in (None, have) for want, have in zip(shape, array.shape, strict=True))
+    fits = array.ndim == len(shape) and all(
+        isinstance(want, str) or want == have for want, have in zip(shape, array.shape, strict=True)
+    )
     if array.dtype.kind not in "fiub" or not fits or not array.size:
-        wanted = ", ".join("rows" if length is None else str(length) for length in shape)
+        wanted = ", ".join(map(str, shape))
         raise ShapeError(f"Expected weights [{wanted}], one for each token, got {array.dtype} {list(array.shape)}.")
     if np.isinf(array).any():
         raise ShapeError("Expected finite weights, or NaN for tokens that are not seen, got an infinite one.")

@@ -3,7 +3,8 @@
 import base64
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,24 @@ FOR, AGAINST = (43, 95, 179), (179, 82, 32)
 MARGIN = 0.12
 
 
+@dataclass(frozen=True, kw_only=True)
 class View(ABC):
-    """A drawing of words with their weights, in any of three forms."""
+    """A drawing of words with their weights, in any of three forms.
+
+    Attributes:
+        asked: positions of the tokens that are asked about: they are marked, and what lies on them sets no scale.
+        hidden: positions that are left out or get no shade, and why, as `hide` gives them.
+        title: a line above.
+        caption: a line below, such as the method and its options.
+    """
+
+    asked: Sequence[int] = ()
+    hidden: Mapping[int, str] = field(default_factory=dict)
+    title: str = ""
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        self._clean("title", "caption")
 
     def _clean(self, *names: str) -> None:
         """Make the strings of these fields printable: they go to terminals as they are."""
