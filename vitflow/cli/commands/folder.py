@@ -117,12 +117,12 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
     done is kept; Ctrl-C keeps what is done, too.
     """
     options = shared.given_options(given, OPTIONS)
-    _check_sources(sources)
     if given.pop("caption"):
-        model, run = None, _captions(given, options)
+        model, run = None, _captions(sources, given, options)
     else:
         shared.use_specific(given, "method_names")
         choose_methods(given["method_names"], options)  # before torch is loaded
+        _check_sources(sources)
         model = _Model(given)
         run = _maps(given, model)
     with going_on(kept=True), pictures_bar() as progress:
@@ -156,7 +156,7 @@ def _tell(summary: Any) -> None:
         sys.exit(1)
 
 
-def _captions(given: dict[str, Any], options: dict[str, Any]) -> Callable[..., Any]:
+def _captions(sources: tuple[Path | str, ...], given: dict[str, Any], options: dict[str, Any]) -> Callable[..., Any]:
     """What captions pictures, told all but what every run takes; OptionError for what it does not take."""
     context = click.get_current_context()
     asked = [one for one in context.command.params if context.get_parameter_source(one.name or "") in _ASKED]
@@ -171,6 +171,7 @@ def _captions(given: dict[str, Any], options: dict[str, Any]) -> Callable[..., A
     named = context.get_parameter_source("method_names") in _ASKED
     method, prompt = given["method_names"][0] if named else PICTURED, next(iter(given["prompts"]), None)
     text_method(method, options)
+    _check_sources(sources)
     with suppress(ImportError):  # the loader says what is missing
         from transformers.utils import logging
 
