@@ -182,7 +182,7 @@ class Explainer(PictureModel):
         chosen: Chosen,
         targets: Any,
         names: Sequence[str] | None,
-        asked: Answers,
+        answers: Answers,
     ) -> list[Saliency]:
         """Explain several pictures with maps of these answers."""
         per_picture: Any = targets if is_per_picture(targets) else sources
@@ -192,7 +192,7 @@ class Explainer(PictureModel):
         if len(names) != len(sources):
             raise OptionError(f"Expected one name for each of {len(sources)} pictures, got {len(names)}.")
         pictures = [self.placed(image, name) for image, name in zip(sources, names, strict=True)]
-        explain = partial(self._explain_read, asked=asked)
+        explain = partial(self._explain_read, answers=answers)
         found = explain(pictures, chosen, targets)
         if any(one.options.get("shifts") for one in chosen):
             found = [
@@ -210,7 +210,7 @@ class Explainer(PictureModel):
         return vitflow.features(images, model=self, **options)
 
     def _explain_read(
-        self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, asked: Answers
+        self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, answers: Answers
     ) -> list[list[Saliency]]:
         """Explain pictures that were read, those of one input size as one batch: [pictures][methods and targets]."""
         results: list[list[Saliency]] = [[] for _ in pictures]
@@ -219,7 +219,7 @@ class Explainer(PictureModel):
             groups.setdefault(picture.placement.input_size, []).append(index)
         for members in groups.values():
             wanted = targets[members] if is_per_picture(targets) else targets
-            found_by_picture = self._run([pictures[i] for i in members], chosen, wanted, asked)
+            found_by_picture = self._run([pictures[i] for i in members], chosen, wanted, answers)
             for index, found in zip(members, found_by_picture, strict=True):
                 results[index] = found
         return results

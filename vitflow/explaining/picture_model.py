@@ -67,16 +67,13 @@ class PictureModel:
         self.model = unwrap(model)
         if (prompts is not None or like is not None) and [prompts, like, answers, class_names].count(None) != 3:
             raise OptionError("Expected prompts or like alone, which name the answers themselves, got more than that.")
+        if prompts is not None or (like is not None and is_pair(self.model)):
+            pair = pair_of(self.model, processor)
+            self.model, data_config, name = pair.tower, data_config or pair.data_config, name or pair.name
+            answers = answers if prompts is None else prompt_answers(pair, prompts, templates, alone=alone)
         if like is not None:
-            if is_pair(self.model):
-                pair = pair_of(self.model, processor)
-                self.model, data_config, name = pair.tower, data_config or pair.data_config, name or pair.name
             data_config = data_config or library_data_config(self.model)
             self.model, answers = headless(self.model), Answers(count=0)
-        if prompts is not None:
-            pair = pair_of(self.model, processor)
-            answers, self.model = prompt_answers(pair, prompts, templates, alone=alone), pair.tower
-            data_config, name = data_config or pair.data_config, name or pair.name
         refuse_without_prompts(self.model)
         self.device = move_to(self.model, device, None if dtype is None else getattr(torch, dtype))
         self.facts = read_facts(

@@ -123,7 +123,8 @@ def make_explorer(
     told = [_told(picture) for picture in pictures]
     room = _Room(max_size * _MEGABYTE - sum(len(str(one)) for one in told) - 2**17)
     for one, picture in zip(told, pictures, strict=True):
-        one["affinities"] = {name: room.take(pack_half(_half_of(own))) for name, own in picture.affinities.items()}
+        for name, symmetric in picture.affinities.items():  # row by row, with the diagonal
+            one["affinities"][name] = room.take(pack_half(symmetric[np.triu_indices(len(symmetric))]))
         if picture.features is not None:
             packed = room.take(pack_directions(picture.features[0]))
             one["features"] = {**packed, "grid": picture.features[1]}
@@ -195,7 +196,10 @@ def _pack_attention(live: Sequence[tuple[dict[str, Any], ExploredPicture]], room
         f"Attention is stored in {stored}: with nothing discarded, the rollout of the answer differs from that of full "
         f"precision by at most {max(errors):.1g} of the map's maximum."
     ]
-    if left_out := [_words(key) for key in wanted if _name(key) not in held]:
+    left_out = [
+        f"{key[0]} over heads, {'value-weighted' if key[1] else 'plain'}" for key in wanted if _name(key) not in held
+    ]
+    if left_out:
         notes.append(f"Left out, for a page of at most {max_size:g} MB: {', '.join(left_out)}.")
     return [*notes, _pack_heads(live, room, max_size)]
 
@@ -223,16 +227,12 @@ def _told(picture: ExploredPicture) -> dict[str, Any]:
         "grid": None if layout is None else [layout.rows, layout.cols],
         "prefix": 0 if layout is None else layout.num_prefix_tokens,
         "readout": [] if picture.readout is None else [float(weight) for weight in picture.readout],
+        "affinities": {},
         "attention": {},
         "heads": None,
         "features": None,
         **{name: getattr(picture, name) for name in _AS_THEY_ARE},
     }
-
-
-def _half_of(symmetric: Floats) -> Floats:
-    """The upper triangle of a symmetric matrix with its diagonal, row by row."""
-    return symmetric[np.triu_indices(len(symmetric))]
 
 
 def _map_error(picture: ExploredPicture, key: Fused, stored: Floats) -> float:
@@ -256,7 +256,3 @@ def _entry_error(values: Floats, stored: Floats) -> float:
 def _name(key: Fused) -> str:
     """What the page calls fused attention."""
     return f"{key[0]} {'weighted' if key[1] else 'plain'}"
-
-
-def _words(key: Fused) -> str:
-    return f"{key[0]} over heads{', value-weighted' if key[1] else ', plain'}"

@@ -49,7 +49,9 @@ def _findings() -> Iterator[tuple[str, str]]:
         missing = [name for name in names if _installed(name) is None]
         there = ", ".join(f"{name} {_installed(name)}" for name in names)
         yield f"extra {extra}", f"not installed (pip install 'vitflow[{extra}]')" if missing else there
-    yield "device", _device()
+    from vitflow.recording.isolation import default_device, device_in_words
+
+    yield "device", device_in_words(default_device())
     yield "demo model", _runs()
     yield "Hugging Face hub", _hub()
 
@@ -69,13 +71,6 @@ def _installed(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _device() -> str:
-    """Where models by name run."""
-    from vitflow.recording.isolation import default_device, device_in_words
-
-    return device_in_words(default_device())
 
 
 def _runs() -> str:

@@ -43,7 +43,8 @@ class Answer:
         ('cat', '25.0%')
         """
         name = answers.names[index] if answers.names else f"class {index}"
-        return cls(name, float(told[index]), unit_of(answers), index, int(told.argmax()), bool(answers.names))
+        unit = {"value": answers.unit, "cosine": "cosine"}.get(answers.reading, "probability")
+        return cls(name, float(told[index]), unit, index, int(told.argmax()), bool(answers.names))
 
     @property
     def class_name(self) -> str | None:
@@ -87,8 +88,3 @@ class Answer:
             "value": self.number,
             "predicted_index": self.predicted,
         }
-
-
-def unit_of(answers: Answers) -> str:
-    """The unit of what answers tell."""
-    return {"value": answers.unit, "cosine": "cosine"}.get(answers.reading, "probability")

@@ -24,7 +24,8 @@ def legrad(trace: AskedTrace, *, start_layer: int, pooled: str) -> Maps:
     """
     check_known("pooled", pooled, OPTIONS["pooled"].choices)
     paths = block_paths(trace.model)
-    if trace.staged or [_block_of(layer.name, paths) for layer in trace.layers] != paths:
+    blocks = [next((path for path in paths if f"{layer.name}.".startswith(f"{path}.")), None) for layer in trace.layers]
+    if trace.staged or blocks != paths:
         raise UnsupportedModelError(
             "LeGrad asks what the model would answer from the tokens of each of its layers, and "
             f"{type(trace.model).__name__} has windows, stages with different tokens, or attention outside of one "
@@ -50,11 +51,6 @@ def _answer_of(trace: AskedTrace, tokens: Tensor, last: str, pooled: str) -> Ten
         numbers = trace.answers.numbers(answer_from(trace.model, trace.pixels, last, tokens))
         assert numbers is not None
         return numbers.gather(1, trace.wanted.to(numbers.device).view(-1, 1))
-
-
-def _block_of(layer: str, paths: list[str]) -> str | None:
-    """The block that a layer lies in."""
-    return next((path for path in paths if f"{layer}.".startswith(f"{path}.")), None)
 
 
 def _with_mean(trace: AskedTrace, tokens: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,24 +105,25 @@ def _call(model: Any, fit: str) -> ModelCall:
     return ModelCall(["--model", str(model), *own], python)
 
 
+@dataclass(frozen=True, slots=True)
 class _Explorer:
     """Records pictures for a page.
 
-    Args:
+    Attributes:
         explainer: of the model.
         methods: what to make beforehand; None for what applies.
         targets: classes for class-specific ones.
         room: bytes that a picture may take in the page.
     """
 
-    def __init__(
-        self, explainer: Explainer, methods: Sequence[MethodChoice] | None, targets: Targets, room: float
-    ) -> None:
-        self._explainer, self._methods, self._targets, self._room = explainer, methods, targets, room
+    explainer: Explainer
+    methods: Sequence[MethodChoice] | None
+    targets: Targets
+    room: float
 
     def picture(self, source: ImageSource, number: int) -> ExploredPicture:
         """All that the page needs of a picture."""
-        picture = self._explainer.placed(source, name_of(source, number))
+        picture = self.explainer.placed(source, name_of(source, number))
         image, path = picture.image, str(source) if isinstance(source, str | Path) else None
         found = ExploredPicture(picture.name, path, image, picture.placement.window)
         trace = self._record(image, found)
@@ -136,7 +138,7 @@ class _Explorer:
 
     def _record(self, image: Pixels, found: ExploredPicture) -> Trace:
         """Record what the browser computes with, or why it cannot."""
-        explainer, weighted = self._explainer, True
+        explainer, weighted = self.explainer, True
         try:
             features = [layer_output(explainer.model, -1)[0]]
         except UnsupportedModelError as error:
@@ -170,9 +172,9 @@ class _Explorer:
     def _answers(self, trace: Trace, found: ExploredPicture) -> None:
         """The most probable classes."""
         logits = trace.logits
-        if not isinstance(logits, Tensor) or logits.ndim != 2 or not self._explainer.num_classes:
+        if not isinstance(logits, Tensor) or logits.ndim != 2 or not self.explainer.num_classes:
             return
-        answers = self._explainer.answers
+        answers = self.explainer.answers
         told = answers.told(logits)[0]
         for index in told.topk(min(_ANSWERS, len(told))).indices.tolist():
             answer = Answer.of(told, index, answers)
@@ -205,18 +207,18 @@ class _Explorer:
     def _heads(self, image: Pixels, found: ExploredPicture) -> None:
         """Every head, if there may be room for them."""
         fused = next(iter(found.attention.values()))
-        if fused.size > self._room:
+        if fused.size > self.room:
             return
-        heads = [layer[0].float().clamp_min(0).cpu() for layer in self._explainer.record(image).heads()]
+        heads = [layer[0].float().clamp_min(0).cpu() for layer in self.explainer.record(image).heads()]
         if len({len(layer) for layer in heads}) == 1:
             found.heads = torch.stack(heads).numpy()
 
     def _made(self, image: Pixels, found: ExploredPicture) -> list[Saliency]:
         """The maps that are made beforehand: unrefined where the browser can do that."""
-        names: list[MethodChoice] = list(self._methods or READY_METHODS)
-        if self._methods is None:
+        names: list[MethodChoice] = list(self.methods or READY_METHODS)
+        if self.methods is None:
             names += [] if found.attention else _OTHERWISE_LIVE
-            if not self._explainer.num_classes:
+            if not self.explainer.num_classes:
                 names = [name for name in names if not get_method(str(name)).class_specific]
         plain = [
             one.but(refine=0) if one.method.refined in ("after", "positive") and found.affinities else one
@@ -224,15 +226,15 @@ class _Explorer:
         ]
 
         def explain() -> list[Saliency]:
-            targets = self._targets if any(one.method.class_specific for one in plain) else None
-            return self._explainer.explain_batch([image], methods=plain, targets=targets, names=[found.name])
+            targets = self.targets if any(one.method.class_specific for one in plain) else None
+            return self.explainer.explain_batch([image], methods=plain, targets=targets, names=[found.name])
 
         try:
             return explain()
         except UnsupportedModelError:
-            if self._methods is not None:
+            if self.methods is not None:
                 raise
-        refused = self._explainer.refusals(plain)
+        refused = self.explainer.refusals(plain)
         for note in left_out(refused):
             warnings.warn(note, VitflowWarning, stacklevel=4)
         plain = [one for one in plain if one.name not in refused]

@@ -22,7 +22,6 @@ from vitflow.models.anatomy import read_layout
 from vitflow.models.languages import reads_text
 from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import device_of, refuse_inference_tensors
-from vitflow.recording.layers import AttentionLayer
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
 
@@ -169,12 +168,11 @@ def _read(
     if any(bool(layer.example[0, ..., later].any()) for layer in layers[1]):
         raise looking_ahead(model)
     common = real.expand(m, m), ~later, real.expand(n, m)
-    seen = ([_seen(layer, one) for layer in stream] for stream, one in zip(layers, common, strict=True))
+    seen = (
+        [one if layer.visible is None else one & layer.visible[0] for layer in stream]
+        for stream, one in zip(layers, common, strict=True)
+    )
     return _Read(trace, numbers, Streams(*seen), real)
-
-
-def _seen(layer: AttentionLayer, common: Tensor) -> Tensor:
-    return common if layer.visible is None else common & layer.visible[0]
 
 
 def _streams(model: nn.Module, trace: Trace) -> tuple[list[int], list[int], list[int]]:
@@ -200,12 +198,6 @@ def _streams(model: nn.Module, trace: Trace) -> tuple[list[int], list[int], list
 # -- the methods -------------------------------------------------------------------------------------------------------
 
 
-def _at_ends(found: tuple[Tensor, Tensor | None], streams: Streams) -> tuple[Tensor, Tensor | None]:
-    """Of rows up to each step of the graph those up to each layer of the decoder."""
-    steps = [end - 1 for end in streams.ends]
-    return found[0][steps], None if found[1] is None else found[1][steps]
-
-
 def _rollout(
     read: _Read, targets: list[tuple[int, int]], *, head_fusion: str, value_weighted: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -213,8 +205,9 @@ def _rollout(
     streams = read.fused(head_fusion, value_weighted)
     check_layer("start_layer", options["start_layer"], len(streams.encoder))
     steps = streams.steps()
-    found = layer_rows.rollout_rows(steps, read.visible.steps(), read.readout(targets).to(steps[0]), **options)
-    return _at_ends(found, streams)
+    rows, own = layer_rows.rollout_rows(steps, read.visible.steps(), read.readout(targets).to(steps[0]), **options)
+    layers = [end - 1 for end in streams.ends]  # of the decoder
+    return rows[layers], None if own is None else own[layers]
 
 
 def _attention(

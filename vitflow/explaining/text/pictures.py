@@ -227,9 +227,8 @@ def with_pictures(
     elif isinstance(prompt, Mapping) and isinstance(prompt.get("input_ids"), Tensor):
         inputs = dict(prompt)
     else:
-        raise OptionError(
-            f"Expected one prompt with its pictures, as a text or as the processor makes it, got {_told(prompt)}."
-        )
+        got = f"{len(prompt)} prompts" if isinstance(prompt, Sequence) else type(prompt).__name__
+        raise OptionError(f"Expected one prompt with its pictures, as a text or as the processor makes it, got {got}.")
     inputs.pop("labels", None)  # of training
     if layout is None:
         parts = picture_tokens(config, processor, inputs, [(one.shape[0], one.shape[1]) for one in images])
@@ -317,11 +316,6 @@ def _with_token(prompt: str, processor: Any, count: int) -> str:
         asked: str = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
         return asked
     return " ".join([*[token] * count, prompt])
-
-
-def _told(prompt: Any) -> str:
-    several = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-    return f"{len(prompt)} prompts" if several else type(prompt).__name__
 
 
 def _check_parts(parts: Sequence[PictureTokens], pictures: int, ids: Tensor) -> None:
