@@ -192,17 +192,9 @@ def gradient_rollout(
     return _through_layers(trace, matrices, readout, **options)
 
 
-def gae(
-    trace: AskedTrace,
-    *,
-    head_fusion: SignedFusion,
-    start_layer: int,
-    value_weighted: ValueWeighting,
-    patch: Patch | None,
-) -> Maps:
-    """Generic attention explainability of the readout for the target, on the patch grid; on the finest one likewise."""
-    readout, matrices = _for_the_class(trace, patch, head_fusion, value_weighted)
-    return _through_layers(trace, matrices, readout, start_layer=start_layer, additive=True)
+def gae(trace: AskedTrace, **options: Any) -> Maps:
+    """Generic attention explainability of the readout for the target: as gradient rollout, but added up."""
+    return gradient_rollout(trace, additive=True, **options)
 
 
 def gradcam(trace: AskedTrace, *, layer: int) -> Maps:

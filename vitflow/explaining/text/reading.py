@@ -254,7 +254,7 @@ def explain_text(
     wanted = _target(target, tokenizer, model) if chosen.class_specific else None
     readout = readout.to(inputs["input_ids"].device)
     read = read_rows(model, inputs, readout, chosen, used, targets=[(asked[-1], wanted)])
-    told: dict[str, Any] = {"target": None, "probability": None}
+    told: dict[str, Any] = {}
     if chosen.class_specific and read.logits is not None:
         told = _told(read.logits, asked[-1], wanted, tokenizer, model)
     return Reading(
