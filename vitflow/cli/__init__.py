@@ -51,24 +51,10 @@ def cli() -> None:
     """
 
 
-for _command in (
-    explain,
-    compare,
-    layers,
-    features,
-    explore,
-    app,
-    read,
-    caption,
-    evaluate,
-    folder,
-    draw,
-    report,
-    demo,
-    methods,
-    models,
-    doctor,
-):
+# In the order in which the help lists them.
+_OF_PICTURES, _OF_WORDS = (explain, compare, layers, features, explore, app), (read, caption)
+_OF_RUNS, _OF_VITFLOW = (evaluate, folder, draw, report), (demo, methods, models, doctor)
+for _command in (*_OF_PICTURES, *_OF_WORDS, *_OF_RUNS, *_OF_VITFLOW):
     cli.add_command(_command)
 
 

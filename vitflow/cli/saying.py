@@ -48,12 +48,6 @@ def talking() -> Iterator[None]:
             first[kind] = line
         told[kind] += 1
 
-    def tell_counts() -> None:
-        for kind, count in told.items():
-            if count > 1:
-                start = first[kind] if len(first[kind]) < 60 else f"{first[kind][:57]}…"
-                say(f"{start} (told once, it came up {count} times)")
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", VitflowWarning)
@@ -61,7 +55,10 @@ def talking() -> Iterator[None]:
         try:
             with shown_by(_progress_bar):
                 yield
-                tell_counts()
+            for kind, count in told.items():
+                if count > 1:
+                    start = first[kind] if len(first[kind]) < 60 else f"{first[kind][:57]}…"
+                    say(f"{start} (told once, it came up {count} times)")
         except VitflowError as error:
             say(f"error: {error}")
             sys.exit(2 if isinstance(error, OptionError | ModelError) else 1)

@@ -61,7 +61,10 @@ def _all_of(method: Method) -> str:
         ("its map is", "another for each class" if method.class_specific else "the same whatever class is asked for"),
         ("source", method.paper or "vitflow's own"),
     ]
-    options = [_option_row(method, name) for name in method.defaults]
+    options = []
+    for name, value in method.defaults.items():  # one that only a registered method has is bare
+        about = f"{OPTIONS[name].help}  [{_values(method, name)}; " if name in OPTIONS else "["
+        options.append((shared.flag_of(name), f"{about}default: {shown(value)}]"))
     for preset, values in method.presets.items():
         differing = {name: value for name, value in values.items() if value != method.defaults[name]}
         told = "  ".join(f"{shared.flag_of(name)} {shown(value)}" for name, value in differing.items())
@@ -76,12 +79,6 @@ def _all_of(method: Method) -> str:
         with formatter.section("Options"):
             formatter.write_dl(options)
     return formatter.getvalue()
-
-
-def _option_row(method: Method, name: str) -> tuple[str, str]:
-    """What an option does, what it can be, and what it is by default; one that only a registered method has is bare."""
-    option, default = OPTIONS.get(name), f"default: {shown(method.defaults[name])}"
-    return (shared.flag_of(name), f"{option.help}  [{_values(method, name)}; {default}]" if option else f"[{default}]")
 
 
 def _values(method: Method, name: str) -> str:
