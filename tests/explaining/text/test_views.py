@@ -70,7 +70,7 @@ def test_the_writing_position_has_no_number_where_its_share_stands_apart():
     values[0, 3] = among[1, 0] = among[2, 1] = 0  # as the receptive field leaves it
     found = replace(raw, values=values, among_generated=among, own=np.full((3, 2), 0.4, np.float32))
     view = found.sheet(generated=True)
-    numbers = [[cell["text"] for cell in row["cells"] if cell["asked"]] for row in view._table()]
+    numbers = [[cell.text for cell in row.cells if cell.asked] for row in view._table]
     assert numbers == [["·"]] * 3 and "its own token 40 %" in view.text() and "· is the row's own token" in view.text()
     lines = view.text().splitlines()
     assert [line.split()[number] for line, number in zip(lines[3:6], (4, 5, 6), strict=True)] == ["·"] * 3
