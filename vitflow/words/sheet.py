@@ -83,7 +83,7 @@ class Sheet(View):
         if self.rest is not None:
             object.__setattr__(self, "rest", check_weights(self.rest, (len(self.rows),)))
         object.__setattr__(self, "rows", [printable(name) for name in self.rows])
-        self._clean("rest_name")
+        object.__setattr__(self, "rest_name", printable(self.rest_name, lines=True))
         super().__post_init__()
         if len(self.rows) != len(self.weights):
             raise ShapeError(f"Expected a name for each of {len(self.weights)} rows, got {len(self.rows)}.")

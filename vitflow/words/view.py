@@ -41,11 +41,7 @@ class View(ABC):
     caption: str = ""
 
     def __post_init__(self) -> None:
-        self._clean("title", "caption")
-
-    def _clean(self, *names: str) -> None:
-        """Make the strings of these fields printable: they go to terminals as they are."""
-        for name in names:
+        for name in ("title", "caption"):  # they go to terminals as they are
             object.__setattr__(self, name, printable(getattr(self, name), lines=True))
 
     @abstractmethod

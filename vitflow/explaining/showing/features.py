@@ -220,17 +220,13 @@ def features(
         side = _side(first, inside)
         shown = [own & (side * values > 0) for own, values in zip(inside, first, strict=True)]
         found = _components(vectors, shown, "foreground patches")
-    components = [
-        np.where(own[..., None], found.of(one).numpy(), np.nan).astype(np.float32)
-        for one, own in zip(vectors, inside, strict=True)
-    ]
-    told = tuple(
-        PictureFeatures(one.name, one.image, one.placement, own, kept)
-        for one, own, kept in zip(pictures, components, shown, strict=True)
-    )
+    told = []
+    for picture, vector, own, kept in zip(pictures, vectors, inside, shown, strict=True):
+        components = np.where(own[..., None], found.of(vector).numpy(), np.nan).astype(np.float32)
+        told.append(PictureFeatures(picture.name, picture.image, picture.placement, components, kept))
     red, green, blue = found.shares.tolist()
     number = check_layer("layer", layer, len(block_paths(explainer.model) or block_norms(explainer.model))) + 1
-    return Features(told, (red, green, blue), explainer.model_id, number, foreground)
+    return Features(tuple(told), (red, green, blue), explainer.model_id, number, foreground)
 
 
 def _vectors(explainer: Explainer, picture: PlacedPicture, layer: int) -> torch.Tensor:

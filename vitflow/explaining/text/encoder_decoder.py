@@ -92,19 +92,12 @@ def _write(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[Tensor, int]
     return generated(model, arguments, look), began[0]
 
 
-def _encoder_of(model: nn.Module) -> nn.Module:
-    """The part that the decoder attends to."""
-    of_theirs: Any = model
-    encoder: nn.Module = of_theirs.get_encoder()
-    return encoder
-
-
-def _source_words(model: nn.Module, given: Mapping[str, Tensor], real: Tensor, tokenizer: Any) -> Words:
+def _source_words(model: Any, given: Mapping[str, Tensor], real: Tensor, tokenizer: Any) -> Words:
     """The tokens of the source without padding; those of a picture by their row and column, counted from 1."""
     if "input_ids" in given:
         return words_of(tokenizer, given["input_ids"][0][real].tolist())
     height, width = given["pixel_values"].shape[-2:]
-    layout = read_layout(_encoder_of(model), (height, width), len(real))
+    layout = read_layout(model.get_encoder(), (height, width), len(real))
     prefix = layout.num_prefix_tokens
     patches = [f" {row},{col}" for row in range(1, layout.rows + 1) for col in range(1, layout.cols + 1)]
     special = (True,) * prefix + (False,) * len(patches)
@@ -175,11 +168,11 @@ def _read(
     return _Read(trace, numbers, Streams(*seen), real)
 
 
-def _streams(model: nn.Module, trace: Trace) -> tuple[list[int], list[int], list[int]]:
+def _streams(model: Any, trace: Trace) -> tuple[list[int], list[int], list[int]]:
     """Which layers of a pass are the encoder's, the decoder's own, and its attention to the encoder."""
     names = list(trace.streams)
     crossing = [name for name in names if name.endswith(".cross_attention")]
-    path = next(path for path, module in model.named_modules() if module is _encoder_of(model))
+    path = next(path for path, module in model.named_modules() if module is model.get_encoder())
     encoder = [name for name in names if f"{name}.".startswith(f"{path}.")]
     decoder = [name for name in names if name not in (*crossing, *encoder)]
     streams = trace.streams
