@@ -26,6 +26,7 @@ from vitflow.models import languages
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id
 from vitflow.models.hub import bundled, hub_for, own_prompt
+from vitflow.models.languages import load_language_model, load_processor
 from vitflow.models.picture_tokens import refuse_videos
 from vitflow.recording.isolation import device_of, evaluating
 
@@ -90,8 +91,8 @@ def explain_generation(
         name, model = name or (str(model) if bundled(model) != model else None), bundled(model)
         with hub_for(model):
             if image is not None and processor is None:
-                processor = languages.load_processor(model, trust_remote_code=trust_remote_code)
-            model, own_tokenizer = languages.load_language_model(model, trust_remote_code=trust_remote_code)
+                processor = load_processor(model, trust_remote_code=trust_remote_code)
+            model, own_tokenizer = load_language_model(model, trust_remote_code=trust_remote_code)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
     languages.refuse_generation(model, generate)
     if not languages.has_encoder(model):
