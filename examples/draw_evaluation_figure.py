@@ -1,4 +1,4 @@
-"""Draw the chart of docs/evaluation.md and print one of its tables.
+"""Draw the chart of docs/evaluation.md and print two of its tables: the methods, and what blurring their maps changes.
 
     python examples/draw_evaluation_figure.py --output FOLDER
     python examples/draw_evaluation_figure.py --output FOLDER --data BOXES --model ID --checkpoint FILE --table-only
@@ -13,6 +13,7 @@ from pathlib import Path
 import vitflow
 from vitflow.evaluation import Evaluation, evaluate
 from vitflow.evaluation.charts import draw_bars
+from vitflow.evaluation.controls import is_twin, twin_of
 from vitflow.evaluation.statistics import markdown_table
 from vitflow.pictures.figures import save_figure
 
@@ -25,11 +26,26 @@ TOLD = [
 
 
 def table(found: Evaluation) -> str:
-    """Means ± standard errors, a row per map, each followed by its blurred twin."""
+    """Means ± standard errors, a row per method and baseline."""
     metrics = {metric.name: metric for metric in found.metrics}
-    columns = [[str(row.estimate) for row in found.table(name)] for name in TOLD]
     head = ["method", *(f"{metrics[name].title} {metrics[name].arrow}" for name in TOLD)]
-    return markdown_table([head, *map(list, zip(found.methods, *columns, strict=True))])
+    rows = zip(*map(found.table, TOLD), strict=True)
+    return markdown_table(
+        [head, *([row[0].method, *(str(one.estimate) for one in row)] for row in rows if not is_twin(row[0].method))]
+    )
+
+
+def blur_table(found: Evaluation) -> str:
+    """What blurring changes: the twin's mean less the method's own, with its interval."""
+    head = ["map", "ROC-AUC, blurred − own", "deletion AUC, blurred − own"]
+    rows = [[name, *(_change(found, metric, name) for metric in ("roc_auc", "deletion_auc"))] for name in found.asked]
+    return markdown_table([head, *rows])
+
+
+def _change(found: Evaluation, metric: str, method: str) -> str:
+    pair = next(one for one in found.differences(metric) if (one.first, one.second) == (method, twin_of(method)))
+    mean, low, high = (-value for value in (pair.estimate.mean, pair.estimate.high, pair.estimate.low))
+    return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]".replace("-", "−")
 
 
 def main() -> None:
@@ -49,7 +65,7 @@ def main() -> None:
         output=given.output,
         progress=lambda state: print(f"\r{state.done} of {state.total}", end="", file=sys.stderr),
     )
-    print(table(found))
+    print(table(found), blur_table(found), sep="\n\n")
     if not given.table_only:
         print(save_figure(draw_bars(found, DRAWN), ASSETS / "evaluation.png"))
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -154,7 +155,8 @@ def new_chart(size: tuple[float, float], theme: Theme) -> QuietFigure:
 def settled(figure: Figure) -> Figure:
     """The figure with its layout made once: made anew for each file, it would differ in its last digits."""
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+    with matplotlib.rc_context({"figure.autolayout": False, "figure.constrained_layout.use": False}):
+        figure.set_layout_engine(None)  # "none" would draw it twice for each file
     return figure
 
 
