@@ -147,10 +147,3 @@ def draw_grids(
             continue  # a picture that was there before
         drawn.append(Comparison((tuple(one for maps in found.values() for one in maps),)).strip())
     return tuple(drawn)
-
-
-def as_values(scores: Mapping[str, CellScore]) -> dict[str, dict[str, float]]:
-    """The metrics of each label."""
-    return {
-        label: {"grid_energy": one.energy, "grid_auc": one.auc, "grid_wins": one.wins} for label, one in scores.items()
-    }

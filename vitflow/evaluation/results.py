@@ -5,7 +5,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from vitflow.errors import OptionError, unknown_name
 from vitflow.evaluation.charts import draw_bars, save_charts
 from vitflow.evaluation.metrics import Metric
 from vitflow.evaluation.page import write_page
-from vitflow.evaluation.statistics import defined_means, markdown_table
+from vitflow.evaluation.statistics import Estimate, defined_means, markdown_table
 from vitflow.evaluation.tables import Tables
 from vitflow.evaluation.verdict import verdict
 from vitflow.pictures import notebook
@@ -26,7 +26,7 @@ from vitflow.runs.columns import kinds_in, plain_cell
 
 # Columns of the CSV files.
 _PICTURE = tuple(kinds_in("results"))
-_ESTIMATE = ("mean", "standard_error", "low", "high", "count", "undefined")
+_ESTIMATE = [field.name for field in fields(Estimate)]
 
 
 class Evaluation(Tables):
@@ -185,9 +185,10 @@ def summary_csv(evaluation: Tables) -> str:
     """A row per metric and method: mean, standard error, interval, how many pictures have a value."""
     rows: list[Sequence[Any]] = [["metric", "better", "method", "baseline", *_ESTIMATE]]
     for metric in evaluation.metrics:
-        for row in evaluation.table(metric.name):
-            estimate = asdict(row.estimate)
-            rows.append([metric.name, metric.better, row.method, row.baseline, *map(estimate.get, _ESTIMATE)])
+        rows += [
+            [metric.name, metric.better, row.method, row.baseline, *astuple(row.estimate)]
+            for row in evaluation.table(metric.name)
+        ]
     return _csv(rows)
 
 
@@ -195,9 +196,10 @@ def differences_csv(evaluation: Tables) -> str:
     """A row per metric and pair of methods: first − second on the same pictures."""
     rows: list[Sequence[Any]] = [["metric", "first", "second", *_ESTIMATE, "above", "clear"]]
     for metric in evaluation.metrics:
-        for one in evaluation.differences(metric.name):
-            estimate = asdict(one.estimate)
-            rows.append([metric.name, one.first, one.second, *map(estimate.get, _ESTIMATE), one.above, one.is_clear])
+        rows += [
+            [metric.name, one.first, one.second, *astuple(one.estimate), one.above, one.is_clear]
+            for one in evaluation.differences(metric.name)
+        ]
     return _csv(rows)
 
 

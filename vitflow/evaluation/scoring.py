@@ -12,7 +12,7 @@ from vitflow.errors import stops_all
 from vitflow.evaluation.choices import Question
 from vitflow.evaluation.controls import blurred, twin_of
 from vitflow.evaluation.data.datasets import Labelled
-from vitflow.evaluation.gridding import Grid, as_values
+from vitflow.evaluation.gridding import Grid
 from vitflow.evaluation.measures import sanity
 from vitflow.evaluation.measures.correlation import rank_correlation
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
@@ -231,8 +231,8 @@ def _add_grid(row: dict[str, Any], explainer: Explainer, case: Case, protocol: P
     """The picture's cell among those of its grid, and its objects of several classes among each other."""
     row["grid"] = None if case.grid is None else case.grid.names
     if case.grid is not None:
-        for label, values in as_values(case.grid.scores(explainer, protocol.methods, case.name)).items():
-            row["values"][label] |= {name: _rounded(value) for name, value in values.items()}
+        for label, score in case.grid.scores(explainer, protocol.methods, case.name).items():
+            row["values"][label] |= {f"grid_{name}": _rounded(value) for name, value in score._asdict().items()}
     objects = case.question.objects
     if len(objects) < 2:
         return
