@@ -19,8 +19,8 @@ _SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 # Where only fused matrices are kept, a processor works on at most so many probabilities at a time, for its cache.
 _CACHED_PROBABILITIES = 2**20
-# A picture with at least this part of them is taken by itself: nothing has to be copied for that.
-_BY_ITSELF = 1 / 32
+# One thread takes a picture with at least this part of them by itself, without copies; several share more evenly.
+_BY_ITSELF, _SHARED = 1 / 32, 1 / 2
 # A score that lies so far below another of its row has no probability beside it: exp(-746) is 0 in float64.
 _FAR_BELOW = 1000.0
 
@@ -250,8 +250,8 @@ def _attend_in_parts(
     the memory of one; the output is appended to a list before the first of them.
     """
     (batch, heads, queries, width), keys = query.shape, key.shape[-2]
-    size = heads * queries * keys
-    step = max(1, min(batch, int(_CACHED_PROBABILITIES * _BY_ITSELF) // size))
+    size, alone = heads * queries * keys, torch.get_num_threads() == 1
+    step = max(1, min(batch, int(_CACHED_PROBABILITIES * (_BY_ITSELF if alone else _SHARED)) // size))
     rows = queries if size <= _CACHED_PROBABILITIES else max(16, _CACHED_PROBABILITIES // (heads * keys))
     if step == 1:  # views, and the output as fused attention lays it out
         output.append(query.new_empty(batch, queries, heads, value.shape[-1]).transpose(1, 2))
