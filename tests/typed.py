@@ -1,4 +1,4 @@
-"""What a user types, in a process of its own, to be interrupted or killed: forked from one that has torch loaded."""
+"""What a user types: in this process, or in one of its own to be interrupted or killed, forked from one with torch."""
 
 import multiprocessing
 import os
@@ -8,6 +8,18 @@ import tempfile
 from pathlib import Path
 
 from vitflow.cli import main
+
+
+def typed_here(monkeypatch, captured, folder: Path, *words: object) -> tuple[int, str, str]:
+    """A command in this process and in a folder: its exit code, stdout and stderr."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["vitflow", *map(str, words)])
+    try:
+        main()
+        code = 0
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    return code, *captured.readouterr()
 
 
 def forked(work, *arguments):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import timm
 from PIL import Image
 
 import vitflow
-from vitflow.cli import main
+from tests.typed import typed_here
 from vitflow.demo import sample_pictures
 
 
@@ -31,17 +32,7 @@ def in_a_process_of_its_own(*arguments: str | bytes) -> subprocess.CompletedProc
 def here(monkeypatch, capfd, tmp_path):
     """A command in this process and in an empty folder: its exit code, stdout and stderr."""
 
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["vitflow", *map(str, arguments)])
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        return code, *capfd.readouterr()
-
-    return call
+    return partial(typed_here, monkeypatch, capfd, tmp_path)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Without --model: a model that knows photographs where the hub or its cache has it, and never another in silence."""
 
-import sys
 import time
 
 import pytest
@@ -8,7 +7,7 @@ import timm
 import torch
 from huggingface_hub import constants
 
-from vitflow.cli import main
+from tests.typed import typed_here
 from vitflow.cli.options import DEFAULT_MODEL
 from vitflow.demo import sample_pictures
 from vitflow.errors import ModelError
@@ -23,15 +22,8 @@ def here(monkeypatch, capsys, tmp_path):
     """A command in this process and in an empty folder: its exit code, stdout and stderr."""
 
     def call(verb: str, *arguments: object) -> tuple[int, str, str]:
-        monkeypatch.chdir(tmp_path)
         words = [verb, sample_pictures()[0], "--method", "centre", *VERBS[verb], *arguments]
-        monkeypatch.setattr(sys, "argv", ["vitflow", *map(str, words)])
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        return code, *capsys.readouterr()
+        return typed_here(monkeypatch, capsys, tmp_path, *words)
 
     return call
 

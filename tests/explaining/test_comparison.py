@@ -7,6 +7,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from types import ModuleType
@@ -23,8 +24,8 @@ from scipy.stats import spearmanr
 from torch import nn
 
 import vitflow
+from tests.typed import typed_here
 from vitflow import Comparison, Explainer
-from vitflow.cli import main
 from vitflow.demo import sample_pictures
 from vitflow.errors import ImageError, NoAttentionError, OptionError, ShapeError, VitflowWarning
 from vitflow.explaining.asking import method_table
@@ -550,17 +551,7 @@ def test_the_example_runs_with_the_demo_model(peers, monkeypatch, capsys, tmp_pa
 def run(monkeypatch, capsys, tmp_path):
     """The command in this process: its exit code, stdout and stderr."""
 
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["vitflow", "compare", "--model", "demo", *map(str, arguments)])
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        return code, *capsys.readouterr()
-
-    return call
+    return partial(typed_here, monkeypatch, capsys, tmp_path, "compare", "--model", "demo")
 
 
 def test_the_command_writes_a_strip_and_prints_its_path_and_the_agreement(run, tmp_path):
