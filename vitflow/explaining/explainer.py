@@ -26,14 +26,13 @@ from vitflow.explaining.asking.targets import (
 from vitflow.explaining.making.applying import apply_methods, probabilities_of
 from vitflow.explaining.making.asked import AskedTrace, PlacedPicture
 from vitflow.explaining.making.contrast import contrasted
-from vitflow.explaining.making.needs import needs_gradients, recorded_for
+from vitflow.explaining.making.needs import needs_gradients, recorded_for, starts_at_readout
 from vitflow.explaining.making.shifting import explain_shifted
 from vitflow.explaining.picture_model import PictureModel, name_of, several
 from vitflow.explaining.saliency import Saliency
 from vitflow.models.answers import Answers
 from vitflow.pictures.images import ImageSource
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
-from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
 
 if TYPE_CHECKING:  # a page is made of more than maps need
@@ -246,13 +245,12 @@ class Explainer(PictureModel):
         # Leaving inference mode lets a caller's torch.inference_mode() stand around this.
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(self.model):
             started = time.perf_counter()
-            trace, chosen = self._record(self._tensor(pictures), chosen)
-            probabilities = probabilities_of(trace.logits, self.facts)
+            trace, chosen = self._record(self._tensor(pictures), chosen, answers)
+            own = trace.logits if answers is self.answers else self.answers.numbers(trace.output)
+            probabilities = probabilities_of(own, self.facts)
             seconds = time.perf_counter() - started
             wanted = resolve_targets(targets, probabilities, self.facts.answers.names)
-            numbers = None if trace.logits is None else trace.logits.detach()
-            if answers is not self.answers:  # maps are of other numbers than those that are told
-                trace.logits = answers.numbers(trace.output)
+            numbers = None if own is None else own.detach()
             asked = AskedTrace.of(
                 trace,
                 None,
@@ -266,7 +264,7 @@ class Explainer(PictureModel):
             )
             return apply_methods(asked, chosen, wanted)
 
-    def _record(self, pixels: Tensor, chosen: Chosen) -> tuple[Trace, Chosen]:
+    def _record(self, pixels: Tensor, chosen: Chosen, answers: Answers) -> tuple[Trace, Chosen]:
         """One forward pass that keeps no more than the methods need; and these without what does not apply.
 
         That is value weighting, or the refining of maps of no attention where there is none: what was asked for is
@@ -278,9 +276,8 @@ class Explainer(PictureModel):
         while True:
             kept = recorded_for(chosen, self.model)
             try:
-                with record_attention(self.model, layout=self.layout, answers=self.answers.read, **kept) as trace:
-                    self.forward(pixels)
-                return trace, chosen
+                reads = any(starts_at_readout(one) for one in chosen)
+                return self._recorded(pixels, answers, reads=reads, **kept), chosen
             except NoAttentionError:
                 plain = [
                     one.but(refine=0) if one.method.needs == {"predict"} and "refine" not in one.asked else one

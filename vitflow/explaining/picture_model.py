@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from vitflow.pictures.options import FITS
 from vitflow.pictures.preprocessing import InputSpec
 from vitflow.recording.isolation import default_device, evaluating, move_to
 from vitflow.recording.probing import probe
+from vitflow.recording.readout import Head
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
 
@@ -75,6 +77,7 @@ class PictureModel:
             data_config = data_config or library_data_config(self.model)
             self.model, answers = headless(self.model), Answers(count=0)
         refuse_without_prompts(self.model)
+        self._heads: WeakKeyDictionary[Answers, Head | None] = WeakKeyDictionary()
         self.device = move_to(self.model, device, None if dtype is None else getattr(torch, dtype))
         self.facts = read_facts(
             self.model,
@@ -222,10 +225,37 @@ class PictureModel:
         >>> Explainer("demo").record(sample_pictures()[0], head_fusion="mean").attentions[0].shape
         torch.Size([1, 145, 145])
         """
-        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
-            with record_attention(self.model, layout=self.layout, answers=self.answers.read, **options) as trace:
-                self.forward(self.pixels(image))
-            return trace
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(bool(options.get("gradients"))),
+            evaluating(self.model),
+        ):
+            return self._recorded(self.pixels(image), self.answers, reads=True, **options)
+
+    def _recorded(self, pixels: Tensor, answers: Answers, *, reads: bool, **options: Any) -> Trace:
+        """One forward pass, recorded; a second one if the readout turns out to need gradients in the head.
+
+        Args:
+            pixels: model inputs [batch, channels, height, width].
+            answers: the outputs that are explained.
+            reads: whether the readout is needed.
+            options: as for `record_attention`.
+        """
+        head = None if options.get("gradients") or not reads else self._heads.get(answers)
+        while True:
+            with torch.set_grad_enabled(torch.is_grad_enabled() or head is not None):
+                recording = record_attention(
+                    self.model, layout=self.layout, answers=self.answers.read, head=head, **options
+                )
+                with recording as trace:
+                    self.forward(pixels)
+                if answers is not self.answers:  # maps are of other numbers than those that are reported
+                    trace.logits, trace.read = answers.numbers(trace.output), answers.read
+            if not reads or options.get("gradients") or trace.refusal is not None or not trace.reads_target:
+                return trace
+            if trace.head == head:
+                return trace
+            head = self._heads[answers] = trace.head
 
     def logits(self, pixels: Tensor, answers: Answers | None = None) -> Tensor:
         """What the model answers in eval mode to model inputs [pictures, channels, height, width]: [pictures, classes].

@@ -4,6 +4,7 @@ Read from the attributes that timm's Vision Transformers carry, never from guess
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", 
 _CLASS_TOKENS = ("cls_token", "class_token", "cls_token_0", "cls_token1")
 #: What a readout is called that is taken from the attention of a pooling head.
 ATTENTION_POOLING = "attention pooling"
+_BOTH_TOKENS = "class and distillation token"
 # Where models that answer with fields keep their logits.
 _OUTPUTS = ("logits", "pooler_output", "image_embeds", "last_hidden_state")
 
@@ -175,6 +177,8 @@ def read_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: int |
     embed: Any = getattr(transformer, "patch_embed", None)
     prefix = getattr(transformer, "num_prefix_tokens", None)
     own = library_layout(model, input_size)
+    if own is not None and own.num_tokens == num_tokens:
+        return own
     if own is not None:
         prefix, rows, cols = own.num_prefix_tokens, own.rows, own.cols
     elif getattr(embed, "strict_img_size", True) is False and hasattr(embed, "dynamic_feat_size"):
@@ -203,34 +207,51 @@ def read_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: int |
     return TokenLayout(int(prefix), int(rows), int(cols))
 
 
-def read_readout(model: nn.Module, layout: TokenLayout, pooling_attention: Tensor | None) -> tuple[Tensor, str]:
-    """Which tokens of the top layer speak for the picture: weights that sum to 1, and where they come from in words.
+@dataclass(frozen=True, slots=True, eq=False)
+class ClosedReadout:
+    """The readout that a model's pooling implies, as the model declares it: to be verified before it is used.
+
+    Attributes:
+        weights: of the top layer's tokens, [1 or batch, tokens]; rows sum to 1.
+        name: of the pooling: "class token", "average over patches", …
+        convention: "exact" if the gradient of an output must equal the weights, "support" if it must vanish where they
+            are 0, "pooling" if the output must be computed from the output of an attention-pooling head alone.
+    """
+
+    weights: Tensor
+    name: str
+    convention: str = "exact"
+
+
+def closed_readout(model: nn.Module, layout: TokenLayout, pooling_attention: Tensor | None) -> ClosedReadout:
+    """The readout that a model's declared pooling implies.
 
     Args:
+        model: any model.
+        layout: of the top layer's tokens.
         pooling_attention: attention of an attention-pooling head, [batch, heads, queries, tokens], if one was seen.
-
-    Returns:
-        Weights [1 or batch, tokens] and the kind of pooling.
     """
     transformer: Any = transformer_of(model)
-    own = library_readout(model, layout)
-    if own is not None:
-        return own
+    by_library = library_readout(model, layout)
+    if by_library is not None:
+        return ClosedReadout(*by_library, convention="support" if by_library[1] == _BOTH_TOKENS else "exact")
     if pooling_attention is not None:
-        return pool_queries(model, layout, pooling_attention.detach().mean(dim=1)), ATTENTION_POOLING
+        weights = pool_queries(model, layout, pooling_attention.detach().mean(dim=1))
+        return ClosedReadout(weights, ATTENTION_POOLING, "pooling")
     weights = torch.zeros(1, layout.num_tokens)
     pool = getattr(transformer, "global_pool", None)
     if getattr(transformer, "head_dist", None) is not None and layout.num_prefix_tokens == 2:
         weights[0, :2] = 0.5
-        return weights, "class and distillation token"
+        return ClosedReadout(weights, _BOTH_TOKENS, "support")
     if has_class_token(model, layout) and pool not in ("avg", "avgmax", "max"):
         weights[0, 0] = 1.0
-        return weights, "class token"
-    first = 0 if getattr(transformer, "pool_include_prefix", False) else layout.num_prefix_tokens
-    weights[0, first:] = 1.0 / (layout.num_tokens - first)
+        return ClosedReadout(weights, "class token")
+    include_prefix = bool(getattr(transformer, "pool_include_prefix", False))
+    pooled = slice(0, None) if include_prefix else layout.patches
+    weights[0, pooled] = 1.0 / weights[0, pooled].numel()
     words = {"avg": "average", "max": "maximum", "avgmax": "average and maximum"}.get(str(pool), "average")
-    over = "all tokens" if first == 0 and layout.num_prefix_tokens else "patches"
-    return weights, f"{words} over {over}" + ("" if pool else " (the model itself pools nothing)")
+    over = "all tokens" if include_prefix and layout.num_prefix_tokens else "patches"
+    return ClosedReadout(weights, f"{words} over {over}" + ("" if pool else " (the model itself pools nothing)"))
 
 
 def pool_queries(model: nn.Module, layout: TokenLayout, queries: Tensor) -> Tensor:
@@ -247,8 +268,8 @@ def pool_queries(model: nn.Module, layout: TokenLayout, queries: Tensor) -> Tens
     transformer: Any = transformer_of(model)
     pool = getattr(getattr(transformer, "attn_pool", None), "pool", "token")
     weights = queries.mean(dim=1) if pool == "avg" else queries[:, 0]
-    missing = layout.num_tokens - weights.shape[-1]
-    if missing not in (0, layout.num_prefix_tokens):
+    missing = layout.num_tokens - layout.num_suffix_tokens - weights.shape[-1]
+    if missing not in (0, layout.num_prefix_tokens) or layout.num_suffix_tokens:
         raise UnsupportedModelError(
             f"{type(transformer).__name__} pools {weights.shape[-1]} tokens by attention, expected {layout.num_tokens} "
             f"or the {layout.num_patches} patches."

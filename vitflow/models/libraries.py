@@ -58,6 +58,7 @@ class Embedding:
         channels: of the picture.
         dynamic: whether other sizes are taken.
         patchified: whether pictures are cut into patches beforehand, as many of them as each picture needs.
+        num_suffix_tokens: detection tokens that follow the patches.
     """
 
     module: nn.Module
@@ -67,6 +68,7 @@ class Embedding:
     channels: int
     dynamic: bool
     patchified: bool = False
+    num_suffix_tokens: int = 0
 
 
 def embedding_of(model: nn.Module) -> Embedding | None:
@@ -108,7 +110,9 @@ def _of_transformers(module: nn.Module, patches: nn.Module) -> Embedding | None:
     prefix = sum(1 if token.ndim == 1 else token.shape[-2] for token in tokens)
     patch = (int(convolution.stride[0]), int(convolution.stride[1]))
     dynamic = hasattr(module, "interpolate_pos_encoding")
-    return Embedding(module, prefix, patch, _pair(size), convolution.in_channels, dynamic)
+    detection = getattr(module, "detection_tokens", None)  # of YOLOS
+    suffix = detection.shape[-2] if isinstance(detection, Tensor) else 0
+    return Embedding(module, prefix, patch, _pair(size), convolution.in_channels, dynamic, num_suffix_tokens=suffix)
 
 
 def _pair(size: Any) -> tuple[int, int]:
@@ -131,7 +135,7 @@ def library_layout(model: nn.Module, input_size: tuple[int, int]) -> TokenLayout
             "place on the picture. Load the same weights as a ViTModel or ViTForImageClassification."
         )
     rows, cols = (side // patch for side, patch in zip(input_size, embedding.patch_size, strict=True))
-    return TokenLayout(embedding.num_prefix_tokens, max(rows, 1), max(cols, 1))
+    return TokenLayout(embedding.num_prefix_tokens, max(rows, 1), max(cols, 1), embedding.num_suffix_tokens)
 
 
 def library_readout(model: nn.Module, layout: TokenLayout) -> tuple[Tensor, str] | None:
@@ -146,13 +150,12 @@ def library_readout(model: nn.Module, layout: TokenLayout) -> tuple[Tensor, str]
     if words is None and (pooled == "avg" or getattr(_config(pretrained), "use_mean_pooling", False)):
         words = _PATCH_MEAN  # BEiT and Data2Vec
     weights = torch.zeros(1, layout.num_tokens)
-    prefix, patches = layout.num_prefix_tokens, layout.num_patches
     if words is None:
         return None
     if words == "class and distillation token":
         weights[0, :2] = 0.5
     else:
-        weights[0, prefix:] = (0.5 if words == _HALVES else 1.0) / patches
+        weights[0, layout.patches] = (0.5 if words == _HALVES else 1.0) / layout.num_patches
         weights[0, 0] += 0.5 if words == _HALVES else 0.0
     return weights, words
 

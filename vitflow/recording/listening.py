@@ -189,6 +189,7 @@ class Listening:
 
     def _take(self, layer: AttentionLayer, normal: bool = False) -> None:
         self.seen = True
+        self._trace.names.append(layer.name)
         if self.on_layer is not None:
             self.on_layer(layer)
         elif self.residual and self._is_whole(layer.example.shape):

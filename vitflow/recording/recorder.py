@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError
+from vitflow.methods.attention import check_readout
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.methods.values import ValueWeighting, check_value_weighting
 from vitflow.models.anatomy import (
     ATTENTION_POOLING,
+    closed_readout,
     feature_layout,
     logits_of,
     read_layout,
-    read_readout,
     runs_compiled,
     unwrap,
 )
@@ -44,6 +45,7 @@ from vitflow.recording.isolation import (
 from vitflow.recording.layer_tokens import find_tokens
 from vitflow.recording.layers import AttentionLayer, FusionKey
 from vitflow.recording.listening import Listening
+from vitflow.recording.readout import Call, Head, tap_candidates, tokens_of, with_tokens
 from vitflow.recording.trace import Trace
 
 
@@ -74,6 +76,11 @@ class record_attention:
             fusion, and a third of the memory.
         answers: maps what the model returns to the numbers whose gradients are asked for, [batch, classes]; by default
             to its logits.
+        readout: weight of each token of the top layer in the output, [tokens] or [batch, tokens], where `trace.readout`
+            is not to be taken from the model; rows are divided by their sums.
+        head: how the output is computed from tokens, by `trace.head` of an earlier pass: blocks then run without
+            gradients and the head with them, so that `trace.readout` is known. The forward pass must run with gradients
+            enabled, and the model's output is cut off from its input.
         within: the path of the part whose attention is recorded, such as the part of a model that reads, where another
             sees; by default all of it.
 
@@ -107,6 +114,8 @@ class record_attention:
         on_layer: Callable[[AttentionLayer], None] | None = None,
         residual: float = 0.0,
         answers: Callable[[Any], Tensor | None] = logits_of,
+        readout: Tensor | None = None,
+        head: Head | None = None,
         within: str = "",
     ) -> None:
         check_layout(layout)
@@ -120,7 +129,7 @@ class record_attention:
         self._listening = Listening(self._model, kept, gradients, values, keys, visible, on_layer, residual, within)
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention, self._answers = attention, answers
-        self._layout = layout
+        self._layout, self._readout, self._head = layout, readout, head
         if gradients:
             refuse_checkpointing(self._model)
 
@@ -171,6 +180,14 @@ class record_attention:
             stack.callback(Hook(embedding, _begin_graph, before=False).remove)
         for path, module in self._features.items():
             stack.callback(Hook(module, self._keeping(path), before=False).remove)
+        if self._head is not None and self._head.tap is not None:
+            stack.callback(Hook(_submodule(self._model, self._head.first), _stop_graph, before=True).remove)
+            tap = _submodule(self._model, self._head.tap)
+            stack.callback(Hook(tap, self._cutting(self._head.tap), before=False).remove)
+        elif self._gradients and self._attention:
+            attending = [path for path, _ in with_paths(self._model, may_attend)]
+            for path in tap_candidates(self._model, attending):
+                stack.callback(Hook(self._model.get_submodule(path), self._noting(path), before=False).remove)
 
     def _watch(self) -> None:
         """Watch the modules that may attend: those that the model has now, which may be others than a pass before."""
@@ -233,6 +250,23 @@ class record_attention:
 
         return act
 
+    def _noting(self, path: str) -> Callable[..., None]:
+        def act(args: Any, output: Any) -> None:
+            if (tokens := tokens_of(output)) is not None:
+                self.trace.candidates[path] = tokens
+
+        return act
+
+    def _cutting(self, path: str) -> Callable[..., Any]:
+        def act(args: Any, output: Any) -> Any:
+            torch.set_grad_enabled(True)  # as it was before the first block
+            if (tokens := tokens_of(output)) is None:
+                return None
+            self.trace.candidates = {path: tokens.detach().requires_grad_()}
+            return with_tokens(output, self.trace.candidates[path])
+
+        return act
+
     # -- one forward pass ---------------------------------------------------------------------------------------------
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -250,18 +284,19 @@ class record_attention:
             return args, kwargs
         pixels = _pixels_among(args, kwargs)
         self._ran = pixels is not None
+        read, again = self._answers, None if pixels is None else Call(self._model, args, kwargs, pixels)
         if pixels is not None and 0 in pixels.shape:
             raise ShapeError(f"Expected at least one picture, got an empty model input {tuple(pixels.shape)}.")
         self._listening.batch = 1 if pixels is None else len(pixels)
         norms = block_norms(self._model) if self._features else ()
         if pixels is None or not self._gradients:
-            trace.begin(pixels, norms)
+            trace.begin(pixels, norms, read, again)
             return args, kwargs
         self._check_gradients()
         # A view of its own, so that the caller's tensor does not begin to require gradients.
         own = pixels.clone() if pixels.is_inference() else pixels.detach()
         own.requires_grad_()
-        trace.begin(own, norms)
+        trace.begin(own, norms, read, again)
         return (
             tuple(own if a is pixels else a for a in args),
             {name: own if a is pixels else a for name, a in kwargs.items()},
@@ -302,9 +337,10 @@ class record_attention:
         layout = max(layouts, key=lambda layout: layout.num_patches)
         trace.lay_out(layers, layout)
         top = layers[-1].tokens.queries
-        weights, pooling = read_readout(self._model, top, self._listening.pooling)
-        pooled = self._listening.pooling if pooling == ATTENTION_POOLING else None
-        trace.read_out(weights.to(layers[-1].example).expand(len(pixels), -1), top, pooling, pooled)
+        closed = closed_readout(self._model, top, self._listening.pooling)
+        pooled = self._listening.pooling if closed.name == ATTENTION_POOLING else None
+        given = None if self._readout is None else _normalized(self._readout, len(pixels), top).to(layers[-1].example)
+        trace.read_out(closed, top, pooled, given)
         return layout
 
     def _layout_without_attention(self, size: tuple[int, int]) -> TokenLayout | None:
@@ -332,6 +368,19 @@ def _pixels_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | Non
     named = kwargs.get("pixel_values")
     tensors = [given for given in (named, *args, *kwargs.values()) if isinstance(given, Tensor)]
     return tensors[0] if tensors else None
+
+
+def _normalized(readout: Tensor, batch: int, top: TokenLayout) -> Tensor:
+    """A readout that the caller gives, [batch, tokens], rows summing to 1."""
+    weights = check_readout(readout, batch, top.num_tokens).double()
+    sums = weights.sum(dim=1, keepdim=True)
+    if (weights < 0).any() or not (sums > 0).all():
+        raise OptionError("Expected a readout of weights of at least 0, not all of them 0.")
+    return weights / sums
+
+
+def _stop_graph(args: Any, kwargs: Any) -> None:
+    torch.set_grad_enabled(False)
 
 
 def _begin_graph(args: Any, output: Any) -> None:

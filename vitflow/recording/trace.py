@@ -12,7 +12,9 @@ from vitflow.methods.cells import cell_grid
 from vitflow.methods.refinement import Affinity
 from vitflow.methods.tokens import TokenLayout
 from vitflow.methods.values import Values, ValueWeighting, check_value_weighting
+from vitflow.models.anatomy import ClosedReadout, logits_of
 from vitflow.recording.layers import AttentionLayer, fuse_parts
+from vitflow.recording.readout import Call, Head, Read, gradient_readout, observed_head, readout_words
 
 # What modules call attention from one stream of tokens to another, in small letters.
 _CROSSING = ("cross", "encdec", "encoder_attn")
@@ -42,9 +44,10 @@ class Trace:
     Attributes:
         layers: attention of each layer, first layer first.
         layout: prefix tokens and patch grid of this very pass.
-        readout: weight of each token of the top layer in the model's answer, [batch, tokens]; rows sum to 1.
-        pooling: what the readout was taken from, in words: "class token", "average over patches", …
-        pooled: attention of an attention-pooling head, [batch, heads, queries, tokens], where there is one.
+        readout: the tokens of the top layer that the output is computed from, [batch, tokens]; rows sum to 1.
+        pooling: where the readout comes from: "class token", "average over patches", …
+        closed: the readout that the model's own pooling implies, verified before it is used.
+        pooled: attention of an attention-pooling head, [batch, heads, queries, tokens], if there is one.
         features: outputs of the modules that were asked for, by module path, [batch, tokens, channels], or
             [batch, channels, rows, cols] or [batch, rows, cols, channels].
         feature_layouts: how each of them lies on the picture, and whether its channels come last; None if it does not.
@@ -55,6 +58,10 @@ class Trace:
         model: the model itself, for methods that run it again.
         refusal: why rollout and flow do not apply to this model, or None.
         affinities: how alike the patches are by kind, for each patch grid, as far as it was asked for.
+        names: paths of the attention modules that ran, first layer first.
+        read: maps what the model returned to the outputs that are explained.
+        again: the call of the model, to be repeated on other pixels.
+        candidates: outputs of modules after the last attention layer, through which gradients pass, by path.
     """
 
     layers: list[AttentionLayer] = field(default_factory=list)
@@ -64,22 +71,34 @@ class Trace:
     pixels: Tensor | None = None
     output: Any = None
     logits: Tensor | None = None
-    pooling: str = ""
+    closed: ClosedReadout | None = None
     pooled: Tensor | None = None
     model: Any = None
     refusal: str | None = None
     affinities: dict[tuple[str, tuple[int, int]], Affinity] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    read: Read = logits_of
+    again: Call | None = None
+    candidates: dict[str, Tensor] = field(default_factory=dict)
     _layout: TokenLayout | None = None
     _top: TokenLayout | None = None
-    _readout: Tensor | None = None
+    _given: Tensor | None = None
+    _readouts: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     _backward: dict[tuple[int, ...], Backward] = field(default_factory=dict)
 
-    def begin(self, pixels: Tensor | None, block_norms: Sequence[str] = ()) -> None:
+    def begin(
+        self,
+        pixels: Tensor | None,
+        block_norms: Sequence[str] = (),
+        read: Read = logits_of,
+        again: Call | None = None,
+    ) -> None:
         """Forget the pass before: another one begins, with this model input."""
+        self.read, self.again = read, again
         self.layers, self.features, self.feature_layouts, self._backward = [], {}, {}, {}
-        self.affinities = {}
+        self.affinities, self.names, self.candidates, self._readouts = {}, [], {}, {}
         self.pixels, self.block_norms = pixels, block_norms
-        self.output = self.logits = self.refusal = self.pooled = self._layout = self._top = self._readout = None
+        self.output = self.logits = self.refusal = self.pooled = self._layout = self._top = self.closed = None
 
     def lay_out(
         self, layers: Sequence[AttentionLayer], layout: TokenLayout | None, *, refusal: str | None = None
@@ -87,9 +106,9 @@ class Trace:
         """Take in where the tokens of the pass lie, or why that cannot be told."""
         self.layers, self._layout, self.refusal = list(layers), layout, refusal
 
-    def read_out(self, readout: Tensor, top: TokenLayout, pooling: str, pooled: Tensor | None = None) -> None:
-        """Take in what the answer was read from: weights [batch, tokens] of the top layer's tokens, and in words."""
-        self._readout, self._top, self.pooling, self.pooled = readout, top, pooling, pooled
+    def read_out(self, closed: ClosedReadout, top: TokenLayout, pooled: Tensor | None, given: Tensor | None) -> None:
+        """Take in the pooling that the model declares, the top layer's layout, and a readout that the caller gives."""
+        self.closed, self._top, self.pooled, self._given = closed, top, pooled, given
 
     @property
     def layout(self) -> TokenLayout:
@@ -136,12 +155,108 @@ class Trace:
 
     @property
     def readout(self) -> Tensor:
-        """Weight of each token of the top layer in the model's answer, [batch, tokens]."""
+        """The tokens of the top layer that the output is computed from, [batch, tokens]; of the most probable class.
+
+        Raises:
+            UnsupportedModelError: as for `readout_of`.
+        """
+        return self.readout_of(None)
+
+    @property
+    def pooling(self) -> str:
+        """Where the readout comes from: "class token", "average over patches", …, "gradient of the output"."""
+        if self.closed is None:
+            return ""
+        if self._given is not None:
+            return "given as argument"
+        return "gradient of the output" if self.reads_target else self.closed.name
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether the readout depends on which output is explained: whether it is a gradient."""
+        return self._given is None and self.head is not None and not self.head.closed
+
+    @property
+    def head(self) -> Head | None:
+        """How the output is computed from tokens, observed once per model and question; None if that is not needed.
+
+        It is not needed if the model returns tokens instead of outputs [batch, outputs], whose declared pooling is
+        taken, nor for a pass over shapes without values.
+        """
+        numbers, again = self.logits, self.again
+        if self.closed is None or again is None or self._given is not None or again.pixels.is_meta:
+            return None
+        if not isinstance(numbers, Tensor) or numbers.ndim != 2:
+            return None
+        return observed_head(again, self.names, self.top, self.closed, self.read)
+
+    def readout_of(self, targets: Tensor | None) -> Tensor:
+        """The tokens of the top layer that each image's target output is computed from, [batch, tokens].
+
+        The closed form of the model's pooling if it holds, else `‖∂f/∂y_i‖` over the tokens y that the head reads,
+        rows summing to 1.
+
+        Args:
+            targets: index of the output of each image, [batch]; by default the largest.
+
+        Raises:
+            UnsupportedModelError: the gradient is needed and was not recorded, or is zero; or the output is computed
+                from the tokens of several blocks.
+        """
         if self.refusal is not None:
             raise UnsupportedModelError(self.refusal)
-        if self._readout is None:
+        if self.closed is None:
             raise VitflowError(_NOTHING_RECORDED)
-        return self._readout
+        if self._given is not None:
+            return self._given
+        head, batch = self.head, 1 if self.pixels is None else len(self.pixels)
+        if head is None or head.closed:
+            example = self.layers[-1].example
+            return self.closed.weights.to(example).expand(batch, -1)
+        assert isinstance(self.logits, Tensor)
+        chosen = self.logits.detach().argmax(dim=1) if targets is None else targets.to(self.logits.device)
+        key = tuple(chosen.tolist())
+        if key not in self._readouts:
+            numbers = self.logits.gather(1, chosen.view(-1, 1))[:, 0]
+            found = gradient_readout(numbers, self._tokens_read_by(head), self.top, self._order)
+            self._readouts[key] = found.to(self.layers[-1].example)
+        return self._readouts[key]
+
+    def _tokens_read_by(self, head: Head) -> Tensor:
+        """The tokens y that the head reads, on the path of the gradients."""
+        model = type(self.model).__name__
+        if head.blocks:
+            raise UnsupportedModelError(
+                f"The output of {model} is computed from the tokens of several blocks (not only the last, also "
+                f"{', '.join(head.blocks)}), and a map that starts at the last one would be incomplete. Pass readout= "
+                "to start at tokens of the last block, or use sampling, occlusion, gradcam or input_gradient."
+            )
+        tokens = None if head.tap is None else self.candidates.get(head.tap)
+        if tokens is None or not tokens.requires_grad:
+            why = (
+                "no module returns the tokens that it is computed from"
+                if head.tap is None
+                else "this pass was recorded without gradients"
+            )
+            raise UnsupportedModelError(
+                f"This output of {model} is not computed by a known pooling, so its readout is a gradient, and {why}. "
+                "Record with gradients=True, or pass readout=, a weight for each token of the top layer."
+            )
+        return tokens
+
+    @property
+    def _order(self) -> Tensor | None:
+        """Raster index of each token of the top layer, if the model keeps them in another order."""
+        tokens = self.layers[-1].tokens
+        index = None if tokens.query_index is None or tokens.windows > 1 else tokens.query_index[0]
+        return index if index is not None and len(index) == self.top.num_tokens else None
+
+    def readout_words(self, targets: Tensor | None) -> list[str]:
+        """Where the readout of each image comes from, for captions."""
+        if self._given is None and not self.reads_target:
+            return [self.pooling] * (0 if self.pixels is None else len(self.pixels))
+        source = "given as argument" if self._given is not None else "from the gradient of the output"
+        return [f"{readout_words(row, self.top)}, {source}" for row in self.readout_of(targets)]
 
     @property
     def streams(self) -> dict[str, tuple[AttentionLayer, ...]]:

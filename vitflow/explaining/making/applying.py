@@ -15,7 +15,7 @@ from vitflow.explaining.asking.choices import Chosen, ChosenMethod
 from vitflow.explaining.asking.method import Method
 from vitflow.explaining.asking.targets import doubt
 from vitflow.explaining.making.asked import AskedTrace
-from vitflow.explaining.making.needs import needs_gradients
+from vitflow.explaining.making.needs import needs_gradients, starts_at_readout
 from vitflow.explaining.making.refining import make_maps
 from vitflow.explaining.saliency import Saliency
 from vitflow.models.answers import Answers
@@ -57,13 +57,18 @@ def apply_methods(trace: AskedTrace, chosen: Chosen, wanted: Sequence[Tensor | N
             trace.backward()  # once for all methods, and each method's seconds hold it
         backward = time.perf_counter() - started
         for position, one in enumerate(chosen):
-            if number and not one.method.class_specific:
+            if number and not (one.method.class_specific or _reads_target(one, trace)):
                 continue
             seconds = trace.seconds + (backward if "gradients" in one.method.needs else 0.0)
             for maps, saliency in zip(found, _apply(one, trace, seconds), strict=True):
                 maps[position].append(saliency)
         trace.forget_gradients()
     return [[saliency for maps in of_picture for saliency in maps] for of_picture in found]
+
+
+def _reads_target(one: ChosenMethod, trace: AskedTrace) -> bool:
+    """Whether a map starts at tokens that depend on the target, though its method does not."""
+    return starts_at_readout(one) and trace.reads_target
 
 
 def _apply(one: ChosenMethod, trace: AskedTrace, seconds: float) -> list[Saliency]:
@@ -76,12 +81,13 @@ def _apply(one: ChosenMethod, trace: AskedTrace, seconds: float) -> list[Salienc
     seconds = (seconds + time.perf_counter() - started) / batch
     assert trace.facts is not None
     told, found = trace.facts.answers, []
+    readouts = trace.readout_words(trace.targets) if starts_at_readout(one) else []
     for index, picture in enumerate(trace.pictures):
         answer = Answer()
         if trace.probabilities is not None and trace.targets is not None:
             answer = Answer.of(trace.probabilities[index], int(trace.targets[index]), told)
-        facts: dict[str, Any] = {"readout": trace.pooling} if method.needs & {"attention", "heads"} else {}
-        if facts and used[index].get("patch") is not None and (trace.top.rows, trace.top.cols) != grids[index].shape:
+        facts: dict[str, Any] = {"readout": readouts[index]} if readouts else {}
+        if used[index].get("patch") is not None and (trace.top.rows, trace.top.cols) != grids[index].shape:
             facts["patch_grid"] = [trace.top.rows, trace.top.cols]  # among which one was asked for
         saliency = Saliency(
             grid=grids[index],
@@ -91,7 +97,7 @@ def _apply(one: ChosenMethod, trace: AskedTrace, seconds: float) -> list[Salienc
             model=trace.facts.id,
             method=method.name,
             options=used[index],
-            class_specific=method.class_specific,
+            class_specific=method.class_specific or _reads_target(one, trace),
             answer=answer,
             facts=facts | (maps.facts[index] if maps.facts else {}) | _beside(answer, method, trace, told, index),
             seconds=seconds,

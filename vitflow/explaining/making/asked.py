@@ -77,6 +77,11 @@ class AskedTrace(Trace):
             )
         return self.targets
 
+    @property
+    def readout(self) -> Tensor:
+        """As `Trace.readout`, by default for the outputs that are explained."""
+        return self.readout_of(self.targets)
+
     def backward(self, targets: Tensor | None = None) -> Backward:
         """As `Trace.backward`, by default for the classes that are asked for."""
         return Trace.backward(self, self.wanted if targets is None else targets)

@@ -54,10 +54,9 @@ def _answer_of(trace: AskedTrace, tokens: Tensor, last: str, pooled: str) -> Ten
 
 
 def _with_mean(trace: AskedTrace, tokens: Tensor) -> Tensor:
-    """The tokens with the mean of all in the place of each prefix token that the answer is read from."""
-    if "class" not in trace.pooling:
-        return tokens
-    prefix = trace.layout.num_prefix_tokens
-    read = (trace.readout[0, :prefix] > 0).to(tokens.device).view(-1, 1)
-    whole = torch.where(read, tokens.mean(dim=1, keepdim=True), tokens[:, :prefix])
+    """The tokens with the mean of all in the place of each prefix token that is read more than any patch."""
+    readout, layout = trace.readout, trace.layout
+    prefix = layout.num_prefix_tokens
+    read = readout[:, :prefix] > readout[:, layout.patches].amax(dim=1, keepdim=True)
+    whole = torch.where(read.to(tokens.device).unsqueeze(-1), tokens.mean(dim=1, keepdim=True), tokens[:, :prefix])
     return torch.cat([whole, tokens[:, prefix:]], dim=1)

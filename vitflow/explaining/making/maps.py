@@ -21,7 +21,7 @@ from vitflow.methods.fusion import HeadFusion, SignedFusion, normalize_rows
 from vitflow.methods.hiding import occlusion as blank_out
 from vitflow.methods.staged_rollout import staged_attention, staged_rollout
 from vitflow.methods.values import ValueWeighting
-from vitflow.models.anatomy import pool_queries
+from vitflow.models.anatomy import ATTENTION_POOLING, pool_queries
 from vitflow.recording.trace import Trace
 
 Patch = Sequence[int]
@@ -86,7 +86,8 @@ def _for_the_class(
     """
     found = trace.backward()
     matrices = rollouts.for_the_class(trace.heads(value_weighted=value_weighted), found.attentions, head_fusion)
-    if patch is not None or trace.pooled is None or found.pooled is None:
+    by_attention = trace.pooled is not None and trace.pooling == ATTENTION_POOLING
+    if patch is not None or not by_attention or trace.pooled is None or found.pooled is None:
         return readout_of(trace, patch), matrices
     [queries] = rollouts.for_the_class([trace.pooled.detach()], [found.pooled], head_fusion)
     weights = pool_queries(trace.model, trace.top, queries)

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from vitflow.explaining.asking.choices import Chosen
+from vitflow.explaining.asking.choices import Chosen, ChosenMethod
 from vitflow.explaining.asking.method_table import ROLLOUT
 from vitflow.models.blocks import block_norm, block_paths, layer_output
 
@@ -12,6 +12,11 @@ from vitflow.models.blocks import block_norm, block_paths, layer_output
 def needs_gradients(chosen: Chosen) -> bool:
     """Whether a backward pass is needed."""
     return any("gradients" in one.method.needs for one in chosen)
+
+
+def starts_at_readout(one: ChosenMethod) -> bool:
+    """Whether a map starts at the tokens that the output is computed from."""
+    return bool(one.method.needs & {"attention", "heads"}) and one.options.get("patch") is None
 
 
 def recorded_for(chosen: Chosen, model: nn.Module) -> dict[str, Any]:

@@ -1,0 +1,457 @@
+"""The readout: the tokens that an output is computed from, measured by its gradient at the tokens that the head reads.
+
+`readout_i ∝ ‖∂f/∂y_i‖₂` for an output f and the tokens y that the head reads: those after the final norm if nothing
+else is read, else those after the last block. The model runs without gradients up to y, and only the head with them.
+For the known poolings there is a closed form. It is used where an observation on two images has shown that it holds.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from vitflow.errors import UnsupportedModelError
+from vitflow.methods.tokens import TokenLayout
+from vitflow.models.anatomy import ClosedReadout, module_paths, runs_compiled
+from vitflow.models.parts import facts_kept_with
+from vitflow.recording.attention_kinds import is_pooling
+from vitflow.recording.isolation import Hook, aside, evaluating, no_fast_path, uncompiled
+
+# Maps what a model returns to the outputs that are explained, [batch, outputs].
+Read = Callable[[Any], Tensor | None]
+
+# Largest difference between a closed form and the gradient that rounding explains, by bytes of a number.
+_ROUNDING = {8: 1e-9, 4: 1e-5, 2: 2e-2}
+# So many outputs are tested one by one; of more, random combinations of all and the largest ones.
+_FEW_OUTPUTS = 8
+_ZERO = (
+    "The gradient of the output is zero for all tokens that it is computed from: the output is detached, constant, or "
+    "behind a ReLU that is off. Pass readout=, or use sampling or occlusion, which need no gradient."
+)
+# A patch with less than this part of the largest weight is not counted as one that is read.
+_COUNTED = 1e-3
+# Half precision cannot hold the smallest gradients, unless they are scaled up on the way.
+_HALF_SCALE = 1024.0
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What an observation found about how an output is computed from tokens.
+
+    Attributes:
+        closed: whether the closed form holds.
+        first: path of the first block, before which the head reads nothing.
+        tap: path of the module whose output is y; None if no module returns the top layer's tokens.
+        blocks: paths of earlier blocks whose tokens the output is computed from directly.
+    """
+
+    closed: bool
+    first: str = ""
+    tap: str | None = None
+    blocks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call of a model, to be repeated on other pixels."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    pixels: Tensor
+
+    def __call__(self, other: Tensor) -> Any:
+        """Return the model's output for other pixels."""
+        args = (other if one is self.pixels else one for one in self.args)
+        return self.model(*args, **{name: other if one is self.pixels else one for name, one in self.kwargs.items()})
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """The shape of two images; of as many as there were if other tensors go with them."""
+        others = [one for one in (*self.args, *self.kwargs.values()) if isinstance(one, Tensor)]
+        return tuple(self.pixels.shape) if len(others) > 1 else (2, *self.pixels.shape[1:])
+
+
+@dataclass(slots=True)
+class Cut:
+    """A module's output and the leaf that takes its place, so that the gradient of what follows ends there.
+
+    Attributes:
+        path: of the module.
+        original, leaf: its output, and a detached copy that requires gradients.
+        tokens: whether it holds tokens; otherwise it is the output of a pooling head.
+        norm: whether the module is a norm after the last block.
+        direct: gradient that reaches the leaf without passing a later one.
+        total: all of its gradient.
+    """
+
+    path: str
+    original: Tensor
+    leaf: Tensor
+    tokens: bool
+    norm: bool = False
+    direct: Tensor | None = None
+    total: Tensor | None = None
+
+
+def block_paths_of(layers: Sequence[str]) -> list[str]:
+    """Path of the block of each attention layer: the outermost module that contains no other layer.
+
+    >>> block_paths_of(["blocks.0.attn", "blocks.1.attn"]), block_paths_of(["encoder.0.attn"])
+    (['blocks.0', 'blocks.1'], ['encoder.0'])
+    """
+    blocks = []
+    for name in layers:
+        parts, others = name.split("."), [other for other in layers if other != name]
+        prefixes = [".".join(parts[: n + 1]) for n in range(len(parts))]
+        if others:
+            unique = (one for one in prefixes if not any(f"{other}.".startswith(f"{one}.") for other in others))
+        else:
+            unique = (one for one, part in zip(prefixes, parts, strict=True) if part.isdigit())
+        blocks.append(next(unique, name))
+    return blocks
+
+
+def tap_candidates(model: nn.Module, attending: Sequence[str]) -> list[str]:
+    """Paths of modules that may return the tokens that the head reads: norms, and containers of attention modules."""
+    containers = {".".join(name.split(".")[:n]) for name in attending for n in range(1, name.count(".") + 1)}
+    return [path for path, module in module_paths(model) if path and (path in containers or _is_norm(module))]
+
+
+def tokens_of(output: Any) -> Tensor | None:
+    """The tensor of tokens in what a module returned: itself, the first of a sequence, or `last_hidden_state`."""
+    if isinstance(output, Mapping):
+        output = output.get("last_hidden_state")
+    elif isinstance(output, tuple | list) and output:
+        output = output[0]
+    return output if isinstance(output, Tensor) and output.is_floating_point() and output.ndim in (3, 4) else None
+
+
+def with_tokens(output: Any, tokens: Tensor) -> Any:
+    """What a module returned, with other tokens."""
+    if isinstance(output, Mapping):
+        output["last_hidden_state"] = tokens  # type: ignore[index]
+        return output
+    if isinstance(output, tuple | list):
+        return [tokens, *output[1:]] if isinstance(output, list) else (tokens, *output[1:])
+    return tokens
+
+
+def token_norms(gradient: Tensor, layout: TokenLayout, order: Tensor | None = None) -> Tensor | None:
+    """L2 norms of a gradient over channels, [batch, tokens]; None if it does not have the tokens of the layout.
+
+    Args:
+        gradient: [batch, tokens, channels], [tokens, batch, channels], [batch, rows, cols, channels] or
+            [batch, channels, rows, cols]; of a finer grid, the norms over the cells of each patch.
+        layout: of the top layer's tokens.
+        order: raster index of each token, if the model's own order is another one.
+    """
+    channels = _channels(gradient.shape, layout)
+    if channels is None:
+        return None
+    sums = gradient.double().square().sum(dim=channels)  # [batch, …]
+    if sums.ndim == 2 and sums.shape[1] not in (layout.num_patches, layout.num_tokens):
+        sums = sums.T  # [tokens, batch, channels]
+    if sums.ndim == 3:
+        cells = sums.shape[1] // layout.rows, sums.shape[2] // layout.cols
+        sums = sums.reshape(-1, layout.rows, cells[0], layout.cols, cells[1]).sum(dim=(2, 4)).flatten(1)
+    if sums.shape[1] != layout.num_tokens:
+        sums = torch.nn.functional.pad(sums, (layout.num_prefix_tokens, layout.num_suffix_tokens))
+    if order is not None:
+        sums = torch.zeros_like(sums).index_copy_(1, order.to(sums.device), sums)
+    return sums.sqrt()
+
+
+def _channels(shape: Sequence[int], layout: TokenLayout) -> int | None:
+    """The axis of the channels of a tensor that has the tokens of a layout, or None."""
+    counts = (layout.num_patches, layout.num_tokens)
+    if len(shape) == 3:
+        return 2 if shape[1] in counts or shape[0] in counts else None
+    for axis, (rows, cols) in ((3, shape[1:3]), (1, shape[2:])):
+        if rows and cols and rows % layout.rows == 0 and cols % layout.cols == 0:
+            return axis
+    return None
+
+
+def gradient_readout(numbers: Tensor, tokens: Tensor, layout: TokenLayout, order: Tensor | None = None) -> Tensor:
+    """The readout of one output of each image, [batch, tokens], rows summing to 1.
+
+    Args:
+        numbers: the output f of each image, [batch].
+        tokens: y, on the path of the gradients.
+        layout, order: as for `token_norms`.
+
+    Raises:
+        UnsupportedModelError: a gradient is zero everywhere, or not finite.
+    """
+    scale = _HALF_SCALE if numbers.dtype == torch.float16 else 1.0
+    with torch.inference_mode(False), torch.enable_grad():
+        scores = numbers.float() if numbers.dtype.itemsize < 4 else numbers
+        gradient = None
+        if scores.requires_grad:
+            [gradient] = torch.autograd.grad(scores.sum() * scale, [tokens], retain_graph=True, allow_unused=True)
+    norms = None if gradient is None else token_norms(gradient, layout, order)
+    sums = None if norms is None else norms.sum(dim=1, keepdim=True)
+    if norms is None or sums is None or not (torch.isfinite(sums) & (sums > 0)).all():
+        raise UnsupportedModelError(_ZERO)
+    return norms / sums
+
+
+def readout_words(readout: Tensor, layout: TokenLayout) -> str:
+    """The tokens that a readout [tokens] holds, in words.
+
+    >>> readout_words(torch.tensor([0.5, 0.5, 0.0, 0.0, 0.0]), TokenLayout(1, 2, 2))
+    '1 prefix token and 1 patch'
+    """
+    counted = readout > _COUNTED * readout.max()
+    first, last = layout.num_prefix_tokens, layout.num_prefix_tokens + layout.num_patches
+    patches, prefix, suffix = counted[first:last].sum(), counted[:first].sum(), counted[last:].sum()
+    words = [f"{int(prefix)} prefix token{'s' * bool(prefix > 1)}"] if prefix else []
+    words += [f"{int(patches)} patch{'es' * bool(patches > 1)}"] if patches else []
+    words += [f"{int(suffix)} trailing token{'s' * bool(suffix > 1)}"] if suffix else []
+    return " and ".join(words)
+
+
+def observed_head(call: Call, layers: Sequence[str], top: TokenLayout, closed: ClosedReadout, read: Read) -> Head:
+    """How an output is computed from tokens; observed once per model and question, while its modules are the same.
+
+    The model runs on two images of noise, in eval mode, with gradients in the head alone.
+
+    Args:
+        call: of the model, without wrappers.
+        layers: paths of the attention layers, first layer first.
+        top: layout of the top layer's tokens.
+        closed: the readout that the model declares.
+        read: maps what the model returns to its outputs.
+    """
+    owner = getattr(read, "__self__", read)  # a method is made anew each time
+    known = facts_kept_with(call.model)
+    key = ("head", id(owner), closed.name, top.num_prefix_tokens, layers[-1])
+    held, head = known.get(key, (None, None))
+    if held is None or held() is not owner:
+        head = _observe(call, layers, top, closed, read)
+        known[key] = ref(owner), head
+    assert isinstance(head, Head)
+    return head
+
+
+def _observe(call: Call, layers: Sequence[str], top: TokenLayout, closed: ClosedReadout, read: Read) -> Head:
+    blocks, pixels, shape = block_paths_of(layers), call.pixels, call.noise_shape
+    device, random = pixels.device, torch.Generator().manual_seed(0)
+    heads = []
+    for _ in range(1 if shape[0] > 1 else 2):
+        noise = torch.randn(shape, generator=random).to(device, pixels.dtype)
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(device.type, enabled=False),
+            torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_accelerator(device)),
+            evaluating(call.model),
+            aside(),
+            no_fast_path(),
+            uncompiled() if runs_compiled(call.model) else nullcontext(),
+            _Cuts(call.model, blocks) as cuts,
+        ):
+            numbers = read(call(noise))
+            heads.append(_head(numbers, cuts, blocks, top, closed))
+    taps = [head.tap for head in heads]
+    tap = next((cut.path for cut in cuts.cuts if cut.path in taps), None)
+    several = tuple(sorted({path for head in heads for path in head.blocks}))
+    return Head(all(head.closed for head in heads), blocks[0], tap, several)
+
+
+def _accelerator(device: torch.device) -> str:
+    return "cuda" if device.type == "cpu" else device.type  # for a processor, no accelerator is looked at
+
+
+class _Cuts:
+    """Leaves in the place of each block's output, and of the tokens that later modules make of the last one's.
+
+    Blocks run without gradients, and what follows the last block with them.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        self._model, self._blocks = model, blocks
+        self.earlier: list[Cut] = []  # blocks but the last
+        self.cuts: list[Cut] = []  # the last block and what follows it, in their order
+        self.pooled: Cut | None = None
+
+    def __enter__(self) -> "_Cuts":
+        self._stack = ExitStack()
+        last = self._blocks[-1]
+        containers = {last[:i] for i, sign in enumerate(last) if sign == "."}
+        self._hook(self._blocks[0], self._stop, before=True)
+        for path, module in module_paths(self._model):
+            if path in self._blocks:
+                self._hook(path, self._block(path, path == last), before=False)
+            elif path in containers or (path and _is_norm(module)):
+                self._hook(path, self._after(path, path not in containers), before=False)
+            elif is_pooling(path, module):
+                self._hook(path, self._pooled(path), before=False)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def _hook(self, path: str, act: Callable[..., Any], *, before: bool) -> None:
+        hook = Hook(self._model.get_submodule(path), act, before=before, in_aside=True)
+        self._stack.callback(hook.remove)
+
+    def _stop(self, args: Any, kwargs: Any) -> None:
+        torch.set_grad_enabled(False)
+
+    def _block(self, path: str, last: bool) -> Callable[..., Any]:
+        def act(args: Any, output: Any) -> Any:
+            if last and output is not None:
+                self.cuts.clear()
+                torch.set_grad_enabled(True)
+            tokens = tokens_of(output)
+            if tokens is None:
+                return None
+            cut = Cut(path, tokens, tokens.detach().requires_grad_(), True)
+            (self.cuts if last else self.earlier).append(cut)
+            return with_tokens(output, cut.leaf)
+
+        return act
+
+    def _after(self, path: str, norm: bool) -> Callable[..., Any]:
+        def act(args: Any, output: Any) -> Any:
+            tokens = tokens_of(output)
+            known = [cut.leaf for cut in self.cuts]
+            if not known or tokens is None or not tokens.requires_grad or any(tokens is leaf for leaf in known):
+                return None
+            if not norm and tokens.numel() != known[0].numel():
+                return None  # not the block's tokens
+            self.cuts.append(Cut(path, tokens, tokens.detach().requires_grad_(), True, norm))
+            return with_tokens(output, self.cuts[-1].leaf)
+
+        return act
+
+    def _pooled(self, path: str) -> Callable[..., Any]:
+        def act(args: Any, output: Any) -> Any:
+            if not self.cuts or not isinstance(output, Tensor) or not output.requires_grad:
+                return None
+            self.cuts.append(Cut(path, output, output.detach().requires_grad_(), False))
+            return self.cuts[-1].leaf
+
+        return act
+
+
+def _head(numbers: Tensor | None, cuts: _Cuts, blocks: Sequence[str], top: TokenLayout, closed: ClosedReadout) -> Head:
+    """What one pass over noise shows."""
+    if numbers is None or numbers.ndim != 2 or not cuts.cuts:
+        return Head(False, blocks[0])
+    holds, taps, several = [], [], set[str]()
+    order = [cut.path for cut in cuts.cuts]
+    for score in _scores(numbers):
+        several |= _differentiate(score, cuts)
+        tap = _tap(cuts.cuts, top)
+        taps.append(tap.path if tap is not None else None)
+        holds.append(_holds(tap, cuts.cuts, top, closed))
+    tap_of_all = next((path for path in order if path in taps), None)
+    return Head(bool(holds) and all(holds) and not several, blocks[0], tap_of_all, tuple(sorted(several)))
+
+
+def _scores(numbers: Tensor) -> list[Tensor]:
+    """Sums over the batch of single outputs, or of random combinations of all and the largest ones."""
+    if not numbers.requires_grad:
+        return []
+    numbers = numbers.float() if numbers.dtype.itemsize < 4 else numbers
+    scale = _HALF_SCALE if numbers.dtype.itemsize < 4 else 1.0
+    if numbers.shape[1] <= _FEW_OUTPUTS:
+        return [scale * one.sum() for one in numbers.unbind(dim=1)]
+    random = torch.Generator().manual_seed(1)
+    weights = torch.randn(2, numbers.shape[1], generator=random).to(numbers)
+    return [*(scale * (numbers @ weights.T)).sum(dim=0).unbind(), scale * numbers.amax(dim=1).sum()]
+
+
+def _differentiate(score: Tensor, cuts: _Cuts) -> set[str]:
+    """Write the gradient of a score into each cut, direct and in total; returns the earlier blocks that it has some at.
+
+    The gradient at a leaf is direct: what passes through a later cut ends there. In total, it goes on from there.
+    """
+    every = [*cuts.earlier, *cuts.cuts]
+    leaves = [cut.leaf for cut in every]
+    direct = torch.autograd.grad(score, leaves, retain_graph=True, allow_unused=True)
+    for cut, gradient in zip(every, direct, strict=True):
+        cut.direct = cut.total = gradient
+    for number in range(len(cuts.cuts) - 1, 0, -1):
+        cut, before = cuts.cuts[number], cuts.cuts[:number]
+        if cut.total is None or not cut.original.requires_grad:
+            continue
+        passed = torch.autograd.grad(
+            cut.original, [one.leaf for one in before], cut.total, retain_graph=True, allow_unused=True
+        )
+        for one, gradient in zip(before, passed, strict=True):
+            if gradient is not None:
+                one.total = gradient if one.total is None else one.total + gradient
+    return {cut.path for cut in cuts.earlier if _is_nonzero(cut.direct)}
+
+
+def _tap(cuts: Sequence[Cut], top: TokenLayout) -> Cut | None:
+    """The latest tokens through which all of the gradient passes, if they are the top layer's."""
+    for number in range(len(cuts) - 1, -1, -1):
+        cut = cuts[number]
+        if not cut.tokens or not _is_nonzero(cut.total) or token_norms(cut.leaf, top) is None:
+            continue
+        if not _is_bypassed(cuts, number) and (not cut.norm or _is_token_wise(cuts, number, top)):
+            return cut
+    return None
+
+
+def _is_bypassed(cuts: Sequence[Cut], number: int) -> bool:
+    """Whether some gradient reaches earlier tokens without passing a cut."""
+    before = [cut.leaf for cut in cuts[:number]]
+    if not before:
+        return False
+    if any(_is_nonzero(cut.direct) for cut in cuts[:number]):
+        return True
+    return any(
+        _is_nonzero(gradient)
+        for later in cuts[number + 1 :]
+        if later.total is not None
+        for gradient in torch.autograd.grad(later.original, before, later.total, retain_graph=True, allow_unused=True)
+    )
+
+
+def _is_token_wise(cuts: Sequence[Cut], number: int, top: TokenLayout) -> bool:
+    """Whether one token of a cut depends on one token of earlier cuts alone."""
+    original, before = cuts[number].original, [cut.leaf for cut in cuts[:number]]
+    channels = _channels(original.shape, top)
+    places = [side // 2 if axis else 0 for axis, side in enumerate(original.shape)]
+    one = tuple(slice(None) if axis == channels else place for axis, place in enumerate(places))
+    chosen = torch.zeros_like(original)
+    chosen[one] = torch.randn(chosen[one].shape, generator=torch.Generator().manual_seed(2)).to(chosen)
+    reached = torch.autograd.grad(original, before, chosen, retain_graph=True, allow_unused=True)
+    norms = [token_norms(gradient, top) for gradient in reached if gradient is not None]
+    return bool(norms) and all(one is not None and int((one > 0).sum()) <= 1 for one in norms)
+
+
+def _holds(tap: Cut | None, cuts: Sequence[Cut], top: TokenLayout, closed: ClosedReadout) -> bool:
+    """Whether the closed form agrees with the gradient."""
+    if closed.convention == "pooling":
+        pools = [cut for cut in cuts if not cut.tokens]
+        direct = [cut for cut in cuts if _is_nonzero(cut.direct)]
+        return bool(direct) and all(any(cut is pool for pool in pools) for cut in direct)
+    if tap is None or tap.total is None:
+        return False
+    norms = token_norms(tap.total, top)
+    if norms is None or not torch.isfinite(norms).all() or not (norms.sum(dim=1) > 0).all():
+        return False
+    readout, rounding = norms / norms.sum(dim=1, keepdim=True), _ROUNDING[tap.leaf.dtype.itemsize]
+    weights = closed.weights[:1].to(readout)
+    if closed.convention == "support":
+        return bool(readout[:, weights[0] == 0].sum(dim=1).max() <= rounding)
+    return bool((readout - weights).abs().max() <= rounding)
+
+
+def _is_nonzero(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(torch.count_nonzero(gradient))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower() and not module._modules
