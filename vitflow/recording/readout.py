@@ -177,11 +177,14 @@ def _channels(shape: Sequence[int], layout: TokenLayout) -> int | None:
     return None
 
 
-def gradient_readout(numbers: Tensor, tokens: Tensor, layout: TokenLayout, order: Tensor | None = None) -> Tensor:
+def gradient_readout(
+    numbers: Tensor, targets: Tensor, tokens: Tensor, layout: TokenLayout, order: Tensor | None = None
+) -> Tensor:
     """The readout of one output of each image, [batch, tokens], rows summing to 1.
 
     Args:
-        numbers: the output f of each image, [batch].
+        numbers: the outputs of each image, [batch, outputs].
+        targets: index of the output f of each image, [batch].
         tokens: y, on the path of the gradients.
         layout, order: as for `token_norms`.
 
@@ -189,9 +192,10 @@ def gradient_readout(numbers: Tensor, tokens: Tensor, layout: TokenLayout, order
         UnsupportedModelError: a gradient is zero everywhere, or not finite.
     """
     scale = _HALF_SCALE if numbers.dtype == torch.float16 else 1.0
+    gradient = None
     with torch.inference_mode(False), torch.enable_grad():
-        scores = numbers.float() if numbers.dtype.itemsize < 4 else numbers
-        gradient = None
+        scores = numbers.gather(1, targets.view(-1, 1))
+        scores = scores.float() if scores.dtype.itemsize < 4 else scores
         if scores.requires_grad:
             [gradient] = torch.autograd.grad(scores.sum() * scale, [tokens], retain_graph=True, allow_unused=True)
     norms = None if gradient is None else token_norms(gradient, layout, order)

@@ -217,8 +217,7 @@ class Trace:
         chosen = self.logits.detach().argmax(dim=1) if targets is None else targets.to(self.logits.device)
         key = tuple(chosen.tolist())
         if key not in self._readouts:
-            numbers = self.logits.gather(1, chosen.view(-1, 1))[:, 0]
-            found = gradient_readout(numbers, self._tokens_read_by(head), self.top, self._order)
+            found = gradient_readout(self.logits, chosen, self._tokens_read_by(head), self.top, self._order)
             self._readouts[key] = found.to(self.layers[-1].example)
         return self._readouts[key]
 
