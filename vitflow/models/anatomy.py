@@ -223,14 +223,25 @@ class ClosedReadout:
     convention: str = "exact"
 
 
-def closed_readout(model: nn.Module, layout: TokenLayout, pooling_attention: Tensor | None) -> ClosedReadout:
-    """The readout that a model's declared pooling implies.
+def closed_readouts(model: nn.Module, layout: TokenLayout, pooling_attention: Tensor | None) -> list[ClosedReadout]:
+    """The readouts of known poolings, first the one that the model declares.
 
     Args:
         model: any model.
         layout: of the top layer's tokens.
         pooling_attention: attention of an attention-pooling head, [batch, heads, queries, tokens], if one was seen.
     """
+    declared = _declared_readout(model, layout, pooling_attention)
+    class_token, patches = torch.zeros(2, 1, layout.num_tokens).unbind()
+    class_token[0, 0], patches[0, layout.patches] = 1.0, 1.0 / layout.num_patches
+    common = [ClosedReadout(patches, "average over patches")]
+    if layout.num_prefix_tokens:
+        every = torch.full((1, layout.num_tokens), 1.0 / layout.num_tokens)
+        common += [ClosedReadout(class_token, "class token"), ClosedReadout(every, "average over all tokens")]
+    return [declared, *(one for one in common if one.name != declared.name)]
+
+
+def _declared_readout(model: nn.Module, layout: TokenLayout, pooling_attention: Tensor | None) -> ClosedReadout:
     transformer: Any = transformer_of(model)
     by_library = library_readout(model, layout)
     if by_library is not None:

@@ -43,13 +43,13 @@ class Head:
     """What an observation found about how an output is computed from tokens.
 
     Attributes:
-        closed: whether the closed form holds.
+        closed: name of the known pooling whose readout holds; None if the gradient is needed.
         first: path of the first block, before which the head reads nothing.
         tap: path of the module whose output is y; None if no module returns the top layer's tokens.
         blocks: paths of earlier blocks whose tokens the output is computed from directly.
     """
 
-    closed: bool
+    closed: str | None
     first: str = ""
     tap: str | None = None
     blocks: tuple[str, ...] = ()
@@ -220,7 +220,9 @@ def readout_words(readout: Tensor, layout: TokenLayout) -> str:
     return " and ".join(words)
 
 
-def observed_head(call: Call, layers: Sequence[str], top: TokenLayout, closed: ClosedReadout, read: Read) -> Head:
+def observed_head(
+    call: Call, layers: Sequence[str], top: TokenLayout, closed: Sequence[ClosedReadout], read: Read
+) -> Head:
     """How an output is computed from tokens; observed once per model and question, while its modules are the same.
 
     The model runs on two images of noise, in eval mode, with gradients in the head alone.
@@ -229,12 +231,12 @@ def observed_head(call: Call, layers: Sequence[str], top: TokenLayout, closed: C
         call: of the model, without wrappers.
         layers: paths of the attention layers, first layer first.
         top: layout of the top layer's tokens.
-        closed: the readout that the model declares.
+        closed: the readouts of known poolings, first the one that the model declares.
         read: maps what the model returns to its outputs.
     """
     owner = getattr(read, "__self__", read)  # a method is made anew each time
     known = facts_kept_with(call.model)
-    key = ("head", id(owner), closed.name, top.num_prefix_tokens, layers[-1])
+    key = ("head", id(owner), closed[0].name, top.num_prefix_tokens, layers[-1])
     held, head = known.get(key, (None, None))
     if held is None or held() is not owner:
         head = _observe(call, layers, top, closed, read)
@@ -243,7 +245,7 @@ def observed_head(call: Call, layers: Sequence[str], top: TokenLayout, closed: C
     return head
 
 
-def _observe(call: Call, layers: Sequence[str], top: TokenLayout, closed: ClosedReadout, read: Read) -> Head:
+def _observe(call: Call, layers: Sequence[str], top: TokenLayout, closed: Sequence[ClosedReadout], read: Read) -> Head:
     blocks, pixels, shape = block_paths_of(layers), call.pixels, call.noise_shape
     device, random = pixels.device, torch.Generator().manual_seed(0)
     heads = []
@@ -265,7 +267,8 @@ def _observe(call: Call, layers: Sequence[str], top: TokenLayout, closed: Closed
     taps = [head.tap for head in heads]
     tap = next((cut.path for cut in cuts.cuts if cut.path in taps), None)
     several = tuple(sorted({path for head in heads for path in head.blocks}))
-    return Head(all(head.closed for head in heads), blocks[0], tap, several)
+    names = {head.closed for head in heads}
+    return Head(names.pop() if len(names) == 1 else None, blocks[0], tap, several)
 
 
 def _accelerator(device: torch.device) -> str:
@@ -345,19 +348,21 @@ class _Cuts:
         return act
 
 
-def _head(numbers: Tensor | None, cuts: _Cuts, blocks: Sequence[str], top: TokenLayout, closed: ClosedReadout) -> Head:
+def _head(
+    numbers: Tensor | None, cuts: _Cuts, blocks: Sequence[str], top: TokenLayout, closed: Sequence[ClosedReadout]
+) -> Head:
     """What one pass over noise shows."""
     if numbers is None or numbers.ndim != 2 or not cuts.cuts:
-        return Head(False, blocks[0])
-    holds, taps, several = [], [], set[str]()
-    order = [cut.path for cut in cuts.cuts]
+        return Head(None, blocks[0])
+    holding, taps, several = list(closed), set[str | None](), set[str]()
     for score in _scores(numbers):
         several |= _differentiate(score, cuts)
         tap = _tap(cuts.cuts, top)
-        taps.append(tap.path if tap is not None else None)
-        holds.append(_holds(tap, cuts.cuts, top, closed))
-    tap_of_all = next((path for path in order if path in taps), None)
-    return Head(bool(holds) and all(holds) and not several, blocks[0], tap_of_all, tuple(sorted(several)))
+        taps.add(None if tap is None else tap.path)
+        holding = [one for one in holding if _holds(tap, cuts.cuts, top, one)]
+    path = next((cut.path for cut in cuts.cuts if cut.path in taps), None)
+    name = holding[0].name if holding and taps and not several else None
+    return Head(name, blocks[0], path, tuple(sorted(several)))
 
 
 def _scores(numbers: Tensor) -> list[Tensor]:
@@ -374,7 +379,7 @@ def _scores(numbers: Tensor) -> list[Tensor]:
 
 
 def _differentiate(score: Tensor, cuts: _Cuts) -> set[str]:
-    """Write the gradient of a score into each cut, direct and in total; returns the earlier blocks that it has some at.
+    """Write the gradient of a score into each cut, direct and in total; returns the earlier blocks that have some.
 
     The gradient at a leaf is direct: what passes through a later cut ends there. In total, it goes on from there.
     """
@@ -383,17 +388,15 @@ def _differentiate(score: Tensor, cuts: _Cuts) -> set[str]:
     direct = torch.autograd.grad(score, leaves, retain_graph=True, allow_unused=True)
     for cut, gradient in zip(every, direct, strict=True):
         cut.direct = cut.total = gradient
-    for number in range(len(cuts.cuts) - 1, 0, -1):
-        cut, before = cuts.cuts[number], cuts.cuts[:number]
-        if cut.total is None or not cut.original.requires_grad:
+    for number in range(len(every) - 1, len(cuts.earlier), -1):
+        cut, before = every[number], every[:number]
+        if cut.total is None:
             continue
-        passed = torch.autograd.grad(
-            cut.original, [one.leaf for one in before], cut.total, retain_graph=True, allow_unused=True
-        )
+        passed = torch.autograd.grad(cut.original, leaves[:number], cut.total, retain_graph=True, allow_unused=True)
         for one, gradient in zip(before, passed, strict=True):
             if gradient is not None:
                 one.total = gradient if one.total is None else one.total + gradient
-    return {cut.path for cut in cuts.earlier if _is_nonzero(cut.direct)}
+    return {cut.path for cut in cuts.earlier if _is_nonzero(cut.total)}
 
 
 def _tap(cuts: Sequence[Cut], top: TokenLayout) -> Cut | None:
@@ -431,8 +434,11 @@ def _is_token_wise(cuts: Sequence[Cut], number: int, top: TokenLayout) -> bool:
     chosen = torch.zeros_like(original)
     chosen[one] = torch.randn(chosen[one].shape, generator=torch.Generator().manual_seed(2)).to(chosen)
     reached = torch.autograd.grad(original, before, chosen, retain_graph=True, allow_unused=True)
-    norms = [token_norms(gradient, top) for gradient in reached if gradient is not None]
-    return bool(norms) and all(one is not None and int((one > 0).sum()) <= 1 for one in norms)
+    for gradient in (one for one in reached if _is_nonzero(one)):
+        norms = token_norms(gradient, top)
+        if norms is None or int((norms > 0).sum()) > 1:
+            return False
+    return True
 
 
 def _holds(tap: Cut | None, cuts: Sequence[Cut], top: TokenLayout, closed: ClosedReadout) -> bool:

@@ -20,7 +20,7 @@ from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.methods.values import ValueWeighting, check_value_weighting
 from vitflow.models.anatomy import (
     ATTENTION_POOLING,
-    closed_readout,
+    closed_readouts,
     feature_layout,
     logits_of,
     read_layout,
@@ -184,7 +184,7 @@ class record_attention:
             stack.callback(Hook(_submodule(self._model, self._head.first), _stop_graph, before=True).remove)
             tap = _submodule(self._model, self._head.tap)
             stack.callback(Hook(tap, self._cutting(self._head.tap), before=False).remove)
-        elif self._gradients and self._attention:
+        elif self._attention and torch.is_grad_enabled():
             attending = [path for path, _ in with_paths(self._model, may_attend)]
             for path in tap_candidates(self._model, attending):
                 stack.callback(Hook(self._model.get_submodule(path), self._noting(path), before=False).remove)
@@ -252,7 +252,7 @@ class record_attention:
 
     def _noting(self, path: str) -> Callable[..., None]:
         def act(args: Any, output: Any) -> None:
-            if (tokens := tokens_of(output)) is not None:
+            if (tokens := tokens_of(output)) is not None and tokens.requires_grad:
                 self.trace.candidates[path] = tokens
 
         return act
@@ -337,8 +337,8 @@ class record_attention:
         layout = max(layouts, key=lambda layout: layout.num_patches)
         trace.lay_out(layers, layout)
         top = layers[-1].tokens.queries
-        closed = closed_readout(self._model, top, self._listening.pooling)
-        pooled = self._listening.pooling if closed.name == ATTENTION_POOLING else None
+        closed = closed_readouts(self._model, top, self._listening.pooling)
+        pooled = self._listening.pooling if closed[0].name == ATTENTION_POOLING else None
         given = None if self._readout is None else _normalized(self._readout, len(pixels), top).to(layers[-1].example)
         trace.read_out(closed, top, pooled, given)
         return layout

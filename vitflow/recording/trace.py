@@ -46,7 +46,7 @@ class Trace:
         layout: prefix tokens and patch grid of this very pass.
         readout: the tokens of the top layer that the output is computed from, [batch, tokens]; rows sum to 1.
         pooling: where the readout comes from: "class token", "average over patches", …
-        closed: the readout that the model's own pooling implies, verified before it is used.
+        closed: the readouts of known poolings, first the one that the model declares; verified before one is used.
         pooled: attention of an attention-pooling head, [batch, heads, queries, tokens], if there is one.
         features: outputs of the modules that were asked for, by module path, [batch, tokens, channels], or
             [batch, channels, rows, cols] or [batch, rows, cols, channels].
@@ -71,7 +71,7 @@ class Trace:
     pixels: Tensor | None = None
     output: Any = None
     logits: Tensor | None = None
-    closed: ClosedReadout | None = None
+    closed: Sequence[ClosedReadout] = ()
     pooled: Tensor | None = None
     model: Any = None
     refusal: str | None = None
@@ -97,8 +97,9 @@ class Trace:
         self.read, self.again = read, again
         self.layers, self.features, self.feature_layouts, self._backward = [], {}, {}, {}
         self.affinities, self.names, self.candidates, self._readouts = {}, [], {}, {}
+        self.closed = ()
         self.pixels, self.block_norms = pixels, block_norms
-        self.output = self.logits = self.refusal = self.pooled = self._layout = self._top = self.closed = None
+        self.output = self.logits = self.refusal = self.pooled = self._layout = self._top = None
 
     def lay_out(
         self, layers: Sequence[AttentionLayer], layout: TokenLayout | None, *, refusal: str | None = None
@@ -106,8 +107,10 @@ class Trace:
         """Take in where the tokens of the pass lie, or why that cannot be told."""
         self.layers, self._layout, self.refusal = list(layers), layout, refusal
 
-    def read_out(self, closed: ClosedReadout, top: TokenLayout, pooled: Tensor | None, given: Tensor | None) -> None:
-        """Take in the pooling that the model declares, the top layer's layout, and a readout that the caller gives."""
+    def read_out(
+        self, closed: Sequence[ClosedReadout], top: TokenLayout, pooled: Tensor | None, given: Tensor | None
+    ) -> None:
+        """Take in the readouts of known poolings, the top layer's layout, and a readout that the caller gives."""
         self.closed, self._top, self.pooled, self._given = closed, top, pooled, given
 
     @property
@@ -165,16 +168,16 @@ class Trace:
     @property
     def pooling(self) -> str:
         """Where the readout comes from: "class token", "average over patches", …, "gradient of the output"."""
-        if self.closed is None:
+        if not self.closed:
             return ""
         if self._given is not None:
             return "given as argument"
-        return "gradient of the output" if self.reads_target else self.closed.name
+        return "gradient of the output" if self.reads_target else self._pooling.name
 
     @property
     def reads_target(self) -> bool:
         """Whether the readout depends on which output is explained: whether it is a gradient."""
-        return self._given is None and self.head is not None and not self.head.closed
+        return self._given is None and self.head is not None and self.head.closed is None
 
     @property
     def head(self) -> Head | None:
@@ -184,11 +187,17 @@ class Trace:
         taken, nor for a pass over shapes without values.
         """
         numbers, again = self.logits, self.again
-        if self.closed is None or again is None or self._given is not None or again.pixels.is_meta:
+        if not self.closed or again is None or self._given is not None or again.pixels.is_meta:
             return None
         if not isinstance(numbers, Tensor) or numbers.ndim != 2:
             return None
         return observed_head(again, self.names, self.top, self.closed, self.read)
+
+    @property
+    def _pooling(self) -> ClosedReadout:
+        """The readout of the known pooling that holds, or that the model declares if that cannot be verified."""
+        name = None if self.head is None else self.head.closed
+        return next((one for one in self.closed if one.name == name), self.closed[0])
 
     def readout_of(self, targets: Tensor | None) -> Tensor:
         """The tokens of the top layer that each image's target output is computed from, [batch, tokens].
@@ -205,14 +214,13 @@ class Trace:
         """
         if self.refusal is not None:
             raise UnsupportedModelError(self.refusal)
-        if self.closed is None:
+        if not self.closed:
             raise VitflowError(_NOTHING_RECORDED)
         if self._given is not None:
             return self._given
         head, batch = self.head, 1 if self.pixels is None else len(self.pixels)
-        if head is None or head.closed:
-            example = self.layers[-1].example
-            return self.closed.weights.to(example).expand(batch, -1)
+        if head is None or head.closed is not None:
+            return self._pooling.weights.to(self.layers[-1].example).expand(batch, -1)
         assert isinstance(self.logits, Tensor)
         chosen = self.logits.detach().argmax(dim=1) if targets is None else targets.to(self.logits.device)
         key = tuple(chosen.tolist())
