@@ -85,6 +85,7 @@ class Cut:
         original, leaf: its output, and a detached copy that requires gradients.
         tokens: whether it holds tokens; otherwise it is the output of a pooling head.
         norm: whether the module is a norm after the last block.
+        other: whether it is a container whose tokens are not as wide as those of the last block.
         direct: gradient that reaches the leaf without passing a later one.
         total: all of its gradient.
     """
@@ -94,25 +95,27 @@ class Cut:
     leaf: Tensor
     tokens: bool
     norm: bool = False
+    other: bool = False
     direct: Tensor | None = None
     total: Tensor | None = None
 
 
-def block_paths_of(layers: Sequence[str]) -> list[str]:
-    """Path of the block of each attention layer: the outermost module that contains no other layer.
+def block_paths_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
+    """Path of the block of each attention layer: the outermost module that runs and contains no other layer.
 
-    >>> block_paths_of(["blocks.0.attn", "blocks.1.attn"]), block_paths_of(["encoder.0.attn"])
-    (['blocks.0', 'blocks.1'], ['encoder.0'])
+    >>> block_paths_of(nn.Sequential(nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())), ["0.0", "1.0"])
+    ['0', '1']
     """
     blocks = []
     for name in layers:
         parts, others = name.split("."), [other for other in layers if other != name]
         prefixes = [".".join(parts[: n + 1]) for n in range(len(parts))]
         if others:
-            unique = (one for one in prefixes if not any(f"{other}.".startswith(f"{one}.") for other in others))
+            unique = [one for one in prefixes if not any(f"{other}.".startswith(f"{one}.") for other in others)]
         else:
-            unique = (one for one, part in zip(prefixes, parts, strict=True) if part.isdigit())
-        blocks.append(next(unique, name))
+            unique = [one for one, part in zip(prefixes, parts, strict=True) if part.isdigit()]
+        running = (one for one in unique if not isinstance(model.get_submodule(one), nn.ModuleList | nn.ModuleDict))
+        blocks.append(next(running, name))
     return blocks
 
 
@@ -246,7 +249,7 @@ def observed_head(
 
 
 def _observe(call: Call, layers: Sequence[str], top: TokenLayout, closed: Sequence[ClosedReadout], read: Read) -> Head:
-    blocks, pixels, shape = block_paths_of(layers), call.pixels, call.noise_shape
+    blocks, pixels, shape = block_paths_of(call.model, layers), call.pixels, call.noise_shape
     device, random = pixels.device, torch.Generator().manual_seed(0)
     heads = []
     for _ in range(1 if shape[0] > 1 else 2):
@@ -331,9 +334,8 @@ class _Cuts:
             known = [cut.leaf for cut in self.cuts]
             if not known or tokens is None or not tokens.requires_grad or any(tokens is leaf for leaf in known):
                 return None
-            if not norm and tokens.numel() != known[0].numel():
-                return None  # not the block's tokens
-            self.cuts.append(Cut(path, tokens, tokens.detach().requires_grad_(), True, norm))
+            other = not norm and tokens.numel() != known[0].numel()
+            self.cuts.append(Cut(path, tokens, tokens.detach().requires_grad_(), True, norm, other))
             return with_tokens(output, self.cuts[-1].leaf)
 
         return act
@@ -400,8 +402,12 @@ def _differentiate(score: Tensor, cuts: _Cuts) -> set[str]:
 
 
 def _tap(cuts: Sequence[Cut], top: TokenLayout) -> Cut | None:
-    """The latest tokens through which all of the gradient passes, if they are the top layer's."""
-    for number in range(len(cuts) - 1, -1, -1):
+    """The latest tokens through which all of the gradient passes, if they are the top layer's.
+
+    Those of a container with another width may be a head's own, and are taken if there are no others.
+    """
+    last_first = sorted(range(len(cuts)), key=lambda number: (cuts[number].other, -number))
+    for number in last_first:
         cut = cuts[number]
         if not cut.tokens or not _is_nonzero(cut.total) or token_norms(cut.leaf, top) is None:
             continue
