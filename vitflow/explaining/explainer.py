@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import vitflow
@@ -49,6 +50,7 @@ def explain(
     fit: str = "crop",
     device: str | torch.device | None = None,
     data_config: Any = None,
+    readout: Tensor | NDArray[Any] | None = None,
     **options: Any,
 ) -> Saliency:
     """Explain one picture with one method. To explain several with the same model, keep an `Explainer`.
@@ -61,6 +63,8 @@ def explain(
         fit: "crop" (the model's own preprocessing), "squash", "pad" or "native".
         device: where to run, by default the model's own device, or a GPU if there is one.
         data_config: what a model that does not say so itself wants to see, as for `Explainer`.
+        readout: weights of the tokens that the map starts at, [tokens], or of the patches, [rows, cols]; by default
+            those that the output is computed from.
         options: the method's own, such as head_fusion="max".
 
     Raises:
@@ -71,7 +75,7 @@ def explain(
     (12, 12)
     """
     explainer = Explainer(model, device=device, fit=fit, data_config=data_config)
-    return explainer.explain(image, method=method, target=target, **options)
+    return explainer.explain(image, method=method, target=target, readout=readout, **options)
 
 
 class Explainer(PictureModel):
@@ -121,11 +125,17 @@ class Explainer(PictureModel):
 
     @takes_method_options
     def explain(
-        self, image: ImageSource, *, method: str = "rollout", target: Target | Contrast = None, **options: Any
+        self,
+        image: ImageSource,
+        *,
+        method: str = "rollout",
+        target: Target | Contrast = None,
+        readout: Tensor | NDArray[Any] | None = None,
+        **options: Any,
     ) -> Saliency:
         """Explain one picture with one method; arguments as for `vitflow.explain`."""
         choose_methods([method], options)  # tells of options that explain_batch has, and this one has not
-        found = self.explain_batch([image], methods=[method], targets=target, **options)
+        found = self.explain_batch([image], methods=[method], targets=target, readout=readout, **options)
         if len(found) != 1:
             raise OptionError(f"One map was expected, and {target!r} asks for {len(found)}: use explain_batch.")
         return found[0]
@@ -145,6 +155,7 @@ class Explainer(PictureModel):
         methods: Sequence[MethodChoice] = ("rollout",),
         targets: Targets | Contrast | Sequence[Contrast] = None,
         names: Sequence[str] | None = None,
+        readout: Tensor | NDArray[Any] | None = None,
         **options: Any,
     ) -> list[Saliency]:
         """Explain several pictures with several methods: one forward pass, at most one backward pass per target.
@@ -155,6 +166,8 @@ class Explainer(PictureModel):
             targets: one target for all; a list of targets that each class-specific method explains in turn, where
                 "top5" stands for five; or an array with the class index of each picture.
             names: what to call each picture; by default its path, or "picture 1" and so on.
+            readout: weights of the tokens that maps start at, [tokens], or of the patches, [rows, cols], for all
+                pictures; by default those that each output is computed from.
             options: options for every method that has them.
 
         Returns:
@@ -169,11 +182,12 @@ class Explainer(PictureModel):
             check_class_specific(chosen)
             if not contrasts[0].against_rest:
                 sides = [side for one in contrasts for side in one.sides]
-                maps = self._explain_asked(sources, chosen, sides, names, self.answers)
+                maps = self._explain_asked(sources, chosen, sides, names, self.answers, readout)
                 pairs = zip(maps[::2], maps[1::2], strict=True)
                 return [contrasted(first, second, self.answers.reading) for first, second in pairs]
-            return self._explain_asked(sources, chosen, [one.target for one in contrasts], names, self._apart)
-        return self._explain_asked(sources, chosen, targets, names, self._apart if self.answers.apart else self.answers)
+            return self._explain_asked(sources, chosen, [one.target for one in contrasts], names, self._apart, readout)
+        answers = self._apart if self.answers.apart else self.answers
+        return self._explain_asked(sources, chosen, targets, names, answers, readout)
 
     def _explain_asked(
         self,
@@ -182,6 +196,7 @@ class Explainer(PictureModel):
         targets: Any,
         names: Sequence[str] | None,
         answers: Answers,
+        readout: Tensor | NDArray[Any] | None,
     ) -> list[Saliency]:
         """Explain several pictures with maps of these answers."""
         per_picture: Any = targets if is_per_picture(targets) else sources
@@ -191,7 +206,7 @@ class Explainer(PictureModel):
         if len(names) != len(sources):
             raise OptionError(f"Expected one name for each of {len(sources)} pictures, got {len(names)}.")
         pictures = [self.placed(image, name) for image, name in zip(sources, names, strict=True)]
-        explain = partial(self._explain_read, answers=answers)
+        explain = partial(self._explain_read, answers=answers, readout=readout)
         found = explain(pictures, chosen, targets)
         if any(one.options.get("shifts") for one in chosen):
             found = [
@@ -209,7 +224,7 @@ class Explainer(PictureModel):
         return vitflow.features(images, model=self, **options)
 
     def _explain_read(
-        self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, answers: Answers
+        self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, answers: Answers, readout: Any
     ) -> list[list[Saliency]]:
         """Explain pictures that were read, those of one input size as one batch: [pictures][methods and targets]."""
         results: list[list[Saliency]] = [[] for _ in pictures]
@@ -218,7 +233,7 @@ class Explainer(PictureModel):
             groups.setdefault(picture.placement.input_size, []).append(index)
         for members in groups.values():
             wanted = targets[members] if is_per_picture(targets) else targets
-            found_by_picture = self._run([pictures[i] for i in members], chosen, wanted, answers)
+            found_by_picture = self._run([pictures[i] for i in members], chosen, wanted, answers, readout)
             for index, found in zip(members, found_by_picture, strict=True):
                 results[index] = found
         return results
@@ -236,7 +251,7 @@ class Explainer(PictureModel):
         return found
 
     def _run(
-        self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, answers: Answers
+        self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, answers: Answers, readout: Any
     ) -> list[list[Saliency]]:
         """Explain pictures of one input size: [pictures][methods and targets]."""
         gradients = needs_gradients(chosen)
@@ -245,7 +260,7 @@ class Explainer(PictureModel):
         # Leaving inference mode lets a caller's torch.inference_mode() stand around this.
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(self.model):
             started = time.perf_counter()
-            trace, chosen = self._record(self._tensor(pictures), chosen, answers)
+            trace, chosen = self._record(self._tensor(pictures), chosen, answers, readout)
             own = trace.logits if answers is self.answers else self.answers.numbers(trace.output)
             probabilities = probabilities_of(own, self.facts)
             seconds = time.perf_counter() - started
@@ -264,7 +279,7 @@ class Explainer(PictureModel):
             )
             return apply_methods(asked, chosen, wanted)
 
-    def _record(self, pixels: Tensor, chosen: Chosen, answers: Answers) -> tuple[Trace, Chosen]:
+    def _record(self, pixels: Tensor, chosen: Chosen, answers: Answers, readout: Any) -> tuple[Trace, Chosen]:
         """One forward pass that keeps no more than the methods need; and these without what does not apply.
 
         That is value weighting, or the refining of maps of no attention where there is none: what was asked for is
@@ -277,7 +292,7 @@ class Explainer(PictureModel):
             kept = recorded_for(chosen, self.model)
             try:
                 reads = any(starts_at_readout(one) for one in chosen)
-                return self._recorded(pixels, answers, reads=reads, **kept), chosen
+                return self._recorded(pixels, answers, reads=reads, readout=readout, **kept), chosen
             except NoAttentionError:
                 plain = [
                     one.but(refine=0) if one.method.needs == {"predict"} and "refine" not in one.asked else one

@@ -186,6 +186,8 @@ class Saliency:
         """What a reader of the figure must know, line by line."""
         if self.target is not None and not self.class_specific:
             yield "The map is the same for every class."
+        if "," in (readout := self.facts.get("readout", "")):  # not the model's own pooling
+            yield f"Readout: {readout}."
         yield from captions.asked(self.facts)
         if told := captions.unsure(self.facts):
             yield f"{told[0].upper()}{told[1:]}."

@@ -76,8 +76,8 @@ class record_attention:
             fusion, and a third of the memory.
         answers: maps what the model returns to the numbers whose gradients are asked for, [batch, classes]; by default
             to its logits.
-        readout: weight of each token of the top layer in the output, [tokens] or [batch, tokens], where `trace.readout`
-            is not to be taken from the model; rows are divided by their sums.
+        readout: weights to use as `trace.readout` instead of the model's: of the top layer's tokens, [tokens] or
+            [batch, tokens], or of its patches, [rows, cols]; rows are divided by their sums.
         head: how the output is computed from tokens, by `trace.head` of an earlier pass: blocks then run without
             gradients and the head with them, so that `trace.readout` is known. The forward pass must run with gradients
             enabled, and the model's output is cut off from its input.
@@ -372,10 +372,13 @@ def _pixels_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | Non
 
 def _normalized(readout: Tensor, batch: int, top: TokenLayout) -> Tensor:
     """A readout that the caller gives, [batch, tokens], rows summing to 1."""
+    readout = torch.as_tensor(readout)
+    if readout.shape == (top.rows, top.cols):
+        readout = nn.functional.pad(readout.flatten(), (top.num_prefix_tokens, top.num_suffix_tokens))
     weights = check_readout(readout, batch, top.num_tokens).double()
     sums = weights.sum(dim=1, keepdim=True)
     if (weights < 0).any() or not (sums > 0).all():
-        raise OptionError("Expected a readout of weights of at least 0, not all of them 0.")
+        raise OptionError("Expected readout weights of at least 0, not all of them 0.")
     return weights / sums
 
 

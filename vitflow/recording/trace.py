@@ -365,6 +365,7 @@ class Trace:
         Raises:
             OptionError: the pass was recorded without gradients.
             ShapeError: the logits are not [batch, classes].
+            UnsupportedModelError: a gradient is zero everywhere, or does not reach the attention.
         """
         if self.logits is None or self.pixels is None:
             raise VitflowError(_NOTHING_RECORDED)
@@ -378,7 +379,14 @@ class Trace:
             # Pictures of a batch do not influence each other, so the sum's gradient holds each picture's own.
             with torch.inference_mode(False), torch.enable_grad():
                 chosen = self.logits.gather(1, targets.to(self.logits.device).view(-1, 1))
-            self._backward[key] = self.gradients_of(chosen)
+            found = self.gradients_of(chosen)
+            if found.pixels is not None and not found.pixels.flatten(1).any(dim=1).all():
+                raise UnsupportedModelError(
+                    "The gradient of the output with respect to the image is zero everywhere: the output is detached, "
+                    "constant, saturated, or behind a ReLU that is off. Explain another output, or use sampling or "
+                    "occlusion, which need no gradient."
+                )
+            self._backward[key] = found
         return self._backward[key]
 
     def gradients_of(self, scores: Tensor) -> Backward:
