@@ -122,8 +122,10 @@ def staged_rollout(
 
 
 def same_tokens(tokens: Sequence[LayerTokens]) -> bool:
-    """Whether all layers attend between the same tokens, all of them to all: no windows, and no stages."""
-    return all(layer.dense and layer.queries == tokens[-1].queries for layer in tokens)
+    """Whether all layers attend between the same tokens, all of them to all, with the patches last."""
+    return all(
+        layer.dense and layer.queries == tokens[-1].queries and not layer.queries.num_suffix_tokens for layer in tokens
+    )
 
 
 def staged_attention(
@@ -209,7 +211,8 @@ def _through(
 def _discard(weights: Tensor, valid: Tensor, key_index: Tensor, layer: LayerTokens, discard_ratio: float) -> Tensor:
     if discard_ratio == 0.0:
         return weights
-    among = valid & (key_index >= layer.keys.num_prefix_tokens).unsqueeze(-2)
+    patches = layer.keys.patches
+    among = valid & ((key_index >= patches.start) & (key_index < patches.stop)).unsqueeze(-2)
     entries = weights[:, among]  # [batch, entries]
     weights = weights.clone()
     weights[:, among] = discard_smallest(entries, int(discard_ratio * entries.shape[-1]))

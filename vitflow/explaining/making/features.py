@@ -46,7 +46,7 @@ def similarity(trace: AskedTrace, *, layer: int, patch: Patch | None, box: Box |
     if patch is not None and box is not None:
         raise OptionError(f"Expected a patch or a box to compare with, got both: patch={patch!r}, box={box!r}.")
     tokens, layout = layer_features(trace, layer)
-    patches = tokens[:, layout.num_prefix_tokens :]
+    patches = tokens[:, layout.patches]
     if patch is not None:
         row, col = patch_place(patch)
         words, reference = f"patch ({row}, {col})", tokens[:, layout.token_of_patch(row, col)]

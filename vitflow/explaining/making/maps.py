@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from vitflow.methods.flow.layers import LayerRange, default_window
 from vitflow.methods.fusion import HeadFusion, SignedFusion, normalize_rows
 from vitflow.methods.hiding import occlusion as blank_out
 from vitflow.methods.staged_rollout import staged_attention, staged_rollout
+from vitflow.methods.tokens import TokenLayout
 from vitflow.methods.values import ValueWeighting
 from vitflow.models.anatomy import ATTENTION_POOLING, pool_queries
 from vitflow.recording.trace import Trace
@@ -137,9 +138,16 @@ def flow(
         )
     matrices = trace.fused(head_fusion, value_weighted=value_weighted)
     layers = default_window(layers, len(matrices))
-    prefix, readout = trace.layout.num_prefix_tokens, readout_of(trace, patch)
+    readout, layout = readout_of(trace, patch), trace.layout
+    if layout.num_suffix_tokens:  # patches last, as flow has them
+        every = torch.arange(layout.num_tokens, device=readout.device)
+        start, stop = layout.patches.start, layout.patches.stop
+        order = torch.cat([every[:start], every[stop:], every[start:stop]])
+        matrices, readout = [matrix[:, order][:, :, order] for matrix in matrices], readout[:, order]
+        layout = TokenLayout(layout.num_prefix_tokens + layout.num_suffix_tokens, layout.rows, layout.cols)
+    prefix = layout.num_prefix_tokens
     options: dict[str, Any] = {"discard_ratio": discard_ratio, "residual": residual, "num_prefix_tokens": prefix}
-    with tracking("attention flow", len(readout) * trace.layout.num_tokens) as progress:
+    with tracking("attention flow", len(readout) * layout.num_tokens) as progress:
         found = attention_flow(matrices, source=readout, layers=layers, solver=solver, progress=progress, **options)
     tokens, (first, last) = found.values, found.layers
     if below == "rollout" and first > 1:
@@ -154,7 +162,7 @@ def flow(
             stacklevel=2,
         )
     facts = [{"saturated": share, "flow_layers": [first, last]} for share in shares_saturated]
-    return Maps(trace.layout.to_grid(tokens), facts)
+    return Maps(layout.to_grid(tokens), facts)
 
 
 def attention(
@@ -208,11 +216,13 @@ def gradcam(trace: AskedTrace, *, layer: int) -> Maps:
             "the picture: Grad-CAM does not apply there. Use another layer, input_gradient or occlusion."
         )
     layout, channels_last = found
-    pair = (features, trace.backward().features[path])
+    features = features[:, : layout.patches.stop] if features.ndim == 3 else features
+    gradient = trace.backward().features[path]
+    pair = (features, gradient[:, : layout.patches.stop] if features.ndim == 3 else gradient)
     if features.ndim == 4:
         pair = (pair[0].flatten(1, 2), pair[1].flatten(1, 2)) if channels_last else (_rows(pair[0]), _rows(pair[1]))
     tokens = gradients.grad_cam(*pair, num_prefix_tokens=layout.num_prefix_tokens)
-    return Maps(layout.to_grid(tokens))
+    return Maps(replace(layout, num_suffix_tokens=0).to_grid(tokens))
 
 
 def _rows(features: Tensor) -> Tensor:

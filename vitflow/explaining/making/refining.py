@@ -93,9 +93,12 @@ def affinity_of(trace: Trace, name: AffinityName, grid: tuple[int, int]) -> Affi
         try:
             if name == "attention":
                 means = trace.fused("mean")
-                found = co_attention([means[number] for number, _ in layers], patches)
+                among = [means[number][:, : each.tokens.keys.patches.stop] for number, each in layers]
+                found = co_attention([one[:, :, : one.shape[1]] for one in among], patches)
             else:
-                found = key_affinity([layer.keys[:, -patches:] for _, layer in layers if layer.keys is not None])
+                found = key_affinity(
+                    [each.keys[:, each.tokens.keys.patches] for _, each in layers if each.keys is not None]
+                )
         except ShapeError as error:
             raise UnsupportedModelError(f"{error} Use refine=0.") from error
         trace.affinities[name, grid] = found

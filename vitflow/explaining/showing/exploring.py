@@ -154,10 +154,11 @@ class _Explorer:
                 found.refused["live"] = str(error)
                 return explainer.record(image, attention=False, features=features)
         try:
-            if trace.staged:
+            if trace.staged or trace.layout.num_suffix_tokens:
                 raise UnsupportedModelError(
-                    f"{type(explainer.model).__name__} has windows, or stages with different tokens: the browser "
-                    "computes over one set of tokens only. Maps that were made beforehand are here."
+                    f"{type(explainer.model).__name__} has windows, stages with different tokens, or tokens after "
+                    "the patches: the browser computes over one set of tokens only. Maps that were made beforehand are "
+                    "here."
                 )
         except UnsupportedModelError as error:
             found.refused["live"] = str(error)
@@ -189,7 +190,7 @@ class _Explorer:
         except UnsupportedModelError as error:
             found.refused["features"] = str(error)
             return
-        patches = tokens[0, layout.num_prefix_tokens :].float().cpu()
+        patches = tokens[0, layout.patches].float().cpu()
         found.features = patches.numpy(), (layout.rows, layout.cols)
 
     def _affinities(self, trace: Trace, found: ExploredPicture) -> None:

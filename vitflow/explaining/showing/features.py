@@ -233,7 +233,7 @@ def _vectors(explainer: Explainer, picture: PlacedPicture, layer: int) -> torch.
     """The features of the patches of a picture, [rows, cols, width]."""
     trace = explainer.record(picture.image, attention=False, features=[layer_output(explainer.model, layer)[0]])
     tokens, layout = layer_features(trace, layer)
-    patches = tokens[0, layout.num_prefix_tokens :].cpu()
+    patches = tokens[0, layout.patches].cpu()
     return patches.view(layout.rows, layout.cols, -1)
 
 

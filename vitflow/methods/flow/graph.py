@@ -88,6 +88,8 @@ def token_label(token: int, num_prefix_tokens: int, layout: TokenLayout | None =
     if token < num_prefix_tokens:
         return f"reg {token}" if token else "cls"
     patch = token - num_prefix_tokens
+    if layout is not None and patch >= layout.num_patches:
+        return f"suffix {patch - layout.num_patches}"
     return f"patch {patch}" if layout is None else f"patch {divmod(patch, layout.cols)}"
 
 
