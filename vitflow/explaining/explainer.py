@@ -178,6 +178,9 @@ class Explainer(PictureModel):
         """
         sources = several(images)
         chosen = choose_methods(methods, options)
+        if readout is not None and not any(starts_at_readout(one) for one in chosen):
+            names = ", ".join(one.name for one in chosen)
+            raise OptionError(f"readout= applies to methods that start at tokens, such as rollout or gae; got {names}.")
         if contrasts := contrasts_among(targets):
             check_class_specific(chosen)
             if not contrasts[0].against_rest:

@@ -281,7 +281,7 @@ def _accelerator(device: torch.device) -> str:
 class _Cuts:
     """Leaves in the place of each block's output, and of the tokens that later modules make of the last one's.
 
-    Blocks run without gradients, and what follows the last block with them.
+    Blocks run without gradients, and what reads their tokens with them.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
@@ -294,9 +294,9 @@ class _Cuts:
         self._stack = ExitStack()
         last = self._blocks[-1]
         containers = {last[:i] for i, sign in enumerate(last) if sign == "."}
-        self._hook(self._blocks[0], self._stop, before=True)
         for path, module in module_paths(self._model):
             if path in self._blocks:
+                self._hook(path, self._stop, before=True)
                 self._hook(path, self._block(path, path == last), before=False)
             elif path in containers or (path and _is_norm(module)):
                 self._hook(path, self._after(path, path not in containers), before=False)
@@ -316,9 +316,11 @@ class _Cuts:
 
     def _block(self, path: str, last: bool) -> Callable[..., Any]:
         def act(args: Any, output: Any) -> Any:
-            if last and output is not None:
+            if output is None:
+                return None
+            torch.set_grad_enabled(True)
+            if last:
                 self.cuts.clear()
-                torch.set_grad_enabled(True)
             tokens = tokens_of(output)
             if tokens is None:
                 return None
@@ -358,9 +360,10 @@ def _head(
         return Head(None, blocks[0])
     holding, taps, several = list(closed), set[str | None](), set[str]()
     for score in _scores(numbers):
-        several |= _differentiate(score, cuts)
-        tap = _tap(cuts.cuts, top)
+        _differentiate(score, cuts)
+        tap, earlier = _tap(cuts, top)
         taps.add(None if tap is None else tap.path)
+        several |= earlier
         holding = [one for one in holding if _holds(tap, cuts.cuts, top, one)]
     path = next((cut.path for cut in cuts.cuts if cut.path in taps), None)
     name = holding[0].name if holding and taps and not several else None
@@ -380,55 +383,55 @@ def _scores(numbers: Tensor) -> list[Tensor]:
     return [*(scale * (numbers @ weights.T)).sum(dim=0).unbind(), scale * numbers.amax(dim=1).sum()]
 
 
-def _differentiate(score: Tensor, cuts: _Cuts) -> set[str]:
-    """Write the gradient of a score into each cut, direct and in total; returns the earlier blocks that have some.
+def _differentiate(score: Tensor, cuts: _Cuts) -> None:
+    """Write the gradient of a score into each cut, direct and in total.
 
     The gradient at a leaf is direct: what passes through a later cut ends there. In total, it goes on from there.
     """
     every = [*cuts.earlier, *cuts.cuts]
-    leaves = [cut.leaf for cut in every]
-    direct = torch.autograd.grad(score, leaves, retain_graph=True, allow_unused=True)
+    direct = torch.autograd.grad(score, [cut.leaf for cut in every], retain_graph=True, allow_unused=True)
     for cut, gradient in zip(every, direct, strict=True):
         cut.direct = cut.total = gradient
     for number in range(len(every) - 1, len(cuts.earlier), -1):
-        cut, before = every[number], every[:number]
-        if cut.total is None:
-            continue
-        passed = torch.autograd.grad(cut.original, leaves[:number], cut.total, retain_graph=True, allow_unused=True)
-        for one, gradient in zip(before, passed, strict=True):
+        for one, gradient in zip(every, _passed(every[number], every[:number]), strict=False):
             if gradient is not None:
                 one.total = gradient if one.total is None else one.total + gradient
-    return {cut.path for cut in cuts.earlier if _is_nonzero(cut.total)}
 
 
-def _tap(cuts: Sequence[Cut], top: TokenLayout) -> Cut | None:
-    """The latest tokens through which all of the gradient passes, if they are the top layer's.
+def _passed(cut: Cut, before: Sequence[Cut]) -> Sequence[Tensor | None]:
+    """The gradient that a cut passes on to earlier ones, not through those between."""
+    if cut.total is None or not before:
+        return [None] * len(before)
+    leaves = [one.leaf for one in before]
+    return torch.autograd.grad(cut.original, leaves, cut.total, retain_graph=True, allow_unused=True)
+
+
+def _tap(cuts: _Cuts, top: TokenLayout) -> tuple[Cut | None, set[str]]:
+    """The latest tokens through which all of the gradient passes from the last block on, if they are the top layer's.
 
     Those of a container with another width may be a head's own, and are taken if there are no others.
+
+    Returns:
+        Their cut, and the paths of earlier blocks that some gradient reaches without passing it.
     """
-    last_first = sorted(range(len(cuts)), key=lambda number: (cuts[number].other, -number))
-    for number in last_first:
-        cut = cuts[number]
+    every, first = [*cuts.earlier, *cuts.cuts], len(cuts.earlier)
+    for number in sorted(range(first, len(every)), key=lambda number: (every[number].other, -number)):
+        cut = every[number]
         if not cut.tokens or not _is_nonzero(cut.total) or token_norms(cut.leaf, top) is None:
             continue
-        if not _is_bypassed(cuts, number) and (not cut.norm or _is_token_wise(cuts, number, top)):
-            return cut
-    return None
+        reached = _reached(every, number)
+        if not any(place >= first for place in reached) and (not cut.norm or _is_token_wise(every, number, top)):
+            return cut, {every[place].path for place in reached}
+    return None, set()
 
 
-def _is_bypassed(cuts: Sequence[Cut], number: int) -> bool:
-    """Whether some gradient reaches earlier tokens without passing a cut."""
-    before = [cut.leaf for cut in cuts[:number]]
-    if not before:
-        return False
-    if any(_is_nonzero(cut.direct) for cut in cuts[:number]):
-        return True
-    return any(
-        _is_nonzero(gradient)
-        for later in cuts[number + 1 :]
-        if later.total is not None
-        for gradient in torch.autograd.grad(later.original, before, later.total, retain_graph=True, allow_unused=True)
-    )
+def _reached(every: Sequence[Cut], number: int) -> set[int]:
+    """The places of earlier cuts that some gradient reaches without passing a cut."""
+    reached = {place for place in range(number) if _is_nonzero(every[place].direct)}
+    for later in every[number + 1 :]:
+        passed = _passed(later, every[:number])
+        reached |= {place for place, gradient in enumerate(passed) if _is_nonzero(gradient)}
+    return reached
 
 
 def _is_token_wise(cuts: Sequence[Cut], number: int, top: TokenLayout) -> bool:

@@ -1,0 +1,362 @@
+"""The readout follows from the output that is explained: each against a separate autograd computation."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from vitflow import Explainer, TokenLayout, record_attention
+from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
+from vitflow.models.anatomy import logits_of
+
+SIZE = 64
+CONFIG = {
+    "input_size": (3, SIZE, SIZE),
+    "mean": (0.5,) * 3,
+    "std": (0.5,) * 3,
+    "crop_pct": 1.0,
+    "interpolation": "bilinear",
+}
+QUICK = ["rollout", "attention", "flow", "gradient_rollout", "gae", "legrad"]
+
+
+def timm_vit(**options) -> nn.Module:
+    torch.manual_seed(0)
+    chosen = {"num_classes": 5, "img_size": SIZE, "depth": 3, "embed_dim": 48, "num_heads": 3} | options
+    return jitter(timm.create_model("vit_tiny_patch16_224", **chosen))
+
+
+def jitter(model: nn.Module) -> nn.Module:
+    """Attention, norms and heads far from uniform."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    return model.eval()
+
+
+class Around(nn.Module):
+    """A user's module around a backbone of timm, which pools as a function says."""
+
+    def __init__(self, pool, **options) -> None:
+        super().__init__()
+        self.backbone, self.pool = timm_vit(**options), pool
+        self.probe = jitter(nn.Linear(48, 5))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.probe(self.pool(self.backbone.forward_features(pixels)))
+
+
+def region(tokens: Tensor) -> Tensor:
+    """The mean over the patches of the upper left quarter, of 4 × 4."""
+    return tokens[:, 1:].unflatten(1, (4, 4))[:, :2, :2].flatten(1, 2).mean(dim=1)
+
+
+def transformers_model(name: str, **options) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+    config = getattr(transformers, f"{name}Config")(
+        **small | {"image_size": SIZE, "patch_size": 16, "num_labels": 5} | options
+    )
+    torch.manual_seed(0)
+    kind = "ForObjectDetection" if name == "Yolos" else "ForImageClassification"
+    return jitter(getattr(transformers, f"{name}{kind}")(config))
+
+
+def torchvision_vit() -> nn.Module:
+    from torchvision.models import VisionTransformer
+
+    torch.manual_seed(0)
+    return jitter(VisionTransformer(SIZE, 16, 3, 4, 32, 64, num_classes=5))
+
+
+# A model, the module whose output its head reads, and how the readout is described.
+MODELS = {
+    "timm class token": (timm_vit, "norm", "class token"),
+    "timm average": (lambda: timm_vit(global_pool="avg"), "blocks.2", "average over patches"),
+    "timm average over all tokens": (
+        lambda: timm_vit(global_pool="avg", pool_include_prefix=True),
+        "blocks.2",
+        "average over all tokens",
+    ),
+    "timm registers": (lambda: timm_vit(reg_tokens=4), "norm", "class token"),
+    "timm maximum": (lambda: timm_vit(global_pool="max"), "blocks.2", "gradient of the output"),
+    "transformers ViT": (lambda: transformers_model("ViT"), "vit.layernorm", "class token"),
+    "transformers DINOv2": (
+        lambda: transformers_model("Dinov2"),
+        "dinov2.layernorm",
+        "gradient of the output",
+    ),
+    "torchvision": (torchvision_vit, "encoder.ln", "class token"),
+    "own mean": (lambda: Around(lambda tokens: tokens[:, 1:].mean(dim=1)), "backbone.norm", "average over patches"),
+    "own class token and mean": (
+        lambda: Around(lambda tokens: tokens[:, 0] + tokens[:, 1:].mean(dim=1)),
+        "backbone.norm",
+        "gradient of the output",
+    ),
+    "own region": (lambda: Around(region), "backbone.norm", "gradient of the output"),
+    "own, before the norm as well": (
+        lambda: Around(lambda tokens: tokens[:, 3], norm_layer=nn.Identity),
+        "backbone.blocks.2",
+        "gradient of the output",
+    ),
+}
+
+
+def literal_readout(model: nn.Module, path: str, pixels: Tensor, targets: list[int]) -> np.ndarray:
+    """‖∂f/∂y_i‖ of each image by itself, rows summing to 1, in float64 with loops."""
+    rows = []
+    for image, target in zip(pixels, targets, strict=True):
+        kept: list[Tensor] = []
+        handle = model.get_submodule(path).register_forward_hook(
+            lambda module, args, output, kept=kept: kept.append(output)
+        )
+        logits = logits_of(model(image[None]))
+        handle.remove()
+        assert logits is not None
+        [gradient] = torch.autograd.grad(logits[0, target], kept)
+        lengths = [float(np.sqrt(sum(float(entry) ** 2 for entry in token))) for token in gradient[0]]
+        rows.append([one / sum(lengths) for one in lengths])
+    return np.array(rows)
+
+
+def pixels() -> Tensor:
+    return torch.randn(2, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(3))
+
+
+def picture(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 255, (SIZE, SIZE, 3)).astype(np.uint8)
+
+
+@pytest.mark.parametrize(("build", "path", "words"), MODELS.values(), ids=MODELS.keys())
+def test_the_readout_equals_a_separate_autograd_computation(build, path, words):
+    model = build()
+    with record_attention(model, gradients=True) as trace:
+        model(pixels())
+    assert trace.pooling == words
+    for targets in ([0, 3], [4, 4]):
+        wanted = literal_readout(model, path, pixels(), targets)
+        np.testing.assert_allclose(trace.readout_of(torch.tensor(targets)).detach(), wanted, atol=1e-5)
+    explainer = Explainer(model, data_config=CONFIG)  # which runs the head alone with gradients
+    recorded = explainer.record(picture(), head_fusion="mean")
+    inputs = explainer.pixels(picture())
+    wanted = literal_readout(model, path, inputs, [int(logits_of(model(inputs)).argmax())])
+    np.testing.assert_allclose(recorded.readout.detach(), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: jitter(timm.create_model("deit_tiny_distilled_patch16_224", img_size=SIZE, depth=2, num_classes=5)),
+        lambda: timm_vit(class_token=False, global_pool="map"),
+    ],
+    ids=["distilled", "attention pooling"],
+)
+def test_conventions_are_kept_where_the_output_is_computed_by_them_alone(build):
+    model = build()
+    with record_attention(model, gradients=True) as trace:
+        model(pixels())
+    convention = trace.readout.detach().numpy()
+    gradient = literal_readout(model, "norm", pixels(), trace.logits.argmax(dim=1).tolist())
+    assert trace.pooling in ("class and distillation token", "attention pooling")
+    assert np.abs(convention - gradient).sum(axis=1).max() < 0.5  # total variation: another number, not another place
+    assert (convention.argmax(axis=1) < 2).all() or trace.pooling == "attention pooling"
+
+
+def test_a_pooling_head_that_the_output_does_not_use_is_no_readout():
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = timm_vit(class_token=False, global_pool="map")
+
+        def forward(self, images: Tensor) -> Tensor:
+            tokens = self.tower.forward_features(images)
+            self.tower.forward_head(tokens)
+            return tokens[:, 5, :7]
+
+    model = Region()
+    with record_attention(model, gradients=True) as trace:
+        model(pixels())
+    assert trace.pooling == "gradient of the output"
+    np.testing.assert_allclose(trace.readout.detach(), np.eye(16)[[5, 5]], atol=1e-6)
+
+
+def test_an_own_module_that_averages_patches_has_the_maps_of_timms_average_pooling():
+    """Today's guess from the class token gave gae maps that correlated 0.19."""
+
+    class Mean(nn.Module):
+        def __init__(self, backbone: nn.Module) -> None:
+            super().__init__()
+            self.backbone = backbone
+
+        def forward(self, images: Tensor) -> Tensor:
+            tokens = self.backbone.forward_features(images)[:, 1:].mean(dim=1)
+            return self.backbone.head(self.backbone.fc_norm(tokens))
+
+    model = timm_vit(global_pool="avg")
+    own, timms = (Explainer(one, data_config=CONFIG) for one in (Mean(model), model))
+    options = {"masks": 32, "refine": 0}
+    for method in [*QUICK, "gradcam", "input_gradient", "occlusion", "sampling", "consensus"]:
+        used = {
+            name: value for name, value in options.items() if name == "refine" or method in ("sampling", "consensus")
+        }
+        if method == "consensus":
+            used.pop("refine")
+        first, second = (one.explain(picture(), method=method, target=2, **used) for one in (own, timms))
+        np.testing.assert_allclose(first.grid, second.grid, rtol=1e-5, atol=1e-5 * np.abs(second.grid).max())
+
+
+def test_maps_of_two_regions_start_at_their_own_patches():
+    model = Around(lambda tokens: tokens[:, 1:])
+    answers = lambda output: torch.stack([output[:, :4, 1].mean(dim=1), output[:, 12:, 1].mean(dim=1)], dim=1)  # noqa: E731
+    explainer = Explainer(model, data_config=CONFIG, answers=answers, class_names=["top", "bottom"])
+    for method in QUICK:
+        top, bottom = explainer.explain_batch([picture()], methods=[method], targets=["top", "bottom"], refine=0)
+        assert top.facts["readout"] == "4 patches, from the gradient of the output"
+        assert top.class_specific and bottom.class_name == "bottom"
+        assert np.abs(top.grid - bottom.grid).max() > 0.01 * np.abs(top.grid).max()
+    trace = explainer.record(picture())
+    wanted = np.zeros((2, 17))
+    wanted[0, 1:5] = wanted[1, 13:] = 0.25
+    for target in (0, 1):
+        np.testing.assert_allclose(trace.readout_of(torch.tensor([target])).detach()[0], wanted[target], atol=1e-6)
+    top = explainer.explain(picture(), method="rollout", target="top")
+    assert "Readout: 4 patches, from the gradient of the output." in [*top._notes()]
+
+
+def test_an_ordinary_question_has_the_map_of_before_and_runs_the_model_once():
+    model = timm_vit()
+    explainer = Explainer(model, data_config=CONFIG)
+    explainer.explain(picture(), method="rollout")
+    passes = []
+    model.register_forward_hook(lambda module, args, output: passes.append(output.requires_grad))
+    found = explainer.explain(picture(1), method="rollout")
+    assert passes == [False]
+    assert found.facts["readout"] == "class token" and not found.class_specific
+
+
+def test_a_readout_by_gradient_costs_one_pass_with_gradients_in_the_head_alone():
+    model = Around(region)
+    explainer = Explainer(model, data_config=CONFIG)
+    explainer.explain(picture(), method="rollout")
+    seen = []
+    for path in ("backbone.blocks.2", "backbone.norm", ""):
+        model.get_submodule(path).register_forward_hook(
+            lambda module, args, output, path=path: seen.append((path, output.requires_grad))
+        )
+    explainer.explain(picture(1), method="rollout")
+    assert seen == [("backbone.blocks.2", False), ("backbone.norm", False), ("", True)]
+    assert not any(parameter.grad is not None for parameter in model.parameters())
+    assert torch.is_grad_enabled()
+
+
+def test_without_gradients_a_known_pooling_is_observed_and_others_name_the_remedy():
+    with torch.no_grad(), record_attention(Around(lambda tokens: tokens[:, 1:].mean(dim=1))) as trace:
+        trace.model(pixels())
+    assert trace.pooling == "average over patches"
+    with torch.no_grad(), record_attention(Around(region)) as trace:
+        trace.model(pixels())
+    with pytest.raises(UnsupportedModelError, match=r"recorded without gradients.*readout="):
+        _ = trace.readout
+
+
+def test_an_output_of_several_blocks_is_refused_by_their_names():
+    class LastTwo(nn.Module):
+        def __init__(self, norm: bool) -> None:
+            super().__init__()
+            self.backbone, self.probe, self.norm = timm_vit(), nn.Linear(96, 5), norm
+
+        def forward(self, images: Tensor) -> Tensor:
+            blocks = self.backbone.get_intermediate_layers(images, n=2, norm=self.norm)
+            return self.probe(torch.cat([one.mean(dim=1) for one in blocks], dim=-1))
+
+    for norm in (False, True):
+        explainer = Explainer(LastTwo(norm), data_config=CONFIG)
+        for method in ("rollout", "gae"):
+            with pytest.raises(UnsupportedModelError, match=r"several blocks.*backbone\.blocks\.1.*readout="):
+                explainer.explain(picture(), method=method)
+        explainer.explain(picture(), method="gradcam")
+        given = explainer.explain(picture(), method="rollout", readout=np.eye(4)[0] * np.ones((4, 4)))
+        assert given.facts["readout"] == "4 patches, given as argument"
+
+
+@pytest.mark.parametrize("function", ["detached", "behind a ReLU"])
+def test_a_gradient_of_zero_is_an_error_and_no_map(function):
+    def answers(output: Tensor) -> Tensor:
+        second = output[:, 1].detach() if function == "detached" else (output[:, 1] - 1e4).relu()
+        return torch.stack([output[:, 0], second], dim=1)
+
+    explainer = Explainer(timm_vit(), data_config=CONFIG, answers=answers)
+    assert explainer.explain(picture(), method="gae", target=0).grid.max() > 0
+    for method in ("gae", "gradient_rollout", "input_gradient", "rollout"):
+        with pytest.raises(UnsupportedModelError, match=r"gradient of the output .*zero"):
+            explainer.explain(picture(), method=method, target=1)
+
+
+def test_a_readout_given_by_hand_is_the_one_that_is_used():
+    model = timm_vit()
+    explainer = Explainer(model, data_config=CONFIG)
+    grid = np.zeros((4, 4))
+    grid[1, 2] = 3.0
+    by_patch = explainer.explain(picture(), method="rollout", patch=(1, 2), refine=0)
+    given = explainer.explain(picture(), method="rollout", readout=grid, refine=0)
+    np.testing.assert_array_equal(by_patch.grid, given.grid)
+    tokens = torch.zeros(17)
+    tokens[7] = 1.0
+    with record_attention(model, readout=tokens) as trace, torch.no_grad():
+        model(pixels())
+    assert torch.equal(trace.readout, tokens.expand(2, -1)) and trace.pooling == "given as argument"
+    for wrong, error in ((torch.ones(5), ShapeError), (-tokens, OptionError), (torch.zeros(17), OptionError)):
+        with pytest.raises(error, match="readout"):
+            explainer.explain(picture(), method="rollout", readout=wrong)
+    with pytest.raises(OptionError, match="readout"):
+        explainer.explain(picture(), method="occlusion", readout=grid)
+
+
+def test_another_head_is_observed_anew():
+    model = Around(lambda tokens: tokens[:, 1:].mean(dim=1))
+    explainer = Explainer(model, data_config=CONFIG)
+    assert explainer.explain(picture(), method="rollout").facts["readout"] == "average over patches"
+    model.probe = nn.Sequential(nn.Linear(48, 5))  # a replaced module
+    model.pool = region
+    assert explainer.explain(picture(), method="rollout").facts["readout"].startswith("4 patches")
+
+
+def test_a_frozen_backbone_under_no_grad_and_a_checkpointed_one_have_rollouts():
+    class Frozen(Around):
+        def forward(self, images: Tensor) -> Tensor:
+            with torch.no_grad():
+                tokens = self.backbone.forward_features(images)
+            return self.probe(self.pool(tokens))
+
+    model = Frozen(region)
+    found = Explainer(model, data_config=CONFIG).explain(picture(), method="rollout")
+    assert found.facts["readout"].startswith("4 patches")
+    checkpointed = Around(region)
+    checkpointed.backbone.set_grad_checkpointing(True)
+    found = Explainer(checkpointed, data_config=CONFIG).explain(picture(), method="rollout")
+    assert found.facts["readout"].startswith("4 patches")
+
+
+def test_trailing_tokens_are_no_patches_and_may_be_what_is_read():
+    model = transformers_model("Yolos", num_detection_tokens=5, image_size=[SIZE, SIZE])
+    answers = lambda output: output.logits[:, 2, :5]  # noqa: E731
+    explainer = Explainer(model, data_config=CONFIG, answers=answers)
+    trace = explainer.record(picture())
+    assert trace.layout == TokenLayout(1, 4, 4, num_suffix_tokens=5)
+    np.testing.assert_allclose(trace.readout.detach()[0], np.eye(22)[1 + 16 + 2], atol=1e-6)
+    attention = [one[0].double().mean(dim=0) for one in trace.attentions]
+    row = torch.eye(22, dtype=torch.float64)[19]
+    for matrix in reversed(attention):  # discard_ratio 0.5 of the entries whose key is a patch
+        entries = matrix[:, 1:17].flatten()
+        smallest = entries.argsort(stable=True)[: entries.numel() // 2]
+        entries[smallest] = 0.0
+        kept = matrix.clone()
+        kept[:, 1:17] = entries.view(22, 16)
+        step = 0.5 * torch.eye(22, dtype=torch.float64) + 0.5 * kept
+        row = row @ (step / step.sum(dim=1, keepdim=True))
+    options = {"discard_ratio": 0.5, "head_fusion": "mean", "value_weighted": False, "refine": 0, "start_layer": 1}
+    found = explainer.explain(picture(), method="rollout", target=0, **options)
+    np.testing.assert_allclose(found.grid, row[1:17].view(4, 4), rtol=1e-4)
+    for method in ["flow", "gae", "gradcam", "similarity", "legrad"]:
+        assert np.isfinite(explainer.explain(picture(), method=method, target=0).grid).all()
