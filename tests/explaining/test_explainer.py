@@ -1,6 +1,9 @@
 """From pictures to saliency: batches, fits, targets, wrappers, and errors that say what to do."""
 
 import json
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import torch
 from PIL import Image
 from torch import nn
 from torchvision.models import ViT_B_16_Weights
+from transformers.utils import ModelOutput
 
 import vitflow
 from vitflow import Explainer, TokenLayout
@@ -242,6 +246,79 @@ def test_a_model_without_classes_is_explained_without_them():
     assert (saliency.target, saliency.probability, saliency.label) == (None, None, "")
     with pytest.raises(OptionError, match="no classes"):
         explainer(num_classes=0).explain(picture(40, 40), target=1)
+
+
+class Two(nn.Module):
+    """A model with two outputs, in whatever `pack` makes of them."""
+
+    def __init__(self, pack):
+        super().__init__()
+        self.body, self.pack = own_model(), pack
+
+    def forward(self, pixels):
+        tokens = self.body.forward_features(pixels)
+        return self.pack(self.body.forward_head(tokens), tokens)
+
+
+Named = namedtuple("Named", "tokens logits")
+Unnamed = namedtuple("Unnamed", "main aux")
+
+
+@dataclass(slots=True)
+class Fields:
+    cls: torch.Tensor
+    tokens: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda logits, tokens: {"hidden": tokens.mean(1), "logits": logits},
+        lambda logits, tokens: UserDict(hidden=tokens.mean(1), logits=logits),
+        lambda logits, tokens: ModelOutput(hidden=tokens.mean(1), logits=logits),
+        lambda logits, tokens: SimpleNamespace(hidden=tokens.mean(1), logits=logits),
+        lambda logits, tokens: Named(tokens.mean(1), logits),
+    ],
+    ids=["dict", "mapping", "transformers", "object", "namedtuple"],
+)
+def test_logits_are_taken_from_any_kind_of_output(pack):
+    image = picture(40, 40)
+    found = Explainer(Two(pack), data_config=DATA).explain(image, method="gae", target=2)
+    expected = explainer().explain(image, method="gae", target=2)
+    assert found.probability == pytest.approx(expected.probability)
+    np.testing.assert_allclose(found.grid, expected.grid, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("pack", "told", "example"),
+    [
+        (lambda one, two: {"tokens": two, "cls": one}, ['["tokens"] (1, 17, 24)', '["cls"] (1, 5)'], 'output["cls"]'),
+        (lambda one, two: (one, one), ["tuple with [0] (1, 5), [1] (1, 5)"], "output[0]"),
+        (lambda one, two: Unnamed(one, one), ["Unnamed with main (1, 5), aux (1, 5)"], "output.main"),
+        (lambda one, two: Fields(one, two), ["Fields with cls (1, 5), tokens (1, 17, 24)"], "output.cls"),
+        (lambda one, two: SimpleNamespace(heads={"a": one}), ['heads["a"] (1, 5)'], 'output.heads["a"]'),
+        (lambda one, two: {"index": one.argmax(1), "age": one[:, 0]}, ['["age"] (1,)'], 'output["age"][:, None]'),
+        (lambda one, two: {"map": two[:, 1:].unflatten(1, (4, 4)).movedim(3, 1)}, [], 'output["map"].mean((2, 3))'),
+        (lambda one, two: {0: two}, ["dict with [0] (1, 17, 24)"], "output[0].mean(1)"),
+    ],
+)
+def test_an_output_without_logits_is_answered_with_an_example_that_works(pack, told, example):
+    model, image = Two(pack), picture(40, 40)
+    for ask in (
+        lambda: Explainer(model, data_config=DATA).explain(image),
+        lambda: Explainer(model, data_config=DATA).logits(torch.zeros(1, 3, 32, 32)),
+    ):
+        with pytest.raises(ModelError, match="Expected Two to return one tensor of logits") as caught:
+            ask()
+        assert [words for words in told if words not in str(caught.value)] == [], str(caught.value)
+        assert f"answers=lambda output: {example}." in str(caught.value)
+    answers = eval(f"lambda output: {example}")
+    assert Explainer(model, answers=answers, data_config=DATA).explain(image, method="gae").grid.any()
+
+
+def test_an_output_without_tensors_is_refused_in_words():
+    with pytest.raises(ModelError, match="got NoneType with no tensors. Make the model return its logits as a tensor"):
+        Explainer(Two(lambda one, two: None), data_config=DATA).explain(picture(40, 40))
 
 
 def test_grey_models_see_luminance():

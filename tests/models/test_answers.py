@@ -136,7 +136,7 @@ def _times(output, scale):
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        (lambda output: output["logits"], r"\[pictures, 3, one for each name\].*logits \(2, 3, 4, 4\)"),
+        (lambda output: output["logits"], r"\[pictures, 3, one for each name\].*logits.\] \(2, 3, 4, 4\)"),
         (lambda output: output["logits"].mean(), "got shape"),
         (lambda output: corner(output).mean(0, keepdim=True), "2 pictures"),
         (lambda output: corner(output)[0].tolist(), "got \\["),

@@ -246,7 +246,9 @@ class Explainer(PictureModel):
         # Leaving inference mode lets a caller's torch.inference_mode() stand around this.
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(self.model):
             started = time.perf_counter()
-            trace, chosen = self._record(self._tensor(pictures), chosen)
+            trace, chosen = self._record(pixels := self._tensor(pictures), chosen)
+            if trace.logits is None:
+                self.logits(pixels)  # raises an error that describes the output
             probabilities = probabilities_of(trace.logits, self.facts)
             seconds = time.perf_counter() - started
             wanted = resolve_targets(targets, probabilities, self.facts.answers.names)

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import ModelError, OptionError, printable, unknown_name
+from vitflow.errors import OptionError, printable, unknown_name
 from vitflow.explaining.making.asked import PlacedPicture
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models import DTYPES
 from vitflow.models.anatomy import unwrap
-from vitflow.models.answers import Answers, features_of, likeness
+from vitflow.models.answers import Answers, features_of, likeness, no_logits
 from vitflow.models.checkpoints import ClassNames, architecture_sha256, check_name_count, code_sha256, weights_sha256
 from vitflow.models.facts import read_facts
 from vitflow.models.libraries import forward_options, headless, library_data_config
@@ -238,9 +238,10 @@ class PictureModel:
             ModelError: it answers with something else than a tensor, or an output that has one.
         """
         with evaluating(self.model):
-            logits = (answers or self.answers).numbers(self.forward(pixels))
+            output = self.forward(pixels)
+            logits = (answers or self.answers).numbers(output)
         if logits is None:
-            raise ModelError(f"Expected {self.model_id} to return one tensor of logits, got none.")
+            raise no_logits(output, self.model_id)
         return logits
 
     def _probed(self, pixels: Tensor) -> Any:
