@@ -12,11 +12,13 @@ import torch
 from PIL import Image
 from torch import nn
 from torchvision.models import ViT_B_16_Weights
+from transformers import ViTConfig, ViTForImageClassification
 from transformers.utils import ModelOutput
 
 import vitflow
-from vitflow import Explainer, TokenLayout
+from vitflow import Contrast, Explainer, TokenLayout
 from vitflow.errors import ImageError, ModelError, OptionError, UnsupportedModelError
+from vitflow.explaining.asking.captions import class_lines
 from vitflow.explaining.asking.targets import class_index, resolve_targets
 from vitflow.models.facts import class_names_of
 
@@ -239,6 +241,64 @@ def test_multi_label_probabilities_are_sigmoids():
     with torch.no_grad():
         expected = model(Explainer(model, data_config=DATA).pixels(image)).sigmoid()[0, 3]
     assert saliency.probability == pytest.approx(float(expected), rel=1e-5)
+
+
+class Headed(nn.Module):
+    """A module that does not say how many classes it has."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixels):
+        return self.model(pixels)
+
+
+@pytest.mark.parametrize("activation", [None, "softmax", "sigmoid"])
+@pytest.mark.parametrize("around", [False, True], ids=["timm", "own"])
+def test_a_single_logit_is_read_by_a_sigmoid(around, activation, tmp_path):
+    model = Headed(own_model(num_classes=1)) if around else own_model(num_classes=1)
+    explaining = Explainer(model, data_config=DATA, activation=activation)
+    for image in PICTURES[:2]:
+        logit = explaining.logits(explaining.pixels(image))[0, 0].detach().double()
+        expected = float(logit.sigmoid())
+        assert 0.01 < expected < 0.99
+        for target in (None, "top1", 0):
+            found = explaining.explain(image, method="gae", target=target)
+            assert found.to_dict()["probability"] == pytest.approx(expected, rel=1e-5)
+            assert found.to_dict()["value"] == found.probability
+            assert (found.target, found.predicted, found.facts.get("note")) == (0, 0, None)
+            assert list(class_lines(found.answer)) == [f"class 0, {expected:.1%} (sigmoid)"]
+    for score in ("log-odds", "probability"):
+        hidden = explaining.explain(PICTURES[0], method="occlusion", score=score, refine=0)
+        assert np.abs(hidden.grid).max() > 0
+    with pytest.raises(OptionError, match="Expected several answers to set one against the rest, got one"):
+        explaining.explain(PICTURES[0], method="gae", target=Contrast(0, against="rest"))
+    (tmp_path / "in").mkdir()
+    Image.fromarray(PICTURES[1]).save(tmp_path / "in" / "1.png")
+    vitflow.explain_folder(tmp_path / "in", tmp_path / "out", model=explaining)
+    (row,) = map(json.loads, (tmp_path / "out" / "manifest.jsonl").read_text().splitlines())
+    assert (row["probability"], row["predicted_index"]) == (pytest.approx(expected, rel=1e-4), 0)
+
+
+def test_a_single_logit_is_a_value_if_that_is_requested():
+    explaining = Explainer(own_model(num_classes=1), data_config=DATA, activation="value")
+    found = explaining.explain(picture(40, 40))
+    logit = float(explaining.logits(explaining.pixels(picture(40, 40)))[0, 0].detach())
+    assert (found.answer.number, found.probability) == (pytest.approx(logit, rel=1e-5), None)
+
+
+@pytest.mark.parametrize(("problem", "count"), [(None, 1), ("regression", 1), ("regression", 2)])
+def test_a_regression_of_transformers_is_read_as_values(problem, count):
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=count, problem_type=problem)
+    torch.manual_seed(0)
+    explaining = Explainer(ViTForImageClassification(config).eval(), data_config=DATA)
+    found = explaining.explain(picture(40, 40), method="gae", target=0)
+    logit = explaining.logits(explaining.pixels(picture(40, 40)))[0, 0].detach().double()
+    expected = logit if problem == "regression" else logit.sigmoid()
+    assert found.answer.number == pytest.approx(float(expected), rel=1e-5)
+    assert (found.probability is None) is (problem == "regression")
 
 
 def test_a_model_without_classes_is_explained_without_them():

@@ -97,6 +97,7 @@ class Explainer(PictureModel):
         layout: prefix tokens and patch grid, for a model that does not tell its own.
         activation: how answers are read: "softmax" or "sigmoid" (multi-label), by default what the model's
             configuration says, else softmax; "cosine", or "value" for numbers as they are, as those of a function.
+            A single logit is read by a sigmoid instead of a softmax.
         name: what to call the model in figures and rows; by default the id that `load_model` loaded its weights by, and
             of weights that it does not know the architecture.
         prompts: texts to ask about, which become the names of the answers: of CLIP, SigLIP and SigLIP 2 of

@@ -18,6 +18,8 @@ from vitflow.models.checkpoints import code_sha256, source_of, weights_sha256
 #: How numbers are read: as probabilities that sum to 1, as one probability each, as cosines, or as they are.
 READINGS = ("softmax", "sigmoid", "cosine", "value")
 
+_NO_REST = "Expected several answers to set one against the rest, got one: leave out against."
+
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Answers:
@@ -28,7 +30,7 @@ class Answers:
             that it returns.
         names: of the k answers; None where they are not known.
         count: k; 0 where the model ends in features, None where that is not known before it runs.
-        reading: one of `READINGS`.
+        reading: one of `READINGS`; a softmax of one number is read as a sigmoid.
         unit: of numbers that are read as they are, such as "years".
         scale: what cosines were multiplied by to become the numbers.
         made_of: what the numbers come from, beside the model, ready for JSON: other results come of another one.
@@ -57,6 +59,8 @@ class Answers:
 
     def __post_init__(self) -> None:
         check_known("reading (activation)", self.reading, READINGS)
+        if self.count == 1 and self.reading == "softmax":  # which would be 100 % for every image
+            object.__setattr__(self, "reading", "sigmoid")
 
     def numbers(self, output: Any) -> Tensor | None:
         """The numbers [batch, k] of what a model returned; of its own classes what it returned, which may be None.
@@ -103,7 +107,7 @@ class Answers:
             OptionError: there is one answer, and nothing stands against it.
         """
         if self.rest is None and self.count in (0, 1):
-            raise OptionError("Expected several answers to set one against the rest, got one: leave out against.")
+            raise OptionError(_NO_REST)
         return replace(self, function=self._less_the_rest, reading="value", rest=None)
 
     def _less_the_rest(self, output: Any) -> Tensor:
@@ -112,8 +116,9 @@ class Answers:
             raise OptionError("This model has no classes, so none can be set against the rest.")
         if self.rest is not None:
             return numbers - self.rest(output)
-        others = max(numbers.shape[1] - 1, 1)
-        return numbers - (numbers.sum(dim=1, keepdim=True) - numbers) / others
+        if numbers.shape[1] == 1:
+            raise OptionError(_NO_REST)
+        return numbers - (numbers.sum(dim=1, keepdim=True) - numbers) / (numbers.shape[1] - 1)
 
     def told(self, numbers: Tensor) -> Tensor:
         """The numbers [..., k] as they are told: probabilities, cosines, or as they are; float64 on the CPU."""
@@ -245,14 +250,16 @@ def _tensors_by_path(output: Any, depth: int = 3) -> Iterator[tuple[str, Tensor]
 def activate(logits: Tensor, reading: str) -> Tensor:
     """The numbers [..., answers] as they are read, float64 on the CPU: logits as probabilities, others as they are.
 
-    >>> activate(torch.zeros(1, 2), "softmax")
-    tensor([[0.5000, 0.5000]], dtype=torch.float64)
+    A single logit is read by a sigmoid, as a softmax of it would always be 1.
+
+    >>> activate(torch.zeros(1, 2), "softmax"), activate(torch.zeros(1, 1), "softmax")
+    (tensor([[0.5000, 0.5000]], dtype=torch.float64), tensor([[0.5000]], dtype=torch.float64))
     """
     # In float64, or what a hidden patch costs would be lost in the rounding of a probability near 1.
     logits = logits.detach().cpu().double()
-    if reading == "softmax":
+    if reading == "softmax" and logits.shape[-1] > 1:
         return logits.softmax(dim=-1)
-    return logits.sigmoid() if reading == "sigmoid" else logits
+    return logits.sigmoid() if reading in ("softmax", "sigmoid") else logits
 
 
 def log_odds(logits: Tensor, reading: str) -> Tensor:
