@@ -56,7 +56,7 @@ class ModelFacts:
             "activation": self.answers.reading,
             "class_names_sha256": None if names is None else hashlib.sha256(names).hexdigest(),
             "layout": None if self.layout is None else asdict(self.layout),
-            **({"answers": dict(self.answers.made_of)} if self.answers.made_of else {}),
+            **({"answers": own} if (own := self.answers.fingerprint()) else {}),
         }
 
     def preprocessing(self, fit: Fit) -> Preprocessing:
