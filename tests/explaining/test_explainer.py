@@ -1,6 +1,9 @@
 """From pictures to saliency: batches, fits, targets, wrappers, and errors that say what to do."""
 
 import json
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,10 +12,13 @@ import torch
 from PIL import Image
 from torch import nn
 from torchvision.models import ViT_B_16_Weights
+from transformers import ViTConfig, ViTForImageClassification
+from transformers.utils import ModelOutput
 
 import vitflow
-from vitflow import Explainer, TokenLayout
+from vitflow import Contrast, Explainer, TokenLayout
 from vitflow.errors import ImageError, ModelError, OptionError, UnsupportedModelError
+from vitflow.explaining.asking.captions import class_lines
 from vitflow.explaining.asking.targets import class_index, resolve_targets
 from vitflow.models.facts import class_names_of
 
@@ -237,11 +243,142 @@ def test_multi_label_probabilities_are_sigmoids():
     assert saliency.probability == pytest.approx(float(expected), rel=1e-5)
 
 
+class Headed(nn.Module):
+    """A module that does not say how many classes it has."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixels):
+        return self.model(pixels)
+
+
+@pytest.mark.parametrize("activation", [None, "softmax", "sigmoid"])
+@pytest.mark.parametrize("around", [False, True], ids=["timm", "own"])
+def test_a_single_logit_is_read_by_a_sigmoid(around, activation, tmp_path):
+    model = Headed(own_model(num_classes=1)) if around else own_model(num_classes=1)
+    explaining = Explainer(model, data_config=DATA, activation=activation)
+    for image in PICTURES[:2]:
+        logit = explaining.logits(explaining.pixels(image))[0, 0].detach().double()
+        expected = float(logit.sigmoid())
+        assert 0.01 < expected < 0.99
+        for target in (None, "top1", 0):
+            found = explaining.explain(image, method="gae", target=target)
+            assert found.to_dict()["probability"] == pytest.approx(expected, rel=1e-5)
+            assert found.to_dict()["value"] == found.probability
+            assert (found.target, found.predicted, found.facts.get("note")) == (0, 0, None)
+            assert list(class_lines(found.answer)) == [f"class 0, {expected:.1%} (sigmoid)"]
+    for score in ("log-odds", "probability"):
+        hidden = explaining.explain(PICTURES[0], method="occlusion", score=score, refine=0)
+        assert np.abs(hidden.grid).max() > 0
+    with pytest.raises(OptionError, match="Expected several answers to set one against the rest, got one"):
+        explaining.explain(PICTURES[0], method="gae", target=Contrast(0, against="rest"))
+    (tmp_path / "in").mkdir()
+    Image.fromarray(PICTURES[1]).save(tmp_path / "in" / "1.png")
+    vitflow.explain_folder(tmp_path / "in", tmp_path / "out", model=explaining)
+    (row,) = map(json.loads, (tmp_path / "out" / "manifest.jsonl").read_text().splitlines())
+    assert (row["probability"], row["predicted_index"]) == (pytest.approx(expected, rel=1e-4), 0)
+
+
+def test_a_single_logit_is_a_value_if_that_is_requested():
+    explaining = Explainer(own_model(num_classes=1), data_config=DATA, activation="value")
+    found = explaining.explain(picture(40, 40))
+    logit = float(explaining.logits(explaining.pixels(picture(40, 40)))[0, 0].detach())
+    assert (found.answer.number, found.probability) == (pytest.approx(logit, rel=1e-5), None)
+
+
+@pytest.mark.parametrize(("problem", "count"), [(None, 1), ("regression", 1), ("regression", 2)])
+def test_a_regression_of_transformers_is_read_as_values(problem, count):
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=count, problem_type=problem)
+    torch.manual_seed(0)
+    explaining = Explainer(ViTForImageClassification(config).eval(), data_config=DATA)
+    found = explaining.explain(picture(40, 40), method="gae", target=0)
+    logit = explaining.logits(explaining.pixels(picture(40, 40)))[0, 0].detach().double()
+    expected = logit if problem == "regression" else logit.sigmoid()
+    assert found.answer.number == pytest.approx(float(expected), rel=1e-5)
+    assert (found.probability is None) is (problem == "regression")
+
+
 def test_a_model_without_classes_is_explained_without_them():
     saliency = explainer(num_classes=0).explain(picture(40, 40))
     assert (saliency.target, saliency.probability, saliency.label) == (None, None, "")
     with pytest.raises(OptionError, match="no classes"):
         explainer(num_classes=0).explain(picture(40, 40), target=1)
+
+
+class Two(nn.Module):
+    """A model with two outputs, in whatever `pack` makes of them."""
+
+    def __init__(self, pack):
+        super().__init__()
+        self.body, self.pack = own_model(), pack
+
+    def forward(self, pixels):
+        tokens = self.body.forward_features(pixels)
+        return self.pack(self.body.forward_head(tokens), tokens)
+
+
+Named = namedtuple("Named", "tokens logits")
+Unnamed = namedtuple("Unnamed", "main aux")
+
+
+@dataclass(slots=True)
+class Fields:
+    cls: torch.Tensor
+    tokens: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda logits, tokens: {"hidden": tokens.mean(1), "logits": logits},
+        lambda logits, tokens: UserDict(hidden=tokens.mean(1), logits=logits),
+        lambda logits, tokens: ModelOutput(hidden=tokens.mean(1), logits=logits),
+        lambda logits, tokens: SimpleNamespace(hidden=tokens.mean(1), logits=logits),
+        lambda logits, tokens: Named(tokens.mean(1), logits),
+    ],
+    ids=["dict", "mapping", "transformers", "object", "namedtuple"],
+)
+def test_logits_are_taken_from_any_kind_of_output(pack):
+    image = picture(40, 40)
+    found = Explainer(Two(pack), data_config=DATA).explain(image, method="gae", target=2)
+    expected = explainer().explain(image, method="gae", target=2)
+    assert found.probability == pytest.approx(expected.probability)
+    np.testing.assert_allclose(found.grid, expected.grid, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("pack", "told", "example"),
+    [
+        (lambda one, two: {"tokens": two, "cls": one}, ['["tokens"] (1, 17, 24)', '["cls"] (1, 5)'], 'output["cls"]'),
+        (lambda one, two: (one, one), ["tuple with [0] (1, 5), [1] (1, 5)"], "output[0]"),
+        (lambda one, two: Unnamed(one, one), ["Unnamed with main (1, 5), aux (1, 5)"], "output.main"),
+        (lambda one, two: Fields(one, two), ["Fields with cls (1, 5), tokens (1, 17, 24)"], "output.cls"),
+        (lambda one, two: SimpleNamespace(heads={"a": one}), ['heads["a"] (1, 5)'], 'output.heads["a"]'),
+        (lambda one, two: {"index": one.argmax(1), "age": one[:, 0]}, ['["age"] (1,)'], 'output["age"][:, None]'),
+        (lambda one, two: {"map": two[:, 1:].unflatten(1, (4, 4)).movedim(3, 1)}, [], 'output["map"].mean((2, 3))'),
+        (lambda one, two: {0: two}, ["dict with [0] (1, 17, 24)"], "output[0].mean(1)"),
+    ],
+)
+def test_an_output_without_logits_is_answered_with_an_example_that_works(pack, told, example):
+    model, image = Two(pack), picture(40, 40)
+    for ask in (
+        lambda: Explainer(model, data_config=DATA).explain(image),
+        lambda: Explainer(model, data_config=DATA).logits(torch.zeros(1, 3, 32, 32)),
+    ):
+        with pytest.raises(ModelError, match="Expected Two to return one tensor of logits") as caught:
+            ask()
+        assert [words for words in told if words not in str(caught.value)] == [], str(caught.value)
+        assert f"answers=lambda output: {example}." in str(caught.value)
+    answers = eval(f"lambda output: {example}")
+    assert Explainer(model, answers=answers, data_config=DATA).explain(image, method="gae").grid.any()
+
+
+def test_an_output_without_tensors_is_refused_in_words():
+    with pytest.raises(ModelError, match="got NoneType with no tensors. Make the model return its logits as a tensor"):
+        Explainer(Two(lambda one, two: None), data_config=DATA).explain(picture(40, 40))
 
 
 def test_grey_models_see_luminance():

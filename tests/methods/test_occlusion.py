@@ -82,16 +82,13 @@ def test_log_odds_are_exact_however_sure_the_answer_is(activation):
                 assert found[number] == pytest.approx(float(value - (others.ln() if activation == "softmax" else 0)))
 
 
-def test_a_softmax_over_one_class_has_its_logit_for_a_score():
+@pytest.mark.parametrize("score", ["log-odds", "probability"])
+def test_a_single_logit_is_scored_as_a_sigmoid(score):
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, num_classes=1).eval()
-    grids = [
-        Explainer(model, data_config=DATA, activation=activation).explain(PICTURES[0], method="occlusion").grid
-        for activation in ("softmax", "sigmoid")
-    ]
+    asked = [Explainer(model, data_config=DATA, activation=activation) for activation in ("softmax", "sigmoid")]
+    grids = [one.explain(PICTURES[0], method="occlusion", score=score).grid for one in asked]
     np.testing.assert_array_equal(*grids)
     assert np.isfinite(grids[0]).all() and grids[0].std() > 0
-    with_probability = Explainer(model, data_config=DATA, activation="softmax")
-    assert not with_probability.explain(PICTURES[0], method="occlusion", score="probability").grid.any()
 
 
 def test_an_answer_that_is_sure_loses_as_much_as_one_that_is_not():

@@ -1,5 +1,7 @@
 """What a picture is asked about: a function of the model's output, through every method and every kind of run."""
 
+import copy
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -121,6 +123,79 @@ def test_another_function_is_another_run(dense, picture, tmp_path):
     assert scaled[1]["probe"] != scaled[2]["probe"]
 
 
+def _share(output, part):
+    return part * corner(output)
+
+
+def _mean(output):
+    return corner(output).mean(1, keepdim=True)
+
+
+OTHER = np.full((8, 8, 3), 9, np.uint8)
+BASE = {"apart": True, "rest": partial(_share, part=0.5), "unit": "m"}
+CHANGED = {
+    "no rest": ({"rest": None}, r"answers\.rest"),
+    "another rest": ({"rest": _mean}, "the function of what is subtracted from the answers was edited"),
+    "another value in rest": ({"rest": partial(_share, part=0.6)}, "the model answers otherwise"),
+    "not apart": ({"apart": False}, r"answers\.apart"),
+    "unit": ({"unit": "km"}, r"answers\.unit was 'm' and is 'km'"),
+    "scale": ({"scale": 10.0}, r"answers\.scale"),
+    "reading": ({"reading": "sigmoid"}, "activation was 'value' and is 'sigmoid'"),
+    "names": ({"names": ("sky", "road", "tree")}, "the classes have other names"),
+    "against": ({"against": "half of it"}, r"answers\.against"),
+    "made of": ({"made_of": {"file": 2}}, r"answers\.file"),
+    "pictures": ({"pictures": (OTHER,) * 3}, r"answers\.pictures"),
+    "function": ({"function": partial(_share, part=2)}, "the function of the answers was edited"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_other_answers_are_another_run(dense, picture, tmp_path, what):
+    write_image(tmp_path / "in" / "one.png", picture)
+    own = Answers(corner, tuple(LABELS), 3, **BASE)
+    changed, told = CHANGED[what]
+    first, same, other = (
+        Explainer(dense, answers=answers, data_config=DATA) for answers in (own, replace(own), replace(own, **changed))
+    )
+    run = partial(explain_folder, tmp_path / "in", tmp_path / "out", methods=["gae"], target=1)
+    assert run(model=first).explained == 1
+    assert run(model=same).kept == 1
+    with pytest.raises(OptionError, match=told):
+        run(model=other)
+    assert run(model=other, overwrite=True).explained == 1
+
+
+def test_an_evaluation_of_other_answers_is_another_run(dense, picture, tmp_path):
+    write_image(tmp_path / "in" / "one.png", picture)
+    (tmp_path / "in" / "labels.csv").write_text("file,label\none.png,tree\n")
+    options = {"methods": ["gae"], "metrics": ["deletion_auc"], "points": 3, "resamples": 10}
+    own = Answers(corner, tuple(LABELS), 3, **BASE)
+    run = partial(evaluate, tmp_path / "in", output=tmp_path / "out", **options)
+    run(model=Explainer(dense, answers=own, data_config=DATA))
+    run(model=Explainer(dense, answers=own, data_config=DATA))
+    with pytest.raises(OptionError, match=r"answers\.apart"):
+        run(model=Explainer(dense, answers=replace(own, apart=False), data_config=DATA))
+
+
+def test_a_closure_beside_a_large_output_is_another_run(dense, picture, tmp_path):
+    write_image(tmp_path / "in" / "one.png", picture)
+
+    class Loud(nn.Module):
+        """The same with a tensor beside its logits that is much larger than them."""
+
+        def __init__(self):
+            super().__init__()
+            self.dense = dense
+
+        def forward(self, pixels):
+            return self.dense(pixels) | {"pixels": 1e6 * pixels}
+
+    run = partial(explain_folder, tmp_path / "in", tmp_path / "out", methods=["gae"])
+    run(model=Explainer(Loud(), answers=partial(_share, part=1.0), data_config=DATA))
+    with pytest.raises(OptionError, match="the model answers otherwise"):
+        run(model=Explainer(Loud(), answers=partial(_share, part=1.5), data_config=DATA))
+
+
 def _whole(output):
     return output["logits"].mean((2, 3))
 
@@ -136,7 +211,7 @@ def _times(output, scale):
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        (lambda output: output["logits"], r"\[pictures, 3, one for each name\].*logits \(2, 3, 4, 4\)"),
+        (lambda output: output["logits"], r"\[pictures, 3, one for each name\].*logits.\] \(2, 3, 4, 4\)"),
         (lambda output: output["logits"].mean(), "got shape"),
         (lambda output: corner(output).mean(0, keepdim=True), "2 pictures"),
         (lambda output: corner(output)[0].tolist(), "got \\["),
@@ -152,6 +227,94 @@ def _times(output, scale):
 def test_what_is_wrong_with_a_function_is_told(dense, picture, function, told):
     with pytest.raises(ModelError, match=told):
         Explainer(dense, answers=function, class_names=LABELS, data_config=DATA).explain(picture, method="gae")
+
+
+class Moody(nn.Module):
+    """A model whose rows are rounded differently in batches of different sizes, as in half precision on a GPU."""
+
+    def __init__(self, dense):
+        super().__init__()
+        self.dense = dense
+
+    def forward(self, pixels):
+        return corner(self.dense(pixels)) * (1 + 2e-3 * len(pixels))
+
+
+MIXING = {
+    "softmax over the batch": lambda numbers: numbers.softmax(0),
+    "less the mean of the batch": lambda numbers: numbers - numbers.mean(0),
+    "flipped": lambda numbers: numbers.flip(0),
+    "of the first image": lambda numbers: numbers[:1].expand(len(numbers), -1),
+    "of the last image": lambda numbers: numbers[-1:].expand(len(numbers), -1),
+    "scaled by the batch": lambda numbers: numbers / numbers.abs().max(),
+    "divided by the size of the batch": lambda numbers: numbers / len(numbers),
+    "summed": lambda numbers: numbers + 0.05 * numbers.sum(0),
+    "only of several images": lambda numbers: numbers[1:] if len(numbers) == 1 else numbers,
+}
+HONEST = {
+    "numbers": lambda numbers: numbers,
+    "softmax": lambda numbers: numbers.softmax(1),
+    "less the mean of all": lambda numbers: numbers - numbers.mean(1, keepdim=True),
+    "normalised": lambda numbers: (numbers - numbers.mean(1, keepdim=True)) / numbers.std(1, keepdim=True),
+    "a difference of near numbers": lambda numbers: (1000 + numbers) - 1000,
+    "next to nothing": lambda numbers: numbers * 1e-12,
+    "nothing": lambda numbers: numbers * 0,
+    "float64": lambda numbers: numbers.double(),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", [*MIXING, *HONEST])
+def test_a_function_that_mixes_the_images_of_a_batch_is_refused(dense, kind, dtype):
+    function = (MIXING | HONEST)[kind]
+    options = {"data_config": DATA, "dtype": dtype}
+    asks = [
+        lambda: Explainer(copy.deepcopy(dense), answers=lambda output: function(corner(output)), **options),
+        lambda: Explainer(Pooled(copy.deepcopy(dense)), answers=Answers(rest=function), **options),
+    ]
+    for ask in asks:
+        if kind in HONEST:
+            assert ask().num_classes == 3
+        else:
+            with pytest.raises(ModelError, match="mixes the images of a batch.*output.softmax|row of answers|rest to"):
+                ask()
+
+
+def test_rounding_by_the_size_of_a_batch_is_no_mixing(dense):
+    moody = Moody(dense).eval()
+    assert Explainer(moody, answers=lambda output: output, data_config=DATA).num_classes == 3
+    for function in MIXING.values():
+        with pytest.raises(ModelError):
+            Explainer(moody, answers=function, data_config=DATA)
+
+
+@pytest.mark.parametrize(
+    ("rest", "told"),
+    [
+        (
+            lambda output: corner(output).mean(1),
+            r"Expected rest to give a tensor \[2, 3\] or \[2, 1\], got shape \(2,\)",
+        ),
+        (lambda output: corner(output)[:, :2], r"got shape \(2, 2\)"),
+        (lambda output: None, "got None"),
+        (lambda output: output.missing, "AttributeError"),
+    ],
+)
+def test_what_is_wrong_with_rest_is_told(dense, rest, told):
+    with pytest.raises(ModelError, match=told):
+        Explainer(dense, answers=Answers(corner, rest=rest), data_config=DATA)
+
+
+def test_without_a_function_construction_runs_no_model(dense):
+    runs = []
+    hook = dense.register_forward_hook(lambda module, args, output: runs.append(len(args[0])))
+    try:
+        Explainer(dense, data_config=DATA)
+        assert runs == []
+        Explainer(dense, answers=corner, data_config=DATA)
+        assert runs == [2, 1, 1]
+    finally:
+        hook.remove()
 
 
 def test_what_is_no_function_is_told(dense):

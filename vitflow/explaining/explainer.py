@@ -100,6 +100,7 @@ class Explainer(PictureModel):
         layout: prefix tokens and patch grid, for a model that does not tell its own.
         activation: how answers are read: "softmax" or "sigmoid" (multi-label), by default what the model's
             configuration says, else softmax; "cosine", or "value" for numbers as they are, as those of a function.
+            A single logit is read by a sigmoid instead of a softmax.
         name: what to call the model in figures and rows; by default the id that `load_model` loaded its weights by, and
             of weights that it does not know the architecture.
         prompts: texts to ask about, which become the names of the answers: of CLIP, SigLIP and SigLIP 2 of
@@ -263,7 +264,9 @@ class Explainer(PictureModel):
         # Leaving inference mode lets a caller's torch.inference_mode() stand around this.
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(self.model):
             started = time.perf_counter()
-            trace, chosen = self._record(self._tensor(pictures), chosen, answers, readout)
+            trace, chosen = self._record(pixels := self._tensor(pictures), chosen, answers, readout)
+            if trace.logits is None:
+                self.logits(pixels)  # raises an error that describes the output
             own = trace.logits if answers is self.answers else self.answers.numbers(trace.output)
             probabilities = probabilities_of(own, self.facts)
             seconds = time.perf_counter() - started

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import ModelError, OptionError, printable, unknown_name
+from vitflow.errors import OptionError, printable, unknown_name
 from vitflow.explaining.making.asked import PlacedPicture
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models import DTYPES
@@ -22,6 +22,7 @@ from vitflow.models.checkpoints import ClassNames, architecture_sha256, check_na
 from vitflow.models.facts import read_facts
 from vitflow.models.libraries import forward_options, headless, library_data_config
 from vitflow.models.loading import load_model
+from vitflow.models.outputs import no_logits
 from vitflow.models.pairs import is_pair, pair_of, prompt_answers, refuse_without_prompts
 from vitflow.pictures import notebook
 from vitflow.pictures.images import ImageSource, image_name, read_image
@@ -93,8 +94,8 @@ class PictureModel:
             self.facts = replace(self.facts, answers=self._likeness(like))
         elif callable(answers) or isinstance(answers, Answers):  # what is wrong is told before the first picture
             with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
-                numbers = self.answers.numbers(self.forward(self.pixels(self.grey()).expand(2, -1, -1, -1)))
-            self.facts = replace(self.facts, answers=self.answers.tried(numbers))
+                tried = self.answers.tried(self.forward, self._two_pictures(), alone=prompts is None)
+            self.facts = replace(self.facts, answers=tried)
         if class_names is not None and self.facts.answers.count is None:
             check_name_count(self.facts.answers.names or (), self.num_classes)
 
@@ -195,6 +196,11 @@ class PictureModel:
         """A grey picture of the model's own size, uint8 [height, width, 3], to try what does not depend on pictures."""
         return np.full((*self.spec.size, 3), 128, np.uint8)
 
+    def _two_pictures(self) -> Tensor:
+        """Model inputs of two pictures that any model tells apart: dark and bright noise."""
+        noise = np.random.RandomState(0).randint(0, 96, (2, *self.spec.size, 3), dtype=np.uint8)
+        return torch.cat([self.pixels(noise[0]), self.pixels(noise[1] + 160)])
+
     def pixels(self, image: ImageSource) -> Tensor:
         """The model input that a picture becomes, [1, channels, height, width], on the explainer's device."""
         return self._tensor([self.placed(image, "")])
@@ -268,15 +274,17 @@ class PictureModel:
             ModelError: it answers with something else than a tensor, or an output that has one.
         """
         with evaluating(self.model):
-            logits = (answers or self.answers).numbers(self.forward(pixels))
+            output = self.forward(pixels)
+            logits = (answers or self.answers).numbers(output)
         if logits is None:
-            raise ModelError(f"Expected {self.model_id} to return one tensor of logits, got none.")
+            raise no_logits(output, self.model_id)
         return logits
 
     def _probed(self, pixels: Tensor) -> Any:
-        """What the model returns, and what its answers are where they are not its classes."""
+        """What the model returns; or its answers and what stands against them, if a function computes either."""
         output = self.forward(pixels)
-        return output if self.answers.function is None else [output, self.answers.numbers(output)]
+        classes = self.answers.function is None and self.answers.rest is None
+        return output if classes else self.answers.with_rest(output)
 
 
 def several(images: Any) -> Any:

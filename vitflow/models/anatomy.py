@@ -118,17 +118,21 @@ def feature_layout(
 
 
 def logits_of(output: Any) -> Tensor | None:
-    """What a model answers: its output, or the `logits` (or else the pooled features) of an output with fields.
+    """The logits of a model's output: the output itself, or its field or entry `logits`, or else its pooled features.
 
-    Of several tensors without names it is the one with two axes; None where more than one may be meant.
+    Of several tensors without these names it is the only one with two axes; None if there is none, or several.
+
+    >>> logits_of({"logits": torch.zeros(1, 5), "hidden": torch.zeros(1, 17, 8)}).shape
+    torch.Size([1, 5])
     """
     if isinstance(output, Tensor):
         return output
-    if isinstance(output, tuple | list):
+    fields = (output.get(name) if isinstance(output, Mapping) else getattr(output, name, None) for name in _OUTPUTS)
+    found = next((one for one in fields if one is not None), None)
+    if found is None and isinstance(output, tuple | list):
         tensors = [one for one in output if isinstance(one, Tensor)]
         answers = [one for one in tensors if one.ndim == 2] or tensors[:1]
-        return answers[0] if len(answers) == 1 else None
-    found = next((getattr(output, name, None) for name in _OUTPUTS if getattr(output, name, None) is not None), None)
+        found = answers[0] if len(answers) == 1 else None
     return found if isinstance(found, Tensor) else None
 
 

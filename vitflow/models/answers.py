@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,17 @@ from torch.nn.functional import normalize
 from vitflow.errors import ModelError, OptionError, VitflowError, check_known
 from vitflow.models.anatomy import logits_of, tensors_in
 from vitflow.models.checkpoints import code_sha256, source_of, weights_sha256
+from vitflow.models.outputs import in_words, no_logits
 
 #: How numbers are read: as probabilities that sum to 1, as one probability each, as cosines, or as they are.
 READINGS = ("softmax", "sigmoid", "cosine", "value")
+
+# By how much two computations of one row may differ, as a share of the largest number: in batches of the same size, by
+# the precision of the model; and in batches of different sizes, in any precision.
+_ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-2}
+_OF_ANOTHER_SIZE = 0.25
+
+_NO_REST = "Expected several answers to set one against the rest, got one: leave out against."
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -28,10 +37,11 @@ class Answers:
             that it returns.
         names: of the k answers; None where they are not known.
         count: k; 0 where the model ends in features, None where that is not known before it runs.
-        reading: one of `READINGS`.
+        reading: one of `READINGS`; a softmax of one number is read as a sigmoid.
         unit: of numbers that are read as they are, such as "years".
         scale: what cosines were multiplied by to become the numbers.
-        made_of: what the numbers come from, beside the model, ready for JSON: other results come of another one.
+        made_of: what the numbers come from, beside the model and the functions, ready for JSON: a folder run or an
+            evaluation is resumed only with the same.
         rest: maps the output to what stands against each answer, [batch, k] or [batch, 1]; None for the mean of the
             other answers.
         against: what that is, in words.
@@ -57,6 +67,8 @@ class Answers:
 
     def __post_init__(self) -> None:
         check_known("reading (activation)", self.reading, READINGS)
+        if self.count == 1 and self.reading == "softmax":  # which would be 100 % for every image
+            object.__setattr__(self, "reading", "sigmoid")
 
     def numbers(self, output: Any) -> Tensor | None:
         """The numbers [batch, k] of what a model returned; of its own classes what it returned, which may be None.
@@ -66,21 +78,13 @@ class Answers:
         """
         if self.function is None:
             return logits_of(output)
-        try:
-            found = self.function(output)
-        except VitflowError:
-            raise
-        except Exception as error:  # a caller's function may fail in any way
-            raise ModelError(
-                f"The function of the answers failed on what the model returned ({_kind(output)}): "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        found = _called(self.function, output)
         k = "answers" if self.count is None else f"{self.count}, one for each name" if self.names else str(self.count)
         if not isinstance(found, Tensor) or found.ndim != 2 or self.count not in (None, found.shape[1]):
             got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"{found!r:.60}"
             raise ModelError(
                 f"Expected the function of the answers to give a tensor [pictures, {k}] of what the model returned "
-                f"({_kind(output)}), got {got}."
+                f"({in_words(output)}), got {got}."
             )
         if not found.is_floating_point():
             raise ModelError(f"Expected floating-point numbers from the function of the answers, got {found.dtype}.")
@@ -90,6 +94,38 @@ class Answers:
                 "and comparisons, or use methods that need no gradient, such as rollout or occlusion."
             )
         return found
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything in which these answers differ from a model's own classes, ready for JSON.
+
+        Reading and names are left out: they belong to those, too.
+        """
+        usual = Answers()
+        settings = {name: getattr(self, name) for name in ("unit", "against", "apart")}
+        settings["scale"] = float(f"{self.scale:.5g}")  # of a model with prompts it may be rounded otherwise elsewhere
+        return {
+            **(_made_of(self.function) if self.function is not None else {}),
+            **self.made_of,
+            **({"rest": _made_of(self.rest)} if self.rest is not None else {}),
+            **{name: value for name, value in settings.items() if value != getattr(usual, name)},
+            **({"pictures": [_sha256(one) for one in self.pictures]} if self.pictures else {}),
+        }
+
+    def with_rest(self, output: Any) -> list[Tensor]:
+        """The numbers [batch, k], and [batch, k] or [batch, 1] of `rest` if there is one; empty without logits.
+
+        Raises:
+            ModelError: as `numbers`; or `rest` failed or gave another shape.
+        """
+        numbers = self.numbers(output)
+        if numbers is None or self.rest is None:
+            return [] if numbers is None else [numbers]
+        rest = _called(self.rest, output)
+        rows, columns = numbers.shape[0], numbers.shape[-1]
+        if not isinstance(rest, Tensor) or rest.shape not in ((rows, columns), (rows, 1)):
+            got = f"shape {tuple(rest.shape)}" if isinstance(rest, Tensor) else f"{rest!r:.60}"
+            raise ModelError(f"Expected rest to give a tensor [{rows}, {columns}] or [{rows}, 1], got {got}.")
+        return [numbers, rest]
 
     @property
     def read(self) -> Callable[[Any], Tensor | None]:
@@ -103,32 +139,72 @@ class Answers:
             OptionError: there is one answer, and nothing stands against it.
         """
         if self.rest is None and self.count in (0, 1):
-            raise OptionError("Expected several answers to set one against the rest, got one: leave out against.")
+            raise OptionError(_NO_REST)
         return replace(self, function=self._less_the_rest, reading="value", rest=None)
 
     def _less_the_rest(self, output: Any) -> Tensor:
-        numbers = self.numbers(output)
-        if numbers is None or numbers.ndim != 2:
+        numbers, *rest = self.with_rest(output) or [torch.empty(0)]
+        if numbers.ndim != 2:
             raise OptionError("This model has no classes, so none can be set against the rest.")
-        if self.rest is not None:
-            return numbers - self.rest(output)
-        others = max(numbers.shape[1] - 1, 1)
-        return numbers - (numbers.sum(dim=1, keepdim=True) - numbers) / others
+        if rest:
+            return numbers - rest[0]
+        if numbers.shape[1] == 1:
+            raise OptionError(_NO_REST)
+        return numbers - (numbers.sum(dim=1, keepdim=True) - numbers) / (numbers.shape[1] - 1)
 
     def told(self, numbers: Tensor) -> Tensor:
         """The numbers [..., k] as they are told: probabilities, cosines, or as they are; float64 on the CPU."""
         return activate(numbers, self.reading) / (self.scale if self.reading == "cosine" else 1.0)
 
-    def tried(self, numbers: Tensor | None) -> "Answers":
-        """The same with their count, known from the numbers for two pictures.
+    def tried(self, run: Callable[[Tensor], Any], pixels: Tensor, *, alone: bool = True) -> "Answers":
+        """Try the answers on two different images, and return them with their count.
+
+        Args:
+            run: maps model inputs to the output of the model.
+            pixels: model inputs of the images, [2, channels, height, width].
+            alone: whether to compare with each image by itself, as a caller's function may mix the images of a batch.
 
         Raises:
-            ModelError: they are not as many as the pictures.
+            ModelError: there is not one row for each image, or a row depends on the other images of its batch.
         """
-        rows, count = (0, 0) if numbers is None else numbers.shape
-        if rows != 2:
-            raise ModelError(f"Expected a row of answers for each picture, got {rows} for 2 pictures.")
-        return replace(self, count=count)
+        together = self._rows(run, pixels)
+        if alone and any(self._mixed(run, pixels, together, index) for index in range(2)):
+            raise ModelError(
+                "Expected answers that are the same for an image alone and in a batch, got others: the function mixes "
+                "the images of a batch. Compute each row from its own image only, such as output.softmax(1) instead "
+                "of output.softmax(0), and output - output.mean(1, keepdim=True) instead of output - output.mean(0)."
+            )
+        return replace(self, count=together[0].shape[1] if together[0].ndim == 2 else 0)
+
+    def _mixed(self, run: Callable[[Tensor], Any], pixels: Tensor, together: Sequence[Tensor], index: int) -> bool:
+        """Whether the row of one of two images differs from its row alone by more than rounding."""
+        alone, rounding = self._rows(run, pixels[index : index + 1]), _ROUNDING.get(pixels.dtype, 2e-2)
+        if all(_near(one[index], single[0], rounding) for one, single in zip(together, alone, strict=True)):
+            return False
+        # Batches of other sizes may be rounded otherwise, which grows in differences of near numbers: compare with a
+        # batch of the same size.
+        twice = self._rows(run, pixels[[index, index]])
+        return not all(
+            _near(one[index], double[index], rounding) and _near(one[index], single[0], _OF_ANOTHER_SIZE)
+            for one, double, single in zip(together, twice, alone, strict=True)
+        )
+
+    def _rows(self, run: Callable[[Tensor], Any], pixels: Tensor) -> list[Tensor]:
+        """As `with_rest` of a batch; ModelError unless there is a row for each of its images."""
+        found = self.with_rest(output := run(pixels))
+        if not found:
+            raise no_logits(output, "the model")
+        if found[0].shape[0] != len(pixels):
+            raise ModelError(
+                f"Expected a row of answers for each picture, got {found[0].shape[0]} for {len(pixels)} pictures."
+            )
+        return found
+
+
+def _near(one: Tensor, other: Tensor, share: float) -> bool:
+    one, other = one.detach().cpu().double(), other.detach().cpu().double()
+    size = torch.cat([one, other]).nan_to_num(0.0, 0.0, 0.0).abs().max()
+    return torch.allclose(one, other, 0.0, share * float(size), equal_nan=True)
 
 
 def answers_of(function: Callable[[Any], Tensor], names: tuple[str, ...] | None, reading: str | None) -> Answers:
@@ -137,10 +213,10 @@ def answers_of(function: Callable[[Any], Tensor], names: tuple[str, ...] | None,
     Raises:
         OptionError: it is no function.
     """
+    if not callable(function):
+        raise OptionError(f"Expected answers as a function of the model's output, or Answers, got {function!r:.80}.")
     count = None if names is None else len(names)
-    return Answers(
-        function, names, count, reading or "value", made_of=_made_of(function), against="the mean of the other answers"
-    )
+    return Answers(function, names, count, reading or "value", against="the mean of the other answers")
 
 
 def likeness(vectors: Tensor, names: Sequence[str], pictures: Sequence[NDArray[np.uint8]]) -> Answers:
@@ -158,7 +234,7 @@ def likeness(vectors: Tensor, names: Sequence[str], pictures: Sequence[NDArray[n
         tuple(called),
         len(called),
         "cosine",
-        made_of={"like": [hashlib.sha256(one.tobytes()).hexdigest() for one in pictures]},
+        made_of={"like": [_sha256(one) for one in pictures]},
         against="the mean of the other pictures",
         pictures=tuple(pictures),
     )
@@ -172,7 +248,7 @@ def features_of(output: Any) -> Tensor:
     """
     found = logits_of(output)
     if found is None or found.ndim not in (2, 3):
-        raise ModelError(f"Expected a model that ends in features [batch, width], got {_kind(output)}.")
+        raise ModelError(f"Expected a model that ends in features [batch, width], got {in_words(output)}.")
     return found if found.ndim == 2 else found[:, 0]
 
 
@@ -182,10 +258,19 @@ def cosines(features: Any, vectors: Tensor) -> Tensor:
     return normalize(wide, dim=-1) @ vectors.to(wide).mT
 
 
+def _sha256(picture: NDArray[np.uint8]) -> str:
+    return hashlib.sha256(picture.tobytes()).hexdigest()
+
+
 def _made_of(function: Any) -> dict[str, Any]:
-    """A function by its name and the hash of its source; a module by the hash of its weights, too."""
-    if not callable(function):
-        raise OptionError(f"Expected answers as a function of the model's output, or Answers, got {function!r:.80}.")
+    """A function by its name and the hash of its source; a module by the hash of its weights, too.
+
+    Functions of vitflow itself are described by `Answers.made_of` alone.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    if str(getattr(function, "__module__", "")).startswith("vitflow."):
+        return {}
     if isinstance(function, nn.Module):
         return {"function": type(function).__qualname__, "weights_sha256": weights_sha256(function)} | {
             "code_sha256": code_sha256(function)
@@ -194,26 +279,32 @@ def _made_of(function: Any) -> dict[str, Any]:
     return {"function": named.__qualname__, "code_sha256": hashlib.sha256(source_of(named)).hexdigest()}
 
 
-def _kind(output: Any) -> str:
-    """What a model returned, in words: its type, and the shapes of its parts."""
-    parts = output.items() if isinstance(output, Mapping) else enumerate(tensors_in(output))
-    shapes = [f"{name} {tuple(one.shape)}" for name, one in parts if isinstance(one, Tensor)]
-    if isinstance(output, Tensor):
-        return f"a tensor {tuple(output.shape)}"
-    return f"{type(output).__name__} with {', '.join(shapes) or 'no tensors'}"
+def _called(function: Callable[[Any], Tensor], output: Any) -> Any:
+    """The result of a caller's function; ModelError if it fails, in any way."""
+    try:
+        return function(output)
+    except VitflowError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"The function of the answers failed on what the model returned ({in_words(output)}): "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def activate(logits: Tensor, reading: str) -> Tensor:
     """The numbers [..., answers] as they are read, float64 on the CPU: logits as probabilities, others as they are.
 
-    >>> activate(torch.zeros(1, 2), "softmax")
-    tensor([[0.5000, 0.5000]], dtype=torch.float64)
+    A single logit is read by a sigmoid, as a softmax of it would always be 1.
+
+    >>> activate(torch.zeros(1, 2), "softmax"), activate(torch.zeros(1, 1), "softmax")
+    (tensor([[0.5000, 0.5000]], dtype=torch.float64), tensor([[0.5000]], dtype=torch.float64))
     """
     # In float64, or what a hidden patch costs would be lost in the rounding of a probability near 1.
     logits = logits.detach().cpu().double()
-    if reading == "softmax":
+    if reading == "softmax" and logits.shape[-1] > 1:
         return logits.softmax(dim=-1)
-    return logits.sigmoid() if reading == "sigmoid" else logits
+    return logits.sigmoid() if reading in ("softmax", "sigmoid") else logits
 
 
 def log_odds(logits: Tensor, reading: str) -> Tensor:

@@ -21,10 +21,10 @@ from vitflow.models.checkpoints import ClassNames, told_class_names
 from vitflow.models.libraries import (
     class_count,
     embedding_of,
-    is_multi_label,
     library_class_names,
     library_data_config,
     library_id,
+    library_reading,
 )
 from vitflow.models.processors import told_data_config
 from vitflow.pictures.options import Fit
@@ -56,7 +56,7 @@ class ModelFacts:
             "activation": self.answers.reading,
             "class_names_sha256": None if names is None else hashlib.sha256(names).hexdigest(),
             "layout": None if self.layout is None else asdict(self.layout),
-            **({"answers": dict(self.answers.made_of)} if self.answers.made_of else {}),
+            **({"answers": own} if (own := self.answers.fingerprint()) else {}),
         }
 
     def preprocessing(self, fit: Fit) -> Preprocessing:
@@ -115,7 +115,7 @@ def _answers(model: nn.Module, told: Any, class_names: ClassNames | None, activa
         own_names = class_names_of(model)
         names = None if own_names is None else tuple(own_names)
     config: Any = getattr(model, "pretrained_cfg", None) or {}
-    own = config.get("activation") or ("sigmoid" if is_multi_label(model) else "softmax")
+    own = config.get("activation") or library_reading(model) or "softmax"
     return Answers(None, names, count, activation or own)
 
 

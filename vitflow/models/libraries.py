@@ -37,6 +37,8 @@ _READOUTS = {
     "SwinForImageClassification": _PATCH_MEAN,
     "Swinv2ForImageClassification": _PATCH_MEAN,
 }
+# How to read the outputs of a model that was trained for a problem of this type.
+_READINGS: Mapping[Any, str] = {"multi_label_classification": "sigmoid", "regression": "value"}
 # What it calls the last layer of a model with classes.
 _CLASSIFIERS = ("classifier", "cls_classifier")
 # Ways to compute attention that call torch's functions, where it can be seen.
@@ -273,9 +275,9 @@ def library_id(model: nn.Module) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
-def is_multi_label(model: nn.Module) -> bool:
-    """Whether a model of transformers was trained to answer for each class by itself."""
-    return getattr(_config(_pretrained(model)), "problem_type", None) == "multi_label_classification"
+def library_reading(model: nn.Module) -> str | None:
+    """How the outputs of a model of transformers are read, by its problem type; None if it does not say."""
+    return _READINGS.get(getattr(_config(_pretrained(model)), "problem_type", None))
 
 
 def library_data_config(model: nn.Module) -> dict[str, Any]:

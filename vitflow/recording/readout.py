@@ -393,9 +393,9 @@ def _differentiate(score: Tensor, cuts: _Cuts) -> None:
     for cut, gradient in zip(every, direct, strict=True):
         cut.direct = cut.total = gradient
     for number in range(len(every) - 1, len(cuts.earlier), -1):
-        for one, gradient in zip(every, _passed(every[number], every[:number]), strict=False):
-            if gradient is not None:
-                one.total = gradient if one.total is None else one.total + gradient
+        for one, passed in zip(every, _passed(every[number], every[:number]), strict=False):
+            if passed is not None:
+                one.total = passed if one.total is None else one.total + passed
 
 
 def _passed(cut: Cut, before: Sequence[Cut]) -> Sequence[Tensor | None]:
@@ -420,7 +420,8 @@ def _tap(cuts: _Cuts, top: TokenLayout) -> tuple[Cut | None, set[str]]:
         if not cut.tokens or not _is_nonzero(cut.total) or token_norms(cut.leaf, top) is None:
             continue
         reached = _reached(every, number)
-        if not any(place >= first for place in reached) and (not cut.norm or _is_token_wise(every, number, top)):
+        token_wise = not cut.norm or _is_token_wise(cuts.cuts, number - first, top)
+        if token_wise and not any(place >= first for place in reached):
             return cut, {every[place].path for place in reached}
     return None, set()
 

@@ -19,6 +19,8 @@ _IN_WORDS = {
     "class_names_sha256": "the classes have other names",
     "answers.code_sha256": "the function of the answers was edited",
     "answers.weights_sha256": "the function of the answers has other weights",
+    "answers.rest.code_sha256": "the function of what is subtracted from the answers was edited",
+    "answers.rest.weights_sha256": "the function of what is subtracted from the answers has other weights",
     "answers.vectors_sha256": "what is asked has other embeddings",
 }
 

@@ -22,6 +22,7 @@ class Answer:
         named: whether the name is the class's own.
         sides: indices of two classes that are set against each other.
         opposed: their names.
+        single: whether it is the sigmoid of a model's only logit.
     """
 
     name: str = ""
@@ -32,6 +33,7 @@ class Answer:
     named: bool = True
     sides: tuple[int, int] | None = None
     opposed: tuple[str, str] | None = None
+    single: bool = False
 
     @classmethod
     def of(cls, told: Tensor, index: int, answers: Answers) -> "Answer":
@@ -44,7 +46,8 @@ class Answer:
         """
         name = answers.names[index] if answers.names else f"class {index}"
         unit = {"value": answers.unit, "cosine": "cosine"}.get(answers.reading, "probability")
-        return cls(name, float(told[index]), unit, index, int(told.argmax()), bool(answers.names))
+        single = unit == "probability" and len(told) == 1
+        return cls(name, float(told[index]), unit, index, int(told.argmax()), bool(answers.names), single=single)
 
     @property
     def class_name(self) -> str | None:
@@ -67,13 +70,13 @@ class Answer:
 
         >>> Answer("cat", 0.873).told, Answer("cat against dog", -1.234, "logits").told
         ('87.3%', '−1.23 in logits')
-        >>> Answer("age", 31.4, "years").told
-        '31.4 years'
+        >>> Answer("age", 31.4, "years").told, Answer("cat", 0.873, single=True).told
+        ('31.4 years', '87.3% (sigmoid)')
         """
         if self.number is None:
             return ""
         if self.unit == "probability":
-            return f"{self.number:.1%}"
+            return f"{self.number:.1%}{' (sigmoid)' if self.single else ''}"
         signed = f"{self.number:+.2f} in logits" if self.unit == "logits" else ""
         words = f"cosine {self.number:.3f}" if self.unit == "cosine" else f"{self.number:.4g} {self.unit}".rstrip()
         return (signed or words).replace("-", "−")

@@ -18,7 +18,8 @@ def class_lines(answer: Answer) -> Iterator[str]:
     if answer.sides:
         yield from (answer.name, answer.told)
     elif answer.number is not None:
-        chance = "<0.1%" if answer.unit == "probability" and answer.number < 0.0005 else answer.told
+        rare = answer.unit == "probability" and answer.number < 0.0005
+        chance = answer.told.replace("0.0%", "<0.1%") if rare else answer.told
         # The probability of a long name gets a line of its own, so that it is not cut off.
         yield from (answer.name, chance) if len(answer.name) > 40 else (f"{answer.name}, {chance}",)
     elif answer.name:

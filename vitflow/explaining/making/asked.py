@@ -73,7 +73,7 @@ class AskedTrace(Trace):
         if self.targets is None:
             raise OptionError(
                 "A class-specific method needs a target class for each picture, and this model has no classes. "
-                "Use one that is not class-specific, such as rollout."
+                "Use one that is not class-specific, such as rollout, or pass answers= to explain other numbers."
             )
         return self.targets
 
