@@ -236,7 +236,7 @@ class Trace:
             raise UnsupportedModelError(
                 f"The output of {model} is computed from the tokens of several blocks (not only the last, also "
                 f"{', '.join(head.blocks)}), and a map that starts at the last one would be incomplete. Pass readout= "
-                "to start at tokens of the last block, or use sampling, occlusion, gradcam or input_gradient."
+                "to start at tokens of the last block, or use sampling, gradcam, input_gradient or occlusion."
             )
         tokens = None if head.tap is None else self.candidates.get(head.tap)
         if tokens is None or not tokens.requires_grad:

@@ -1,0 +1,97 @@
+"""Does the map of one region of a dense prediction have its largest mean in that region?
+
+    python -m tests.benchmarks.regions [--model demo] [--checkpoint FILE] [--photographs FOLDER] [--images 15]
+
+The model's classification head is applied to its patch tokens. Each image has four questions: the mean logit of the
+most probable class over one quarter of the patches. Per method and per readout ("gradient" follows from the question,
+"class token" is given by hand) the table shows wins, the share of questions whose quarter has the largest mean of the
+four (chance 25 %), and the mean ROC-AUC of the quarter's patches. Without photographs, the images are drawn ones.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vitflow import Explainer, load_model
+from vitflow.demo import draw_picture
+from vitflow.evaluation.measures.localisation import roc_auc
+
+METHODS = ["gae", "gradient_rollout", "legrad", "rollout", "attention"]
+FIRST_SEED = 800_000  # images that nothing was chosen on
+
+
+class Dense(nn.Module):
+    """A Vision Transformer of timm whose head reads each patch token: logits [batch, patches, classes]."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        tokens = self.backbone.forward_features(pixels)[:, self.backbone.num_prefix_tokens :]
+        return self.backbone.head(tokens)
+
+
+def quarters(side: int) -> Tensor:
+    """The patches of each quarter, bool [4, side · side]."""
+    half = torch.arange(side) < side / 2
+    rows, cols = half.view(-1, 1), half.view(1, -1)
+    cells = [rows & cols, rows & ~cols, ~rows & cols, ~rows & ~cols]
+    return torch.stack([cell.flatten() for cell in cells])
+
+
+def explainer_of(name: str, checkpoint: str | None = None) -> Explainer:
+    backbone = load_model(name, checkpoint=checkpoint)
+    side, config = backbone.patch_embed.grid_size[0], backbone.pretrained_cfg
+    cells = quarters(side)
+
+    def answers(output: Tensor) -> Tensor:
+        best = output.mean(dim=1).argmax(dim=1)
+        chosen = output[torch.arange(len(output)), :, best]  # [batch, patches]
+        return torch.stack([chosen[:, cell].mean(dim=1) for cell in cells], dim=1)
+
+    return Explainer(Dense(backbone), data_config=config, answers=answers)
+
+
+def measure(explainer: Explainer, images: list, methods: list[str] = METHODS) -> dict[tuple[str, str], np.ndarray]:
+    """Wins and ROC-AUC of each question, [questions, 2], by method and readout."""
+    side = explainer.record(images[0]).layout.rows
+    cells = quarters(side).numpy()
+    class_token = torch.zeros(side * side + 1)
+    class_token[0] = 1.0
+    scores: dict[tuple[str, str], list] = {}
+    for image in images:
+        for readout in ("gradient", "class token"):
+            given = {} if readout == "gradient" else {"readout": class_token}
+            for method in methods:
+                maps = explainer.explain_batch([image], methods=[method], targets=[0, 1, 2, 3], **given)
+                for number in range(4):
+                    grid = maps[number if len(maps) > 1 else 0].grid
+                    means = [grid.flatten()[cell].mean() for cell in cells]
+                    wins = float(np.argmax(means) == number and np.ptp(means) > 0)
+                    area = roc_auc(grid, cells[number].reshape(grid.shape))
+                    scores.setdefault((method, readout), []).append([wins, area])
+    return {key: np.array(rows) for key, rows in scores.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--checkpoint")
+    parser.add_argument("--photographs", type=Path)
+    parser.add_argument("--images", type=int, default=15)
+    given = parser.parse_args()
+    files = [] if given.photographs is None else sorted(given.photographs.glob("*.*g"))[: given.images]
+    images = files or [draw_picture(FIRST_SEED + number).image for number in range(given.images)]
+    found = measure(explainer_of(given.model, given.checkpoint), images)
+    print(f"{given.model}, {len(images)} images, {4 * len(images)} questions\n")
+    print("| method | readout | wins | ROC-AUC |\n|---|---|---|---|")
+    for (method, readout), rows in found.items():
+        print(f"| {method} | {readout} | {rows[:, 0].mean():.1%} | {rows[:, 1].mean():.3f} |")
+
+
+if __name__ == "__main__":
+    main()
