@@ -2,11 +2,9 @@
 
 import gc
 import html
-import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -19,6 +17,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 import vitflow
+from tests.app.served import serving
 from tests.pairs import pair
 from vitflow.app import serve
 from vitflow.cli import cli
@@ -48,13 +47,8 @@ def siglip(tmp_path_factory) -> str:
 def page(tmp_path_factory, siglip):
     """The page as a process of its own serves it, with the bundled models and one that is asked by prompts."""
     pytest.importorskip("gradio", reason="Gradio is not installed (extra app)")
-    folder = tmp_path_factory.mktemp("gradio")
-    settings = {"GRADIO_TEMP_DIR": str(folder), "HEARD": str(folder / "heard.txt"), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.app.served", "demo", siglip]
-    with subprocess.Popen(command, env=os.environ | settings, stdout=subprocess.PIPE, text=True, cwd=ROOT) as served:
-        url = served.stdout.readline().strip()
-        yield SimpleNamespace(local_url=url, server_port=int(url.split(":")[2].strip("/")), heard=folder / "heard.txt")
-        served.kill()
+    with serving(tmp_path_factory.mktemp("gradio"), "demo", siglip) as served:
+        yield served
 
 
 @pytest.fixture
@@ -148,7 +142,7 @@ def test_prompts_are_asked_of_a_model_of_pictures_and_texts(ask, siglip):
         (("demo", "gae", "orange dics"), "error: Unknown class 'orange dics'. Did you mean 'orange disc'?"),
         (("demo", "gae", "", "a dog"), "error: VisionTransformer has no text side"),
         (("vit_tiny_patch16_224", "gae"), "error: Unknown model of this page 'vit_tiny_patch16_224'."),
-        (("demo", "rolout"), "error: Unknown method 'rolout'. Did you mean 'rollout'?"),
+        (("demo", "rolout"), "error: Unknown method of this page 'rolout'. Did you mean 'rollout'?"),
         (
             ("demo", "rollout", "", "", "", "crop", "grey", "smooth", False, "", "much"),
             "error: discard_ratio: expected",
@@ -421,7 +415,8 @@ def test_the_space_serves_the_same_page_by_the_gradio_that_the_package_asks_for(
     monkeypatch.setattr("vitflow.app.serve", lambda *models, **given: told.update(given, models=models))
     runpy.run_path(str(space / "app.py"), run_name="__main__")
     assert told["models"] == (["vit_small_patch16_224.augreg_in21k_ft_in1k", "demo"], ["demo-caption"])
-    assert told["host"] == "0.0.0.0" and (space / "requirements.txt").read_text() == "vitflow[app]\n"
+    assert told["host"] == "0.0.0.0" and told["allowed_hosts"] == ["*"]  # behind a proxy, and in a frame
+    assert (space / "requirements.txt").read_text() == "vitflow[app]\n"
     front = dict(re.findall(r"^(\w+): (.*)$", (space / "README.md").read_text(encoding="utf-8"), re.MULTILINE))
     assert front["sdk"] == "gradio" and front["app_file"] == "app.py"
     [asked] = re.findall(r'"gradio>=([\d.]+)", "transformers', (ROOT / "pyproject.toml").read_text())
