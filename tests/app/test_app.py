@@ -203,6 +203,12 @@ def test_a_text_that_cannot_be_read_is_told(ask):
     )
 
 
+def test_captions_take_the_method_of_the_command_line_and_texts_theirs(ask):
+    for question, (picture, text, _) in QUESTIONS.items():
+        code = ask("words", picture, text, first=(question, "demo-caption"))[3]
+        assert f"method='{'gae' if picture else 'rollout'}'" in code, question
+
+
 # --- what a click means ----------------------------------------------------------------------------------------------
 
 
@@ -279,6 +285,33 @@ def test_a_click_on_a_word_is_that_word(tabs, tmp_path, monkeypatch):
     assert ".shaded(1)" in code and [shade for _, shade in words].count("asked") == 2
     with pytest.raises(OptionError, match="a word that was written"):
         clicked(written, 0)
+
+
+@pytest.mark.filterwarnings("ignore:own.safetensors has 3 classes")  # which is a note on the page
+def test_the_first_model_has_the_weights_and_the_names_that_were_given(tmp_path, monkeypatch):
+    pytest.importorskip("gradio", reason="Gradio is not installed (extra app)")
+    import timm
+    import torch
+    from safetensors.torch import save_file
+
+    from vitflow.app import pictures
+    from vitflow.app.models import Models
+
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "gradio"))
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_vit", num_classes=3).state_dict(), "own.safetensors")
+    Path("names.txt").write_text("ash\nbirch\ncedar\n")
+    shutil.copy(SAMPLE, tmp_path)
+    models = Models(["test_vit", "demo"], [], checkpoint="own.safetensors", class_names=Path("names.txt"))
+    tab = SimpleNamespace(names=pictures._NAMES)
+    given = fields(tab, picture={"path": SAMPLE.name}, model="test_vit", method="gae", target="birch")
+    _, _, files, code, _, classes, _ = pictures._Answers(models).explain(*given)
+    names: dict = {}
+    exec(code, names)
+    np.testing.assert_array_equal(grid_of(files), names["saliency"].grid)
+    assert names["explainer"].class_names == ["ash", "birch", "cedar"] and "birch" in classes["choices"]
+    assert models.explainer("demo", "crop", ()).class_names[0] == "red heart"  # the others have their own
 
 
 # --- in a browser ----------------------------------------------------------------------------------------------------
@@ -404,9 +437,13 @@ def test_the_command_serves_what_it_was_told(monkeypatch):
         return SimpleNamespace(local_url="http://127.0.0.1:7860/", block_thread=lambda: None)
 
     monkeypatch.setattr(app, "serve", instead)
-    done = CliRunner().invoke(cli, ["app", str(SAMPLE), "--model", "demo", "--no-open", "--port", "8000"])
+    line = ["app", str(SAMPLE), "--model", "demo", "--no-open", "--port", "8000", "--time-limit", "5"]
+    line += ["--checkpoint", str(SAMPLE), "--class-names", str(SAMPLE), "--allowed-host", "a", "--allowed-host", "*.b"]
+    done = CliRunner().invoke(cli, line)
     assert done.exit_code == 0 and "http://127.0.0.1:7860/" in done.stderr
     assert told["samples"] == (SAMPLE,) and told["models"] == ("demo",) and told["host"] == "127.0.0.1"
+    assert told["checkpoint"] == told["class_names"] == SAMPLE and told["allowed_hosts"] == ("a", "*.b")
+    assert told["time_limit"] == 5
     assert not told["browser"] and told["port"] == 8000 and told["language_models"] == ("demo-caption",)
 
 
