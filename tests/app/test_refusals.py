@@ -136,7 +136,8 @@ def test_what_was_uploaded_and_samples_are_explained(web, uploaded):
 
 
 def test_the_page_fetches_nothing_for_others(web, page, uploaded):
-    assert web.get("/gradio_api/file=http://127.0.0.1:9/private.png").status_code == 403
+    for url in ("http://127.0.0.1:9/private.png", "HTTPS://example.org/", "ftp://example.org/"):
+        assert "fetches nothing" in web.get(f"/gradio_api/file={url}").text
     assert web.get(f"/gradio_api/file={SAMPLE}").status_code == 403
     assert web.get(f"/gradio_api/file={uploaded['path']}").status_code == 200
 
