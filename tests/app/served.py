@@ -1,8 +1,32 @@
-"""Serve the page, and write down every host that this process speaks to: python -m tests.app.served MODEL…"""
+"""Serve the page, and record every host that this process connects to: python -m tests.app.served TIME_LIMIT MODEL…"""
 
 import os
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def serving(folder: Path, *models: str, time_limit: float = 120.0) -> Iterator[SimpleNamespace]:
+    """The page as a process of its own serves it: its address, its folder, whom it spoke to, and its console."""
+    heard, console = folder / "heard.txt", folder / "console.txt"
+    settings = {"GRADIO_TEMP_DIR": str(folder), "HEARD": str(heard), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.app.served", str(time_limit), *models]
+    with (
+        console.open("w") as errors,
+        subprocess.Popen(
+            command, env=os.environ | settings, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT
+        ) as served,
+    ):
+        url = served.stdout.readline().strip()
+        port = int(url.split(":")[2].strip("/"))
+        yield SimpleNamespace(local_url=url, server_port=port, folder=folder, heard=heard, console=console)
+        served.kill()
 
 
 def _hear(event: str, arguments: tuple) -> None:
@@ -17,6 +41,7 @@ if __name__ == "__main__":
     sys.addaudithook(_hear)
     from vitflow.app import serve
 
-    page = serve(sys.argv[1:], wait=False)
+    limit, *models = sys.argv[1:]
+    page = serve(models, wait=False, time_limit=float(limit), allowed_hosts=["photos.example"])
     print(page.local_url, flush=True)
     page.block_thread()

@@ -2,11 +2,9 @@
 
 import gc
 import html
-import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -19,6 +17,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 import vitflow
+from tests.app.served import serving
 from tests.pairs import pair
 from vitflow.app import serve
 from vitflow.cli import cli
@@ -48,13 +47,8 @@ def siglip(tmp_path_factory) -> str:
 def page(tmp_path_factory, siglip):
     """The page as a process of its own serves it, with the bundled models and one that is asked by prompts."""
     pytest.importorskip("gradio", reason="Gradio is not installed (extra app)")
-    folder = tmp_path_factory.mktemp("gradio")
-    settings = {"GRADIO_TEMP_DIR": str(folder), "HEARD": str(folder / "heard.txt"), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.app.served", "demo", siglip]
-    with subprocess.Popen(command, env=os.environ | settings, stdout=subprocess.PIPE, text=True, cwd=ROOT) as served:
-        url = served.stdout.readline().strip()
-        yield SimpleNamespace(local_url=url, server_port=int(url.split(":")[2].strip("/")), heard=folder / "heard.txt")
-        served.kill()
+    with serving(tmp_path_factory.mktemp("gradio"), "demo", siglip) as served:
+        yield served
 
 
 @pytest.fixture
@@ -148,7 +142,7 @@ def test_prompts_are_asked_of_a_model_of_pictures_and_texts(ask, siglip):
         (("demo", "gae", "orange dics"), "error: Unknown class 'orange dics'. Did you mean 'orange disc'?"),
         (("demo", "gae", "", "a dog"), "error: VisionTransformer has no text side"),
         (("vit_tiny_patch16_224", "gae"), "error: Unknown model of this page 'vit_tiny_patch16_224'."),
-        (("demo", "rolout"), "error: Unknown method 'rolout'. Did you mean 'rollout'?"),
+        (("demo", "rolout"), "error: Unknown method of this page 'rolout'. Did you mean 'rollout'?"),
         (
             ("demo", "rollout", "", "", "", "crop", "grey", "smooth", False, "", "much"),
             "error: discard_ratio: expected",
@@ -207,6 +201,12 @@ def test_a_text_that_cannot_be_read_is_told(ask):
     assert told(ask("words", None, "a heart", first=("What a word rests on", "demo"))).startswith(
         "error: Unknown model of"
     )
+
+
+def test_captions_take_the_method_of_the_command_line_and_texts_theirs(ask):
+    for question, (picture, text, _) in QUESTIONS.items():
+        code = ask("words", picture, text, first=(question, "demo-caption"))[3]
+        assert f"method='{'gae' if picture else 'rollout'}'" in code, question
 
 
 # --- what a click means ----------------------------------------------------------------------------------------------
@@ -285,6 +285,33 @@ def test_a_click_on_a_word_is_that_word(tabs, tmp_path, monkeypatch):
     assert ".shaded(1)" in code and [shade for _, shade in words].count("asked") == 2
     with pytest.raises(OptionError, match="a word that was written"):
         clicked(written, 0)
+
+
+@pytest.mark.filterwarnings("ignore:own.safetensors has 3 classes")  # which is a note on the page
+def test_the_first_model_has_the_weights_and_the_names_that_were_given(tmp_path, monkeypatch):
+    pytest.importorskip("gradio", reason="Gradio is not installed (extra app)")
+    import timm
+    import torch
+    from safetensors.torch import save_file
+
+    from vitflow.app import pictures
+    from vitflow.app.models import Models
+
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "gradio"))
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_vit", num_classes=3).state_dict(), "own.safetensors")
+    Path("names.txt").write_text("ash\nbirch\ncedar\n")
+    shutil.copy(SAMPLE, tmp_path)
+    models = Models(["test_vit", "demo"], [], checkpoint="own.safetensors", class_names=Path("names.txt"))
+    tab = SimpleNamespace(names=pictures._NAMES)
+    given = fields(tab, picture={"path": SAMPLE.name}, model="test_vit", method="gae", target="birch")
+    _, _, files, code, _, classes, _ = pictures._Answers(models).explain(*given)
+    names: dict = {}
+    exec(code, names)
+    np.testing.assert_array_equal(grid_of(files), names["saliency"].grid)
+    assert names["explainer"].class_names == ["ash", "birch", "cedar"] and "birch" in classes["choices"]
+    assert models.explainer("demo", "crop", ()).class_names[0] == "red heart"  # the others have their own
 
 
 # --- in a browser ----------------------------------------------------------------------------------------------------
@@ -410,9 +437,13 @@ def test_the_command_serves_what_it_was_told(monkeypatch):
         return SimpleNamespace(local_url="http://127.0.0.1:7860/", block_thread=lambda: None)
 
     monkeypatch.setattr(app, "serve", instead)
-    done = CliRunner().invoke(cli, ["app", str(SAMPLE), "--model", "demo", "--no-open", "--port", "8000"])
+    line = ["app", str(SAMPLE), "--model", "demo", "--no-open", "--port", "8000", "--time-limit", "5"]
+    line += ["--checkpoint", str(SAMPLE), "--class-names", str(SAMPLE), "--allowed-host", "a", "--allowed-host", "*.b"]
+    done = CliRunner().invoke(cli, line)
     assert done.exit_code == 0 and "http://127.0.0.1:7860/" in done.stderr
     assert told["samples"] == (SAMPLE,) and told["models"] == ("demo",) and told["host"] == "127.0.0.1"
+    assert told["checkpoint"] == told["class_names"] == SAMPLE and told["allowed_hosts"] == ("a", "*.b")
+    assert told["time_limit"] == 5
     assert not told["browser"] and told["port"] == 8000 and told["language_models"] == ("demo-caption",)
 
 
@@ -421,7 +452,8 @@ def test_the_space_serves_the_same_page_by_the_gradio_that_the_package_asks_for(
     monkeypatch.setattr("vitflow.app.serve", lambda *models, **given: told.update(given, models=models))
     runpy.run_path(str(space / "app.py"), run_name="__main__")
     assert told["models"] == (["vit_small_patch16_224.augreg_in21k_ft_in1k", "demo"], ["demo-caption"])
-    assert told["host"] == "0.0.0.0" and (space / "requirements.txt").read_text() == "vitflow[app]\n"
+    assert told["host"] == "0.0.0.0" and told["allowed_hosts"] == ["*"]  # behind a proxy, and in a frame
+    assert (space / "requirements.txt").read_text() == "vitflow[app]\n"
     front = dict(re.findall(r"^(\w+): (.*)$", (space / "README.md").read_text(encoding="utf-8"), re.MULTILINE))
     assert front["sdk"] == "gradio" and front["app_file"] == "app.py"
     [asked] = re.findall(r'"gradio>=([\d.]+)", "transformers', (ROOT / "pyproject.toml").read_text())

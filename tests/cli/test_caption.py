@@ -97,3 +97,11 @@ def test_the_bundled_captioner_finds_each_drawn_thing(tmp_path, monkeypatch):
     told = json.loads(done.stdout)
     assert {"yellow", "star", "purple", "ring", "red", "heart"} <= set(told["answer"].split())
     assert "</s>" not in told["answer"] and told["words"][0]["model"] == "demo-caption"
+
+
+def test_the_bundled_captioner_says_what_it_knows_and_others_say_nothing(run, tmp_path):
+    line = ["caption", "photo.png", "--model", "demo-caption", "--name", "mine", "--generate", "3", "-o", "one.svg"]
+    done = CliRunner().invoke(cli, line)
+    assert done.exit_code == 0, done.output
+    assert done.stderr.count("model: mine knows eight drawn shapes only: of other pictures its maps tell nothing") == 1
+    assert "knows eight drawn shapes" not in run().stderr

@@ -206,6 +206,31 @@ def test_a_narrow_window_holds_it(scheme, generation, reading, opened):
         assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
+def test_a_words_own_place_is_no_earlier_word(opened):
+    options = {"method": "gae", "max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+    found = explain_generation(
+        reads("GPT2LMHeadModel"), "The key to the cabinets is", tokenizer=wordpiece_tokenizer(), **options
+    )
+    page, m = opened(found.page()), found.prompt_tokens.length
+    for word in range(NEW):
+        row = np.concatenate([found.values, found.among_generated], axis=1)[word, :, -1].astype(float)
+        row /= row.sum()
+        own = row[m + word - 1]
+        prompt, earlier = row[: m + word - 1][:m].sum(), row[m : m + word - 1].sum() if word else 0.0
+        page.evaluate(SHARES, [word, "all"])
+        percents = [int(one) for one in re.findall(r"(\d+) % on", page.inner_text("#told"))]
+        assert percents[:3] == pytest.approx([100 * prompt, 100 * earlier, 100 * own], abs=1), page.inner_text("#told")
+        if word:
+            last = page.evaluate(
+                "[...document.querySelectorAll('#sheet tbody tr:first-child td')].map(one => one.textContent)"
+            )
+            sums = [0 if one == "<1" else int(one) for one in last[-2:]]
+            assert sums == pytest.approx([100 * earlier, 100 * own], abs=1)
+            assert (
+                page.evaluate("[...document.querySelectorAll('#sheet thead th')].at(-1).textContent") == "its own place"
+            )
+
+
 def test_a_source_with_an_encoder_can_be_clicked_too(opened):
     found = explain_generation(t5(), SOURCE, max_new_tokens=3, min_new_tokens=3, do_sample=False)
     page = opened(found.page())

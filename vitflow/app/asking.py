@@ -1,8 +1,10 @@
-"""What a button of the page does: one question at a time; what is wrong is told in the page."""
+"""What a button of the page does: one question at a time; the page shows what is wrong."""
 
 import threading
+import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from html import escape
 from pathlib import Path
@@ -13,12 +15,51 @@ import gradio as gr
 from gradio.utils import get_upload_folder
 from matplotlib.figure import Figure
 
+from vitflow.app.fields import checked
 from vitflow.demo import sample_pictures
 from vitflow.errors import OptionError, VitflowError, VitflowWarning, printable
+from vitflow.explaining.progress import Update, shown_by
 from vitflow.pictures.figures import save_figure
 
 # Recording is of one pass at a time, and warnings are caught for all threads at once.
 _TURN = threading.Lock()
+# What will take more than so many times the limit is stopped as soon as this share of the limit has shown it.
+_BEYOND, _SEEN = 2.0, 0.1
+
+
+class TimeLimitError(VitflowError):
+    """A question takes longer than one visitor may keep the others waiting."""
+
+
+def limited(seconds: float, now: Callable[[], float] = time.monotonic) -> AbstractContextManager[None]:
+    """Stop what runs inside once its steps take longer than some seconds, or would.
+
+    Time counts from the first step that is tracked on: to load a model, or to wait for one's turn, is no part of it.
+    """
+    start: float | None = None
+
+    @contextmanager
+    def display(_label: str, total: int) -> Iterator[Update]:
+        nonlocal start
+        start = now() if start is None else start
+        done, warm = 0, (0, 0.0)  # the first steps may compile something
+
+        def update(steps: int) -> None:
+            nonlocal done, warm
+            done, moment = done + steps, now()
+            warm = warm if warm[0] else (done, moment)
+            own, counted = moment - warm[1], done - warm[0]
+            hopeless = own > _SEEN * seconds and own * (total - done) > _BEYOND * seconds * counted
+            if moment - start > seconds or hopeless:
+                raise TimeLimitError(
+                    f"This takes longer than the {seconds:g} s that one question may take on this page: choose "
+                    "fewer masks, larger patches, fewer layers or tokens, or a smaller model. The command line has no "
+                    "such limit."
+                )
+
+        yield update
+
+    return shown_by(display)
 
 
 def asks(
@@ -26,7 +67,8 @@ def asks(
 ) -> None:
     """Let a trigger call a function, whose last output is the notes; of an error these alone are shown.
 
-    Inputs are what came from the browser, unread: a file is {"path": …}.
+    Inputs are what the browser sent, as far as their fields can have such values: a file is {"path": …}. A click comes
+    before them.
     """
 
     @wraps(function)
@@ -34,8 +76,9 @@ def asks(
         with _TURN, warnings.catch_warnings(record=True) as noted:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", VitflowWarning)
+            click, values = given[: -len(inputs)], given[-len(inputs) :]
             try:
-                *shown, notes = function(*given)
+                *shown, notes = function(*click, *map(checked, inputs, values))
             except VitflowError as error:
                 return *(gr.skip() for _ in outputs[1:]), _told("error", [error])
         return *shown, _told("note", [*(one.message for one in noted), *notes])

@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from gradio.route_utils import FnIndexInferError
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
+from vitflow.app.asking import limited
+from vitflow.app.fields import is_click, received, refusal
+from vitflow.app.hosts import HostCheck
 from vitflow.app.models import Models
 from vitflow.app.pictures import pictures_tab
 from vitflow.app.words import words_tab
@@ -23,26 +30,54 @@ _CSS = """
 """
 
 
-def launch(
-    models: Sequence[str], language_models: Sequence[str], samples: Sequence[str | Path], *, browser: bool, **where: Any
-) -> Any:
+class _Page(gr.Blocks):  # type: ignore[misc]
+    """A page whose requests are checked before Gradio follows what is in them, and that answers each in words."""
+
+    def __init__(self, time_limit: float, **more: Any) -> None:
+        self._time_limit = time_limit
+        super().__init__(**more)
+
+    async def process_api(self, block_fn: Any, inputs: Any, *rest: Any, event_data: Any = None, **more: Any) -> Any:
+        """Answer one request, whatever its way; arguments as Gradio gives them."""
+        inputs = received(block_fn.inputs, inputs)
+        if block_fn.collects_event_data and not is_click(event_data):
+            raise refusal("Expected a click on the page, got something else.")
+        try:
+            with limited(self._time_limit):
+                return await super().process_api(block_fn, inputs, *rest, event_data=event_data, **more)
+        except gr.Error:
+            raise
+        except Exception as error:
+            raise gr.Error("This failed for a reason that the page does not know; its console shows it.") from error
+
+
+async def _unknown(_request: Request, _error: Exception) -> JSONResponse:
+    return JSONResponse({"detail": "This page has no such function, or the function has no such argument."}, 404)
+
+
+def launch(models: Models, samples: Sequence[str | Path], *, browser: bool, time_limit: float, **where: Any) -> Any:
     """Make the page and serve it in the background; arguments as for `serve`."""
-    offered = Models(models, language_models)
-    with gr.Blocks(title="vitflow", analytics_enabled=False, delete_cache=(_KEPT, _KEPT)) as page:
+    about: dict[str, Any] = {"title": "vitflow", "analytics_enabled": False, "delete_cache": (_KEPT, _KEPT)}
+    with _Page(time_limit, **about) as page:
         gr.Markdown("# vitflow\nSee what a Vision Transformer looks at.")
         with gr.Tab("Photographs"):
-            pictures_tab(offered, samples)
-        if language_models:
+            pictures_tab(models, samples)
+        if models.words:
             with gr.Tab("Texts and captions"):
-                words_tab(offered, samples)
+                words_tab(models, samples)
     fonts: dict[str, Any] = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # local
     shut: dict[str, Any] = {"share": False, "enable_monitoring": False, "ssr_mode": False, "pwa": False}
     look: dict[str, Any] = {"theme": gr.themes.Default(**fonts), "css": _CSS, "footer_links": []}
     # A file may have as many bytes as a picture may have pixels.
     bounds: dict[str, Any] = {"max_file_size": MAX_PIXELS, "state_session_capacity": _VISITORS}
     to: dict[str, Any] = {"server_name": where["host"], "server_port": where["port"], "inbrowser": browser}
+    check = Middleware(HostCheck, host=where["host"], allowed=where["allowed_hosts"])
+    unknown: Any = dict.fromkeys((FnIndexInferError, KeyError, TypeError), _unknown)  # what Gradio raises then
+    shut["app_kwargs"] = {"middleware": [check], "exception_handlers": unknown}
+    # Closed to programs that would not queue; the queue says how many wait.
+    page.queue(max_size=_VISITORS, api_open=False)
     try:
-        page.queue(max_size=_VISITORS).launch(prevent_thread_lock=True, quiet=True, **to, **bounds, **look, **shut)
+        page.launch(prevent_thread_lock=True, quiet=True, **to, **bounds, **look, **shut)
     except OSError as error:
         raise OptionError(f"Expected a free port, got {where['port'] or 'none from 7860 on'}: {error}") from error
     return page

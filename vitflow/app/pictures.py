@@ -1,5 +1,6 @@
 """The tab for photographs: a map for a class, a prompt or a clicked patch, and methods side by side."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import gradio as gr
 
 from vitflow.app.asking import answer_column, asks, drawn, path_of, photograph
 from vitflow.app.models import Models
+from vitflow.errors import OptionError
 from vitflow.explaining.asking.captions import Code, python_call
 from vitflow.explaining.asking.method_options import OPTIONS, Option, shown
 from vitflow.explaining.asking.method_table import get_method, list_methods
@@ -17,8 +19,11 @@ from vitflow.pictures.options import BACKGROUNDS, FITS, INTERPOLATIONS
 
 # The method that is chosen first, and what answers for a patch where the chosen one does not.
 _METHOD, _OF_PATCHES = "gae", "rollout"
-# The options of methods that have a field; a patch is clicked.
-_OPTIONS = [option for option in OPTIONS.values() if option.name != "patch"]
+# The options of methods that have a field. A patch is clicked; the last two change the time of an answer alone.
+_OPTIONS = [option for option in OPTIONS.values() if option.name not in ("patch", "occlusion_batch", "solver")]
+# What a visitor may ask for at most, where the table of options has no limit.
+_MOST = {"masks": 4096, "cells": 64, "random_seed": 2**31 - 1}
+_LARGEST, _MOST_PROMPTS, _PROMPT_CHARACTERS = 10_000, 16, 2000
 _DRAWING, _USUAL = ("background", "interpolation", "contours"), ("grey", "smooth", False)
 _NAMES = ["picture", "model", "method", "target", "prompts", "against", "fit", *_DRAWING]
 _NAMES += [one.name for one in _OPTIONS]
@@ -31,16 +36,30 @@ class _Asked:
         given = dict(zip(_NAMES, fields, strict=True))
         self.path, self.method = path_of(given["picture"]), get_method(given["method"])
         prompts = tuple(filter(None, map(str.strip, given["prompts"].splitlines())))
+        if len(prompts) > _MOST_PROMPTS:
+            raise OptionError(f"Expected at most {_MOST_PROMPTS} prompts, got {len(prompts)}.")
         self.explainer = models.explainer(given["model"], given["fit"], prompts)
         target, against = given["target"] or None, given["against"]
         self.target = Contrast(target, against=against) if against else target
         self.targets = [self.target] if self.target else list(prompts) or None
         self.drawing = {name: given[name] for name in _DRAWING if given[name] not in _USUAL}
         own = [option for option in _OPTIONS if given[option.name] and self.method.accepts(option.name)]
-        self.options = {option.name: option.read(given[option.name]) for option in own}
+        self.options = {option.name: _read(option, given[option.name]) for option in own}
         fit = None if given["fit"] == "crop" else given["fit"]
-        made = python_call("vitflow.Explainer", given["model"], prompts=list(prompts) or None, fit=fit)
+        made = python_call(
+            "vitflow.Explainer", models.in_python(given["model"]), prompts=list(prompts) or None, fit=fit
+        )
         self.code = f"import vitflow\n\nexplainer = {made}"
+
+
+def _read(option: Option, text: str) -> Any:
+    """The value of an option that is no more than a visitor may ask for."""
+    value = option.read(text)
+    if option.kind is int and abs(value) > (most := _MOST.get(option.name, _LARGEST)):
+        raise OptionError(f"{option.name}: expected at most {most:,} on this page, got {text!r:.80}.")
+    if option.kind is float and not math.isfinite(value):
+        raise OptionError(f"{option.name}: expected {option.values}, got {text!r}.")
+    return value
 
 
 class _Answers:
@@ -54,6 +73,8 @@ class _Answers:
 
     def _patch(self, event: gr.SelectData, click: Any, *fields: Any) -> tuple[Any, ...]:
         """The map of a patch that was clicked on the figure of another map."""
+        if click is None or not isinstance(event.index, list | tuple):
+            raise OptionError("Expected a click on a map, got none: press Explain first.")
         (left, right, bottom, top), placement, grid = click
         down, across = (event.index[1] - top) / (bottom - top), (event.index[0] - left) / (right - left)
         height, width = placement.image_size
@@ -103,7 +124,8 @@ def _field(option: Option, name: str) -> Any:
     about: dict[str, Any] = {"label": option.name, "info": option.help, "visible": method.accepts(option.name)}
     if option.kind is bool or option.kind == "choice":
         return gr.Dropdown([(default, ""), *((one, one) for one in option.values.split("|"))], value="", **about)
-    return gr.Textbox("", placeholder=f"{option.values}, {default}", **about)
+    most = f", at most {_MOST[option.name]:,} here" if option.name in _MOST else ""
+    return gr.Textbox("", placeholder=f"{option.values}{most}, {default}", **about)
 
 
 def pictures_tab(models: Models, samples: Sequence[str | Path]) -> None:
@@ -117,7 +139,9 @@ def pictures_tab(models: Models, samples: Sequence[str | Path]) -> None:
             method = gr.Dropdown(methods, value=_METHOD, label="Method")
             told = "Name or number; empty: the likeliest."
             target = gr.Dropdown([""], value="", label="Class", info=told, allow_custom_value=True)
-            prompts = gr.Textbox("", label="Prompts", info="What to ask, one per line.", lines=3, visible=False)
+            told = f"What to ask, one per line, at most {_MOST_PROMPTS}."
+            longest: dict[str, Any] = {"lines": 3, "max_length": _PROMPT_CHARACTERS}
+            prompts = gr.Textbox("", label="Prompts", info=told, visible=False, **longest)
             with gr.Accordion("Options", open=False):
                 against = gr.Textbox("", label="Against", info="Another class: what speaks for the one, not for this.")
                 fit = gr.Dropdown([one for one in FITS if one != "native"], label="Fit")

@@ -8,11 +8,11 @@ import gradio as gr
 
 from vitflow.app.asking import answer_column, asks, drawn, path_of, photograph
 from vitflow.app.models import Models
-from vitflow.errors import OptionError
+from vitflow.errors import OptionError, whole_number
 from vitflow.explaining.asking.captions import python_call
 from vitflow.explaining.showing.strips import draw_words
 from vitflow.explaining.text.generating import explain_generation
-from vitflow.explaining.text.method_table import TEXT_METHODS
+from vitflow.explaining.text.method_table import PICTURED, PLAIN, TEXT_METHODS
 from vitflow.explaining.text.reading import Reading, explain_text
 from vitflow.models.hub import own_prompt
 from vitflow.words.labels import labels_of, spoken_words
@@ -20,6 +20,8 @@ from vitflow.words.shaded import ShadedText
 from vitflow.words.view import color_of
 
 _CAPTION, _READ, _WRITE = "What is in a picture", "What a word rests on", "What is written next"
+# Attention grows with the square of a text's length, so that one visitor's text has a limit.
+_CHARACTERS = 2000
 # The colours of words by the names of their shades.
 _SHADES = {str(step): color_of(step / 8) for step in range(9)} | {"asked": "#f0b429"}
 
@@ -32,7 +34,8 @@ class _Answers:
 
     def words(self, question: str, model: str, picture: Any, text: str, method: str, count: float) -> tuple[Any, ...]:
         if question == _READ:
-            return self._read(text, model, method)
+            return self._read(text, model, method or PLAIN)
+        method = method or (PICTURED if question == _CAPTION else PLAIN)
         asked: dict[str, Any] = {"method": method, "max_new_tokens": int(count), "do_sample": False}
         if question == _WRITE:
             found = explain_generation(inputs=text, **asked, **self._models.reader(model))
@@ -43,12 +46,16 @@ class _Answers:
 
     def _word(self, event: gr.SelectData, click: tuple[Any, str]) -> tuple[Any, ...]:
         """The same of a word that was clicked."""
+        if click is None:
+            raise OptionError("Expected a click on a word, got none: press Explain first.")
         found, made = click
+        number = whole_number("the word", event.index, 0)
         if isinstance(found, Reading):
-            return self._read(found.text, found.model, found.method, event.index)
+            return self._read(found.text, found.model, found.method, number)
         if found.pictures is None:
-            return _row(found, made, event.index - found.prompt_tokens.length)
-        return _caption(found, made, spoken_words(found.generated_tokens)[event.index][1])
+            return _row(found, made, number - found.prompt_tokens.length)
+        spoken = spoken_words(found.generated_tokens)
+        return _caption(found, made, spoken[whole_number("the word", number, 0, len(spoken) - 1)][1])
 
     def _read(self, text: str, model: str, method: str, token: int | None = None) -> tuple[Any, ...]:
         found = explain_text(text, method=method, token=token, **self._models.reader(model))
@@ -100,9 +107,12 @@ def words_tab(models: Models, samples: Sequence[str | Path]) -> None:
             question = gr.Radio([_CAPTION, _READ, _WRITE], value=_CAPTION, label="Question")
             with gr.Column() as seeing:
                 picture, examples = photograph(samples)
-            text = gr.Textbox("", label="Text", info="The text, or what to ask about the picture.", lines=2)
+            longest: dict[str, Any] = {"lines": 2, "max_length": _CHARACTERS}
+            text = gr.Textbox("", label="Text", info="The text, or what to ask about the picture.", **longest)
             model = gr.Dropdown(models.words, label="Model")
-            method = gr.Dropdown([(one.title, one.name) for one in TEXT_METHODS.values()], label="Method")
+            usual = f"{TEXT_METHODS[PICTURED].title} for pictures, {TEXT_METHODS[PLAIN].title.lower()} for texts"
+            methods = [(f"Default: {usual}", ""), *((one.title, one.name) for one in TEXT_METHODS.values())]
+            method = gr.Dropdown(methods, value="", label="Method")
             count = gr.Slider(1, 60, value=30, step=1, label="Tokens to write at most")
             go = gr.Button("Explain", variant="primary")
         with gr.Column(scale=3, min_width=320):

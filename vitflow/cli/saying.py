@@ -82,11 +82,17 @@ def say_notes(saliencies: Iterable[Any]) -> None:
 
 def tell_limits(explainer: Any) -> None:
     """Say on stderr what a reader must know of the model before any of its maps, whatever the user calls it."""
-    from vitflow.demo import limits_of
     from vitflow.models.facts import model_id
 
-    if limits := limits_of(model_id(explainer.model)):
-        say(f"model: {explainer.model_id} {limits}: of other pictures its maps tell nothing")
+    tell_limits_of(model_id(explainer.model), explainer.model_id)
+
+
+def tell_limits_of(model: str, name: str) -> None:
+    """The same of a model by its id, which the user calls by this name."""
+    from vitflow.demo import limits_of
+
+    if limits := limits_of(model):
+        say(f"model: {name} {limits}: of other pictures its maps tell nothing")
 
 
 @contextmanager

@@ -49,10 +49,10 @@ class DemoPicture:
 def limits_of(model_id: str) -> str:
     """What a model by this name knows, where that is less than a reader would take it for; else nothing.
 
-    >>> limits_of("vitflow_demo"), limits_of("vit_tiny_patch16_224")
-    ('knows eight drawn shapes only', '')
+    >>> limits_of("vitflow_demo"), limits_of("demo-caption"), limits_of("vit_tiny_patch16_224")
+    ('knows eight drawn shapes only', 'knows eight drawn shapes only', '')
     """
-    return "knows eight drawn shapes only" if model_id == DEMO_MODEL else ""
+    return "knows eight drawn shapes only" if model_id in (DEMO_MODEL, "demo-caption") else ""
 
 
 def draw_picture(seed: int, size: int | tuple[int, int] = 96) -> DemoPicture:

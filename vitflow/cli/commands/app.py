@@ -29,8 +29,26 @@ from vitflow.cli.saying import say
     metavar="ID|demo-caption|PATH",
     help="A model for texts and captions that the page offers; repeatable.",
 )
+@click.option("--checkpoint", type=shared.FILE, help="Weights for the first --model: safetensors or a torch file.")
+@click.option("--class-names", type=shared.FILE, help="File with the names of its classes: one per line, or JSON.")
 @click.option("--host", default="127.0.0.1", help="Who may reach it; 0.0.0.0: not this machine alone.")
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Also answer browsers that ask for the page by this name, such as that of a proxy; repeatable. *.NAME: any "
+    "name below it; *: any name.",
+)
 @click.option("--port", type=click.IntRange(1, 65535), help="[default: the first free one from 7860 on]")
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(min=0, min_open=True),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="What one question may take, so that the next visitor has a turn.",
+)
 @click.option("--open/--no-open", "browser", default=True, help="Open the page in a browser.")
 def app(images: tuple[Path, ...], **given: Any) -> None:
     """Open a page in the browser: drop a photograph, click a patch, click a word.

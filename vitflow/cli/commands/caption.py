@@ -7,7 +7,7 @@ import click
 
 from vitflow.cli import options as shared
 from vitflow.cli.outputs import check_pictures, output_file, writing
-from vitflow.cli.saying import say, say_record
+from vitflow.cli.saying import say, say_record, tell_limits_of
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import printable
 from vitflow.explaining.asking.method_options import OPTIONS
@@ -75,6 +75,7 @@ def caption(image: Path, **given: Any) -> None:
         do_sample=False,
         **options,
     )
+    tell_limits_of(given["model"], found.model)
     words, left_out = found.words()
     relative = given["neutral"] is not None
     maps = [found.picture(places, relative=relative) for places in words.values()]

@@ -223,7 +223,13 @@ def with_pictures(
         begin = getattr(getattr(processor, "tokenizer", None), "bos_token", None)
         once = {"add_special_tokens": False} if begin and text.startswith(begin) else {}  # a template has it already
         drawn = [Image.fromarray(one) for one in images]
-        inputs = dict(processor(images=drawn, text=text, return_tensors="pt", **once))
+        try:
+            inputs = dict(processor(images=drawn, text=text, return_tensors="pt", **once))
+        except (ValueError, IndexError, StopIteration) as error:  # of the count of pictures in the text
+            raise OptionError(
+                f"Expected a prompt that {type(processor).__name__} can join with {len(images)} "
+                f"picture{'s'[: len(images) > 1]}, got {text!r:.80}: {type(error).__name__}: {error}"
+            ) from error
     elif isinstance(prompt, Mapping) and isinstance(prompt.get("input_ids"), Tensor):
         inputs = dict(prompt)
     else:

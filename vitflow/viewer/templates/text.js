@@ -28,6 +28,9 @@ const sumOf = (values, counts) => values.reduce((sum, value, position) => sum + 
 
 const isHidden = ({ kind }) => kind === "patch" || state.hide.has(kind);
 const asksOf = ({ positions, at }) => [...positions, ...(at === null ? [] : [at])];
+// Its own place, where the weights hold it: the word that stands there is no word that it rests on.
+const isOwnPlace = (row) => (position) => position === row.at && row.own === null;
+const isEarlier = (row) => (position) => isWritten(position) && position !== row.at;
 
 function whole(share) {
   const number = Math.round(100 * share);
@@ -144,11 +147,12 @@ function drawWords(found) {
     parts.push(asking.length ? `most of all ${quoted(labelOf(asking[0][1]))}, ${percent(asking[0][0])} of its weight` : "no word rests on it");
     $("left-out").textContent = "";
   } else {
-    const values = sharesOf(state.word), { seen } = rows[state.word], apart = apartOf(state.word);
+    const values = sharesOf(state.word), row = rows[state.word], { seen } = row, apart = apartOf(state.word);
     if (data.written !== null) {
-      const prompt = sumOf(values, (position) => !isWritten(position));
+      const own = sumOf(values, isOwnPlace(row)), prompt = sumOf(values, (position) => !isWritten(position) && position !== row.at);
       const inside = figures.length ? ` (${inPercent(sumOf(values, isPatch))} on ${PICTURE})` : "";
-      parts.push(`${inPercent(prompt)} on the prompt${inside}, ${inPercent(Math.max(1 - prompt, 0))} on earlier written words together`);
+      parts.push(`${inPercent(prompt)} on the prompt${inside}, ${inPercent(sumOf(values, isEarlier(row)))} on earlier written words together`);
+      if (own > 0) parts.push(`${inPercent(own)} on its own place`);
     }
     const special = sumOf(values, (position) => tokens[position].kind === "special");
     if (special > 0) parts.push(`${inPercent(special)} on special tokens`);
@@ -180,9 +184,12 @@ function cell(tag, text, more = {}) {
 }
 
 function drawSheet() {
-  const found = columns(), chosen = layersOfState(), sums = [];
+  const found = columns(), chosen = layersOfState(), sums = [], row = rows[state.word];
   if (!turned() && figures.length) sums.push([PICTURE, isPatch]);
-  if (!turned() && data.written !== null && rows[state.word].seen > data.written) sums.push(["earlier written words", isWritten]);
+  if (!turned() && data.written !== null && row.seen > data.written) {
+    sums.push(["earlier written words", isEarlier(row)]);
+    if (!row.own) sums.push(["its own place", isOwnPlace(row)]);
+  }
   const top = Math.max(...found.filter((one) => !one.own && !one.asked).flatMap((one) => numbered.map(one.at)), 0), table = document.createElement("table");
   const head = table.createTHead().insertRow();
   head.append(cell("td", ""), ...found.map(({ name }) => { const made = cell("th", "", { scope: "col" }); made.append(cell("bdi", name)); return made; }));
