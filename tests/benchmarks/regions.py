@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from vitflow import Explainer, load_model
 from vitflow.demo import draw_picture
 from vitflow.evaluation.measures.localisation import roc_auc
+from vitflow.explaining.asking.method_table import get_method
 
-METHODS = ["gae", "gradient_rollout", "legrad", "rollout", "attention"]
+# Each as published, and with its defaults, which weight values and spread maps among similar patches.
+METHODS = [(name, preset) for name in ("gae", "gradient_rollout", "rollout") for preset in ("paper", "default")]
 FIRST_SEED = 800_000  # images that nothing was chosen on
 
 
@@ -56,24 +58,25 @@ def explainer_of(name: str, checkpoint: str | None = None) -> Explainer:
     return Explainer(Dense(backbone), data_config=config, answers=answers)
 
 
-def measure(explainer: Explainer, images: list, methods: list[str] = METHODS) -> dict[tuple[str, str], np.ndarray]:
-    """Wins and ROC-AUC of each question, [questions, 2], by method and readout."""
+def measure(explainer: Explainer, images: list, methods: list = METHODS) -> dict[tuple[str, str, str], np.ndarray]:
+    """Wins and ROC-AUC of each question, [questions, 2], by method, preset and readout."""
     side = explainer.record(images[0]).layout.rows
     cells = quarters(side).numpy()
     class_token = torch.zeros(side * side + 1)
     class_token[0] = 1.0
-    scores: dict[tuple[str, str], list] = {}
+    scores: dict[tuple[str, str, str], list] = {}
     for image in images:
         for readout in ("gradient", "class token"):
             given = {} if readout == "gradient" else {"readout": class_token}
-            for method in methods:
-                maps = explainer.explain_batch([image], methods=[method], targets=[0, 1, 2, 3], **given)
+            for method, preset in methods:
+                options = get_method(method).published if preset == "paper" else {}
+                maps = explainer.explain_batch([image], methods=[(method, options)], targets=[0, 1, 2, 3], **given)
                 for number in range(4):
                     grid = maps[number if len(maps) > 1 else 0].grid
                     means = [grid.flatten()[cell].mean() for cell in cells]
                     wins = float(np.argmax(means) == number and np.ptp(means) > 0)
                     area = roc_auc(grid, cells[number].reshape(grid.shape))
-                    scores.setdefault((method, readout), []).append([wins, area])
+                    scores.setdefault((method, preset, readout), []).append([wins, area])
     return {key: np.array(rows) for key, rows in scores.items()}
 
 
@@ -88,9 +91,9 @@ def main() -> None:
     images = files or [draw_picture(FIRST_SEED + number).image for number in range(given.images)]
     found = measure(explainer_of(given.model, given.checkpoint), images)
     print(f"{given.model}, {len(images)} images, {4 * len(images)} questions\n")
-    print("| method | readout | wins | ROC-AUC |\n|---|---|---|---|")
-    for (method, readout), rows in found.items():
-        print(f"| {method} | {readout} | {rows[:, 0].mean():.1%} | {rows[:, 1].mean():.3f} |")
+    print("| method | options | readout | wins | ROC-AUC |\n|---|---|---|---|---|")
+    for (method, preset, readout), rows in found.items():
+        print(f"| {method} | {preset} | {readout} | {rows[:, 0].mean():.1%} | {rows[:, 1].mean():.3f} |")
 
 
 if __name__ == "__main__":
