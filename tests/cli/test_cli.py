@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -161,10 +160,15 @@ def test_several_classes_of_a_map_that_knows_none_make_one(here, pictures):
 
 @pytest.mark.parametrize(
     ("asked", "method"),
-    [([], "rollout"), (["--class", "0"], "gae"), (["--against", "1"], "gae"), (["--like", "ref.png"], "gae")],
+    [
+        ([], "rollout"),
+        (["--class", "0"], "gae"),
+        (["--class", "0", "--against", "1"], "gae"),
+        (["--like", "REFERENCE"], "gae"),
+    ],
 )
 def test_the_default_method_follows_what_is_asked_and_is_told(here, pictures, asked, method):
-    shutil.copy(pictures[1], "ref.png")
+    asked = [str(pictures[1]) if word == "REFERENCE" else word for word in asked]
     given = ["explain", pictures[0], "--model", "demo", *asked]
     code, out, err = here(*given, "--json")
     record = json.loads(out)
