@@ -132,7 +132,7 @@ def test_a_method_and_a_target_by_the_name_that_another_function_gives_them():
     for wrong in ({"methods": ["gae"]}, {"targets": 3}):
         name = next(iter(wrong))
         for function in (explaining.explain, explaining.layers):
-            with pytest.raises(OptionError, match=f"Expected {name[:-1]}=….*explain_batch takes several, got {name}="):
+            with pytest.raises(OptionError, match=f"Expected {name[:-1]}=.*explain_batch takes several, got {name}="):
                 function(image, **wrong)
     [one] = explaining.explain_batch([image], methods="rollout")
     assert one.method == "rollout"
