@@ -153,8 +153,46 @@ def test_several_classes_make_a_strip_of_one_map_each(here, pictures, asked, cla
 
 
 def test_several_classes_of_a_map_that_knows_none_make_one(here, pictures):
-    code, _, err = here("explain", pictures[0], "--model", "demo", "--class", "top2", "-o", "one.png")
+    given = ["explain", pictures[0], "--model", "demo", "--method", "rollout", "--class", "top2"]
+    code, _, err = here(*given, "-o", "one.png")
     assert code == 0 and err.count("rollout does not depend on the class") == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "method"),
+    [
+        ([], "rollout"),
+        (["--class", "0"], "gae"),
+        (["--class", "0", "--against", "1"], "gae"),
+        (["--like", "REFERENCE"], "gae"),
+    ],
+)
+def test_the_default_method_follows_what_is_asked_and_is_told(here, pictures, asked, method):
+    asked = [str(pictures[1]) if word == "REFERENCE" else word for word in asked]
+    given = ["explain", pictures[0], "--model", "demo", *asked]
+    code, out, err = here(*given, "--json")
+    record = json.loads(out)
+    assert code == 0 and {one["method"] for one in record.get("maps", [record])} == {method}
+    assert record["output"].endswith(f"-{method}.png") and f"method: {method} (--method takes another)" in err
+    _, _, err = here(*given, "--method", "gae")
+    assert "method: " not in err
+    for _ in range(2):  # the second resumes the first
+        code, _, err = here("folder", pictures[0], "--model", "demo", *asked, "-o", "all")
+        assert code == 0 and f"method: {method} (--method takes another)" in err
+    assert "1 of them before" in err and list(Path("all").rglob(f"*-{method}.jpg"))
+
+
+def test_an_option_that_the_default_method_has_not_is_refused_with_the_way_out(here, pictures):
+    for command in (["explain"], ["folder", "-o", "out"]):
+        given = [*command, pictures[0], "--model", "demo", "--class", "0", "--discard-ratio", "0.5"]
+        code, _, err = here(*given)
+        assert code == 2 and "gae was chosen because there is a target" in err and "--method" in err
+
+
+def test_the_sheet_of_layers_follows_the_class(here, pictures):
+    code, out, err = here("layers", pictures[0], "--model", "demo", "--class", "0", "--json")
+    assert code == 0 and "method: gae (--method takes another)" in err
+    assert "gae" in {one["method"] for one in json.loads(out)["maps"]}
 
 
 def test_bad_pictures_fail_and_the_others_go_on(run, pictures, tmp_path):

@@ -124,9 +124,8 @@ def test_the_command_line_sets_a_class_against_the_class(tmp_path, demo):
     result = CliRunner().invoke(cli, ["compare", "--model", "demo", "--class", str(FIRST), *own])
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["maps"][0]["target"] == f"{names[FIRST]} against {names[SECOND]}"
-    refused = CliRunner().invoke(
-        cli, ["explain", "--model", "demo", str(picture), "--against", "1", "-o", str(tmp_path / "x.png")]
-    )
+    own = ["--method", "rollout", "--against", "1", "-o", str(tmp_path / "x.png")]
+    refused = CliRunner().invoke(cli, ["explain", "--model", "demo", str(picture), *own])
     assert refused.exit_code == 2 and "class-specific" in refused.stderr
 
 

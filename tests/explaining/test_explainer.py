@@ -138,7 +138,7 @@ def test_a_method_and_a_target_by_the_name_that_another_function_gives_them():
     for wrong in ({"methods": ["gae"]}, {"targets": 3}):
         name = next(iter(wrong))
         for function in (explaining.explain, explaining.layers):
-            with pytest.raises(OptionError, match=f"Expected {name[:-1]}=….*explain_batch takes several, got {name}="):
+            with pytest.raises(OptionError, match=f"Expected {name[:-1]}=.*explain_batch takes several, got {name}="):
                 function(image, **wrong)
     [one] = explaining.explain_batch([image], methods="rollout")
     assert one.method == "rollout"
@@ -161,6 +161,10 @@ def test_imagenet_classes_by_any_of_their_names():
                 class_index(asked, 1000, names)
         with pytest.raises(OptionError, match=r"Unknown class 'n99999999'\. Give a name"):
             class_index("n99999999", 1000, names)
+        # A red panda is called bear cat, too, and spelt more like a cat than a tabby cat is.
+        with pytest.raises(OptionError, match="Did you mean .*Egyptian cat.*tabby") as error:
+            class_index("cat", 1000, names)
+        assert "panda" not in str(error.value) and "Persian cat" in str(error.value)
     own = [f"bird_{number}" for number in range(1000)]  # as many as ImageNet's, and others
     assert class_index("Bird 12", 1000, own) == 12
     with pytest.raises(OptionError, match="Unknown class 'n02124075'"):
@@ -175,7 +179,7 @@ def test_targets_by_index_and_by_name():
         probabilities = explaining.model(explaining.pixels(image)).softmax(-1)[0]
     assert predicted.target == predicted.predicted == int(probabilities.argmax())
     assert predicted.probability == pytest.approx(float(probabilities.max()), rel=1e-5)
-    emu = explaining.explain(image, target="emu")
+    emu = explaining.explain(image, target="emu", method="rollout")
     assert (emu.target, emu.class_name) == (4, "Emu")
     assert emu.probability == pytest.approx(float(probabilities[4]), rel=1e-5)
     assert (emu.grid == predicted.grid).all()  # rollout does not depend on the class

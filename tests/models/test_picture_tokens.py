@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.models.vision_language import NAMES, Family, family
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
+from vitflow.explaining.text.pictures import with_pictures
 from vitflow.models.languages import decoder_of
 from vitflow.models.picture_tokens import PictureTokens, picture_tokens
 
@@ -148,6 +149,35 @@ def prepared(name: str = "llava", text: str = "what is on", **options: object) -
     one = family(name)
     given = one.processor(images=Image.new("RGB", (30, 30)), text=f"{one.prompt} {text}", return_tensors="pt")
     return one, {**given, **options}
+
+
+CALLED_OTHERWISE = [{"do_pad": True}, {"size": {"height": 24, "width": 24}, "do_center_crop": False}]
+
+
+@pytest.mark.parametrize("options", CALLED_OTHERWISE, ids=["padded", "squashed"])
+def test_inputs_made_by_other_settings_than_the_stored_ones_are_refused(options):
+    one = family("llava")
+    noise = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
+    call = partial(one.processor, images=Image.fromarray(noise), text=f"{one.prompt} what", return_tensors="pt")
+    config, sizes = one.model.config, [noise.shape[:2]]
+    with pytest.raises(OptionError, match=r"by its stored settings, got pixel_values that differ .*do_pad = True"):
+        with_pictures(one.model, dict(call(**options)), noise, one.processor, None)
+    called = dict(call())
+    _, _, found = with_pictures(one.model, called, noise, one.processor, None)
+    assert found.parts == picture_tokens(config, one.processor, called, sizes)
+    half = {**called, "pixel_values": called["pixel_values"].bfloat16()}
+    assert with_pictures(one.model, half, noise, one.processor, None)[2].parts == found.parts
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_what_a_processor_was_called_with_is_not_refused_where_its_placement_is_known(name, options):
+    one = family(name)
+    noise = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
+    inputs = dict(
+        one.processor(images=Image.fromarray(noise), text=f"{one.prompt} what", return_tensors="pt", **options)
+    )
+    _, _, found = with_pictures(one.model, inputs, noise, one.processor, None)
+    assert found.parts == picture_tokens(one.model.config, one.processor, inputs, [(64, 96)])
 
 
 def test_padding_on_the_left_is_not_counted():

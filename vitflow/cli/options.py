@@ -247,8 +247,7 @@ def _only(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> 
 method_option = partial(
     click.option,
     "--method",
-    default=["rollout"],
-    show_default="rollout; gae with --prompt or --like",
+    show_default="gae with --class, --against, --prompt or --like; else rollout",
     metavar="NAME",
     multiple=True,
     callback=_only,
@@ -299,11 +298,14 @@ def targets_of(given: Mapping[str, Any]) -> list[Any]:
     return [target_of(target, given) for target in asked]
 
 
-def use_specific(given: dict[str, Any], name: str = "method") -> None:
-    """Where something was asked and no method named, take one whose map depends on what was asked."""
-    default = click.core.ParameterSource.DEFAULT
-    if (given["prompts"] or given["like"]) and click.get_current_context().get_parameter_source(name) is default:
-        given[name] = "gae" if name == "method" else ["gae"]
+def asks(given: Mapping[str, Any]) -> bool:
+    """Whether anything but the predicted class is asked."""
+    return any(given.get(name) for name in ("target", "targets", "prompts", "like", "against"))
+
+
+def say_default(method: str) -> None:
+    """Say which method was taken where none was named."""
+    say(f"method: {method} (--method takes another)")
 
 
 def given_options(values: Mapping[str, Any], names: Any) -> dict[str, Any]:

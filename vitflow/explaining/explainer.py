@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import vitflow
 from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, ValueNormsError, VitflowWarning
-from vitflow.explaining.asking.choices import Chosen, MethodChoice, choose_methods
+from vitflow.explaining.asking.choices import Chosen, MethodChoice, choose_methods, is_asked
 from vitflow.explaining.asking.method_options import takes_method_options
 from vitflow.explaining.asking.targets import (
     Contrast,
@@ -45,7 +45,7 @@ def explain(
     image: ImageSource,
     *,
     model: str | Path | nn.Module,
-    method: str = "rollout",
+    method: str | None = None,
     target: Target | Contrast = None,
     fit: str = "crop",
     device: str | torch.device | None = None,
@@ -58,7 +58,7 @@ def explain(
     Args:
         image: a path, bytes, a PIL picture, or an RGB array.
         model: a model id (see `load_model`), or a module of your own.
-        method: a name from `list_methods()`.
+        method: a name from `list_methods()`; by default gae with a target, and rollout without one.
         target: class index or name, or `Contrast(one, against=another)`; by default the predicted class.
         fit: "crop" (the model's own preprocessing), "squash", "pad" or "native".
         device: where to run, by default the model's own device, or a GPU if there is one.
@@ -124,26 +124,32 @@ class Explainer(PictureModel):
 
     _weighable = True  # until value weighting turned out not to apply to the model
 
+    def asks(self, targets: Any) -> bool:
+        """Whether anything but the predicted class is asked: targets, or answers other than the model's classes."""
+        return is_asked(targets) or self.answers.function is not None
+
     @takes_method_options
     def explain(
         self,
         image: ImageSource,
         *,
-        method: str = "rollout",
+        method: str | None = None,
         target: Target | Contrast = None,
         readout: Tensor | NDArray[Any] | None = None,
         **options: Any,
     ) -> Saliency:
         """Explain one picture with one method; arguments as for `vitflow.explain`."""
-        choose_methods([method], options)  # tells of options that explain_batch has, and this one has not
-        found = self.explain_batch([image], methods=[method], targets=target, readout=readout, **options)
+        methods = None if method is None else [method]
+        # tells of options that explain_batch has, and this one has not
+        choose_methods(methods, options, asks=self.asks(target))
+        found = self.explain_batch([image], methods=methods, targets=target, readout=readout, **options)
         if len(found) != 1:
             raise OptionError(f"One map was expected, and {target!r} asks for {len(found)}: use explain_batch.")
         return found[0]
 
     @takes_method_options
     def layers(
-        self, image: ImageSource, *, method: str = "rollout", layer: int = -1, **options: Any
+        self, image: ImageSource, *, method: str | None = None, layer: int = -1, **options: Any
     ) -> "vitflow.LayerMaps":
         """Show one picture's map layer by layer, and the heads of one layer; arguments as for `vitflow.layers`."""
         return vitflow.layers(image, model=self, method=method, layer=layer, **options)
@@ -153,7 +159,7 @@ class Explainer(PictureModel):
         self,
         images: ImageSource | Sequence[ImageSource],
         *,
-        methods: Sequence[MethodChoice] = ("rollout",),
+        methods: Sequence[MethodChoice] | None = None,
         targets: Targets | Contrast | Sequence[Contrast] = None,
         names: Sequence[str] | None = None,
         readout: Tensor | NDArray[Any] | None = None,
@@ -163,7 +169,8 @@ class Explainer(PictureModel):
 
         Args:
             images: pictures, or one; those of one input size run as one batch.
-            methods: names, or (name, options) pairs.
+            methods: names, or (name, options) pairs; by default gae with targets, prompts, reference pictures or a
+                function of answers, and rollout without.
             targets: one target for all; a list of targets that each class-specific method explains in turn, where
                 "top5" stands for five; or an array with the class index of each picture.
             names: what to call each picture; by default its path, or "picture 1" and so on.
@@ -178,10 +185,10 @@ class Explainer(PictureModel):
             VitflowError: a picture cannot be read, or an option is wrong; nothing is returned then.
         """
         sources = several(images)
-        chosen = choose_methods(methods, options)
+        chosen = choose_methods(methods, options, asks=self.asks(targets))
         if readout is not None and not any(starts_at_readout(one) for one in chosen):
-            names = ", ".join(one.name for one in chosen)
-            raise OptionError(f"readout= applies to methods that start at tokens, such as rollout or gae; got {names}.")
+            listed = ", ".join(one.name for one in chosen)
+            raise OptionError(f"readout= applies to methods that start at tokens, such as rollout; got {listed}.")
         if contrasts := contrasts_among(targets):
             check_class_specific(chosen)
             if not contrasts[0].against_rest:

@@ -30,7 +30,7 @@ class BatchExplainer:
     Args:
         model: a model id (see `load_model`) or a folder or file of weights; or a function that makes a module or an
             Explainer where it runs.
-        methods: names, or (name, options) pairs.
+        methods: names, or (name, options) pairs; by default gae with a target, and rollout without one.
         target: class that class-specific methods explain; by default each picture's predicted one.
         image: the column of the pictures: bytes of files, arrays [height, width, 3], paths, PIL pictures, or dicts with
             `bytes` or `path` as those of datasets.
@@ -56,7 +56,7 @@ class BatchExplainer:
     def __init__(
         self,
         model: str | Path | Callable[[], nn.Module | Explainer],
-        methods: Sequence[MethodChoice] = ("rollout",),
+        methods: Sequence[MethodChoice] | None = None,
         *,
         target: Target | Contrast = None,
         image: str = "image",
@@ -75,6 +75,7 @@ class BatchExplainer:
         if batch_size is not None and batch_size < 1:
             raise OptionError(f"Expected batch_size of at least 1, got {batch_size}.")
         self._job = make_job(methods, options, target=target)
+        self._named = methods is not None
         self._model = model
         self._made_with: dict[str, Any] = {"device": device, "fit": fit}
         self._image, self._id = image, id
@@ -134,6 +135,11 @@ class BatchExplainer:
             if callable(made):
                 made = made()
             explainer = made if isinstance(made, Explainer) else Explainer(made, **self._made_with)
+            if not self._named and explainer.asks(None):
+                raise OptionError(
+                    "Expected methods with an explainer that is asked prompts, reference pictures or a function, got "
+                    "none: name them, such as methods=['gae'], whose map depends on what is asked."
+                )
             check_target(self._job, explainer)
             self._batches = Batches(explainer, self._batch_size or auto_batch(explainer))
         return self._batches

@@ -98,7 +98,7 @@ def explain_folder(
     output: str | os.PathLike[str],
     *,
     model: str | Path | nn.Module | Explainer | Callable[[], Explainer],
-    methods: Sequence[MethodChoice] = ("rollout",),
+    methods: Sequence[MethodChoice] | None = None,
     target: Target | Contrast = None,
     recursive: bool = False,
     glob: str | None = None,
@@ -131,7 +131,8 @@ def explain_folder(
             folder, such as s3://bucket/photographs, which fsspec reads.
         output: folder for the results, a path or a URL.
         model: a model id (see `load_model`), a module, an Explainer, or a function that makes one when it is needed.
-        methods: names, or (name, options) pairs.
+        methods: names, or (name, options) pairs; by default gae with a target or an explainer that is asked prompts,
+            reference pictures or a function, and rollout without.
         target: class that class-specific methods explain; by default each picture's predicted one.
         recursive: read the folders below, too.
         glob: read the files whose name or path below the source matches this pattern, whatever their suffix.
@@ -172,7 +173,12 @@ def explain_folder(
     (2, 0, ['disc_star_and_crescent.png', 'ring_and_triangle.png'])
     """
     started, clock = datetime.now(UTC), time.perf_counter()
-    job = make_job(methods, options, target=target, drawing=drawing, format=format, save_map=save_map, store=store)
+    if methods is None and callable(model) and not isinstance(model, nn.Module):
+        model = explainer_for(model)  # what it is asked decides on the method
+    asks = isinstance(model, Explainer) and model.asks(target)
+    job = make_job(
+        methods, options, target=target, drawing=drawing, format=format, save_map=save_map, store=store, asks=asks
+    )
     _check(job, manifest, batch_size, workers, limit)
     cluster = choose_engine(engine, address, actors)
     sources = [source] if isinstance(source, str | os.PathLike) else list(source)

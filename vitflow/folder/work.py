@@ -16,7 +16,7 @@ from torch import nn
 
 from vitflow.errors import OptionError, check_known, printable
 from vitflow.explaining.asking.captions import duration
-from vitflow.explaining.asking.choices import ChosenMethod, check_methods
+from vitflow.explaining.asking.choices import ChosenMethod, check_methods, is_asked
 from vitflow.explaining.asking.targets import (
     Contrast,
     Target,
@@ -91,7 +91,7 @@ class Picture:
 
 
 def make_job(
-    methods: Sequence[Any],
+    methods: Sequence[Any] | None,
     options: Mapping[str, Any],
     *,
     target: Target | Contrast = None,
@@ -99,8 +99,11 @@ def make_job(
     format: str = "jpg",
     save_map: bool = False,
     store: str = "overlays",
+    asks: bool = False,
 ) -> Job:
     """Complete and check what was asked for, before anything is loaded or read.
+
+    `asks` is whether the model is asked anything but its classes; it decides on the method where `methods` is None.
 
     Raises:
         OptionError: an unknown method, option, format or store, or several targets.
@@ -116,7 +119,7 @@ def make_job(
     one_class = target is None or isinstance(target, int | str)
     if not (contrasting or one_class) or is_several(target):
         raise OptionError(f"Expected one class for all pictures, got {target!r}.")
-    chosen = check_methods(methods, options)
+    chosen = check_methods(methods, options, asks=asks or is_asked(target))
     if contrasting:
         check_class_specific(chosen)
     for place, one in enumerate(chosen):

@@ -10,6 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitflow.errors import OptionError
 from vitflow.pictures.geometry import Placement, Size
 
 Role = Literal["whole", "tile", "thumbnail"]
@@ -48,7 +53,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One picture as a processor has prepared it: its number among all, its size, and how many tokens these have."""
+    """One picture as a processor has prepared it: its number among all, its size, and how many tokens these have.
+
+    `image` is the picture itself, uint8 [height, width, 3], where the caller called the processor: with other settings
+    than the processor holds, the patches would lie elsewhere.
+    """
 
     config: Any
     processor: Any
@@ -57,6 +66,7 @@ class Asked:
     size: Size
     pictures: int
     tokens: int
+    image: NDArray[np.uint8] | None = None
 
     @property
     def images(self) -> Any:
@@ -124,7 +134,31 @@ def _llava(asked: Asked) -> Iterator[Part]:
 
 def raster(asked: Asked, rows: int, cols: int, patch: int) -> Placement:
     """Where a grid of patches of so many pixels lies, which begins in the corner of the model input."""
+    if asked.image is not None:
+        _check_prepared(asked, asked.image)
     return _whole_patches(_prepared(asked), (rows * patch, cols * patch), asked.pixels)
+
+
+def _check_prepared(asked: Asked, image: NDArray[np.uint8]) -> None:
+    """Raise OptionError unless the processor's stored settings make the given model input of this picture.
+
+    Rounding to half precision, or by another backend of the processor, is far below the limit.
+    """
+    images, given = asked.images, asked.inputs["pixel_values"][asked.number].detach().cpu().float()
+    expected = images(images=[Image.fromarray(image)], return_tensors="pt")["pixel_values"][0].float()
+    if given.shape == expected.shape:
+        distance = float((given - expected).square().mean().sqrt())
+        if distance <= 0.02 + 0.1 * float(expected.std()):
+            return
+        got = f"pixel_values that differ from those by {distance:.2f} (root mean square)"
+    else:
+        got = f"pixel_values {tuple(given.shape)} instead of {tuple(expected.shape)}"
+    raise OptionError(
+        f"Expected pixel_values as {type(images).__name__} makes them of this picture by its stored settings, got "
+        f"{got}: where the patches lie is not known. Call the processor without do_pad, size, do_center_crop and the "
+        "like, or store these in it first (processor.image_processor.do_pad = True), give the picture that it was "
+        "given, or pass layout=PictureTokens(positions, rows, cols, placement)."
+    )
 
 
 def _whole_patches(placement: Placement, covered: Size, pixels: Size) -> Placement:

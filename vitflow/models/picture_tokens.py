@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, check_known
@@ -65,7 +67,11 @@ class PictureTokens:
 
 
 def picture_tokens(
-    config: Any, processor: Any, inputs: Mapping[str, Any], sizes: Sequence[Size]
+    config: Any,
+    processor: Any,
+    inputs: Mapping[str, Any],
+    sizes: Sequence[Size],
+    images: Sequence[NDArray[np.uint8]] | None = None,
 ) -> tuple[PictureTokens, ...]:
     """Where the patches of each picture stand among the tokens of one prompt.
 
@@ -74,10 +80,13 @@ def picture_tokens(
         processor: what made the inputs.
         inputs: what it made: input_ids [1, tokens], pixel_values, and what else its family needs.
         sizes: (height, width) of each picture, as it was given to the processor, in the order of the prompt.
+        images: the pictures themselves, uint8 [height, width, 3], to check that the inputs were made by the
+            processor's stored settings.
 
     Raises:
         UnsupportedModelError: the family is not known, or the tokens are not as many as it makes.
-        OptionError: the prompt has a video, no picture, or there are several prompts.
+        OptionError: the prompt has a video, no picture, or there are several prompts; or the inputs were made by other
+            settings.
     """
     family = str(getattr(config, "model_type", ""))
     token = image_token(config)
@@ -97,10 +106,13 @@ def picture_tokens(
             "Expected a picture among the tokens of the prompt, got none: write the processor's picture token into the "
             f"prompt ({getattr(processor, 'image_token', '<image>')!r}), and give it the picture."
         )
+    drawn: Sequence[NDArray[np.uint8] | None] = [None] * len(sizes) if images is None else images
     parts = [
         (part, number)
         for number, size in enumerate(sizes)
-        for part in READERS[family](Asked(config, processor, inputs, number, size, len(sizes), len(places)))
+        for part in READERS[family](
+            Asked(config, processor, inputs, number, size, len(sizes), len(places), drawn[number])
+        )
     ]
     count = sum(part.length for part, _ in parts)
     if count != len(places):
@@ -118,7 +130,12 @@ def picture_tokens(
 
 
 def source_tokens(
-    config: Any, processor: Any, inputs: Mapping[str, Any], size: Size, layout: TokenLayout
+    config: Any,
+    processor: Any,
+    inputs: Mapping[str, Any],
+    size: Size,
+    layout: TokenLayout,
+    image: NDArray[np.uint8] | None = None,
 ) -> PictureTokens:
     """Where the patches of a picture stand among the tokens of an encoder that reads nothing else.
 
@@ -128,8 +145,12 @@ def source_tokens(
         inputs: what it made, pixel_values [1, channels, height, width].
         size: (height, width) of the picture.
         layout: how the encoder's tokens are arranged.
+        image: the picture itself, as for `picture_tokens`.
+
+    Raises:
+        OptionError: the inputs were made by other settings.
     """
-    asked = Asked(config, processor, inputs, 0, size, 1, 0)
+    asked = Asked(config, processor, inputs, 0, size, 1, 0, image)
     patch = getattr(config, "patch_size", None)
     placement = raster(
         asked, layout.rows, layout.cols, patch if isinstance(patch, int) else asked.pixels[0] // layout.rows

@@ -42,10 +42,13 @@ from vitflow.pictures.options import FIGURE_FORMATS, WRITE_OPTIONS
 def explain(images: tuple[Path, ...], **given: Any) -> None:
     """Lay a saliency map over each IMAGE."""
     options = shared.given_options(given, OPTIONS)
-    shared.use_specific(given)
-    choose_methods([given["method"]], options)  # before torch is loaded
+    named = given["method"]
+    # before torch is loaded
+    given["method"] = choose_methods(named and [named], options, asks=shared.asks(given))[0].name
     suffixes = FIGURE_FORMATS if given["figure"] or _asks_several(given) else tuple(WRITE_OPTIONS)
     outputs = _output_paths(images, given["output"], given["method"], suffixes)
+    if named is None:
+        shared.say_default(given["method"])
     explainer = shared.make_explainer(given)
     failed = sum(
         not _explained(explainer, image, output, options, given) for image, output in zip(images, outputs, strict=True)

@@ -58,8 +58,7 @@ class _Model:
     "--method",
     "method_names",
     multiple=True,
-    default=["rollout"],
-    show_default="rollout; gae with --prompt, --like or --caption",
+    show_default="gae with --class, --against, --prompt, --like or --caption; else rollout",
     metavar="NAME",
     help="What to compute; may be given several times.",
 )
@@ -120,9 +119,12 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
     if given.pop("caption"):
         model, run = None, _captions(sources, given, options)
     else:
-        shared.use_specific(given, "method_names")
-        choose_methods(given["method_names"], options)  # before torch is loaded
+        named = given["method_names"]
+        chosen = choose_methods(named or None, options, asks=shared.asks(given))  # before torch is loaded
+        given["method_names"] = [one.name for one in chosen]
         _check_sources(sources)
+        if not named:
+            shared.say_default(chosen[0].name)
         model = _Model(given)
         run = _maps(given, model)
     with going_on(kept=True), pictures_bar() as progress:

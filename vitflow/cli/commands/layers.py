@@ -9,7 +9,7 @@ from vitflow.cli import options as shared
 from vitflow.cli.outputs import name_for, output_file, writing
 from vitflow.cli.saying import say_written, tell_limits
 from vitflow.cli.sections import SectionedCommand
-from vitflow.explaining.asking.choices import choose_methods
+from vitflow.explaining.asking.choices import choose_methods, default_method
 from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.pictures.options import FIGURE_FORMATS
 
@@ -30,9 +30,11 @@ def layers(image: Path, **given: Any) -> None:
     """Show what each layer looks at, how the map of IMAGE builds up, and each head of one layer (--layer)."""
     options = shared.given_options(given, OPTIONS)
     layer = options.pop("layer", -1)
-    shared.use_specific(given)
-    choose_methods([given["method"], "attention"], options)  # before torch is loaded
+    method = given["method"] or default_method(shared.asks(given))
+    choose_methods([method, "attention"], options)  # before torch is loaded
     output = output_file([image], given["output"], name_for([image], "layers.png"), FIGURE_FORMATS)
+    if given["method"] is None:
+        shared.say_default(method)
     explainer = shared.make_explainer(given)
     found = explainer.layers(image, method=given["method"], layer=layer, target=given["target"], **options)
     with writing(output):

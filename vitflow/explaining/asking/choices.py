@@ -5,21 +5,21 @@ This module imports no torch.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from vitflow.errors import OptionError
-from vitflow.explaining.asking.method import Method
+from vitflow.explaining.asking.method import METHODS, Method
 from vitflow.explaining.asking.method_options import check_common
 from vitflow.explaining.asking.method_table import get_method
 
 # What callers may call the class to explain, which is `target` here.
 _CALLED_TARGET = ("class_", "class_id", "class_idx", "class_index", "class_name", "category", "cls", "label")
-# What is one thing for some functions and several for others, and how each wants it.
+# What is one thing for some functions and several for others: the right name, and what it takes.
 _MISNAMED = {
-    "method": "methods=[{0!r}], which takes several methods",
-    "methods": "method=…, one by its name; explain_batch takes several",
-    "target": "targets={0!r}, which takes one class or a list of them",
-    "targets": "target=…, one class by its index or name; explain_batch takes several",
+    "method": ("methods", "which takes several methods"),
+    "methods": ("method", "one by its name; explain_batch takes several"),
+    "target": ("targets", "which takes one class or a list of them"),
+    "targets": ("target", "one class by its index or name; explain_batch takes several"),
 }
 # What a method can do without where it does not apply.
 _DISPENSABLE = ("value_weighted", "refine")
@@ -58,12 +58,51 @@ Chosen = Sequence[ChosenMethod]
 MethodChoice = str | tuple[str, Mapping[str, Any]] | ChosenMethod
 
 
-def choose_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) -> list[ChosenMethod]:
+def _respelt(name: str, value: Any) -> str:
+    """The value that was given by the wrong one of two names, as the right one takes it; "…" where it does not.
+
+    >>> _respelt("methods", "gae"), _respelt("method", ["gae"]), _respelt("target", [0, 1])
+    ("['gae']", "'gae'", '…')
+    """
+    if isinstance(value, list | tuple) and len(value) == 1 and not name.endswith("s"):
+        value = value[0]
+    if isinstance(value, list | tuple) and not name.endswith("s"):
+        return "…"
+    return f"{[value] if name == 'methods' and isinstance(value, str) else value!r:.80}"
+
+
+def default_method(asks: bool) -> str:
+    """The method where none is named: with a target gae, without one rollout, whose map no target changes."""
+    return "gae" if asks else "rollout"
+
+
+def is_asked(targets: Any) -> bool:
+    """Whether targets ask for anything but what the model predicts.
+
+    >>> is_asked("tabby"), is_asked(["top3"]), is_asked([None]), is_asked(None)
+    (True, True, False, False)
+    """
+    return any(one is not None for one in targets) if isinstance(targets, list | tuple) else targets is not None
+
+
+def choose_methods(
+    methods: Sequence[MethodChoice] | None, options: Mapping[str, Any], *, asks: bool = False
+) -> list[ChosenMethod]:
     """Look methods up and complete their options: shared `options` go to each method that has them.
+
+    Args:
+        methods: names, or names with options; None for the default method.
+        options: for every method that has them.
+        asks: whether there is a target, on which the default method depends.
 
     Raises:
         OptionError: an unknown method or option, or an option that none of the methods has.
     """
+    if methods is None:
+        methods = [default := default_method(asks)]
+        for name in options:
+            if not get_method(default).accepts(name) and any(method.accepts(name) for method in METHODS.values()):
+                _refuse_option_of_default(name, asks)
     if isinstance(methods, str):
         methods = [methods]
     if not methods:
@@ -77,9 +116,9 @@ def choose_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) 
         if any(method.accepts(name) for method, _ in pairs):
             continue
         if name in _MISNAMED:
+            right, what = _MISNAMED[name]
             value = options[name]
-            told = _MISNAMED[name].format(value if isinstance(value, str | int) else "…")
-            raise OptionError(f"Expected {told}, got {name}={value!r:.80}.")
+            raise OptionError(f"Expected {right}={_respelt(right, value)}, {what}, got {name}={value!r:.80}.")
         if name in _CALLED_TARGET:
             raise OptionError(
                 f"Unknown option {name!r}: name the class to explain by target={options[name]!r} (targets, for several "
@@ -100,9 +139,22 @@ def choose_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) 
     return chosen
 
 
-def check_methods(methods: Sequence[MethodChoice], options: Mapping[str, Any]) -> list[ChosenMethod]:
+def _refuse_option_of_default(name: str, asks: bool) -> NoReturn:
+    """Raise OptionError for an option that the default method does not have, and some other method has."""
+    default = default_method(asks)
+    having = ", ".join(method.name for method in METHODS.values() if method.accepts(name))
+    why = "there is a target" if asks else "there is no target"
+    raise OptionError(
+        f"Method {default} has no option {name!r}. No method was named, and {default} was chosen because {why}: name "
+        f"one that has this option (method=…, or --method on the command line): {having}."
+    )
+
+
+def check_methods(
+    methods: Sequence[MethodChoice] | None, options: Mapping[str, Any], *, asks: bool = False
+) -> list[ChosenMethod]:
     """As `choose_methods`; OptionError also for the same method with the same options twice."""
-    chosen = choose_methods(methods, options)
+    chosen = choose_methods(methods, options, asks=asks)
     for number, one in enumerate(chosen):
         if any((one.name, one.options) == (other.name, other.options) for other in chosen[:number]):
             raise OptionError(f"Expected different methods or options, got {one.name} twice with the same options.")

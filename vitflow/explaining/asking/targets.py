@@ -157,17 +157,23 @@ def _called(class_names: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [tuple(map(_plain, names)) for names in every]
 
 
-def _close(wanted: str, called: Sequence[tuple[str, ...]], most: int = 3) -> list[int]:
-    """The classes that were probably meant: with a name that is written alike, or has a word in common."""
+def _close(wanted: str, called: Sequence[tuple[str, ...]], most: int = 5) -> list[int]:
+    """The classes that were probably meant.
+
+    First those with names that contain all of these words, then with one of them, then with a name spelt alike. A class
+    comes first if more of its names contain the words: lesser panda, which is also called bear cat, is no cat.
+    """
     words = {word for word in wanted.split() if len(word) > 2}
-    alike = set(get_close_matches(wanted, {name for names in called for name in names}, n=most))
+    alike = set(get_close_matches(wanted, {name for names in called for name in names}, n=3))
     found = []
     for i, names in enumerate(called):
         shares = any(words & set(name.split()) for name in names)
         if shares or not alike.isdisjoint(names):
             likeness = max(SequenceMatcher(None, wanted, name).ratio() for name in names)
-            found.append((not shares, -likeness, i))
-    return [i for _, _, i in sorted(found)[:most]]
+            different = set(names)
+            contain = sum(words <= set(name.split()) for name in different) / len(different) if shares else 0.0
+            found.append((not shares, -contain, -likeness, i))
+    return [i for *_, i in sorted(found)[:most]]
 
 
 def _top(target: Target) -> int | None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from vitflow.errors import OptionError
 from vitflow.explaining.asking.captions import class_lines, departures, method_in_words, model_in_words
-from vitflow.explaining.asking.choices import choose_methods
+from vitflow.explaining.asking.choices import choose_methods, default_method, is_asked
 from vitflow.explaining.asking.method_options import takes_method_options
 from vitflow.explaining.asking.method_table import get_method, list_methods
 from vitflow.explaining.asking.targets import Contrast, Target
@@ -129,7 +129,7 @@ def layers(
     image: ImageSource,
     *,
     model: str | Path | nn.Module | Explainer,
-    method: str = "rollout",
+    method: str | None = None,
     layer: int = -1,
     target: Target | Contrast = None,
     **options: Any,
@@ -139,7 +139,8 @@ def layers(
     Args:
         image: a path, bytes, a PIL picture, or an RGB array.
         model: a model id (see `load_model`), a module of your own, or an `Explainer`.
-        method: one that goes through the layers: "rollout", "gradient_rollout" or "gae".
+        method: one that goes through the layers: "rollout", "gradient_rollout" or "gae"; by default gae with a
+            target, and rollout without one.
         layer: whose heads are shown, counted from 1; -1 is the last.
         target: class index or name; by default the predicted class.
         options: of the method and of raw attention, such as patch=(3, 7).
@@ -152,6 +153,13 @@ def layers(
     (12, 12)
     """
     through = [one.name for one in list_methods() if one.accepts("start_layer") and one.accepts("value_weighted")]
+    asks = model.asks(target) if isinstance(model, Explainer) else is_asked(target)
+    if method is None:  # an option of raw attention alone is not its own
+        own_options = {
+            name: value for name, value in options.items() if any(get_method(m).accepts(name) for m in through)
+        }
+        choose_methods(None, own_options, asks=asks)
+        method = default_method(asks)
     if method not in through:
         raise OptionError(f"Expected a method that goes through the layers ({', '.join(through)}), got {method!r}.")
     if own := [name for name in _OWN if name in options]:

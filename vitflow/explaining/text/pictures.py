@@ -237,7 +237,8 @@ def with_pictures(
         raise OptionError(f"Expected one prompt with its pictures, as a text or as the processor makes it, got {got}.")
     inputs.pop("labels", None)  # of training
     if layout is None:
-        parts = picture_tokens(config, processor, inputs, [(one.shape[0], one.shape[1]) for one in images])
+        given = None if isinstance(prompt, str) else images  # what was prepared here needs no check
+        parts = picture_tokens(config, processor, inputs, [(one.shape[0], one.shape[1]) for one in images], given)
     else:
         refuse_videos(config, inputs)
         parts = (layout,) if isinstance(layout, PictureTokens) else tuple(layout)
@@ -268,7 +269,8 @@ def with_source(
     processor = _processor_of(model, processor)
     if isinstance(inputs, Tensor):
         inputs = {"pixel_values": inputs}
-    if not isinstance(inputs, Mapping):
+    prepared_here = not isinstance(inputs, Mapping)
+    if prepared_here:
         prepares = getattr(processor, "image_processor", processor)
         inputs = prepares(images=[Image.fromarray(images[0])], return_tensors="pt")
     pixels = inputs.get("pixel_values")
@@ -280,7 +282,7 @@ def with_source(
         encoder = of_theirs.get_encoder()
         grid = read_layout(encoder, (pixels.shape[2], pixels.shape[3]), None)
         size = images[0].shape[0], images[0].shape[1]
-        layout = source_tokens(encoder.config, processor, inputs, size, grid)
+        layout = source_tokens(encoder.config, processor, inputs, size, grid, None if prepared_here else images[0])
     parts = (layout,) if isinstance(layout, PictureTokens) else tuple(layout)
     return {"pixel_values": pixels}, Pictures(tuple(images), names, parts)
 
