@@ -17,6 +17,7 @@ class _Parts:
     def __init__(self, marks: list[Any]) -> None:
         self.marks = marks
         self.chosen: dict[Callable[[nn.Module], bool], list[tuple[str, ref[nn.Module]]]] = {}
+        self.kept: dict[Any, Any] = {}
 
 
 # Modules are kept by weak references alone, so that a model lives no longer for what is known of it.
@@ -71,6 +72,11 @@ def those_that(holds: Callable[[nn.Module], bool]) -> Callable[[nn.Module], list
 def with_paths(model: nn.Module, question: Callable[[nn.Module], list[nn.Module]]) -> list[tuple[str, nn.Module]]:
     """The modules that answer a question of `those_that`, each with its path, without that of wrappers around it."""
     return _answer(model, question.__wrapped__)  # type: ignore[attr-defined]
+
+
+def kept_with(model: nn.Module) -> dict[Any, Any]:
+    """What is kept with a model as long as none of its modules was replaced, wrapped, added or taken away."""
+    return _look(model).kept
 
 
 @contextmanager

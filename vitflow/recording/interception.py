@@ -5,7 +5,7 @@ is recorded is the matrix that is applied: some models mix or re-weigh the softm
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,7 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
+# torch's own functions, even where `torch.nn.functional` holds a wrapper that somebody put in their place.
+_ATEN = torch.ops.aten
+_scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
+_FUSED: set[Any] = {_scaled_dot_product_attention, _ATEN.scaled_dot_product_attention}
+_SOFTMAX: set[Any] = {torch.softmax, F.softmax, Tensor.softmax, torch._softmax, torch.special.softmax}
+_SOFTMAX |= {_ATEN.softmax, _ATEN._softmax}
+for _functions in (_FUSED, _SOFTMAX):  # with their overloads
+    _packets = [one for one in _functions if isinstance(one, torch._ops.OpOverloadPacket)]
+    _functions |= {getattr(packet, name) for packet in _packets for name in packet.overloads()}
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 # Where only fused matrices are kept, a processor works on at most so many probabilities at a time, for its cache.
 _CACHED_PROBABILITIES = 2**20
@@ -45,12 +53,15 @@ class Listener(Protocol):
         mixed: bool = False,
         key: Tensor | None = None,
         visible: Tensor | None = None,
-    ) -> None:
+    ) -> Tensor | None:
         """Take in attention [..., queries, keys] and the values [..., keys, width] that it is applied to.
 
         It is mixed where it was made of a softmax, instead of being one. The key vectors [..., keys, width] are told
         where they were seen; and, if asked for, which keys each query may see, [batch or 1, queries, keys] or of the
         shape of the attention, where these are not all.
+
+        Returns:
+            What the model gets instead of the product of the attention and the values; None for the product itself.
         """
 
     def saw_in_parts(
@@ -87,8 +98,12 @@ class Interception(TorchFunctionMode):
         self.listener = listener
         # Softmaxes, their scores and the keys of these by module, which no product has applied yet.
         self._pending: dict[str, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
-        # The latest product by module, with what stands on its right: scores and keys, where a softmax follows.
-        self._products: dict[str, tuple[torch.Size, Tensor]] = {}
+        # The latest product by module, with its two factors: scores, queries and keys, where a softmax follows.
+        self._products: dict[str, tuple[torch.Size, Tensor, Tensor]] = {}
+        # The shapes of the products of each module, which its scores are among.
+        self._shapes: dict[str, set[torch.Size]] = {}
+        # Modules whose attention was applied to values in the call that runs.
+        self._applied: set[str] = set()
         self._within = 0
 
     def begin(self) -> None:
@@ -113,49 +128,85 @@ class Interception(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _INTERCEPTED or not (name := self.listener.running()):
             return func(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
+        if func in _FUSED:
+            self._applied.add(name)
             return _attend(self.listener, *args, **kwargs)
         if func is F.multi_head_attention_forward:
-            return _attend_with_many_heads(self.listener, func, *args, **kwargs)
-        if func in _PRODUCTS:
-            if self._pending.get(name) and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
-                self._multiplied(name, args[0], args[1])
+            self._applied.add(name)
+            both = _attend_with_many_heads(self.listener, *args, **kwargs)
+            return func(*args, **kwargs) if both is None else both
+        if func in _SOFTMAX:
             output = func(*args, **kwargs)
-            if self.listener.wants_keys and len(args) > 1:
-                self._products[name] = output.shape, args[1]
+            self._normalised(name, output, *_softmax_of(*args, **kwargs))
             return output
-        output = func(*args, **kwargs)
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        if output.ndim >= 3 and dim in (-1, output.ndim - 1):
-            self._pending.setdefault(name, []).append((output, args[0], self._keys_of(name, args[0])))
+        if func is torch.einsum:
+            output = func(*args, **kwargs)
+            self._shapes.setdefault(name, set()).add(output.shape)
+            return output
+        factors = _factors(*args, **kwargs)
+        replacement = self._multiplied(name, *factors) if self._pending.get(name) and factors else None
+        output = func(*args, **kwargs) if replacement is None else replacement
+        self._shapes.setdefault(name, set()).add(output.shape)
+        if self.listener.wants_keys and factors:
+            self._products[name] = output.shape, *factors
         return output
 
-    def _keys_of(self, name: str, scores: Tensor) -> Tensor | None:
-        """The keys [..., keys, width] of the product that made the scores, as far as their shapes tell."""
-        shape, right = self._products.pop(name, (None, scores))
-        return right.mT if shape == scores.shape else None
+    def _normalised(self, name: str, output: Tensor, scores: Tensor, dim: int | None) -> None:
+        """Keep a softmax over the keys: over the last axis, or over the one before it if its transpose is applied."""
+        if output.ndim < 3 or dim is None:
+            return
+        query, key = self._factors_of(name, scores)
+        if dim in (-1, output.ndim - 1):
+            self._pending.setdefault(name, []).append((output, scores, None if key is None else key.mT))
+        elif dim in (-2, output.ndim - 2) and output.shape[-1] == output.shape[-2]:
+            self._pending.setdefault(name, []).append((output.mT, scores.mT, query))
 
-    def _multiplied(self, name: str, first: Tensor, second: Tensor) -> None:
-        """Recognise the product that applies a softmax, or what was made of it, to values."""
-        probabilities, scores, key = self._pending[name][-1]
-        turned = second.ndim >= 2 and second.mT.shape == probabilities.shape
-        if turned and (first.shape != probabilities.shape or second.data_ptr() == probabilities.data_ptr()):
-            first, second = second.mT, first.mT  # values · attentionᵀ
-        if first.shape != probabilities.shape:
-            probabilities = probabilities[..., : first.shape[-1]]  # the last column may be a sink that has no value
-            if first.shape != probabilities.shape or first.data_ptr() != probabilities.data_ptr():
-                return
-        del self._pending[name]
-        itself = first.data_ptr() == probabilities.data_ptr() or _is_copy(first, probabilities)
-        precise = self._precise(first, scores if itself else None)
-        visible = self._visible(scores[..., : first.shape[-1]])
-        self.listener.saw(precise, second, not itself, key, visible)
+    def _factors_of(self, name: str, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The factors of the product that made the scores, as far as their shapes tell."""
+        shape, left, right = self._products.pop(name, (None, None, None))
+        return (left, right) if shape == scores.shape else (None, None)
+
+    def _multiplied(self, name: str, first: Tensor, second: Tensor) -> Tensor | None:
+        """Recognise the product that applies a softmax, or what was made of it, to values.
+
+        Returns:
+            What the listener puts in the place of the product, if anything.
+        """
+        pending = self._pending[name]
+        for by_itself in (True, False):  # what was made of a softmax has its shape; so may another softmax
+            for number in reversed(range(len(pending))):
+                probabilities, scores, key = pending[number]
+                applied = _applied(first, second, probabilities)
+                if applied is None or (by_itself and not _is_same(applied[0], probabilities)):
+                    continue
+                if by_itself:
+                    del pending[number]
+                else:
+                    pending.clear()
+                self._applied.add(name)
+                attention, values, turned = applied
+                itself = by_itself or _is_copy(attention, probabilities)
+                scores = scores.reshape(*attention.shape[:-1], -1)
+                precise = self._precise(attention, scores if itself else None)
+                visible = self._visible(scores[..., : attention.shape[-1]])
+                replacement = self.listener.saw(precise, values, not itself, key, visible)
+                return replacement.mT if turned and replacement is not None else replacement
+        return None
 
     def ended(self, name: str) -> None:
-        """A module has run: of a softmax that met no product there, the softmax itself is all that can be told."""
+        """A module has run: of a softmax that met no product there, the softmax itself is all that can be told.
+
+        Where the module applied attention, or where no product has the shape of the scores, it is taken for one over
+        features.
+        """
         self._products.pop(name, None)
-        for probabilities, scores, key in self._pending.pop(name, ()):
-            if probabilities.ndim == 4:
+        shapes, left = self._shapes.pop(name, set()), self._pending.pop(name, ())
+        if name in self._applied:
+            self._applied.discard(name)
+            return
+        for probabilities, scores, key in left:
+            square = probabilities.shape[-1] == probabilities.shape[-2]
+            if probabilities.ndim == 4 and (square or scores.shape in shapes):
                 self.listener.saw(self._precise(probabilities, scores), None, False, key, self._visible(scores))
 
     def _visible(self, scores: Tensor) -> Tensor | None:
@@ -197,12 +248,52 @@ def _with_heads(mask: Tensor) -> Tensor:
     return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
+def is_softmax(func: Any) -> bool:
+    """Whether a function of torch is a softmax."""
+    return func in _SOFTMAX
+
+
+def _softmax_of(input: Tensor, dim: int | None = None, *more: Any, **options: Any) -> tuple[Tensor, int | None]:
+    """What a softmax is taken of, and over which axis, however these arguments are passed."""
+    return input, dim
+
+
+def _factors(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor] | None:
+    """Both factors of a product, however they are passed; None where they are no tensors."""
+    first, second = [*args, *(kwargs[name] for name in ("input", "other", "mat2", "tensor2") if name in kwargs)][:2]
+    return (first, second) if isinstance(first, Tensor) and isinstance(second, Tensor) else None
+
+
+def _applied(first: Tensor, second: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor, bool] | None:
+    """The attention and the values of a product, and whether it is values · attentionᵀ; None if it is no such product.
+
+    The attention is a softmax, of its shape, or a view of it whose last two axes are those of the softmax.
+    """
+    like = probabilities.shape
+    turned = second.ndim >= 2 and second.mT.shape == like
+    turned = turned and (first.shape != like or second.data_ptr() == probabilities.data_ptr())
+    if turned:
+        first, second = second.mT, first.mT
+    if first.shape == like:
+        return first, second, turned
+    viewed = first.shape[-2:] == like[-2:] and first.numel() == probabilities.numel()
+    # The last column may be a sink that has no value.
+    without_sink = first.ndim == len(like) and first.shape == probabilities[..., : first.shape[-1]].shape
+    same = (viewed or without_sink) and first.data_ptr() == probabilities.data_ptr()
+    return (first, second, turned) if same else None
+
+
+def _is_same(tensor: Tensor, probabilities: Tensor) -> bool:
+    """Whether a tensor holds these probabilities, or some columns of them, and not their transpose."""
+    return tensor.data_ptr() == probabilities.data_ptr() and tensor.stride()[-2:] == probabilities.stride()[-2:]
+
+
 def _is_copy(tensor: Tensor, original: Tensor) -> bool:
     """Whether a tensor is another, in another precision: a softmax in float32 that half-precision values follow."""
     return tensor.dtype != original.dtype and torch.equal(tensor, original.to(tensor.dtype))
 
 
-_INTERCEPTED = {F.scaled_dot_product_attention, F.multi_head_attention_forward, *_SOFTMAX, *_PRODUCTS}
+_INTERCEPTED = {*_FUSED, F.multi_head_attention_forward, *_SOFTMAX, *_PRODUCTS, torch.einsum}
 
 
 def _attend(
@@ -230,7 +321,9 @@ def _attend(
     probabilities = _probabilities(query, key, attn_mask, scale, enable_gqa)
     if listener.gradients and not probabilities.requires_grad:
         probabilities = probabilities.detach().requires_grad_()  # a frozen model: the graph begins here
-    listener.saw(probabilities, value, False, key, visible)
+    replacement = listener.saw(probabilities, value, False, key, visible)
+    if replacement is not None:
+        return replacement
     if dropout_p == 0.0 and (exact or listener.gradients):
         if enable_gqa:
             value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
@@ -238,7 +331,7 @@ def _attend(
     if is_causal:
         attn_mask = None
     grouped = {"enable_gqa": True} if enable_gqa else {}  # which torch knows from 2.5 on
-    return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **grouped)
+    return _scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **grouped)
 
 
 def _attend_in_parts(
@@ -310,7 +403,6 @@ def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, scale: float
 
 def _attend_with_many_heads(
     listener: Listener,
-    func: Callable[..., tuple[Tensor, Tensor | None]],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -324,27 +416,94 @@ def _attend_with_many_heads(
     dropout_p: float,
     out_proj_weight: Tensor,
     out_proj_bias: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None] | None:
     """`multi_head_attention_forward` of torch.nn.MultiheadAttention, whose inner calls no function mode sees.
 
-    As a vision model calls it, on [tokens, batch, width] with one joined projection and no masks, it is written out;
-    any other call runs as it is, unseen.
+    A call on [tokens, batch, width] is written out. Keys that are no tokens (`add_bias_kv`, `add_zero_attn`) are left
+    out of what is recorded, whose rows then sum to less than 1.
+
+    Returns:
+        None where the call must run as it is: with dropout, recorded without it; or else unseen.
     """
-    masked = options.get("key_padding_mask") is not None or options.get("attn_mask") is not None
-    training = options.get("training", True) and dropout_p > 0.0
-    if query.ndim != 3 or in_proj_weight is None or bias_k is not None or add_zero_attn or masked or training:
-        joined = (embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, bias_k, bias_v, add_zero_attn)
-        return func(query, key, value, *joined, dropout_p, out_proj_weight, out_proj_bias, **options)
-    width = query.shape[-1]
-    biases = in_proj_bias.split(width) if in_proj_bias is not None else (None,) * 3
-    heads = [
-        F.linear(source, weight, bias).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3)
-        for source, weight, bias in zip((query, key, value), in_proj_weight.split(width), biases, strict=True)
-    ]  # [batch, heads, tokens, width of a head] each
-    output = _attend(listener, *heads).permute(2, 0, 1, 3).flatten(-2)
-    weights = None
-    if options.get("need_weights", True):
-        weights = _probabilities(heads[0], heads[1], None, None, False)
-        weights = weights.mean(dim=1) if options.get("average_attn_weights", True) else weights
-    return F.linear(output, out_proj_weight, out_proj_bias), weights
+    weights: Sequence[Tensor | None] = (q_proj_weight, k_proj_weight, v_proj_weight)
+    if not use_separate_proj_weight and in_proj_weight is not None:
+        weights = in_proj_weight.chunk(3)
+    static = static_k is not None or static_v is not None
+    if query.ndim != 3 or static or any(weight is None for weight in weights) or (is_causal and attn_mask is None):
+        return None
+    biases = in_proj_bias.chunk(3) if in_proj_bias is not None else (None,) * 3
+    mapped = [
+        F.linear(source, weight, bias)  # type: ignore[arg-type]
+        for source, weight, bias in zip((query, key, value), weights, biases, strict=True)
+    ]
+    for number, extra in ((1, bias_k), (2, bias_v)):
+        rows = [] if extra is None else [extra.expand(1, *mapped[number].shape[1:])]
+        rows += [mapped[number].new_zeros(1, *mapped[number].shape[1:])] if add_zero_attn else []
+        mapped[number] = torch.cat([mapped[number], *rows]) if rows else mapped[number]
+    heads = [one.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for one in mapped]  # [batch, heads, tokens, width]
+    mask: Tensor | None = None
+    if is_causal and key_padding_mask is None and not need_weights:
+        mask = torch.ones(len(query), len(mapped[1]), dtype=torch.bool, device=query.device).tril()
+    else:  # is_causal only says of which kind the mask is
+        masks = _as_scores(attn_mask, num_heads), _as_scores(key_padding_mask, None)
+        given = [one for one in masks if one is not None]
+        if given:
+            mask = F.pad(sum(given[1:], given[0]), (0, len(mapped[1]) - len(key))).to(mapped[0].dtype)
+    queries, keys, values = heads
+    if training and dropout_p > 0.0:
+        seen = _probabilities(queries, keys, mask, None, False)[..., : len(key)]
+        listener.saw(seen, values[..., : len(key), :], False, keys[..., : len(key), :])
+        return None
+    if len(mapped[1]) == len(key):
+        output = _attend(listener, queries, keys, values, mask)
+    else:
+        output = _attend_to_tokens(listener, queries, keys, values, mask, len(key))
+    shown: Tensor | None = None
+    if need_weights:
+        shown = _probabilities(heads[0], heads[1], mask, None, False).to(query.dtype)
+        shown = shown.mean(dim=1) if average_attn_weights else shown
+    return F.linear(output.permute(2, 0, 1, 3).flatten(-2), out_proj_weight, out_proj_bias), shown
+
+
+def _as_scores(mask: Tensor | None, heads: int | None) -> Tensor | None:
+    """A mask as torch.nn.MultiheadAttention takes it, as what is added to scores [batch, heads, queries, keys].
+
+    Args:
+        mask: true, or −∞, where a query does not see a key: [queries, keys], [batch · heads, queries, keys], or, where
+            no heads are given, [batch, keys].
+        heads: how many heads it may hold.
+    """
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(mask, -math.inf)
+    if heads is None:
+        return mask[:, None, None]
+    return mask.unflatten(0, (-1, heads)) if mask.ndim == 3 else mask
+
+
+def _attend_to_tokens(
+    listener: Listener, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, count: int
+) -> Tensor:
+    """`_attend` where only the first keys, so many, are tokens: what the others add is the same for every picture."""
+    probabilities = _probabilities(query, key, mask, None, False)
+    seen, others = probabilities[..., :count], probabilities[..., count:]
+    if listener.gradients and not seen.requires_grad:
+        seen = seen.detach().requires_grad_()
+    visible = _seen_keys(mask[..., :count]) if listener.wants_visible and mask is not None else None
+    replacement = listener.saw(seen, value[..., :count, :], False, key[..., :count, :], visible)
+    if replacement is not None:
+        return replacement
+    return seen.to(value.dtype) @ value[..., :count, :] + others.to(value.dtype) @ value[..., count:, :]

@@ -36,6 +36,29 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                 module.training = True
 
 
+@contextmanager
+def trial(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Run a model on numbers that were made up, and leave no trace of it: in its turn, in eval mode, and unrecorded.
+
+    Buffers that it writes to, and random numbers that it draws, are as before.
+    """
+    accelerator = "cuda" if device.type == "cpu" else device.type  # of a processor alone, none is looked at
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    with (
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=accelerator),
+        evaluating(model),
+        aside(),
+    ):
+        try:
+            yield
+        finally:
+            for buffer, value in before:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+
+
 def default_device() -> str:
     """The accelerator that is there, or the CPU."""
     if torch.cuda.is_available():

@@ -45,6 +45,7 @@ from vitflow.recording.layer_tokens import find_tokens
 from vitflow.recording.layers import AttentionLayer, FusionKey
 from vitflow.recording.listening import Listening
 from vitflow.recording.trace import Trace
+from vitflow.recording.unseen import unseen_mixing
 
 
 class record_attention:
@@ -120,7 +121,7 @@ class record_attention:
         self._listening = Listening(self._model, kept, gradients, values, keys, visible, on_layer, residual, within)
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention, self._answers = attention, answers
-        self._layout = layout
+        self._layout, self._within = layout, within
         if gradients:
             refuse_checkpointing(self._model)
 
@@ -241,7 +242,7 @@ class record_attention:
         self._pass.enter_context(unchanging(self._model))
         self._watch()
         self._listening.begin()
-        self._reads = reads_text(args, kwargs)
+        self._reads, self._given = reads_text(args, kwargs), (args, kwargs)
         trace.begin(None)
         if self._reads is not None:
             refuse_static(kwargs.get("past_key_values"))
@@ -294,6 +295,7 @@ class record_attention:
         if layers and refusal is None:
             with aside():
                 layers, refusal = find_tokens(self._model, layers, pixels, self._layout)
+                refusal = refusal or self._unseen(layers, pixels)
         if not layers or refusal is not None:
             layout = self._layout_without_attention(size)
             trace.lay_out(layers, layout, refusal=refusal)
@@ -306,6 +308,12 @@ class record_attention:
         pooled = self._listening.pooling if pooling == ATTENTION_POOLING else None
         trace.read_out(weights.to(layers[-1].example).expand(len(pixels), -1), top, pooling, pooled)
         return layout
+
+    def _unseen(self, layers: list[AttentionLayer], pixels: Tensor) -> str | None:
+        """Why a product of these layers would leave something out, or None."""
+        layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
+        seen = self._listening.recorded, self._listening.unapplied
+        return None if self._within else unseen_mixing(self._model, pixels, self._given, layouts, seen)
 
     def _layout_without_attention(self, size: tuple[int, int]) -> TokenLayout | None:
         """The layout by the model's own word, or None: what looks at pixels alone needs none."""
