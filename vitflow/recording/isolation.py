@@ -256,6 +256,15 @@ def refuse_without_weights(model: nn.Module) -> None:
             )
 
 
+def refuse_meta_default(model: nn.Module) -> None:
+    """Raise OptionError where new tensors would have no values, unless the model has none either."""
+    if torch.empty(0).is_meta and device_of(model).type != "meta":
+        raise OptionError(
+            f"Expected a default device that computes values, got 'meta', while {type(model).__name__} lies on "
+            f"{device_of(model)}: leave torch.device('meta') before the model runs."
+        )
+
+
 def refuse_checkpointing(model: nn.Module) -> None:
     """Raise UnsupportedModelError where parts of a model run once more during its backward pass."""
     for module in model.modules():

@@ -38,6 +38,7 @@ from vitflow.recording.isolation import (
     no_fast_path,
     refuse_checkpointing,
     refuse_compiled,
+    refuse_meta_default,
     turn,
     uncompiled,
 )
@@ -128,6 +129,7 @@ class record_attention:
     def __enter__(self) -> Trace:
         with ExitStack() as stack:  # if anything fails on the way in, everything is undone
             stack.enter_context(turn(self._model))
+            refuse_meta_default(self._model)
             if hasattr(self, "_interception"):
                 raise VitflowError("This recording is open already: make another record_attention(model).")
             self.trace, self._ran = Trace(model=self._model), False
