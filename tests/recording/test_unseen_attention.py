@@ -2,7 +2,6 @@
 
 import copy
 import math
-import threading
 import warnings
 
 import pytest
@@ -14,15 +13,14 @@ from torch import Tensor, nn
 from tests.recording.test_recorder import generators, state_of
 from vitflow import Explainer, record_attention
 from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError
-from vitflow.recording import unseen
 
 HEADS, WIDTH, CLASSES = 3, 48, 5
 
 
 def build(**options) -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": WIDTH, "num_heads": HEADS, "depth": 3, "num_classes": CLASSES}
-    model = timm.models.vision_transformer.VisionTransformer(**{**sizes, **options}).eval()
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": WIDTH, "num_heads": HEADS, "depth": 3}
+    model = timm.create_model("vit_tiny_patch16_224", **{**sizes, "num_classes": CLASSES, **options}).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
@@ -164,7 +162,275 @@ def test_a_layer_that_is_not_seen_is_refused_by_its_name(how):
             logits = model(pixels)
     torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-5)
     assert (state_of(model), generators()) == before
-    with pytest.raises(UnsupportedModelError, match=r"Own \(blocks\.2\.attn\) .* sampling, occlusion, gradcam") as error:
+    with pytest.raises(
+        UnsupportedModelError, match=r"Own \(blocks\.2\.attn\) .* sampling, occlusion, gradcam"
+    ) as error:
         _ = trace.readout
     assert "\n" not in str(error.value)
     assert len(trace.attentions) == 2  # what was seen is at hand
+
+
+# -- torch's own module -----------------------------------------------------------------------------------------------
+
+
+def literal_heads(module: nn.MultiheadAttention, x: Tensor, hidden: Tensor | None) -> Tensor:
+    """What each query attends to by the definition, [batch, heads, queries, keys] with further keys behind the tokens.
+
+    Args:
+        module: of torch, batch first.
+        x: [batch, tokens, width].
+        hidden: true where a query does not see a token, [batch, heads, queries, tokens].
+    """
+    (batch, tokens, width), heads = x.shape, module.num_heads
+    x, found = x.double(), []
+    if module.in_proj_weight is not None:
+        weights = module.in_proj_weight.double().chunk(3)
+    else:
+        weights = [one.double() for one in (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)]
+    biases = module.in_proj_bias.double().chunk(3)
+    query, key = (x @ weight.T + bias for weight, bias in zip(weights[:2], biases[:2], strict=True))
+    extra = []
+    if module.bias_k is not None:
+        extra.append(module.bias_k.double().expand(batch, 1, width))
+    if module.add_zero_attn:
+        extra.append(torch.zeros(batch, 1, width, dtype=torch.float64))
+    key = torch.cat([key, *extra], dim=1)
+    for picture in range(batch):
+        for head in range(heads):
+            part = slice(head * width // heads, (head + 1) * width // heads)
+            for q in range(tokens):
+                asked = query[picture, q, part] / math.sqrt(width // heads)
+                scores = torch.stack([asked @ key[picture, k, part] for k in range(key.shape[1])])
+                if hidden is not None:
+                    scores[:tokens][hidden[picture, head, q]] = -math.inf
+                found.append(scores.softmax(dim=0))
+    return torch.stack(found).view(batch, heads, tokens, -1)
+
+
+def upper(tokens: int) -> Tensor:
+    return torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+
+
+def by_head(batch: int, tokens: int) -> Tensor:
+    hidden = torch.rand(batch * HEADS, tokens, tokens, generator=torch.Generator().manual_seed(1)) < 0.3
+    return hidden & ~torch.eye(tokens, dtype=torch.bool)
+
+
+def padding(batch: int, tokens: int) -> Tensor:
+    hidden = torch.zeros(batch, tokens, dtype=torch.bool)
+    hidden[:, -3:] = True
+    return hidden
+
+
+def as_floats(hidden: Tensor) -> Tensor:
+    return torch.zeros(hidden.shape).masked_fill(hidden, -math.inf)
+
+
+# Options of the module, and what it is called with for (batch, tokens); and what is hidden by that.
+CALLS = {
+    "bool": ({}, lambda b, n: {"attn_mask": upper(n)}),
+    "float": ({}, lambda b, n: {"attn_mask": as_floats(upper(n))}),
+    "zeros": ({}, lambda b, n: {"attn_mask": torch.zeros(n, n)}),
+    "by head": ({}, lambda b, n: {"attn_mask": by_head(b, n)}),
+    "by head, float": ({}, lambda b, n: {"attn_mask": as_floats(by_head(b, n))}),
+    "padding": ({}, lambda b, n: {"key_padding_mask": padding(b, n)}),
+    "both": ({}, lambda b, n: {"attn_mask": upper(n), "key_padding_mask": padding(b, n)}),
+    "both, floats": (
+        {},
+        lambda b, n: {"attn_mask": as_floats(by_head(b, n)), "key_padding_mask": as_floats(padding(b, n))},
+    ),
+    "causal": ({}, lambda b, n: {"attn_mask": upper(n), "is_causal": True, "need_weights": False}),
+    "causal, with weights": ({}, lambda b, n: {"attn_mask": upper(n), "is_causal": True}),
+    "further key": ({"add_bias_kv": True}, lambda b, n: {}),
+    "key of zeros": ({"add_zero_attn": True}, lambda b, n: {}),
+    "both keys and a mask": ({"add_bias_kv": True, "add_zero_attn": True}, lambda b, n: {"attn_mask": upper(n)}),
+    "weights of each": ({}, lambda b, n: {"attn_mask": upper(n), "average_attn_weights": False}),
+}
+
+
+class Many(nn.Module):
+    """torch's own module in the place of timm's attention."""
+
+    def __init__(self, options: dict, called, separate: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, **options)
+        if separate:
+            weights = self.inner.in_proj_weight.detach().chunk(3)
+            self.inner.in_proj_weight, self.inner._qkv_same_embed_dim = None, False
+            for name, weight in zip("qkv", weights, strict=True):
+                setattr(self.inner, f"{name}_proj_weight", nn.Parameter(weight.clone()))
+        self.called = called
+
+    def forward(self, x: Tensor, **options) -> Tensor:
+        output, self.weights = self.inner(x, x, x, **self.called(len(x), x.shape[1]))
+        return output
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["joined", "separate"])
+@pytest.mark.parametrize(("options", "called"), CALLS.values(), ids=CALLS)
+def test_torchs_module_is_recorded_with_masks_and_further_keys(options, called, separate):
+    model, pixels, given = build(), torch.randn(2, 3, 32, 32), []
+    module = model.blocks[2].attn = Many(options, called, separate).eval()
+    hook = module.inner.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    wanted_x = pixels.clone().requires_grad_()
+    plain = model(wanted_x)
+    plain.square().sum().backward()
+    weights = module.weights
+    hook.remove()
+    with record_attention(model, gradients=True) as trace:
+        logits = model(pixels)
+    if weights is not None:
+        torch.testing.assert_close(module.weights, weights, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-5)
+    masks = called(2, 17)
+    hidden = torch.zeros(2, HEADS, 17, 17, dtype=torch.bool)
+    for name, mask in masks.items():
+        if name in ("attn_mask", "key_padding_mask"):
+            mask = mask if mask.dtype == torch.bool else mask < 0
+            hidden |= (
+                mask[:, None, None]
+                if "padding" in name
+                else mask.reshape(-1, mask.shape[-1] * 17).view(*((2, HEADS) if mask.ndim == 3 else (1, 1)), 17, 17)
+            )
+    wanted = literal_heads(module.inner, given[0].detach(), hidden).float()[..., :17]
+    torch.testing.assert_close(trace.attentions[2], wanted, rtol=1e-4, atol=1e-6)
+    assert trace.readout[0, 0] == 1
+    gradient = trace.gradients_of(logits.square()).pixels
+    torch.testing.assert_close(gradient, wanted_x.grad, rtol=1e-3, atol=1e-5)
+    assert trace.gradients_of(logits.square()).attentions[2].abs().max() > 0
+    with torch.no_grad(), record_attention(model, head_fusion="mean") as fused:
+        torch.testing.assert_close(model(pixels), plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fused.attentions[2], wanted.mean(dim=1), rtol=1e-4, atol=1e-6)
+
+
+def test_torchs_module_in_half_precision_and_in_training_is_recorded():
+    pixels = torch.randn(2, 3, 32, 32)
+    for dtype in (torch.bfloat16, torch.float32):
+        model = build()
+        model.blocks[2].attn = Many({"dropout": 0.5}, lambda b, n: {"attn_mask": upper(n)})
+        model = model.to(dtype).train(dtype == torch.float32)
+        with torch.no_grad():
+            torch.manual_seed(3)
+            plain = model(pixels.to(dtype))
+            torch.manual_seed(3)
+            with record_attention(model) as trace:
+                logits = model(pixels.to(dtype))
+        rounding = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(logits, plain, rtol=rounding, atol=rounding)
+        assert trace.attentions[2].dtype == torch.float32
+        assert (trace.attentions[2].triu(1) == 0).all()
+        torch.testing.assert_close(trace.attentions[2].sum(dim=-1), torch.ones(2, HEADS, 17))
+        assert trace.readout[0, 0] == 1
+
+
+def test_torchs_module_in_a_call_that_is_not_followed_is_refused():
+    class Unbatched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.MultiheadAttention(WIDTH, HEADS)
+
+        def forward(self, x: Tensor, **options) -> Tensor:
+            return torch.stack([self.inner(one, one, one)[0] for one in x])
+
+    model = build()
+    model.blocks[2].attn = Unbatched().eval()
+    with torch.no_grad(), record_attention(model) as trace:
+        model(torch.randn(1, 3, 32, 32))
+    with pytest.raises(UnsupportedModelError, match=r"MultiheadAttention|Unbatched \(blocks\.2\.attn\)"):
+        _ = trace.readout
+
+
+# -- obscure errors before --------------------------------------------------------------------------------------------
+
+
+def test_a_function_of_torch_that_was_wrapped_by_somebody_is_recorded(monkeypatch):
+    original, calls, pixels = F.scaled_dot_product_attention, [], torch.randn(2, 3, 32, 32)
+    model = build()
+    with torch.no_grad(), record_attention(model) as wanted:
+        plain = model(pixels)
+
+    def wrapped(*args, **kwargs):
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", wrapped)
+    for one in (model, copy.deepcopy(model).to(torch.bfloat16)):
+        with torch.no_grad(), record_attention(one) as trace:
+            logits = one(pixels.to(next(one.parameters()).dtype))
+        assert len(trace.attentions) == 3
+    assert len(calls) >= 6
+    with torch.no_grad(), record_attention(model) as trace:
+        logits = model(pixels)
+    torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(trace.attentions, wanted.attentions)
+
+
+def picture_by_picture(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.stack([script(*one) for one in zip(q, k, v, strict=True)])
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([script(q[i : i + 1], k[i : i + 1], v[i : i + 1]) for i in range(len(q))])
+
+
+def in_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([script(some, k, v) for some in q.split(5, dim=2)], dim=2)
+
+
+def in_fused_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([F.scaled_dot_product_attention(some, k, v, scale=1.0) for some in q.split(5, dim=2)], dim=2)
+
+
+@pytest.mark.parametrize("batch", [2, 3])  # as many as there are heads, too
+@pytest.mark.parametrize("how", [picture_by_picture, one_by_one])
+def test_a_loop_over_pictures_is_recorded_for_one_and_refused_for_several(how, batch):
+    model = with_own(how, blocks=(0, 1, 2))
+    agree(model, torch.randn(1, 3, 32, 32))
+    with pytest.raises(UnsupportedModelError, match=r"Own \(blocks\.0\.attn\) .* picture by picture.* one picture"):
+        with torch.no_grad(), record_attention(model):
+            model(torch.randn(batch, 3, 32, 32))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("how", [in_chunks, in_fused_chunks])
+def test_queries_in_chunks_are_refused(how, batch):
+    model = with_own(how)
+    with pytest.raises(UnsupportedModelError, match=r"Own \(blocks\.2\.attn\) .* chunk by chunk.* occlusion"):
+        with torch.no_grad(), record_attention(model):
+            model(torch.randn(batch, 3, 32, 32))
+    model.zero_grad()
+    with torch.no_grad():
+        model(torch.randn(batch, 3, 32, 32))  # still runs
+
+
+def test_two_attentions_of_one_module_are_both_recorded():
+    def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        one, other = (q @ k.mT).softmax(dim=-1), (k @ q.mT).softmax(dim=-1)
+        return one @ v / 2 + other @ v / 2
+
+    model = with_own(twice)
+    with torch.no_grad(), record_attention(model) as trace:
+        model(torch.randn(2, 3, 32, 32))
+    assert trace.attentions[2].shape == (2, 2 * HEADS, 17, 17)
+    assert trace.readout[0, 0] == 1
+
+
+def test_a_default_device_without_values_is_refused_in_a_sentence():
+    explainer = Explainer(build())
+    picture = torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8).numpy()
+    with torch.device("meta"), pytest.raises(OptionError, match="default device .* 'meta', while VisionTransformer"):
+        explainer.explain(picture, method="rollout")
+    assert explainer.explain(picture, method="rollout").grid.shape == (4, 4)
+    with torch.device("meta"):  # as the list of models does
+        model = build()
+        with torch.no_grad(), record_attention(model) as trace:
+            model(torch.randn(1, 3, 32, 32))
+    assert trace.layout.rows == 4
+
+
+def test_scripted_attention_in_every_layer_says_that_nothing_was_seen():
+    model = with_own(scripted, blocks=(0, 1, 2))
+    with pytest.raises(NoAttentionError, match="No attention between tokens was seen"):
+        with torch.no_grad(), record_attention(model):
+            model(torch.randn(1, 3, 32, 32))

@@ -40,7 +40,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def trial(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Run a model on numbers that were made up, and leave no trace of it: in its turn, in eval mode, and unrecorded.
 
-    Buffers that it writes to, and random numbers that it draws, are as before.
+    Buffers that it writes to, what its modules keep of a pass, and random numbers that it draws, are as before.
     """
     accelerator = "cuda" if device.type == "cpu" else device.type  # of a processor alone, none is looked at
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -51,9 +51,14 @@ def trial(model: nn.Module, device: torch.device) -> Iterator[None]:
         evaluating(model),
         aside(),
     ):
+        kept = [(vars(module), dict(vars(module))) for module in modules_of(model)]
         try:
             yield
         finally:
+            for own, attributes in kept:
+                for name in own.keys() - attributes.keys():
+                    del own[name]
+                own.update(attributes)
             for buffer, value in before:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)

@@ -6,6 +6,7 @@ on only its own value. Half the tokens of a block's input are changed. Where oth
 tokens otherwise. A convolution, a pooling or a linear attention inside explains that; nothing else does.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ _KNOWN = (
     *("interpolate", "unfold", "fold", "group_norm", "instance_norm", "lstm", "gru", "rnn_tanh", "rnn_relu"),
     *("fft_fft", "fft_fft2", "fft_rfft", "fft_rfft2", "fft_irfft2", "fft_fftn"),
 )
+# What sums up a picture where it goes over the axes of its tokens: a pooling, or a norm.
+_SUMMARIES = ("mean", "norm", "std", "std_mean", "var", "var_mean", "linalg_vector_norm")
 # How far tokens that were not changed may move, as a share of what the changed ones move: by rounding; and by mixing.
 _ROUNDING, _MIXING = 1e-4, 1e-3
 _HALF_ROUNDING, _HALF_MIXING = 1e-2, 3e-2
@@ -74,8 +77,8 @@ def _find(
     unapplied: set[str],
 ) -> str | None:
     """The path of the innermost module that mixes tokens unseen, the first that runs; None if there is none."""
-    noise = torch.randn(2, *pixels.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu")
-    noise = noise.to(pixels.device, pixels.dtype)
+    noise = torch.randn(1, *pixels.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu")
+    noise = torch.cat([noise, noise]).to(pixels.device, pixels.dtype)
 
     def two(value: Any) -> Any:
         if isinstance(value, Tensor) and value.shape == pixels.shape and value.dtype == pixels.dtype:
@@ -169,10 +172,15 @@ class _Probe:
             if path in self._explained:
                 return None
             call.tokens, call.begins, self._changed = tokens.shape[1], True, True
-            other = self._change(given, tokens)
-            return tuple(other if one is given else one for one in args), {
-                name: other if one is given else one for name, one in kwargs.items()
-            }
+            with torch._C.DisableTorchFunction():  # this is no part of the model
+                other = self._change(given, tokens)
+
+            def replaced(one: Any) -> Any:  # what else a module before changed is as for the first picture
+                if one is given or not isinstance(one, Tensor) or one.ndim < 2 or len(one) != 2:
+                    return other if one is given else one
+                return one[:1].expand(one.shape).clone()
+
+            return tuple(map(replaced, args)), {name: replaced(one) for name, one in kwargs.items()}
 
         return act
 
@@ -225,7 +233,7 @@ class _Probe:
     def _which(self, tokens: Tensor) -> Tensor:
         """The tokens that are changed, a random half."""
         order = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
-        return (order < max(1, len(order) // 2)).to(tokens.device)
+        return (order < len(order) // 2).to(tokens.device)
 
     def _change(self, given: Tensor, tokens: Tensor) -> Tensor:
         """A tensor whose second picture is the first, with all of these tokens changed alike."""
@@ -239,11 +247,15 @@ class _Probe:
         return both.reshape(given.shape) if given.flatten(1, 2).shape == both.shape else both.mT.reshape(given.shape)
 
     def _share(self, tokens: Tensor) -> float:
-        """How far the other tokens differ between the pictures, as a share of those that were changed."""
-        apart = (tokens[1] - tokens[0]).float().square().mean(dim=-1)
-        which = self._which(tokens)
-        moved, others = float(apart[which].mean().sqrt()), float(apart[~which].mean().sqrt())
-        return others / moved if moved > 0 else 0.0
+        """How far tokens differ between the pictures that should not, as a share of those that were changed.
+
+        These are as many as were not changed, whichever they are: tokens may be put into another order.
+        """
+        with torch._C.DisableTorchFunction():  # this is no part of the model
+            apart = (tokens[1] - tokens[0]).float().square().mean(dim=-1).sort().values
+            others, moved = apart.tensor_split([len(apart) - len(apart) // 2])
+            share = float((others.mean() / moved.mean()).sqrt())
+        return share if math.isfinite(share) else 0.0
 
     # -- what the interception tells ----------------------------------------------------------------------------------
 
@@ -294,28 +306,31 @@ class _Identities(Interception):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(self.listener, _Probe):
-            if getattr(func, "__name__", None) in (*_KNOWN, "mean") and _mixes(func.__name__, args, kwargs or {}):
+            name = getattr(func, "__name__", "")
+            if name in (*_KNOWN, *_SUMMARIES) and _mixes(name, args, kwargs or {}):
                 self.listener.explain()
             if is_softmax(func):
-                with torch._C.DisableTorchFunctionSubclass():
-                    own = self.listener.alone(func(*args, **(kwargs or {})))
+                own = self.listener.alone(func(*args, **(kwargs or {})))
                 if own is not None:
                     return own
         return super().__torch_function__(func, types, args, kwargs)
 
 
 def _mixes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function that may mix tokens does so: a convolution with a kernel, a mean over more than channels."""
+    """Whether a function that may mix tokens does so: a convolution with a kernel, a mean over all tokens."""
     if name.startswith("conv"):
         weight = args[1] if len(args) > 1 else kwargs["weight"]
         return bool(weight.shape[2:].numel() > 1)
-    if name != "mean":
+    if name in _KNOWN:
         return True
     source = args[0] if args else kwargs["input"]
-    dims = args[1] if len(args) > 1 else kwargs.get("dim")
-    dims = tuple(range(source.ndim)) if dims is None else (dims,) if isinstance(dims, int) else tuple(dims)
+    place = 2 if name in ("norm", "linalg_vector_norm") else 1
+    dims = args[place] if len(args) > place else kwargs.get("dim")
+    if dims is None:
+        return source.ndim > 2
+    dims = (dims,) if isinstance(dims, int) else tuple(dims)
     over = {dim % source.ndim for dim in dims}
-    return over == {1} if source.ndim == 3 else source.ndim == 4 and len(over - {0}) > 1
+    return over == {1} if source.ndim == 3 else bool(source.ndim == 4 and len(over - {0}) > 1)
 
 
 def _limits(tokens: Tensor) -> tuple[float, float]:
