@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 import warnings
 
 import pytest
@@ -434,3 +435,197 @@ def test_scripted_attention_in_every_layer_says_that_nothing_was_seen():
     with pytest.raises(NoAttentionError, match="No attention between tokens was seen"):
         with torch.no_grad(), record_attention(model):
             model(torch.randn(1, 3, 32, 32))
+
+
+# -- the probe --------------------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """A part of a model that counts how often it runs, and keeps what it ran on, as many modules do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.runs, self.kept = inner, [], None
+
+    def forward(self, x: Tensor, **options) -> Tensor:
+        self.runs.append(len(x))
+        self.kept = x.detach()
+        return self.inner(x)
+
+
+def run(model: nn.Module, pixels: Tensor, **options):
+    with torch.no_grad(), record_attention(model, **options) as trace:
+        model(pixels)
+    return trace
+
+
+def test_the_probe_runs_once_and_again_when_a_module_was_replaced():
+    model, pixels = build(), torch.randn(3, 3, 32, 32)
+    counting = model.norm_pre = Counting(nn.Identity())
+    for options in ({}, {"head_fusion": "mean"}, {"fusions": [("mean", False)], "residual": 0.5}, {"gradients": True}):
+        with record_attention(model, **options) as trace:
+            model(pixels)
+        assert trace.refusal is None
+    assert counting.runs == [3, 2, 3, 3, 3]
+    assert len(counting.kept) == 3  # of the recorded pass, not of the probe
+    model.blocks[1].attn = Own(model.blocks[1].attn, by_hand)
+    assert "blocks.1.attn" in run(model, pixels).refusal
+    assert counting.runs[5:] == [3, 2]
+    model.blocks[1].attn.how = in_keywords  # no module was replaced, but more is seen
+    assert run(model, pixels).refusal is None
+
+
+def test_methods_that_need_no_attention_explain_what_is_refused():
+    model = with_own(by_hand)
+    explainer = Explainer(model)
+    picture = torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8).numpy()
+    for method in ("rollout", "attention", "flow", "gae"):
+        with pytest.raises(UnsupportedModelError, match=r"Own \(blocks\.2\.attn\) in VisionTransformer mixes"):
+            explainer.explain(picture, method=method, **({"target": 1} if method == "gae" else {}))
+    for method, options in (("sampling", {"masks": 8}), ("occlusion", {}), ("gradcam", {}), ("input_gradient", {})):
+        assert explainer.explain(picture, method=method, target=1, **options).heatmap.shape == (32, 32)
+
+
+class MixedMlp(nn.Module):
+    """Hands something from each token to all others, beside what its part does."""
+
+    def __init__(self, inner: nn.Module, how) -> None:
+        super().__init__()
+        self.inner, self.how = inner, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.how(x)
+
+
+def test_mixing_beside_attention_that_is_seen_is_found():
+    torch.manual_seed(0)
+    mixing = torch.randn(17, 17) / 17
+    model = build()
+    model.blocks[1].mlp = MixedMlp(model.blocks[1].mlp, lambda x: mixing @ x)
+    assert "MixedMlp (blocks.1.mlp)" in run(model, torch.randn(1, 3, 32, 32)).refusal
+    model = build()
+    model.blocks[1] = MixedMlp(model.blocks[1], lambda x: mixing @ x)  # in the same module as what is seen
+    assert "MixedMlp (blocks.1)" in run(model, torch.randn(1, 3, 32, 32)).refusal
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda x: F.conv1d(x.mT, torch.ones(WIDTH, WIDTH, 3) / WIDTH, padding=1).mT,
+        lambda x: F.avg_pool1d(x.mT, 3, 1, 1).mT,
+        lambda x: x.mean(dim=1, keepdim=True),
+        lambda x: x / (x.norm(dim=1, keepdim=True) + 1),
+        lambda x: x.flip(1) - x.flip(1),
+    ],
+    ids=["convolution", "pooling", "mean", "norm", "nothing"],
+)
+def test_mixing_that_is_known_is_no_unseen_attention(how):
+    model = build()
+    model.blocks[1].mlp = MixedMlp(model.blocks[1].mlp, how)
+    assert run(model, torch.randn(1, 3, 32, 32)).refusal is None
+    model.blocks[2].attn = Own(model.blocks[2].attn, by_hand)  # and does not hide one in another block
+    assert "Own (blocks.2.attn)" in run(model, torch.randn(1, 3, 32, 32)).refusal
+
+
+def test_tokens_in_another_order_are_no_unseen_attention():
+    class Turned(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flip(1)
+
+    model = build()
+    model.norm_pre, model.norm = nn.Sequential(Turned()), nn.Sequential(Turned(), model.norm)
+    assert run(model, torch.randn(1, 3, 32, 32)).refusal is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_the_probe_holds_in_every_precision(dtype):
+    pixels = torch.randn(1, 3, 32, 32, dtype=dtype)
+    assert run(build().to(dtype), pixels).refusal is None
+    assert "Own (blocks.2.attn)" in run(with_own(by_hand).to(dtype), pixels).refusal
+
+
+def test_the_probe_finds_attention_behind_a_small_scale_and_in_windows():
+    model = build(init_values=1e-5)
+    model.blocks[2].attn = Own(model.blocks[2].attn, by_logarithm)
+    assert "Own (blocks.2.attn)" in run(model, torch.randn(1, 3, 32, 32)).refusal
+    swin = timm.create_model("swin_tiny_patch4_window7_224", depths=(2, 2), img_size=56, window_size=7).eval()
+    swin.set_input_size(img_size=(56, 56))
+    pixels = torch.randn(1, 3, 56, 56)
+    assert run(swin, pixels).refusal is None
+
+    block = swin.layers[0].blocks[1]
+    block.mlp = MixedMlp(block.mlp, lambda x: by_hand(x / 9, x / 9, x))
+    assert "MixedMlp (layers.0.blocks.1.mlp)" in run(swin, pixels).refusal
+
+
+def test_the_probe_leaves_a_model_in_training_mode_as_it_was():
+    model, pixels = with_own(by_hand).train(), torch.randn(2, 3, 32, 32)
+    model.norm_pre = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+    model.blocks[0].norm1 = MixedMlp(nn.Identity(), lambda x: norm(x.mT).mT)
+    norm = model.blocks[0].norm2 = nn.BatchNorm1d(WIDTH)
+    model.blocks[0].norm2 = nn.Identity()
+    model.add_module("batch_norm", norm)
+    twin = copy.deepcopy(model)
+    twin.blocks[0].norm1.how = lambda x: twin.batch_norm(x.mT).mT
+    torch.manual_seed(1)
+    with torch.no_grad():
+        twin(pixels)
+    after = generators()
+    torch.manual_seed(1)
+    assert "Own (blocks.2.attn)" in run(model, pixels).refusal
+    assert generators() == after
+    assert all(module.training for module in model.modules())
+    assert norm.num_batches_tracked == twin.batch_norm.num_batches_tracked == 1
+    torch.testing.assert_close(norm.running_mean, twin.batch_norm.running_mean)
+
+
+def test_threads_that_probe_one_model_get_the_same():
+    good, bad, pixels = build(), with_own(by_hand), torch.randn(8, 3, 32, 32)
+    wanted = [run(build(), pixels[number : number + 1]).fused() for number in range(8)]
+    found: list = [None] * 8
+
+    def work(number: int) -> None:
+        own = pixels[number : number + 1]
+        found[number] = run(bad, own).refusal, run(good, own)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for (refusal, trace), layers in zip(found, wanted, strict=True):
+        assert "Own (blocks.2.attn)" in refusal
+        assert trace.refusal is None
+        assert all(torch.equal(one, other) for one, other in zip(trace.fused(), layers, strict=True))
+
+
+def test_a_model_without_values_is_not_probed():
+    with torch.device("meta"):
+        model = with_own(by_hand)
+    assert run(model, torch.randn(1, 3, 32, 32, device="meta")).refusal is None
+
+
+def test_a_model_that_takes_no_second_picture_is_explained_as_before():
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model(x.reshape(1, 3, 32, 32))
+
+    trace = run(One(), torch.randn(1, 3, 32, 32))
+    assert trace.refusal is None
+    assert len(trace.attentions) == 3
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_the_difference_of_two_attentions_in_transformers_is_refused(implementation):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.DiffLlamaConfig(**sizes, vocab_size=50, num_key_value_heads=2)
+    config._attn_implementation = implementation
+    model = transformers.DiffLlamaForCausalLM(config).eval()
+    with pytest.raises(UnsupportedModelError, match=r"DiffLlamaAttention .* difference of two attention matrices"):
+        with torch.no_grad(), record_attention(model):
+            model(input_ids=torch.arange(5)[None])

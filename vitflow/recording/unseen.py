@@ -327,10 +327,10 @@ def _mixes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     place = 2 if name in ("norm", "linalg_vector_norm") else 1
     dims = args[place] if len(args) > place else kwargs.get("dim")
     if dims is None:
-        return source.ndim > 2
+        return bool(source.ndim > 2)
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
     over = {dim % source.ndim for dim in dims}
-    return over == {1} if source.ndim == 3 else bool(source.ndim == 4 and len(over - {0}) > 1)
+    return bool(over == {1} if source.ndim == 3 else source.ndim == 4 and len(over - {0}) > 1)
 
 
 def _limits(tokens: Tensor) -> tuple[float, float]:
