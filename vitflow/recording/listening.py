@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import NoAttentionError, UnsupportedModelError, ValueNormsError
 from vitflow.methods.values import Values, fuse_weighted, gram_matrix
+from vitflow.recording.attending import Part
 from vitflow.recording.attention_kinds import (
     arrangement,
     is_difference,
@@ -17,7 +18,6 @@ from vitflow.recording.attention_kinds import (
     is_pooling,
     other_attention,
 )
-from vitflow.recording.interception import Part
 from vitflow.recording.isolation import is_aside
 from vitflow.recording.layers import (
     Arrange,
