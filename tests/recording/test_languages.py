@@ -156,12 +156,12 @@ def test_what_is_recorded_is_what_the_library_returns(name):
 @pytest.mark.parametrize("weighting", [False, "output"])
 def test_masked_attention_is_fused_in_parts_as_whole(weighting, monkeypatch):
     """In parts of a few queries each, so that the probabilities of all never exist at once."""
-    from vitflow.recording import interception
+    from vitflow.recording import attending
 
     model, given = built("GPT2LMHeadModel"), texts("left", 40)
     found = []
     for size in (2**19, 2**6):
-        monkeypatch.setattr(interception, "_CACHED_PROBABILITIES", size)
+        monkeypatch.setattr(attending, "_CACHED_PROBABILITIES", size)
         for masked in (given, {"input_ids": given["input_ids"]}):
             with record_attention(model, fusions=[("mean", weighting)]) as trace, torch.no_grad():
                 logits = model(**masked).logits

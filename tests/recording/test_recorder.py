@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vitflow import TokenLayout, attention_rollout, record_attention
 from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, VitflowError
-from vitflow.recording import interception
+from vitflow.recording import attending
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 
@@ -270,7 +270,7 @@ def test_keys_and_values_that_all_pictures_share():
 @pytest.mark.parametrize("room", [500, 4000, 2**19])  # rows of one picture, one picture, all three at once
 @pytest.mark.parametrize("silent", [False, True])
 def test_parts_that_fit_the_cache_make_the_same_matrices(monkeypatch, room, silent):
-    monkeypatch.setattr(interception, "_CACHED_PROBABILITIES", room)
+    monkeypatch.setattr(attending, "_CACHED_PROBABILITIES", room)
     model, pixels = tiny(img_size=80), torch.randn(3, 3, 80, 80)
     if silent:  # values that pass nothing on leave empty rows, which become the identity's
         torch.nn.init.zeros_(model.blocks[1].attn.proj.weight)

@@ -17,7 +17,7 @@ class _Parts:
     def __init__(self, marks: list[Any]) -> None:
         self.marks = marks
         self.chosen: dict[Callable[[nn.Module], bool], list[tuple[str, ref[nn.Module]]]] = {}
-        self.facts: dict[Any, Any] = {}
+        self.kept: dict[Any, Any] = {}
 
 
 # Modules are kept by weak references alone, so that a model lives no longer for what is known of it.
@@ -74,9 +74,9 @@ def with_paths(model: nn.Module, question: Callable[[nn.Module], list[nn.Module]
     return _answer(model, question.__wrapped__)  # type: ignore[attr-defined]
 
 
-def facts_kept_with(model: nn.Module) -> dict[Any, Any]:
-    """A dictionary for facts about a model, kept with it as long as its modules are the same."""
-    return _look(model).facts
+def kept_with(model: nn.Module) -> dict[Any, Any]:
+    """What is kept with a model as long as none of its modules was replaced, wrapped, added or taken away."""
+    return _look(model).kept
 
 
 @contextmanager

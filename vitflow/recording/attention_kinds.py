@@ -39,7 +39,7 @@ _POOLING = ("AttentionPoolLatent", "AttentionPoolPrr", "AttentionPool2d", "RotAt
 # Modules whose one query is the class token, which stands before the keys and goes on through the layers.
 _CLASS_ATTENTION = ("ClassAttn", "ClassAttention")
 # The difference of two attention matrices.
-_DIFFERENCE = ("DiffAttention", "DiffParallelScalingBlock")
+_DIFFERENCE = ("DiffAttention", "DiffParallelScalingBlock", "DiffLlamaAttention")
 # Modules that fold their heads into the batch, before their windows; and those that put windows before heads.
 _FOLDED_WINDOWS = ("HaloAttn",)
 _WINDOWS_FIRST = ("LocallyGroupedAttn",)
@@ -139,6 +139,11 @@ def is_class_attention(module: nn.Module) -> bool:
     return _kind(module) in _CLASS_ATTENTION
 
 
+def is_head_by_head(module: nn.Module) -> bool:
+    """Whether a module is known to compute each of its heads by itself."""
+    return _kind(module) in _HEAD_BY_HEAD
+
+
 def is_difference(module: nn.Module) -> bool:
     """Whether a module applies the difference of two attention matrices."""
     return _kind(module) in _DIFFERENCE
@@ -178,7 +183,7 @@ def arrangement(module: nn.Module, tensor: Tensor, batch: int) -> Arrange | None
         return None
     if tensor.ndim == 3:
         heads: Any = getattr(module, "num_heads", None)
-        folded = kind not in _HEAD_BY_HEAD and isinstance(heads, int) and heads > 1
+        folded = not is_head_by_head(module) and isinstance(heads, int) and heads > 1
         if folded and len(tensor) % (batch * heads) == 0:
             return lambda found: found.unflatten(0, (-1, heads))
         return lambda found: found.unsqueeze(1)

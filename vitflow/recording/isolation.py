@@ -36,6 +36,34 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                 module.training = True
 
 
+@contextmanager
+def trial(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Run a model on numbers that were made up, and leave no trace of it: in its turn, in eval mode, and unrecorded.
+
+    Buffers that it writes to, what its modules keep of a pass, and random numbers that it draws, are as before.
+    """
+    accelerator = "cuda" if device.type == "cpu" else device.type  # of a processor alone, none is looked at
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    with (
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=accelerator),
+        evaluating(model),
+        aside(),
+    ):
+        kept = [(vars(module), dict(vars(module))) for module in modules_of(model)]
+        try:
+            yield
+        finally:
+            for own, attributes in kept:
+                for name in own.keys() - attributes.keys():
+                    del own[name]
+                own.update(attributes)
+            for buffer, value in before:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+
+
 def default_device() -> str:
     """The accelerator that is there, or the CPU."""
     if torch.cuda.is_available():
@@ -231,6 +259,15 @@ def refuse_without_weights(model: nn.Module) -> None:
                 f"Expected a model with weights, got {type(model).__name__}, whose {name} has {what}"
                 f"{', first.' if lazy else ': load its weights first.'}"
             )
+
+
+def refuse_meta_default(model: nn.Module) -> None:
+    """Raise OptionError where new tensors would have no values, unless the model has none either."""
+    if torch.empty(0).is_meta and device_of(model).type != "meta":
+        raise OptionError(
+            f"Expected a default device that computes values, got 'meta', while {type(model).__name__} lies on "
+            f"{device_of(model)}: leave torch.device('meta') before the model runs."
+        )
 
 
 def refuse_checkpointing(model: nn.Module) -> None:

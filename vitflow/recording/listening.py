@@ -9,8 +9,15 @@ from torch import Tensor, nn
 
 from vitflow.errors import NoAttentionError, UnsupportedModelError, ValueNormsError
 from vitflow.methods.values import Values, fuse_weighted, gram_matrix
-from vitflow.recording.attention_kinds import arrangement, is_difference, is_packed, is_pooling, other_attention
-from vitflow.recording.interception import Part
+from vitflow.recording.attending import Part
+from vitflow.recording.attention_kinds import (
+    arrangement,
+    is_difference,
+    is_head_by_head,
+    is_packed,
+    is_pooling,
+    other_attention,
+)
 from vitflow.recording.isolation import is_aside
 from vitflow.recording.layers import (
     Arrange,
@@ -40,6 +47,8 @@ class Listening:
         pooling: what a pooling head attends to, where there is one.
         batch: how many pictures or texts the pass has.
         seen: whether any attention was seen.
+        recorded: the paths of the layers that have run, in their order.
+        unapplied: the paths of the modules that told their softmax alone, without the product that applies it.
     """
 
     model: nn.Module
@@ -63,6 +72,8 @@ class Listening:
         self.path: list[tuple[str, nn.Module]] = []
         self.pooling: Tensor | None = None
         self.batch = 1
+        self.recorded: list[str] = []
+        self.unapplied: set[str] = set()
         self._open: dict[str, list[ModuleAttention]] = {}  # layers that are running
         self._other: set[str] = set()  # what runs that is no attention between tokens, in words
 
@@ -93,11 +104,13 @@ class Listening:
             self.pooling = probabilities
             return
         layer = self._parallel_block() or name
-        if layer == name and layer in self._open and is_difference(module):
+        if is_difference(module):
             raise UnsupportedModelError(
-                f"{type(module).__name__} ({name}) computes attention more than once in a pass: the difference of two "
-                "attention matrices has negative entries, and rollout and flow are not defined on it."
+                f"{type(module).__name__} ({name}) applies the difference of two attention matrices, which has "
+                "negative entries: rollout and flow are not defined on it."
             )
+        if value is None:
+            self.unapplied.add(name)
         arrange = arrangement(module, probabilities, self.batch)
         if visible is not None and visible.shape == probabilities.shape:  # heads are folded into the batch
             visible = (visible if arrange is None else arrange(visible)).any(dim=-3)
@@ -185,11 +198,30 @@ class Listening:
         parts = self._open.pop(name, ())
         if parts:  # else it was fused part by part
             module, fusions = self.model.get_submodule(name), () if self._keep_heads else self.fusions
+            self._refuse_pieces(name, module, parts)
             self._take(close_layer(name, parts, module, fusions))
+
+    def _refuse_pieces(self, name: str, module: nn.Module, parts: Sequence[ModuleAttention]) -> None:
+        """Refuse attention that was computed for some pictures, or for some queries, at a time.
+
+        Raises:
+            UnsupportedModelError: so it was.
+        """
+        if len(parts) < 2:
+            return
+        shapes = {(len(heads), *heads.shape[-2:]) for heads in (part.heads for part in parts)}
+        side_by_side = len(parts) == self.batch > 1 and all(part.tensor.ndim == 3 for part in parts)
+        by_picture = any(count % self.batch for count, _, _ in shapes) or (side_by_side and not is_head_by_head(module))
+        if by_picture or len(shapes) > 1 or any(queries != keys for _, queries, keys in shapes):
+            of, instead = ("picture", "Explain one picture at a time, or use") if by_picture else ("chunk", "Use")
+            raise UnsupportedModelError(
+                f"{type(module).__name__} ({name}) computes its attention {of} by {of}, in {len(parts)} pieces, which "
+                f"cannot be put together. {instead} sampling, occlusion, gradcam or input_gradient, which work on it."
+            )
 
     def _take(self, layer: AttentionLayer, normal: bool = False) -> None:
         self.seen = True
-        self._trace.names.append(layer.name)
+        self.recorded.append(layer.name)
         if self.on_layer is not None:
             self.on_layer(layer)
         elif self.residual and self._is_whole(layer.example.shape):

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from vitflow.errors import UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import ClosedReadout, module_paths, runs_compiled
-from vitflow.models.parts import facts_kept_with
+from vitflow.models.parts import kept_with
 from vitflow.recording.attention_kinds import is_pooling
-from vitflow.recording.isolation import Hook, aside, evaluating, no_fast_path, uncompiled
+from vitflow.recording.isolation import Hook, no_fast_path, trial, uncompiled
 
 # Maps what a model returns to the outputs that are explained, [batch, outputs].
 Read = Callable[[Any], Tensor | None]
@@ -238,7 +238,7 @@ def observed_head(
         read: maps what the model returns to its outputs.
     """
     owner = getattr(read, "__self__", read)  # a method is made anew each time
-    known = facts_kept_with(call.model)
+    known = kept_with(call.model)
     key = ("head", id(owner), closed[0].name, top.num_prefix_tokens, layers[-1])
     held, head = known.get(key, (None, None))
     if held is None or held() is not owner:
@@ -256,11 +256,8 @@ def _observe(call: Call, layers: Sequence[str], top: TokenLayout, closed: Sequen
         noise = torch.randn(shape, generator=random).to(device, pixels.dtype)
         with (
             torch.inference_mode(False),
+            trial(call.model, device),
             torch.enable_grad(),
-            torch.autocast(device.type, enabled=False),
-            torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_accelerator(device)),
-            evaluating(call.model),
-            aside(),
             no_fast_path(),
             uncompiled() if runs_compiled(call.model) else nullcontext(),
             _Cuts(call.model, blocks) as cuts,
@@ -272,10 +269,6 @@ def _observe(call: Call, layers: Sequence[str], top: TokenLayout, closed: Sequen
     several = tuple(sorted({path for head in heads for path in head.blocks}))
     names = {head.closed for head in heads}
     return Head(names.pop() if len(names) == 1 else None, blocks[0], tap, several)
-
-
-def _accelerator(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type  # for a processor, no accelerator is looked at
 
 
 class _Cuts:

@@ -39,6 +39,7 @@ from vitflow.recording.isolation import (
     no_fast_path,
     refuse_checkpointing,
     refuse_compiled,
+    refuse_meta_default,
     turn,
     uncompiled,
 )
@@ -47,6 +48,7 @@ from vitflow.recording.layers import AttentionLayer, FusionKey
 from vitflow.recording.listening import Listening
 from vitflow.recording.readout import Call, Head, tap_candidates, tokens_of, with_tokens
 from vitflow.recording.trace import Trace
+from vitflow.recording.unseen import unseen_mixing
 
 
 class record_attention:
@@ -129,13 +131,14 @@ class record_attention:
         self._listening = Listening(self._model, kept, gradients, values, keys, visible, on_layer, residual, within)
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention, self._answers = attention, answers
-        self._layout, self._readout, self._head = layout, readout, head
+        self._layout, self._readout, self._head, self._within = layout, readout, head, within
         if gradients:
             refuse_checkpointing(self._model)
 
     def __enter__(self) -> Trace:
         with ExitStack() as stack:  # if anything fails on the way in, everything is undone
             stack.enter_context(turn(self._model))
+            refuse_meta_default(self._model)
             if hasattr(self, "_interception"):
                 raise VitflowError("This recording is open already: make another record_attention(model).")
             self.trace, self._ran = Trace(model=self._model), False
@@ -275,7 +278,7 @@ class record_attention:
         self._pass.enter_context(unchanging(self._model))
         self._watch()
         self._listening.begin()
-        self._reads = reads_text(args, kwargs)
+        self._reads, self._given = reads_text(args, kwargs), (args, kwargs)
         trace.begin(None)
         if self._reads is not None:
             refuse_static(kwargs.get("past_key_values"))
@@ -311,7 +314,7 @@ class record_attention:
 
     def _finish(self, logits: Tensor) -> None:
         trace = self.trace
-        trace.logits = logits
+        trace.logits, trace.names = logits, self._listening.recorded
         if self._reads is not None:
             trace.lay_out(trace.layers, None, refusal=refusal_of_words(self._model))
             return
@@ -329,6 +332,7 @@ class record_attention:
         if layers and refusal is None:
             with aside():
                 layers, refusal = find_tokens(self._model, layers, pixels, self._layout)
+                refusal = refusal or self._unseen(layers, pixels)
         if not layers or refusal is not None:
             layout = self._layout_without_attention(size)
             trace.lay_out(layers, layout, refusal=refusal)
@@ -342,6 +346,12 @@ class record_attention:
         given = None if self._readout is None else _normalized(self._readout, len(pixels), top).to(layers[-1].example)
         trace.read_out(closed, top, pooled, given)
         return layout
+
+    def _unseen(self, layers: list[AttentionLayer], pixels: Tensor) -> str | None:
+        """Why a product of these layers would leave something out, or None."""
+        layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
+        seen = self._listening.recorded, self._listening.unapplied
+        return None if self._within else unseen_mixing(self._model, pixels, self._given, layouts, seen)
 
     def _layout_without_attention(self, size: tuple[int, int]) -> TokenLayout | None:
         """The layout by the model's own word, or None: what looks at pixels alone needs none."""

@@ -17,7 +17,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count, module_paths
 from vitflow.recording.attention_kinds import arrangement, other_attention
 from vitflow.recording.interception import Interception
-from vitflow.recording.isolation import Hook, aside, evaluating
+from vitflow.recording.isolation import Hook, trial
 
 Size = tuple[int, int]
 # By module: the index of each window's keys on a patch grid, [windows, keys], −1 for padding; and that grid.
@@ -37,17 +37,8 @@ def find_windows(model: nn.Module, pixels: Tensor) -> Windows:
     if size not in by_size:
         noise = torch.randn(1, *pixels.shape[1:], generator=torch.Generator().manual_seed(0))
         probe = _Probe(model, size)
-        device = pixels.device
-        accelerator = "cuda" if device.type == "cpu" else device.type  # of a processor alone, none is looked at
-        with (
-            torch.no_grad(),
-            torch.autocast(device.type, enabled=False),
-            torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=accelerator),
-            evaluating(model),
-            aside(),
-            probe,
-        ):
-            model(noise.to(device, pixels.dtype))
+        with trial(model, pixels.device), probe:
+            model(noise.to(pixels))
         by_size[size] = probe.found
     return by_size[size]
 

@@ -1,0 +1,631 @@
+"""Attention in every way that a model may compute it: recorded as it is, or refused in one sentence, never left out."""
+
+import copy
+import math
+import threading
+import warnings
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.recording.test_recorder import generators, state_of
+from vitflow import Explainer, record_attention
+from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError
+
+HEADS, WIDTH, CLASSES = 3, 48, 5
+
+
+def build(**options) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": WIDTH, "num_heads": HEADS, "depth": 3}
+    model = timm.create_model("vit_tiny_patch16_224", **{**sizes, "num_classes": CLASSES, **options}).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    return model
+
+
+class Own(nn.Module):
+    """An attention module of somebody's own, with the weights of timm's."""
+
+    def __init__(self, attention: nn.Module, how) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.how, self.num_heads = attention.qkv, attention.proj, how, HEADS
+
+    def forward(self, x: Tensor, **options) -> Tensor:
+        batch, tokens, width = x.shape
+        q, k, v = self.qkv(x).reshape(batch, tokens, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
+        made = self.how(q * (width // HEADS) ** -0.5, k, v)
+        return self.proj(made.transpose(1, 2).reshape(batch, tokens, width))
+
+
+def with_own(how, blocks=(2,)) -> nn.Module:
+    model = build()
+    for number in blocks:
+        model.blocks[number].attn = Own(model.blocks[number].attn, how)
+    return model
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q @ k.mT).exp()
+    return (weights / weights.sum(dim=-1, keepdim=True)) @ v
+
+
+def by_logarithm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).log_softmax(dim=-1).exp() @ v
+
+
+def three_axes_in_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q3, k3, v3 = (one.flatten(0, 1) for one in (q, k, v))
+    return torch.einsum("bij,bjd->bid", torch.einsum("bid,bjd->bij", q3, k3).softmax(dim=-1), v3).view(q.shape)
+
+
+def flexible(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is not compiled
+        return flex(q, k, v, scale=1.0)
+
+
+def script(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.transpose(-2, -1), -1) @ v
+
+
+def scripted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(script)(q, k, v)
+
+
+def stray_before(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q + 0 * q.softmax(dim=-1), k, v, scale=1.0)
+
+
+def stray_within(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    attention = (q @ k.mT).softmax(dim=-1)
+    return attention @ (v + 0 * v.softmax(dim=-1))
+
+
+def in_keywords(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.matmul(torch.softmax(input=torch.matmul(q, other=k.mT), dim=-1), other=v)
+
+
+def in_more_keywords(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.matmul(input=torch.softmax(dim=-1, input=torch.matmul(q, other=k.mT)), other=v)
+
+
+def over_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (k @ q.mT).softmax(dim=-2).mT @ v
+
+
+def over_queries_turned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (v.mT @ (k @ q.mT).softmax(dim=-2)).mT
+
+
+def viewed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q @ k.mT).softmax(dim=-1).flatten(0, 1) @ v.flatten(0, 1)).view(q.shape)
+
+
+RECORDED = {
+    "keywords": in_keywords,
+    "more keywords": in_more_keywords,
+    "a softmax over the queries": over_queries,
+    "the same, transposed": over_queries_turned,
+    "torch._softmax": lambda q, k, v: torch._softmax(q @ k.mT, -1, False) @ v,
+    "torch.special.softmax": lambda q, k, v: torch.special.softmax(q @ k.mT, -1) @ v,
+    "torch.ops.aten": lambda q, k, v: torch.ops.aten.scaled_dot_product_attention(q, k, v, scale=1.0),
+    "einsum": lambda q, k, v: torch.einsum("bhij,bhjd->bhid", (q @ k.mT).softmax(dim=-1), v),
+    "a view": viewed,
+    "a softmax over features before": stray_before,
+    "a softmax over features between": stray_within,
+}
+UNSEEN = {
+    "exp and sum": by_hand,
+    "log_softmax": by_logarithm,
+    "einsum of three axes": three_axes_in_einsum,
+    "flex_attention": flexible,
+    "torch.jit.script": scripted,
+}
+
+
+def agree(model: nn.Module, pixels: Tensor, layer: int = 2) -> None:
+    """The recorded layer is timm's, whose weights the module has, and the logits are those of the untouched model."""
+    with torch.no_grad():
+        plain = model(pixels)
+        with record_attention(model) as trace:
+            logits = model(pixels)
+        with record_attention(build()) as literal:
+            trace_of = literal
+            build_logits = literal.model(pixels)
+    torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(build_logits, plain, rtol=1e-4, atol=1e-4)
+    assert len(trace.attentions) == 3
+    torch.testing.assert_close(trace.attentions[layer], trace_of.attentions[layer], rtol=1e-4, atol=1e-5)
+    assert trace.readout[0, 0] == 1
+
+
+@pytest.mark.parametrize("how", RECORDED.values(), ids=RECORDED)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_attention_is_recorded_however_it_is_called(how, batch):
+    agree(with_own(how), torch.randn(batch, 3, 32, 32))
+
+
+@pytest.mark.parametrize("how", UNSEEN.values(), ids=UNSEEN)
+def test_a_layer_that_is_not_seen_is_refused_by_its_name(how):
+    model, pixels = with_own(how), torch.randn(1, 3, 32, 32)
+    before = state_of(model), generators()
+    with torch.no_grad():
+        plain = model(pixels)
+        with record_attention(model, head_fusion="mean") as trace:
+            logits = model(pixels)
+    torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-5)
+    assert (state_of(model), generators()) == before
+    with pytest.raises(
+        UnsupportedModelError, match=r"Own \(blocks\.2\.attn\) .* sampling, occlusion, gradcam"
+    ) as error:
+        _ = trace.readout
+    assert "\n" not in str(error.value)
+    assert len(trace.attentions) == 2  # what was seen is at hand
+
+
+# -- torch's own module -----------------------------------------------------------------------------------------------
+
+
+def literal_heads(module: nn.MultiheadAttention, x: Tensor, hidden: Tensor | None) -> Tensor:
+    """What each query attends to by the definition, [batch, heads, queries, keys] with further keys behind the tokens.
+
+    Args:
+        module: of torch, batch first.
+        x: [batch, tokens, width].
+        hidden: true where a query does not see a token, [batch, heads, queries, tokens].
+    """
+    (batch, tokens, width), heads = x.shape, module.num_heads
+    x, found = x.double(), []
+    if module.in_proj_weight is not None:
+        weights = module.in_proj_weight.double().chunk(3)
+    else:
+        weights = [one.double() for one in (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)]
+    biases = module.in_proj_bias.double().chunk(3)
+    query, key = (x @ weight.T + bias for weight, bias in zip(weights[:2], biases[:2], strict=True))
+    extra = []
+    if module.bias_k is not None:
+        extra.append(module.bias_k.double().expand(batch, 1, width))
+    if module.add_zero_attn:
+        extra.append(torch.zeros(batch, 1, width, dtype=torch.float64))
+    key = torch.cat([key, *extra], dim=1)
+    for picture in range(batch):
+        for head in range(heads):
+            part = slice(head * width // heads, (head + 1) * width // heads)
+            for q in range(tokens):
+                asked = query[picture, q, part] / math.sqrt(width // heads)
+                scores = torch.stack([asked @ key[picture, k, part] for k in range(key.shape[1])])
+                if hidden is not None:
+                    scores[:tokens][hidden[picture, head, q]] = -math.inf
+                found.append(scores.softmax(dim=0))
+    return torch.stack(found).view(batch, heads, tokens, -1)
+
+
+def upper(tokens: int) -> Tensor:
+    return torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+
+
+def by_head(batch: int, tokens: int) -> Tensor:
+    hidden = torch.rand(batch * HEADS, tokens, tokens, generator=torch.Generator().manual_seed(1)) < 0.3
+    return hidden & ~torch.eye(tokens, dtype=torch.bool)
+
+
+def padding(batch: int, tokens: int) -> Tensor:
+    hidden = torch.zeros(batch, tokens, dtype=torch.bool)
+    hidden[:, -3:] = True
+    return hidden
+
+
+def as_floats(hidden: Tensor) -> Tensor:
+    return torch.zeros(hidden.shape).masked_fill(hidden, -math.inf)
+
+
+# Options of the module, and what it is called with for (batch, tokens); and what is hidden by that.
+CALLS = {
+    "bool": ({}, lambda b, n: {"attn_mask": upper(n)}),
+    "float": ({}, lambda b, n: {"attn_mask": as_floats(upper(n))}),
+    "zeros": ({}, lambda b, n: {"attn_mask": torch.zeros(n, n)}),
+    "by head": ({}, lambda b, n: {"attn_mask": by_head(b, n)}),
+    "by head, float": ({}, lambda b, n: {"attn_mask": as_floats(by_head(b, n))}),
+    "padding": ({}, lambda b, n: {"key_padding_mask": padding(b, n)}),
+    "both": ({}, lambda b, n: {"attn_mask": upper(n), "key_padding_mask": padding(b, n)}),
+    "both, floats": (
+        {},
+        lambda b, n: {"attn_mask": as_floats(by_head(b, n)), "key_padding_mask": as_floats(padding(b, n))},
+    ),
+    "causal": ({}, lambda b, n: {"attn_mask": upper(n), "is_causal": True, "need_weights": False}),
+    "causal, with weights": ({}, lambda b, n: {"attn_mask": upper(n), "is_causal": True}),
+    "further key": ({"add_bias_kv": True}, lambda b, n: {}),
+    "key of zeros": ({"add_zero_attn": True}, lambda b, n: {}),
+    "both keys and a mask": ({"add_bias_kv": True, "add_zero_attn": True}, lambda b, n: {"attn_mask": upper(n)}),
+    "weights of each": ({}, lambda b, n: {"attn_mask": upper(n), "average_attn_weights": False}),
+}
+
+
+class Many(nn.Module):
+    """torch's own module in the place of timm's attention."""
+
+    def __init__(self, options: dict, called, separate: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, **options)
+        if separate:
+            weights = self.inner.in_proj_weight.detach().chunk(3)
+            self.inner.in_proj_weight, self.inner._qkv_same_embed_dim = None, False
+            for name, weight in zip("qkv", weights, strict=True):
+                setattr(self.inner, f"{name}_proj_weight", nn.Parameter(weight.clone()))
+        self.called = called
+
+    def forward(self, x: Tensor, **options) -> Tensor:
+        output, self.weights = self.inner(x, x, x, **self.called(len(x), x.shape[1]))
+        return output
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["joined", "separate"])
+@pytest.mark.parametrize(("options", "called"), CALLS.values(), ids=CALLS)
+def test_torchs_module_is_recorded_with_masks_and_further_keys(options, called, separate):
+    model, pixels, given = build(), torch.randn(2, 3, 32, 32), []
+    module = model.blocks[2].attn = Many(options, called, separate).eval()
+    hook = module.inner.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    wanted_x = pixels.clone().requires_grad_()
+    plain = model(wanted_x)
+    plain.square().sum().backward()
+    weights = module.weights
+    hook.remove()
+    with record_attention(model, gradients=True) as trace:
+        logits = model(pixels)
+    if weights is not None:
+        torch.testing.assert_close(module.weights, weights, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-5)
+    masks = called(2, 17)
+    hidden = torch.zeros(2, HEADS, 17, 17, dtype=torch.bool)
+    for name, mask in masks.items():
+        if name in ("attn_mask", "key_padding_mask"):
+            mask = mask if mask.dtype == torch.bool else mask < 0
+            hidden |= (
+                mask[:, None, None]
+                if "padding" in name
+                else mask.reshape(-1, mask.shape[-1] * 17).view(*((2, HEADS) if mask.ndim == 3 else (1, 1)), 17, 17)
+            )
+    wanted = literal_heads(module.inner, given[0].detach(), hidden).float()[..., :17]
+    torch.testing.assert_close(trace.attentions[2], wanted, rtol=1e-4, atol=1e-6)
+    assert trace.readout[0, 0] == 1
+    gradient = trace.gradients_of(logits.square()).pixels
+    torch.testing.assert_close(gradient, wanted_x.grad, rtol=1e-3, atol=1e-5)
+    assert trace.gradients_of(logits.square()).attentions[2].abs().max() > 0
+    with torch.no_grad(), record_attention(model, head_fusion="mean") as fused:
+        torch.testing.assert_close(model(pixels), plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fused.attentions[2], wanted.mean(dim=1), rtol=1e-4, atol=1e-6)
+
+
+def test_torchs_module_in_half_precision_and_in_training_is_recorded():
+    pixels = torch.randn(2, 3, 32, 32)
+    for dtype in (torch.bfloat16, torch.float32):
+        model = build()
+        model.blocks[2].attn = Many({"dropout": 0.5}, lambda b, n: {"attn_mask": upper(n)})
+        model = model.to(dtype).train(dtype == torch.float32)
+        with torch.no_grad():
+            torch.manual_seed(3)
+            plain = model(pixels.to(dtype))
+            torch.manual_seed(3)
+            with record_attention(model) as trace:
+                logits = model(pixels.to(dtype))
+        rounding = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(logits, plain, rtol=rounding, atol=rounding)
+        assert trace.attentions[2].dtype == torch.float32
+        assert (trace.attentions[2].triu(1) == 0).all()
+        torch.testing.assert_close(trace.attentions[2].sum(dim=-1), torch.ones(2, HEADS, 17))
+        assert trace.readout[0, 0] == 1
+
+
+def test_torchs_module_in_a_call_that_is_not_followed_is_refused():
+    class Unbatched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.MultiheadAttention(WIDTH, HEADS)
+
+        def forward(self, x: Tensor, **options) -> Tensor:
+            return torch.stack([self.inner(one, one, one)[0] for one in x])
+
+    model = build()
+    model.blocks[2].attn = Unbatched().eval()
+    with torch.no_grad(), record_attention(model) as trace:
+        model(torch.randn(1, 3, 32, 32))
+    with pytest.raises(UnsupportedModelError, match=r"MultiheadAttention|Unbatched \(blocks\.2\.attn\)"):
+        _ = trace.readout
+
+
+# -- obscure errors before --------------------------------------------------------------------------------------------
+
+
+def test_a_function_of_torch_that_was_wrapped_by_somebody_is_recorded(monkeypatch):
+    original, calls, pixels = F.scaled_dot_product_attention, [], torch.randn(2, 3, 32, 32)
+    model = build()
+    with torch.no_grad(), record_attention(model) as wanted:
+        plain = model(pixels)
+
+    def wrapped(*args, **kwargs):
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", wrapped)
+    for one in (model, copy.deepcopy(model).to(torch.bfloat16)):
+        with torch.no_grad(), record_attention(one) as trace:
+            logits = one(pixels.to(next(one.parameters()).dtype))
+        assert len(trace.attentions) == 3
+    assert len(calls) >= 6
+    with torch.no_grad(), record_attention(model) as trace:
+        logits = model(pixels)
+    torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(trace.attentions, wanted.attentions)
+
+
+def picture_by_picture(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.stack([script(*one) for one in zip(q, k, v, strict=True)])
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([script(q[i : i + 1], k[i : i + 1], v[i : i + 1]) for i in range(len(q))])
+
+
+def in_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([script(some, k, v) for some in q.split(5, dim=2)], dim=2)
+
+
+def in_fused_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([F.scaled_dot_product_attention(some, k, v, scale=1.0) for some in q.split(5, dim=2)], dim=2)
+
+
+@pytest.mark.parametrize("batch", [2, 3])  # as many as there are heads, too
+@pytest.mark.parametrize("how", [picture_by_picture, one_by_one])
+def test_a_loop_over_pictures_is_recorded_for_one_and_refused_for_several(how, batch):
+    model = with_own(how, blocks=(0, 1, 2))
+    agree(model, torch.randn(1, 3, 32, 32))
+    with pytest.raises(UnsupportedModelError, match=r"Own \(blocks\.0\.attn\) .* picture by picture.* one picture"):
+        with torch.no_grad(), record_attention(model):
+            model(torch.randn(batch, 3, 32, 32))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("how", [in_chunks, in_fused_chunks])
+def test_queries_in_chunks_are_refused(how, batch):
+    model = with_own(how)
+    with pytest.raises(UnsupportedModelError, match=r"Own \(blocks\.2\.attn\) .* chunk by chunk.* occlusion"):
+        with torch.no_grad(), record_attention(model):
+            model(torch.randn(batch, 3, 32, 32))
+    model.zero_grad()
+    with torch.no_grad():
+        model(torch.randn(batch, 3, 32, 32))  # still runs
+
+
+def test_two_attentions_of_one_module_are_both_recorded():
+    def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        one, other = (q @ k.mT).softmax(dim=-1), (k @ q.mT).softmax(dim=-1)
+        return one @ v / 2 + other @ v / 2
+
+    model = with_own(twice)
+    with torch.no_grad(), record_attention(model) as trace:
+        model(torch.randn(2, 3, 32, 32))
+    assert trace.attentions[2].shape == (2, 2 * HEADS, 17, 17)
+    assert trace.readout[0, 0] == 1
+
+
+def test_a_default_device_without_values_is_refused_in_a_sentence():
+    explainer = Explainer(build())
+    picture = torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8).numpy()
+    with torch.device("meta"), pytest.raises(OptionError, match="default device .* 'meta', while VisionTransformer"):
+        explainer.explain(picture, method="rollout")
+    assert explainer.explain(picture, method="rollout").grid.shape == (4, 4)
+    with torch.device("meta"):  # as the list of models does
+        model = build()
+        with torch.no_grad(), record_attention(model) as trace:
+            model(torch.randn(1, 3, 32, 32))
+    assert trace.layout.rows == 4
+
+
+def test_scripted_attention_in_every_layer_says_that_nothing_was_seen():
+    model = with_own(scripted, blocks=(0, 1, 2))
+    with pytest.raises(NoAttentionError, match="No attention between tokens was seen"):
+        with torch.no_grad(), record_attention(model):
+            model(torch.randn(1, 3, 32, 32))
+
+
+# -- the probe --------------------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """A part of a model that counts how often it runs, and keeps what it ran on, as many modules do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.runs, self.kept = inner, [], None
+
+    def forward(self, x: Tensor, **options) -> Tensor:
+        self.runs.append(len(x))
+        self.kept = x.detach()
+        return self.inner(x)
+
+
+def run(model: nn.Module, pixels: Tensor, **options):
+    with torch.no_grad(), record_attention(model, **options) as trace:
+        model(pixels)
+    return trace
+
+
+def test_the_probe_runs_once_and_again_when_a_module_was_replaced():
+    model, pixels = build(), torch.randn(3, 3, 32, 32)
+    counting = model.norm_pre = Counting(nn.Identity())
+    for options in ({}, {"head_fusion": "mean"}, {"fusions": [("mean", False)], "residual": 0.5}, {"gradients": True}):
+        with record_attention(model, **options) as trace:
+            model(pixels)
+        assert trace.refusal is None
+    assert counting.runs == [3, 2, 3, 3, 3]
+    assert len(counting.kept) == 3  # of the recorded pass, not of the probe
+    model.blocks[1].attn = Own(model.blocks[1].attn, by_hand)
+    assert "blocks.1.attn" in run(model, pixels).refusal
+    assert counting.runs[5:] == [3, 2]
+    model.blocks[1].attn.how = in_keywords  # no module was replaced, but more is seen
+    assert run(model, pixels).refusal is None
+
+
+def test_methods_that_need_no_attention_explain_what_is_refused():
+    model = with_own(by_hand)
+    explainer = Explainer(model)
+    picture = torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8).numpy()
+    for method in ("rollout", "attention", "flow", "gae"):
+        with pytest.raises(UnsupportedModelError, match=r"Own \(blocks\.2\.attn\) in VisionTransformer mixes"):
+            explainer.explain(picture, method=method, **({"target": 1} if method == "gae" else {}))
+    for method, options in (("sampling", {"masks": 8}), ("occlusion", {}), ("gradcam", {}), ("input_gradient", {})):
+        assert explainer.explain(picture, method=method, target=1, **options).heatmap.shape == (32, 32)
+
+
+class MixedMlp(nn.Module):
+    """Hands something from each token to all others, beside what its part does."""
+
+    def __init__(self, inner: nn.Module, how) -> None:
+        super().__init__()
+        self.inner, self.how = inner, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.how(x)
+
+
+def test_mixing_beside_attention_that_is_seen_is_found():
+    torch.manual_seed(0)
+    mixing = torch.randn(17, 17) / 17
+    model = build()
+    model.blocks[1].mlp = MixedMlp(model.blocks[1].mlp, lambda x: mixing @ x)
+    assert "MixedMlp (blocks.1.mlp)" in run(model, torch.randn(1, 3, 32, 32)).refusal
+    model = build()
+    model.blocks[1] = MixedMlp(model.blocks[1], lambda x: mixing @ x)  # in the same module as what is seen
+    assert "MixedMlp (blocks.1)" in run(model, torch.randn(1, 3, 32, 32)).refusal
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda x: F.conv1d(x.mT, torch.ones(WIDTH, WIDTH, 3) / WIDTH, padding=1).mT,
+        lambda x: F.avg_pool1d(x.mT, 3, 1, 1).mT,
+        lambda x: x.mean(dim=1, keepdim=True),
+        lambda x: x / (x.norm(dim=1, keepdim=True) + 1),
+        lambda x: x.flip(1) - x.flip(1),
+    ],
+    ids=["convolution", "pooling", "mean", "norm", "nothing"],
+)
+def test_mixing_that_is_known_is_no_unseen_attention(how):
+    model = build()
+    model.blocks[1].mlp = MixedMlp(model.blocks[1].mlp, how)
+    assert run(model, torch.randn(1, 3, 32, 32)).refusal is None
+    model.blocks[2].attn = Own(model.blocks[2].attn, by_hand)  # and does not hide one in another block
+    assert "Own (blocks.2.attn)" in run(model, torch.randn(1, 3, 32, 32)).refusal
+
+
+def test_tokens_in_another_order_are_no_unseen_attention():
+    class Turned(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flip(1)
+
+    model = build()
+    model.norm_pre, model.norm = nn.Sequential(Turned()), nn.Sequential(Turned(), model.norm)
+    assert run(model, torch.randn(1, 3, 32, 32)).refusal is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_the_probe_holds_in_every_precision(dtype):
+    pixels = torch.randn(1, 3, 32, 32, dtype=dtype)
+    assert run(build().to(dtype), pixels).refusal is None
+    assert "Own (blocks.2.attn)" in run(with_own(by_hand).to(dtype), pixels).refusal
+
+
+def test_the_probe_finds_attention_behind_a_small_scale_and_in_windows():
+    model = build(init_values=1e-5)
+    model.blocks[2].attn = Own(model.blocks[2].attn, by_logarithm)
+    assert "Own (blocks.2.attn)" in run(model, torch.randn(1, 3, 32, 32)).refusal
+    swin = timm.create_model("swin_tiny_patch4_window7_224", depths=(2, 2), img_size=56, window_size=7).eval()
+    swin.set_input_size(img_size=(56, 56))
+    pixels = torch.randn(1, 3, 56, 56)
+    assert run(swin, pixels).refusal is None
+
+    block = swin.layers[0].blocks[1]
+    block.mlp = MixedMlp(block.mlp, lambda x: by_hand(x / 9, x / 9, x))
+    assert "MixedMlp (layers.0.blocks.1.mlp)" in run(swin, pixels).refusal
+
+
+def test_the_probe_leaves_a_model_in_training_mode_as_it_was():
+    model, pixels = with_own(by_hand).train(), torch.randn(2, 3, 32, 32)
+    model.norm_pre = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+    model.blocks[0].norm1 = MixedMlp(nn.Identity(), lambda x: norm(x.mT).mT)
+    norm = model.blocks[0].norm2 = nn.BatchNorm1d(WIDTH)
+    model.blocks[0].norm2 = nn.Identity()
+    model.add_module("batch_norm", norm)
+    twin = copy.deepcopy(model)
+    twin.blocks[0].norm1.how = lambda x: twin.batch_norm(x.mT).mT
+    torch.manual_seed(1)
+    with torch.no_grad():
+        twin(pixels)
+    after = generators()
+    torch.manual_seed(1)
+    assert "Own (blocks.2.attn)" in run(model, pixels).refusal
+    assert generators() == after
+    assert all(module.training for module in model.modules())
+    assert norm.num_batches_tracked == twin.batch_norm.num_batches_tracked == 1
+    torch.testing.assert_close(norm.running_mean, twin.batch_norm.running_mean)
+
+
+def test_threads_that_probe_one_model_get_the_same():
+    good, bad, pixels = build(), with_own(by_hand), torch.randn(8, 3, 32, 32)
+    wanted = [run(build(), pixels[number : number + 1]).fused() for number in range(8)]
+    found: list = [None] * 8
+
+    def work(number: int) -> None:
+        own = pixels[number : number + 1]
+        found[number] = run(bad, own).refusal, run(good, own)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for (refusal, trace), layers in zip(found, wanted, strict=True):
+        assert "Own (blocks.2.attn)" in refusal
+        assert trace.refusal is None
+        assert all(torch.equal(one, other) for one, other in zip(trace.fused(), layers, strict=True))
+
+
+def test_a_model_without_values_is_not_probed():
+    with torch.device("meta"):
+        model = with_own(by_hand)
+    assert run(model, torch.randn(1, 3, 32, 32, device="meta")).refusal is None
+
+
+def test_a_model_that_takes_no_second_picture_is_explained_as_before():
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model(x.reshape(1, 3, 32, 32))
+
+    trace = run(One(), torch.randn(1, 3, 32, 32))
+    assert trace.refusal is None
+    assert len(trace.attentions) == 3
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_the_difference_of_two_attentions_in_transformers_is_refused(implementation):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.DiffLlamaConfig(**sizes, vocab_size=50, num_key_value_heads=2)
+    config._attn_implementation = implementation
+    model = transformers.DiffLlamaForCausalLM(config).eval()
+    with pytest.raises(UnsupportedModelError, match=r"DiffLlamaAttention .* difference of two attention matrices"):
+        with torch.no_grad(), record_attention(model):
+            model(input_ids=torch.arange(5)[None])

@@ -1,0 +1,339 @@
+"""Whether a model mixes its tokens in a way that was not seen: found by changing some tokens, and looking which move.
+
+A layer whose attention is not seen would be left out of a product of layers, and the map would be wrong without a word.
+So the model runs once on random numbers, with every attention that is seen replaced by the identity: each token passes
+on only its own value. Half the tokens of a block's input are changed. Where others of its output move, the block mixes
+tokens otherwise. A convolution, a pooling or a linear attention inside explains that; nothing else does.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitflow.methods.tokens import TokenLayout
+from vitflow.models.anatomy import layout_of_count, module_paths, tensors_in
+from vitflow.models.parts import kept_with, with_paths
+from vitflow.recording.attention_kinds import may_attend, other_attention
+from vitflow.recording.interception import Interception, is_softmax
+from vitflow.recording.isolation import Hook, trial
+
+# What mixes neighbours, or all tokens, by its very name.
+_KNOWN = (
+    *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    *("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d", "max_pool2d_with_indices"),
+    *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_max_pool1d", "adaptive_max_pool2d"),
+    *("interpolate", "unfold", "fold", "group_norm", "instance_norm", "lstm", "gru", "rnn_tanh", "rnn_relu"),
+    *("fft_fft", "fft_fft2", "fft_rfft", "fft_rfft2", "fft_irfft2", "fft_fftn"),
+)
+# What sums up a picture where it goes over the axes of its tokens: a pooling, or a norm.
+_SUMMARIES = ("mean", "norm", "std", "std_mean", "var", "var_mean", "linalg_vector_norm")
+# How far tokens that were not changed may move, as a share of what the changed ones move: by rounding; and by mixing.
+_ROUNDING, _MIXING = 1e-4, 1e-3
+_HALF_ROUNDING, _HALF_MIXING = 1e-2, 3e-2
+
+
+def unseen_mixing(
+    model: nn.Module,
+    pixels: Tensor,
+    given: tuple[tuple[Any, ...], Mapping[str, Any]],
+    layouts: Sequence[TokenLayout],
+    seen: tuple[Sequence[str], set[str]],
+) -> str | None:
+    """Why a product of layers would leave something out, or None: the model runs once or twice for that, once for all.
+
+    What was found is kept with the model, as long as its modules, and the layers that are seen, are the same.
+
+    Args:
+        model: it is left as it was.
+        pixels: the model input of a pass, [batch, channels, height, width].
+        given: the arguments and keyword arguments of that pass.
+        layouts: the tokens of its layers.
+        seen: the paths of the layers whose attention was recorded, and of the modules that told only their softmax.
+    """
+    names, unapplied = seen
+    known, key = kept_with(model), (unseen_mixing, *names)
+    if key not in known and not pixels.is_meta:
+        known[key] = _find(model, pixels, given, layouts, unapplied)
+    path: str | None = known.get(key)
+    if path is None:
+        return None
+    return (
+        f"{type(model.get_submodule(path)).__name__} ({path}) in {type(model).__name__} mixes its tokens in a way that "
+        "was not seen, which a product of layers would leave out. Use sampling, occlusion, gradcam or input_gradient, "
+        "which work on it; the attention that was seen is in trace.attentions."
+    )
+
+
+def _find(
+    model: nn.Module,
+    pixels: Tensor,
+    given: tuple[tuple[Any, ...], Mapping[str, Any]],
+    layouts: Sequence[TokenLayout],
+    unapplied: set[str],
+) -> str | None:
+    """The path of the innermost module that mixes tokens unseen, the first that runs; None if there is none."""
+    noise = torch.randn(1, *pixels.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu")
+    noise = torch.cat([noise, noise]).to(pixels.device, pixels.dtype)
+
+    def two(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.shape == pixels.shape and value.dtype == pixels.dtype:
+            return noise
+        of_pictures = isinstance(value, Tensor) and value.ndim > 0 and len(value) == len(pixels)
+        return value[:1].expand(2, *value.shape[1:]) if of_pictures else value
+
+    args, kwargs = given
+    args, kwargs = tuple(map(two, args)), {name: two(value) for name, value in kwargs.items()}
+    explained: set[str] = set()
+    for _ in range(2):  # once more where what mixes as it is known to was inside of a larger part
+        probe = _Probe(model, (pixels.shape[-2], pixels.shape[-1]), layouts, unapplied, explained)
+        try:
+            with trial(model, pixels.device), probe:
+                model(*args, **kwargs)
+        except Exception:  # it takes no such picture: then nothing can be told
+            return None
+        if probe.found is not None or not probe.missed:
+            return probe.found
+    return None
+
+
+@dataclass(slots=True)
+class _Call:
+    """A module that runs.
+
+    Attributes:
+        path: of the module.
+        tokens: how many tokens it was given, if only changed ones differed there; else 0.
+        begins: whether the tokens were changed for it.
+        explained: whether something inside mixes tokens as it is known to.
+    """
+
+    path: str
+    tokens: int = 0
+    begins: bool = False
+    explained: bool = False
+
+
+class _Probe:
+    """Runs two pictures through a model, of which the second becomes the first with some tokens changed."""
+
+    gradients = wants_keys = wants_visible = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        size: tuple[int, int],
+        layouts: Sequence[TokenLayout],
+        unapplied: set[str],
+        explained: set[str],
+    ) -> None:
+        self._model, self._size, self._unapplied, self._explained = model, size, unapplied, explained
+        self._counts = {layout.num_tokens for layout in layouts}
+        self._attending = dict(with_paths(model, may_attend))
+        self._path: list[tuple[str, nn.Module]] = []  # modules that run and may attend
+        self._calls: list[_Call] = []
+        self._changed = False  # whether a module runs whose tokens were changed
+        self.found: str | None = None
+        self.missed = False  # whether some module could not be told
+
+    def __enter__(self) -> "_Probe":
+        self._stack = ExitStack()
+        for path, module in module_paths(self._model):
+            if module._modules or not type(module).__module__.startswith("torch.nn.modules."):
+                before, after = self._entering(path, module), self._leaving(path)
+                self._stack.callback(Hook(module, before, before=True, in_aside=True).remove)
+                self._stack.callback(Hook(module, after, before=False, in_aside=True).remove)
+        self._interception = self._stack.enter_context(_Identities(self))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def _entering(self, path: str, module: nn.Module) -> Callable[..., Any]:
+        def act(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if path in self._attending or not path:
+                self._path.append((path, module))
+            call = _Call(path)
+            self._calls.append(call)
+            if other_attention(module) is not None:
+                self.explain()
+            given = next((one for one in (*args, *kwargs.values()) if self._tokens(one) is not None), None)
+            if given is None:
+                return None
+            tokens = self._tokens(given)
+            assert tokens is not None
+            if self._changed:
+                call.tokens = tokens.shape[1] if self._share(tokens) <= _limits(tokens)[0] else 0
+                return None
+            if path in self._explained:
+                return None
+            call.tokens, call.begins, self._changed = tokens.shape[1], True, True
+            with torch._C.DisableTorchFunction():  # this is no part of the model
+                other = self._change(given, tokens)
+
+            def replaced(one: Any) -> Any:  # what else a module before changed is as for the first picture
+                if one is given or not isinstance(one, Tensor) or one.ndim < 2 or len(one) != 2:
+                    return other if one is given else one
+                return one[:1].expand(one.shape).clone()
+
+            return tuple(map(replaced, args)), {name: replaced(one) for name, one in kwargs.items()}
+
+        return act
+
+    def _leaving(self, path: str) -> Callable[..., None]:
+        def act(args: Any, output: Any) -> None:
+            if self._path and self._path[-1][0] == path:
+                self._interception.ended(path)
+                self._path.pop()
+            call = self._calls.pop()
+            tokens = next((own for one in tensors_in(output) if (own := self._tokens(one)) is not None), None)
+            told = tokens is not None and tokens.shape[1] == call.tokens and not call.explained
+            if told and tokens is not None and self.found is None and self._share(tokens) > _limits(tokens)[1]:
+                self.found = path
+            if call.begins:
+                self._changed = False
+                if not told:
+                    self.missed = True
+                    self._explained.add(path)
+
+        return act
+
+    def explain(self) -> None:
+        """Something that runs mixes tokens as it is known to."""
+        for call in self._calls:
+            call.explained = True
+            self._explained.add(call.path)
+
+    # -- tokens -------------------------------------------------------------------------------------------------------
+
+    def _tokens(self, given: Any) -> Tensor | None:
+        """What holds tokens of both pictures as [2, tokens, channels]; None for what does not, or may hold others."""
+        if not isinstance(given, Tensor) or not given.is_floating_point() or len(given.shape) < 3 or len(given) != 2:
+            return None
+        if given.ndim == 3:
+            return given if self._fits(given.shape[1]) and not self._fits(given.shape[2]) else None
+        if given.ndim != 4:
+            return None
+        last, first = self._is_grid(*given.shape[1:3]), self._is_grid(*given.shape[2:4])
+        if last == first:
+            return None
+        return given.flatten(1, 2) if last else given.flatten(2).mT
+
+    def _fits(self, count: int) -> bool:
+        return count in self._counts or layout_of_count(self._model, self._size, count) is not None
+
+    def _is_grid(self, rows: int, cols: int) -> bool:
+        tall, wide = self._size[0] / rows, self._size[1] / cols  # of a patch, in pixels
+        return max(tall, wide) < 1.2 * min(tall, wide) and min(tall, wide) >= 1.5 and rows * cols > 1
+
+    def _which(self, tokens: Tensor) -> Tensor:
+        """The tokens that are changed, a random half."""
+        order = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
+        return (order < len(order) // 2).to(tokens.device)
+
+    def _change(self, given: Tensor, tokens: Tensor) -> Tensor:
+        """A tensor whose second picture is the first, with all of these tokens changed alike."""
+        one = tokens[:1]
+        step = torch.randn(tokens.shape[2], generator=torch.Generator().manual_seed(0), device="cpu").to(one)
+        size = one.float().square().mean().sqrt().to(one)
+        other = torch.where(self._which(tokens)[:, None], one + 2 * size * step, one)
+        both = torch.cat([one, other])
+        if given.ndim == 3:
+            return both
+        return both.reshape(given.shape) if given.flatten(1, 2).shape == both.shape else both.mT.reshape(given.shape)
+
+    def _share(self, tokens: Tensor) -> float:
+        """How far tokens differ between the pictures that should not, as a share of those that were changed.
+
+        These are as many as were not changed, whichever they are: tokens may be put into another order.
+        """
+        with torch._C.DisableTorchFunction():  # this is no part of the model
+            apart = (tokens[1] - tokens[0]).float().square().mean(dim=-1).sort().values
+            others, moved = apart.tensor_split([len(apart) - len(apart) // 2])
+            share = float((others.mean() / moved.mean()).sqrt())
+        return share if math.isfinite(share) else 0.0
+
+    # -- what the interception tells ----------------------------------------------------------------------------------
+
+    def running(self) -> str | None:
+        """Name of the module that runs now; None if what it computes is no attention between tokens."""
+        if not self._path or self._path[-1][0] not in self._attending or other_attention(self._path[-1][1]) is not None:
+            return None
+        return self._path[-1][0]
+
+    def streams(self, query: Tensor, key: Tensor) -> bool:
+        """Never: two pictures are small."""
+        return False
+
+    def saw_in_parts(self, *given: Any) -> None:
+        """Is not called."""
+
+    def saw(
+        self,
+        probabilities: Tensor,
+        value: Tensor | None,
+        mixed: bool = False,
+        key: Tensor | None = None,
+        visible: Tensor | None = None,
+    ) -> Tensor | None:
+        """Have each token pass on only its own value; where queries are no keys, none."""
+        if value is None:
+            return None
+        if 1 < value.shape[-3] < probabilities.shape[-3]:  # heads of one group share their values
+            value = value.repeat_interleave(probabilities.shape[-3] // value.shape[-3], dim=-3)
+        (*_, queries, keys), (*_, width) = probabilities.shape, value.shape
+        shape = (*torch.broadcast_shapes(probabilities.shape[:-2], value.shape[:-2]), queries, width)
+        if queries != keys:
+            return value.new_zeros(shape)
+        return value.expand(shape).clone(memory_format=torch.contiguous_format)
+
+    def alone(self, output: Tensor) -> Tensor | None:
+        """The identity in the place of a softmax whose product is not seen; None for any other softmax."""
+        name = self.running()
+        if name not in self._unapplied or output.ndim != 4:
+            return None
+        queries, keys = output.shape[-2:]
+        own = torch.eye(queries, dtype=output.dtype, device=output.device) if queries == keys else output.new_zeros(())
+        return own.expand(output.shape).clone(memory_format=torch.contiguous_format)
+
+
+class _Identities(Interception):
+    """Puts the identity in the place of attention, and sees what mixes tokens as it is known to."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(self.listener, _Probe):
+            name = getattr(func, "__name__", "")
+            if name in (*_KNOWN, *_SUMMARIES) and _mixes(name, args, kwargs or {}):
+                self.listener.explain()
+            if is_softmax(func):
+                own = self.listener.alone(func(*args, **(kwargs or {})))
+                if own is not None:
+                    return own
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _mixes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function that may mix tokens does so: a convolution with a kernel, a mean over all tokens."""
+    if name.startswith("conv"):
+        weight = args[1] if len(args) > 1 else kwargs["weight"]
+        return bool(weight.shape[2:].numel() > 1)
+    if name in _KNOWN:
+        return True
+    source = args[0] if args else kwargs["input"]
+    place = 2 if name in ("norm", "linalg_vector_norm") else 1
+    dims = args[place] if len(args) > place else kwargs.get("dim")
+    if dims is None:
+        return bool(source.ndim > 2)
+    dims = (dims,) if isinstance(dims, int) else tuple(dims)
+    over = {dim % source.ndim for dim in dims}
+    return bool(over == {1} if source.ndim == 3 else source.ndim == 4 and len(over - {0}) > 1)
+
+
+def _limits(tokens: Tensor) -> tuple[float, float]:
+    """How far tokens may move by rounding, and how far they must by mixing."""
+    half = torch.finfo(tokens.dtype).bits < 32
+    return (_HALF_ROUNDING, _HALF_MIXING) if half else (_ROUNDING, _MIXING)
