@@ -32,6 +32,7 @@ from vitflow.models.languages import reads_text, refuse_static, word_embedding
 from vitflow.models.libraries import refuse_unseen
 from vitflow.models.parts import unchanging, with_paths
 from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_words
+from vitflow.recording.heads import Call
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import (
     Hook,
@@ -46,7 +47,7 @@ from vitflow.recording.isolation import (
 from vitflow.recording.layer_tokens import find_tokens
 from vitflow.recording.layers import AttentionLayer, FusionKey
 from vitflow.recording.listening import Listening
-from vitflow.recording.readout import Call, Head, tap_candidates, tokens_of, with_tokens
+from vitflow.recording.readout import Head, tap_candidates, tokens_of, with_tokens
 from vitflow.recording.trace import Trace
 from vitflow.recording.unseen import unseen_mixing
 

@@ -13,8 +13,9 @@ from vitflow.methods.refinement import Affinity
 from vitflow.methods.tokens import TokenLayout
 from vitflow.methods.values import Values, ValueWeighting, check_value_weighting
 from vitflow.models.anatomy import ClosedReadout, logits_of
+from vitflow.recording.heads import Call, observed_head
 from vitflow.recording.layers import AttentionLayer, fuse_parts
-from vitflow.recording.readout import Call, Head, Read, gradient_readout, observed_head, readout_words
+from vitflow.recording.readout import HALF_SCALE, Head, Read, gradient_readout, readout_words
 
 # What modules call attention from one stream of tokens to another, in small letters.
 _CROSSING = ("cross", "encdec", "encoder_attn")
@@ -407,7 +408,7 @@ class Trace:
         pooled = () if self.pooled is None or not self.pooled.requires_grad else (self.pooled,)
         inputs: list[Tensor] = [*(part.tensor for _, part in parts), *self.features.values(), *pixels, *pooled]
         # Half precision cannot hold the smallest gradients, unless they are made larger on the way.
-        scale = _HALF_SCALE if scores.dtype == torch.float16 else 1.0
+        scale = HALF_SCALE if scores.dtype == torch.float16 else 1.0
         with torch.inference_mode(False), torch.enable_grad():
             found = torch.autograd.grad(scores.float().sum() * scale, inputs, retain_graph=True, allow_unused=True)
         for (name, _), gradient in zip(parts, found, strict=False):
@@ -441,10 +442,6 @@ def stream_of(path: str) -> str:
     name = ".".join(parts[: max(stack - 1, 1)])  # without the list of blocks, where it is not all there is
     crosses = any(word in part.lower() for part in parts[stack:] for word in _CROSSING)
     return f"{name}.cross_attention" if crosses else name
-
-
-# Gradients of half-precision models are computed that much larger: a power of two, so that nothing is rounded.
-_HALF_SCALE = 1024.0
 
 
 def _detached(heads: Tensor) -> Tensor:
