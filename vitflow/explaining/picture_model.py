@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -78,7 +77,7 @@ class PictureModel:
             data_config = data_config or library_data_config(self.model)
             self.model, answers = headless(self.model), Answers(count=0)
         refuse_without_prompts(self.model)
-        self._heads: WeakKeyDictionary[Answers, Head | None] = WeakKeyDictionary()
+        self._heads: dict[bool, Head | None] = {}  # of the outputs, and of these minus what they are set against
         self.device = move_to(self.model, device, None if dtype is None else getattr(torch, dtype))
         self.facts = read_facts(
             self.model,
@@ -247,7 +246,8 @@ class PictureModel:
             reads: whether the readout is needed.
             options: as for `record_attention`.
         """
-        head = None if options.get("gradients") or not reads else self._heads.get(answers)
+        against = answers is not self.answers
+        head = None if options.get("gradients") or not reads else self._heads.get(against)
         while True:
             with torch.set_grad_enabled(torch.is_grad_enabled() or head is not None):
                 recording = record_attention(
@@ -255,13 +255,13 @@ class PictureModel:
                 )
                 with recording as trace:
                     self.forward(pixels)
-                if answers is not self.answers:  # maps are of other numbers than those that are reported
+                if against:  # maps are of other numbers than those that are reported
                     trace.logits, trace.read = answers.numbers(trace.output), answers.read
             if not reads or options.get("gradients") or trace.refusal is not None or not trace.reads_target:
                 return trace
             if trace.head == head:
                 return trace
-            head = self._heads[answers] = trace.head
+            head = self._heads[against] = trace.head
 
     def logits(self, pixels: Tensor, answers: Answers | None = None) -> Tensor:
         """What the model answers in eval mode to model inputs [pictures, channels, height, width]: [pictures, classes].
