@@ -133,7 +133,9 @@ def hub(monkeypatch) -> None:
         return kind(configuration)
 
     def random_vit(weights=None):
-        return torchvision.models.VisionTransformer(224, 16, num_layers=2, num_heads=2, hidden_dim=24, mlp_dim=48)
+        model = torchvision.models.VisionTransformer(224, 16, num_layers=2, num_heads=2, hidden_dim=24, mlp_dim=48)
+        torch.nn.init.normal_(model.heads.head.weight)  # a head of zeros has no gradient
+        return model
 
     monkeypatch.setattr(timm, "create_model", small)
     monkeypatch.setattr(torchvision.models, "vit_b_16", random_vit)

@@ -48,7 +48,7 @@ class Support:
         reason: why something does not, in words; None where everything does.
         num_prefix_tokens: class, distillation and register tokens; None where tokens are not known.
         grid: (rows, cols) of the patches at the architecture's own picture size, the finest where stages differ.
-        pooling: which tokens of the top layer the answer is read from, in words.
+        pooling: of the top layer's tokens, as the model declares it.
     """
 
     rollout: Extent
@@ -118,7 +118,7 @@ def _support_in(model: Any, device: str) -> Support:
     if trace.refusal is not None:
         return _none(refusal_in_words(model, trace.layers) or "its windows cannot be followed to the picture")
     layout = trace.layout
-    tokens = layout.num_prefix_tokens, (layout.rows, layout.cols), trace.pooling
+    tokens = layout.num_prefix_tokens, (layout.rows, layout.cols), trace.closed[0].name
     if trace.staged:
         return Support("windows", "no", "windows", "flow needs the same tokens in every layer", *tokens)
     return Support("yes", "yes", "yes", None, *tokens)

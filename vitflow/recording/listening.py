@@ -213,9 +213,13 @@ class Listening:
         side_by_side = len(parts) == self.batch > 1 and all(part.tensor.ndim == 3 for part in parts)
         by_picture = any(count % self.batch for count, _, _ in shapes) or (side_by_side and not is_head_by_head(module))
         if by_picture or len(shapes) > 1 or any(queries != keys for _, queries, keys in shapes):
-            of, instead = ("picture", "Explain one picture at a time, or use") if by_picture else ("chunk", "Use")
+            pieces, instead = (
+                ("computes its attention picture by picture", "Explain one picture at a time, or use")
+                if by_picture
+                else ("computes its attention chunk by chunk", "Use")
+            )
             raise UnsupportedModelError(
-                f"{type(module).__name__} ({name}) computes its attention {of} by {of}, in {len(parts)} pieces, which "
+                f"{type(module).__name__} ({name}) {pieces}, in {len(parts)} pieces, which "
                 f"cannot be put together. {instead} sampling, occlusion, gradcam or input_gradient, which work on it."
             )
 

@@ -242,7 +242,7 @@ class Trace:
         tokens = None if head.tap is None else self.candidates.get(head.tap)
         if tokens is None or not tokens.requires_grad:
             why = (
-                "no module returns the tokens that it is computed from"
+                "no gradient of it reaches tokens that a module returns (a head of zeros or a detached output has none)"
                 if head.tap is None
                 else "this pass was recorded without gradients"
             )

@@ -47,13 +47,13 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
     given["method"] = choose_methods(named and [named], options, asks=shared.asks(given))[0].name
     suffixes = FIGURE_FORMATS if given["figure"] or _asks_several(given) else tuple(WRITE_OPTIONS)
     outputs = _output_paths(images, given["output"], given["method"], suffixes)
-    if named is None:
-        shared.say_default(given["method"])
     explainer = shared.make_explainer(given)
     failed = sum(
         not _explained(explainer, image, output, options, given) for image, output in zip(images, outputs, strict=True)
     )
     if failed < len(images):
+        if named is None:
+            shared.say_default(given["method"])
         tell_limits(explainer)
     if failed:
         say(f"{len(images) - failed} explained, {failed} failed")

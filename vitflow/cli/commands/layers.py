@@ -33,10 +33,10 @@ def layers(image: Path, **given: Any) -> None:
     method = given["method"] or default_method(shared.asks(given))
     choose_methods([method, "attention"], options)  # before torch is loaded
     output = output_file([image], given["output"], name_for([image], "layers.png"), FIGURE_FORMATS)
-    if given["method"] is None:
-        shared.say_default(method)
     explainer = shared.make_explainer(given)
     found = explainer.layers(image, method=given["method"], layer=layer, target=given["target"], **options)
+    if given["method"] is None:
+        shared.say_default(method)
     with writing(output):
         found.figure(output, **shared.given_options(given, shared.DRAWING))
     tell_limits(explainer)
