@@ -17,18 +17,18 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from vitflow.folder.shards import ShardWriter
+from vitflow.runs.grids import pack_grid
+from vitflow.runs.journal import Journal
+from vitflow.runs.places import RunFolder
 
 from tests.benchmarks.folder import draw_photographs
 from vitflow.explaining.asking.answer import Answer
 from vitflow.explaining.saliency import Saliency
 from vitflow.folder.decoders import decode_file
 from vitflow.folder.found.draw import draw_run, read_grids
-from vitflow.folder.shards import ShardWriter
 from vitflow.folder.work import Decoded, Picture, PictureMaps, describe, encode_overlay, make_job
 from vitflow.pictures.geometry import place
-from vitflow.runs.grids import pack_grid
-from vitflow.runs.journal import Journal
-from vitflow.runs.places import RunFolder
 
 
 def make_run(source: Path, output: Path, count: int, drawn: int) -> None:
