@@ -71,7 +71,11 @@ class SavedRun:
 
     def _open(self, mode: str) -> sqlite3.Connection:
         db = sqlite3.connect(
-            f"{self.path.absolute().as_uri()}?mode={mode}", uri=True, timeout=_PATIENCE, isolation_level=None
+            f"{self.path.absolute().as_uri()}?mode={mode}",
+            uri=True,
+            timeout=_PATIENCE,
+            isolation_level=None,
+            check_same_thread=False,
         )
         for name, value in (("trusted_schema", "OFF"), ("cell_size_check", "ON"), ("mmap_size", 0)):
             db.execute(f"PRAGMA {name} = {value}")
@@ -261,6 +265,9 @@ def _authorize(action: int, first: str | None, second: str | None, *_: object) -
 # -- what a row must be
 
 _TYPES: dict[str, tuple[type, ...]] = {"text": (str,), "whole": (int,), "number": (int, float), "json": (dict, list)}
+_COLUMN_TYPES = {name: _TYPES[kind] for where in ("folder", "manifest") for name, kind in kinds_in(where).items()}
+# What the row of an explained image has, if only as None.
+_FILLED = tuple(dict.fromkeys([*kinds_in("folder"), *kinds_in("condition")]))
 # What is nested in a row, and the types of its values; an image with maps has all of it but the last.
 _NESTED: dict[str, tuple[type, ...]] = {
     "outputs": (str,),
@@ -300,9 +307,9 @@ def _row(name: object, record: object, drawn: bool) -> Row | None:
         return row if row.get("status") in ("measured", "failed") else None  # of an evaluation, which reads its own
     if not all(isinstance(path, str) and is_inside(path) for path in (row["input"], row.get("stem"))):
         return None
-    for column, kind in {**kinds_in("folder"), **kinds_in("manifest")}.items():
-        value = row.get(column)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, _TYPES[kind])):
+    for column, value in row.items():
+        types = _COLUMN_TYPES.get(column)
+        if value is not None and types is not None and (isinstance(value, bool) or not isinstance(value, types)):
             return None
     if row["status"] == "explained":
         needed = [*_NESTED][: -1 if drawn else 2]
@@ -311,13 +318,13 @@ def _row(name: object, record: object, drawn: bool) -> Row | None:
         if not whole or any(row.get(column) is None for column in needed):
             return None
     nested = all(
-        isinstance(value, dict) and all(isinstance(one, kind) for one in value.values())
-        for column, kind in _NESTED.items()
-        if (value := row.get(column)) is not None
+        isinstance(inside, dict) and all(isinstance(one, kinds) for one in inside.values())
+        for column, kinds in _NESTED.items()
+        if (inside := row.get(column)) is not None
     )
     if not nested or not _is_text(row):
         return None
-    return {**dict.fromkeys(kinds_in("condition")), **row} if drawn and row["status"] == "explained" else row
+    return {**dict.fromkeys(_FILLED), **row} if row["status"] == "explained" else row
 
 
 def _is_text(row: Row) -> bool:

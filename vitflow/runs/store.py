@@ -10,6 +10,7 @@ import os
 import platform
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -56,6 +57,8 @@ class Run(SavedRun):
         self.folder, self.path = folder, folder / FILE
         self._lock = _locked(folder)
         self._pending: list[tuple[Mapping[str, Any], Maps]] = []
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="vitflow-store")
+        self._written: Future[None] | None = None
         self._positions: dict[str, int] = {}
         try:
             remove_leftovers(folder)
@@ -168,18 +171,27 @@ class Run(SavedRun):
     def put(self, rows: Iterable[tuple[Mapping[str, Any], Maps]]) -> None:
         """Write rows with their maps in one transaction; a later row of an input replaces an earlier one.
 
-        Rows that cannot be written, as on a full disk, are kept in memory for the next call: the row that says that an
-        image could not be written must not be lost for the same reason.
+        A thread writes, since a disk takes its time; rows that come meanwhile are written together. Rows that cannot be
+        written, as on a full disk, are kept in memory for the next call: the row that says that an image could not be
+        written must not be lost for the same reason.
         """
         self._pending += rows
-        with suppress(VitflowError):
-            self._write()
+        if self._written is None or self._written.done():
+            self._written = self._writer.submit(self._write)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        if self._written is not None:  # one thread at a time has the connection
+            wait([self._written])
+        with super()._reading():
+            yield
 
     def _write(self) -> None:
-        if not self._pending:
+        rows = list(self._pending)
+        if not rows:
             return
         with self._writing():
-            for row, maps in self._pending:
+            for row, maps in rows:
                 name = os.fsencode(row["input"])
                 self._db.execute("DELETE FROM maps WHERE row = (SELECT id FROM rows WHERE name = ?)", (name,))
                 self._db.execute("DELETE FROM rows WHERE name = ?", (name,))
@@ -188,7 +200,7 @@ class Run(SavedRun):
                     "INSERT INTO maps (row, label, grid, rows, cols, scale) VALUES (?, ?, ?, ?, ?, ?)",
                     [(one, label, *pack_half(grid)) for label, grid in maps.items()],
                 )
-        self._pending = []
+        del self._pending[: len(rows)]
 
     def _values(self, name: bytes, row: Mapping[str, Any]) -> list[Any]:
         own = {**row, "input": shown_name(row["input"])}
@@ -203,8 +215,8 @@ class Run(SavedRun):
         Raises:
             VitflowError: the disk is full.
         """
-        self._write()
         with self._reading():
+            self._write()
             query = "SELECT count(*) FROM rows WHERE position IS NOT NULL AND status != 'failed'"
             [(explained,)] = self._db.execute(query)
         total = len(self._positions)
@@ -226,12 +238,13 @@ class Run(SavedRun):
     def close(self) -> None:
         """Write what can be written of what is left, close the file, and let others write."""
         try:
-            with suppress(VitflowError):
+            with suppress(VitflowError), self._reading():
                 self._write()
         finally:
             self._release()
 
     def _release(self) -> None:
+        self._writer.shutdown()
         if hasattr(self, "_db"):
             self._db.close()
         os.close(self._lock)
