@@ -139,7 +139,7 @@ PARTS = (
     (pipeline.Pipeline, "_write", "write"),
     (Explainer, "explain_batch", "the rest of explaining"),
     (pipeline.Pipeline, "run", "the rest of the pipeline"),
-    (run, "explain_folder", "fingerprint, journal, manifest, list of inputs"),
+    (run, "explain_folder", "fingerprint, store, manifest, list of inputs"),
 )
 
 

@@ -118,14 +118,15 @@ def folder_runs(name: str, device: str, pictures: int, batch: int) -> None:
         draw_photographs(Path(folder, "in"), pictures)
         engines = ["local"] + (["ray"] if find_spec("ray") else [])
         for engine in engines:
-            for store in ("grids", "overlays"):
+            for overlays in (False, True):
                 make = partial(explainer_of, name, device)
                 kept = {"model": make, "actors": 1} if engine == "ray" else {"model": make(), "batch_size": batch}
-                output = Path(folder, f"{engine}-{store}")
+                output = Path(folder, f"{engine}-{overlays}")
                 started = time.perf_counter()
-                explain_folder(Path(folder, "in"), output, store=store, engine=engine, **kept)
+                explain_folder(Path(folder, "in"), output, overlays=overlays, engine=engine, **kept)
                 rate = pictures / (time.perf_counter() - started)
-                print(f"  {engine}, --store {store}: {rate:.0f} pictures/s, {rate * alone:.2f} of it", flush=True)
+                kind = "with" if overlays else "without"
+                print(f"  {engine}, {kind} overlays: {rate:.0f} pictures/s, {rate * alone:.2f} of it", flush=True)
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.grids [--grids 10000] [--draw 100]
 
 The run is made up: random maps of 14 × 14 patches for JPEGs of about 500 × 375 pixels, of which as many are there as
-are drawn. Drawing is held against its parts, one after the other: reading the journal and the grids, and for the same
+are drawn. Drawing is held against its parts, one after the other: reading the rows and the grids, and for the same
 pictures reading and decoding the file, the overlay, encoding it, and writing it. CPU seconds are of this process, over
 all threads.
 """
@@ -23,33 +23,35 @@ from vitflow.explaining.asking.answer import Answer
 from vitflow.explaining.saliency import Saliency
 from vitflow.folder.decoders import decode_file
 from vitflow.folder.found.draw import draw_run, read_grids
-from vitflow.folder.shards import ShardWriter
-from vitflow.folder.work import Decoded, Picture, PictureMaps, describe, encode_overlay, make_job
+from vitflow.folder.work import Decoded, Job, Picture, PictureMaps, describe, encode_overlay, make_job
+from vitflow.pictures.files import write_inside
 from vitflow.pictures.geometry import place
-from vitflow.runs.grids import pack_grid
-from vitflow.runs.journal import Journal
-from vitflow.runs.places import RunFolder
+from vitflow.runs.saved import FILE
+from vitflow.runs.store import Run
 
 
 def make_run(source: Path, output: Path, count: int, drawn: int) -> None:
-    """What a run with --store grids leaves."""
-    job, dice = make_job(["rollout"], {}, store="grids"), np.random.default_rng(0)
+    """What a run with --no-overlays leaves."""
+    job, dice = make_job(["rollout"], {}, overlays=False), np.random.default_rng(0)
     run = {"root": str(source), "model": "m", "weights_sha256": "", "fit": "crop", "methods": {"rollout": "rollout"}}
     run |= {"options": {"rollout": {}}, "drawing": {}, "format": "jpg", "kind": "folder"}
-    journal = Journal(RunFolder(output).journal)
-    journal.start({"run": run, "max_pixels": 10**8})
-    writer = ShardWriter(RunFolder(output).put, job.labels)
-    for number in range(count):
-        name = f"{number:05}.jpg"
-        decoded = decode_file(str(source / name)) if number < drawn else None
-        pixels = np.broadcast_to(np.uint8(0), (375, 500, 3)) if decoded is None else decoded.image
-        placement = place(pixels.shape[:2], (224, 224), crop_pct=0.875)
-        grid = dice.random((14, 14), np.float32)
-        answer = Answer("class 1", number / count, index=1, named=False)
-        maps = [Saliency(grid, placement, pixels, name, "m", "rollout", {}, answer=answer)]
-        row = describe(Picture(name, name[:-4], decoded or Decoded(size=1, mtime_ns=1)), PictureMaps(maps), job)
-        journal.append(writer.add([row | {"outputs": {}, "maps": None, "grids": {"rollout": pack_grid(grid)}}]))
-    journal.append(writer.flush())
+    with Run(output, run, max_pixels=10**8) as store:
+        store.missing([f"{number:05}.jpg" for number in range(count)], lambda row: True)
+        for first in range(0, count, 16):
+            store.put(made_up(source, number, count, drawn, dice, job) for number in range(first, first + 16))
+
+
+def made_up(source: Path, number: int, count: int, drawn: int, dice: np.random.Generator, job: Job) -> tuple:
+    """A row and its map."""
+    name = f"{number:05}.jpg"
+    decoded = decode_file(str(source / name)) if number < drawn else None
+    pixels = np.broadcast_to(np.uint8(0), (375, 500, 3)) if decoded is None else decoded.image
+    placement = place(pixels.shape[:2], (224, 224), crop_pct=0.875)
+    grid = dice.random((14, 14), np.float32)
+    answer = Answer("class 1", number / count, index=1, named=False)
+    maps = [Saliency(grid, placement, pixels, name, "m", "rollout", {}, answer=answer)]
+    row = describe(Picture(name, name[:-4], decoded or Decoded(size=1, mtime_ns=1)), PictureMaps(maps), job)
+    return row | {"outputs": {}, "maps": None, "written": {}}, {"rollout": grid}
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
@@ -65,7 +67,7 @@ def parts_of(source: Path, output: Path, drawn: int) -> dict[str, tuple[float, f
     decoded: list = []
     overlays: list = []
     files: list[bytes] = []
-    target = RunFolder(output.parent / "written")
+    target = output.parent / "written"
 
     def overlay() -> None:
         for (row, maps), own in zip(every, decoded, strict=True):
@@ -77,7 +79,7 @@ def parts_of(source: Path, output: Path, drawn: int) -> dict[str, tuple[float, f
         "decode": timed(lambda: decoded.extend(decode_file(str(source / row["input"])) for row, _ in every)),
         "overlay": timed(overlay),
         "encode": timed(lambda: files.extend(encode_overlay(one, "jpg") for one in overlays)),
-        "write": timed(lambda: [target.put(f"{number}.jpg", file) for number, file in enumerate(files)]),
+        "write": timed(lambda: [write_inside(target, f"{number}.jpg", file) for number, file in enumerate(files)]),
     }
 
 
@@ -90,17 +92,14 @@ def main() -> None:
         source, output = Path(place_) / "photographs", Path(place_) / "run"
         draw_photographs(source, given.draw)
         make_run(source, output, given.grids, given.draw)
-        shards = sum(path.stat().st_size for path in (output / "grids").iterdir())
-        journal = RunFolder(output).journal.stat().st_size
-        sizes = f"{shards / given.grids:.0f} bytes each in shards, {journal / given.grids:.0f} in the journal"
-        print(f"{given.grids} maps: {sizes}")
+        print(f"{given.grids} maps: {(output / FILE).stat().st_size / given.grids:.0f} bytes each, with their rows")
         timed(lambda: list(read_grids(output)))
         wall, cpu = timed(lambda: list(read_grids(output)))
         print(f"read back: {wall:.2f} s, {cpu:.2f} s of CPU")
         for number in range(2):  # loads and compiles what draws
             parts_of(source, output, given.draw)
             draw_run(output, Path(place_) / f"drawn-{number}", limit=given.draw)
-        parts = {"read the journal and the grids": timed(lambda: list(islice(read_grids(output), given.draw)))}
+        parts = {"read the rows and the grids": timed(lambda: list(islice(read_grids(output), given.draw)))}
         parts |= parts_of(source, output, given.draw)
         told = ", ".join(
             f"{name} {1000 * wall:.0f} ms ({1000 * cpu:.0f} of CPU)" for name, (wall, cpu) in parts.items()

@@ -30,8 +30,7 @@ from vitflow.evaluation import (
 )
 from vitflow.evaluation.data.datasets import Dataset
 from vitflow.explaining.asking.method_table import _METHODS
-from vitflow.runs.journal import Journal
-from vitflow.runs.places import RunFolder
+from vitflow.runs.saved import SavedRun
 
 QUICK = ["rollout", "gae"]
 
@@ -387,10 +386,9 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_tables(explainer, tmp
 
     with pytest.raises(KeyboardInterrupt):
         evaluate("demo:7", output=tmp_path / "parts", progress=stop, **options)
-    journal = RunFolder(tmp_path / "parts").journal
-    kept = len(Journal(journal))
+    with SavedRun(tmp_path / "parts") as stored:
+        kept = len(list(stored.rows()))
     assert 2 <= kept <= 3
-    journal.write_bytes(journal.read_bytes() + b'{"input": "demo-6", "stat')  # torn by a kill
     measured = counting(monkeypatch)
     states = []
     evaluate("demo:7", output=tmp_path / "parts", progress=states.append, **options)
@@ -489,7 +487,7 @@ def saved(tmp_path_factory, explainer) -> tuple[Evaluation, Path]:
 def test_a_saved_evaluation_holds_every_number(saved):
     found, place = saved
     assert {path.name for path in place.iterdir()} == {
-        *(".vitflow", "results.csv", "summary.csv", "differences.csv", "summary.json", "report.html", "figures")
+        *("run.sqlite", "results.csv", "summary.csv", "differences.csv", "summary.json", "report.html", "figures")
     }
     rows = read_csv(place / "results.csv")
     localised, faithful, checked = 5, 5, 4

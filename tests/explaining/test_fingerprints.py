@@ -27,13 +27,13 @@ from vitflow.evaluation.run import _settings
 from vitflow.evaluation.scoring import Protocol
 from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.explaining.asking.method_table import list_methods
+from vitflow.folder.found.draw import read_grids
 from vitflow.folder.run import _fingerprint
 from vitflow.folder.work import make_job
 from vitflow.methods.tokens import TokenLayout
 from vitflow.pictures.preprocessing import InputSpec
 from vitflow.recording import probing
 from vitflow.runs.fingerprints import fingerprint_difference
-from vitflow.runs.places import RunFolder
 
 CONFIG = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
 
@@ -162,7 +162,7 @@ def test_every_option_of_a_folder_run_changes_its_fingerprint(tmp_path):
         "drawing": {"alpha": 0.3},
         "format": "png",
         "save_map": True,
-        "store": "grids",
+        "overlays": False,
         "options": {"residual": 0.3},
     }
     assert set(inspect.signature(explain_folder).parameters) == FREE | set(others) | set(OPTIONS)
@@ -207,12 +207,13 @@ def test_a_second_run_with_another_mean_is_refused_or_done_anew(tmp_path):
     first = Explainer(own_model(), data_config=CONFIG)
     other = Explainer(own_model(), data_config=CONFIG | {"mean": (0.1, 0.5, 0.9)})
     run_folder(source, tmp_path / "out", model=first, save_map=True)
-    before = [row["grids"] for row in run_folder(source, tmp_path / "out", model=first, save_map=True)]
+    before = [maps["rollout"].tolist() for _, maps in read_grids(tmp_path / "out")]
     with pytest.raises(OptionError, match=r"input.mean was \[0.5, 0.5, 0.5\] and is \[0.1, 0.5, 0.9\]"):
         run_folder(source, tmp_path / "out", model=other, save_map=True)
     again = run_folder(source, tmp_path / "out", model=other, save_map=True, overwrite=True)
     assert again.kept == 0
-    assert all(row["grids"] != own for row, own in zip(again, before, strict=True))
+    after = [maps["rollout"].tolist() for _, maps in read_grids(tmp_path / "out")]
+    assert all(own != its for own, its in zip(after, before, strict=True))
 
 
 # -- models of the same weights and settings that compute something else
@@ -427,31 +428,6 @@ def test_an_evaluation_with_another_mean_is_refused(tmp_path, monkeypatch):
     other = Explainer(own_model(), data_config=CONFIG | {"mean": (0.1, 0.5, 0.9)})
     with pytest.raises(OptionError, match="input.mean was"):
         evaluate("demo:2", model=other, **options)
-
-
-def test_a_folder_of_another_version_is_refused_in_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "save_charts", lambda *_: {})
-    source = fill(tmp_path / "in", 2)
-    options = {"model": tiny_model(), "methods": ["rollout"], "metrics": ["faithfulness"], "points": 3}
-    verbs = {
-        "folder": lambda out, **more: run_folder(source, out, **more),
-        "evaluation": lambda out, **more: evaluate("demo:1", output=out, **options, **more),
-    }
-    for name, again in verbs.items():
-        out = tmp_path / name
-        again(out)
-        path = RunFolder(out).journal
-        header, *rows = path.read_text().splitlines()
-        run = json.loads(header)["run"]
-        for key in ("kind", "input", "activation", "layout", "device", "architecture_sha256", "class_names_sha256"):
-            del run[key]
-        old = [json.dumps({"vitflow_journal": 0, "run": run})]
-        old += [json.dumps({key: value for key, value in json.loads(row).items() if key != "written"}) for row in rows]
-        path.write_text("\n".join(old) + "\n")
-        with pytest.raises(OptionError, match=r"holds a run of another version of vitflow.*--overwrite"):
-            again(out)
-        again(out, overwrite=True)
-        again(out)
 
 
 def test_pictures_in_memory_are_told_apart_by_their_pixels(tmp_path, monkeypatch):

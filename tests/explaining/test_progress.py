@@ -19,7 +19,7 @@ from vitflow.errors import VitflowWarning
 from vitflow.evaluation import evaluate
 from vitflow.explaining.asking.method_table import is_slow, list_methods
 from vitflow.explaining.progress import tracking, watched
-from vitflow.runs.keeper import RunProgress
+from vitflow.runs.batches import RunProgress
 
 
 def test_the_share_grows_steadily_over_several_computations():

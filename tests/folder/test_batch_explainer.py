@@ -11,7 +11,7 @@ from examples.datasets_map import explain as explain_dataset
 from tests.folder.test_run import Picky, picture_bytes, tiny_model
 from vitflow import BatchExplainer, Contrast, Explainer
 from vitflow.errors import OptionError, ShapeError
-from vitflow.runs.grids import map_of, pack_half
+from vitflow.runs.columns import map_of, pack_half
 
 BAD = picture_bytes(3)[:400]
 

@@ -46,8 +46,8 @@ def test_a_class_that_no_picture_has_is_told_with_what_was_meant(tmp_path, monke
     run = tmp_path / "run"
     vitflow.explain_folder(sample_pictures()[:2], run, model="demo", workers=0)
     for where, told in (
-        ("class_name == 'orang disc'", "No picture has class_name 'orang disc'. Did you mean 'orange disc'? Known: "),
-        ("class_name in ('zebra',)", "No picture has class_name 'zebra'. Known: "),
+        ("class_name = 'orang disc'", "No picture has the class 'orang disc'. Did you mean 'orange disc'? Known: "),
+        ("target IN ('orange disk')", "No picture has the class 'orange disk'. Did you mean 'orange disc'? Known: "),
     ):
         monkeypatch.setattr(sys, "argv", ["vitflow", "draw", str(run), "-o", str(tmp_path / "drawn"), "--where", where])
         main()
@@ -71,7 +71,7 @@ def test_what_blank_out_costs_is_told_before_a_run(tmp_path, monkeypatch):
 
 def test_sampling_runs_over_a_folder_and_tells_what_it_costs(tmp_path, monkeypatch):
     monkeypatch.setattr("vitflow.folder.work.WORTH_TELLING", 0.0)
-    options = {"model": "demo", "methods": ["sampling", "consensus"], "masks": 20, "workers": 0, "store": "grids"}
+    options = {"model": "demo", "methods": ["sampling", "consensus"], "masks": 20, "workers": 0, "overlays": False}
     with pytest.warns(VitflowWarning, match="leave out other patches 20 times: 6 passes .* a picture, 12 in all"):
         summary = vitflow.explain_folder(sample_pictures()[:2], tmp_path / "run", **options)
     assert summary.explained == 2

@@ -11,9 +11,9 @@ import torch
 
 from tests.folder.test_run import fill, run, tiny_model
 from vitflow import Explainer
+from vitflow.folder.found.draw import read_grids
 from vitflow.runs import batches
 from vitflow.runs.batches import Lanes
-from vitflow.runs.grids import unpack_grid
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_where_copies_would_mix_their_pictures_two_threads_give_what_one_gives(t
         torch.set_num_threads(threads)
         summary = run(source, tmp_path / str(threads), model=model, methods=["gae"])
         assert summary.failed == 0
-        found.append([(row["probability"], unpack_grid(row["grids"]["gae"])) for row in summary])
+        found.append([(row["probability"], maps["gae"]) for row, maps in read_grids(summary.output)])
     for (probability, grid), (expected, own) in zip(*found, strict=True):
         assert probability == pytest.approx(expected, abs=1e-5)
         np.testing.assert_allclose(grid, own, rtol=1e-3, atol=1e-4 * own.max())

@@ -20,7 +20,7 @@ from examples.ray_data import explain as explain_with_ray
 from tests.conftest import ROOT
 from tests.folder.test_batch_explainer import BAD as DAMAGED
 from tests.folder.test_batch_explainer import is_the_map_of
-from tests.folder.test_run import fill, picture_bytes, run, tiny_model
+from tests.folder.test_run import count_rows, fill, picture_bytes, run, stored, tiny_model
 from vitflow import Explainer, explain_folder
 from vitflow.cli import cli
 from vitflow.cli.commands.folder import _Model
@@ -29,9 +29,7 @@ from vitflow.folder.found.draw import read_grids
 from vitflow.folder.plan import list_inputs
 from vitflow.folder.ray_engine import Asked, Worker, row_of
 from vitflow.folder.work import make_job
-from vitflow.runs.grids import map_of
-from vitflow.runs.journal import Journal
-from vitflow.runs.places import RunFolder
+from vitflow.runs.columns import map_of
 
 PICTURES, BAD = 300, 10
 
@@ -88,13 +86,13 @@ def results(ray_cluster, tmp_path_factory):
     code = "import sys; from tests.folder.test_ray import slow_driver; slow_driver(*sys.argv[1:])"
     words = [str(source), str(place / "ray"), str(place / "pids"), address]
     driver = subprocess.Popen([sys.executable, "-c", code, *words], cwd=ROOT, stderr=subprocess.PIPE)
-    journal, deadline = RunFolder(place / "ray").journal, time.monotonic() + 240
-    while not (journal.exists() and journal.read_bytes().count(b"\n") > 30):
+    deadline = time.monotonic() + 240
+    while count_rows(place / "ray") < 30:
         assert time.monotonic() < deadline and driver.poll() is None, driver.stderr.read()
         time.sleep(0.05)
     driver.kill()
     driver.communicate()
-    told = {row["input"] for row in Journal(journal).rows() if row["status"] == "explained"}
+    told = {row["input"] for row, _ in stored(place / "ray") if row["status"] == "explained"}
     before = model.processes() | {driver.pid}
     killed: list[int] = []
 
@@ -111,7 +109,7 @@ def results(ray_cluster, tmp_path_factory):
 def test_ray_gives_the_rows_and_the_maps_of_a_local_run(results):
     local, resumed, _, _, _ = results
     assert (resumed.total, resumed.explained, resumed.failed) == (PICTURES, PICTURES - BAD, BAD)
-    timeless = [[{**row, "seconds": 0, "grids": 0, "written": 0} for row in summary] for summary in (local, resumed)]
+    timeless = [[{**row, "seconds": 0, "written": 0} for row in summary] for summary in (local, resumed)]
     assert timeless[0] == timeless[1]
     pairs = zip(read_grids(local.output), read_grids(resumed.output), strict=True)
     for (row, own), (_, its) in pairs:
@@ -150,10 +148,10 @@ def test_what_concerns_all_stops_the_run_in_its_own_words(tmp_path, options, cha
     source, explainer = fill(tmp_path / "in", 3), Explainer(tiny_model())
     inputs = list_inputs([source], tmp_path / "out").plan(["-rollout.jpg"])
     job = make_job(["rollout"], options)
-    asked = Asked(explainer, explainer.fingerprint() | change, job, RunFolder(tmp_path / "out"), 2, 0, 10**6)
+    asked = Asked(explainer, explainer.fingerprint() | change, job, tmp_path / "out", 2, 0, 10**6)
     found = Worker(pickle.dumps(asked))({"task": [pickle.dumps((inputs, {"1.jpg"}))]})["row"]
     if error is None:
-        assert [row_of(line)["input"] for line in found] == ["0.jpg", "2.jpg"]
+        assert [row_of(line)[0]["input"] for line in found] == ["0.jpg", "2.jpg"]
     else:
         with pytest.raises(error, match=message):
             row_of(found[0])
@@ -173,12 +171,12 @@ def test_a_picture_that_kills_its_actor_three_times_is_a_row(tmp_path):
     Image.new("RGB", (40, 40), "white").save(source / "1b.png")
     out = tmp_path / "out"
     inputs = list_inputs([source], out).plan(["-rollout.jpg"])
-    asked = Asked(explainer, explainer.fingerprint(), make_job(["rollout"], {}), RunFolder(out), 4, 0, 10**6)
+    asked = Asked(explainer, explainer.fingerprint(), make_job(["rollout"], {}), out, 4, 0, 10**6)
     sent = pickle.dumps(asked)
 
     def work(place) -> None:
         found = Worker(sent)({"task": [pickle.dumps((inputs, {"0.jpg"}))]})["row"]
-        place.write_bytes(b"".join(found))
+        place.write_bytes(pickle.dumps(list(found)))
 
     for number in range(4):
         place = tmp_path / f"rows{number}"
@@ -186,14 +184,14 @@ def test_a_picture_that_kills_its_actor_three_times_is_a_row(tmp_path):
         child.start()
         child.join(120)
         assert (child.exitcode, place.exists()) == ((0, True) if number == 3 else (-signal.SIGKILL, False))
-    rows = {row["input"]: row for row in map(row_of, place.read_bytes().splitlines())}
+    rows = {row["input"]: row for row, _ in map(row_of, pickle.loads(place.read_bytes()))}
     assert {name: row["status"] for name, row in rows.items()} == {
         "1.jpg": "explained",
         "1b.png": "failed",
         "2.jpg": "explained",
     }
     assert rows["1b.png"]["error"] == "ActorDied" and "3 times" in rows["1b.png"]["message"]
-    assert not list((out / ".vitflow" / "tries").iterdir())
+    assert not list((out / ".vitflow-tries").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -26,16 +26,15 @@ from tests.typed import Typed, forked
 from vitflow import Contrast, explain_folder
 from vitflow.cli import cli
 from vitflow.errors import ImageError, ModelError, OptionError, VitflowError
+from vitflow.folder import pipeline
 from vitflow.folder.decoders import DecoderPool, decode_file
 from vitflow.folder.found.draw import draw_run
 from vitflow.folder.found.report import report_run
 from vitflow.folder.plan import list_inputs
 from vitflow.folder.work import Picture, compute_maps, draw_files, make_job
 from vitflow.models.checkpoints import weights_sha256
-from vitflow.runs import places
 from vitflow.runs.batches import Batches
-from vitflow.runs.journal import Journal
-from vitflow.runs.places import RunFolder
+from vitflow.runs.saved import SavedRun
 
 
 def tiny_model(kind=VisionTransformer) -> torch.nn.Module:
@@ -73,6 +72,15 @@ def run(source, output, **options):
     return explain_folder(source, output, **options)
 
 
+def stored(place: Path) -> list[tuple[dict, dict]]:
+    """The rows of a run and the bytes of its maps, times left out."""
+    with SavedRun(place) as saved:
+        return [
+            ({**row, "seconds": 0}, {label: grid.tobytes() for label, grid in maps.items()})
+            for row, maps in saved.with_maps()
+        ]
+
+
 def tree(place: Path) -> dict[str, object]:
     """Every file below a folder with its content, times left out."""
     found: dict[str, object] = {}
@@ -80,7 +88,9 @@ def tree(place: Path) -> dict[str, object]:
         name = path.relative_to(place).as_posix()
         if path.is_dir():
             continue
-        if name == "run.json":
+        if name == "run.sqlite":
+            found[name] = stored(path.parent)
+        elif name == "run.json":
             found[name] = {key: value for key, value in json.loads(path.read_text()).items() if key != "time"}
         elif path.suffix == ".jsonl":
             rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -141,10 +151,10 @@ def test_one_plain_function_does_the_work_of_a_batch(tmp_path):
     job = make_job(["rollout"], {})
     maps = compute_maps(Batches(vitflow.Explainer(tiny_model()), len(pictures)), pictures, job)
     *explained, failed = [draw_files(picture, found, job) for picture, found in zip(pictures, maps, strict=True)]
-    for (own, files), row in zip(explained, summary, strict=True):
+    for (own, _, files), row in zip(explained, summary, strict=True):
         assert {k: v for k, v in own.items() if k != "seconds"} == {k: v for k, v in row.items() if k != "seconds"}
         assert {path: (tmp_path / "out" / path).read_bytes() for path in files} == files
-    assert failed[0]["error"] == "FileNotFoundError" and failed[1] == {}
+    assert failed[0]["error"] == "FileNotFoundError" and failed[1:] == ({}, {})
 
 
 # -- names
@@ -290,7 +300,7 @@ def test_killed_at_random_moments_it_completes_to_the_same_tree(tmp_path):
     process.join()
     assert process.exitcode == 0
     expected = tree(tmp_path / "reference")
-    files = 2 * 41 + 4
+    files = 2 * 41 + 3
     assert len(expected) == files
     moments, torn = random.Random(0), 0
     out = tmp_path / "out"
@@ -309,6 +319,8 @@ def test_killed_at_random_moments_it_completes_to_the_same_tree(tmp_path):
             for path in finals:  # nothing half-written under a final name
                 name = path.relative_to(out).as_posix()
                 assert name == "run.json" or path.read_bytes() == expected[name]
+            if (out / "run.sqlite").exists() and not (out / "run.sqlite-journal").exists() and finals:
+                assert all(row in expected["run.sqlite"] for row in stored(out))
         else:
             assert process.exitcode == 0
             assert tree(out) == expected
@@ -327,12 +339,20 @@ def test_leftovers_of_a_kill_are_removed(tmp_path):
     assert not list((tmp_path / "out").glob("*.part"))
 
 
+def count_rows(out: Path) -> int:
+    """The number of rows that a run has kept so far."""
+    try:
+        with SavedRun(out) as saved:
+            return len(list(saved.all_rows()))
+    except OptionError:  # not begun
+        return 0
+
+
 def test_ctrl_c_ends_soon_keeps_what_is_done_and_leaves_no_process(tmp_path):
     source = fill(tmp_path / "in", 400)
     process = Typed("folder", source, "--model", "demo", "-o", tmp_path / "out", "--batch-size", 4)
-    journal = RunFolder(tmp_path / "out").journal
     deadline = time.monotonic() + 120
-    while not (journal.exists() and journal.read_bytes().count(b"\n") > 5):
+    while count_rows(tmp_path / "out") < 5:  # others may read while a run goes on
         assert time.monotonic() < deadline and process.poll() is None, process.talk()
         time.sleep(0.02)
     began = time.monotonic()
@@ -341,7 +361,7 @@ def test_ctrl_c_ends_soon_keeps_what_is_done_and_leaves_no_process(tmp_path):
     assert code == 130, errors
     assert "Traceback" not in errors and "interrupted: what was done is kept; the same command" in errors
     assert time.monotonic() - began < 20  # a second or two, but the machine may be busy
-    done = list(Journal(journal).rows())
+    done = [row for row, _ in stored(tmp_path / "out")]
     assert 5 <= len(done) < 400
     assert all((tmp_path / "out" / row["outputs"]["rollout"]).is_file() for row in done)
     assert not list((tmp_path / "out").rglob("*.part"))
@@ -502,16 +522,16 @@ def test_decoders_load_no_torch():
 
 def test_a_full_disk_fails_what_does_not_fit(tmp_path, monkeypatch):
     source = fill(tmp_path / "in", 8)
-    real, left = places.write_atomically, 5
+    real, left = pipeline.write_inside, 5
 
-    def small_disk(path, **options):
+    def small_disk(folder, path, content):
         nonlocal left
-        left -= path.suffix == ".jpg"
-        if left < 0 and path.suffix == ".jpg":
+        left -= 1
+        if left < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(path, **options)
+        real(folder, path, content)
 
-    monkeypatch.setattr(places, "write_atomically", small_disk)
+    monkeypatch.setattr(pipeline, "write_inside", small_disk)
     summary = run(source, tmp_path / "out")
     assert (summary.explained, summary.failed) == (5, 3)
     assert {row["error"] for row in summary.failures()} == {"OSError"}
@@ -521,7 +541,7 @@ def test_a_full_disk_fails_what_does_not_fit(tmp_path, monkeypatch):
     assert (again.explained, again.kept) == (8, 5)
 
 
-@pytest.mark.parametrize("name", ["journal.jsonl", "manifest.jsonl", "report.html", "run.json"])
+@pytest.mark.parametrize("name", ["manifest.jsonl", "report.html", "run.json"])
 def test_a_disk_that_is_full_at_the_end_costs_no_picture(tmp_path, monkeypatch, name):
     source, out = fill(tmp_path / "in", 2), tmp_path / "out"
     (replace, full) = Path.replace, []
@@ -554,6 +574,8 @@ def test_a_disk_that_is_really_full_ends_the_run_in_words_and_the_next_one_goes_
     try:
         with pytest.raises(VitflowError, match="disk is full.*run the same command again"):
             run(source, disk / "out", save_map=True)
+        kept = {row["input"]: row["status"] for row, _ in stored(disk / "out")}  # the file is whole
+        assert "explained" in kept.values()
         subprocess.run(["mount", "-o", "remount,size=4M", disk], check=True)
         summary = run(source, disk / "out", save_map=True)
         assert summary.explained == 60 and 0 < summary.kept < 60
@@ -870,4 +892,6 @@ def test_a_report_needs_no_photograph_that_the_run_had_in_hand(tmp_path, monkeyp
     assert report_run(out).read_bytes() == page
     shutil.rmtree(out)
     assert run(source, out, report=True, batch_size=2).report.read_bytes() == page
-    assert sorted(path.name for path in (out / ".vitflow").iterdir()) == ["journal.jsonl", "lock"]
+    assert {path.name for path in out.iterdir() if path.suffix != ".jpg"} == {
+        *("manifest.jsonl", "report.html", "run.json", "run.sqlite")
+    }

@@ -29,7 +29,7 @@ _SECTIONS = {
     "Cluster": "engine address actors",
     "Drawing": "cmap* alpha* vmin vmax interpolation background contours same_scale timings",
     "Output": (
-        "html* png* view* hide_special hide_stop_words output* figure* store* format save_map manifest "
+        "html* png* view* hide_special hide_stop_words output* figure* overlays* format save_map manifest "
         "report* resume* max_size* as_json*"
     ),
 }

@@ -25,7 +25,6 @@ from vitflow.evaluation.gridding import Grid, draw_grids, lot, make_grids
 from vitflow.evaluation.measures.token_dropping import can_drop_tokens
 from vitflow.evaluation.metrics import choose_metrics
 from vitflow.evaluation.results import Evaluation
-from vitflow.evaluation.rows import accepts
 from vitflow.evaluation.scoring import Case, Protocol, measure
 from vitflow.evaluation.statistics import RESAMPLES
 from vitflow.explaining.asking.choices import MethodChoice
@@ -35,11 +34,10 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.progress import watched
 from vitflow.folder.work import explainer_for
 from vitflow.pictures.images import ImageSource
-from vitflow.runs.batches import Batches
+from vitflow.runs.batches import Batches, RunProgress, Tally
 from vitflow.runs.columns import failed_row
 from vitflow.runs.fingerprints import run_fingerprint, without_probe
-from vitflow.runs.keeper import RunProgress, Tally, finishing, keep_rows, versions
-from vitflow.runs.places import RunFolder
+from vitflow.runs.store import Run, finishing, versions
 
 #: On how many pictures the costly groups are measured where nothing else is asked for.
 SANITY_PICTURES = 24
@@ -140,7 +138,7 @@ def evaluate(
     grids = make_grids(dataset.samples, explainer, _questions(explainer), seed) if "grid" in groups else {}
     run = _Run(dataset, explainer, protocol, asked, batch_size, progress, grids)
     evaluation = collect(
-        list(run.rows()) if output is None else run.kept_rows(RunFolder(Path(output)), settings, overwrite),
+        list(run.rows()) if output is None else run.kept_rows(Path(output), settings, overwrite),
         dataset=dataset,
         model=explainer.model_id,
         protocol=protocol,
@@ -211,27 +209,26 @@ class _Run:
         """The pictures that a picture stands in a grid with."""
         return self.grids[name].names if name in self.grids else None
 
-    def kept_rows(self, folder: RunFolder, settings: Mapping[str, Any], overwrite: bool) -> Iterator[dict[str, Any]]:
-        """Measure what the folder has no row of, and give all rows in the order of the data."""
-        accept = accepts(self.protocol, self.explainer)
-        with keep_rows(folder, {"run": settings}, accept, overwrite=overwrite) as journal:
-            samples = {sample.name: sample for sample in self.dataset.samples}
-            before = {
-                name
-                for row in journal.rows(samples)
-                if _is_done(row, samples[name := row["input"]], self.groups[name], self.grid_names(name))
-            }
-            for row in self.rows(before):
-                journal.append([row])
-            journal.compact(samples)
-        # What an earlier, longer run measured beyond this one's share does not count.
-        return (_only(row, self.groups[row["input"]]) for row in journal.rows(samples))
+    def kept_rows(self, folder: Path, settings: Mapping[str, Any], overwrite: bool) -> list[dict[str, Any]]:
+        """Measure what the folder has no row of, and return all rows in the order of the data."""
+        samples = {sample.name: sample for sample in self.dataset.samples}
 
-    def rows(self, before: Iterable[str] = ()) -> Iterator[dict[str, Any]]:
-        """Measure all pictures but those of before, in batches, a row for each."""
-        done = set(before)
-        missing = [sample for sample in self.dataset.samples if sample.name not in done]
-        tally = Tally(self.progress, len(self.dataset), len(done))
+        def is_done(row: Mapping[str, Any]) -> bool:
+            name = row["input"]
+            return _is_done(row, samples[name], self.groups[name], self.grid_names(name))
+
+        with Run(folder, settings, overwrite=overwrite) as run:
+            for row in self.rows(run.missing(list(samples), is_done)):
+                run.put([(row, {})])
+            run.finish()
+            # What an earlier, longer run measured beyond this one's share does not count.
+            return [_only(row, self.groups[row["input"]]) for row in run.rows()]
+
+    def rows(self, names: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+        """Measure these pictures, by default all, in batches, a row for each."""
+        wanted = {sample.name for sample in self.dataset.samples} if names is None else set(names)
+        missing = [sample for sample in self.dataset.samples if sample.name in wanted]
+        tally = Tally(self.progress, len(self.dataset), len(self.dataset) - len(missing))
         size = self.batch_size or _AUTO_BATCH.get(self.explainer.device.type, 8)
         batches = Batches(self.explainer, size)
         question_of = _questions(self.explainer)

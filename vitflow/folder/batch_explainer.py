@@ -14,7 +14,7 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.folder.decoders import Decoded, decode_file, decode_given
 from vitflow.folder.work import Picture, auto_batch, check_target, compute_maps, describe, make_job
 from vitflow.pictures.images import MAX_PIXELS
-from vitflow.runs import grids
+from vitflow.runs import columns
 from vitflow.runs.batches import Batches
 
 # What stands for "none" in a column, so that a column has one type whatever a batch holds.
@@ -116,9 +116,9 @@ class BatchExplainer:
         for part in batches.parts(self._pictures(ids, images), lambda picture: picture.decoded.nbytes):
             for picture, found in zip(part, compute_maps(batches, part, self._job), strict=True):
                 maps = {label: own.grid for label, own in zip(self.labels, found.maps, strict=bool(found.maps))}
-                records.append(grids.record_of(describe(picture, found, self._job), maps, self.labels))
-        columns = {name: _column_of(records, name, kind) for name, kind in grids.columns_of(self.labels).items()}
-        return columns | {"id": np.asarray(ids)}
+                records.append(columns.record_of(describe(picture, found, self._job), maps, self.labels))
+        kinds = columns.columns_of(self.labels)
+        return {name: _column_of(records, name, kind) for name, kind in kinds.items()} | {"id": np.asarray(ids)}
 
     @staticmethod
     def map_of(found: Mapping[str, Any], row: int, label: str) -> Any:
@@ -127,7 +127,7 @@ class BatchExplainer:
         Raises:
             ShapeError: the picture of that row has no such map.
         """
-        return grids.map_of({name: values[row] for name, values in found.items()}, label)
+        return columns.map_of({name: values[row] for name, values in found.items()}, label)
 
     def _loaded(self) -> Batches:
         if self._batches is None:

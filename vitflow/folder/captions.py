@@ -23,7 +23,6 @@ from vitflow.explaining.text.method_table import PICTURED, for_kind, text_method
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.earlier import clear_outputs, done_before
 from vitflow.folder.plan import Input, list_inputs
-from vitflow.folder.rows import is_caption_row
 from vitflow.folder.run import FolderSummary
 from vitflow.folder.work import Picture
 from vitflow.models.checkpoints import weights_sha256
@@ -31,12 +30,11 @@ from vitflow.models.facts import check_name, model_id
 from vitflow.models.hub import bundled, called, hub_for, own_prompt
 from vitflow.models.languages import load_language_model, load_processor
 from vitflow.pictures.figures import figure_bytes
-from vitflow.pictures.files import is_remote, write_atomically
+from vitflow.pictures.files import is_remote, write_atomically, write_inside
 from vitflow.pictures.images import MAX_PIXELS
-from vitflow.runs.columns import failed_row
-from vitflow.runs.journal import json_line
-from vitflow.runs.keeper import RunProgress, Tally, finishing, keep_rows, versions
-from vitflow.runs.remote import open_folder
+from vitflow.runs.batches import RunProgress, Tally
+from vitflow.runs.columns import failed_row, json_line
+from vitflow.runs.store import Run, finishing
 
 _STRIP, _MAPS = "-caption.png", "-caption.npz"
 # What a row says in the manifest, before what is the same in all of them.
@@ -107,8 +105,8 @@ def caption_folder(
     sources = [source] if isinstance(source, str | os.PathLike) else list(source)
     if any(map(is_remote, [*sources, output])):
         raise OptionError("Expected folders on this machine for captions, got a URL: fetch it first.")
-    folder = open_folder(output)
-    listing = list_inputs(sources, folder.path, recursive=recursive, glob=glob, limit=limit)
+    folder = Path(output)
+    listing = list_inputs(sources, folder, recursive=recursive, glob=glob, limit=limit)
     endings = [_STRIP, _MAPS]
     if not isinstance(model, nn.Module):
         name, prompt = name or called(model), own_prompt(model) if prompt is None else prompt
@@ -118,7 +116,7 @@ def caption_folder(
             model, _ = load_language_model(bundled(model), **beside)
     name = model_id(model) if name is None else check_name(name)
     asked = {"method": method, "name": name, "max_new_tokens": max_new_tokens, "do_sample": False, **options}
-    run = {
+    fingerprint = {
         "kind": "captions",
         "root": os.fspath(listing.root),
         "model": name,
@@ -128,7 +126,7 @@ def caption_folder(
         "options": {method: {**used, "max_new_tokens": max_new_tokens}},
         "save_map": save_map,
     }
-    run = json.loads(json.dumps(run, default=str))
+    fingerprint = json.loads(json.dumps(fingerprint, default=str))
 
     worked: list[str] = []
 
@@ -149,11 +147,10 @@ def caption_folder(
         seconds = round(time.perf_counter() - begun, 4)
         return known | row | {"status": "explained", "width": width, "height": height, "seconds": seconds}, files
 
-    header = {"run": run, "max_pixels": max_pixels}
     clear = partial(clear_outputs, output=folder, listing=listing, endings=endings, overwrite=overwrite)
-    with keep_rows(folder, header, is_caption_row, overwrite=overwrite, clear=clear) as journal:
-        inputs = listing.plan(endings, {row["input"]: row["stem"] for row in journal.rows()})
-        done = done_before(inputs, journal, folder.length)
+    with Run(folder, fingerprint, max_pixels=max_pixels, overwrite=overwrite, clear=clear) as run:
+        inputs = listing.plan(endings, {row["input"]: row["stem"] for row in run.all_rows()})
+        done = done_before(inputs, run)
         tally = Tally(progress, len(inputs), len(done))
         missing = [one for one in inputs if one.key not in done]
         with DecoderPool(min(1, len(missing)), max_pixels=max_pixels) as decoders:
@@ -162,37 +159,21 @@ def caption_folder(
                 row, files = describe(one, wrong or decoders.submit(one.path).result())
                 try:
                     for path, content in files.items():
-                        folder.put(path, content)
+                        write_inside(folder, path, content)
                 except OSError as error:
                     row = failed_row(row, error, f"Could not write {path!r}: {error.strerror or error}.")
-                journal.append([row])
+                run.put([(row, {})])
                 tally.row(row)
-        keys = [one.key for one in inputs]
-        journal.compact(keys)
-        explained = sum(row["status"] == "explained" for row in journal.rows(keys))
-        totals = {"total": len(keys), "explained": explained, "failed": len(keys) - explained}
+        totals = run.finish()
         with finishing(folder):
-            common = {part: run[part] for part in ("model", "weights_sha256", "prompt", "methods", "options")}
-            with write_atomically(folder.manifest("jsonl"), durable=True) as file:
-                for row in journal.rows(keys):
+            common = {part: fingerprint[part] for part in ("model", "weights_sha256", "prompt", "methods", "options")}
+            with write_atomically(folder / "manifest.jsonl", durable=True) as file:
+                for row in run.rows():
                     file.write(json_line({part: row.get(part) for part in _TOLD} | common))
             seconds = time.perf_counter() - clock
-            record = {
-                "versions": versions(),
-                "command": list(command) if command else None,
-                "run": run | {"recursive": recursive, "glob": glob, "limit": limit},
-                "totals": totals,
-                "time": {"started": started.isoformat(timespec="seconds"), "seconds": round(seconds, 3)},
-            }
-            folder.put("run.json", json.dumps(record, indent=2).encode("ascii") + b"\n", durable=True)
-    return FolderSummary(
-        folder.address,
-        folder.publish(folder.manifest("jsonl")),
-        **totals,
-        kept=len(done),
-        seconds=seconds,
-        accepts=is_caption_row,
-    )
+            times = {"started": started.isoformat(timespec="seconds"), "seconds": round(seconds, 3)}
+            run.write_summary({"recursive": recursive, "glob": glob, "limit": limit}, totals, times, command)
+    return FolderSummary(folder, folder / "manifest.jsonl", kept=len(done), seconds=seconds, report=None, **totals)
 
 
 def _told(found: Generation, one: Input, save_map: bool) -> tuple[dict[str, Any], dict[str, bytes]]:

@@ -11,8 +11,7 @@ from tempfile import TemporaryDirectory
 
 from vitflow.errors import ImageError, VitflowError, printable
 from vitflow.folder.decoders import Decoded, DecoderPool
-from vitflow.runs.places import LARGEST
-from vitflow.runs.remote import RemoteFolder
+from vitflow.runs.remote import LARGEST, RemoteFolder
 from vitflow.runs.stores import Known, StoreError, reason_of
 
 

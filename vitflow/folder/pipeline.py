@@ -4,9 +4,9 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,33 +18,30 @@ from vitflow.explaining.progress import watched
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.fetching import Fetcher
 from vitflow.folder.plan import Input
-from vitflow.folder.shards import ShardWriter
 from vitflow.folder.work import Job, Picture, PictureMaps, compute_maps, draw_files
-from vitflow.runs.batches import WAITING_BYTES, Batches, Lanes
-from vitflow.runs.columns import failed_row
-from vitflow.runs.journal import Journal
-from vitflow.runs.keeper import Tally
-from vitflow.runs.places import RunFolder
-from vitflow.runs.stores import StoreError
+from vitflow.pictures.files import write_inside
+from vitflow.runs.batches import WAITING_BYTES, Batches, Lanes, Tally
+from vitflow.runs.columns import Maps, Row, failed_row
 
 # Batches that wait to be written: with more the disk is the bottleneck, and waiting helps nobody.
 _BATCHES_BEHIND = 2
 
 
-_Writing = list[Future[dict[str, Any]]]
+_Written = tuple[Row, Maps]
+_Writing = list[Future[_Written]]
 
 
 class Pipeline:
-    """One run over the inputs that are not done yet; rows go to the journal as soon as their files are in place.
+    """One run over the inputs that are not done yet; rows are kept as soon as their files are in place.
 
     Args:
         explainer: the model.
         job: what to compute.
         output: the folder that files go to.
-        journal: where rows go.
+        keep: takes rows with their maps.
         batch_size: pictures that the model works on at once; it is halved where memory is too small.
         decoders: the processes that read.
-        tally: told of each row once it is in the journal, and of the work that is under way, in pictures, as methods
+        tally: told of each row once it is kept, and of the work that is under way, in pictures, as methods
             that take long go on.
         on_pixels: given each picture's key and pixels once its files are in place, by several threads.
     """
@@ -53,20 +50,19 @@ class Pipeline:
         self,
         explainer: Explainer,
         job: Job,
-        output: RunFolder,
-        journal: Journal,
+        output: Path,
+        keep: Callable[[Sequence[_Written]], None],
         *,
         batch_size: int,
         decoders: DecoderPool,
         tally: Tally,
         on_pixels: Callable[[str, NDArray[np.uint8]], None] | None = None,
     ) -> None:
-        self._job, self._journal = job, journal
+        self._job, self._keep_rows = job, keep
         self._batch_size, self._decoders, self._tally = batch_size, decoders, tally
         self._on_pixels = on_pixels
         self._fetcher: Fetcher | None = None
         self._output = output
-        self._shards = ShardWriter(output.put, job.labels) if job.store == "grids" else None
         self._slow = sum(is_slow(one.name) for one in job.methods)
         # Methods that take long use all threads by themselves, and end soon on Ctrl-C only in this one.
         self._explainer, self._several = explainer, not self._slow
@@ -97,10 +93,8 @@ class Pipeline:
             while self._writing:
                 self._commit()
         except BaseException:
-            # On Ctrl-C: keep what is written, and start nothing new. A store that hangs is not waited for.
-            self._output.hurry()
-            with suppress(StoreError):
-                self._end(lanes, writers)
+            # On Ctrl-C: keep what is written, and start nothing new.
+            self._end(lanes, writers)
             raise
         self._end(lanes, writers)
 
@@ -114,8 +108,6 @@ class Pipeline:
         writers.shutdown(wait=True, cancel_futures=True)
         for _, futures in self._writing:
             self._keep([future.result() for future in futures if not future.cancelled()])
-        if self._shards is not None:
-            self._tell(self._shards.flush())
 
     def _decoded_batches(
         self, inputs: Sequence[Input], done: set[str]
@@ -188,19 +180,19 @@ class Pipeline:
         ):
             self._commit()
 
-    def _write(self, picture: Picture, maps: PictureMaps) -> dict[str, Any]:
-        """Draw, encode and write one picture; its row."""
+    def _write(self, picture: Picture, maps: PictureMaps) -> _Written:
+        """Draw, encode and write one picture; its row and grids."""
         try:
-            row, files = draw_files(picture, maps, self._job)
+            row, grids, files = draw_files(picture, maps, self._job)
             for path, content in files.items():
-                self._output.put(path, content)
+                write_inside(self._output, path, content)
             pixels = picture.decoded.image
             if self._on_pixels is not None and pixels is not None and maps.maps:
                 self._on_pixels(picture.key, pixels)
-            return row
+            return row, grids
         except Exception as error:  # a full disk, above all
             reason = getattr(error, "strerror", None) or str(error)
-            return failed_row(picture.known, error, f"The files of this picture could not be written: {reason}.")
+            return failed_row(picture.known, error, f"The files of this picture could not be written: {reason}."), {}
 
     def _commit(self) -> None:
         _, futures = self._writing[0]
@@ -208,16 +200,9 @@ class Pipeline:
         self._writing.popleft()
         self._keep(rows)
 
-    def _keep(self, rows: Sequence[dict[str, Any]]) -> None:
-        if self._shards is None:
-            self._tell(rows)
-        else:
-            self._tell(self._shards.add(rows))
-            self._tally.share(self._under_way)  # those that wait for their shard
-
-    def _tell(self, rows: Sequence[dict[str, Any]]) -> None:
-        self._journal.append(rows)
-        for row in rows:
+    def _keep(self, rows: Sequence[_Written]) -> None:
+        self._keep_rows(rows)
+        for row, _ in rows:
             self._under_way -= 1
             self._tally.row(row, self._under_way)
 

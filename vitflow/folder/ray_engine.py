@@ -1,9 +1,9 @@
-"""The same folder run on a cluster: Ray Data hands out batches to actors, each with a model; the journal stays here.
+"""The same folder run on a cluster: Ray Data hands out batches to actors, each with a model; the rows are kept here.
 
 An actor runs the very pipeline of a local run over the inputs that it is handed, in the same batches, and sends back
-the rows. One that is killed is started anew, and what it was at is done again: files appear whole or not at all, so
-that nothing changes for it. A row is in the journal once its files are there, and a run whose driver was killed goes on
-from there.
+the rows with their maps. One that is killed is started anew, and what it was at is done again: files appear whole or
+not at all, so that nothing changes for it. A row is kept once its files are there, and a run whose driver was killed
+goes on from there.
 """
 
 import hashlib
@@ -11,8 +11,10 @@ import json
 import logging
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,17 +25,16 @@ from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input
 from vitflow.folder.work import Job, Picture, explainer_for
+from vitflow.pictures.files import remove_leftovers, write_inside
 from vitflow.pictures.options import ENGINES
-from vitflow.runs.columns import failed_row
+from vitflow.runs.batches import Tally
+from vitflow.runs.columns import Maps, Row, failed_row
 from vitflow.runs.fingerprints import fingerprint_difference
-from vitflow.runs.journal import Journal, json_line
-from vitflow.runs.keeper import Tally
-from vitflow.runs.places import RunFolder
 
 # Batches that an actor gets at once, at most; a task that is lost is done again whole.
 _MOST_BATCHES = 64
 # How often a task is begun before its pictures are taken one by one, and where that is noted below the output folder.
-_TOGETHER, _TRIES = 2, ".vitflow/tries"
+_TOGETHER, _TRIES = 2, ".vitflow-tries"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Asked:
     model: Any
     fingerprint: Mapping[str, Any]
     job: Job
-    output: RunFolder
+    output: Path
     batch_size: int
     workers: int | None
     max_pixels: int
@@ -87,34 +88,24 @@ def choose_engine(engine: str, address: str | None, actors: int | None) -> Clust
     return Cluster(address, actors)
 
 
-class _Rows:
-    """Stands in for the journal where an actor works: keeps the rows, to be sent."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-
-    def append(self, rows: Iterable[dict[str, Any]]) -> None:
-        self.rows += rows
-
-
 class Worker:
     """An actor: explains the inputs of a batch, writes their files, and gives their rows."""
 
     def __init__(self, asked: bytes) -> None:
         self._asked: Asked = pickle.loads(asked)
-        self._rows = _Rows()
+        self._rows: list[tuple[Row, Maps]] = []
         self._pipeline: Pipeline | None = None
 
     def __call__(self, batch: Mapping[str, Sequence[bytes]]) -> dict[str, Any]:
-        """Do some tasks: the lines of JSON of their rows."""
+        """Do some tasks: their rows with their maps, pickled."""
         sent: list[bytes] = []
         try:
             for task in batch["task"]:
                 self._do(*pickle.loads(task))
-                sent += map(json_line, self._rows.rows)
-                self._rows.rows.clear()
+                sent += map(pickle.dumps, self._rows)
+                self._rows.clear()
         except VitflowError as error:  # what stops all stops the run with its own words
-            sent = [json_line({"stopped": type(error).__name__, "message": str(error)})]
+            sent = [pickle.dumps(({"stopped": type(error).__name__, "message": str(error)}, {}))]
         column = np.empty(len(sent), object)
         column[:] = sent
         return {"row": column}
@@ -124,12 +115,12 @@ class Worker:
         output = self._asked.output
         name = hashlib.sha256("\0".join(one.key for one in inputs).encode("utf-8", "surrogateescape")).hexdigest()
         note = f"{_TRIES}/{name[:16]}.json"
-        begun, killing, alone = _noted(output, note)
+        begun, killing, alone = _noted(output / note)
         if alone is not None:
             killing.append(alone)
 
         def tell(alone: str | None) -> None:
-            output.put(note, json.dumps([begun + 1, killing, alone]).encode())
+            write_inside(output, note, json.dumps([begun + 1, killing, alone]).encode())
 
         tell(None)
         if begun < _TOGETHER:
@@ -137,11 +128,11 @@ class Worker:
         else:
             for one in inputs:
                 if one.key in killing:
-                    self._rows.append([_killed(one)])
+                    self._rows.append((_killed(one), {}))
                 elif one.key not in done:
                     tell(one.key)
                     self._loaded().run([one], set())
-        output.remove([note])
+        (output / note).unlink(missing_ok=True)
 
     def _loaded(self) -> Pipeline:
         if self._pipeline is None:
@@ -154,15 +145,14 @@ class Worker:
             workers = 1 if asked.workers is None else min(asked.workers, os.cpu_count() or 1)
             decoders = DecoderPool(workers, max_pixels=asked.max_pixels)  # they end with the actor
             options: dict[str, Any] = {"batch_size": asked.batch_size, "decoders": decoders, "tally": Tally(None, 0)}
-            journal: Any = self._rows
-            self._pipeline = Pipeline(explainer, asked.job, asked.output, journal, **options)
+            self._pipeline = Pipeline(explainer, asked.job, asked.output, self._rows.extend, **options)
         return self._pipeline
 
 
-def _noted(output: RunFolder, note: str) -> tuple[int, list[str], str | None]:
+def _noted(note: Path) -> tuple[int, list[str], str | None]:
     """How often a task was begun, the pictures that killed an actor, and the one that was taken alone at the end."""
     try:
-        begun, killing, alone = json.loads(output.read(note))
+        begun, killing, alone = json.loads(note.read_bytes())
     except (OSError, ValueError):
         return 0, [], None
     return begun, killing, alone
@@ -182,7 +172,7 @@ def run_on_ray(
     done: set[str],
     asked: Asked,
     cluster: Cluster,
-    journal: Journal,
+    keep: Callable[[Sequence[tuple[Row, Maps]]], None],
     tally: Tally,
 ) -> None:
     """Explain what is not done on a cluster.
@@ -192,14 +182,14 @@ def run_on_ray(
         done: the keys of those that are done.
         asked: what to do with each.
         cluster: where.
-        journal, tally: take the rows as they come.
+        keep, tally: take the rows as they come.
 
     Raises:
         OptionError: ray is not installed.
         VitflowError: no picture can be explained this way.
     """
     ray = load_ray()
-    asked.output.remove(asked.output.names(_TRIES))  # the notes of tasks that were not ended
+    shutil.rmtree(asked.output / _TRIES, ignore_errors=True)  # the notes of tasks that were not ended
     started = not ray.is_initialized()
     if started:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
@@ -225,11 +215,12 @@ def run_on_ray(
         )
         for batch in found.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0):
             rows = [row_of(line) for line in batch["row"]]
-            journal.append(rows)
-            for row in rows:
+            keep(rows)
+            for row, _ in rows:
                 tally.row(row)
     finally:
-        asked.output.remove(asked.output.names(_TRIES))
+        shutil.rmtree(asked.output / _TRIES, ignore_errors=True)
+        remove_leftovers(asked.output)  # of actors that were killed
         talk.setLevel(level)
         if started:
             ray.shutdown()
@@ -266,14 +257,14 @@ def _tasks(
         yield own, {one.key for one in own if one.key in done}
 
 
-def row_of(line: bytes) -> dict[str, Any]:
-    """The row that an actor sent.
+def row_of(line: bytes) -> tuple[Row, Maps]:
+    """The row that an actor sent, with its maps.
 
     Raises:
         VitflowError: what it sent says that no picture can be explained this way.
     """
-    row: dict[str, Any] = json.loads(line)
+    row, maps = pickle.loads(line)
     if "stopped" in row:
         kind = getattr(errors, row["stopped"], VitflowError)
         raise kind(row["message"])
-    return row
+    return row, maps

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
 
-from vitflow.errors import OptionError, check_known, printable
+from vitflow.errors import OptionError, printable
 from vitflow.explaining.asking.captions import duration
 from vitflow.explaining.asking.choices import ChosenMethod, check_methods, is_asked
 from vitflow.explaining.asking.targets import (
@@ -30,10 +30,9 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.folder.decoders import Decoded
 from vitflow.methods.cells import cell_grid
-from vitflow.pictures.options import OVERLAY_FORMATS, STORES, WRITE_OPTIONS
+from vitflow.pictures.options import OVERLAY_FORMATS, WRITE_OPTIONS
 from vitflow.runs.batches import Batches
-from vitflow.runs.columns import failed_row
-from vitflow.runs.grids import pack_grid
+from vitflow.runs.columns import Maps, Row, failed_row
 
 # Pictures of the pass by which a run's duration is guessed.
 _TRIED = 8
@@ -51,7 +50,7 @@ class Job:
         drawing: options of `Saliency.overlay`.
         format: of the overlays, "jpg", "png" or "webp".
         save_map: write each unscaled map as .npz, too.
-        store: "overlays" writes a picture per map; "grids" keeps the maps alone, to be drawn on demand.
+        overlays: write an overlay for each map; without them the maps can be drawn later.
     """
 
     methods: tuple[ChosenMethod, ...]
@@ -59,7 +58,7 @@ class Job:
     drawing: Mapping[str, Any] = field(default_factory=dict)
     format: str = "jpg"
     save_map: bool = False
-    store: str = "overlays"
+    overlays: bool = True
 
     @property
     def labels(self) -> list[str]:
@@ -69,7 +68,7 @@ class Job:
     @property
     def endings(self) -> list[str]:
         """What is appended to a picture's stem for each of its files."""
-        suffixes = [self.format, "npz"] if self.save_map else [self.format]
+        suffixes = [self.format, "npz"] if self.save_map else [self.format]  # names are the same without overlays
         return [f"-{label}.{suffix}" for label in self.labels for suffix in suffixes]
 
 
@@ -98,7 +97,7 @@ def make_job(
     drawing: Mapping[str, Any] | None = None,
     format: str = "jpg",
     save_map: bool = False,
-    store: str = "overlays",
+    overlays: bool = True,
     asks: bool = False,
 ) -> Job:
     """Complete and check what was asked for, before anything is loaded or read.
@@ -106,13 +105,8 @@ def make_job(
     `asks` is whether the model is asked anything but its classes; it decides on the method where `methods` is None.
 
     Raises:
-        OptionError: an unknown method, option, format or store, or several targets.
+        OptionError: an unknown method, option or format, or several targets.
     """
-    check_known("store", store, STORES)
-    if store == "grids" and save_map:
-        raise OptionError(
-            "Expected save_map=False with store='grids', which keeps the maps without files of their own."
-        )
     if format not in OVERLAY_FORMATS:
         raise OptionError(f"Expected a format of {', '.join(OVERLAY_FORMATS)}, got {format!r}.")
     contrasting = bool(contrasts_among(target))
@@ -125,7 +119,7 @@ def make_job(
     for place, one in enumerate(chosen):
         count = 1 + sum(other.name == one.name for other in chosen[:place])
         chosen[place] = one if count == 1 else replace(one, label=f"{one.name}-{count}")
-    return Job(tuple(chosen), target, dict(drawing or {}), format, save_map, store)
+    return Job(tuple(chosen), target, dict(drawing or {}), format, save_map, overlays)
 
 
 def explainer_for(model: str | Path | nn.Module | Explainer | Callable[[], Explainer]) -> Explainer:
@@ -266,25 +260,25 @@ def describe(picture: Picture, found: PictureMaps, job: Job) -> dict[str, Any]:
         **{name: round(told, 6) if isinstance(told, float) else told for name, told in first.answer.to_dict().items()},
         "facts": json.loads(json.dumps(facts, default=float)),
         "saturated_share": _saturated_share(facts),
-        "window": [round(edge, 3) for edge in first.placement.window],
         "placement": first.placement.to_dict(),
         "seconds": round(found.seconds, 4),
     }
 
 
-def draw_files(picture: Picture, found: PictureMaps, job: Job) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """A picture's row with its maps, and its files by path below the output folder, drawn where they are asked for."""
+def draw_files(picture: Picture, found: PictureMaps, job: Job) -> tuple[Row, Maps, dict[str, bytes]]:
+    """A picture's row, its grids by their labels, and its files by path below the output folder."""
     row = describe(picture, found, job)
     if not found.maps:
-        return row, {}
+        return row, {}, {}
     started = time.perf_counter()
     maps = dict(zip(job.labels, found.maps, strict=True))
     files: dict[str, bytes] = {}
     outputs: dict[str, str] = {}
     saved: dict[str, str] = {}
-    for label, saliency in maps.items() if job.store == "overlays" else ():
-        outputs[label] = f"{picture.stem}-{label}.{job.format}"
-        files[outputs[label]] = encode_overlay(saliency.overlay(**job.drawing), job.format)
+    for label, saliency in maps.items():
+        if job.overlays:
+            outputs[label] = f"{picture.stem}-{label}.{job.format}"
+            files[outputs[label]] = encode_overlay(saliency.overlay(**job.drawing), job.format)
         if job.save_map:
             saved[label] = f"{picture.stem}-{label}.npz"
             files[saved[label]] = _encode_map(saliency)
@@ -292,10 +286,9 @@ def draw_files(picture: Picture, found: PictureMaps, job: Job) -> tuple[dict[str
         "outputs": outputs,
         "maps": saved or None,
         "written": {path: len(content) for path, content in files.items()},
-        "grids": {label: pack_grid(saliency.grid) for label, saliency in maps.items()},
         "seconds": round(found.seconds + time.perf_counter() - started, 4),
     }
-    return row, files
+    return row, {label: saliency.grid for label, saliency in maps.items()}, files
 
 
 def _saturated_share(facts: Mapping[str, Mapping[str, Any]]) -> float | None:

@@ -81,3 +81,23 @@ def remove_inside(folder: Path, paths: Iterable[str]) -> None:
         target = folder / path
         if stays_inside(folder, path) and (target.is_file() or target.is_symlink()):
             target.unlink(missing_ok=True)
+
+
+def write_inside(folder: Path, path: str, content: bytes, *, durable: bool = False) -> None:
+    """Write a file below a folder, whole or not at all, and never through a link that leads out of the folder.
+
+    Raises:
+        OSError: a link does, or the disk is full.
+    """
+    if not stays_inside(folder, path):
+        raise OSError(f"a link leads out of the folder {str(folder)!r}")
+    with write_atomically(folder / path, durable=durable) as file:
+        file.write(content)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the unfinished files below a folder that a killed program has left."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            if name.startswith(".vitflow-") and name.endswith(".part"):
+                Path(place, name).unlink(missing_ok=True)

@@ -31,11 +31,8 @@ FIGURE_FORMATS = (".png", ".pdf", ".svg")
 #: Overlays of a folder run, by their suffix without the dot.
 OVERLAY_FORMATS = ("jpg", "png", "webp")
 
-#: What a folder run keeps of a map: its grid, or an overlay on its photograph.
-STORES = ("grids", "overlays")
-
-#: Tables of a folder run, by their suffix without the dot.
-MANIFEST_FORMATS = ("jsonl", "csv", "parquet")
+#: Tables of a folder run, by their suffix without the dot; Parquet also with the grids of the maps.
+MANIFEST_FORMATS = ("jsonl", "csv", "parquet", "parquet+grids")
 
 #: Where a folder run works: in this process, or on a cluster of Ray.
 ENGINES = ("local", "ray")

@@ -1,1 +1,1 @@
-"""What any run over many pictures remembers: its journal, its rows, what it was asked, and where it writes."""
+"""What any run over many images keeps: one SQLite file with its rows, its maps, and what it computes."""

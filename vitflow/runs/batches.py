@@ -1,8 +1,9 @@
-"""Work on many pictures at once, as many as the memory holds, where one that fails takes no other along."""
+"""Work on many pictures at once, as many as the memory holds, where one that fails takes no other along; progress."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from threading import Barrier, BrokenBarrierError, Event
@@ -233,3 +234,42 @@ def _are_apart(explainers: Sequence[Explainer], threads: ThreadPoolExecutor) -> 
             )
     except Exception:  # the model's own, which a lane would come upon as well
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class RunProgress:
+    """Where a run stands, for a progress callback: called at the start (without a row), then once per picture.
+
+    Attributes:
+        done: pictures with a row, those of earlier runs included.
+        total: pictures of the run.
+        row: the newest row.
+        under_way: how many more pictures' worth of work is done, as far as it is known. Methods that take long are told
+            of in between, without a row.
+    """
+
+    done: int
+    total: int
+    row: Mapping[str, Any] | None
+    under_way: float = 0.0
+
+
+class Tally:
+    """Counts the pictures of a run that have a row, and tells a callback where the run stands."""
+
+    def __init__(self, tell: Callable[[RunProgress], None] | None, total: int, done: int = 0) -> None:
+        self._tell, self._total, self.done = tell, total, done
+        self.share(0.0)
+
+    def row(self, row: Mapping[str, Any], under_way: float = 0.0) -> None:
+        """One more picture has a row."""
+        self.done += 1
+        self._say(row, under_way)
+
+    def share(self, under_way: float) -> None:
+        """So many more pictures' worth of work is done."""
+        self._say(None, under_way)
+
+    def _say(self, row: Mapping[str, Any] | None, under_way: float) -> None:
+        if self._tell is not None:
+            self._tell(RunProgress(self.done, self._total, row, under_way))

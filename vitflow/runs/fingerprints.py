@@ -7,9 +7,9 @@ from typing import Any
 from vitflow.errors import OptionError
 from vitflow.explaining.asking.choices import Chosen
 from vitflow.recording.probing import alike
-from vitflow.runs.journal import VERSION
 
-_REMEDY = "Choose another folder, or replace that run with --overwrite (overwrite=True)."
+#: What to do about a folder that holds another run.
+REMEDY = "Choose another folder, or replace that run with --overwrite (overwrite=True)."
 _KINDS = {"evaluation": "an evaluation", "folder": "a folder run", "captions": "a run of captions"}
 # What is told in words, for its values say nothing to a reader.
 _IN_WORDS = {
@@ -53,24 +53,19 @@ def run_fingerprint(
     return plain
 
 
-def check_same_run(header: Mapping[str, Any], folder: object, fingerprint: Mapping[str, Any]) -> None:
-    """Refuse a folder whose journal begins with the header of a run with another fingerprint.
+def check_same_run(before: Mapping[str, Any], folder: object, fingerprint: Mapping[str, Any]) -> None:
+    """Refuse a folder that holds a run with another fingerprint.
 
     Raises:
-        OptionError: it does, or with that of another version of vitflow.
+        OptionError: it does.
     """
-    if header["vitflow_journal"] != VERSION:
-        raise OptionError(
-            f"The folder {str(folder)!r} holds a run of another version of vitflow, which notes other things. {_REMEDY}"
-        )
-    before = header["run"]
     kinds = [_KINDS.get(str(own.get("kind")), "another run") for own in (before, fingerprint)]
     if kinds[0] != kinds[1]:
-        raise OptionError(f"The folder {str(folder)!r} holds {kinds[0]}, not {kinds[1]}. {_REMEDY}")
+        raise OptionError(f"The folder {str(folder)!r} holds {kinds[0]}, not {kinds[1]}. {REMEDY}")
     different = fingerprint_difference(before, fingerprint)
     if different:
         raise OptionError(
-            f"The folder {str(folder)!r} holds a run with other options: {'; '.join(different)}. {_REMEDY}"
+            f"The folder {str(folder)!r} holds a run with other options: {'; '.join(different)}. {REMEDY}"
         )
 
 

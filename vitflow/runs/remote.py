@@ -1,32 +1,20 @@
-"""Pictures and outputs that lie elsewhere: URLs such as s3://bucket/folder, through fsspec.
-
-A file is written whole or not at all: an object store does so by itself, and elsewhere it is written beside its place
-and moved there. There are no locks and no appending: the journal is a file of the earlier rows and one for each batch
-of rows since, and that only one run works in a folder is for its users to see to.
-"""
+"""Images that are elsewhere: URLs such as s3://bucket/folder, through fsspec."""
 
 import io
-import os
-import posixpath
-import secrets
-import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any, BinaryIO, TypeVar
-from weakref import finalize
 
 from vitflow.errors import VitflowError
-from vitflow.pictures.files import is_remote
-from vitflow.runs.journal import Journal, json_line
-from vitflow.runs.places import LARGEST, RunFolder
 from vitflow.runs.stores import Known, StoreError, TooLargeError, file_system, protocols_of, reason_of
 
 T = TypeVar("T")
+
+#: Bytes of a file that is read whole: the largest photographs of cameras have a quarter of it.
+LARGEST = 2**28
 
 # Seconds after which what a store is asked for is given up: of all of it, since the last bytes came, and once a run was
 # interrupted.
@@ -34,12 +22,8 @@ _LONGEST, _STALLED, _HURRY = 600.0, 30.0, 2.0
 _WATCH_EVERY = 0.1
 _PIECE = 2**20
 
-# Where a file that is put is there whole at once.
-_WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory"}
-_PARTS = ".vitflow/journal-"
 
-
-class RemoteFolder(RunFolder):
+class RemoteFolder:
     """A folder at a URL; small to pickle. What it is asked for is given up when it takes too long.
 
     Args:
@@ -65,27 +49,6 @@ class RemoteFolder(RunFolder):
     def _alone(self) -> Any:
         """Held by those that use a connection which several threads must not share."""
         return nullcontext() if self._system[0].async_impl else threading.Lock()
-
-    @cached_property
-    def path(self) -> Path:
-        """A folder on this machine for what is put together here; it is gone with this object."""
-        scratch = Path(mkdtemp(prefix="vitflow-"))
-        finalize(self, shutil.rmtree, scratch, ignore_errors=True)
-        return scratch
-
-    @property
-    def address(self) -> str:
-        """The URL."""
-        return self.url
-
-    def open_journal(self, accepts: Callable[[Mapping[str, Any]], bool]) -> Journal:
-        """The journal, with the rows that are there."""
-        return RemoteJournal(self, accepts)
-
-    def publish(self, path: Path) -> str:
-        """Put a file there that was put together here; its URL."""
-        self.put(path.name, path.read_bytes())
-        return f"{self.url}/{path.name}"
 
     def hurry(self) -> None:
         """Have everything done or given up in a moment."""
@@ -132,24 +95,6 @@ class RemoteFolder(RunFolder):
             raise error
         raise StoreError(f"Could not {what}: {reason_of(error)}.") from error
 
-    def put(self, path: str, content: bytes, *, durable: bool = False) -> None:
-        """Write a file below the folder, whole or not at all."""
-        target = self._at(path)
-
-        def write(system: Any, _: object) -> None:
-            if _WHOLE & set(protocols_of(system)):
-                system.pipe_file(target, content)
-                return
-            system.makedirs(posixpath.dirname(target), exist_ok=True)
-            unfinished = posixpath.join(posixpath.dirname(target), f".vitflow-{secrets.token_hex(8)}.part")
-            system.pipe_file(unfinished, content)
-            system.mv(unfinished, target)
-
-        try:
-            self._ask(f"write {path!r} to {self.url!r}", write)
-        except FileNotFoundError as error:
-            raise StoreError(f"Could not write {path!r} to {self.url!r}: {reason_of(error)}.") from error
-
     def fetch(self, path: str, file: BinaryIO, largest: int | None = None) -> None:
         """Copy a file below the folder into one of this machine, piece by piece.
 
@@ -190,33 +135,6 @@ class RemoteFolder(RunFolder):
             return None
         return Known.of(facts)
 
-    def length(self, path: str) -> int | None:
-        """Its length in bytes; None where it is not there."""
-        found = self.known(path)
-        return None if found is None else found.size
-
-    def names(self, folder: str) -> list[str]:
-        """The files in a folder below this one, as paths below this one."""
-
-        def find(system: Any, _: object) -> Iterable[str]:
-            system.invalidate_cache()
-            found: Iterable[str] = system.find(self._at(folder), maxdepth=1)
-            return found
-
-        try:
-            found = self._ask(f"list {folder!r} in {self.url!r}", find)
-        except FileNotFoundError:
-            return []
-        return sorted(f"{folder}/{posixpath.basename(name)}" for name in found)
-
-    def first_of(self, paths: Iterable[str]) -> str | None:
-        """The first of these paths at which there is a file."""
-        try:
-            there = {path for path, _ in self.listed()}
-        except FileNotFoundError:
-            return None
-        return next((path for path in paths if path in there), None)
-
     def listed(self, *, recursive: bool = True) -> list[tuple[str, Known]]:
         """The files below the folder, as paths below it, with what the listing tells of them.
 
@@ -233,62 +151,3 @@ class RemoteFolder(RunFolder):
             for name, facts in found.items()
             if name.startswith(base)
         ]
-
-    def remove(self, paths: Iterable[str]) -> None:
-        """Remove files below the folder, those that are there."""
-        for path in paths:
-            if self.known(path) is not None:
-                self._ask(f"remove {path!r} from {self.url!r}", self._removal(path))
-
-    def _removal(self, path: str) -> Callable[[Any, object], None]:
-        return lambda system, _: system.rm_file(self._at(path))
-
-
-class RemoteJournal(Journal):
-    """A journal at a URL; a copy on this machine is read.
-
-    Args:
-        place: the output folder.
-        accepts: as for `Journal`.
-    """
-
-    def __init__(self, place: RemoteFolder, accepts: Callable[[Mapping[str, Any]], bool]) -> None:
-        self._place = place
-        copy = place.path / ".vitflow" / "journal.jsonl"
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        self._parts = [name for name in place.names(".vitflow") if name.startswith(_PARTS)]
-        whole = [".vitflow/journal.jsonl"] if place.length(".vitflow/journal.jsonl") is not None else []
-        with copy.open("wb") as file:
-            for name in [*whole, *self._parts] if whole else []:
-                place.fetch(name, file)
-        super().__init__(copy, accepts)
-
-    def start(self, header: Mapping[str, Any]) -> None:
-        """Begin anew, with nothing done."""
-        super().start(header)
-        self._put_whole()
-
-    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add rows, to be found again by their "input"; a later row replaces an earlier one."""
-        rows = list(rows)
-        super().append(rows)
-        if rows:
-            # Numbers that go on from those that are there: read in the order of their names.
-            number = int(self._parts[-1][len(_PARTS) :].split(".")[0]) + 1 if self._parts else 1
-            self._parts.append(f"{_PARTS}{number:08}.jsonl")
-            self._place.put(self._parts[-1], b"".join(map(json_line, rows)))
-
-    def compact(self, keys: Iterable[str]) -> None:
-        """Write the journal anew, as `Journal.compact` does."""
-        super().compact(keys)
-        self._put_whole()
-
-    def _put_whole(self) -> None:
-        self._place.put(".vitflow/journal.jsonl", self.path.read_bytes())
-        self._place.remove(self._parts)
-        self._parts = []
-
-
-def open_folder(output: str | os.PathLike[str]) -> RunFolder:
-    """The output folder at a path or a URL."""
-    return RemoteFolder(os.fspath(output)) if is_remote(output) else RunFolder(Path(output))

@@ -39,7 +39,7 @@ def write_report(
         output: the run's output folder, into which the pages go.
         run: what the run computed: "root", "model", "methods", "options", "drawing", …
         states: "explained" or "failed" for each input to show; they stand in the natural order of their names.
-        read_rows: the rows of some inputs, with their grids.
+        read_rows: the rows of some inputs, with their "grids", and the "window" of the image that the model saw.
         photograph: the photograph of a row made small, as JPEG (see `vitflow.viewer.drawing.thumbnail`); it raises
             VitflowError or OSError where that is not the one that was explained.
         departures: of each of the run's methods how its maps depart from its publication, in words.
@@ -115,7 +115,7 @@ def _entries(
             "link": _link(os.path.relpath(source, output)),
             "image": image,
             "size": [row["width"], row["height"]],
-            "window": row["window"],
+            "window": [round(edge, 3) for edge in row["window"]],
             "label": label,
             "probability": row["probability"],
             "maps": {name: _map(grid, run, row["facts"].get(name, {}) | told) for name, grid in row["grids"].items()},
@@ -128,13 +128,13 @@ def _link(path: str) -> str:
     return "./" + quote_from_bytes(os.fsencode(path).replace(os.sep.encode(), b"/"))
 
 
-def _map(grid: Mapping[str, Any], run: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    values: NDArray[np.float32] = np.frombuffer(base64.b64decode(grid["values"]), dtype="<f4")
+def _map(grid: NDArray[np.float32], run: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    values = grid.ravel()
     limits = {name: run["drawing"][name] for name in ("vmin", "vmax") if name in run["drawing"]}
     low, high = scale_range(values, **limits)
     # Seven digits tell float32 values apart; more would make the page larger for nothing.
     return {
-        "shape": grid["shape"],
+        "shape": list(grid.shape),
         "values": [float(f"{value:.7g}") for value in values],
         "low": low,
         "high": high,

@@ -12,8 +12,8 @@ from vitflow.errors import printable
 from vitflow.pictures.options import OVERLAY_FORMATS
 
 
-@click.command(short_help="Draw overlays of what a run stored as grids.")
-@click.argument("run", metavar="RUN", type=shared.PathOrURL(exists=True, file_okay=False, path_type=Path))
+@click.command(short_help="Draw overlays of the maps that a run keeps.")
+@click.argument("run", metavar="RUN", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("-o", "--output", required=True, type=shared.NEW_FOLDER, help="Folder for the overlays.")
 @click.option(
     "--images",
@@ -21,15 +21,19 @@ from vitflow.pictures.options import OVERLAY_FORMATS
     type=shared.PathOrURL(exists=True, file_okay=False, path_type=Path),
     help="Where the photographs are; a URL must be named.  [default: the folder that the run read]",
 )
-@click.option("--where", metavar="CONDITION", help='Draw where this holds, such as "probability < 0.5".')
+@click.option(
+    "--where", metavar="SQL", help="Draw where this holds, such as \"probability < 0.5 AND class_name = 'disc'\"."
+)
 @click.option("--method", "methods", multiple=True, metavar="NAME", help="Draw this map.  [default: all of the run]")
 @shared.limit_option
 @click.option("--format", type=click.Choice(OVERLAY_FORMATS), help="Of the overlays.  [default: as the run was asked]")
 @shared.drawing_options
-def draw(run: Path | str, **given: Any) -> None:
+def draw(run: Path, **given: Any) -> None:
     """Draw overlays from RUN, the output folder of `vitflow folder`, without running the model again.
 
-    A run with --store grids keeps maps without overlays: this draws those that are worth a look.
+    A run with --no-overlays keeps maps without overlays: this draws those that are worth a look. --where is an SQL
+    expression over input, size, width, height, class_index, class_name, probability, target, value, predicted_index,
+    saturated_share and seconds.
     """
     from vitflow.folder.found.draw import Drawn, draw_run
 

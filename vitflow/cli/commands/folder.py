@@ -19,7 +19,7 @@ from vitflow.explaining.asking.choices import choose_methods
 from vitflow.explaining.asking.method_options import OPTIONS
 from vitflow.explaining.text.method_table import PICTURED, text_method
 from vitflow.pictures.files import is_link, is_there
-from vitflow.pictures.options import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS, STORES
+from vitflow.pictures.options import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS
 
 _ASKED = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 # What a run of captions takes beside its method's own options.
@@ -49,8 +49,8 @@ class _Model:
     "-o",
     "--output",
     required=True,
-    type=shared.PathOrURL(file_okay=False, path_type=Path),
-    help="Folder for the overlays, the manifest and run.json; a URL goes through fsspec.",
+    type=shared.NEW_FOLDER,
+    help="Folder for the overlays, the manifest, run.json and run.sqlite; on a disk of this machine.",
 )
 @shared.model_options
 @shared.question_options
@@ -83,13 +83,17 @@ class _Model:
 @shared.resume_option
 @click.option("--save-map", is_flag=True, help="Write each unscaled map as .npz, too.")
 @click.option(
-    "--store",
-    type=click.Choice(STORES),
-    default="overlays",
-    help="Draw each map, or keep the maps alone, as Parquet, for vitflow draw to draw on demand.",
+    "--overlays/--no-overlays",
+    default=True,
+    help="Draw each map; without overlays, vitflow draw and vitflow report draw the maps, which the run keeps.",
 )
 @click.option("--format", type=click.Choice(OVERLAY_FORMATS), default="jpg", help="Of the overlays.")
-@click.option("--manifest", type=click.Choice(MANIFEST_FORMATS), default="jsonl", help="Table with one row per input.")
+@click.option(
+    "--manifest",
+    type=click.Choice(MANIFEST_FORMATS),
+    default="jsonl",
+    help="Table with one row per input; parquet+grids has the maps, too.",
+)
 @click.option("--report", is_flag=True, help="Write a report in HTML at the end.")
 @click.option(
     "--engine",
@@ -199,7 +203,7 @@ def _maps(given: dict[str, Any], model: _Model) -> Callable[..., Any]:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vitflow.folder.run import explain_folder
 
-    same = ("batch_size", "workers", "store", "format", "manifest", "report", "engine", "address", "actors")
+    same = ("batch_size", "workers", "overlays", "format", "manifest", "report", "engine", "address", "actors")
     return partial(
         explain_folder,
         model=model,

@@ -1,11 +1,13 @@
-"""Draw what a run has found, for the pictures that are asked for: grids first, overlays on demand."""
+"""Draw the maps of a run afterwards, for the pictures that are asked for."""
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,19 +18,19 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError, ShapeError, VitflowError, VitflowWarning, check_known, printable, whole_number
 from vitflow.explaining.saliency import Saliency
 from vitflow.folder.decoders import decode_file, decode_given
-from vitflow.folder.found.conditions import misspelt, parse_condition
-from vitflow.folder.rows import open_run
-from vitflow.folder.shards import ShardReader
 from vitflow.folder.work import encode_overlay
-from vitflow.pictures.files import is_remote
+from vitflow.pictures.files import is_remote, write_inside
 from vitflow.pictures.options import OVERLAY_FORMATS
-from vitflow.runs.grids import Grid, placement_of
-from vitflow.runs.journal import Journal
-from vitflow.runs.places import RunFolder
-from vitflow.runs.remote import RemoteFolder, open_folder
+from vitflow.runs.columns import Maps, Row, placement_of
+from vitflow.runs.remote import RemoteFolder
+from vitflow.runs.saved import FILE, SavedRun
 
-# A picture's row and its maps by their labels.
-Explained = tuple[dict[str, Any], Mapping[str, Grid]]
+# What a run must have been asked for to be drawn.
+_RUN = {"root": str, "model": str, "format": str, "fit": str, "methods": dict, "options": dict, "drawing": dict}
+# Options of the drawing that are not text.
+_DRAWING = {"alpha": (int, float), "vmin": (int, float), "vmax": (int, float), "contours": (bool,)}
+# Classes that are listed.
+_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,35 +48,51 @@ class Drawn:
     error: str | None = None
 
 
-def read_grids(run: str | os.PathLike[str], where: str | None = None) -> Iterator[Explained]:
+def open_run(folder: str | os.PathLike[str]) -> SavedRun:
+    """The folder run in a folder, checked as far as drawing it needs.
+
+    Raises:
+        OptionError: there is no folder run, or its record is damaged.
+    """
+    run = SavedRun(folder) if Path(folder, FILE).is_file() else None
+    if run is None or run.fingerprint.get("kind") != "folder":
+        raise OptionError(
+            f"There is no folder run in {os.fspath(folder)!r}: make one with vitflow folder IN -o OUT, and name OUT."
+        )
+    asked = run.fingerprint
+    known = all(isinstance(asked.get(name), kind) for name, kind in _RUN.items()) and run.max_pixels
+    if not known or not all(
+        value is None or isinstance(value, _DRAWING.get(name, (str,))) for name, value in asked["drawing"].items()
+    ):
+        raise OptionError(
+            f"The record of the run in {os.fspath(folder)!r} is damaged: do it again with vitflow folder --overwrite."
+        )
+    return run
+
+
+def read_grids(run: str | os.PathLike[str], where: str | None = None) -> Iterator[tuple[Row, Maps]]:
     """Read the maps of a run back: (row, maps by their labels) for each explained picture, in the order of the inputs.
 
     Args:
-        run: the output folder of `explain_folder`, whatever it stores.
-        where: take the pictures for which this holds, such as "probability < 0.5".
+        run: the output folder of `explain_folder`.
+        where: take the pictures for which this SQL expression holds, such as "probability < 0.5".
 
     Raises:
-        OptionError: the folder holds no run, or the condition is none.
-        VitflowError: a file with maps is gone or damaged.
+        OptionError: the folder holds no run, its record is damaged, or the condition is wrong.
 
     >>> import tempfile
     >>> from vitflow.demo import SAMPLE_FOLDER
     >>> from vitflow.folder.run import explain_folder
-    >>> summary = explain_folder(SAMPLE_FOLDER, tempfile.mkdtemp(), model="demo", store="grids", limit=3)
+    >>> summary = explain_folder(SAMPLE_FOLDER, tempfile.mkdtemp(), model="demo", overlays=False, limit=3)
     >>> [maps["rollout"].shape for row, maps in read_grids(summary.output, "probability > 0")]
     [(12, 12), (12, 12), (12, 12)]
     """
-    folder = open_folder(run)
-    journal, _, _ = open_run(folder)
-    yield from _maps(folder, journal, where)
+    with open_run(run) as saved:
+        yield from _explained(saved, where)
 
 
-def _maps(folder: RunFolder, journal: Journal, where: str | None) -> Iterator[Explained]:
-    holds = parse_condition(where) if where else None
-    reader = ShardReader(folder.read)
-    for row in journal.latest():
-        if row["status"] == "explained" and (holds is None or holds(row)):
-            yield row, reader.maps(row)
+def _explained(run: SavedRun, where: str | None) -> Iterator[tuple[Row, Maps]]:
+    return ((row, maps) for row, maps in run.with_maps(where=where) if row["status"] == "explained")
 
 
 def draw_run(
@@ -94,7 +112,8 @@ def draw_run(
     Args:
         run: the output folder of `explain_folder`.
         output: where the overlays go.
-        where: draw the pictures for which this holds, such as "probability < 0.5 and class_name != 'cat'".
+        where: draw the pictures for which this SQL expression holds, such as
+            "probability < 0.5 AND class_name != 'cat'".
         methods: the maps to draw, by their labels; by default all of the run.
         limit: draw the first so many only, at least 1.
         format: "jpg", "png" or "webp"; by default what the run was asked for.
@@ -104,13 +123,27 @@ def draw_run(
         progress: called for each picture as it is done.
 
     Raises:
-        OptionError: the folder holds no run, an option is wrong, or the photographs lie at a URL that was not named.
-        VitflowError: a file with maps is gone or damaged.
+        OptionError: the folder holds no run, its record is damaged, an option is wrong, or the photographs are at a URL
+            that was not named.
     """
     if limit is not None:
         limit = min(whole_number("limit", limit, 1), sys.maxsize)
-    folder, target = open_folder(run), RunFolder(Path(output))
-    journal, asked, max_pixels = open_run(folder)
+    with open_run(run) as saved:
+        return _draw(saved, Path(output), where, methods, limit, format, drawing, images, progress)
+
+
+def _draw(
+    run: SavedRun,
+    output: Path,
+    where: str | None,
+    methods: Sequence[str] | None,
+    limit: int | None,
+    format: str | None,
+    drawing: Mapping[str, Any] | None,
+    images: str | os.PathLike[str] | None,
+    progress: Callable[[Drawn], None],
+) -> list[Drawn]:
+    asked = run.fingerprint
     if images is None and is_remote(asked["root"]):
         raise OptionError(not_named(asked["root"]))
     source = asked["root"] if images is None else os.fspath(images)
@@ -123,31 +156,45 @@ def draw_run(
         raise OptionError(f"Expected a format of {', '.join(OVERLAY_FORMATS)}, got {format!r}.")
     options = {**asked["drawing"], **(drawing or {})}
 
-    def draw(row: Mapping[str, Any], maps: Mapping[str, Grid]) -> Drawn:
+    names = run.names()
+
+    def draw(row: Row, maps: Maps) -> Drawn:
         try:
-            pixels, placement = read_photograph(row, source, max_pixels), placement_of(row["placement"])
+            pixels = read_photograph(row, source, run.max_pixels)
+            placement = placement_of(row["placement"])
             paths = []
             for label in labels:
                 saliency = Saliency(maps[label], placement, pixels, row["input"], asked["model"], label, {})
                 path = f"{row['stem']}-{label}.{format}"
-                if os.path.relpath(os.path.realpath(target.path / path), root) in journal:
+                if os.path.relpath(os.path.realpath(output / path), root) in names:
                     raise ShapeError(f"The overlay {path!r} would replace a photograph: choose another folder with -o.")
-                target.put(path, encode_overlay(saliency.overlay(**options), format))
-                paths.append(target.path / path)
+                write_inside(output, path, encode_overlay(saliency.overlay(**options), format))
+                paths.append(output / path)
             return Drawn(row["input"], tuple(paths))
         except OptionError:
             raise  # of every picture
-        except (VitflowError, OSError, KeyError) as error:
+        except (VitflowError, OSError) as error:
             return Drawn(row["input"], error=printable(str(error)))
+        except KeyError as error:
+            return Drawn(row["input"], error=f"The record of this picture has no {error}.")
 
     found = []
-    for drawn in _side_by_side(draw, islice(_maps(folder, journal, where), limit)):
+    for drawn in _side_by_side(draw, islice(_explained(run, where), limit)):
         found.append(drawn)
         progress(drawn)
     if where and not found:
-        for told in misspelt(where, (row for row in journal.latest() if row["status"] == "explained")):
-            warnings.warn(told, VitflowWarning, stacklevel=2)
+        _hint(where, sorted(run.classes()))
     return found
+
+
+def _hint(where: str, classes: Sequence[str]) -> None:
+    """Warn of text in a condition that is close to the name of a class."""
+    for text in re.findall(r"'((?:[^']|'')*)'", where):
+        close = [] if text in classes else get_close_matches(text, classes, n=1)
+        if close:
+            known = f"{', '.join(classes[:_SHOWN])}{', …' if len(classes) > _SHOWN else ''}"
+            note = f"No picture has the class {text!r}. Did you mean {close[0]!r}? Known: {known}."
+            warnings.warn(printable(note), VitflowWarning, stacklevel=4)
 
 
 def not_named(url: str) -> str:
@@ -180,9 +227,7 @@ def read_photograph(row: Mapping[str, Any], root: str, max_pixels: int) -> NDArr
     return decoded.image
 
 
-def _side_by_side(
-    draw: Callable[[Mapping[str, Any], Mapping[str, Grid]], Drawn], found: Iterable[Explained]
-) -> Iterator[Drawn]:
+def _side_by_side(draw: Callable[[Row, Maps], Drawn], found: Iterable[tuple[Row, Maps]]) -> Iterator[Drawn]:
     """Draw on every core, in order, with a few pictures in memory at once."""
     count = os.cpu_count() or 1
     with ThreadPoolExecutor(count, thread_name_prefix="vitflow-draw") as threads:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from vitflow.errors import ImageError, OptionError
 from vitflow.explaining.asking.captions import departures
 from vitflow.explaining.asking.method_table import get_method
-from vitflow.folder.found.draw import not_named, read_photograph
-from vitflow.folder.rows import open_run
-from vitflow.folder.shards import ShardReader
+from vitflow.folder.found.draw import not_named, open_run, read_photograph
 from vitflow.pictures.files import is_remote
-from vitflow.runs.places import RunFolder
+from vitflow.runs.columns import placement_of
+from vitflow.runs.saved import SavedRun
 from vitflow.viewer.drawing import thumbnail
 from vitflow.viewer.report import write_report
 
@@ -62,7 +61,6 @@ class Thumbnails:
 def report_run(
     output: str | os.PathLike[str],
     *,
-    keys: Sequence[str] | None = None,
     thumbnails: Thumbnails | None = None,
     **options: Any,
 ) -> Path:
@@ -70,31 +68,34 @@ def report_run(
 
     Args:
         output: the run's output folder.
-        keys: inputs to show; by default all of the latest run.
         thumbnails: the photographs that need not be read again.
         options: per_page and embed_bytes as for `vitflow.viewer.report.write_report`.
 
     Raises:
         OptionError: the folder holds no run, or its record is damaged.
     """
-    folder = RunFolder(Path(output))
-    journal, run, max_pixels = open_run(folder)
-    states = {row["input"]: row["status"] for row in (journal.latest() if keys is None else journal.rows(keys))}
+    with open_run(output) as saved:
+        return _report(saved, thumbnails, options)
+
+
+def _report(saved: SavedRun, thumbnails: Thumbnails | None, options: Mapping[str, Any]) -> Path:
+    run = saved.fingerprint
+    states = {row["input"]: row["status"] for row in saved.rows()}
 
     def photograph(row: Mapping[str, Any]) -> bytes:
         if thumbnails is not None and (small := thumbnails.get(row["input"])) is not None:
             return small
         if is_remote(run["root"]):
             raise ImageError(not_named(run["root"]))
-        return thumbnail(read_photograph(row, run["root"], max_pixels))
-
-    reader = ShardReader(folder.read)
+        return thumbnail(read_photograph(row, run["root"], saved.max_pixels))
 
     def rows(keys: Iterable[str]) -> Iterator[dict[str, Any]]:
-        return reader.with_grids(journal.rows(keys))
+        for row, maps in saved.with_maps(keys):
+            window = placement_of(row["placement"]).window if row["status"] == "explained" else None
+            yield row | {"grids": maps, "window": window}
 
     told = {label: _departures(run, label) for label in run["methods"]}
-    return write_report(folder.path, run, states, rows, photograph, departures=told, **options)
+    return write_report(saved.folder, run, states, rows, photograph, departures=told, **options)
 
 
 def _departures(run: Mapping[str, Any], label: str) -> str:

@@ -1,0 +1,552 @@
+"""The store of a run: what it survives, who may write and read it, and files that were made by somebody else."""
+
+import json
+import os
+import random
+import resource
+import signal
+import sqlite3
+import time
+import warnings
+from contextlib import closing, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.folder.test_run import fill, picture_bytes, run, stored, tiny_model, tree
+from tests.typed import forked
+from vitflow import Explainer, explain_folder
+from vitflow.errors import OptionError, VitflowError
+from vitflow.folder.found.draw import draw_run, read_grids
+from vitflow.folder.found.report import report_run
+from vitflow.runs import saved
+from vitflow.runs.saved import FILE, SavedRun, is_inside
+from vitflow.runs.store import Run
+
+FINGERPRINT = {"kind": "folder", "methods": {"rollout": "rollout"}}
+ODD = os.fsdecode(b"caf\xe9\nnew.jpg")
+
+
+@pytest.fixture(scope="module")
+def explainer() -> Explainer:
+    return Explainer(tiny_model())
+
+
+def made(name: str, number: int = 1, **values) -> tuple[dict, dict]:
+    """A row of an image, and its map."""
+    row = {"input": name, "stem": "s", "status": "explained", "width": 3, "height": 2, "value": float(number)}
+    row |= {"facts": {}, "placement": {}, "outputs": {}, "written": {}}
+    return row | values, {"rollout": np.full((2, 3), number, np.float32)}
+
+
+def kept(place: Path) -> dict[str, float]:
+    with SavedRun(place) as run:
+        return {row["input"]: row["value"] for row in run.all_rows()}
+
+
+def change(out: Path, statement: str, *values) -> None:
+    """Edit a run as anybody could."""
+    with closing(sqlite3.connect(out / FILE)) as db:
+        db.execute(statement, values)
+        db.commit()
+
+
+# -- rows and maps
+
+
+def test_rows_are_found_again_and_later_ones_replace_earlier_ones(tmp_path):
+    with Run(tmp_path, FINGERPRINT, max_pixels=7) as run:
+        run.missing(["a", ODD, "b"], lambda row: True)
+        run.put([made("a", 1), made(ODD, 2)])
+        run.put([made("a", 3)])
+        assert run.finish() == {"total": 3, "explained": 2, "failed": 1}
+    with SavedRun(tmp_path) as again:
+        assert (again.fingerprint, again.max_pixels) == (FINGERPRINT, 7)
+        assert [(row["input"], row["value"]) for row in again.rows()] == [("a", 3.0), (ODD, 2.0)]
+        assert [row["input"] for row in again.rows([ODD, "missing", "a"])] == [ODD, "a"]
+        assert [maps["rollout"].tolist() for _, maps in again.with_maps(["a"])] == [[[3.0] * 3] * 2]
+    with closing(sqlite3.connect(tmp_path / FILE)) as db:
+        assert db.execute("SELECT count(*) FROM maps").fetchone() == (2,)
+        assert db.execute("SELECT input FROM rows WHERE value = 2").fetchone() == ("caf\\xe9\nnew.jpg",)
+
+
+def test_inputs_of_the_latest_run_come_in_its_order_and_the_others_are_kept(tmp_path):
+    for names, missing in ((["d", "c", "b"], ["d", "c", "b"]), (["b", "a", "d"], ["a"]), (["c"], [])):
+        with Run(tmp_path, FINGERPRINT) as run:
+            assert run.missing(names, lambda row: True) == missing
+            run.put(made(name) for name in missing)
+            assert [row["input"] for row in run.rows()] == names
+    assert sorted(kept(tmp_path)) == ["a", "b", "c", "d"]
+
+
+# -- kills, full disks and others at the same time
+
+
+def write_many(place: Path, count: int) -> None:
+    with Run(place, FINGERPRINT) as run:
+        run.missing([f"{number}" for number in range(10 * count)], lambda row: True)
+        for batch in range(count):
+            run.put(made(f"{10 * batch + number}") for number in range(10))
+            run.finish()
+
+
+def test_a_run_killed_at_random_moments_has_whole_batches(tmp_path):
+    chance, seen = random.Random(1), []
+    for number in range(12):
+        place = tmp_path / str(number)
+        process = forked(write_many, place, 10_000)
+        while not (place / FILE).exists():
+            time.sleep(0.001)
+        process.join(chance.uniform(0.005, 0.3))
+        process.kill()
+        process.join()
+        with Run(place, FINGERPRINT) as run:
+            names = {row["input"] for row in run.all_rows()}
+        assert names == {f"{one}" for one in range(len(names))} and len(names) % 10 == 0
+        seen.append(len(names))
+    assert len(set(seen)) > 3, "the kills came too early or too late to mean anything"
+
+
+def die_in_a_transaction(place: Path) -> None:
+    run = Run(place, FINGERPRINT)
+    run._db.execute("PRAGMA cache_size = 1")  # pages go to the file before the transaction ends
+    with run._writing():
+        for number in range(2000):
+            run._db.execute("UPDATE rows SET record = ?", (json.dumps({"x": "y" * 9000, "n": number}),))
+            run._db.execute("INSERT INTO maps VALUES (?, 'x', 1, 1, 1.0, ?)", (number + 10**6, bytes(900)))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_killed_run_wrote_in_part_is_taken_back_by_the_next_one_and_not_read(tmp_path):
+    with Run(tmp_path, FINGERPRINT) as run:
+        run.missing(["a", "b"], lambda row: True)
+        run.put([made("a", 1), made("b", 2)])
+    process = forked(die_in_a_transaction, tmp_path)
+    process.join()
+    assert (tmp_path / f"{FILE}-journal").stat().st_size > 0
+    with pytest.raises(OptionError, match="was stopped while it wrote .* run the same command again"):
+        kept(tmp_path)
+    with Run(tmp_path, FINGERPRINT) as run:
+        assert run.missing(["a", "b"], lambda row: True) == []
+    assert kept(tmp_path) == {"a": 1.0, "b": 2.0}
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_a_second_run_is_refused_and_readers_are_not(tmp_path):
+    with Run(tmp_path, FINGERPRINT) as run:
+        run.missing([f"{number}" for number in range(100)], lambda row: True)
+        run.put(made(f"{number}") for number in range(90))
+        run.finish()
+        with pytest.raises(OptionError, match="Another run is writing"):
+            Run(tmp_path, FINGERPRINT, overwrite=True)
+        with SavedRun(tmp_path) as reader:
+            rows = reader.rows()
+            first = next(rows)
+            run.put([made("95")])
+            assert run.finish()["explained"] == 91  # while somebody is in the middle of reading
+            assert first["input"] == "0" and len(list(rows)) == 89
+        assert "95" in kept(tmp_path)
+    Run(tmp_path, FINGERPRINT).close()
+
+
+def test_rows_wait_in_memory_while_another_program_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(saved, "_PATIENCE", 0.1)
+    with Run(tmp_path, FINGERPRINT) as run, closing(sqlite3.connect(tmp_path / FILE)) as other:
+        run.missing(["a", "b"], lambda row: True)
+        run.put([made("a")])
+        run.finish()
+        rows = other.execute("SELECT * FROM rows, (VALUES (1), (2), (3))")  # more than are fetched at once
+        rows.fetchone()
+        run.put([made("b")])
+        with pytest.raises(VitflowError, match="another program is reading"):
+            run.finish()
+        rows.close()
+        assert list(kept(tmp_path)) == ["a"]
+        assert run.finish()["explained"] == 2
+    assert list(kept(tmp_path)) == ["a", "b"]
+
+
+def test_files_that_a_power_cut_left_empty_are_made_again(tmp_path, explainer):
+    source, out = fill(tmp_path / "in", 3), tmp_path / "out"
+    run(source, out, model=explainer, save_map=True)
+    expected = tree(out)
+    (out / "0-rollout.jpg").write_bytes(b"")
+    (out / "1-rollout.npz").write_bytes((out / "1-rollout.npz").read_bytes()[:-1])
+    assert run(source, out, model=explainer, save_map=True).kept == 1
+    assert tree(out) == expected
+
+
+# -- files of others
+
+
+OTHERS = {
+    "text": (lambda path: path.write_text("mine, and longer than a hundred bytes " * 9), "got another file"),
+    "database": (lambda path: sqlite3.connect(path).execute("CREATE TABLE notes (a)").close(), "got another file"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_that_no_run_made_is_never_replaced(tmp_path, name, overwrite):
+    make, message = OTHERS[name]
+    make(tmp_path / FILE)
+    before = (tmp_path / FILE).read_bytes()
+    with pytest.raises(OptionError, match=message):
+        Run(tmp_path, FINGERPRINT, overwrite=overwrite)
+    with pytest.raises(OptionError):
+        SavedRun(tmp_path)
+    assert (tmp_path / FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize("name", [FILE, f"{FILE}-journal"])
+def test_the_file_may_not_be_a_link(tmp_path, name):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(precious)
+    with pytest.raises(OptionError, match="got a link"):
+        Run(tmp_path / "out", FINGERPRINT, overwrite=True)
+    with pytest.raises(OptionError):
+        SavedRun(tmp_path / "out")
+    assert precious.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE VIEW more AS SELECT * FROM rows",
+        "CREATE TRIGGER more AFTER INSERT ON rows BEGIN DELETE FROM rows; END",
+        "ALTER TABLE rows ADD COLUMN more TEXT GENERATED ALWAYS AS (upper(input)) VIRTUAL",
+        "CREATE TABLE more (a)",
+        "CREATE INDEX more ON rows (abs(size))",
+        "DROP TABLE maps",
+        "DELETE FROM run",
+        "UPDATE run SET value = '[1]'",
+        'UPDATE run SET value = \'{"fingerprint": {"a": NaN}}\'',
+        "PRAGMA journal_mode = WAL",
+    ],
+)
+def test_a_run_with_other_tables_is_refused_before_a_row_is_read(tmp_path, explainer, statement):
+    source, out = fill(tmp_path / "in", 1), tmp_path / "out"
+    run(source, out, model=explainer)
+    change(out, statement)
+    for read in (lambda: list(read_grids(out)), lambda: report_run(out), lambda: run(source, out, model=explainer)):
+        with pytest.raises(OptionError, match="is damaged"):
+            read()
+    assert run(source, out, model=explainer, overwrite=True).explained == 1
+
+
+def test_a_run_of_another_version_is_refused_in_one_sentence(tmp_path):
+    Run(tmp_path, FINGERPRINT).close()
+    change(tmp_path, "PRAGMA user_version = 99")
+    for make in (SavedRun, lambda place: Run(place, FINGERPRINT)):
+        with pytest.raises(OptionError, match=r"holds a run of another version of vitflow.*--overwrite"):
+            make(tmp_path)
+    Run(tmp_path, FINGERPRINT, overwrite=True).close()
+
+
+def test_values_that_would_fill_the_memory_are_not_read(tmp_path, explainer):
+    source, out = fill(tmp_path / "in", 2), tmp_path / "out"
+    run(source, out, model=explainer)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for statement in (
+        "UPDATE maps SET grid = zeroblob(300000000)",
+        "UPDATE maps SET grid = x'00', rows = 20000, cols = 20000",
+        "UPDATE rows SET record = CAST(zeroblob(300000000) AS TEXT)",
+    ):
+        run(source, out, model=explainer, overwrite=True)
+        change(out, statement)
+        written = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(OptionError, match="is damaged"):
+            list(read_grids(out))
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - written) / 1024
+        assert grown < 100, f"{grown:.0f} MiB after {statement}, from {before}"
+
+
+def edit(out: Path, alter) -> None:
+    """Change the record of the first row of a run."""
+    with closing(sqlite3.connect(out / FILE)) as db:
+        one, record = db.execute("SELECT id, record FROM rows ORDER BY position").fetchone()
+        row = json.loads(record)
+        alter(row)
+        db.execute("UPDATE rows SET record = ? WHERE id = ?", (json.dumps(row), one))
+        db.commit()
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [
+        lambda row: row.update(width="48"),
+        lambda row: row.update(width=True),
+        lambda row: row.update(height=-1),
+        lambda row: row.update(probability=float("nan")),
+        lambda row: row.update(class_name="\ud800"),
+        lambda row: row.update(stem="../0"),
+        lambda row: row.pop("stem"),
+        lambda row: row.update(outputs=["0-rollout.jpg"]),
+        lambda row: row.update(facts={"rollout": 3}),
+        lambda row: row.update(status="done"),
+        lambda row: row.update(written={"0-rollout.jpg": "many"}),
+        lambda row: [row.clear(), row.update(deep=json.loads("[" * 90 + "]" * 90))],
+    ],
+)
+def test_an_incomplete_or_ill_typed_row_counts_as_none(tmp_path, explainer, alter):
+    source, out = fill(tmp_path / "in", 2), tmp_path / "out"
+    run(source, out, model=explainer)
+    expected = tree(out)
+    edit(out, alter)
+    assert [row["input"] for row, _ in read_grids(out)] == ["1.jpg"]
+    assert report_run(out).is_file()
+    (out / "report.html").unlink()
+    assert run(source, out, model=explainer).kept == 1
+    assert tree(out) == expected
+
+
+@pytest.fixture
+def precious(tmp_path) -> Path:
+    """A file outside of every output folder."""
+    (tmp_path / "outside").mkdir()
+    path = tmp_path / "outside" / "precious-rollout.jpg"
+    path.write_text("mine")
+    return path
+
+
+def leaving(precious: Path, out: Path) -> dict[str, str]:
+    (out / "link").symlink_to(precious.parent)
+    return {"above": "../outside/precious", "absolute": str(precious)[: -len("-rollout.jpg")], "link": "link/precious"}
+
+
+@pytest.mark.parametrize("way", ["above", "absolute", "link"])
+def test_no_path_of_a_run_leads_out_of_its_folder(tmp_path, precious, explainer, way):
+    source, out = fill(tmp_path / "in", 2), tmp_path / "out"
+    run(source, out, model=explainer)
+    (tmp_path / "drawn").mkdir()
+    (tmp_path / "drawn" / "link").symlink_to(precious.parent)
+    stem = leaving(precious, out)[way]
+    files = {"outputs": {"rollout": f"{stem}-rollout.jpg"}, "written": {f"{stem}-rollout.jpg": 4}}
+    edit(out, lambda row: row.update(stem=stem, **files))
+    drawn = draw_run(out, tmp_path / "drawn")
+    told = [one.error for one in drawn if one.error]
+    assert told == (["a link leads out of the folder " + repr(str(tmp_path / "drawn"))] if way == "link" else [])
+    assert precious.read_text() == "mine" and len(list(precious.parent.iterdir())) == 1
+    run(source, out, model=explainer)
+    assert precious.read_text() == "mine" and len(list(precious.parent.iterdir())) == 1
+    edit(out, lambda row: row.update(stem=stem, **files))
+    assert run(source, out, model=explainer, overwrite=True).explained == 2
+    assert precious.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["../secret/0.jpg", "{secret}/0.jpg"])
+def test_no_image_outside_of_its_root_is_read(tmp_path, explainer, name):
+    source, out, secret = fill(tmp_path / "in", 2), tmp_path / "out", fill(tmp_path / "secret", 1)
+    run(source, out, model=explainer)
+    change(out, "UPDATE rows SET name = ? WHERE position = 0", os.fsencode(name.format(secret=secret)))
+    assert "secret" not in report_run(out).read_text()
+    assert [one.input for one in draw_run(out, tmp_path / "drawn")] == ["1.jpg"]
+
+
+def test_the_report_writes_nothing_outside(tmp_path, precious, explainer):
+    source, out = fill(tmp_path / "in", 2), tmp_path / "out"
+    run(source, out, model=explainer)
+    (out / "report-files").symlink_to(precious.parent)
+    with pytest.raises(OptionError, match="A link leads out"):
+        report_run(out, embed_bytes=0)
+    assert len(list(precious.parent.iterdir())) == 1
+
+
+def test_a_folder_that_links_out_is_a_row_and_not_written_through(tmp_path, precious, explainer):
+    source, out = fill(tmp_path / "in" / "sub", 1).parent, tmp_path / "out"
+    out.mkdir()
+    (out / "sub").symlink_to(precious.parent)
+    summary = run(source, out, model=explainer, recursive=True)
+    assert "a link leads out of the folder" in next(summary.failures())["message"]
+    assert len(list(precious.parent.iterdir())) == 1
+
+
+def test_a_file_that_no_run_has_made_is_not_removed(tmp_path, explainer):
+    source, out = fill(tmp_path / "in", 1), tmp_path / "out"
+    run(source, out, model=explainer)
+    (out / "notes.jpg").write_text("mine")
+    edit(out, lambda row: row.update(outputs={"rollout": "notes.jpg"}, written={"notes.jpg": 4}))
+    run(source, out, model=explainer, overwrite=True)
+    assert (out / "notes.jpg").read_text() == "mine"
+
+
+def test_two_pictures_never_share_an_output_whatever_a_run_says(tmp_path, explainer):
+    source, out = fill(tmp_path / "in", 3), tmp_path / "out"
+    run(source, out, model=explainer)
+    size = (out / "2-rollout.jpg").stat().st_size
+    files = {"outputs": {"rollout": "2-rollout.jpg"}, "written": {"2-rollout.jpg": size}}
+    edit(out, lambda row: row.update(stem="2", **files))
+    whole = run(source, tmp_path / "whole", model=explainer)
+    summary = run(source, out, model=explainer)
+    assert len({row["stem"] for row in summary}) == 3
+    for row, own in zip(summary, whole, strict=True):
+        drawn = (tmp_path / "whole" / own["outputs"]["rollout"]).read_bytes()
+        assert (out / row["outputs"]["rollout"]).read_bytes() == drawn
+
+
+def test_paths_that_stay_and_paths_that_leave():
+    assert all(map(is_inside, ["a", "a/b", "..a/b..", "a.../b", ".hidden/a"]))
+    assert not any(map(is_inside, ["", ".", "..", "a/..", "../a", "a/../b", "/a", "//a", "a\0b"]))
+
+
+ODD_VALUES = [
+    *(None, True, -1, 0, 2**62, 1e300, "", "x", "..", "/", "/etc/passwd", "\0", "link/precious", "a" * 5000, b"\xff"),
+    *("../../outside/precious", "[]", "{}", '{"status": "explained"}', "[" * 5000, b""),
+]
+
+
+def mutated(content: bytes, out: Path, chance: random.Random) -> None:
+    """Damage a run as a disk, a program or a person would."""
+    path = out / FILE
+    if chance.random() < 0.4:
+        data = bytearray(content)
+        for _ in range(chance.choice([1, 2, 8, 40])):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        path.write_bytes(data[: chance.choice([len(data)] * 3 + [chance.randrange(len(data))])])
+        return
+    path.write_bytes(content)
+    table = chance.choice(["rows", "rows", "rows", "maps", "run"])
+    with closing(sqlite3.connect(path)) as db:
+        columns = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
+        if chance.random() < 0.5 and table != "maps":
+            text = "record" if table == "rows" else "value"
+            [record] = chance.choice(db.execute(f"SELECT {text} FROM {table}").fetchall())
+            value = bytearray(record.encode())
+            for _ in range(chance.choice([1, 3])):
+                value[chance.randrange(len(value))] = chance.choice(b'"{}[],:0/\\.-')
+            changed = (value.decode("utf-8", "replace"), record)
+            db.execute(f"UPDATE {table} SET {text} = ? WHERE {text} = ?", changed)
+        else:
+            column, value = chance.choice(columns), chance.choice(ODD_VALUES)
+            with suppress(sqlite3.IntegrityError):  # an id that is not a number
+                db.execute(f"UPDATE OR IGNORE {table} SET {column} = ?", (value,))
+        db.commit()
+
+
+def outside(place: Path, out: Path) -> dict[str, object]:
+    """Everything below a place but the output folders."""
+    return {
+        str(path): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in place.rglob("*")
+        if path.is_file() and out not in path.parents and "drawn" not in str(path)
+    }
+
+
+@pytest.mark.slow
+def test_mutated_runs_never_crash_and_touch_nothing_outside(tmp_path, precious, explainer):
+    source, out = fill(tmp_path / "in", 3), tmp_path / "out"
+    (source / "bad.png").write_bytes(b"nothing")
+    run(source, out, model=explainer, methods=["rollout", "centre"], save_map=True)
+    (out / "link").symlink_to(precious.parent)
+    content, before, refused = (out / FILE).read_bytes(), outside(tmp_path, out), 0
+    for number in range(300):
+        chance = random.Random(number)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                mutated(content, out, chance)
+                if number % 4 == 3:
+                    draw_run(out, tmp_path / "drawn", where="probability > 0 OR input LIKE '%jpg'")
+                elif number % 4 == 2:
+                    report_run(out)
+                else:
+                    options = {"model": explainer, "methods": ["rollout", "centre"], "save_map": True, "workers": 0}
+                    explain_folder(source, out, overwrite=number % 4 == 1, manifest="csv", **options)
+        except VitflowError:
+            refused += 1
+        except sqlite3.Error:
+            raise
+        if number % 50 == 0 or number > 295:
+            assert outside(tmp_path, out) == before
+        (out / FILE).unlink(missing_ok=True)
+        Path(out, f"{FILE}-journal").unlink(missing_ok=True)
+    assert 20 < refused < 250
+    assert precious.read_text() == "mine"
+
+
+# -- conditions
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("asked")
+    answer = {"class_index": 3, "class_name": "cat", "probability": 0.25}
+    with Run(place, FINGERPRINT) as run:
+        run.missing(["a/1.jpg", "2.jpg"], lambda row: True)
+        run.put([made("a/1.jpg", **answer | {"value": None}), made("2.jpg", **answer | {"class_name": "dog"})])
+    return place
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("probability < 0.5 and class_name = 'cat'", ["a/1.jpg"]),
+        ("not (class_index in (1, 2)) or probability > 1 -- a comment", ["a/1.jpg", "2.jpg"]),
+        ("class_name NOT IN ('cat')", ["2.jpg"]),
+        ("value < 2", ["2.jpg"]),
+        ("value IS NULL", ["a/1.jpg"]),
+        ("input LIKE '%/1.jpg' OR instr(lower(class_name), 'DO')", ["a/1.jpg"]),
+        ("round(probability, 1) BETWEEN 0.1 AND 0.3 AND abs(value) = 1", ["2.jpg"]),
+    ],
+)
+def test_conditions_are_sql(asked, text, names):
+    with SavedRun(asked) as run:
+        assert [row["input"] for row, _ in run.with_maps(where=text)] == names
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            "probability <",
+            "import os",
+            "path < 3",
+            "record = ''",
+            "name = 'x'",
+            "position = 1",
+            "probability < 1)",
+        ),
+        *("1; DELETE FROM rows", "(SELECT count(*) FROM maps)", "EXISTS (SELECT 1 FROM sqlite_master)", "x'", "\0 < 1"),
+        *(
+            "probability < 1)",
+            "load_extension('x')",
+            "writefile('x', 'y')",
+            "randomblob(9)",
+            "zeroblob(9) = 1",
+            "printf('%9d', 1) = ''",
+        ),
+        *("hex(input) = ''", "replace(input, 'a', 'bb') = ''", "'\ud800' = ''", "(" * 2000 + "1" + ")" * 2000),
+        *("1) UNION SELECT row FROM maps --", "input LIKE '" + "%a" * 300 + "'", "1 OR " * 5000 + "1"),
+        "1 IN (WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n)",
+    ],
+)
+def test_what_is_no_condition_is_refused(asked, text):
+    before = (asked / FILE).read_bytes()
+    with SavedRun(asked) as run, pytest.raises(OptionError, match="Expected an SQL condition .* Columns: input, size"):
+        list(run.with_maps(where=text))
+    assert (asked / FILE).read_bytes() == before
+
+
+def test_a_condition_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
+    with Run(tmp_path, FINGERPRINT) as run:
+        run.missing([f"{number}" for number in range(2000)], lambda row: True)
+        run.put(made(f"{number}") for number in range(2000))
+    monkeypatch.setattr(saved, "_LONGEST_CONDITION", 0.01)
+    slow = " OR ".join(f"input LIKE '%{number}%x%'" for number in range(300))
+    with SavedRun(tmp_path) as run:
+        with pytest.raises(OptionError, match=r"it takes longer than 0.01 seconds"):
+            list(run.with_maps(where=slow))
+        assert len(list(run.with_maps(where="value = 1"))) == 2000
+
+
+def test_a_photograph_of_a_run_is_drawn_again(tmp_path, explainer):
+    source, out = fill(tmp_path / "in", 3), tmp_path / "out"
+    run(source, out, model=explainer)
+    assert [one.error for one in draw_run(out, tmp_path / "drawn", where="input != '1.jpg'")] == [None, None]
+    assert len(stored(out)) == 3
+    (source / "0.jpg").write_bytes(picture_bytes(50))
+    assert "has changed" in draw_run(out, tmp_path / "drawn")[0].error

@@ -1,0 +1,347 @@
+"""A run as it is on the disk: one SQLite file in the output folder, with a row and the maps of each input.
+
+A run may come from anybody: its file is opened only if its schema is exactly the one below (no views, triggers or
+generated columns), the length of a value is checked before it is read, and rows that no run would have written are left
+out. Reading takes many short transactions, so that a reader does not hold up a run that goes on.
+"""
+
+import json
+import math
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from vitflow.errors import OptionError, VitflowError, printable
+from vitflow.pictures.files import is_file, is_link, is_there
+from vitflow.runs.columns import Grid, Maps, Row, kinds_in, unpack_half
+from vitflow.runs.fingerprints import REMEDY
+
+#: The name of the store in the output folder.
+FILE = "run.sqlite"
+#: The columns that an SQL condition may use.
+CONDITION_COLUMNS = tuple(kinds_in("condition"))
+
+APPLICATION, VERSION = 0x7669_7466, 1
+_SQL_TYPES = {"text": "TEXT", "whole": "INTEGER", "number": "REAL"}
+_OWN = ", ".join(f"{name} {_SQL_TYPES[kind]}" for name, kind in kinds_in("condition").items())
+SCHEMA = (
+    "CREATE TABLE run (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+    # The name is the bytes of the input's name; the position is NULL for inputs beyond those of the latest run.
+    f"CREATE TABLE rows (id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, position INTEGER, status TEXT NOT NULL, "
+    f"{_OWN}, record TEXT NOT NULL)",
+    "CREATE TABLE maps (row INTEGER NOT NULL, label TEXT NOT NULL, rows INTEGER NOT NULL, cols INTEGER NOT NULL, "
+    "scale REAL NOT NULL, grid BLOB NOT NULL, PRIMARY KEY (row, label)) WITHOUT ROWID",
+)
+# Functions of a condition: none of them makes long text out of short text.
+_FUNCTIONS = {"abs", "coalesce", "glob", "ifnull", "instr", "length", "like", "lower", "max", "min", "nullif", "round"}
+_FUNCTIONS |= {"substr", "trim", "upper"}
+# Seconds that a condition may take, and that a reader or a writer waits for the other.
+_LONGEST_CONDITION, _PATIENCE = 60.0, 10.0
+# Rows that are read at once, bytes of a value that is read at all, and SQL that is.
+_TOGETHER, _LARGEST, _LONGEST_SQL = 32, 2**23, 10_000
+
+
+class SavedRun:
+    """The run in an output folder, to be read while it goes on or afterwards.
+
+    Args:
+        folder: the output folder.
+
+    Attributes:
+        fingerprint: what the run computes.
+        max_pixels: images of more pixels were refused; 0 for a run without that bound.
+
+    Raises:
+        OptionError: there is no run, it is of another version, or it is damaged.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.path = self.folder / FILE
+        if not is_file(self.path) or is_link(self.path) or not self.path.stat().st_size:
+            raise OptionError(f"There is no run in {str(self.folder)!r}.")
+        with self._reading():
+            self._db = self._open("ro")
+            with self._close_on_error():
+                self._load()
+
+    def _open(self, mode: str) -> sqlite3.Connection:
+        db = sqlite3.connect(
+            f"{self.path.absolute().as_uri()}?mode={mode}",
+            uri=True,
+            timeout=_PATIENCE,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        for name, value in (("trusted_schema", "OFF"), ("cell_size_check", "ON"), ("mmap_size", 0)):
+            db.execute(f"PRAGMA {name} = {value}")
+        if mode == "ro":
+            db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LARGEST)
+            db.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, _LONGEST_SQL)
+            db.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 100)
+        return db
+
+    def _load(self) -> None:
+        """Check that the file is a store of this version, and read what the run computes."""
+        if self._db.execute("PRAGMA application_id").fetchone() != (APPLICATION,):
+            raise OptionError(f"Expected {str(self.path)!r} to be a run of vitflow, got another file: move it away.")
+        if self._db.execute("PRAGMA user_version").fetchone() != (VERSION,):
+            raise OptionError(f"The folder {str(self.folder)!r} holds a run of another version of vitflow. {REMEDY}")
+        schema = self._db.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+        ours = len(schema) == len(SCHEMA) and set(schema) == {("table", sql.split()[2], sql) for sql in SCHEMA}
+        [(mode,)] = self._db.execute("PRAGMA journal_mode")
+        header = dict(self._db.execute("SELECT name, value FROM run LIMIT 10")) if ours else {}
+        found = _parsed(header.get("run")) or {}
+        self.fingerprint: Mapping[str, Any] = found.get("fingerprint") or {}
+        self.max_pixels: int = found.get("max_pixels") or 0
+        if not isinstance(self.fingerprint, dict) or not self.fingerprint or not isinstance(self.max_pixels, int):
+            ours = False
+        if not ours or mode == "wal":
+            raise OptionError(self._damaged("its tables are not those of a run"))
+
+    def _damaged(self, why: object) -> str:
+        return f"The record of the run in {str(self.folder)!r} is damaged ({why}): do it again with --overwrite."
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+                raise VitflowError(f"The run in {str(self.folder)!r} is being written: try again.") from error
+            if is_there(f"{self.path}-journal"):
+                raise OptionError(
+                    f"A run was stopped while it wrote to {str(self.path)!r}: run the same command again first."
+                ) from error
+            raise OptionError(self._damaged(printable(str(error)))) from error
+
+    @contextmanager
+    def _close_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def rows(self, names: Iterable[str] | None = None) -> Iterator[Row]:
+        """The rows of these inputs, by default those of the latest run in its order; missing ones are left out."""
+        ids = self._latest() if names is None else self._named(names)
+        for start in range(0, len(ids), _TOGETHER):
+            yield from self._rows(ids[start : start + _TOGETHER]).values()
+
+    def all_rows(self) -> Iterator[Row]:
+        """Every row, also of inputs beyond those of the latest run."""
+        with self._reading():
+            ids = [one for (one,) in self._db.execute("SELECT id FROM rows")]
+        for start in range(0, len(ids), _TOGETHER):
+            yield from self._rows(ids[start : start + _TOGETHER]).values()
+
+    def with_maps(self, names: Iterable[str] | None = None, where: str | None = None) -> Iterator[tuple[Row, Maps]]:
+        """Rows as `rows` yields them, each with its maps by their labels, float32 [rows, cols].
+
+        Args:
+            names: inputs.
+            where: an SQL expression; rows for which it does not hold are left out.
+
+        Raises:
+            OptionError: the expression is wrong, or a map is damaged.
+        """
+        ids = self._latest() if names is None else self._named(names)
+        if where is not None:
+            chosen = self._select(where)
+            ids = [one for one in ids if one in chosen]
+        for start in range(0, len(ids), _TOGETHER):
+            rows = self._rows(ids[start : start + _TOGETHER])
+            maps = self._maps(list(rows))
+            for one, row in rows.items():
+                yield row, maps.get(one, {})
+
+    def names(self) -> set[str]:
+        """The names of all inputs that have a row."""
+        with self._reading():
+            found = self._db.execute("SELECT name FROM rows").fetchall()
+        return {os.fsdecode(name) for (name,) in found if isinstance(name, bytes)}
+
+    def _latest(self) -> list[int]:
+        with self._reading():
+            return [
+                one
+                for (one,) in self._db.execute("SELECT id FROM rows WHERE position IS NOT NULL ORDER BY position, id")
+            ]
+
+    def _named(self, names: Iterable[str]) -> list[int]:
+        """The ids of these inputs' rows."""
+        keys = [os.fsencode(name) for name in names]
+        ids: dict[bytes, int] = {}
+        with self._reading():
+            for start in range(0, len(keys), _TOGETHER):
+                some = keys[start : start + _TOGETHER]
+                ids |= dict(self._db.execute(f"SELECT name, id FROM rows WHERE name IN ({_marks(some)})", some))
+        return [ids[key] for key in keys if key in ids]
+
+    def _rows(self, ids: Sequence[int]) -> dict[int, Row]:
+        """The rows of these ids, in their order, without those that no run would have written."""
+        with self._reading():
+            query = f"SELECT id, name, record FROM rows WHERE id IN ({_marks(ids)})"
+            drawn = self.fingerprint.get("kind") == "folder"
+            found = {one: _row(name, record, drawn) for one, name, record in self._db.execute(query, ids)}
+        return {one: row for one in ids if (row := found.get(one)) is not None}
+
+    def _maps(self, ids: Sequence[int]) -> dict[int, dict[str, Grid]]:
+        query = (
+            "SELECT row, label, CASE WHEN length(grid) = 2 * rows * cols THEN grid END, rows, cols, scale "
+            f"FROM maps WHERE row IN ({_marks(ids)})"
+        )
+        found: dict[int, dict[str, Grid]] = {}
+        with self._reading():
+            for one, label, *packed in self._db.execute(query, ids):
+                grid = unpack_half(*packed)
+                if grid is None or not isinstance(label, str):
+                    raise OptionError(self._damaged(f"a map {printable(str(label))!r} is not rows × cols values"))
+                found.setdefault(one, {})[label] = grid
+        order = list(self.fingerprint.get("methods", {}))
+        return {
+            one: dict(sorted(maps.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+            for one, maps in found.items()
+        }
+
+    def _select(self, where: str) -> set[int]:
+        """The ids of the rows for which an SQL expression holds."""
+        deadline = time.monotonic() + _LONGEST_CONDITION
+        self._db.set_authorizer(_authorize)
+        self._db.set_progress_handler(lambda: time.monotonic() > deadline, 1000)
+        try:
+            # In lines of its own, so that a comment at its end does not take the bracket along.
+            return {one for (one,) in self._db.execute(f"SELECT id FROM rows WHERE (\n{where}\n)")}
+        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+            name = getattr(error, "sqlite_errorname", "")
+            if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+                raise OptionError(self._damaged(error)) from error
+            why = printable(str(error))
+            if name == "SQLITE_INTERRUPT":
+                why = f"it takes longer than {_LONGEST_CONDITION:g} seconds"
+            raise OptionError(
+                f"Expected an SQL condition such as \"probability < 0.5 AND class_name = 'cat'\", got "
+                f"{printable(where[:80])!r}: {why}. Columns: {', '.join(CONDITION_COLUMNS)}. Functions: "
+                f"{', '.join(sorted(_FUNCTIONS))}."
+            ) from error
+        finally:
+            self._db.set_progress_handler(None, 0)
+            self._db.set_authorizer(None)
+
+    def classes(self) -> set[str]:
+        """The class names and targets of the rows."""
+        with self._reading():
+            found = self._db.execute("SELECT DISTINCT class_name FROM rows UNION SELECT DISTINCT target FROM rows")
+            return {name for (name,) in found if isinstance(name, str)}
+
+
+def _marks(values: Sequence[object]) -> str:
+    return ", ".join("?" * len(values))
+
+
+def _authorize(action: int, first: str | None, second: str | None, *_: object) -> int:
+    """Allow what a condition needs: some columns of the rows, and some functions."""
+    column = first == "rows" and second in ("id", *CONDITION_COLUMNS)
+    function = str(second).lower() in _FUNCTIONS
+    allowed = {sqlite3.SQLITE_SELECT: True, sqlite3.SQLITE_READ: column, sqlite3.SQLITE_FUNCTION: function}
+    return sqlite3.SQLITE_OK if allowed.get(action, False) else sqlite3.SQLITE_DENY
+
+
+# -- what a row must be
+
+_TYPES: dict[str, tuple[type, ...]] = {"text": (str,), "whole": (int,), "number": (int, float), "json": (dict, list)}
+_COLUMN_TYPES = {name: _TYPES[kind] for where in ("folder", "manifest") for name, kind in kinds_in(where).items()}
+# What the row of an explained image has, if only as None.
+_FILLED = tuple(dict.fromkeys([*kinds_in("folder"), *kinds_in("condition")]))
+# What is nested in a row, and the types of its values; an image with maps has all of it but the last.
+_NESTED: dict[str, tuple[type, ...]] = {
+    "outputs": (str,),
+    "written": (int,),
+    "facts": (dict,),
+    "placement": (list, str),
+}
+_NESTED |= {"maps": (str,)}
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
+
+
+def _parsed(text: object) -> Row | None:
+    """The object in a text of JSON; None if there is none, or numbers that JSON does not have."""
+    try:
+        found = _DECODER.decode(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _row(name: object, record: object, drawn: bool) -> Row | None:
+    """The row of an input; None if no run would have written it, such as one whose maps are drawn."""
+    row = _parsed(record)
+    if row is None or not isinstance(name, bytes):
+        return None
+    row = {"input": os.fsdecode(name)} | row
+    if row.get("status") not in ("explained", "failed") or (row["status"] == "failed" and "stem" not in row):
+        return row if row.get("status") in ("measured", "failed") else None  # of an evaluation, which reads its own
+    if not all(isinstance(path, str) and is_inside(path) for path in (row["input"], row.get("stem"))):
+        return None
+    for column, value in row.items():
+        types = _COLUMN_TYPES.get(column)
+        if value is not None and types is not None and (isinstance(value, bool) or not isinstance(value, types)):
+            return None
+    if row["status"] == "explained":
+        needed = [*_NESTED][: -1 if drawn else 2]
+        sides = [row.get(side) for side in ("width", "height")]
+        whole = all(isinstance(side, int) and 0 < side < 2**31 for side in sides)
+        if not whole or any(row.get(column) is None for column in needed):
+            return None
+    nested = all(
+        isinstance(inside, dict) and all(isinstance(one, kinds) for one in inside.values())
+        for column, kinds in _NESTED.items()
+        if (inside := row.get(column)) is not None
+    )
+    if not nested or not _is_text(row):
+        return None
+    return {**dict.fromkeys(_FILLED), **row} if row["status"] == "explained" else row
+
+
+def _is_text(row: Row) -> bool:
+    """Whether the text of a row can be written as UTF-8; the name of its input need not."""
+    try:
+        "".join(value for column, value in row.items() if column != "input" and isinstance(value, str)).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def is_inside(path: str) -> bool:
+    """Whether a path stays below the folder that it is joined to.
+
+    >>> is_inside("a/b.jpg"), is_inside("../b.jpg"), is_inside("/b.jpg")
+    (True, False, False)
+    """
+    parts = path.replace(os.sep, "/").split("/")
+    rooted = os.path.isabs(path) or os.path.splitdrive(path)[0]  # noqa: PTH117 - once per row and path
+    return not rooted and ".." not in parts and parts[-1] not in ("", ".") and "\0" not in path
