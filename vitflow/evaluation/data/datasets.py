@@ -20,9 +20,8 @@ from vitflow.evaluation.data.finder import PictureFinder
 from vitflow.evaluation.data.masks import find_class_names, find_mask, read_mask_regions
 from vitflow.evaluation.data.regions import Label, Region, check_count, mask_region
 from vitflow.pictures.files import is_file, is_folder, is_there
-from vitflow.pictures.images import ImageSource, find_images, read_image
+from vitflow.pictures.images import ImageSource, find_images, is_image_name, read_image
 
-_ANNOTATIONS = (".csv", ".json", ".xml")
 _DEMO = re.compile(r"demo(?::(\d+))?(?::(\d+))?")
 
 
@@ -116,8 +115,7 @@ def open_dataset(
     """Open data to evaluate on; pictures are read later, one by one.
 
     - `demo:500`: that many drawn pictures with the exact mask of every object (`demo:500:1000`: from seed 1000 on).
-    - A file with annotations (see `read_annotations`), or a folder with one beside the pictures. With XML, a folder
-      `Annotations` or the XML files beside the pictures.
+    - A file with annotations (see `read_annotations`), or a folder with one JSON file beside the pictures.
     - A folder with masks: the mask of `NAME.jpg` is `NAME_mask.png`, `NAME-mask.png` or `NAME.mask.png` beside it, or
       `masks/NAME.png`. Pixels other than 0 are the region. Where a file `classes.txt` lies beside the masks or the
       pictures, pixels of value k have the class on its line k, and 255 is unknown.
@@ -150,8 +148,8 @@ def open_dataset(
         raise OptionError(f"Expected the folder with the pictures, but there is none at {str(images)!r}.")
     path = Path(data)
     extra = Path(images) if images is not None else None
-    if is_file(path) and path.suffix.lower() in _ANNOTATIONS:
-        return _cut(_annotated([path], path.name, extra), limit)
+    if is_file(path) and path.suffix and not is_image_name(path.name):
+        return _cut(_annotated(path, path.name, extra), limit)
     if is_file(path):
         return _pictures(path.name, [path], None)
     if is_folder(path):
@@ -211,57 +209,39 @@ def _draw(seed: int) -> Labelled:
 
 
 def _folder(path: Path, images: Path | None) -> Dataset:
-    xml_folder = path / "Annotations" if (path / "Annotations").is_dir() else path
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() in (".json", ".csv") and file.is_file())
-    xml = sorted(filter(is_file, xml_folder.rglob("*.xml") if xml_folder != path else path.glob("*.xml")))
-    labels = next((file for file in files if file.name == "labels.csv"), None)
-    files = [file for file in files if file != labels]
-    named = [file for file in files if file.name in ("boxes.json", "annotations.json", "boxes.csv", "annotations.csv")]
-    chosen = named or (files if not xml else [])
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".json" and file.is_file())
+    named = [file for file in files if file.name in ("boxes.json", "annotations.json")]
+    chosen = named or files
     if len(chosen) > 1:
         raise OptionError(
             f"Expected one file with annotations in {str(path)!r}, got {', '.join(file.name for file in chosen)}. Name "
             "the one to use instead of the folder."
         )
-    if chosen or xml:
-        return _annotated(chosen or xml, path.name, images or path)
-    return _pictures(path.name, find_images(images or path), labels)
+    if chosen:
+        return _annotated(chosen[0], path.name, images or path)
+    labels = path / "labels.csv"
+    return _pictures(path.name, find_images(images or path), labels if labels.is_file() else None)
 
 
-def _annotated(files: Sequence[Path], name: str, images: Path | None) -> Dataset:
-    """Pictures by their annotations; files of several pictures stand alone, XML files are one picture each."""
-    entries = _read_all(files)
-    here = files[0].resolve().parent
-    beside = [here, here / "images", here.parent / "images", here.parent / "JPEGImages", here.parent]
+def _annotated(file: Path, name: str, images: Path | None) -> Dataset:
+    """Images by their annotation file."""
+    entries = read_annotations(file)
+    here = file.resolve().parent
+    beside = [here, here / "images", here.parent / "images", here.parent]
     finder = PictureFinder([images] if images is not None else beside)
     names = _distinct([entry.file for entry in entries])
     samples = [_annotated_sample(own, entry, finder) for entry, own in zip(entries, names, strict=True)]
-    if not any(is_file(file) for sample in samples for file in sample.files):
+    if not any(is_file(path) for sample in samples for path in sample.files):
         for sample in samples:
             if not sample.files:
                 sample.read()  # tells what is wrong
         raise OptionError(
-            f"None of the {len(samples)} pictures of {files[0].name!r} was found, such as {entries[0].file!r}. Say "
+            f"None of the {len(samples)} pictures of {file.name!r} was found, such as {entries[0].file!r}. Say "
             "where they are with --images (images=…)."
         )
     located = any(entry.regions is not None for entry in entries)
     kind = f"{len(samples)} pictures with " + ("annotated regions" if located else "classes")
-    return Dataset(name, kind, samples, located, {"annotations": _digest(files)})
-
-
-def _read_all(files: Sequence[Path]) -> list[Annotation]:
-    """The entries of all files; of several, one that cannot be read is an entry with a problem."""
-    entries: list[Annotation] = []
-    problems = []
-    for file in files:
-        try:
-            entries += read_annotations(file)
-        except VitflowError as error:
-            problems.append(error)
-            entries.append(Annotation(file.stem, None, problem=error))
-    if len(problems) == len(files):
-        raise problems[0]
-    return entries
+    return Dataset(name, kind, samples, located, {"annotations": _digest([file])})
 
 
 def _annotated_sample(name: str, entry: Annotation, finder: PictureFinder) -> Sample:
