@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageDraw
 
 from vitflow.demo import CLASS_NAMES, draw_picture
@@ -144,6 +145,45 @@ def test_pictures_alone(folder):
     assert [sample.read().image.shape for sample in in_memory.samples] == [(20, 30, 3), (30, 40, 3)]
     with pytest.raises(OptionError, match="at least one picture"):
         open_dataset([])
+
+
+MASK = painted((5, 4, 20, 12))
+
+
+class Pairs(torch.utils.data.Dataset):
+    """A torch dataset, which has a length and no end of its own."""
+
+    def __init__(self, *truths):
+        self.truths = truths
+
+    def __len__(self):
+        return len(self.truths)
+
+    def __getitem__(self, number):
+        return np.zeros((*SIZE, 3), np.uint8), self.truths[number % len(self.truths)]
+
+
+@pytest.mark.parametrize("truth", [MASK, torch.tensor(MASK), MASK.astype(np.uint8) * 255, [[5, 4, 20, 12]]])
+def test_pairs_of_an_image_and_where_its_object_is(truth):
+    for data in (Pairs(truth, truth), iter([(Image.new("RGB", SIZE[::-1]), truth)] * 2)):
+        dataset = open_dataset(data)
+        assert (len(dataset), dataset.has_regions) == (2, True)
+        assert all((union_of(sample.read()) == MASK).all() for sample in dataset.samples)
+
+
+@pytest.mark.parametrize("truth", ["tabby", 2, torch.tensor(2), np.int64(2)])
+def test_pairs_of_an_image_and_its_class(truth):
+    dataset = open_dataset(Pairs(truth, truth, truth), limit=2)
+    assert (len(dataset), dataset.has_regions) == (2, False)
+    assert [sample.read().label for sample in dataset.samples] == ["tabby" if isinstance(truth, str) else 2] * 2
+
+
+@pytest.mark.parametrize("truth", [np.ones((3, 5)), 0.5, None, {"boxes": []}, [[1], [2, 3]]])
+def test_an_unknown_truth_costs_its_row(truth):
+    first, second = open_dataset(Pairs(MASK, truth)).samples
+    assert first.read().regions
+    with pytest.raises(ShapeError, match="Expected a mask of 30 × 40 pixels, boxes"):
+        second.read()
 
 
 # --- Boxes -----------------------------------------------------------------------------------------------------------

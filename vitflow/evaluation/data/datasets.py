@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError
 from vitflow.evaluation.data.annotations import Annotation, read_annotations
 from vitflow.evaluation.data.finder import PictureFinder
 from vitflow.evaluation.data.masks import find_class_names, find_mask, read_mask_regions
-from vitflow.evaluation.data.regions import Label, Region, check_count, mask_region
+from vitflow.evaluation.data.regions import Label, Region, box_region, check_count, mask_region
 from vitflow.pictures.files import is_file, is_folder, is_there
 from vitflow.pictures.images import ImageSource, find_images, is_image_name, read_image
 
@@ -107,7 +108,7 @@ class Dataset:
 
 
 def open_dataset(
-    data: "str | os.PathLike[str] | Dataset | Iterable[ImageSource]",
+    data: "str | os.PathLike[str] | Dataset | Iterable[ImageSource | tuple[ImageSource, Any]]",
     *,
     images: str | os.PathLike[str] | None = None,
     limit: int | None = None,
@@ -121,6 +122,8 @@ def open_dataset(
       pictures, pixels of value k have the class on its line k, and 255 is unknown.
     - A folder with `labels.csv` (`file,label_index` or `file,label`), which may stand beside masks: a class each.
     - Any other folder, or a list of pictures: pictures alone, of a list of files with their masks.
+    - An iterable or a torch dataset of pairs (image, truth), where the truth is a mask [height, width], boxes
+      [boxes, 4] by their edges, or a class (an index or a name). A torch dataset is read image by image.
 
     Args:
         data: any of these.
@@ -143,7 +146,7 @@ def open_dataset(
         count, seed = int(match[1] or 100), int(match[2] or 0)
         return _cut(_drawn(data, count, seed), limit)
     if not isinstance(data, str | os.PathLike):
-        return _cut(_listed(list(data)), limit)
+        return _cut(_in_memory(data), limit)
     if images is not None and not is_folder(images):
         raise OptionError(f"Expected the folder with the pictures, but there is none at {str(images)!r}.")
     path = Path(data)
@@ -178,6 +181,50 @@ def _listed(sources: Sequence[ImageSource]) -> Dataset:
         Sample(f"picture {number}", partial(_read_plain, source)) for number, source in enumerate(sources, start=1)
     ]
     return Dataset(name, name, samples, False)
+
+
+def _in_memory(data: Any) -> Dataset:
+    """A torch dataset, or the items of an iterable: images, or pairs of an image and its truth."""
+    # A torch dataset has a length and raises no IndexError where it ends, so it cannot be iterated.
+    reads_lazily = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    items = data if reads_lazily else list(data)
+    if not len(items):
+        raise OptionError("Expected at least one picture, got none.")
+    first = items[0]
+    if not _is_pair(first):
+        return _listed([items[number] for number in range(len(items))])
+    name = f"{len(items)} pictures"
+    samples = [Sample(f"picture {number + 1}", partial(_read_pair, items, number)) for number in range(len(items))]
+    located = not isinstance(first[1], str | int | np.integer) and np.ndim(first[1]) > 0
+    return Dataset(name, name + (" with regions" if located else " with classes"), samples, located)
+
+
+def _is_pair(item: Any) -> bool:
+    return isinstance(item, tuple) and len(item) == 2
+
+
+def _read_pair(items: Any, number: int) -> Labelled:
+    item = items[number]
+    if not _is_pair(item):
+        raise ShapeError(f"Expected a pair (image, mask | boxes | class) as item {number}, got {reprlib.repr(item)}.")
+    image, truth = read_image(item[0]), item[1]
+    if isinstance(truth, str):
+        return Labelled(image, None, truth)
+    try:
+        values = np.asarray(truth)
+    except (TypeError, ValueError):
+        values = np.array(None)
+    if values.ndim == 0 and values.dtype.kind in "iu":
+        return Labelled(image, None, int(values))
+    if values.ndim == 2 and values.shape == image.shape[:2] and values.dtype.kind in "biuf":
+        return Labelled(image, (mask_region(None, values > 0),))
+    if values.size == 0 or (values.ndim == 2 and values.shape[1] == 4):
+        check_count(len(values), f"item {number}")
+        return Labelled(image, tuple(box_region(None, box) for box in values))
+    raise ShapeError(
+        f"Expected a mask of {image.shape[0]} × {image.shape[1]} pixels, boxes [boxes, 4], or a class as the truth of "
+        f"item {number}, got {reprlib.repr(truth)}."
+    )
 
 
 def _read_plain(source: ImageSource) -> Labelled:
