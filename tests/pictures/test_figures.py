@@ -120,20 +120,19 @@ def test_a_group_is_named_once_over_the_columns_that_stand_together():
 
 
 def test_wrapping_keeps_the_words_and_the_width():
-    page = typesetting.Page(200, 5)
     text = "Egyptian cat of many words that will not fit into a single line of this width"
     for lines in range(1, 12):
-        found = page.wrap(text, 1.0, 7, lines=lines)
+        found = typesetting.wrap(text, 1.0, 7, lines=lines)
         assert len(found) <= lines
-        assert all(page.measure(line, 7) <= 1.0 for line in found)
+        assert all(typesetting.measure(line, 7) <= 1.0 for line in found)
         assert text.startswith(" ".join(found).removesuffix("…").rstrip())
         # Greedy: the next word would not have fitted.
         for line, following in pairwise(found):
-            assert page.measure(f"{line} {following.split()[0]}", 7) > 1.0
-    assert " ".join(page.wrap(text, 1.0, 7, lines=12)) == text
-    assert page.wrap("", 1.0, 7) == []
-    [cut] = page.wrap("Pneumonoultramicroscopicsilicovolcanoconiosis", 1.0, 7, lines=1)
-    assert cut.endswith("…") and page.measure(cut + "iii", 7) > 1.0
+            assert typesetting.measure(f"{line} {following.split()[0]}", 7) > 1.0
+    assert " ".join(typesetting.wrap(text, 1.0, 7, lines=12)) == text
+    assert typesetting.wrap("", 1.0, 7) == []
+    [cut] = typesetting.wrap("Pneumonoultramicroscopicsilicovolcanoconiosis", 1.0, 7, lines=1)
+    assert cut.endswith("…") and typesetting.measure(cut + "iii", 7) > 1.0
 
 
 @pytest.mark.parametrize("suffix", FIGURE_FORMATS)
@@ -257,3 +256,11 @@ def test_a_chart_of_many_layers_has_readable_ticks(count):
     ticks = figure.axes[0].get_xticks()
     assert 1 <= len(ticks) <= 16
     assert set(ticks) <= set(x)
+
+
+def test_a_chart_reads_no_formula_in_its_words(tmp_path):
+    series = [Series("$s_1$", [1, 2], [0.1, 0.2])]
+    figure = draw_lines({"$t_1$": series}, x_label="$x_1$", y_label="$y_1$", ticks=["$a_1$", "$b_1$"])
+    nodes = ET.parse(save_figure(figure, tmp_path / "chart.svg")).iter("{http://www.w3.org/2000/svg}text")
+    words = {"".join(node.itertext()) for node in nodes}
+    assert {f"${letter}_1$" for letter in "stxyab"} <= words

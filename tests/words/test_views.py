@@ -2,14 +2,18 @@
 
 import re
 from html.parser import HTMLParser
+from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 from PIL import Image
 
 from vitflow.errors import OptionError, ShapeError, printable
 from vitflow.methods.sequence.layout import Words
+from vitflow.pictures.typesetting import without_glyph_warnings
 from vitflow.words.graph import GraphView, Panel
 from vitflow.words.labels import ENGLISH_STOP_WORDS, hide, labels_of
 from vitflow.words.shaded import ShadedText
@@ -293,3 +297,50 @@ def test_tensors_are_as_good_as_arrays():
 
 def test_bars_have_eighths():
     assert [bar(share, 1) for share in (0, 0.25, 1)] == ["", "▎", "█"]
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+LONG = "A caption that says what was computed, with which model and why, and costs $5_0$ or $6_0$. " * 5
+WIDE = words_of([*HOSTILE, "$x_1$", " $y$", " WWWWWWWWWWWWWWWWWWWWWWWWWW", *(f" token{n}" for n in range(24))])
+
+
+def drawn_texts(figure) -> list:
+    """The texts that a figure draws, with their boxes in pixels."""
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    with without_glyph_warnings():
+        figure.draw(renderer)
+        return [
+            (text, text.get_window_extent(renderer))
+            for text in figure.findobj(Text)
+            if text.get_visible() and text.get_text().strip()
+        ]
+
+
+@pytest.mark.parametrize("framed", [True, False])
+@pytest.mark.parametrize("words", [words_of("ab"), WORDS, WIDE], ids=["short", "plain", "wide"])
+def test_no_word_of_a_figure_is_cut_or_lies_on_another(words, framed):
+    tokens = words.length
+    frame = {"title": f"Title {LONG}", "caption": LONG}
+    graph = matrices(tokens)
+    rows = [f"a row of a long name {number}" for number in range(3)]
+    views = [
+        ShadedText(words, graph[0, 0], asked=(1,), **frame),
+        Sheet(words, graph[0][[0, 1, 0]], rows, rest=[0.1, 0.2, 0.3], rest_name="image tokens", **frame),
+        Sheet(words, graph[0][[0, 1, 0]], rows, upwards=True),
+        GraphView(
+            words, [Panel("raw attention of all heads", graph, note=LONG), Panel("b", graph)], asked=(1,), **frame
+        ),
+    ]
+    for view in views:
+        figure = view.figure(framed=framed)
+        width, height = figure.get_size_inches() * figure.dpi
+        found = drawn_texts(figure)
+        assert len(found) >= tokens
+        for text, box in found:
+            assert not text.get_parse_math(), text
+            assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text
+        for (first, a), (second, b) in combinations(found, 2):
+            across, down = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
+            # Boxes reach from ascender to descender: lines set close may share a few pixels of these.
+            assert across <= 2 or down <= 3, (first, second, across, down)

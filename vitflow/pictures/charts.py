@@ -1,7 +1,7 @@
 """Charts of lines with bands, in colours for light and for dark paper, made with matplotlib."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from vitflow.errors import printable
 from vitflow.pictures.options import DPI
-from vitflow.pictures.typesetting import BODY, TITLE, QuietFigure
+from vitflow.pictures.typesetting import BODY, GREY, LEADING, SMALL, TITLE, QuietFigure, plain, wrap
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 #: Inches that a character of a label takes, about, and how many characters of one get room.
 PER_CHARACTER, MOST_CHARACTERS = 0.062, 44
 _MOST_TICKS = 16
+#: Inches around a figure.
+MARGIN = 0.12
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ def _draw_series(axes: Axes, series: Series, number: int, theme: Theme) -> Any:
 def _mark(axes: Axes, values: Sequence[float], words: Sequence[str]) -> None:
     """Ticks at whole numbers, or the words that stand for them."""
     if words:
-        axes.set_xticks(values, [printable(word) for word in words])
+        axes.set_xticks(values, [printable(word) for word in words], parse_math=False)
     elif all(value == round(value) for value in values):
         axes.set_xticks(values if len(values) <= _MOST_TICKS else values[:: len(values) // 12])
 
@@ -158,6 +160,23 @@ def settled(figure: Figure) -> Figure:
     with matplotlib.rc_context({"figure.autolayout": False, "figure.constrained_layout.use": False}):
         figure.set_layout_engine(None)  # "none" would draw it twice for each file
     return figure
+
+
+def framed(figure: Figure, title: str, paragraphs: Iterable[str]) -> Figure:
+    """Set a title above a figure and small grey lines below it, make it higher by these, and settle its layout."""
+    width, height = figure.get_size_inches()
+    room, left = width - 2 * MARGIN, MARGIN / width
+    head = wrap(title, room, TITLE, lines=3, weight="bold")
+    foot = [line for paragraph in paragraphs for line in wrap(paragraph, room, SMALL, lines=4)]
+    if head:
+        figure.suptitle("\n".join(head), x=left, ha="left", **plain(TITLE), weight="bold")
+    if foot:
+        figure.supxlabel("\n".join(foot), x=left, ha="left", **plain(SMALL) | {"color": GREY})
+    more = (len(head) * TITLE + len(foot) * SMALL) * LEADING + MARGIN * (bool(head) + bool(foot))
+    figure.set_size_inches(width, height + more)
+    if (layout := figure.get_layout_engine()) is not None:
+        layout.set(w_pad=MARGIN / 2, h_pad=MARGIN / 2, wspace=0, hspace=0)  # type: ignore[call-arg]
+    return settled(figure)
 
 
 def style_axes(axes: Axes, title: str, theme: Theme) -> None:

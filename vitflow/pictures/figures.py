@@ -21,7 +21,7 @@ from vitflow.errors import OptionError, ShapeError, unknown_name
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.options import DPI, FIGURE_FORMATS
 from vitflow.pictures.pen import Bar
-from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, Page
+from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, Page, measure, wrap
 
 # Lengths in inches.
 _MARGIN, _COLUMN_GAP, _ROW_GAP = 0.08, 0.07, 0.10
@@ -121,12 +121,12 @@ def _draw_heads(page: Page, columns: Sequence[Column], lefts: Sequence[float], w
             if group:
                 places = [place for _, place in neighbours]
                 left, right = places[0], places[-1] + width
-                [text, *_] = page.wrap(group, right - left, SMALL, lines=1)
+                [text, *_] = wrap(group, right - left, SMALL, lines=1)
                 page.line(text, (left + right) / 2, y - 0.02, SMALL, color=GREY)
                 page.rule(left, right, y + 0.025)
         y += 0.06
-    titles = [page.wrap(column.title, width, TITLE, weight="bold") for column in columns]
-    below = [page.wrap(column.subtitle, width, SMALL, lines=4) for column in columns]
+    titles = [wrap(column.title, width, TITLE, weight="bold") for column in columns]
+    below = [wrap(column.subtitle, width, SMALL, lines=4) for column in columns]
     y += max(len(lines) for lines in titles) * TITLE * LEADING
     for left, title, subtitle in zip(lefts, titles, below, strict=True):
         for number, text in enumerate(reversed(title)):
@@ -139,7 +139,7 @@ def _draw_heads(page: Page, columns: Sequence[Column], lefts: Sequence[float], w
 def _draw_block(page: Page, block: Block, lefts: Sequence[float], width: float, y: float) -> float:
     """Draw one block's rows from y on; return where the next block begins."""
     rows = max(len(cells) for cells in block)
-    words = [[_words(page, cell, width) for cell in cells] for cells in block]
+    words = [[_words(cell, width) for cell in cells] for cells in block]
     heights = []
     for row in range(rows):
         in_row = [(cells[row], lines[row]) for cells, lines in zip(block, words, strict=True) if len(cells) > row]
@@ -151,10 +151,10 @@ def _draw_block(page: Page, block: Block, lefts: Sequence[float], width: float, 
     return tops[-1] + heights[-1] + _ROW_GAP
 
 
-def _words(page: Page, cell: Cell, width: float) -> list[tuple[str, float, str]]:
+def _words(cell: Cell, width: float) -> list[tuple[str, float, str]]:
     """The lines below a picture: text, size, colour."""
-    lines = [(text, BODY, INK) for caption in cell.caption for text in page.wrap(caption, width, BODY)]
-    return lines + [(text, SMALL, GREY) for detail in cell.details for text in page.wrap(detail, width, SMALL)]
+    lines = [(text, BODY, INK) for caption in cell.caption for text in wrap(caption, width, BODY)]
+    return lines + [(text, SMALL, GREY) for detail in cell.details for text in wrap(detail, width, SMALL)]
 
 
 def _cell_height(page: Page, cell: Cell, lines: Sequence[tuple[str, float, str]]) -> float:
@@ -178,8 +178,8 @@ def _draw_foot(page: Page, bars: Sequence[Bar], note: str, y: float) -> float:
     y += 0.06
     step = SMALL * LEADING
     if bars:
-        labels = [[page.wrap(label, _BAR_LABEL, SMALL, lines=1)[0] for label in bar.labels] for bar in bars]
-        low, high = (max(page.measure(own[end], SMALL) for own in labels) for end in (0, 1))
+        labels = [[wrap(label, _BAR_LABEL, SMALL, lines=1)[0] for label in bar.labels] for bar in bars]
+        low, high = (max(measure(own[end], SMALL) for own in labels) for end in (0, 1))
         start = page.snap(left + low + 0.05)
         for number, (bar, told) in enumerate(zip(bars, labels, strict=True), start=1):
             baseline, end = y + number * step - 0.02, start + bar.image.shape[1] / page.dpi
@@ -191,7 +191,7 @@ def _draw_foot(page: Page, bars: Sequence[Bar], note: str, y: float) -> float:
         left, y = _MARGIN, y + len(bars) * step + 0.03
         bars = ()
     room = page.width - _MARGIN - left
-    lines = [text for paragraph in note.splitlines() for text in page.wrap(paragraph, room, SMALL, lines=10)]
+    lines = [text for paragraph in note.splitlines() for text in wrap(paragraph, room, SMALL, lines=10)]
     for number, text in enumerate(lines, start=1):
         page.line(text, left, y + number * step - 0.02, SMALL, ha="left", color=GREY)
     return y + max(len(lines), len(bars), 1) * step + _ROW_GAP

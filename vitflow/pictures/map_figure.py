@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from vitflow.pictures import overlay
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.pen import REACH, Box, Limits, Pen
-from vitflow.pictures.typesetting import BODY, GREY, LEADING, SMALL, TITLE, Page, readable
+from vitflow.pictures.typesetting import BODY, GREY, LEADING, SMALL, TITLE, Page, measure, readable, wrap
 
 
 def side_by_side(first: NDArray[np.uint8], second: NDArray[np.uint8], gap: int = 12) -> NDArray[np.uint8]:
@@ -61,14 +61,14 @@ def draw_map(
     heads = [(title, TITLE * 1.2, "bold"), *((text, TITLE, "normal") for text in lines), (details, BODY, "normal")]
     y = 0.1
     for text, size, weight in heads:
-        for line in page.wrap(text, across, size, lines=3, weight=weight):
+        for line in wrap(text, across, size, lines=3, weight=weight):
             y += size * LEADING
             page.line(line, margin, y - 0.03, size, ha="left", weight=weight)
     y += 0.05
     page.picture(picture, margin + (across - picture.shape[1] / pen.dpi) / 2, y)
     y = _draw_bar(page, grid, pen, limits, ends, margin, across, y + picture.shape[0] / pen.dpi + 0.1)
     for text in [*_marks(pen, limits), *notes]:
-        for line in page.wrap(text, across, SMALL, lines=3):
+        for line in wrap(text, across, SMALL, lines=3):
             y += SMALL * LEADING
             page.line(line, margin, y, SMALL, ha="left", color=GREY)
     return page.finish(y + margin)
@@ -120,25 +120,23 @@ def _draw_bar(
     for x in places:
         page.tick(x, y, 0.03)
     y += 0.03 + BODY * LEADING
-    for x, text in _apart(page, texts, places, left, left + width):
+    for x, text in _apart(texts, places, left, left + width):
         page.line(text, x, y, BODY, ha="left")
     if two_sides:
         y += BODY * LEADING
         half = width / 2 - 0.05
         for side, x, ha in ((0, left, "left"), (1, left + width, "right")):
-            page.line(page.wrap(ends[side], half, BODY, lines=1)[0], x, y, BODY, ha=ha)
+            page.line(wrap(ends[side], half, BODY, lines=1)[0], x, y, BODY, ha=ha)
     return y + 0.04
 
 
-def _apart(
-    page: Page, texts: Sequence[str], places: Sequence[float], left: float, right: float
-) -> Iterator[tuple[float, str]]:
+def _apart(texts: Sequence[str], places: Sequence[float], left: float, right: float) -> Iterator[tuple[float, str]]:
     """Where each text begins that stands below a mark: centred, within the bar; inner ones give way or are left out.
 
     The texts at the ends and at 0 stay; what has no room beside them is left out.
     """
     count, gap = len(texts), 0.05
-    widths = [page.measure(text, BODY) for text in texts]
+    widths = [measure(text, BODY) for text in texts]
     starts = [min(max(place - width / 2, left), right - width) for place, width in zip(places, widths, strict=True)]
     fixed = {0, count - 1, count // 2} if count == 5 else {0, count - 1}
     for index, text in enumerate(texts):

@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -56,9 +56,6 @@ class Page:
         self.figure.suppressComposite = True  # each picture stays one in PDF and SVG
         self.axes = self.figure.add_axes((0, 0, 1, 1))
         self.axes.set_axis_off()
-        # Type is measured at ten times its size, where the rounding to pixels no longer shows.
-        self._renderer: Any = RendererAgg(1, 1, 720)  # type: ignore[no-untyped-call]
-        self._widths: dict[tuple[str, float, str], float] = {}
 
     def snap(self, length: float) -> float:
         """The nearest whole number of pixels, in inches: a picture then keeps its own pixels."""
@@ -74,10 +71,7 @@ class Page:
 
     def line(self, text: str, x: float, baseline: float, size: float, **style: Any) -> None:
         """Set a line of type, by default centred on x; style as for matplotlib's text."""
-        style = {"color": INK, "ha": "center"} | style
-        # The text is data: a dollar sign in a name starts no formula.
-        plain: dict[str, Any] = {"parse_math": False, "usetex": False, "family": font_families(), "style": "normal"}
-        self.axes.text(x, baseline, text, fontsize=size, va="baseline", **plain, **style)
+        self.axes.text(x, baseline, text, va="baseline", **{"ha": "center", **plain(size), **style})
 
     def rule(self, left: float, right: float, y: float) -> None:
         """Draw a thin line across."""
@@ -87,43 +81,6 @@ class Page:
         """Draw a short thin line down."""
         self.axes.plot([x, x], [top, top + length], color=INK, linewidth=0.6, solid_capstyle="butt")
 
-    def measure(self, text: str, size: float, weight: str = "normal") -> float:
-        """Width of a line of type in inches."""
-        key = (text, size, weight)
-        if key not in self._widths:
-            font = FontProperties(family=font_families(), style="normal", size=size, weight=weight)
-            with without_glyph_warnings():
-                self._widths[key] = float(self._renderer.get_text_width_height_descent(text, font, False)[0]) / 720
-        return self._widths[key]
-
-    def wrap(self, text: str, width: float, size: float, lines: int = 2, weight: str = "normal") -> list[str]:
-        """Break a text into at most so many lines of a width; what does not fit ends in an ellipsis.
-
-        Words are measured: lines of equally many characters, as textwrap makes them, would stand out of their column
-        for one class name of ImageNet in forty.
-        """
-        words = printable(text, lines=True).split()
-        broken: list[str] = []
-        while words and len(broken) < lines:
-            count = next(
-                (n for n in range(len(words), 0, -1) if self.measure(" ".join(words[:n]), size, weight) <= width), 0
-            )
-            if count == len(words) or (count and len(broken) < lines - 1):
-                broken.append(" ".join(words[:count]))
-                words = words[count:]
-            else:
-                broken.append(self._cut(" ".join(words), width, size, weight))
-                words = []
-        return broken
-
-    def _cut(self, text: str, width: float, size: float, weight: str) -> str:
-        if self.measure(text, size, weight) <= width:
-            return text
-        kept = text
-        while kept and self.measure(f"{kept}…", size, weight) > width:
-            kept = kept[:-1].rstrip()
-        return f"{kept}…"
-
     def finish(self, height: float) -> Figure:
         """The figure, cut to this height."""
         width, height = self.snap(self.width), self.snap(height)
@@ -131,6 +88,50 @@ class Page:
         self.axes.set_xlim(0, width)
         self.axes.set_ylim(height, 0)
         return self.figure
+
+
+def plain(size: float) -> dict[str, Any]:
+    """Style of a text that is data: without formulas, and whatever the settings of the caller are."""
+    family = {"parse_math": False, "usetex": False, "family": font_families(), "style": "normal"}
+    return {"fontsize": size, "color": INK, **family}
+
+
+@lru_cache(maxsize=4096)
+def measure(text: str, size: float, weight: str = "normal") -> float:
+    """Return the width of a line of text in inches."""
+    font = FontProperties(family=font_families(), style="normal", size=size, weight=weight)
+    # At ten times the size the rounding to pixels does not matter.
+    renderer: Any = RendererAgg(1, 1, 720)  # type: ignore[no-untyped-call]
+    with without_glyph_warnings():
+        return float(renderer.get_text_width_height_descent(text, font, False)[0]) / 720
+
+
+def wrap(text: str, width: float, size: float, lines: int = 2, weight: str = "normal") -> list[str]:
+    """Break a text into at most this many lines of a width in inches; an ellipsis ends what does not fit.
+
+    Widths are measured: lines of equally many characters, as textwrap makes them, would leave their column for one
+    class name of ImageNet in forty.
+    """
+    words = printable(text, lines=True).split()
+    broken: list[str] = []
+    while words and len(broken) < lines:
+        count = next((n for n in range(len(words), 0, -1) if measure(" ".join(words[:n]), size, weight) <= width), 0)
+        if count == len(words) or (count and len(broken) < lines - 1):
+            broken.append(" ".join(words[:count]))
+            words = words[count:]
+        else:
+            broken.append(_cut(" ".join(words), width, size, weight))
+            words = []
+    return broken
+
+
+def _cut(text: str, width: float, size: float, weight: str) -> str:
+    if measure(text, size, weight) <= width:
+        return text
+    kept = text
+    while kept and measure(f"{kept}…", size, weight) > width:
+        kept = kept[:-1].rstrip()
+    return f"{kept}…"
 
 
 @cache

@@ -5,18 +5,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, printable
 from vitflow.methods.sequence.layout import Words
-from vitflow.pictures.options import DPI
-from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, Page
+from vitflow.pictures import charts
+from vitflow.pictures.charts import LIGHT, MARGIN, new_chart
+from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, measure, plain, wrap
 from vitflow.words.labels import labels_of, shown_positions
 from vitflow.words.terminal import padded
 from vitflow.words.trust import Trust, check_weights
-from vitflow.words.view import FOR, MARGIN, View, draw_foot, draw_title, embedded, percent, render
+from vitflow.words.view import FOR, View, embedded, percent, render
 
 #: A graph of more tokens or layers than this would be a grey area.
 MOST_TOKENS, MOST_LAYERS = 40, 48
@@ -136,60 +138,44 @@ class GraphView(View):
         """The graphs as a figure."""
         labels = labels_of(self.words)
         names = [padded(labels[position].text, 14).rstrip() for position in self._columns]
-        scratch = Page(DPI, 1.0)
-        name_width = max(scratch.measure(name, BODY) for name in names) + 0.08
         layers = max(len(panel.matrices) for panel in self.panels)
-        step = min(_STEP, 7.0 / layers)
         # Tokens stand below each other and layers beside each other, so that words can be read.
-        wide, row = max(layers * max(step, 0.2), 1.4), min(0.2, 7.5 / len(names))
-        page = Page(DPI, max(2 * MARGIN + name_width + len(self.panels) * (wide + _GAP), 4.0))
-        top = draw_title(page, self.title if framed else "")
-        top += TITLE * LEADING + 0.2
-        bottom = top
-        for number, panel in enumerate(self.panels):
-            left = MARGIN + name_width + number * (wide + _GAP)
-            page.line(panel.title, left, top - 0.14, TITLE, ha="left", weight="bold")
-            bottom = max(bottom, self._draw_panel(page, panel, left, top, wide, row))
-        for place, (name, position) in enumerate(zip(names, self._columns, strict=True)):
-            weight = "bold" if position in self.asked else "normal"
-            page.line(name, MARGIN + name_width - 0.08, top + place * row + 0.03, BODY, ha="right", weight=weight)
-        return draw_foot(page, self._foot if framed else (), bottom)
+        wide, row = max(layers * max(min(_STEP, 7.0 / layers), 0.2), 1.4), min(0.2, 7.5 / len(names))
+        titles = [wrap(panel.title, wide, TITLE, weight="bold") for panel in self.panels]
+        notes = [wrap(panel.note, wide, SMALL, lines=3) for panel in self.panels]
+        width = max(map(measure, names, [BODY] * len(names))) + len(self.panels) * (wide + _GAP) + 2 * MARGIN
+        around = max(map(len, titles)) * TITLE + (1 + max(map(len, notes))) * SMALL
+        figure = new_chart((max(width, 4.0), row * len(names) + around * LEADING + 0.2), LIGHT)
+        plots = figure.subplots(1, len(self.panels), sharey=True, squeeze=False)[0]
+        for axes, panel, title, note in zip(plots, self.panels, titles, notes, strict=True):
+            axes.set_title("\n".join(title), loc="left", pad=3, **plain(TITLE), weight="bold")
+            axes.set_xlabel("\n".join(note), loc="left", labelpad=2, **plain(SMALL) | {"color": GREY})
+            self._draw_panel(axes, panel, wide)
+        plots[0].set_ylim(len(names) - 0.5, -0.5)
+        plots[0].set_yticks(range(len(names)), names, **plain(BODY))
+        for label, position in zip(plots[0].get_yticklabels(), self._columns, strict=True):
+            label.set_fontweight("bold" if position in self.asked else "normal")
+        return charts.framed(figure, self.title if framed else "", self._foot if framed else ())
 
-    def _draw_panel(self, page: Page, panel: Panel, left: float, top: float, wide: float, row: float) -> float:
-        """One graph, the input at its left edge and the top layer at its right; returns where it ends."""
+    def _draw_panel(self, axes: Axes, panel: Panel, wide: float) -> None:
+        """Draw one graph, the input at its left edge and the top layer at its right."""
         layers, columns = len(panel.matrices), self._columns
-        step = wide / layers
         chosen = np.ix_(range(layers), columns, columns)
-        _draw_edges(page, panel.matrices[chosen], left, top, step, row, (0.35, 0.35, 0.35), panel.paths is not None)
+        _draw_edges(axes, panel.matrices[chosen], (0.35, 0.35, 0.35), panel.paths is not None)
         if panel.paths is not None:
-            _draw_edges(page, panel.paths[chosen], left, top, step, row, _BLUE, False)
-        xs, ys = np.meshgrid(left + step * np.arange(layers + 1), top + row * np.arange(len(columns)))
-        page.axes.scatter(xs, ys, s=4, color=INK, linewidths=0, zorder=4)
-        for place, position in enumerate(columns):
-            if position in self.asked:
-                page.axes.scatter(
-                    [left + step * layers], [top + place * row], s=22, color=[_BLUE], linewidths=0, zorder=5
-                )
-        y = top + row * (len(columns) - 1) + 0.06 + SMALL * LEADING
-        every = max(round(0.14 / step + 0.49), 1)
-        for layer in range(0, layers + 1, every):
-            page.line(str(layer) if layer else "in", left + step * layer, y, SMALL, color=GREY)
-        for line in page.wrap(panel.note, wide + _GAP - 0.1, SMALL, lines=3) if panel.note else ():
-            y += SMALL * LEADING
-            page.line(line, left, y, SMALL, ha="left", color=GREY)
-        return y + 0.08
+            _draw_edges(axes, panel.paths[chosen], _BLUE, False)
+        xs, ys = np.meshgrid(np.arange(layers + 1), np.arange(len(columns)))
+        axes.scatter(xs, ys, s=4, color=INK, linewidths=0, zorder=4)
+        asked = [place for place, position in enumerate(columns) if position in self.asked]
+        axes.scatter([layers] * len(asked), asked, s=22, color=[_BLUE], linewidths=0, zorder=5)
+        axes.set_xlim(-0.08 * layers / wide, (1 + 0.08 / wide) * layers)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0, pad=2)
+        every = range(0, layers + 1, round(0.14 * layers / wide + 0.49) or 1)
+        axes.set_xticks(every, [str(layer) if layer else "in" for layer in every], **plain(SMALL) | {"color": GREY})
 
 
-def _draw_edges(
-    page: Page,
-    matrices: NDArray[np.float64],
-    left: float,
-    top: float,
-    step: float,
-    row: float,
-    color: tuple[float, ...],
-    faint: bool,
-) -> None:
+def _draw_edges(axes: Axes, matrices: NDArray[np.float64], color: tuple[float, ...], faint: bool) -> None:
     """Lines between neighbouring layers, as thick and dark as their squared share of the layer's largest weight."""
     largest = matrices.max(axis=(1, 2), keepdims=True)
     shares = (matrices / np.where(largest > 0, largest, 1.0)) ** 2
@@ -197,10 +183,9 @@ def _draw_edges(
     strength = shares[layer, above, below]
     order = np.argsort(strength, kind="stable")  # the strongest lie on top
     layer, above, below, strength = layer[order], above[order], below[order], strength[order]
-    right, far = left + step * (layer + 1), left + step * layer
-    lines = np.stack([np.stack([right, top + row * above], 1), np.stack([far, top + row * below], 1)], 1)
+    lines = np.stack([np.stack([layer + 1, above], 1), np.stack([layer, below], 1)], 1)
     colors = np.concatenate([np.tile(color, (len(lines), 1)), (strength * (0.18 if faint else 0.9))[:, None]], 1)
-    page.axes.add_collection(LineCollection(list(lines), linewidths=0.2 + 1.8 * strength, colors=colors, zorder=2))
+    axes.add_collection(LineCollection(list(lines), linewidths=0.2 + 1.8 * strength, colors=colors, zorder=2))
 
 
 def only_rows(matrices: NDArray[Any], asked: tuple[int, ...]) -> NDArray[np.float64]:

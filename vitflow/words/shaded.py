@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError
 from vitflow.methods.sequence.layout import Words
 from vitflow.pictures.options import DPI
-from vitflow.pictures.typesetting import BODY, GREY, LEADING, RULE, SMALL, Page
+from vitflow.pictures.typesetting import BODY, GREY, LEADING, RULE, SMALL, Page, measure
 from vitflow.words.labels import Label, labels_of
 from vitflow.words.terminal import bar, shaded, wrapped
 from vitflow.words.trust import Trust, check_weights
@@ -157,20 +157,20 @@ class ShadedText(View):
         """The text as a figure."""
         page = Page(DPI, _WIDTH)
         y = draw_title(page, self.title if framed else "") - 0.05
-        for number, line in enumerate(self._set_lines(page)):
+        for number, line in enumerate(self._set_lines()):
             y += (2.45 if number else 1.6) * _SIZE * LEADING
             for token, left, width in line:
                 _draw_token(page, token, left, y, width)
         y = self._draw_legend(page, y + 3.0 * BODY * LEADING)
         return draw_foot(page, self._foot if framed else (), y)
 
-    def _set_lines(self, page: Page) -> list[list[tuple[_Token, float, float]]]:
+    def _set_lines(self) -> list[list[tuple[_Token, float, float]]]:
         """Tokens broken into lines: each with its left edge and width in inches; a word's tokens stay together."""
         lines: list[list[tuple[_Token, float, float]]] = [[]]
-        space = page.measure("n n", _SIZE) - 2 * page.measure("n", _SIZE)
+        space = measure("n n", _SIZE) - 2 * measure("n", _SIZE)
         x = MARGIN
         for word in _by_word(self._tokens):
-            widths = [page.measure(token.label.text, _SIZE) + 0.02 for token in word]
+            widths = [measure(token.label.text, _SIZE) + 0.02 for token in word]
             gap = space if word[0].label.space and lines[-1] else 0.0
             if lines[-1] and x + gap + sum(widths) > _WIDTH - MARGIN:
                 lines.append([])

@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, printable
 from vitflow.methods.sequence.layout import Words
-from vitflow.pictures.options import DPI
-from vitflow.pictures.typesetting import BODY, GREY, INK, RULE, SMALL, Page
+from vitflow.pictures import charts
+from vitflow.pictures.charts import LIGHT, MARGIN, new_chart
+from vitflow.pictures.typesetting import BODY, GREY, RULE, SMALL, measure, plain
 from vitflow.words.labels import labels_of, shown_positions
 from vitflow.words.terminal import padded, shaded, width_of
 from vitflow.words.trust import Trust, check_weights
-from vitflow.words.view import MARGIN, View, color_of, draw_foot, draw_title, embedded, fractions, percent, render
+from vitflow.words.view import View, color_of, embedded, fractions, percent, render
 
 #: A table of more cells is a picture, in HTML too; a figure of more prints no number in each.
 MOST_CELLS, MOST_NUMBERS = 3000, 700
@@ -195,56 +195,37 @@ class Sheet(View):
 
     def figure(self, *, framed: bool = True) -> Figure:
         """The sheet as a figure; every name that has room stands at its column."""
-        table, columns = self._table, self._columns
-        cell = max(min(_CELL, 9.0 / max(len(columns), 1)), 0.03)
-        height = max(min(_CELL, 9.0 / len(table)), 0.03)
-        scratch = Page(DPI, 1.0)
-        names = [_cut(name) for name in self._names]
-        left = MARGIN + max(scratch.measure(_cut(row.name), BODY) for row in table) + 0.06
-        above = max((scratch.measure(name, BODY) for name in names), default=0.0)
-        width = left + cell * len(columns) + (0.75 if self.rest is not None else 0.0) + MARGIN
-        page = Page(DPI, max(width, 3.6))
-        top = draw_title(page, self.title if framed else "")
-        top += above + 0.1
-        every = max(round(0.1 / cell + 0.49), 1)
-        for number in range(0, len(columns), every):
-            x = left + (number + 0.5) * cell + 0.03
-            page.line(names[number], x, top - 0.04, BODY, ha="center", rotation=90, rotation_mode="default")
-        _draw_cells(page, table, left, top, cell, height)
-        self._draw_words(page, left, top, cell, height)
-        return draw_foot(page, self._foot if framed else (), top + height * len(table) + 0.06)
-
-    def _draw_words(self, page: Page, left: float, top: float, cell: float, height: float) -> None:
-        """The names of rows, the numbers of cells where there is room, and the column of the rest."""
-        every = max(round(0.1 / height + 0.49), 1)
-        numbers = len(self.rows) * len(self._columns) <= MOST_NUMBERS and cell > 0.15 and height > 0.1
-        right = left + cell * len(self._columns)
-        for place, row in enumerate(self._table):
-            baseline = top + (place + 0.5) * height + 0.03
-            if place % every == 0:
-                page.line(_cut(row.name), left - 0.05, baseline, BODY, ha="right")
-            for number, one in enumerate(row.cells if numbers else ()):
-                ink = "white" if abs(one.shade) > 0.55 else INK
-                page.line(one.text, left + (number + 0.5) * cell, baseline, SMALL - 1, color=ink, zorder=3)
-            if row.rest is not None and place % every == 0:
-                page.line(row.rest, right + 0.2, baseline, SMALL, color=GREY)
+        table, names = self._table, [_cut(name) for name in self._names]
+        columns = max(len(names), 1)
+        cell, height = max(min(_CELL, 9.0 / columns), 0.03), max(min(_CELL, 9.0 / len(table)), 0.03)
+        beside = max(measure(_cut(row.name), BODY) for row in table) + 0.06
+        beside += 0.0 if self.rest is None else max(measure(self.rest_name, SMALL), 0.3) + 0.06
+        above = max((measure(name, BODY) for name in names), default=0.0) + 0.06
+        width = max(beside + cell * columns + 2 * MARGIN, 3.6)
+        figure = new_chart((width, above + height * len(table) + MARGIN), LIGHT)
+        axes = figure.subplots()
+        colors = np.array([[_rgb(one) for one in row.cells] for row in table], np.uint8)
+        axes.imshow(colors, aspect=height / cell, origin="upper", interpolation="nearest")
+        axes.set_anchor("NW")
+        axes.spines[:].set(edgecolor=RULE, linewidth=0.5)
+        axes.tick_params(length=0, pad=2, top=True, labeltop=True, bottom=False, labelbottom=False)
+        across, down = (range(0, n, round(0.1 / step + 0.49)) for n, step in ((columns, cell), (len(table), height)))
+        axes.set_xticks(across, [names[place] for place in across], rotation=90, **plain(BODY))
+        axes.set_yticks(down, [_cut(table[place].name) for place in down], **plain(BODY))
+        if len(table) * columns <= MOST_NUMBERS and cell > 0.15 and height > 0.1:
+            for y, row in enumerate(table):
+                for x, one in enumerate(row.cells):
+                    ink = {"color": "white"} if abs(one.shade) > 0.55 else {}
+                    axes.text(x, y, one.text, ha="center", va="center_baseline", **plain(SMALL - 1) | ink)
         if self.rest is not None:
-            page.line(self.rest_name, right + 0.06, top - 0.05, SMALL, ha="left", color=GREY)
+            words = [(-0.5, self.rest_name, "bottom"), *((y, str(table[y].rest), "center_baseline") for y in down)]
+            for level, text, place in words:
+                axes.text(columns - 0.5 + 0.06 / cell, level, text, va=place, **plain(SMALL) | {"color": GREY})
+        return charts.framed(figure, self.title if framed else "", self._foot if framed else ())
 
 
 def _cut(name: str) -> str:
     return padded(name, _LONGEST_NAME).rstrip()
-
-
-def _draw_cells(page: Page, table: Sequence[_Row], left: float, top: float, cell: float, height: float) -> None:
-    """The shades of all cells as one picture, grey where nothing is seen."""
-    colors = np.array([[_rgb(one) for one in row.cells] for row in table], np.uint8)
-    right, bottom = left + len(table[0].cells) * cell, top + len(table) * height
-    extent = (left, right, bottom, top)
-    page.axes.imshow(colors, extent=extent, aspect="auto", origin="upper", interpolation="nearest", zorder=1)
-    page.axes.add_patch(
-        Rectangle((left, top), right - left, bottom - top, fill=False, edgecolor=RULE, linewidth=0.5, zorder=2)
-    )
 
 
 def _rgb(cell: _Cell) -> list[int]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import printable
 from vitflow.pictures.figures import figure_bytes, save_figure
-from vitflow.pictures.typesetting import GREY, LEADING, SMALL, TITLE, Page
+from vitflow.pictures.typesetting import GREY, LEADING, SMALL, TITLE, Page, wrap
 
 #: A weight's own colour, and that of a negative one; the paper between them is white.
 FOR, AGAINST = (43, 95, 179), (179, 82, 32)
@@ -86,7 +86,7 @@ class View(ABC):
 def draw_title(page: Page, title: str) -> float:
     """Set a title at the top of a page; returns where the drawing may begin."""
     y = MARGIN
-    for line in page.wrap(title, page.width - 2 * MARGIN, TITLE, lines=3) if title else ():
+    for line in wrap(title, page.width - 2 * MARGIN, TITLE, lines=3, weight="bold") if title else ():
         y += TITLE * LEADING
         page.line(line, MARGIN, y, TITLE, ha="left", weight="bold")
     return y
@@ -95,7 +95,7 @@ def draw_title(page: Page, title: str) -> float:
 def draw_foot(page: Page, paragraphs: Iterable[str], y: float) -> Figure:
     """Set small lines below a drawing that ends at y; returns the finished figure."""
     for paragraph in paragraphs:
-        for line in page.wrap(paragraph, page.width - 2 * MARGIN, SMALL, lines=4):
+        for line in wrap(paragraph, page.width - 2 * MARGIN, SMALL, lines=4):
             y += SMALL * LEADING
             page.line(line, MARGIN, y, SMALL, ha="left", color=GREY)
     return page.finish(y + MARGIN)
