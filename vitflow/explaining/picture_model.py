@@ -27,7 +27,7 @@ from vitflow.pictures import notebook
 from vitflow.pictures.images import ImageSource, image_name, read_image
 from vitflow.pictures.options import FITS
 from vitflow.pictures.preprocessing import InputSpec
-from vitflow.recording.isolation import default_device, evaluating, move_to
+from vitflow.recording.isolation import default_device, evaluating, move_to, refuse_inference_tensors
 from vitflow.recording.probing import probe
 from vitflow.recording.readout import Head
 from vitflow.recording.recorder import record_attention
@@ -249,6 +249,8 @@ class PictureModel:
         against = answers is not self.answers
         head = None if options.get("gradients") or not reads else self._heads.get(against)
         while True:
+            if head is not None:
+                refuse_inference_tensors(self.model)
             with torch.set_grad_enabled(torch.is_grad_enabled() or head is not None):
                 recording = record_attention(
                     self.model, layout=self.layout, answers=self.answers.read, head=head, **options

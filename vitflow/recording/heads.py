@@ -7,11 +7,13 @@ are the tokens that later modules make of the last one's: the gradients at these
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import ClosedReadout, module_paths, runs_compiled
@@ -37,8 +39,12 @@ class Call:
 
     def __call__(self, other: Tensor) -> Any:
         """Return the model's output for other pixels."""
-        args = (other if one is self.pixels else one for one in self.args)
-        return self.model(*args, **{name: other if one is self.pixels else one for name, one in self.kwargs.items()})
+        args = tuple(other if one is self.pixels else one for one in self.args)
+        kwargs = {name: other if one is self.pixels else one for name, one in self.kwargs.items()}
+        weights = chain(self.model.named_parameters(), self.model.named_buffers())
+        # No gradient passes weights that were made in inference mode, but their copies.
+        copies = {name: weight.clone() for name, weight in weights if weight.is_inference()}
+        return functional_call(self.model, copies, args, kwargs) if copies else self.model(*args, **kwargs)
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
