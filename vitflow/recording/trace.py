@@ -85,6 +85,7 @@ class Trace:
     _top: TokenLayout | None = None
     _given: Tensor | None = None
     _readouts: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    _heads: dict[Read, Head] = field(default_factory=dict)
     _backward: dict[tuple[int, ...], Backward] = field(default_factory=dict)
 
     def begin(
@@ -98,7 +99,7 @@ class Trace:
         self.read, self.again = read, again
         self.layers, self.features, self.feature_layouts, self._backward = [], {}, {}, {}
         self.affinities, self.names, self.candidates, self._readouts = {}, [], {}, {}
-        self.closed = ()
+        self.closed, self._heads = (), {}
         self.pixels, self.block_norms = pixels, block_norms
         self.output = self.logits = self.refusal = self.pooled = self._layout = self._top = None
 
@@ -192,7 +193,9 @@ class Trace:
             return None
         if not isinstance(numbers, Tensor) or numbers.ndim != 2:
             return None
-        return observed_head(again, self.names, self.top, self.closed, self.read)
+        if self.read not in self._heads:
+            self._heads[self.read] = observed_head(again, self.names, self.top, self.closed, self.read)
+        return self._heads[self.read]
 
     @property
     def _pooling(self) -> ClosedReadout:
