@@ -235,6 +235,26 @@ def test_an_ordinary_question_has_the_map_of_before_and_runs_the_model_once():
     assert found.facts["readout"] == "class token" and not found.class_specific
 
 
+def test_a_known_pooling_is_observed_in_blocks_that_run_on_a_few_tokens():
+    model, counts = timm_vit(), []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, output: counts.append(args[0].shape[1]))
+    Explainer(model, data_config=CONFIG).explain(picture(), method="rollout")
+    assert counts == [17] * 3 + [7] * 6  # recorded; tried for unseen mixing, and for the readout
+
+    class Rigid(nn.Module):  # a block that needs all of its tokens
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.bias = inner, nn.Parameter(torch.randn(17, 1))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.inner(tokens + self.bias)
+
+    model.blocks[1] = Rigid(model.blocks[1])
+    found = Explainer(model, data_config=CONFIG).explain(picture(), method="rollout")
+    assert found.facts["readout"] == "class token"
+
+
 def test_a_readout_by_gradient_costs_one_pass_with_gradients_in_the_head_alone():
     model = Around(region)
     explainer = Explainer(model, data_config=CONFIG)

@@ -21,6 +21,7 @@ from vitflow.models.parts import kept_with
 from vitflow.recording.attention_kinds import is_pooling
 from vitflow.recording.isolation import Hook, no_fast_path, trial, uncompiled
 from vitflow.recording.readout import HALF_SCALE, Head, Read, channel_axis, is_norm, token_norms, tokens_of, with_tokens
+from vitflow.recording.short_blocks import given_few, returning_all
 
 # Largest difference between a closed form and the gradient that rounding explains, by bytes of a number.
 _ROUNDING = {8: 1e-9, 4: 1e-5, 2: 2e-2}
@@ -122,8 +123,26 @@ def observed_head(
 
 
 def _observe(call: Call, layers: Sequence[str], top: TokenLayout, closed: Sequence[ClosedReadout], read: Read) -> Head:
-    blocks, pixels, shape = block_paths_of(call.model, layers), call.pixels, call.noise_shape
-    device, random = pixels.device, torch.Generator().manual_seed(0)
+    blocks = block_paths_of(call.model, layers)
+    try:
+        head = _observe_on(call, blocks, top, closed, read, few=True)
+    except Exception:  # a block may fail in any way on a few of its tokens
+        head = Head(None)
+    return head if head.closed is not None else _observe_on(call, blocks, top, closed, read, few=False)
+
+
+def _observe_on(
+    call: Call,
+    blocks: Sequence[str],
+    top: TokenLayout,
+    closed: Sequence[ClosedReadout],
+    read: Read,
+    *,
+    few: bool,
+) -> Head:
+    """What runs on noise show, in blocks that are given a few of their tokens, or all."""
+    pixels, shape, shortened = call.pixels, call.noise_shape, blocks if few else ()
+    device, random, whole = pixels.device, torch.Generator().manual_seed(0), dict[str, Tensor]()
     heads = []
     for _ in range(1 if shape[0] > 1 else 2):
         noise = torch.randn(shape, generator=random).to(device, pixels.dtype)
@@ -133,6 +152,8 @@ def _observe(call: Call, layers: Sequence[str], top: TokenLayout, closed: Sequen
             torch.enable_grad(),
             no_fast_path(),
             uncompiled() if runs_compiled(call.model) else nullcontext(),
+            given_few(call.model, shortened, whole),
+            returning_all(call.model, shortened, whole),
             _Cuts(call.model, blocks) as cuts,
         ):
             numbers = read(call(noise))

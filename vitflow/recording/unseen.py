@@ -19,8 +19,10 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count, module_paths, tensors_in
 from vitflow.models.parts import kept_with, with_paths
 from vitflow.recording.attention_kinds import may_attend, other_attention
+from vitflow.recording.heads import block_paths_of
 from vitflow.recording.interception import Interception, is_softmax
 from vitflow.recording.isolation import Hook, trial
+from vitflow.recording.short_blocks import FEW_TOKENS, given_few, returning_all
 
 # What mixes neighbours, or all tokens, by its very name.
 _KNOWN = (
@@ -58,7 +60,7 @@ def unseen_mixing(
     names, unapplied = seen
     known, key = kept_with(model), (unseen_mixing, *names)
     if key not in known and not pixels.is_meta:
-        known[key] = _find(model, pixels, given, layouts, unapplied)
+        known[key] = _find(model, pixels, given, layouts, names, unapplied)
     path: str | None = known.get(key)
     if path is None:
         return None
@@ -74,6 +76,7 @@ def _find(
     pixels: Tensor,
     given: tuple[tuple[Any, ...], Mapping[str, Any]],
     layouts: Sequence[TokenLayout],
+    names: Sequence[str],
     unapplied: set[str],
 ) -> str | None:
     """The path of the innermost module that mixes tokens unseen, the first that runs; None if there is none."""
@@ -89,14 +92,23 @@ def _find(
     args, kwargs = given
     args, kwargs = tuple(map(two, args)), {name: two(value) for name, value in kwargs.items()}
     explained: set[str] = set()
-    for _ in range(2):  # once more where what mixes as it is known to was inside of a larger part
-        probe = _Probe(model, (pixels.shape[-2], pixels.shape[-1]), layouts, unapplied, explained)
+    whole: dict[str, Tensor] = {}
+    # First in blocks that are given a few of their tokens, which costs little; then in all of them, and once more where
+    # what mixes as it is known to was inside of a larger part.
+    for shortened in (block_paths_of(model, names), (), ()):
+        known = explained if not shortened else set[str]()
+        probe = _Probe(model, (pixels.shape[-2], pixels.shape[-1]), layouts, unapplied, known)
         try:
-            with trial(model, pixels.device), probe:
+            before, after = given_few(model, shortened, whole), returning_all(model, shortened, whole)
+            with trial(model, pixels.device), before, probe, after:
                 model(*args, **kwargs)
-        except Exception:  # it takes no such picture: then nothing can be told
+        except Exception:  # it takes no such picture, or no such tokens: then nothing can be told
+            if shortened:
+                continue
             return None
-        if probe.found is not None or not probe.missed:
+        if probe.found is None and not probe.missed and probe.told.issuperset(shortened):
+            return None
+        if probe.found is not None and not shortened:
             return probe.found
     return None
 
@@ -132,13 +144,14 @@ class _Probe:
         explained: set[str],
     ) -> None:
         self._model, self._size, self._unapplied, self._explained = model, size, unapplied, explained
-        self._counts = {layout.num_tokens for layout in layouts}
+        self._counts = {layout.num_tokens for layout in layouts} | {FEW_TOKENS}
         self._attending = dict(with_paths(model, may_attend))
         self._path: list[tuple[str, nn.Module]] = []  # modules that run and may attend
         self._calls: list[_Call] = []
         self._changed = False  # whether a module runs whose tokens were changed
         self.found: str | None = None
         self.missed = False  # whether some module could not be told
+        self.told: set[str] = set()  # the modules that could
 
     def __enter__(self) -> "_Probe":
         self._stack = ExitStack()
@@ -192,6 +205,8 @@ class _Probe:
             call = self._calls.pop()
             tokens = next((own for one in tensors_in(output) if (own := self._tokens(one)) is not None), None)
             told = tokens is not None and tokens.shape[1] == call.tokens and not call.explained
+            if told:
+                self.told.add(path)
             if told and tokens is not None and self.found is None and self._share(tokens) > _limits(tokens)[1]:
                 self.found = path
             if call.begins:
@@ -231,9 +246,14 @@ class _Probe:
         return max(tall, wide) < 1.2 * min(tall, wide) and min(tall, wide) >= 1.5 and rows * cols > 1
 
     def _which(self, tokens: Tensor) -> Tensor:
-        """The tokens that are changed, a random half."""
-        order = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
-        return (order < len(order) // 2).to(tokens.device)
+        """The tokens that are changed, a random half, and half of the first few."""
+        count, random = tokens.shape[1], torch.Generator().manual_seed(0)
+        few = min(FEW_TOKENS, count)
+        chosen = [
+            torch.randperm(number, generator=random, device="cpu") < changed
+            for number, changed in ((few, few // 2), (count - few, count // 2 - few // 2))
+        ]
+        return torch.cat(chosen).to(tokens.device)
 
     def _change(self, given: Tensor, tokens: Tensor) -> Tensor:
         """A tensor whose second picture is the first, with all of these tokens changed alike."""
