@@ -28,8 +28,11 @@ _PREFIX = ("cls_token", "class_embedding", "distillation_token", "register_token
 _FIRST_NORMS = ("layernorm_before", "layer_norm1", "ln_1", "norm1")
 # What the classifiers of transformers read, where it is not the class token: words that `_weights` knows.
 _PATCH_MEAN = "average over patches"
+_HALVES = "half class token, half average over patches"
 _READOUTS = {
     "DeiTForImageClassificationWithTeacher": "class and distillation token",
+    "Dinov2ForImageClassification": _HALVES,
+    "Dinov2WithRegistersForImageClassification": _HALVES,
     "CLIPForImageClassification": _PATCH_MEAN,
     "MetaClip2ForImageClassification": _PATCH_MEAN,
     "SiglipForImageClassification": _PATCH_MEAN,
@@ -154,7 +157,8 @@ def library_readout(model: nn.Module, layout: TokenLayout) -> tuple[Tensor, str]
     if words == "class and distillation token":
         weights[0, :2] = 0.5
     else:
-        weights[0, layout.patches] = 1.0 / layout.num_patches
+        weights[0, layout.patches] = (0.5 if words == _HALVES else 1.0) / layout.num_patches
+        weights[0, 0] += 0.5 if words == _HALVES else 0.0
     return weights, words
 
 

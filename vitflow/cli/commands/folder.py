@@ -120,15 +120,13 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
     done is kept; Ctrl-C keeps what is done, too.
     """
     options = shared.given_options(given, OPTIONS)
+    named = given["method_names"]
     if given.pop("caption"):
         model, run = None, _captions(sources, given, options)
     else:
-        named = given["method_names"]
         chosen = choose_methods(named or None, options, asks=shared.asks(given))  # before torch is loaded
         given["method_names"] = [one.name for one in chosen]
         _check_sources(sources)
-        if not named:
-            shared.say_default(chosen[0].name)
         model = _Model(given)
         run = _maps(given, model)
     with going_on(kept=True), pictures_bar() as progress:
@@ -143,6 +141,8 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
             **options,
         )
     if model is not None:
+        if not named:
+            shared.say_default(chosen[0].name)
         tell_limits(model())
     _tell(summary)
 
