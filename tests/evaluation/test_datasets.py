@@ -4,13 +4,13 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image, ImageDraw
 
 from vitflow.demo import CLASS_NAMES, draw_picture
 from vitflow.errors import ImageError, OptionError, ShapeError
 from vitflow.evaluation import box_region, mask_region, open_dataset, polygon_region, run_length_region
 from vitflow.evaluation.choices import ask
+from vitflow.evaluation.data.annotations import read_annotations
 from vitflow.evaluation.data.datasets import Labelled
 from vitflow.evaluation.data.regions import Region, union
 
@@ -147,45 +147,6 @@ def test_pictures_alone(folder):
         open_dataset([])
 
 
-MASK = painted((5, 4, 20, 12))
-
-
-class Pairs(torch.utils.data.Dataset):
-    """A torch dataset, which has a length and no end of its own."""
-
-    def __init__(self, *truths):
-        self.truths = truths
-
-    def __len__(self):
-        return len(self.truths)
-
-    def __getitem__(self, number):
-        return np.zeros((*SIZE, 3), np.uint8), self.truths[number % len(self.truths)]
-
-
-@pytest.mark.parametrize("truth", [MASK, torch.tensor(MASK), MASK.astype(np.uint8) * 255, [[5, 4, 20, 12]]])
-def test_pairs_of_an_image_and_where_its_object_is(truth):
-    for data in (Pairs(truth, truth), iter([(Image.new("RGB", SIZE[::-1]), truth)] * 2)):
-        dataset = open_dataset(data)
-        assert (len(dataset), dataset.has_regions) == (2, True)
-        assert all((union_of(sample.read()) == MASK).all() for sample in dataset.samples)
-
-
-@pytest.mark.parametrize("truth", ["tabby", 2, torch.tensor(2), np.int64(2)])
-def test_pairs_of_an_image_and_its_class(truth):
-    dataset = open_dataset(Pairs(truth, truth, truth), limit=2)
-    assert (len(dataset), dataset.has_regions) == (2, False)
-    assert [sample.read().label for sample in dataset.samples] == ["tabby" if isinstance(truth, str) else 2] * 2
-
-
-@pytest.mark.parametrize("truth", [np.ones((3, 5)), 0.5, None, {"boxes": []}, [[1], [2, 3]]])
-def test_an_unknown_truth_costs_its_row(truth):
-    first, second = open_dataset(Pairs(MASK, truth)).samples
-    assert first.read().regions
-    with pytest.raises(ShapeError, match="Expected a mask of 30 × 40 pixels, boxes"):
-        second.read()
-
-
 # --- Boxes -----------------------------------------------------------------------------------------------------------
 
 
@@ -215,6 +176,51 @@ def test_annotations_for_a_picture_of_another_size_are_told(folder):
     (folder / "boxes.json").write_text(json.dumps([{"file": "cat.jpg", "size": [30, 40], "boxes": []}]))
     with pytest.raises(ShapeError, match=r"for a picture of 40 × 30 .* has 30 × 40"):
         by_name(open_dataset(folder))
+
+
+def voc(objects: str, filename="cat.jpg", size="<size><width>40</width><height>30</height></size>") -> str:
+    return f"<annotation><filename>{filename}</filename>{size}{objects}</annotation>"
+
+
+def voc_object(name: str, *edges: int) -> str:
+    box = "".join(f"<{k}>{v}</{k}>" for k, v in zip(("xmin", "ymin", "xmax", "ymax"), edges, strict=True))
+    return f"<object><name>{name}</name><bndbox>{box}</bndbox></object>"
+
+
+def test_voc_counts_from_one_and_includes_the_last_pixel(folder):
+    (folder / "Annotations").mkdir()
+    (folder / "Annotations" / "cat.xml").write_text(voc(voc_object("cat", 1, 1, 40, 30)))
+    (folder / "Annotations" / "dog.xml").write_text(voc(voc_object("dog", 6, 5, 20, 12), "dog.jpg"))
+    pictures = by_name(open_dataset(folder))
+    assert union_of(pictures["cat.jpg"]).all()
+    assert (union_of(pictures["dog.jpg"]) == painted((5, 4, 20, 12))).all()
+
+
+def test_imagenet_xml_names_no_suffix_and_counts_from_zero(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("annotations")
+    (elsewhere / "cat.xml").write_text(voc(voc_object("n02123045", 0, 4, 20, 12), "cat"))
+    (elsewhere / "dog.xml").write_text(voc(voc_object("n02110958", 5, 4, 20, 12), "%s"))
+    pictures = by_name(open_dataset(elsewhere, images=folder))
+    assert (union_of(pictures["cat"]) == painted((0, 4, 20, 12))).all()
+    assert ask(pictures["cat"], 1000, None).target == 281
+    assert ask(pictures["cat"], 12, None).target is None
+    assert (union_of(pictures["dog"]) == painted((5, 4, 20, 12))).all()
+
+
+def test_imagenet_csv(folder, tmp_path):
+    text = "ImageId,PredictionString\ncat,n02123045 5 4 20 12 n02123045 0 0 2 3 \ndog,n02110958 1 1 9 9\n"
+    (folder / "LOC_val_solution.csv").write_text(text)
+    pictures = by_name(open_dataset(folder))
+    assert (union_of(pictures["cat"]) == painted((5, 4, 20, 12), (0, 0, 2, 3))).all()
+    assert [region.label for region in pictures["cat"].regions] == ["n02123045"] * 2
+
+
+def test_csv_of_boxes(folder):
+    text = "file,label,left,top,right,bottom\ncat.jpg,tabby,5,4,20,12\ncat.jpg,tabby,0,0,2,3\ndog.jpg,pug,1,1,2,2\n"
+    (folder / "boxes.csv").write_text(text)
+    pictures = by_name(open_dataset(folder))
+    assert (union_of(pictures["cat.jpg"]) == painted((5, 4, 20, 12), (0, 0, 2, 3))).all()
+    assert pictures["dog.jpg"].regions[0].label == "pug"
 
 
 def test_a_box_owns_the_pixels_whose_centres_it_holds():
@@ -302,6 +308,20 @@ def test_broken_runs_are_told():
 # --- Faults ----------------------------------------------------------------------------------------------------------
 
 
+def test_definitions_in_xml_are_refused(tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("cat")
+    bomb = '<!DOCTYPE a [<!ENTITY a "ha"><!ENTITY b "&a;&a;&a;&a;">]>'
+    outside = f'<!DOCTYPE a [<!ENTITY x SYSTEM "{secret.as_uri()}">]>'
+    for number, text in enumerate(
+        (bomb + voc(voc_object("&b;", 1, 1, 2, 2)), outside + voc(voc_object("&x;", 1, 1, 2, 2)))
+    ):
+        path = tmp_path / f"{number}.xml"
+        path.write_text(text)
+        with pytest.raises(OptionError, match="document type definition"):
+            read_annotations(path)
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -311,10 +331,13 @@ def test_broken_runs_are_told():
         ("a.json", '[{"boxes": [[1, 2, 3, 4]]}]'),
         ("a.json", '[{"file": "cat.jpg", "boxes": [[1, 2, 3]]}]'),
         ("a.json", '{"images": [{"id": 1}], "annotations": []}'),
+        ("a.xml", "<annotation>"),
+        ("a.xml", "<html></html>"),
+        ("a.xml", "<annotation><object><name>cat</name></object></annotation>"),
         ("a.csv", ""),
         ("a.csv", "a,b\n1,2\n"),
         ("a.csv", "file,size\ncat.jpg,3\n"),
-        ("a.csv", "file,left,top,right,bottom\ncat.jpg,1,2,3,4\n"),
+        ("a.csv", "ImageId,PredictionString\ncat,n02123045 5 4 20\n"),
     ],
 )
 def test_annotations_that_cannot_be_read_are_told(folder, name, text):
@@ -322,12 +345,6 @@ def test_annotations_that_cannot_be_read_are_told(folder, name, text):
     with pytest.raises(OptionError, match=r"Could not read the annotations 'a\.") as caught:
         open_dataset(folder / name)
     assert "Expected" in str(caught.value) or "list no pictures" in str(caught.value)
-
-
-def test_a_file_of_another_format_is_refused(folder):
-    (folder / "cat.xml").write_text("<annotation></annotation>")
-    with pytest.raises(OptionError, match=r"ends in .json or .csv, got 'cat.xml'"):
-        open_dataset(folder / "cat.xml")
 
 
 def test_pictures_that_are_nowhere_are_told(folder, tmp_path_factory):

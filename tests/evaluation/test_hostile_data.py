@@ -243,21 +243,30 @@ def name_in_coco(name):
     return "a.json", coco_file(file_name=name)
 
 
-@pytest.mark.parametrize("write", [name_in_json, name_in_coco])
+def name_in_csv(name):
+    return "a.csv", f"file,label,left,top,right,bottom\ndog.jpg,tabby,5,4,20,12\n{name},tabby,5,4,20,12\n"
+
+
+def name_in_xml(name):
+    return "one.xml", f"<annotation><filename>{name}</filename></annotation>"
+
+
+@pytest.mark.parametrize("write", [name_in_json, name_in_coco, name_in_csv, name_in_xml])
 @pytest.mark.parametrize("way", ["../secret.png", "ABSOLUTE", "link.png", "links/secret.png", "more/../../secret.png"])
 def test_a_name_that_leads_out_of_the_folder_is_refused(folder, write, way):
     (folder / "link.png").symlink_to(folder.parent / "secret.png")
     (folder / "links").symlink_to(folder.parent)
     (folder / "more").mkdir()
     name = str(folder.parent / "secret.png") if way == "ABSOLUTE" else way
+    annotate(folder, "<annotation><filename>dog</filename></annotation>", "dog.xml")
     file, content = write(name)
     path = annotate(folder, content, file)
-    dataset = open_dataset(path, images=folder)
+    dataset = open_dataset(folder if file.endswith(".xml") else path, images=folder)
     found = results(dataset)
     assert [told for told in found.values() if told is not None] == [found[name]]
     assert "lies outside the folders" in found[name] and "--images" in found[name]
     # Unless the user named its folder.
-    named = open_dataset(path, images=folder.parent)
+    named = open_dataset(folder if file.endswith(".xml") else path, images=folder.parent)
     assert results(named)[name] is None
 
 
@@ -306,9 +315,26 @@ def test_a_hostile_entry_costs_its_row(folder, entry):
 
 
 def test_a_hostile_row_costs_its_picture(folder):
+    text = (
+        "file,label,left,top,right,bottom\ncat.jpg,tabby,5,4,20,12\ncat.jpg,tabby,0,0,1e999,3\ndog.jpg,²,1,1,2,2\n,a\n"
+    )
+    found = results(open_dataset(annotate(folder, text, "a.csv")))
+    assert "finite numbers" in found["cat.jpg"] and found["dog.jpg"] is None and "file name" in found["entry 3"]
+    (folder / "a.csv").unlink()
     annotate(folder, "file,label_index\ncat.jpg,1e999\ndog.jpg,2\n", "labels.csv")
     found = results(open_dataset(folder))
     assert "a whole number, got '1e999'" in found["cat.jpg"] and found["dog.jpg"] is None
+
+
+def test_a_hostile_xml_file_costs_its_row(folder):
+    annotate(folder, "<annotation><filename>dog</filename></annotation>", "dog.xml")
+    lol = "".join(f'<!ENTITY l{n} "{f"&l{n - 1};" * 10}">' for n in range(1, 10))
+    bomb = f'<!DOCTYPE a [<!ENTITY l0 "lol">{lol}]><annotation><filename>&l9;</filename></annotation>'
+    for name, text in {"bomb": bomb, "torn": "<annotation>", "odd": '<?xml version="1.0" encoding="odd"?><a/>'}.items():
+        annotate(folder, text, f"{name}.xml")
+    found = results(open_dataset(folder))
+    assert found.pop("dog") is None
+    assert "document type definition" in found["bomb"] and "no element" in found["torn"] and "odd" in found["odd"]
 
 
 @pytest.mark.parametrize(
@@ -322,6 +348,7 @@ def test_a_hostile_row_costs_its_picture(folder):
         ("a.json", '{"images": [], "annotations": [], "categories": 3}', "expected a list"),
         ("a.csv", "file,label\n" + "x" * 200_000 + ",tabby\n", "field larger than field limit"),
         ("a.csv", b"\xff\xfe", "utf-8"),
+        ("a.xml", '<?xml version="1.0" encoding="odd"?><a/>', "unknown encoding"),
     ],
 )
 def test_a_hostile_file_is_refused_in_a_sentence(folder, name, text, told):

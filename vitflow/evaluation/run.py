@@ -53,7 +53,7 @@ _AUTO_BATCH = {"cpu": 8, "cuda": 64}
 
 @takes_method_options
 def evaluate(
-    data: str | os.PathLike[str] | Dataset | Iterable[ImageSource | tuple[ImageSource, Any]],
+    data: str | os.PathLike[str] | Dataset | Iterable[ImageSource],
     *,
     model: str | Path | nn.Module | Explainer | Callable[[], Explainer],
     methods: str | Sequence[MethodChoice] | None = None,

@@ -1,6 +1,6 @@
-"""Read annotation files: COCO JSON, plain JSON of boxes, CSV of classes.
+"""Read annotation files: COCO JSON, Pascal VOC and ImageNet XML, ImageNet CSV, plain JSON and CSV of boxes.
 
-They may come from anywhere: what is wrong with one image's entry is kept in that entry.
+They may come from anywhere: what is wrong with one picture's entry stands in that entry.
 """
 
 import csv
@@ -12,18 +12,22 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from xml.etree.ElementTree import Element
+
+from defusedxml import DefusedXmlException, ElementTree
 
 from vitflow.errors import OptionError, VitflowError
-from vitflow.evaluation.data.regions import Label, Region, box_region, read_box, read_polygons_or_runs
+from vitflow.evaluation.data.regions import WORDNET_ID, Label, Region, box_region, read_box, read_polygons_or_runs
 from vitflow.pictures.images import MAX_PIXELS
 
 _LONGEST_NAME = 4096  # bytes of a path
 _LONGEST_TOLD = 200  # characters of an error's own words, which may quote the file
 
 # What a column or key may be called.
-_FILE_KEYS = ("file", "file_name")
+_FILE_KEYS = ("file", "file_name", "filename", "image", "ImageId")
 _BOX_KEYS = ("boxes_xyxy", "boxes")
-_LABEL_KEYS = ("label_index", "label")
+_LABEL_KEYS = ("label_index", "class_index", "label", "class", "category")
+_EDGE_KEYS = (("left", "top", "right", "bottom"), ("xmin", "ymin", "xmax", "ymax"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +56,17 @@ def read_annotations(path: Path) -> list[Annotation]:
       object with such entries by file name. `boxes_xyxy`, `label` (a name), `size` (`[width, height]`) are known, too,
       and a box may be `{"box": […], "label": …}`. Edges are in pixels; right and bottom are the first ones outside.
     - **COCO JSON**: `images`, `annotations` (polygons, run lengths or boxes) and `categories`; crowds are unknown.
-    - **CSV of classes**, which is also called `labels.csv`: columns `file` and `label` (a name) or `label_index`.
+    - **XML** of Pascal VOC (1 is the first pixel, and the last one is inside) or of ImageNet (edges as they stand).
+    - **CSV** of ImageNet (`ImageId,PredictionString`), of boxes (`file,label,left,top,right,bottom`, a row for each),
+      or of classes alone (`file,label` or `file,label_index`).
 
     Raises:
         OptionError: the file is none of these.
         VitflowError: it is one of these, and something is wrong with every entry in it.
     """
-    reader = {".csv": _read_labels, ".json": _read_json}.get(path.suffix.lower())
+    reader = {".xml": _read_xml, ".csv": _read_csv, ".json": _read_json}.get(path.suffix.lower())
     if reader is None:
-        raise OptionError(f"Expected annotations in a file that ends in .json or .csv, got {path.name!r}.")
+        raise OptionError(f"Expected annotations in a file that ends in .json, .xml or .csv, got {path.name!r}.")
     try:
         entries = list(reader(path))
         if not entries:
@@ -73,12 +79,13 @@ def read_annotations(path: Path) -> list[Annotation]:
 
 
 _FORMATS = (
-    "Expected COCO JSON, a JSON list of {file, boxes, label}, or CSV with the columns file and label or label_index."
+    "Expected COCO JSON, a JSON list of {file, boxes, label}, Pascal VOC or ImageNet XML, or CSV with the columns "
+    "ImageId,PredictionString or file,label,left,top,right,bottom."
 )
 
-# What reading values of wrong types raises.
+# What reading values of wrong types raises; a broken XML file is a SyntaxError.
 _WRONG = (
-    *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, OSError),
+    *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, SyntaxError, OSError),
     *(csv.Error, VitflowError),
 )
 
@@ -178,22 +185,78 @@ def _coco_region(annotation: Mapping[str, Any], names: Mapping[Any, Any], size: 
     return Region(label, region.paint, unknown=bool(annotation.get("iscrowd")))
 
 
+# --- XML -------------------------------------------------------------------------------------------------------------
+
+
+def _read_xml(path: Path) -> Iterator[Annotation]:
+    """One XML file of Pascal VOC or ImageNet.
+
+    A file that defines entities of its own is refused: none of these formats does, and such definitions can make a
+    parser read other files or fill the memory.
+    """
+    try:
+        root = ElementTree.fromstring(path.read_bytes(), forbid_dtd=True)
+    except DefusedXmlException as error:
+        raise OptionError(
+            f"The annotations {path.name!r} hold a document type definition, which could make a parser read other "
+            "files. Annotations need none: remove it."
+        ) from error
+    if root.tag != "annotation":
+        raise ValueError(f"its root is <{root.tag}>")
+    # ImageNet's files name the picture without its suffix, or not at all ("%s").
+    name = (root.findtext("filename") or "").strip()
+    regions = tuple(_voc_region(item) for item in root.iter("object"))
+    size = [root.findtext(f"size/{side}") or 0 for side in ("height", "width")]
+    told = all(float(side) for side in size)
+    yield Annotation(
+        _file_name(name if name and "%" not in name else path.stem), regions, size=_size(*size) if told else None
+    )
+
+
+def _voc_region(item: Element) -> Region:
+    label = (item.findtext("name") or "").strip() or None
+    left, top, right, bottom = read_box([item.findtext(f"bndbox/{edge}") for edge in _EDGE_KEYS[1]])
+    if label is None or not WORDNET_ID.fullmatch(label):
+        left, top = left - 1, top - 1  # VOC counts from 1, and its last pixel is inside
+    return box_region(label, (left, top, right, bottom))
+
+
 # --- CSV -------------------------------------------------------------------------------------------------------------
 
 
-def _read_labels(path: Path) -> Iterator[Annotation]:
-    """Classes of images: `file,label` or `file,label_index`."""
+def _read_csv(path: Path) -> Iterator[Annotation]:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file)
-        columns = reader.fieldnames or ()
-        if "file" not in columns or not {"label", "label_index"} & set(columns):
-            raise ValueError(f"its columns are {reprlib.repr(list(columns))}")
-        for number, row in enumerate(reader, start=1):
-            yield _attempt(path, number, row["file"], partial(_labelled_row, row))
+        rows = list(csv.DictReader(file))
+    columns = rows[0] if rows else {}
+    predicted = "PredictionString" in columns
+    edges = next((keys for keys in _EDGE_KEYS if all(key in columns for key in keys)), None)
+    if not any(key in columns for key in _FILE_KEYS):
+        raise ValueError("they list no pictures")
+    if not predicted and edges is None and not any(key in columns for key in _LABEL_KEYS):
+        raise ValueError("no boxes and no classes")
+    by_file: dict[Any, list[Mapping[str, Any]]] = {}
+    for number, row in enumerate(rows):
+        name = _first(row, _FILE_KEYS)
+        by_file.setdefault((name, number) if predicted else name, []).append(row)
+    for number, own in enumerate(by_file.values(), start=1):
+        yield _attempt(path, number, _first(own[0], _FILE_KEYS), partial(_csv_picture, own, edges))
 
 
-def _labelled_row(row: Mapping[str, Any], file: str) -> Annotation:
-    return Annotation(file, None, _label_of(row))
+def _csv_picture(rows: Sequence[Mapping[str, Any]], edges: Sequence[str] | None, file: str) -> Annotation:
+    """What the rows of one picture say."""
+    if "PredictionString" in rows[0]:
+        return Annotation(file, tuple(_predictions(rows[0]["PredictionString"])))
+    if edges is None:
+        return Annotation(file, None, _label_of(rows[0]))
+    return Annotation(file, tuple(box_region(_label_of(row), [row[edge] for edge in edges]) for row in rows))
+
+
+def _predictions(text: str) -> Iterator[Region]:
+    """ImageNet's `n01440764 left top right bottom`, once per box."""
+    words = text.split()
+    for start in range(0, len(words), 5):
+        label, *box = words[start : start + 5]
+        yield box_region(label, box)
 
 
 # --- What the formats share ------------------------------------------------------------------------------------------

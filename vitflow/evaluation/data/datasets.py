@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import os
 import re
-import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,10 +18,11 @@ from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError
 from vitflow.evaluation.data.annotations import Annotation, read_annotations
 from vitflow.evaluation.data.finder import PictureFinder
 from vitflow.evaluation.data.masks import find_class_names, find_mask, read_mask_regions
-from vitflow.evaluation.data.regions import Label, Region, box_region, check_count, mask_region
+from vitflow.evaluation.data.regions import Label, Region, check_count, mask_region
 from vitflow.pictures.files import is_file, is_folder, is_there
-from vitflow.pictures.images import ImageSource, find_images, is_image_name, read_image
+from vitflow.pictures.images import ImageSource, find_images, read_image
 
+_ANNOTATIONS = (".csv", ".json", ".xml")
 _DEMO = re.compile(r"demo(?::(\d+))?(?::(\d+))?")
 
 
@@ -108,7 +108,7 @@ class Dataset:
 
 
 def open_dataset(
-    data: "str | os.PathLike[str] | Dataset | Iterable[ImageSource | tuple[ImageSource, Any]]",
+    data: "str | os.PathLike[str] | Dataset | Iterable[ImageSource]",
     *,
     images: str | os.PathLike[str] | None = None,
     limit: int | None = None,
@@ -116,14 +116,13 @@ def open_dataset(
     """Open data to evaluate on; pictures are read later, one by one.
 
     - `demo:500`: that many drawn pictures with the exact mask of every object (`demo:500:1000`: from seed 1000 on).
-    - A file with annotations (see `read_annotations`), or a folder with one JSON file beside the pictures.
+    - A file with annotations (see `read_annotations`), or a folder with one beside the pictures. With XML, a folder
+      `Annotations` or the XML files beside the pictures.
     - A folder with masks: the mask of `NAME.jpg` is `NAME_mask.png`, `NAME-mask.png` or `NAME.mask.png` beside it, or
       `masks/NAME.png`. Pixels other than 0 are the region. Where a file `classes.txt` lies beside the masks or the
       pictures, pixels of value k have the class on its line k, and 255 is unknown.
     - A folder with `labels.csv` (`file,label_index` or `file,label`), which may stand beside masks: a class each.
     - Any other folder, or a list of pictures: pictures alone, of a list of files with their masks.
-    - An iterable or a torch dataset of pairs (image, truth), where the truth is a mask [height, width], boxes
-      [boxes, 4] by their edges, or a class (an index or a name). A torch dataset is read image by image.
 
     Args:
         data: any of these.
@@ -146,13 +145,13 @@ def open_dataset(
         count, seed = int(match[1] or 100), int(match[2] or 0)
         return _cut(_drawn(data, count, seed), limit)
     if not isinstance(data, str | os.PathLike):
-        return _cut(_in_memory(data), limit)
+        return _cut(_listed(list(data)), limit)
     if images is not None and not is_folder(images):
         raise OptionError(f"Expected the folder with the pictures, but there is none at {str(images)!r}.")
     path = Path(data)
     extra = Path(images) if images is not None else None
-    if is_file(path) and path.suffix and not is_image_name(path.name):
-        return _cut(_annotated(path, path.name, extra), limit)
+    if is_file(path) and path.suffix.lower() in _ANNOTATIONS:
+        return _cut(_annotated([path], path.name, extra), limit)
     if is_file(path):
         return _pictures(path.name, [path], None)
     if is_folder(path):
@@ -181,50 +180,6 @@ def _listed(sources: Sequence[ImageSource]) -> Dataset:
         Sample(f"picture {number}", partial(_read_plain, source)) for number, source in enumerate(sources, start=1)
     ]
     return Dataset(name, name, samples, False)
-
-
-def _in_memory(data: Any) -> Dataset:
-    """A torch dataset, or the items of an iterable: images, or pairs of an image and its truth."""
-    # A torch dataset has a length and raises no IndexError where it ends, so it cannot be iterated.
-    reads_lazily = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    items = data if reads_lazily else list(data)
-    if not len(items):
-        raise OptionError("Expected at least one picture, got none.")
-    first = items[0]
-    if not _is_pair(first):
-        return _listed([items[number] for number in range(len(items))])
-    name = f"{len(items)} pictures"
-    samples = [Sample(f"picture {number + 1}", partial(_read_pair, items, number)) for number in range(len(items))]
-    located = not isinstance(first[1], str | int | np.integer) and np.ndim(first[1]) > 0
-    return Dataset(name, name + (" with regions" if located else " with classes"), samples, located)
-
-
-def _is_pair(item: Any) -> bool:
-    return isinstance(item, tuple) and len(item) == 2
-
-
-def _read_pair(items: Any, number: int) -> Labelled:
-    item = items[number]
-    if not _is_pair(item):
-        raise ShapeError(f"Expected a pair (image, mask | boxes | class) as item {number}, got {reprlib.repr(item)}.")
-    image, truth = read_image(item[0]), item[1]
-    if isinstance(truth, str):
-        return Labelled(image, None, truth)
-    try:
-        values = np.asarray(truth)
-    except (TypeError, ValueError):
-        values = np.array(None)
-    if values.ndim == 0 and values.dtype.kind in "iu":
-        return Labelled(image, None, int(values))
-    if values.ndim == 2 and values.shape == image.shape[:2] and values.dtype.kind in "biuf":
-        return Labelled(image, (mask_region(None, values > 0),))
-    if values.size == 0 or (values.ndim == 2 and values.shape[1] == 4):
-        check_count(len(values), f"item {number}")
-        return Labelled(image, tuple(box_region(None, box) for box in values))
-    raise ShapeError(
-        f"Expected a mask of {image.shape[0]} × {image.shape[1]} pixels, boxes [boxes, 4], or a class as the truth of "
-        f"item {number}, got {reprlib.repr(truth)}."
-    )
 
 
 def _read_plain(source: ImageSource) -> Labelled:
@@ -256,39 +211,57 @@ def _draw(seed: int) -> Labelled:
 
 
 def _folder(path: Path, images: Path | None) -> Dataset:
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".json" and file.is_file())
-    named = [file for file in files if file.name in ("boxes.json", "annotations.json")]
-    chosen = named or files
+    xml_folder = path / "Annotations" if (path / "Annotations").is_dir() else path
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() in (".json", ".csv") and file.is_file())
+    xml = sorted(filter(is_file, xml_folder.rglob("*.xml") if xml_folder != path else path.glob("*.xml")))
+    labels = next((file for file in files if file.name == "labels.csv"), None)
+    files = [file for file in files if file != labels]
+    named = [file for file in files if file.name in ("boxes.json", "annotations.json", "boxes.csv", "annotations.csv")]
+    chosen = named or (files if not xml else [])
     if len(chosen) > 1:
         raise OptionError(
             f"Expected one file with annotations in {str(path)!r}, got {', '.join(file.name for file in chosen)}. Name "
             "the one to use instead of the folder."
         )
-    if chosen:
-        return _annotated(chosen[0], path.name, images or path)
-    labels = path / "labels.csv"
-    return _pictures(path.name, find_images(images or path), labels if labels.is_file() else None)
+    if chosen or xml:
+        return _annotated(chosen or xml, path.name, images or path)
+    return _pictures(path.name, find_images(images or path), labels)
 
 
-def _annotated(file: Path, name: str, images: Path | None) -> Dataset:
-    """Images by their annotation file."""
-    entries = read_annotations(file)
-    here = file.resolve().parent
-    beside = [here, here / "images", here.parent / "images", here.parent]
+def _annotated(files: Sequence[Path], name: str, images: Path | None) -> Dataset:
+    """Pictures by their annotations; files of several pictures stand alone, XML files are one picture each."""
+    entries = _read_all(files)
+    here = files[0].resolve().parent
+    beside = [here, here / "images", here.parent / "images", here.parent / "JPEGImages", here.parent]
     finder = PictureFinder([images] if images is not None else beside)
     names = _distinct([entry.file for entry in entries])
     samples = [_annotated_sample(own, entry, finder) for entry, own in zip(entries, names, strict=True)]
-    if not any(is_file(path) for sample in samples for path in sample.files):
+    if not any(is_file(file) for sample in samples for file in sample.files):
         for sample in samples:
             if not sample.files:
                 sample.read()  # tells what is wrong
         raise OptionError(
-            f"None of the {len(samples)} pictures of {file.name!r} was found, such as {entries[0].file!r}. Say "
+            f"None of the {len(samples)} pictures of {files[0].name!r} was found, such as {entries[0].file!r}. Say "
             "where they are with --images (images=…)."
         )
     located = any(entry.regions is not None for entry in entries)
     kind = f"{len(samples)} pictures with " + ("annotated regions" if located else "classes")
-    return Dataset(name, kind, samples, located, {"annotations": _digest([file])})
+    return Dataset(name, kind, samples, located, {"annotations": _digest(files)})
+
+
+def _read_all(files: Sequence[Path]) -> list[Annotation]:
+    """The entries of all files; of several, one that cannot be read is an entry with a problem."""
+    entries: list[Annotation] = []
+    problems = []
+    for file in files:
+        try:
+            entries += read_annotations(file)
+        except VitflowError as error:
+            problems.append(error)
+            entries.append(Annotation(file.stem, None, problem=error))
+    if len(problems) == len(files):
+        raise problems[0]
+    return entries
 
 
 def _annotated_sample(name: str, entry: Annotation, finder: PictureFinder) -> Sample:
