@@ -161,7 +161,7 @@ def test_the_row_of_such_a_contrast_has_no_number_rather_than_0(demo):
     told = contrasted(first, replace(second, answer=replace(second.answer, number=0.0)))
     job = make_job(["gae"], {}, target=Contrast(0, 1))
     picture = Picture("one.png", "one", Decoded(image=PICTURE.image))
-    row, _ = draw_files(picture, PictureMaps([told]), job)
+    row, *_ = draw_files(picture, PictureMaps([told]), job)
     assert row["target"] == told.contrast.name and row["value"] is None
     told = replace(told, answer=replace(told.answer, number=0.0))
     assert draw_files(picture, PictureMaps([told]), job)[0]["value"] == 0.0

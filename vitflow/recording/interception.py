@@ -146,7 +146,8 @@ class Interception(TorchFunctionMode):
             return
         for probabilities, scores, key in left:
             square = probabilities.shape[-1] == probabilities.shape[-2]
-            if probabilities.ndim == 4 and (square or scores.shape in shapes):
+            of_text = self.listener.wants_visible  # which may attend within a window, by other shapes
+            if probabilities.ndim == 4 and (square or of_text or scores.shape in shapes):
                 self.listener.saw(self._precise(probabilities, scores), None, False, key, self._visible(scores))
 
     def _visible(self, scores: Tensor) -> Tensor | None:

@@ -87,7 +87,12 @@ def _apply(one: ChosenMethod, trace: AskedTrace, seconds: float) -> list[Salienc
         if trace.probabilities is not None and trace.targets is not None:
             answer = Answer.of(trace.probabilities[index], int(trace.targets[index]), told)
         facts: dict[str, Any] = {"readout": readouts[index]} if readouts else {}
-        if used[index].get("patch") is not None and (trace.top.rows, trace.top.cols) != grids[index].shape:
+        by_attention = bool(method.needs & {"attention", "heads"})
+        if (
+            by_attention
+            and used[index].get("patch") is not None
+            and (trace.top.rows, trace.top.cols) != grids[index].shape
+        ):
             facts["patch_grid"] = [trace.top.rows, trace.top.cols]  # among which one was asked for
         saliency = Saliency(
             grid=grids[index],
