@@ -167,9 +167,10 @@ def explain_folder(
     (2, 0, ['disc_star_and_crescent.png', 'ring_and_triangle.png'])
     """
     started, clock = datetime.now(UTC), time.perf_counter()
+    explainer = model if isinstance(model, Explainer) else None
     if methods is None and callable(model) and not isinstance(model, nn.Module):
-        model = explainer_for(model)  # what it is asked decides on the method
-    asks = isinstance(model, Explainer) and model.asks(target)
+        explainer = explainer_for(model)  # what it explains decides on the method
+    asks = explainer is not None and explainer.asks(target)
     job = make_job(
         methods, options, target=target, drawing=drawing, format=format, save_map=save_map, overlays=overlays, asks=asks
     )
@@ -180,7 +181,7 @@ def explain_folder(
     folder = Path(output)
     # What is wrong with the sources is told before a model is loaded, and nothing is written.
     listing = list_inputs(sources, folder, recursive=recursive, glob=glob, limit=limit)
-    explainer = explainer_for(model)
+    explainer = explainer or explainer_for(model)
     check_target(job, explainer)
     known = explainer.fingerprint()
     fingerprint = _fingerprint(listing.root, job, known)
