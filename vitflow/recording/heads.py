@@ -116,6 +116,8 @@ def observed_head(
     key = ("head", id(owner), closed[0].name, top.num_prefix_tokens, layers[-1])
     held, head = known.get(key, (None, None))
     if held is None or held() is not owner:
+        for other in [one for one, kept in known.items() if one[0] == "head" and kept[0]() is None]:
+            del known[other]  # of a question that nobody asks any more
         head = _observe(call, layers, top, closed, read)
         known[key] = ref(owner), head
     assert isinstance(head, Head)
