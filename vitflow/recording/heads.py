@@ -177,7 +177,6 @@ class _Cuts:
         self._model, self._blocks = model, blocks
         self.earlier: list[Cut] = []  # blocks but the last
         self.cuts: list[Cut] = []  # the last block and what follows it, in their order
-        self.pooled: Cut | None = None
 
     def __enter__(self) -> "_Cuts":
         self._stack = ExitStack()
@@ -263,8 +262,8 @@ def _scores(numbers: Tensor) -> list[Tensor]:
     """Sums over the batch of single outputs, or of random combinations of all and the largest ones."""
     if not numbers.requires_grad:
         return []
+    scale = HALF_SCALE if numbers.dtype == torch.float16 else 1.0
     numbers = numbers.float() if numbers.dtype.itemsize < 4 else numbers
-    scale = HALF_SCALE if numbers.dtype.itemsize < 4 else 1.0
     if numbers.shape[1] <= _FEW_OUTPUTS:
         return [scale * one.sum() for one in numbers.unbind(dim=1)]
     random = torch.Generator().manual_seed(1)
