@@ -280,6 +280,16 @@ def test_without_gradients_a_known_pooling_is_observed_and_others_name_the_remed
         _ = trace.readout
 
 
+def test_a_recording_in_inference_mode_has_the_readout_of_one_without():
+    rows = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        model = timm_vit()
+        with mode(), record_attention(model) as trace:
+            model(pixels())
+            rows.append(trace.readout)  # before inference mode ends
+    assert torch.equal(*rows)
+
+
 def test_an_output_of_several_blocks_is_refused_by_their_names():
     class LastTwo(nn.Module):
         def __init__(self, norm: bool) -> None:

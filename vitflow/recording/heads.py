@@ -147,7 +147,6 @@ def _observe_on(
     device, random, whole = pixels.device, torch.Generator().manual_seed(0), dict[str, Tensor]()
     heads = []
     for _ in range(1 if shape[0] > 1 else 2):
-        noise = torch.randn(shape, generator=random).to(device, pixels.dtype)
         with (
             torch.inference_mode(False),
             trial(call.model, device),
@@ -158,6 +157,7 @@ def _observe_on(
             returning_all(call.model, shortened, whole),
             _Cuts(call.model, blocks) as cuts,
         ):
+            noise = torch.randn(shape, generator=random).to(device, pixels.dtype)
             numbers = read(call(noise))
             heads.append(_head(numbers, cuts, blocks, top, closed))
     taps = [head.tap for head in heads]
