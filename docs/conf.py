@@ -78,7 +78,7 @@ def without_options(app, what, name, obj, options, signature, returned):
     """Write **options for the options of methods, which would hide what a function takes beside them."""
     from sphinx.util.inspect import stringify_signature
 
-    from vitflow.explaining.asking.method_options import OPTIONS
+    from vitflow.explaining.method_options import OPTIONS
 
     taken = getattr(obj, "__signature__", None)
     if what not in ("function", "method") or taken is None or "preset" not in taken.parameters:
@@ -92,7 +92,7 @@ def without_options(app, what, name, obj, options, signature, returned):
 
 def options_of_methods() -> str:
     """A section for each method and a table of all options, from the table that the command line is made from."""
-    from vitflow.explaining.asking.method_options import OPTIONS
+    from vitflow.explaining.method_options import OPTIONS
 
     texts = ["## Methods\n"]
     for method in vitflow.list_methods():

@@ -22,7 +22,7 @@ from torch import nn
 
 import vitflow
 from vitflow.demo import draw_pictures, draw_scene, load_demo_model, sample_pictures
-from vitflow.explaining.showing.strips import draw_words
+from vitflow.explaining.strips import draw_words
 from vitflow.pictures.figures import figure_bytes
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import vitflow
-from vitflow.explaining.text.wording import words_of
 from vitflow.methods.rollout import for_the_class, relevance
 from vitflow.models.languages import load_language_model
-from vitflow.words.labels import hide
-from vitflow.words.shaded import ShadedText
+from vitflow.text.labels import hide
+from vitflow.text.shaded import ShadedText
+from vitflow.text.wording import words_of
 
 SENTENCES = ("A man is playing a guitar on the stage.", "Someone performs music in front of an audience.")
 

@@ -22,12 +22,12 @@ import transformers
 from PIL import Image
 
 import vitflow
-from tests.explaining.text.test_reading import wordpiece_tokenizer
 from tests.models.vision_language import family
+from tests.text.test_reading import wordpiece_tokenizer
 from vitflow.cli import cli
 from vitflow.demo import sample_pictures
 from vitflow.errors import VitflowWarning
-from vitflow.explaining.asking.method_table import get_method
+from vitflow.explaining.method_table import get_method
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -146,10 +146,8 @@ def hub(monkeypatch) -> None:
         size = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": len(tokenizer)}
         return transformers.BertForMaskedLM(transformers.BertConfig(**size)).eval(), tokenizer
 
-    monkeypatch.setattr(
-        importlib.import_module("vitflow.explaining.text.reading"), "load_language_model", language_model
-    )
-    seeing, generating = family("llava"), importlib.import_module("vitflow.explaining.text.generating")
+    monkeypatch.setattr(importlib.import_module("vitflow.text.reading"), "load_language_model", language_model)
+    seeing, generating = family("llava"), importlib.import_module("vitflow.text.generating")
     monkeypatch.setattr(generating, "load_language_model", lambda name, **_: (seeing.model, seeing.processor.tokenizer))
     monkeypatch.setattr(generating, "load_processor", lambda name, **_: seeing.processor)
     monkeypatch.setattr(

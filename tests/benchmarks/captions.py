@@ -40,12 +40,12 @@ from vitflow.demo import DEMO_CAPTION, Scene, draw_scene
 from vitflow.demo.sentences import COLOURS, SHAPES
 from vitflow.evaluation.measures.localisation import energy_in_region, pointing_game
 from vitflow.evaluation.statistics import Estimate, estimate_means
-from vitflow.explaining.text.method_table import for_kind, text_method
-from vitflow.explaining.text.read_rows import ReadText, array_of, read_rows
 from vitflow.methods.baselines import centre_prior
 from vitflow.models.languages import decoder_path, load_language_model, load_processor
 from vitflow.recording.recorder import record_attention
-from vitflow.words.labels import text_of
+from vitflow.text.labels import text_of
+from vitflow.text.method_table import for_kind, text_method
+from vitflow.text.read_rows import ReadText, array_of, read_rows
 
 PROMPT = "<image> here is"
 FIRST_CHOOSING, FIRST_TELLING = 600_000, 700_000

@@ -16,7 +16,7 @@ import numpy as np
 
 from vitflow import Explainer
 from vitflow.demo import DemoPicture, draw_pictures, load_demo_model
-from vitflow.explaining.asking.method_table import get_method, list_methods
+from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.methods.refinement import AFFINITIES
 
 BATCH = 10

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 import vitflow
-from vitflow.explaining.asking.captions import departures
-from vitflow.explaining.asking.method_table import get_method, list_methods
+from vitflow.explaining.captions import departures
+from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.methods.ranks import spearman
 from vitflow.pictures.images import find_images
 

@@ -29,8 +29,8 @@ from vitflow import Explainer
 from vitflow.demo import draw_pictures
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.perturbation import REPLACEMENTS
+from vitflow.explaining.agreement import mean_of_defined, spearman
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.showing.agreement import mean_of_defined, spearman
 from vitflow.pictures.images import find_images
 
 METHODS = ("rollout", "attention", "flow", "gradient_rollout", "gae", "gradcam", "input_gradient", "random", "centre")

@@ -39,7 +39,7 @@ from PIL import Image
 from tests.benchmarks.overhead import memory
 from tests.folder.test_run import write_mutations
 from vitflow import Explainer, explain_folder
-from vitflow.explaining.making import applying as answers
+from vitflow.explaining import applying as answers
 from vitflow.explaining.saliency import Saliency
 from vitflow.folder import pipeline, run
 from vitflow.folder.decoders import DecoderPool

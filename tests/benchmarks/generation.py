@@ -25,8 +25,8 @@ import transformers
 from tests.benchmarks.overhead import memory
 from vitflow import explain_generation
 from vitflow.demo import DEMO_CAPTION, draw_scene
-from vitflow.explaining.text.method_table import TEXT_METHODS
 from vitflow.models.languages import load_processor
+from vitflow.text.method_table import TEXT_METHODS
 
 WORK = {
     "plain": None,

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.benchmarks.folder import draw_photographs
-from vitflow.explaining.asking.answer import Answer
+from vitflow.explaining.answer import Answer
 from vitflow.explaining.saliency import Saliency
 from vitflow.folder.decoders import decode_file
 from vitflow.folder.found.draw import draw_run, read_grids

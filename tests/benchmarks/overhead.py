@@ -27,10 +27,10 @@ import timm
 import torch
 
 from vitflow import Explainer
-from vitflow.explaining.asking.choices import choose_methods
-from vitflow.explaining.making.asked import AskedTrace
-from vitflow.explaining.making.needs import recorded_for
-from vitflow.explaining.making.refining import make_maps
+from vitflow.explaining.asked import AskedTrace
+from vitflow.explaining.choices import choose_methods
+from vitflow.explaining.needs import recorded_for
+from vitflow.explaining.refining import make_maps
 from vitflow.methods.rollout import rollout_step
 from vitflow.recording.recorder import record_attention
 

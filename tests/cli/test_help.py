@@ -13,9 +13,9 @@ from IPython.core.interactiveshell import InteractiveShell
 import vitflow
 from vitflow.cli import cli
 from vitflow.cli.sections import SectionedCommand
-from vitflow.explaining.asking.method_options import OPTIONS
-from vitflow.explaining.asking.method_table import get_method, list_methods
-from vitflow.explaining.text.method_table import TEXT_METHODS
+from vitflow.explaining.method_options import OPTIONS
+from vitflow.explaining.method_table import get_method, list_methods
+from vitflow.text.method_table import TEXT_METHODS
 
 # Commands that can be told of more than a file or two.
 SECTIONED = [name for name, command in cli.commands.items() if "model" in {param.name for param in command.params}]

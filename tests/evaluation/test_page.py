@@ -14,7 +14,7 @@ from vitflow.evaluation import Evaluation, evaluate
 from vitflow.evaluation.metrics import METRICS
 from vitflow.evaluation.page import _best
 from vitflow.evaluation.tables import Tables
-from vitflow.explaining.asking.method_table import _METHODS
+from vitflow.explaining.method_table import _METHODS
 from vitflow.pictures.charts import DARK, LIGHT, darkened
 from vitflow.pictures.options import DPI
 

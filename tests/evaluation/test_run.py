@@ -29,7 +29,7 @@ from vitflow.evaluation import (
     scoring,
 )
 from vitflow.evaluation.data.datasets import Dataset
-from vitflow.explaining.asking.method_table import _METHODS
+from vitflow.explaining.method_table import _METHODS
 from vitflow.runs.saved import SavedRun
 
 QUICK = ["rollout", "gae"]

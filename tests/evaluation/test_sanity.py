@@ -26,7 +26,7 @@ from vitflow.evaluation.measures.sanity import (
     stage_names,
 )
 from vitflow.evaluation.measures.token_dropping import can_drop_tokens
-from vitflow.explaining.asking import method_table
+from vitflow.explaining import method_table
 from vitflow.methods.cells import sum_cells
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "std": (0.25,) * 3, "crop_pct": 0.8}

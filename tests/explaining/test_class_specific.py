@@ -12,7 +12,7 @@ from tests.benchmarks.class_specific import localise
 from vitflow import Explainer
 from vitflow.demo import CLASS_NAMES, load_demo_model
 from vitflow.errors import ModelError, OptionError
-from vitflow.explaining.asking.method_table import Method, get_method, list_methods, register_method
+from vitflow.explaining.method_table import Method, get_method, list_methods, register_method
 from vitflow.methods.baselines import centre_prior, random_map
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
@@ -253,7 +253,7 @@ def test_the_papers_definition_is_one_option_away():
 
 
 def test_a_method_of_ones_own_is_given_gradients_and_features(monkeypatch):
-    monkeypatch.setattr("vitflow.explaining.asking.method_table._METHODS", {})  # undone after the test
+    monkeypatch.setattr("vitflow.explaining.method_table._METHODS", {})  # undone after the test
 
     def gradient_times_feature(trace, *, layer):
         path = trace.block_norms[layer - 1]

@@ -28,10 +28,10 @@ from tests.typed import typed_here
 from vitflow import Comparison, Explainer
 from vitflow.demo import sample_pictures
 from vitflow.errors import ImageError, NoAttentionError, OptionError, ShapeError, VitflowWarning
-from vitflow.explaining.asking import method_table
-from vitflow.explaining.asking.method_options import COMMON
-from vitflow.explaining.showing.agreement import Agreement, measure_agreement, spearman, top_overlap
-from vitflow.explaining.showing.comparison import DEFAULT_METHODS, compare
+from vitflow.explaining import method_table
+from vitflow.explaining.agreement import Agreement, measure_agreement, spearman, top_overlap
+from vitflow.explaining.comparison import DEFAULT_METHODS, compare
+from vitflow.explaining.method_options import COMMON
 from vitflow.pictures import figures, overlay
 from vitflow.pictures.options import DPI
 from vitflow.pictures.pen import Pen, panel_size

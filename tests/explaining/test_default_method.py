@@ -5,9 +5,9 @@ import pytest
 import vitflow
 from vitflow.demo import sample_pictures
 from vitflow.errors import OptionError
-from vitflow.explaining.asking.choices import choose_methods
-from vitflow.explaining.asking.targets import Contrast
+from vitflow.explaining.choices import choose_methods
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.targets import Contrast
 from vitflow.folder.batch_explainer import BatchExplainer
 
 PICTURE = sample_pictures()[0]

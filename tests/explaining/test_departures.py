@@ -6,13 +6,13 @@ import torch
 
 from vitflow import Explainer
 from vitflow.demo import sample_pictures
-from vitflow.explaining.asking.captions import departures, departures_from_paper, own_options
-from vitflow.explaining.asking.method import Method
-from vitflow.explaining.asking.method_table import BUILT_IN, get_method
-from vitflow.explaining.showing.strips import draw_comparison
-from vitflow.explaining.text.captions import caption
-from vitflow.explaining.text.method_table import TEXT_METHODS, for_kind
+from vitflow.explaining.captions import departures, departures_from_paper, own_options
+from vitflow.explaining.method import Method
+from vitflow.explaining.method_table import BUILT_IN, get_method
+from vitflow.explaining.strips import draw_comparison
 from vitflow.pictures.pen import Pen
+from vitflow.text.captions import caption
+from vitflow.text.method_table import TEXT_METHODS, for_kind
 
 PICTURE = sample_pictures()[0]
 

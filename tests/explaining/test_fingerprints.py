@@ -25,8 +25,8 @@ from vitflow.evaluation.choices import label_methods
 from vitflow.evaluation.data.datasets import Dataset, open_dataset
 from vitflow.evaluation.run import _settings
 from vitflow.evaluation.scoring import Protocol
-from vitflow.explaining.asking.method_options import OPTIONS
-from vitflow.explaining.asking.method_table import list_methods
+from vitflow.explaining.method_options import OPTIONS
+from vitflow.explaining.method_table import list_methods
 from vitflow.folder.found.draw import read_grids
 from vitflow.folder.run import _fingerprint
 from vitflow.folder.work import make_job

@@ -17,7 +17,7 @@ from vitflow.cli import cli
 from vitflow.cli.saying import going_on, pictures_bar, talking
 from vitflow.errors import VitflowWarning
 from vitflow.evaluation import evaluate
-from vitflow.explaining.asking.method_table import is_slow, list_methods
+from vitflow.explaining.method_table import is_slow, list_methods
 from vitflow.explaining.progress import tracking, watched
 from vitflow.runs.batches import RunProgress
 

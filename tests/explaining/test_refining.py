@@ -9,8 +9,8 @@ from tests import references
 from vitflow import Explainer, explain_folder, register_method
 from vitflow.demo import draw_pictures, sample_pictures
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning
-from vitflow.explaining.asking import method_table
-from vitflow.explaining.making.consensus import FLOOR, geometric_mean
+from vitflow.explaining import method_table
+from vitflow.explaining.consensus import FLOOR, geometric_mean
 from vitflow.recording.recorder import record_attention
 
 PICTURES = sample_pictures()[:2]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from tests import literal_vit
 from vitflow import record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
-from vitflow.explaining.asking.method_table import get_method
-from vitflow.explaining.making import maps
-from vitflow.explaining.making.asked import AskedTrace
+from vitflow.explaining import maps
+from vitflow.explaining.asked import AskedTrace
+from vitflow.explaining.method_table import get_method
 from vitflow.methods import cells
 from vitflow.methods.gradients import grad_cam, input_gradient
 from vitflow.methods.rollout import attention_rollout, for_the_class, relevance

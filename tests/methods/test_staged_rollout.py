@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from tests import references
 from vitflow import Explainer, TokenLayout, record_attention
 from vitflow.errors import OptionError, ShapeError
-from vitflow.explaining.asking.method_table import get_method
-from vitflow.explaining.making import maps
-from vitflow.explaining.making.asked import AskedTrace
+from vitflow.explaining import maps
+from vitflow.explaining.asked import AskedTrace
+from vitflow.explaining.method_table import get_method
 from vitflow.methods.staged_rollout import LayerTokens, carry, staged_rollout
 
 SIDE = 64  # of the picture; patches of 4 pixels make 16 × 16 tokens, merged to 8 × 8 for the second stage

@@ -14,7 +14,7 @@ from tests import literal_vit
 from vitflow import Contrast, Explainer, compare, explain_folder, explore
 from vitflow.errors import ModelError, OptionError
 from vitflow.evaluation import evaluate
-from vitflow.explaining.asking.method_table import list_methods
+from vitflow.explaining.method_table import list_methods
 from vitflow.models.answers import Answers, activate, log_odds
 from vitflow.pictures.images import write_image
 

@@ -16,7 +16,7 @@ from vitflow import Contrast, Explainer, compare, evaluate, explain_folder, expl
 from vitflow.cli import cli
 from vitflow.demo import draw_picture
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
-from vitflow.explaining.asking.method_table import get_method, list_methods
+from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.models.pairs import pair_of, prompt_answers
 from vitflow.pictures.geometry import place
 from vitflow.pictures.images import write_image

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.explaining.text.test_reading import TEXT, wordpiece_tokenizer
 from tests.models.test_libraries import of_transformers
 from tests.recording.test_languages import GPT2, SIZES, WIDE
 from tests.recording.test_recorder import generators, state_of
+from tests.text.test_reading import TEXT, wordpiece_tokenizer
 from vitflow import explain_generation, explain_text
 from vitflow.errors import UnsupportedModelError
 from vitflow.recording.causality import is_causal

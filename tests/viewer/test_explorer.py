@@ -21,8 +21,8 @@ from vitflow import Explainer, attention_rollout, explore
 from vitflow.cli import cli
 from vitflow.demo import sample_pictures
 from vitflow.errors import OptionError
-from vitflow.explaining.asking.captions import departures
-from vitflow.explaining.asking.method_table import get_method
+from vitflow.explaining.captions import departures
+from vitflow.explaining.method_table import get_method
 from vitflow.methods.attention import raw_attention
 from vitflow.methods.balancing import balance
 from vitflow.methods.refinement import Affinity, refine

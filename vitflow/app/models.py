@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from vitflow.errors import check_known
-from vitflow.explaining.asking.captions import python_call
+from vitflow.explaining.captions import python_call
 from vitflow.explaining.explainer import Explainer
 from vitflow.models.hub import bundled
 from vitflow.models.languages import load_language_model, load_processor

@@ -10,11 +10,11 @@ import gradio as gr
 from vitflow.app.asking import answer_column, asks, drawn, path_of, photograph
 from vitflow.app.models import Models
 from vitflow.errors import OptionError
-from vitflow.explaining.asking.captions import Code, python_call
-from vitflow.explaining.asking.method_options import OPTIONS, Option, shown
-from vitflow.explaining.asking.method_table import get_method, list_methods
-from vitflow.explaining.asking.targets import Contrast
-from vitflow.explaining.showing.comparison import compare
+from vitflow.explaining.captions import Code, python_call
+from vitflow.explaining.comparison import compare
+from vitflow.explaining.method_options import OPTIONS, Option, shown
+from vitflow.explaining.method_table import get_method, list_methods
+from vitflow.explaining.targets import Contrast
 from vitflow.pictures.options import BACKGROUNDS, FITS, INTERPOLATIONS
 
 # The method that is chosen first, and what answers for a patch where the chosen one does not.

@@ -9,15 +9,15 @@ import gradio as gr
 from vitflow.app.asking import answer_column, asks, drawn, path_of, photograph
 from vitflow.app.models import Models
 from vitflow.errors import OptionError, whole_number
-from vitflow.explaining.asking.captions import python_call
-from vitflow.explaining.showing.strips import draw_words
-from vitflow.explaining.text.generating import explain_generation
-from vitflow.explaining.text.method_table import PICTURED, PLAIN, TEXT_METHODS
-from vitflow.explaining.text.reading import Reading, explain_text
+from vitflow.explaining.captions import python_call
+from vitflow.explaining.strips import draw_words
 from vitflow.models.hub import own_prompt
-from vitflow.words.labels import labels_of, spoken_words
-from vitflow.words.shaded import ShadedText
-from vitflow.words.view import color_of
+from vitflow.text.generating import explain_generation
+from vitflow.text.labels import labels_of, spoken_words
+from vitflow.text.method_table import PICTURED, PLAIN, TEXT_METHODS
+from vitflow.text.reading import Reading, explain_text
+from vitflow.text.shaded import ShadedText
+from vitflow.text.view import color_of
 
 _CAPTION, _READ, _WRITE = "What is in a picture", "What a word rests on", "What is written next"
 # Attention grows with the square of a text's length, so that one visitor's text has a limit.

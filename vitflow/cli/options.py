@@ -9,13 +9,13 @@ import click
 
 from vitflow.cli.saying import say
 from vitflow.errors import OptionError
-from vitflow.explaining.asking.method import Method
-from vitflow.explaining.asking.method_options import OPTIONS, Option, shown
-from vitflow.explaining.asking.method_table import list_methods
-from vitflow.explaining.text.method_table import TEXT_METHODS
+from vitflow.explaining.method import Method
+from vitflow.explaining.method_options import OPTIONS, Option, shown
+from vitflow.explaining.method_table import list_methods
 from vitflow.models import DTYPES
 from vitflow.pictures.files import is_remote
 from vitflow.pictures.options import BACKGROUNDS, FITS, INTERPOLATIONS
+from vitflow.text.method_table import TEXT_METHODS
 
 _Command = Callable[..., None]
 
@@ -283,7 +283,7 @@ def target_of(target: Any, given: Mapping[str, Any]) -> Any:
     """The class to explain, or a contrast of it and the one that was set against it."""
     if given["against"] is None:
         return target
-    from vitflow.explaining.asking.targets import Contrast
+    from vitflow.explaining.targets import Contrast
 
     return Contrast(target, against=given["against"])
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from vitflow.explaining.asking.method import Method
-from vitflow.explaining.asking.method_options import OPTIONS
-from vitflow.explaining.asking.method_table import list_methods
+from vitflow.explaining.method import Method
+from vitflow.explaining.method_options import OPTIONS
+from vitflow.explaining.method_table import list_methods
 
 # Where the context of a help keeps that all options were asked for.
 _ALL = "vitflow.help_all"

@@ -13,10 +13,10 @@ from vitflow.errors import OptionError, VitflowError, VitflowWarning
 from vitflow.evaluation.data.datasets import Dataset, Labelled, Sample
 from vitflow.evaluation.data.regions import WORDNET_ID, Label, Region, union
 from vitflow.evaluation.measures.perturbation import REPLACEMENTS
-from vitflow.explaining.asking.choices import ChosenMethod, MethodChoice, check_methods, choose_methods, left_out
-from vitflow.explaining.asking.method_table import BASELINES, list_methods
-from vitflow.explaining.asking.targets import class_index
+from vitflow.explaining.choices import ChosenMethod, MethodChoice, check_methods, choose_methods, left_out
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_table import BASELINES, list_methods
+from vitflow.explaining.targets import class_index
 
 _IMAGENET_CLASSES = 1000
 

@@ -14,11 +14,11 @@ from vitflow.evaluation.choices import Question
 from vitflow.evaluation.data.datasets import Labelled, Sample
 from vitflow.evaluation.measures.grid import CELLS, CellScore, score_cell, tile
 from vitflow.evaluation.measures.sanity import as_it_is
-from vitflow.explaining.asking.choices import ChosenMethod
+from vitflow.explaining.choices import ChosenMethod
+from vitflow.explaining.comparison import Comparison
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.showing.comparison import Comparison
-from vitflow.explaining.showing.strips import columns_of
+from vitflow.explaining.strips import columns_of
 
 # What the model must give the right class of a picture in a grid.
 _KNOWN = 0.5

@@ -18,11 +18,11 @@ from vitflow.evaluation.measures.correlation import rank_correlation
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.grid import score_object
 from vitflow.evaluation.measures.localisation import localise
-from vitflow.explaining.asking.choices import ChosenMethod
-from vitflow.explaining.asking.method_table import BASELINES
+from vitflow.explaining.choices import ChosenMethod
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_table import BASELINES
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.showing.strips import columns_of
+from vitflow.explaining.strips import columns_of
 from vitflow.methods.ranks import is_constant
 from vitflow.runs.batches import Batches
 from vitflow.runs.columns import failed_row

@@ -15,9 +15,9 @@ from vitflow.evaluation.measures.correlation import RankCorrelation
 from vitflow.evaluation.measures.localisation import accumulated_iou
 from vitflow.evaluation.metrics import METRICS, Metric
 from vitflow.evaluation.statistics import RESAMPLES, Difference, Estimate, estimate_means, paired_differences
-from vitflow.explaining.asking.captions import departures_from_paper
-from vitflow.explaining.asking.method import METHODS
-from vitflow.explaining.asking.method_table import BASELINES
+from vitflow.explaining.captions import departures_from_paper
+from vitflow.explaining.method import METHODS
+from vitflow.explaining.method_table import BASELINES
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from vitflow.evaluation.metrics import METRICS
 from vitflow.evaluation.tables import Tables
-from vitflow.explaining.asking.method_table import get_method, is_slow
+from vitflow.explaining.method_table import get_method, is_slow
 
 # What a reader asks of a map, and the metrics that answer it: the first that was measured does.
 _QUESTIONS = {

@@ -13,9 +13,16 @@ from torch import Tensor, nn
 
 import vitflow
 from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, ValueNormsError, VitflowWarning
-from vitflow.explaining.asking.choices import Chosen, MethodChoice, choose_methods, is_asked
-from vitflow.explaining.asking.method_options import takes_method_options
-from vitflow.explaining.asking.targets import (
+from vitflow.explaining.applying import apply_methods, probabilities_of
+from vitflow.explaining.asked import AskedTrace, PlacedPicture
+from vitflow.explaining.choices import Chosen, MethodChoice, choose_methods, is_asked
+from vitflow.explaining.contrast import contrasted
+from vitflow.explaining.method_options import takes_method_options
+from vitflow.explaining.needs import needs_gradients, recorded_for, starts_at_readout
+from vitflow.explaining.picture_model import PictureModel, name_of, several
+from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.shifting import explain_shifted
+from vitflow.explaining.targets import (
     Contrast,
     Target,
     Targets,
@@ -24,13 +31,6 @@ from vitflow.explaining.asking.targets import (
     is_per_picture,
     resolve_targets,
 )
-from vitflow.explaining.making.applying import apply_methods, probabilities_of
-from vitflow.explaining.making.asked import AskedTrace, PlacedPicture
-from vitflow.explaining.making.contrast import contrasted
-from vitflow.explaining.making.needs import needs_gradients, recorded_for, starts_at_readout
-from vitflow.explaining.making.shifting import explain_shifted
-from vitflow.explaining.picture_model import PictureModel, name_of, several
-from vitflow.explaining.saliency import Saliency
 from vitflow.models.answers import Answers
 from vitflow.pictures.images import ImageSource
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError
-from vitflow.explaining.asking import captions
-from vitflow.explaining.asking.answer import Answer
-from vitflow.explaining.asking.method_table import told_method
-from vitflow.explaining.asking.targets import Contrast
+from vitflow.explaining import captions
+from vitflow.explaining.answer import Answer
+from vitflow.explaining.method_table import told_method
+from vitflow.explaining.targets import Contrast
 from vitflow.pictures import notebook, overlay
 from vitflow.pictures.files import write_atomically
 from vitflow.pictures.geometry import Placement

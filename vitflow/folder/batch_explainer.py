@@ -8,9 +8,9 @@ import numpy as np
 from torch import nn
 
 from vitflow.errors import OptionError, printable
-from vitflow.explaining.asking.choices import MethodChoice
-from vitflow.explaining.asking.targets import Contrast, Target
+from vitflow.explaining.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.decoders import Decoded, decode_file, decode_given
 from vitflow.folder.work import Picture, auto_batch, check_target, compute_maps, describe, make_job
 from vitflow.pictures.images import MAX_PIXELS

@@ -16,10 +16,7 @@ from torch import nn
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.showing.strips import draw_words
-from vitflow.explaining.text.generating import explain_generation
-from vitflow.explaining.text.generation import Generation
-from vitflow.explaining.text.method_table import PICTURED, for_kind, text_method
+from vitflow.explaining.strips import draw_words
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.earlier import clear_outputs, done_before
 from vitflow.folder.plan import Input, list_inputs
@@ -35,6 +32,9 @@ from vitflow.pictures.images import MAX_PIXELS
 from vitflow.runs.batches import RunProgress, Tally
 from vitflow.runs.columns import failed_row, json_line
 from vitflow.runs.store import Run, finishing
+from vitflow.text.generating import explain_generation
+from vitflow.text.generation import Generation
+from vitflow.text.method_table import PICTURED, for_kind, text_method
 
 _STRIP, _MAPS = "-caption.png", "-caption.npz"
 # What a row says in the manifest, before what is the same in all of them.

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import printable
-from vitflow.explaining.asking.method_table import is_slow
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_table import is_slow
 from vitflow.explaining.progress import watched
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.fetching import Fetcher

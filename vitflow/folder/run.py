@@ -16,10 +16,10 @@ import numpy as np
 from torch import nn
 
 from vitflow.errors import OptionError, VitflowWarning
-from vitflow.explaining.asking.choices import MethodChoice
-from vitflow.explaining.asking.method_options import takes_method_options
-from vitflow.explaining.asking.targets import Contrast, Target
+from vitflow.explaining.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_options import takes_method_options
+from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.earlier import clear_outputs, done_before
 from vitflow.folder.pipeline import Pipeline

@@ -15,9 +15,11 @@ from PIL import Image
 from torch import nn
 
 from vitflow.errors import OptionError, printable
-from vitflow.explaining.asking.captions import duration
-from vitflow.explaining.asking.choices import ChosenMethod, check_methods, is_asked
-from vitflow.explaining.asking.targets import (
+from vitflow.explaining.captions import duration
+from vitflow.explaining.choices import ChosenMethod, check_methods, is_asked
+from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.targets import (
     Contrast,
     Target,
     check_class_specific,
@@ -26,8 +28,6 @@ from vitflow.explaining.asking.targets import (
     is_top,
     resolve_targets,
 )
-from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.saliency import Saliency
 from vitflow.folder.decoders import Decoded
 from vitflow.methods.cells import cell_grid
 from vitflow.pictures.options import OVERLAY_FORMATS, WRITE_OPTIONS

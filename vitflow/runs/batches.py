@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vitflow.errors import stops_all
-from vitflow.explaining.asking.choices import MethodChoice
+from vitflow.explaining.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
 from vitflow.recording.isolation import has_foreign_hooks
 from vitflow.recording.probing import answer_to, fixed_pixels

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vitflow.errors import OptionError
-from vitflow.explaining.asking.choices import Chosen
+from vitflow.explaining.choices import Chosen
 from vitflow.recording.probing import alike
 
 #: What to do about a folder that holds another run.

@@ -10,9 +10,9 @@ from vitflow.cli.outputs import check_pictures, output_file, writing
 from vitflow.cli.saying import say, say_record, tell_limits_of
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import printable
-from vitflow.explaining.asking.method_options import OPTIONS
-from vitflow.explaining.text.method_table import PICTURED, TEXT_METHODS, text_method
+from vitflow.explaining.method_options import OPTIONS
 from vitflow.pictures.options import FIGURE_FORMATS
+from vitflow.text.method_table import PICTURED, TEXT_METHODS, text_method
 
 
 @click.command(cls=SectionedCommand, methods=TEXT_METHODS.values(), short_help="Show where written words come from.")
@@ -57,10 +57,10 @@ def caption(image: Path, **given: Any) -> None:
     text_method(given["method"], options)  # before torch is loaded
     output = output_file([image], given["output"], f"{image.stem}-caption.png", FIGURE_FORMATS)
     check_pictures([image], filter(None, [given["html"]]))
-    from vitflow.explaining.showing.strips import draw_words
-    from vitflow.explaining.text.generating import explain_generation
+    from vitflow.explaining.strips import draw_words
     from vitflow.models.hub import called
     from vitflow.pictures.figures import save_figure
+    from vitflow.text.generating import explain_generation
 
     found = explain_generation(
         given["model"],

@@ -11,10 +11,10 @@ from vitflow.cli.outputs import name_for, output_file, writing
 from vitflow.cli.saying import say, say_notes, say_written, tell_limits
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError
-from vitflow.explaining.asking.choices import check_methods
-from vitflow.explaining.asking.method import Method
-from vitflow.explaining.asking.method_options import OPTIONS
-from vitflow.explaining.asking.method_table import DEFAULT_METHODS, get_method
+from vitflow.explaining.choices import check_methods
+from vitflow.explaining.method import Method
+from vitflow.explaining.method_options import OPTIONS
+from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
 from vitflow.pictures.options import FIGURE_FORMATS
 
 
@@ -82,7 +82,7 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
     output = output_file(images, given["output"], name_for(images, "compare.png"), (*FIGURE_FORMATS, ".json"))
     methods = given["methods"] or None
     check_methods(methods or DEFAULT_METHODS, options)  # before torch is loaded
-    from vitflow.explaining.showing.comparison import compare
+    from vitflow.explaining.comparison import compare
 
     explainer = shared.make_explainer(given)
     comparison = compare(images, model=explainer, methods=methods, targets=shared.targets_of(given), **options)

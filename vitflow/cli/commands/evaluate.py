@@ -13,7 +13,7 @@ from vitflow.cli.saying import going_on, pictures_bar, say, say_record
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
 from vitflow.evaluation.metrics import choose_metrics
-from vitflow.explaining.asking.method_options import OPTIONS
+from vitflow.explaining.method_options import OPTIONS
 
 
 class _MethodOrAll(MethodWithOptions):

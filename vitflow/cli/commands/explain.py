@@ -13,8 +13,8 @@ from vitflow.cli.outputs import CannotWrite, check_pictures, check_suffix, names
 from vitflow.cli.saying import say, say_notes, say_record, tell_limits
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import ImageError, OptionError, printable
-from vitflow.explaining.asking.choices import choose_methods
-from vitflow.explaining.asking.method_options import OPTIONS
+from vitflow.explaining.choices import choose_methods
+from vitflow.explaining.method_options import OPTIONS
 from vitflow.pictures.options import FIGURE_FORMATS, WRITE_OPTIONS
 
 
@@ -65,7 +65,7 @@ def _asks_several(given: Mapping[str, Any]) -> bool:
     targets = given["targets"] or given["prompts"]
     if given["like"] or len(targets) != 1:
         return bool(given["like"]) or len(targets) > 1
-    from vitflow.explaining.asking.targets import is_several
+    from vitflow.explaining.targets import is_several
 
     return is_several(targets[0])
 
@@ -78,7 +78,7 @@ def _maps(
     if not _asks_several(given):
         [saliency] = explainer.explain_batch([image], **asked)
         return [saliency], saliency.to_dict(), saliency.figure if given["figure"] else saliency.save
-    from vitflow.explaining.showing.comparison import compare
+    from vitflow.explaining.comparison import compare
 
     found = compare(image, model=explainer, **asked)
     [record] = found.records()

@@ -10,7 +10,7 @@ from vitflow.cli.outputs import output_file, writing
 from vitflow.cli.saying import say, tell_limits
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import printable
-from vitflow.explaining.asking.choices import choose_methods
+from vitflow.explaining.choices import choose_methods
 
 
 @click.command(cls=SectionedCommand)
@@ -44,7 +44,7 @@ def explore(images: tuple[Path, ...], **given: Any) -> None:
     output = output_file(images, given["output"], name, (".html",))
     methods = list(given["methods"]) or None
     choose_methods(methods or ["rollout"], {})  # before torch is loaded
-    from vitflow.explaining.showing.exploring import explore
+    from vitflow.explaining.exploring import explore
 
     explainer = shared.make_explainer(given)
     page = explore(
@@ -65,7 +65,7 @@ def explore(images: tuple[Path, ...], **given: Any) -> None:
 
 def _call(given: dict[str, Any]) -> Any:
     """How a reader of the page gets the model that these options chose."""
-    from vitflow.explaining.asking.captions import python_call
+    from vitflow.explaining.captions import python_call
     from vitflow.viewer.explorer import ModelCall
 
     model, native = given["model"] or shared.DEFAULT_MODEL, given["fit"] == "native"

@@ -15,11 +15,11 @@ from vitflow.cli import options as shared
 from vitflow.cli.saying import going_on, pictures_bar, say, tell_limits
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
-from vitflow.explaining.asking.choices import choose_methods
-from vitflow.explaining.asking.method_options import OPTIONS
-from vitflow.explaining.text.method_table import PICTURED, text_method
+from vitflow.explaining.choices import choose_methods
+from vitflow.explaining.method_options import OPTIONS
 from vitflow.pictures.files import is_link, is_there
 from vitflow.pictures.options import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS
+from vitflow.text.method_table import PICTURED, text_method
 
 _ASKED = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 # What a run of captions takes beside its method's own options.

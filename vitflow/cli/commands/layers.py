@@ -9,8 +9,8 @@ from vitflow.cli import options as shared
 from vitflow.cli.outputs import name_for, output_file, writing
 from vitflow.cli.saying import say_written, tell_limits
 from vitflow.cli.sections import SectionedCommand
-from vitflow.explaining.asking.choices import choose_methods, default_method
-from vitflow.explaining.asking.method_options import OPTIONS
+from vitflow.explaining.choices import choose_methods, default_method
+from vitflow.explaining.method_options import OPTIONS
 from vitflow.pictures.options import FIGURE_FORMATS
 
 

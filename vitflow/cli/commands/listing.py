@@ -10,9 +10,9 @@ from vitflow.cli import options as shared
 from vitflow.cli.outputs import writing
 from vitflow.cli.saying import say
 from vitflow.errors import printable
-from vitflow.explaining.asking.method import Method
-from vitflow.explaining.asking.method_options import OPTIONS, shown
-from vitflow.explaining.asking.method_table import list_methods, told_method
+from vitflow.explaining.method import Method
+from vitflow.explaining.method_options import OPTIONS, shown
+from vitflow.explaining.method_table import list_methods, told_method
 
 
 @click.command(short_help="List the methods, or tell all of one.")
@@ -138,8 +138,8 @@ def _line(width: int, *columns: Any) -> str:
 def demo(output: Path) -> None:
     """Explain the bundled pictures with the bundled model: overlays and one strip."""
     from vitflow.demo import load_demo_model, sample_pictures
+    from vitflow.explaining.comparison import compare
     from vitflow.explaining.explainer import Explainer
-    from vitflow.explaining.showing.comparison import compare
 
     explainer, pictures = Explainer(load_demo_model()), sample_pictures()
     with writing(output):

@@ -15,9 +15,9 @@ from vitflow.cli.outputs import check_suffix, writing
 from vitflow.cli.saying import say, say_record
 from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
-from vitflow.explaining.asking.method_options import OPTIONS
-from vitflow.explaining.text.method_table import PLAIN, TEXT_METHODS, text_method
+from vitflow.explaining.method_options import OPTIONS
 from vitflow.pictures.options import FIGURE_FORMATS
+from vitflow.text.method_table import PLAIN, TEXT_METHODS, text_method
 
 # What a text, or what was written, can be looked at as.
 _VIEWS = ("text", "layers", "graph", "matrix")
@@ -104,7 +104,7 @@ def _stop_words(name: str | None) -> Iterable[str]:
     """The words of a file, one per line, or the bundled ones."""
     if name is None:
         return ()
-    from vitflow.words.labels import ENGLISH_STOP_WORDS
+    from vitflow.text.labels import ENGLISH_STOP_WORDS
 
     if name == "english":
         return ENGLISH_STOP_WORDS
@@ -124,12 +124,12 @@ def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]
     refuse_pictures(given["model"])
     model, tokenizer = load_language_model(given["model"], trust_remote_code=given["trust_remote_code"])
     if text is not None:
-        from vitflow.explaining.text.reading import explain_text
+        from vitflow.text.reading import explain_text
 
         token, target = (_number_or_word(given[name]) for name in ("token", "target"))
         chosen: dict[str, Any] = {"method": given["method"], "name": given["name"], **options}
         return explain_text(text, model=model, tokenizer=tokenizer, token=token, target=target, **chosen)
-    from vitflow.explaining.text.generating import explain_generation
+    from vitflow.text.generating import explain_generation
 
     return explain_generation(
         model,
@@ -156,7 +156,7 @@ def _drawn(result: Any, view: str, writes: bool, hiding: Mapping[str, Any]) -> A
 
 def _print(result: Any, view: Callable[[], Any], given: Mapping[str, Any]) -> None:
     """Say the result on stdout: for people, or as JSON."""
-    from vitflow.words.labels import text_of
+    from vitflow.text.labels import text_of
 
     if given["as_json"]:
         say_record(result.to_dict())

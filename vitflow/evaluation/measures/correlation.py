@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, check_known
 from vitflow.evaluation.statistics import markdown_table
-from vitflow.explaining.asking.choices import MethodChoice, choose_methods
-from vitflow.explaining.asking.targets import Target
+from vitflow.explaining.choices import MethodChoice, choose_methods
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.targets import Target
 from vitflow.methods.attention import check_layer, raw_attention
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.fusion import HeadFusion

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from vitflow.errors import OptionError, VitflowWarning, check_known
-from vitflow.explaining.asking.choices import MethodChoice, choose_methods
-from vitflow.explaining.asking.targets import Target
+from vitflow.explaining.choices import MethodChoice, choose_methods
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.targets import Target
 from vitflow.methods.ranks import spearman
 from vitflow.models.anatomy import transformer_of
 from vitflow.models.libraries import library_norms

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, check_known
 from vitflow.evaluation.measures.randomisation import cascading_randomisation, original_maps, stage_names
-from vitflow.explaining.asking.choices import MethodChoice, choose_methods
-from vitflow.explaining.asking.targets import Target
+from vitflow.explaining.agreement import mean_of_defined
+from vitflow.explaining.choices import MethodChoice, choose_methods
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.showing.agreement import mean_of_defined
+from vitflow.explaining.targets import Target
 from vitflow.methods.cells import cell_grid
 from vitflow.methods.ranks import spearman
 from vitflow.pictures.images import ImageSource, read_image

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import ImageError, OptionError
-from vitflow.explaining.asking.captions import departures
-from vitflow.explaining.asking.method_table import get_method
+from vitflow.explaining.captions import departures
+from vitflow.explaining.method_table import get_method
 from vitflow.folder.found.draw import not_named, open_run, read_photograph
 from vitflow.pictures.files import is_remote
 from vitflow.runs.columns import placement_of

@@ -1,0 +1,346 @@
+"""Views of words: what is drawn is what was given, in every form, whatever the words are made of."""
+
+import re
+from html.parser import HTMLParser
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+from PIL import Image
+
+from vitflow.errors import OptionError, ShapeError, printable
+from vitflow.methods.sequence.layout import Words
+from vitflow.pictures.typesetting import without_glyph_warnings
+from vitflow.text.graph import GraphView, Panel
+from vitflow.text.labels import ENGLISH_STOP_WORDS, hide, labels_of
+from vitflow.text.shaded import ShadedText
+from vitflow.text.sheet import Sheet
+from vitflow.text.terminal import bar, width_of
+from vitflow.text.trust import Trust
+
+STRINGS = ("[CLS]", "the", " key", " to", " the", " cab", "inet", "s", " is", " lost", ".", "[SEP]")
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '" onload="x',
+    "a\nb",
+    "\t",
+    "",
+    " ",
+    "\u202eevil",
+    "שלום",
+    "日本",
+    "\x1b[31m",
+    "&amp;",
+)
+
+
+def words_of(strings=STRINGS):
+    return Words(tuple(strings), tuple(range(len(strings))), tuple(s.startswith("[") and len(s) > 1 for s in strings))
+
+
+WORDS = words_of()
+WEIGHTS = np.array([0.3, 0.01, 0.25, 0.01, 0.01, 0.05, 0.1, 0.02, 0.15, 0.02, 0.03, 0.05])
+
+
+def matrices(tokens: int, layers: int = 3) -> np.ndarray:
+    return np.random.default_rng(0).dirichlet(np.ones(tokens), size=(layers, tokens))
+
+
+def all_views(words: Words, hidden=None) -> list:
+    tokens, hidden = words.length, hidden or {}
+    rows = np.random.default_rng(1).dirichlet(np.ones(tokens), size=3)
+    graph = matrices(tokens)
+    return [
+        ShadedText(words, rows[0], asked=(1,), hidden=hidden, title=words.strings[0], caption=words.strings[1]),
+        Sheet(words, rows, [words.strings[0], "b", "c"], rest=[0.1, 0.2, 0.3], hidden=hidden, upwards=True),
+        GraphView(words, [Panel("raw", graph), Panel("flow", graph, graph * (np.arange(tokens) == 1)[:, None])]),
+    ]
+
+
+# --- trust -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_trust_line_tells_shares_and_entropy():
+    trust = Trust.of(WEIGHTS, WORDS, own=0.15, hidden=hide(WORDS, stop_words=ENGLISH_STOP_WORDS))
+    assert trust.special == pytest.approx(0.35)
+    assert trust.first == pytest.approx(0.3)
+    assert trust.hidden == pytest.approx({"special tokens": 0.35, "stop words": 0.01 + 0.01 + 0.01 + 0.15})
+    assert trust.entropy == pytest.approx(-(WEIGHTS * np.log2(WEIGHTS)).sum())
+    assert trust.most == pytest.approx(np.log2(12))
+    assert "special tokens 35 % · first token 30 % · its own token 15 % · entropy" in str(trust)
+    assert trust.left_out == "Not shown: special tokens (35 % of the weight), stop words (18 % of the weight)."
+
+
+def test_uniform_weights_have_the_most_entropy_and_unseen_tokens_do_not_count():
+    trust = Trust.of([0.25, 0.25, 0.25, 0.25, np.nan], words_of("abcde"))
+    assert trust.entropy == pytest.approx(2.0) == trust.most
+    assert trust.special is None and "special" not in str(trust)
+
+
+# --- shaded text -----------------------------------------------------------------------------------------------------
+
+
+def shades_in(html: str) -> dict[str, float]:
+    found = re.findall(r'class="token[^"]*" style="--w:([\d.]+)" title="[^"]*"><bdi>([^<]*)</bdi>', html)
+    return {text: float(shade) for shade, text in found}
+
+
+def test_shades_are_shares_of_the_largest_that_is_shown():
+    html = ShadedText(WORDS, WEIGHTS).html()
+    assert shades_in(html)["[CLS]"] == 1.0
+    assert shades_in(html)["key"] == pytest.approx(0.25 / 0.3, abs=1e-3)
+    hidden = ShadedText(WORDS, WEIGHTS, hidden=hide(WORDS)).html()
+    assert shades_in(hidden)["key"] == 1.0 and "[CLS]" not in shades_in(hidden)  # a sink flattens nothing
+    assert "Not shown: special tokens (35 % of the weight)." in hidden
+
+
+def test_stop_words_stay_readable_and_lose_their_shade():
+    html = ShadedText(WORDS, WEIGHTS, hidden=hide(WORDS, special=False, stop_words=ENGLISH_STOP_WORDS)).html()
+    assert shades_in(html)["is"] == 0.0 and shades_in(html)["[CLS]"] == 1.0
+    assert re.search(r'class="token plain"[^>]*><bdi>is<', html)
+
+
+def test_a_part_of_a_word_is_no_stop_word():
+    words = words_of(("th", "is", " a", "x", " a"))
+    assert hide(words, stop_words=ENGLISH_STOP_WORDS) == {4: "stop words"}
+
+
+def test_the_asked_token_is_outlined_and_sets_no_scale():
+    view = ShadedText(WORDS, WEIGHTS, asked=(0,))
+    assert shades_in(view.html())["key"] == 1.0
+    assert 'class="token own plain"' in view.html() and "outlined" in view.html()
+    assert view.trust.own == pytest.approx(0.3)
+    assert ShadedText(WORDS, WEIGHTS, asked=(0,), own=0.9).trust.own == 0.9
+
+
+def test_without_colour_a_terminal_shows_digits_and_bars():
+    text = ShadedText(WORDS, WEIGHTS, asked=(8,)).text()
+    assert text.splitlines()[0] == "[CLS]⁹ the key⁸ to the cab¹inet³s [is] lost.¹ [SEP]¹"
+    assert re.search(r"\[CLS\]\s+30\.0 %  █{24}  \(0\)", text)
+    assert "\x1b" not in text
+    plain = ShadedText(WORDS, WEIGHTS).text(plain=True)
+    assert plain.replace("·", "").isascii() and "#" * 24 in plain
+
+
+def test_colour_shades_words_and_keeps_the_lines_as_wide():
+    colored = ShadedText(WORDS, WEIGHTS).text(color=True, width=30).splitlines()
+    assert any("\x1b[48;5;" in line for line in colored)
+    body = colored[: colored.index("")]
+    assert len(body) > 1 and all(width_of(line) <= 30 for line in body)
+
+
+def test_negative_weights_count_against():
+    view = ShadedText(words_of(("no", " yes")), [-0.2, 0.4])
+    assert "against" in view.html() and "dashed: against" in view.html()
+    assert view.text().startswith("no⁻⁵ yes⁹")
+
+
+def test_weights_that_fit_no_token_are_refused():
+    for wrong in ([0.5], np.ones((2, 12)), [np.inf] * 12, ["a"] * 12):
+        with pytest.raises(ShapeError, match="Expected"):
+            ShadedText(WORDS, wrong)
+    with pytest.raises(OptionError, match="from 0 to 11, got 12"):
+        ShadedText(WORDS, WEIGHTS, asked=(12,))
+
+
+def test_weights_of_nothing_draw_as_nothing():
+    view = ShadedText(WORDS, np.zeros(12))
+    assert set(shades_in(view.html()).values()) == {0.0}
+    assert "entropy 0.00" in view.text()
+    view.figure()
+
+
+# --- sheets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sheet_has_a_row_for_each_layer_the_last_on_top():
+    weights = [[0.5, 0.5, 0.0], [0.1, 0.2, 0.7]]
+    sheet = Sheet(words_of("abc"), weights, ["layer 1", "layer 2"], upwards=True)
+    cells = re.findall(r'<th scope="row"><bdi>([^<]*)|<td class="[^"]*" style="--w:([\d.]+)">([^<]*)', sheet.html())
+    assert [name for name, _, _ in cells if name] == ["layer 2", "layer 1"]
+    assert [text for _, _, text in cells if text] == ["10", "20", "70", "50", "50", "0"]
+    assert [float(shade) for _, shade, _ in cells if shade][2] == 1.0
+    assert sheet.trust.first == pytest.approx(0.1)  # of the last layer
+
+
+def test_a_sheet_of_generated_words_tells_the_rest_of_each_row():
+    sheet = Sheet(words_of("abc"), [[0.5, 0.3, 0.2], [0.2, 0.2, 0.2]], ["x", "y"], rest=[0.0, 0.4], rest_name="written")
+    assert re.findall(r'<td class="rest">([^<]*)', sheet.html()) == ["0", "40"]
+    assert "| written" in sheet.text() and re.search(r"^y +20 +20 +20 \| +40$", sheet.text(), re.MULTILINE)
+
+
+def test_rows_that_do_not_sum_to_1_are_told_as_shares_and_their_own_token_sets_no_scale():
+    sheet = Sheet(words_of("abc"), [[0.2, 0.1, 1.5], [0.2, 1.0, 0.4]], ["x", "y"], rest=[0.2, 0.0], own_tokens=[2, 1])
+    html = sheet.html()
+    assert re.findall(r'--w:[\d.]+">([^<]+)', html) == ["10", "5", "75", "12", "62", "25"]
+    assert re.findall(r'<td class="own" style="--w:([\d.]+)">', html) == ["0.000", "0.000"]
+    assert float(re.findall(r'--w:([\d.]+)">25<', html)[0]) == 1.0
+    assert re.findall(r'<td class="rest">([^<]*)', html) == ["10", "0"]
+
+
+def test_a_terminal_gets_blocks_of_as_many_columns_as_fit():
+    words = words_of([f"w{i}" for i in range(30)])
+    text = Sheet(words, np.full((2, 30), 1 / 30), ["first", "second"]).text(width=50)
+    assert max(map(width_of, text.splitlines())) <= 50 + 40  # only the lines below the sheet are longer
+    assert text.count("second") == 4 and all(f"w{i}" in text for i in range(30))
+
+
+def test_a_large_sheet_is_a_picture(monkeypatch):
+    sheet = Sheet(WORDS, [WEIGHTS, WEIGHTS], ["a", "b"])
+    assert "<table" in sheet.html()
+    monkeypatch.setattr("vitflow.text.sheet.MOST_CELLS", 20)
+    assert "<table" not in sheet.html() and "data:image/png;base64," in sheet.html()
+
+
+def test_unseen_cells_are_no_zeros():
+    html = Sheet(words_of("ab"), [[1.0, np.nan], [0.5, 0.5]], ["x", "y"]).html()
+    assert html.count('class="unseen"') == 1
+
+
+# --- graphs ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_draws_an_edge_for_each_weight_that_counts():
+    layer = np.array([[[1.0, 0.0], [0.5, 0.5]]])
+    figure = GraphView(words_of("ab"), [Panel("raw", layer)]).figure()
+    [edges] = figure.axes[0].collections[:1]
+    assert len(edges.get_segments()) == 3
+    widths = sorted(edges.get_linewidths())
+    assert widths[0] == widths[1] < widths[2]
+
+
+def test_a_graph_leaves_hidden_tokens_out_and_tells_its_strongest_edges():
+    graph = np.zeros((1, 12, 12))
+    graph[0, 8, 2], graph[0, 8, 0] = 0.7, 0.3
+    view = GraphView(WORDS, [Panel("raw attention", graph, graph)], asked=(8,), hidden=hide(WORDS))
+    assert "layer 1: is ← key 70 %" in view.text() and "[CLS]" not in view.text()
+    assert "Not shown: special tokens (30 % of the weight)." in view.text()
+
+
+def test_what_cannot_be_told_apart_is_refused_with_a_remedy():
+    with pytest.raises(OptionError, match="at most 40 tokens .* got 1 of 41 tokens .* draw a sheet"):
+        GraphView(words_of(["x"] * 41), [Panel("raw", np.zeros((1, 41, 41)))])
+    with pytest.raises(ShapeError, match=r"Expected weights \[layers, 12, 12\]"):
+        GraphView(WORDS, [Panel("raw", np.zeros((2, 3, 3)))])
+
+
+# --- all of them -----------------------------------------------------------------------------------------------------
+
+
+class _Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.attributes, self.depth = set(), set(), 0
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attributes}
+
+
+@pytest.mark.parametrize("number", range(3), ids=["shaded", "sheet", "graph"])
+def test_hostile_words_are_drawn_and_do_nothing(number, tmp_path):
+    view = all_views(words_of(HOSTILE))[number]
+    html = view.html()
+    parser = _Tags()
+    parser.feed(html)
+    assert "script" not in parser.tags and "onload" not in parser.attributes
+    for text in (html, view.text(), view.text(color=True)):
+        assert "\u202e" not in text and "\x1b[31m" not in text and "\x00" not in text
+    with Image.open(view.save(tmp_path / "view.png")) as picture:
+        assert picture.size[0] > 100
+
+
+@pytest.mark.parametrize("number", range(3), ids=["shaded", "sheet", "graph"])
+def test_titles_and_captions_are_shown_as_text(number):
+    evil, graph = "\x1b]0;owned\x07\x9b31m\u202e\u200b", matrices(WORDS.length)
+    framed = {"title": evil, "caption": evil}
+    view = [
+        ShadedText(WORDS, WEIGHTS, **framed),
+        Sheet(WORDS, [WEIGHTS], [evil], rest=[0.1], rest_name=evil, **framed),
+        GraphView(WORDS, [Panel(evil, graph, note=evil)], asked=(1,), **framed),
+    ][number]
+    for text in (view.text(), view.html(), str(view)):
+        assert printable(text, lines=True) == text and r"\x1b]0;owned\x07\x9b31m\u202e\u200b" in text
+    assert view.figure() is not None
+
+
+def test_every_token_leaves_a_mark():
+    labels = labels_of(words_of(HOSTILE))
+    assert all(label.text.strip() for label in labels)
+    assert [label.text for label in labels][2:7] == ["a↵b", "⇥", "∅", "␣", "\\u202eevil"]
+    assert labels[2].newline
+
+
+@pytest.mark.parametrize("number", range(3), ids=["shaded", "sheet", "graph"])
+def test_a_notebook_shows_html_and_any_program_text(number):
+    view = all_views(WORDS)[number]
+    bundle = view._repr_mimebundle_()
+    assert bundle == {"text/html": view.html(), "text/plain": str(view)}
+    assert set(view._repr_mimebundle_(include={"text/plain"})) == {"text/plain"}
+    assert "http" not in bundle["text/html"]  # nothing is fetched
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_a_figure_is_the_same_each_time(suffix, tmp_path):
+    view = all_views(WORDS)[0]
+    assert view.save(tmp_path / f"a{suffix}").read_bytes() == view.save(tmp_path / f"b{suffix}").read_bytes()
+    with pytest.raises(OptionError, match="Unknown file type"):
+        view.save(tmp_path / "a.bmp")
+
+
+def test_tensors_are_as_good_as_arrays():
+    assert ShadedText(WORDS, torch.tensor(WEIGHTS)).text() == ShadedText(WORDS, list(WEIGHTS)).text()
+
+
+def test_bars_have_eighths():
+    assert [bar(share, 1) for share in (0, 0.25, 1)] == ["", "▎", "█"]
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+LONG = "A caption that says what was computed, with which model and why, and costs $5_0$ or $6_0$. " * 5
+WIDE = words_of([*HOSTILE, "$x_1$", " $y$", " WWWWWWWWWWWWWWWWWWWWWWWWWW", *(f" token{n}" for n in range(24))])
+
+
+def drawn_texts(figure) -> list:
+    """The texts that a figure draws, with their boxes in pixels."""
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    with without_glyph_warnings():
+        figure.draw(renderer)
+        return [
+            (text, text.get_window_extent(renderer))
+            for text in figure.findobj(Text)
+            if text.get_visible() and text.get_text().strip()
+        ]
+
+
+@pytest.mark.parametrize("framed", [True, False])
+@pytest.mark.parametrize("words", [words_of("ab"), WORDS, WIDE], ids=["short", "plain", "wide"])
+def test_no_word_of_a_figure_is_cut_or_lies_on_another(words, framed):
+    tokens = words.length
+    frame = {"title": f"Title {LONG}", "caption": LONG}
+    graph = matrices(tokens)
+    rows = [f"a row of a long name {number}" for number in range(3)]
+    views = [
+        ShadedText(words, graph[0, 0], asked=(1,), **frame),
+        Sheet(words, graph[0][[0, 1, 0]], rows, rest=[0.1, 0.2, 0.3], rest_name="image tokens", **frame),
+        Sheet(words, graph[0][[0, 1, 0]], rows, upwards=True),
+        GraphView(
+            words, [Panel("raw attention of all heads", graph, note=LONG), Panel("b", graph)], asked=(1,), **frame
+        ),
+    ]
+    for view in views:
+        figure = view.figure(framed=framed)
+        width, height = figure.get_size_inches() * figure.dpi
+        found = drawn_texts(figure)
+        assert len(found) >= tokens
+        for text, box in found:
+            assert not text.get_parse_math(), text
+            assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text
+        for (first, a), (second, b) in combinations(found, 2):
+            across, down = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
+            # Boxes reach from ascender to descender: lines set close may share a few pixels of these.
+            assert across <= 2 or down <= 3, (first, second, across, down)

@@ -1,0 +1,369 @@
+"""What a model with an encoder and a decoder writes rests on its source: held against each sum written out slowly."""
+
+from functools import lru_cache
+
+import networkx
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from tests import references
+from tests.text.test_reading import wordpiece_tokenizer
+from vitflow import Generation, explain_generation
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError
+
+transformers = pytest.importorskip("transformers")
+
+WORDS, NEW, SOURCE = 50, 4, torch.tensor([[7, 12, 31, 8, 44, 3]])
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+RAW = {"causal": "raw"}
+
+
+def t5(**changed: object) -> nn.Module:
+    sizes = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4}
+    config = transformers.T5Config(**sizes, num_decoder_layers=2, decoder_start_token_id=0, **changed)
+    return attentive(transformers.T5ForConditionalGeneration(config))
+
+
+def bart() -> nn.Module:
+    halves = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in _HALF.items()}
+    config = transformers.BartConfig(vocab_size=WORDS, d_model=32, max_position_embeddings=40, **halves)
+    return attentive(transformers.BartForConditionalGeneration(config))
+
+
+_HALF = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+
+
+def captioner() -> nn.Module:
+    vit = transformers.ViTConfig(**SIZES, image_size=32, patch_size=8)
+    gpt = transformers.GPT2Config(vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4, n_positions=40)
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(vit, gpt)
+    model = transformers.VisionEncoderDecoderModel(config)
+    model.generation_config.update(decoder_start_token_id=1, pad_token_id=0, eos_token_id=2)
+    return attentive(model)
+
+
+def attentive(model: nn.Module) -> nn.Module:
+    """A model whose attention is far from even, and that shows it."""
+    generator = torch.Generator().manual_seed(3)
+    for name, weights in model.named_parameters():
+        if weights.ndim == 2 and "embed" not in name and "shared" not in name:
+            weights.data = torch.randn(weights.shape, generator=generator) / weights.shape[1] ** 0.5 * 1.5
+    model.set_attn_implementation("eager")
+    return model.eval()
+
+
+MODELS = {"t5": t5, "bart": bart, "captioner": captioner}
+
+
+def source_of(name: str) -> dict[str, torch.Tensor]:
+    if name == "captioner":
+        return {"pixel_values": torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))}
+    return {"input_ids": SOURCE}
+
+
+def written(model: nn.Module, given: object, **options: object) -> Generation:
+    options = {"min_new_tokens": NEW, "max_new_tokens": NEW, "do_sample": False, **options}
+    return explain_generation(model, given, **options)
+
+
+def joined(found: Generation) -> np.ndarray:
+    """[n, source, beginning and read tokens, layers]."""
+    return np.concatenate([found.values, found.among_generated[:, :-1]], axis=1)
+
+
+def attentions(model: nn.Module, given: dict[str, torch.Tensor], found: Generation) -> tuple:
+    """The model's own word on its attention, in one pass over the finished text, and its logits."""
+    ids = torch.tensor([decoder_ids(model, found)[:-1]])
+    output = model(**given, decoder_input_ids=ids, output_attentions=True, use_cache=False)
+    return output.encoder_attentions, output.decoder_attentions, output.cross_attentions, output.logits
+
+
+def decoder_ids(model: nn.Module, found: Generation) -> tuple[int, ...]:
+    return (found.prompt_tokens.ids[-1], *found.generated_tokens.ids)
+
+
+def heads_mean(layers: tuple) -> list[np.ndarray]:
+    return [layer[0].detach().double().numpy().mean(axis=0) for layer in layers]
+
+
+def literal(encoder: list, decoder: list, crossing: list, alpha: float = 0.5) -> np.ndarray:
+    """Σ_l (α Â_L) ⋯ (α Â_{l+1}) · (1 − α) C_l · E, and what stays among the decoder's tokens: [n, m + n, layers]."""
+    below = np.eye(len(encoder[0]))
+    for layer in encoder:
+        below = references.residual(layer, alpha) @ below
+    own = [references.residual(layer, alpha) for layer in decoder]
+    found = []
+    for top in range(1, len(own) + 1):
+        source = np.zeros((len(own[0]), len(below)))
+        for layer in range(top):
+            above = np.eye(len(own[0]))
+            for higher in range(layer + 1, top):
+                above = alpha * own[higher] @ above
+            source += above @ ((1 - alpha) * crossing[layer]) @ below
+        rest = np.eye(len(own[0]))
+        for layer in range(top):
+            rest = alpha * own[layer] @ rest
+        found.append(np.concatenate([source, rest], axis=1))
+    return np.stack(found, axis=-1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rollout_is_the_sum_over_layers_with_cache_and_without(name):
+    model, given = MODELS[name](), source_of(name)
+    found = written(model, given, preset="paper")
+    plain = written(model, given, preset="paper", use_cache=False)
+    encoder, decoder, crossing, _ = attentions(model, given, found)
+    expected = literal(heads_mean(encoder), heads_mean(decoder), heads_mean(crossing))
+    m = encoder[0].shape[-1]
+    assert found.prompt_tokens.length == m + 1 and not found.prompt_tokens.strings[0].isspace()
+    assert found.values.shape == (NEW, m + 1, 2) and found.among_generated.shape == (NEW, NEW, 2)
+    np.testing.assert_allclose(joined(found), expected, atol=2e-6)
+    np.testing.assert_allclose(joined(plain), expected, atol=2e-6)
+    np.testing.assert_allclose(joined(found).sum(axis=1), 1, atol=1e-5)
+    assert np.ptp(found.values[..., -1], axis=1).max() > 0.02  # it is not even
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_relative_to_the_receptive_field_it_is_divided_by_even_attention(name):
+    model, given = MODELS[name](), source_of(name)
+    found = written(model, given)
+    assert found.options["causal"] == "receptive_field" and found.options["value_weighted"] is False
+    encoder, decoder, crossing, _ = attentions(model, given, found)
+    m, n = encoder[0].shape[-1], decoder[0].shape[-1]
+    raw = literal(heads_mean(encoder), heads_mean(decoder), heads_mean(crossing))
+    back = np.tril(np.ones((n, n))) / np.arange(1, n + 1)[:, None]
+    even = literal([np.full((m, m), 1 / m)] * len(encoder), [back] * 2, [np.full((n, m), 1 / m)] * 2)
+    for row in range(n):
+        for layer in range(2):
+            quotient = [raw[row, k, layer] / even[row, k, layer] if even[row, k, layer] else 0 for k in range(m + n)]
+            quotient[m + row] = 0.0
+            np.testing.assert_allclose(joined(found)[row, :, layer], np.array(quotient) / sum(quotient), atol=5e-6)
+            assert found.own[row, layer] == pytest.approx(raw[row, m + row, layer], abs=2e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gae_follows_the_rules_of_the_publication(name):
+    model, given = MODELS[name](), source_of(name)
+    found = written(model, given, method="gae", preset="paper")
+    encoder, decoder, crossing, logits = attentions(model, given, found)
+    everything = [*encoder, *decoder, *crossing]
+
+    def normalised(relevance: np.ndarray) -> np.ndarray:
+        added = relevance - np.eye(len(relevance))
+        sums = added.sum(axis=1, keepdims=True)
+        return np.eye(len(relevance)) + np.divide(added, sums, out=np.zeros_like(added), where=sums > 0)
+
+    for place, token in enumerate(found.generated_tokens.ids):
+        gradients = torch.autograd.grad(logits[0, place, token], everything, retain_graph=True)
+        weights = [
+            (layer * gradient).clamp_min(0)[0].mean(dim=0).detach().double().numpy()
+            for layer, gradient in zip(everything, gradients, strict=True)
+        ]
+        source = np.eye(weights[0].shape[0])
+        for layer in weights[: len(encoder)]:
+            source = source + layer @ source
+        own, across, rows = np.eye(NEW), np.zeros((NEW, len(source))), []
+        for among, over in zip(weights[len(encoder) : -2], weights[-2:], strict=True):
+            own, across = own + among @ own, across + among @ across
+            across = across + normalised(own).T @ over @ normalised(source)
+            rows.append(np.concatenate([across[place], own[place]]))
+        np.testing.assert_allclose(joined(found)[place].T, rows, rtol=2e-4, atol=2e-6)
+
+
+def test_raw_attention_is_that_to_the_source_alone():
+    model = t5()
+    found = written(model, SOURCE, method="attention", preset="paper")
+    *_, crossing, _ = attentions(model, {"input_ids": SOURCE}, found)
+    np.testing.assert_allclose(found.values[:, :6].transpose(2, 0, 1), heads_mean(crossing), atol=2e-6)
+    assert not found.values[:, 6:].any() and not found.among_generated.any()
+
+
+def test_flow_is_the_greatest_through_the_joint_graph():
+    model = t5()
+    encoder, decoder, crossing, _ = attentions(model, {"input_ids": SOURCE}, written(model, SOURCE))
+    encoder, decoder, crossing = (heads_mean(one) for one in (encoder, decoder, crossing))
+    m, n = len(encoder[0]), len(decoder[0])
+    one = joined(written(model, SOURCE, method="flow", layers=1, below="none", value_weighted=False, **RAW))
+    for row in range(n):  # one layer of the decoder: to the source nothing stands in the way
+        own = references.residual(decoder[1], 0.5)[row]
+        flows = np.concatenate([0.5 * crossing[1][row], np.minimum(0.5, own)])
+        np.testing.assert_allclose(one[row, :, 1], flows / flows.sum(), atol=2e-6)
+    below = joined(written(model, SOURCE, method="flow", layers=1, below="rollout", value_weighted=False, **RAW))
+    lower = literal(encoder, decoder[:1], crossing[:1])[..., 0]
+    rolled = np.eye(m)
+    for layer in encoder:
+        rolled = references.residual(layer, 0.5) @ rolled
+    np.testing.assert_allclose(below[..., 1], one[..., 1] @ np.block([[rolled, np.zeros((m, n))], [lower]]), atol=2e-6)
+    everything = joined(written(model, SOURCE, method="flow", preset="paper"))
+    graph = networkx.DiGraph()
+
+    def edges(step: int, matrix: np.ndarray, above: int, beneath: int) -> None:
+        for i, j in zip(*matrix.nonzero(), strict=True):
+            graph.add_edge((step + 1, above + i), (step, beneath + j), capacity=float(matrix[i, j]))
+
+    for step, layer in enumerate(encoder):
+        edges(step, references.residual(layer, 0.5), 0, 0)
+        edges(step, np.eye(n), m, m)
+    for number, (among, across) in enumerate(zip(decoder, crossing, strict=True)):
+        step = len(encoder) + 2 * number
+        for above in (step, step + 1):
+            edges(above, np.eye(m), 0, 0)
+        edges(step, references.residual(among, 0.5), m, m)
+        edges(step + 1, 0.5 * across, m, 0)
+        edges(step + 1, 0.5 * np.eye(n), m, m)
+    top = len(encoder) + 4
+    for row in (0, n - 1):
+        flows = [networkx.maximum_flow_value(graph, (top, m + row), (0, k)) for k in range(m + row + 1)]
+        np.testing.assert_allclose(everything[row, : m + row + 1, 1], np.array(flows) / sum(flows), atol=5e-6)
+
+
+def test_several_sources_are_each_as_alone_whatever_the_padding():
+    model, words = t5(), wordpiece_tokenizer()
+    options = {"tokenizer": words, "max_new_tokens": 5, "do_sample": False}
+    texts = ["The key to the cabinets is", "the key"]
+    for method in ("rollout", "gae"):
+        together = explain_generation(model, texts, method=method, **options)
+        for number, text in enumerate(texts):
+            alone, one = explain_generation(model, text, method=method, **options), together[number]
+            n = one.generated_tokens.length
+            assert one.prompt_tokens == alone.prompt_tokens and one.generated_tokens == alone.generated_tokens[:n]
+            np.testing.assert_allclose(one.values, alone.values[:n], atol=1e-5)
+            np.testing.assert_allclose(one.among_generated, alone.among_generated[:n, :n], atol=1e-5)
+
+
+def test_a_beginning_of_the_decoder_belongs_to_the_prompt():
+    model = t5()
+    found = written(model, SOURCE, decoder_input_ids=torch.tensor([[0, 9, 11]]))
+    assert found.prompt_tokens.ids == (*SOURCE[0].tolist(), 0, 9, 11) and found.values.shape == (NEW, 9, 2)
+    assert found.own.shape == (NEW, 2) and not found.values[0, 8].any()  # the first is written at the last of them
+
+
+def test_weighting_and_discarding_change_the_rows_and_leave_their_sum():
+    model = t5()
+    plain = written(model, SOURCE, **RAW)
+    for options in ({"value_weighted": True}, {"value_weighted": "output"}, {"discard_ratio": 0.5}, {"start_layer": 2}):
+        changed = written(model, SOURCE, **RAW, **options)
+        np.testing.assert_allclose(joined(changed).sum(axis=1), 1, atol=1e-5)
+        assert np.abs(changed.values - plain.values).max() > 1e-3
+
+
+def test_what_is_no_encoder_with_a_decoder_is_refused_by_name():
+    with pytest.raises(OptionError, match="start_layer"):
+        written(t5(), SOURCE, start_layer=4)
+    with pytest.raises(OptionError, match="at most 40 tokens to write after a beginning of 1, as BartFor.*got 41"):
+        written(bart(), SOURCE, max_new_tokens=41)
+    with pytest.raises(OptionError, match="num_beams=1"):
+        written(t5(), SOURCE, num_beams=2)
+    with pytest.raises(OptionError, match="numbered below 50, got 60"):
+        written(t5(), torch.tensor([[60, 1]]))
+    with pytest.raises(OptionError, match="attention_mask of the prompts' shape"):
+        written(t5(), {"input_ids": SOURCE, "attention_mask": torch.ones(1, 4)})
+    swin = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "image_size": 32, "patch_size": 4, "window_size": 4}
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        transformers.SwinConfig(**swin), transformers.GPT2Config(vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4)
+    )
+    staged = transformers.VisionEncoderDecoderModel(config).eval()
+    staged.generation_config.update(decoder_start_token_id=1, pad_token_id=0)
+    assert written(captioner(), source_of("captioner")).prompt_tokens.strings[:3] == ("[picture]", " 1,1", " 1,2")
+    with pytest.raises(UnsupportedModelError, match="VisionEncoderDecoderModel attends in 4 matrices of 16 × 16"):
+        written(staged, source_of("captioner"))
+
+
+def photograph(size: tuple[int, int] = (48, 96)) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (*size, 3), dtype=np.uint8))
+
+
+def prepares(crop: bool = False) -> object:
+    if not crop:
+        return transformers.ViTImageProcessor(size={"height": 32, "width": 32})
+    sides = {"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 32}}
+    return transformers.CLIPImageProcessor(**sides, do_center_crop=True)
+
+
+@lru_cache
+def seeing() -> nn.Module:
+    """One captioner for tests that compare what it wrote."""
+    return captioner()
+
+
+def beside(image: object = None, **options: object) -> Generation:
+    options = {"image": photograph() if image is None else image, "processor": prepares(), **options}
+    return written(seeing(), options.pop("inputs", None), **options)
+
+
+@pytest.mark.parametrize("method", ["rollout", "attention", "flow", "gae"])
+def test_a_word_has_its_map_on_the_picture_that_the_encoder_reads(method):
+    found = beside(method=method)
+    given = prepares()(images=[photograph()], return_tensors="pt")
+    plain = written(seeing(), dict(given), method=method)
+    np.testing.assert_array_equal(found.values, plain.values)
+    saliency = found.picture(2)
+    row = joined(found)[2, :, -1]
+    np.testing.assert_allclose(saliency.grid.flatten(), row[1:17])  # behind the class token
+    assert saliency.facts["on_picture"] == pytest.approx(row[1:17].sum() / row.sum(), rel=1e-5)
+    assert saliency.image.shape == (48, 96, 3)
+    with pytest.raises(OptionError, match="Expected a picture in the prompt, got none: pass image="):
+        plain.picture(2)
+    again = written(seeing(), given["pixel_values"], method=method, image=photograph(), processor=prepares())
+    np.testing.assert_array_equal(again.picture(2).grid, saliency.grid)
+
+
+@pytest.mark.parametrize("crop", [False, True])
+def test_each_patch_of_the_encoder_lies_where_its_token_sees(crop):
+    processor, model = prepares(crop), seeing()
+    part = beside(processor=processor).pictures.parts[0]
+    assert (part.rows, part.cols, part.positions) == (4, 4, tuple(range(1, 17)))
+
+    def tokens(image: np.ndarray) -> torch.Tensor:
+        return model.encoder.embeddings(processor(images=[image], return_tensors="pt")["pixel_values"])[0]
+
+    dark = np.zeros((48, 96, 3), np.uint8)
+    for number in (0, 5, 10, 15):
+        left, top, right, bottom = part.box(*divmod(number, 4))
+        lit, (y, x) = dark.copy(), (int((top + bottom) / 2), int((left + right) / 2))
+        lit[y - 1 : y + 2, x - 1 : x + 2] = 255
+        moved = (tokens(lit) - tokens(dark)).abs().sum(dim=-1)
+        assert int(moved.argmax()) == part.positions[number]
+
+
+def test_a_beginning_in_words_and_pictures_of_any_size():
+    words = wordpiece_tokenizer()
+    found = beside(inputs="the key", tokenizer=words)
+    begin = words("the key", add_special_tokens=False)["input_ids"]
+    assert found.prompt_tokens.ids[-len(begin) - 1 :] == (1, *begin)
+    saliency = beside(Image.new("RGB", (1, 1))).picture(0)
+    assert saliency.image.shape == (1, 1, 3) and np.isfinite(saliency.heatmap).all()
+    assert beside([photograph()]).picture(0).grid.shape == (4, 4)
+
+
+def test_what_an_encoder_cannot_be_shown_is_told():
+    with pytest.raises(OptionError, match="Expected one picture for VisionEncoderDecoderModel, got 2"):
+        beside([photograph(), photograph()])
+    with pytest.raises(OptionError, match="Expected a picture or several, got an empty list"):
+        beside([])
+    for options in ({"neutral": "the"}, {"through_tower": True}):
+        with pytest.raises(OptionError, match="reads no prompt beside the picture.*leave out neutral"):
+            beside(**options)
+    with pytest.raises(
+        OptionError, match=r"Expected pixel_values \[1, channels, height, width\] .* got \(2, 3, 32, 32\)"
+    ):
+        beside(inputs=torch.zeros(2, 3, 32, 32))
+    with pytest.raises(OptionError, match="Expected a processor for VisionEncoderDecoderModel, which was not loaded"):
+        written(seeing(), None, image=photograph())
+    with pytest.raises(UnsupportedModelError, match="T5ForConditionalGeneration has no token for the patches"):
+        written(t5(), SOURCE, image=photograph(), processor=prepares())
+    with pytest.raises(OptionError, match="Expected a text, or what its tokenizer makes of it"):
+        written(t5(), None)
+
+
+def test_an_encoder_by_its_folder_brings_what_prepares_its_pictures(tmp_path):
+    seeing().save_pretrained(tmp_path)
+    wordpiece_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="Expected a.*processor beside the model .*save_pretrained.* pass processor="):
+        explain_generation(tmp_path, image=photograph(), max_new_tokens=2)
+    prepares().save_pretrained(tmp_path)
+    found = explain_generation(tmp_path, image=photograph(), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+    np.testing.assert_allclose(found.picture(2).grid, beside().picture(2).grid, atol=1e-6)

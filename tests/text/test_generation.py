@@ -1,0 +1,336 @@
+"""Rollout that grows while a model writes: the same as that of the finished text, whatever cache and batch."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import processors
+from torch import Tensor, nn
+
+from tests import references
+from tests.recording.test_languages import built, texts
+from tests.recording.test_recorder import generators, state_of
+from tests.text.test_reading import byte_tokenizer, reads, wordpiece_tokenizer
+from vitflow import Generation, explain_generation, record_attention
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError
+from vitflow.explaining.progress import shown_by
+
+transformers = pytest.importorskip("transformers")
+
+NEW = 6
+PAPER = {"preset": "paper"}
+DECODERS = ["GPT2LMHeadModel", "Qwen2ForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM"]
+
+
+def prompt(length: int = 9) -> Tensor:
+    return torch.randint(3, 50, (1, length), generator=torch.Generator().manual_seed(5))
+
+
+def written(model: nn.Module, *, new: int = NEW, **options: object) -> Generation:
+    options = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False, **options}
+    return explain_generation(model, prompt(), **options)
+
+
+def literal(model: nn.Module, found: Generation, **options: object) -> tuple[np.ndarray, np.ndarray]:
+    """[n, tokens, layers] by one pass over the finished text, written out slowly in float64; and of even attention."""
+    text = torch.tensor([(found.prompt_tokens + found.generated_tokens).ids[:-1]])
+    with record_attention(model, visible=True) as trace, torch.no_grad():
+        model(input_ids=text)
+    m, products = found.prompt_tokens.length, []
+    for which in ("attention", "even"):
+        product, rows = np.eye(text.shape[1]), []
+        for layer in trace.layers:
+            seen = layer.visible[0].numpy()
+            even = seen / seen.sum(axis=1, keepdims=True)
+            heads = layer.heads[0].double().numpy() if which == "attention" else even[None]
+            given = options if which == "attention" else {"ratio": 0.0}
+            product = references.among_visible([heads], seen, given.get("ratio", 0.0)) @ product
+            rows.append(product)
+        products.append(np.stack(rows, axis=-1))
+    relative = np.stack([references.relative(*(one[..., k] for one in products)) for k in range(len(rows))], axis=-1)
+    return products[0][m - 1 :], relative[m - 1 :]
+
+
+def joined(found: Generation) -> np.ndarray:
+    """[n, prompt and read tokens, layers]."""
+    return np.concatenate([found.values, found.among_generated[:, :-1]], axis=1)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_each_slice_is_that_of_the_finished_text_with_cache_and_without(name):
+    model = built(name)
+    cached = written(model, **PAPER)
+    plain = written(model, **PAPER, use_cache=False)
+    assert cached.values.shape == (NEW, 9, 2) and cached.values.dtype == np.float32
+    assert cached.among_generated.shape == (NEW, NEW, 2)
+    np.testing.assert_allclose(cached.values, plain.values, atol=1e-5)
+    np.testing.assert_allclose(cached.among_generated, plain.among_generated, atol=1e-5)
+    assert cached.generated_tokens.ids == plain.generated_tokens.ids
+    expected, _ = literal(model, cached)
+    for found in (cached, plain):
+        np.testing.assert_allclose(joined(found), expected, atol=1e-5)
+    np.testing.assert_allclose(joined(cached).sum(axis=1), 1, atol=1e-5)
+    assert not np.triu(cached.among_generated[..., -1]).any()  # no token rests on itself or a later one
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Gemma3ForCausalLM"])
+def test_relative_to_the_receptive_field_and_discarded_in_rows_it_is_that_too(name):
+    model = built(name)
+    options = {**PAPER, "discard_ratio": 0.4}
+    _, expected = literal(model, found := written(model, **options, causal="receptive_field"), ratio=0.4)
+    np.testing.assert_allclose(joined(found), expected, atol=1e-5)
+    raw, _ = literal(model, written(model, **options), ratio=0.4)
+    own = raw[np.arange(NEW), 8 + np.arange(NEW)]
+    np.testing.assert_allclose(found.own, own, atol=1e-5)
+    assert (found.values[0, 8] == 0).all()
+
+
+@pytest.mark.parametrize("weighting", [True, "output"])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Qwen2ForCausalLM"])
+def test_value_weighting_works_as_in_one_pass(name, weighting):
+    model = built(name)
+    options = {"value_weighted": weighting, "causal": "raw"}
+    found = written(model, **options)
+    text = torch.tensor([(found.prompt_tokens + found.generated_tokens).ids[:-1]])
+    with record_attention(model, fusions=[("mean", weighting)]) as trace, torch.no_grad():
+        model(input_ids=text)
+    product, rows = np.eye(text.shape[1]), []
+    for layer in trace.attentions:
+        product = references.residual(layer[0].double().numpy(), 0.5) @ product
+        rows.append(product[8:])
+    np.testing.assert_allclose(joined(found), np.stack(rows, axis=-1), atol=1e-5)
+    assert np.abs(found.values - written(model, **PAPER).values).max() > 1e-3
+
+
+def test_sampling_writes_the_same_and_leaves_the_model_as_it_was():
+    model = built("GPT2LMHeadModel").train()
+    given = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0}
+    torch.manual_seed(7)
+    expected = model.eval().generate(prompt(), **given)
+    model.train()
+    before, state = state_of(model), generators()
+    torch.manual_seed(7)
+    found = explain_generation(model, prompt(), **given)
+    assert (found.prompt_tokens + found.generated_tokens).ids == tuple(expected[0].tolist())
+    assert state_of(model) == before and generators() == state  # as many random numbers were drawn
+    again = explain_generation(model, prompt(), use_cache=False, **given)
+    assert again.generated_tokens.ids != found.generated_tokens.ids  # other random numbers
+
+
+def test_several_prompts_are_each_as_alone():
+    model, given = built("Qwen2ForCausalLM"), texts("left")
+    options = {"max_new_tokens": NEW, "do_sample": False, "causal": "receptive_field"}
+    together = explain_generation(model, given, **options)
+    assert together.values.shape[:3] == (2, together.values.shape[1], 12) and len(together) == 2
+    assert (together.values[1, :, :3] == 0).all()
+    for number, start in ((0, 0), (1, 3)):
+        alone, one = (
+            explain_generation(model, given["input_ids"][number : number + 1, start:], **options),
+            together[number],
+        )
+        n = one.generated_tokens.length
+        assert one.generated_tokens == alone.generated_tokens[:n] and one.prompt_tokens == alone.prompt_tokens
+        np.testing.assert_allclose(one.values, alone.values[:n], atol=1e-5)
+        np.testing.assert_allclose(one.among_generated, alone.among_generated[:n, :n], atol=1e-5)
+        np.testing.assert_allclose(one.own, alone.own[:n], atol=1e-5)
+
+
+def test_what_is_written_after_the_end_of_a_text_is_left_out():
+    model, given = built("GPT2LMHeadModel"), texts("left")
+    with torch.no_grad():
+        sequences = model.generate(**given, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    end = int(sequences[1, 14])
+    found = explain_generation(model, given, max_new_tokens=NEW, do_sample=False, generation_config=ending(model, end))
+    assert found[1].generated_tokens.ids[-1] == end and found[1].generated_tokens.length <= 3
+    assert found[1].values.shape[0] == found[1].generated_tokens.length
+
+
+def test_the_end_of_a_text_may_be_an_option_of_its_own():
+    model, given = built("GPT2LMHeadModel"), texts("left")
+    with torch.no_grad():
+        sequences = model.generate(**given, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    end = int(sequences[1, 14])
+    for method in ("rollout", "attention"):
+        options = {"max_new_tokens": NEW, "do_sample": False, "method": method}
+        told = explain_generation(model, given, generation_config=ending(model, end), **options)[1]
+        for ends in (end, [end, 49]):
+            found = explain_generation(model, given, eos_token_id=ends, **options)[1]
+            assert found.generated_tokens == told.generated_tokens and found.generated_tokens.length <= 3
+            np.testing.assert_array_equal(found.values, told.values)
+
+
+def test_strings_end_a_text_too():
+    tokenizer = byte_tokenizer()
+    model, prompts = built("GPT2LMHeadModel", vocab_size=len(tokenizer)), ["The key is", "keys"]
+    silent = [number for number in range(len(tokenizer)) if not tokenizer.decode([number]).strip().isalpha()]
+    options = {"tokenizer": tokenizer, "max_new_tokens": NEW, "do_sample": False, "suppress_tokens": silent}
+    whole = explain_generation(model, prompts, **options, eos_token_id=None)
+    word = whole[1].generated_tokens.strings[2]
+    found = explain_generation(model, prompts, stop_strings=[word], **options)
+    for one, longer in zip((found[0], found[1]), (whole[0], whole[1]), strict=True):
+        strings = longer.generated_tokens.strings
+        length = next((place + 1 for place, string in enumerate(strings) if word in string), NEW)
+        assert one.generated_tokens == longer.generated_tokens[:length]
+        np.testing.assert_allclose(one.values, longer.values[:length], atol=1e-6)
+    with pytest.raises(ModelError, match="pass tokenizer="):
+        written(model, stop_strings=[word])
+
+
+def test_prompts_are_padded_where_their_tokenizer_has_no_padding():
+    model, tokenizer = reads("GPT2LMHeadModel"), wordpiece_tokenizer()
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    prompts = ["The key to the cabinets is", "the key"]
+    expected = explain_generation(model, prompts, tokenizer=tokenizer, **options)
+    tokenizer.pad_token = None
+    found = explain_generation(model, prompts, tokenizer=tokenizer, **options)
+    for number in range(2):
+        assert found[number].prompt_tokens.ids == expected[number].prompt_tokens.ids
+        np.testing.assert_array_equal(found[number].values, expected[number].values)
+
+
+def test_a_model_is_taken_by_its_folder(tmp_path):
+    model, tokenizer = reads("GPT2LMHeadModel"), wordpiece_tokenizer()
+    expected = explain_generation(model, "the key", tokenizer=tokenizer, max_new_tokens=2, do_sample=False)
+    for one in (model, tokenizer):
+        one.save_pretrained(tmp_path)
+    for name in (tmp_path, str(tmp_path)):
+        found = explain_generation(name, "the key", max_new_tokens=2, do_sample=False)
+        assert found.generated_tokens == expected.generated_tokens and found.model == str(tmp_path)
+        np.testing.assert_allclose(found.values, expected.values, atol=1e-6)
+    with pytest.raises(ModelError, match="id of the hub or a folder"):
+        explain_generation("nobody/nothing-here", "the key")
+
+
+def test_more_than_the_model_has_positions_for_is_refused_before_anything_is_written():
+    model = built("GPT2LMHeadModel")  # of 64 positions
+    with pytest.raises(OptionError, match="at most 56 tokens to write after a prompt of 9.*got 1000000000: lower"):
+        written(model, new=10**9)
+    assert written(model, new=56, eos_token_id=None).generated_tokens.length == 56
+    with pytest.raises(OptionError, match="a shorter text than a prompt of 66, as GPT2LMHeadModel"):
+        explain_generation(model, torch.ones(1, 66, dtype=torch.long), max_new_tokens=2)
+    with pytest.raises(OptionError, match="at most 56 tokens .* got 61"):
+        explain_generation(model, prompt(), max_length=70)
+    with pytest.raises(OptionError, match="tokens that GPT2LMHeadModel knows, numbered below 50, got 77"):
+        explain_generation(model, torch.tensor([[5, 77]]), max_new_tokens=2)
+
+
+def ending(model: nn.Module, end: int) -> object:
+    config = copy.deepcopy(model.generation_config)
+    config.eos_token_id = end
+    return config
+
+
+@pytest.mark.parametrize("method", ["attention", "flow", "gae"])
+def test_other_methods_read_the_finished_text_once(method):
+    model = built("GPT2LMHeadModel")
+    options = {"value_weighted": False, **({"layers": 2, "causal": "raw"} if method == "flow" else {})}
+    found = written(model, method=method, **options, new=4)
+    text = torch.tensor([(found.prompt_tokens + found.generated_tokens).ids[:-1]])
+    with record_attention(model, gradients=method == "gae") as trace:
+        logits = model(input_ids=text).logits
+    heads = [layer[0].detach().double().numpy() for layer in trace.attentions]
+    assert found.values.shape == (4, 9, 2)
+    for number, token in enumerate(found.generated_tokens.ids):
+        row = 8 + number
+        if method == "attention":
+            expected = [layer.mean(axis=0)[row] for layer in heads]
+        elif method == "flow":
+            bottom, top = (references.residual(layer.mean(axis=0), 0.5) for layer in heads)
+            both = np.minimum(top[row][:, None], bottom).sum(axis=0)
+            expected = [bottom[row], both / both.sum()]
+        else:
+            gradients = trace.gradients_of(logits[0, row, token]).attentions
+            low, high = (
+                np.maximum(layer * gradient[0].double().numpy(), 0).mean(axis=0)
+                for layer, gradient in zip(heads, gradients, strict=True)
+            )
+            eye = np.eye(len(low))
+            expected = [(eye + low)[row], ((eye + high) @ (eye + low))[row]]
+        np.testing.assert_allclose(joined(found)[number].T, expected, atol=2e-6, err_msg=method)
+
+
+def test_a_progress_bar_is_told_of_every_step():
+    steps: list[int] = []
+
+    class Bar:
+        def __init__(self, label: str, total: int) -> None:
+            assert (label, total) == ("generation", NEW)
+
+        def __enter__(self):
+            return steps.append
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    with shown_by(Bar):
+        written(built("GPT2LMHeadModel"))
+    assert sum(steps) == NEW
+
+
+def test_room_is_made_where_more_is_written_than_was_said():
+    model = built("GPT2LMHeadModel")
+    from vitflow.methods.sequence import growing_rollout
+
+    expected = written(model, **PAPER)
+    grown = growing_rollout.GrowingRollout(3)
+    from vitflow.recording.writing import follow_writing
+
+    with follow_writing(model, grown), torch.no_grad():
+        model.generate(prompt(), min_new_tokens=NEW, max_new_tokens=NEW, do_sample=False)
+    rows, _ = grown.rows(8, 14)
+    np.testing.assert_allclose(rows[0].permute(1, 2, 0).numpy(), joined(expected), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_beams": 3}, "got beam_search.*num_beams=1"),
+        ({"num_beams": 2, "do_sample": True}, "got beam_sample"),
+        ({"prompt_lookup_num_tokens": 2}, "got assisted_generation.*prompt_lookup_num_tokens"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'.*leave it out"),
+    ],
+)
+def test_what_a_rollout_cannot_follow_is_refused_by_name(changes, words):
+    with pytest.raises(OptionError, match=words):
+        written(built("GPT2LMHeadModel"), **changes)
+
+
+def wordless() -> object:
+    """A tokenizer that adds no special tokens."""
+    tokenizer = wordpiece_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    return tokenizer
+
+
+def test_other_mistakes_are_told_before_anything_is_written():
+    model = built("GPT2LMHeadModel")
+    with pytest.raises(UnsupportedModelError, match="BertForMaskedLM.*explain_text"):
+        written(built("BertForMaskedLM"))
+    with pytest.raises(OptionError, match="padded on the left.*padding_side='left'"):
+        explain_generation(model, texts("right"), max_new_tokens=2)
+    with pytest.raises(OptionError, match=r"Expected a text, or .*got list"):
+        explain_generation(model, [1, 2], max_new_tokens=2)
+    with pytest.raises(OptionError, match=r"Expected a text, or .*got list"):
+        explain_generation(model, [], max_new_tokens=2)
+    with pytest.raises(OptionError, match="at least one token each, got ''"):
+        explain_generation(model, ["", "the key"], tokenizer=wordless(), max_new_tokens=2)
+    with pytest.raises(OptionError, match=r"a text in UTF-8, got “caf.*xe9”"):
+        explain_generation(model, "caf\udce9", tokenizer=wordpiece_tokenizer(), max_new_tokens=2)
+    for hole in ([0, 1, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 1, 1, 1]):
+        with pytest.raises(OptionError, match="zeros all stand on the left of a prompt.*leave these tokens out"):
+            explain_generation(model, {"input_ids": prompt(), "attention_mask": torch.tensor([hole])})
+    with pytest.raises(OptionError, match=r"attention_mask of the prompts' shape \(1, 9\), got \(1, 4\)"):
+        explain_generation(model, {"input_ids": prompt(), "attention_mask": torch.ones(1, 4)})
+    for method in ("rollout", "gae"):
+        with pytest.raises(OptionError, match="guidance_scale=1.5, which mixes.*leave it out"):
+            written(model, method=method, guidance_scale=1.5)
+    with pytest.raises(OptionError, match="Unknown method for texts 'rolout'. Did you mean 'rollout'"):
+        written(model, method="rolout")
+    with pytest.raises(OptionError, match="Unknown option of method gae 'residual'"):
+        written(model, method="gae", residual=0.5)
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt(), past_key_values=cache)
+    with pytest.raises(OptionError, match="past_key_values with 9 tokens"):
+        written(model, past_key_values=cache)

@@ -1,0 +1,220 @@
+"""Where the patches of a picture stand among the tokens: found by lighting one place, and seeing which token moves."""
+
+import copy
+from dataclasses import replace
+from functools import lru_cache, partial
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tests.models.vision_language import NAMES, Family, family
+from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
+from vitflow.models.languages import decoder_of
+from vitflow.text.picture_tokens import PictureTokens, picture_tokens
+from vitflow.text.pictures import with_pictures
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
+
+# Calls of processors that make other layouts of the same family.
+CALLS = {
+    "gemma3": {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16, "pan_and_scan_max_num_crops": 3},
+    "idefics3": {"do_image_splitting": False},
+    "internvl": {"crop_to_patches": False},
+}
+CASES = [*((name, {}) for name in NAMES), *CALLS.items()]
+# Width and height: landscape, portrait and long.
+SIZES = [(96, 64), (60, 100), (40, 140)]
+
+
+@lru_cache
+def silenced(name: str) -> Family:
+    """A family whose tower attends to nothing, so that a place of the picture moves the patches that see it, alone."""
+    one = family(name)
+    model = copy.deepcopy(one.model)
+    of_decoder = {id(parameter) for parameter in decoder_of(model).parameters()}
+    for path, parameter in model.named_parameters():
+        joins = any(part in path for part in ("out_proj", "attn.proj", "attention.output", "projection_layer"))
+        if joins and id(parameter) not in of_decoder:
+            parameter.data.zero_()
+    return replace(one, model=model)
+
+
+def embedded(one: Family, picture: np.ndarray, **options: object) -> tuple[dict[str, Tensor], Tensor]:
+    """What the processor makes of a picture and a question, and the vectors that the decoder is given."""
+    return embedded_of(one, Image.fromarray(picture), f"{one.prompt} what is on", **options)
+
+
+def embedded_of(one: Family, images: object, text: str, **options: object) -> tuple[dict[str, Tensor], Tensor]:
+    inputs = dict(one.processor(images=images, text=text, return_tensors="pt", **options))
+    kept: list[Tensor] = []
+    hook = decoder_of(one.model).register_forward_pre_hook(
+        lambda _module, args, kwargs: kept.append(kwargs["inputs_embeds"].clone()), with_kwargs=True
+    )
+    with torch.no_grad():
+        one.model(**inputs)
+    hook.remove()
+    return inputs, kept[0][0]
+
+
+def centre_of(part: PictureTokens, row: int, col: int) -> tuple[float, float]:
+    left, top, right, bottom = part.box(row, col)
+    return (left + right) / 2, (top + bottom) / 2
+
+
+def holding(part: PictureTokens, square: tuple[int, int, int]) -> int | None:
+    """The token of the patch that holds a square of the picture, (left, top, side), whole."""
+    x, y, side = square
+    for number, place in enumerate(part.positions):
+        left, top, right, bottom = part.box(*divmod(number, part.cols))
+        if left <= x and x + side <= right and top <= y and y + side <= bottom:
+            return place
+    return None
+
+
+def beside(part: PictureTokens, square: tuple[int, int, int]) -> bool:
+    """Whether a square lies outside of what a part covers, by more than a filter reaches."""
+    (left, top, _, _), (_, _, right, bottom) = part.box(0, 0), part.box(part.rows - 1, part.cols - 1)
+    x, y, side = square
+    reach = 3 * max((right - left) / part.cols, (bottom - top) / part.rows)
+    return x + side < left - reach or x > right + reach or y + side < top - reach or y > bottom + reach
+
+
+@pytest.mark.parametrize("size", SIZES, ids=["landscape", "portrait", "long"])
+@pytest.mark.parametrize(("name", "options"), CASES, ids=[name + " called otherwise" * bool(o) for name, o in CASES])
+def test_the_token_that_moves_is_the_one_whose_box_holds_what_was_lit(name, options, size):
+    one = silenced(name)
+    width, height = size
+    dark = np.full((height, width, 3), 96, np.uint8)
+    inputs, before = embedded(one, dark, **options)
+    parts = picture_tokens(one.model.config, one.processor, inputs, [(height, width)])
+    token = getattr(one.model.config, "image_token_id", None)
+    placed = [place for part in parts for place in part.positions]
+    assert len(set(placed)) == len(placed) and (inputs["input_ids"][0, placed] == token).all()
+    generator, tried = np.random.default_rng(0), 0
+    while tried < 5:
+        part = parts[generator.integers(len(parts))]
+        x, y = centre_of(part, generator.integers(part.rows), generator.integers(part.cols))
+        left, top = int(x) - 1, int(y) - 1
+        if not (0 <= left < width - 3 and 0 <= top < height - 3):
+            continue
+        lit = dark.copy()
+        lit[top : top + 3, left : left + 3] = 255
+        tried += 1
+        _, after = embedded(one, lit, **options)
+        moved = (after - before).norm(dim=-1)
+        assert moved[[place for place in range(len(moved)) if place not in placed]].max() < 1e-5
+        for other in parts:
+            expected = holding(other, (left, top, 3))
+            own = moved[list(other.positions)]
+            assert not beside(other, (left, top, 3)) or own.max() < 1e-5
+            if expected is not None:
+                assert other.positions[int(own.argmax())] == expected, (other.role, x, y)
+
+
+TWICE = [name for name in NAMES if name != "llava_onevision"]
+
+
+@pytest.mark.parametrize("name", [*TWICE, "llava_onevision", "llava_onevision together"])
+def test_of_two_pictures_each_has_its_own_tokens(name):
+    one = silenced(name.split()[0])
+    text, sizes = f"{one.prompt} {one.prompt} what is on", [(48, 70), (64, 50)]
+    pair = [Image.fromarray(np.full((*size, 3), 96, np.uint8)) for size in sizes]
+    nested = "together" in name or one.processor.__class__.__name__.startswith("Idefics3")
+    inputs, before = embedded_of(one, [pair] if nested else pair, text)
+    parts = picture_tokens(one.model.config, one.processor, inputs, sizes)
+    assert {part.picture for part in parts} == {0, 1}
+    part = parts[-1]
+    x, y = (int(place) - 1 for place in centre_of(part, part.rows // 2, part.cols // 2))
+    pair[1].paste((255, 255, 255), (x, y, x + 3, y + 3))
+    moved = (embedded_of(one, [pair] if nested else pair, text)[1] - before).norm(dim=-1)
+    assert int(moved.argmax()) in {holding(other, (x, y, 3)) for other in parts if other.picture}
+    assert part.positions[int(moved[list(part.positions)].argmax())] == holding(part, (x, y, 3))
+    assert all(moved[list(other.positions)].max() < 1e-5 for other in parts if not other.picture)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_picture_of_one_pixel_has_its_tokens_too(name):
+    one = family(name)
+    inputs = one.processor(images=Image.new("RGB", (1, 1)), text=f"{one.prompt} what", return_tensors="pt")
+    parts = picture_tokens(one.model.config, one.processor, inputs, [(1, 1)])
+    assert parts[0].picture == 0
+
+
+def prepared(name: str = "llava", text: str = "what is on", **options: object) -> tuple[Family, dict[str, Tensor]]:
+    one = family(name)
+    given = one.processor(images=Image.new("RGB", (30, 30)), text=f"{one.prompt} {text}", return_tensors="pt")
+    return one, {**given, **options}
+
+
+CALLED_OTHERWISE = [{"do_pad": True}, {"size": {"height": 24, "width": 24}, "do_center_crop": False}]
+
+
+@pytest.mark.parametrize("options", CALLED_OTHERWISE, ids=["padded", "squashed"])
+def test_inputs_made_by_other_settings_than_the_stored_ones_are_refused(options):
+    one = family("llava")
+    noise = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
+    call = partial(one.processor, images=Image.fromarray(noise), text=f"{one.prompt} what", return_tensors="pt")
+    config, sizes = one.model.config, [noise.shape[:2]]
+    with pytest.raises(OptionError, match=r"by its stored settings, got pixel_values that differ .*do_pad = True"):
+        with_pictures(one.model, dict(call(**options)), noise, one.processor, None)
+    called = dict(call())
+    _, _, found = with_pictures(one.model, called, noise, one.processor, None)
+    assert found.parts == picture_tokens(config, one.processor, called, sizes)
+    half = {**called, "pixel_values": called["pixel_values"].bfloat16()}
+    assert with_pictures(one.model, half, noise, one.processor, None)[2].parts == found.parts
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_what_a_processor_was_called_with_is_not_refused_where_its_placement_is_known(name, options):
+    one = family(name)
+    noise = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
+    inputs = dict(
+        one.processor(images=Image.fromarray(noise), text=f"{one.prompt} what", return_tensors="pt", **options)
+    )
+    _, _, found = with_pictures(one.model, inputs, noise, one.processor, None)
+    assert found.parts == picture_tokens(one.model.config, one.processor, inputs, [(64, 96)])
+
+
+def test_padding_on_the_left_is_not_counted():
+    one, inputs = prepared()
+    expected = picture_tokens(one.model.config, one.processor, inputs, [(30, 30)])
+    pad = torch.zeros(1, 3, dtype=torch.long)
+    ids, mask = torch.cat([pad, inputs["input_ids"]], 1), torch.cat([pad, inputs["attention_mask"]], 1)
+    given = {**inputs, "input_ids": ids, "attention_mask": mask}
+    assert picture_tokens(one.model.config, one.processor, given, [(30, 30)]) == expected
+
+
+def test_what_is_not_known_is_told_with_the_way_out():
+    one, inputs = prepared()
+    config, sizes = one.model.config, [(30, 30)]
+    with pytest.raises(UnsupportedModelError, match=r"how gpt2 arranges .*known: llava, .*PictureTokens\(positions"):
+        picture_tokens(transformers.GPT2Config(), one.processor, inputs, sizes)
+    with pytest.raises(UnsupportedModelError, match="Expected 72 tokens of 2 pictures of 30 × 30, 30 × 30 .* got 36"):
+        picture_tokens(config, one.processor, {**inputs, "pixel_values": torch.zeros(2, 3, 24, 24)}, sizes * 2)
+    with pytest.raises(OptionError, match="Expected a picture among the tokens .* got none: .*'<image>'"):
+        picture_tokens(config, one.processor, {"input_ids": torch.tensor([[9, 10]])}, sizes)
+    with pytest.raises(OptionError, match="Expected one prompt with its pictures, got 2 prompts"):
+        picture_tokens(config, one.processor, {**inputs, "input_ids": torch.ones(2, 9, dtype=torch.long)}, sizes)
+
+
+def test_a_video_is_refused():
+    one, inputs = prepared("qwen2_vl")
+    with pytest.raises(OptionError, match="Expected pictures, got a video"):
+        picture_tokens(one.model.config, one.processor, {**inputs, "video_grid_thw": torch.ones(1, 3)}, [(30, 30)])
+    frame = torch.cat([inputs["input_ids"], torch.tensor([[one.model.config.video_token_id]])], dim=1)
+    with pytest.raises(OptionError, match="Expected pictures, got a video"):
+        picture_tokens(one.model.config, one.processor, {**inputs, "input_ids": frame}, [(30, 30)])
+
+
+def test_parts_of_ones_own_are_checked():
+    with pytest.raises(ShapeError, match="Expected 2 × 2 different positions of patches, got 4, 3 of them different"):
+        PictureTokens([1, 2, 3, 3], 2, 2)
+    with pytest.raises(OptionError, match="Unknown role 'crop'"):
+        PictureTokens([1], 1, 1, role="crop")
+    with pytest.raises(OptionError, match="with a placement, got none"):
+        PictureTokens([1], 1, 1).box(0, 0)

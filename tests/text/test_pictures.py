@@ -1,0 +1,452 @@
+"""What the words of a vision–language model rest on in a picture: rows against one pass written out, maps in place."""
+
+import copy
+import json
+import time
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from tests import references
+from tests.models.vision_language import NAMES, Family, family
+from vitflow import Generation, PictureTokens, Words, explain_generation, record_attention
+from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
+from vitflow.models.languages import decoder_path
+from vitflow.pictures.geometry import Placement
+from vitflow.pictures.upsampling import lay_together, upsample
+from vitflow.text.tower import tower_rows
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
+
+NEW = 3
+ANSWER = ["a", "red", "heart"]
+
+
+def photograph(seed: int = 0, size: tuple[int, int] = (40, 64)) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (*size, 3), dtype=np.uint8))
+
+
+def saying(one: Family, answer: list[str]) -> dict[str, object]:
+    """Options of generate that make a model write these words."""
+    numbers = one.processor.tokenizer.convert_tokens_to_ids(answer)
+    given: dict[int, int] = {}
+
+    def allowed(_batch: int, ids: Tensor) -> list[int]:
+        start = given.setdefault(0, len(ids))
+        return [numbers[len(ids) - start]]
+
+    return {"prefix_allowed_tokens_fn": allowed, "max_new_tokens": len(answer), "do_sample": False}
+
+
+def written(name: str = "llava", image: object = None, text: str = "what is on", **options: object) -> Generation:
+    one = family(name)
+    options = {"image": photograph() if image is None else image, "method": "rollout", **saying(one, ANSWER), **options}
+    return explain_generation(one.model, f"{one.prompt} {text}", processor=one.processor, **options)
+
+
+@lru_cache
+def plainly(name: str) -> Generation:
+    """What a family writes on by default, made once."""
+    return written(name)
+
+
+def one_pass(one: Family, found: Generation, **options: object) -> object:
+    """The finished text in one pass by eager attention, with what stands beside it: kinds of tokens go on."""
+    inputs = dict(one.processor(images=photograph(), text=f"{one.prompt} what is on", return_tensors="pt"))
+    inputs.pop("labels", None)
+    after = torch.tensor([found.generated_tokens.ids[:-1]])
+    for kind in ("token_type_ids", "mm_token_type_ids"):
+        if kind in inputs:
+            suffix = torch.full_like(after, int("PaliGemma" in type(one.model).__name__))
+            inputs[kind] = torch.cat([inputs[kind], suffix], dim=1)
+    ids = torch.cat([inputs["input_ids"], after], dim=1)
+    model = copy.deepcopy(one.model)
+    model.set_attn_implementation("eager")
+    return model(**{**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}, **options)
+
+
+def joined(found: Generation) -> np.ndarray:
+    """[n, prompt and read tokens, layers]."""
+    return np.concatenate([found.values, found.among_generated[:, :-1]], axis=1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_those_of_the_finished_text_and_the_answer_is_the_models_own(name):
+    one, found = family(name), plainly(name)
+    inputs = one.processor(images=photograph(), text=f"{one.prompt} what is on", return_tensors="pt")
+    inputs.pop("labels", None)
+    with torch.no_grad():
+        plain = one.model.generate(**inputs, **saying(one, ANSWER))
+        output = one_pass(one, found, output_attentions=True)
+    assert (found.prompt_tokens + found.generated_tokens).ids == tuple(plain[0].tolist())
+    np.testing.assert_allclose(joined(found).sum(axis=1), 1, atol=1e-6)
+    m, raw, even, rows = found.prompt_tokens.length, [], [], []
+    for layer in output.attentions:
+        heads = layer[0].double().numpy()
+        seen = (heads > 0).any(axis=0)
+        for product, given in ((raw, heads), (even, (seen / seen.sum(axis=1, keepdims=True))[None])):
+            below = product[-1] if product else np.eye(len(seen))
+            product.append(references.among_visible([given], seen, 0.0) @ below)
+        rows.append(references.relative(raw[-1], even[-1]))
+    both_ways = any(row[: m - 1].any() for row in np.triu(raw[-1], 1))
+    assert both_ways == (name in ("paligemma", "gemma3"))
+    np.testing.assert_allclose(joined(found), np.stack(rows, axis=-1)[m - 1 :], atol=1e-5)
+    last = written(name, method="attention")
+    expected = np.stack([layer[0].mean(dim=0).numpy() for layer in output.attentions], axis=-1)[m - 1 :]
+    np.testing.assert_allclose(joined(last), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_with_and_without_recording_agree(name):
+    one = family(name)
+    inputs = one.processor(images=photograph(), text=f"{one.prompt} what is on", return_tensors="pt")
+    inputs.pop("labels", None)
+    with torch.no_grad():
+        plain = one.model(**inputs).logits
+        with record_attention(one.model, visible=True, within=decoder_path(one.model)) as trace:
+            recorded = one.model(**inputs).logits
+    assert (recorded - plain).abs().max() <= 1e-5 * plain.abs().max()
+    assert len(trace.layers) == 2 and len(trace.streams) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_weight_of_a_token_lies_where_its_patch_does(name):
+    found = plainly(name)
+    for number in np.random.default_rng(0).choice(len(found.pictures.parts), 3):
+        part = found.pictures.parts[number]
+        place = int(np.random.default_rng(number).integers(len(part.positions)))
+        left, top, right, bottom = part.box(*divmod(place, part.cols))
+        values = np.zeros_like(found.values)
+        values[:, part.positions[place]] = 1
+        lit = replace(found, values=values).picture("heart")
+        heatmap = np.nan_to_num(upsample(lit.grid, lit.placement, interpolation="nearest"))
+        if left < 0 or top < 0 or right > 64 or bottom > 40:
+            continue  # partly padding
+        y, x = np.argwhere(heatmap == heatmap.max()).mean(axis=0) + 0.5
+        step = max(64 / lit.grid.shape[1], 40 / lit.grid.shape[0])
+        assert abs(x - (left + right) / 2) < step and abs(y - (top + bottom) / 2) < step
+        if lit.placement.sees_everything:
+            assert lit.grid.sum() == pytest.approx(1, abs=1e-5)
+
+
+def test_gae_and_the_logit_lens_are_those_of_the_finished_text():
+    one, gae = family("llava"), written(method="gae", preset="paper")
+    output = one_pass(one, gae, output_attentions=True, output_hidden_states=True)
+    m, place = gae.prompt_tokens.length, 1
+    scores = output.logits[0, m - 1 + place, gae.generated_tokens.ids[place]]
+    gradients = torch.autograd.grad(scores, output.attentions, retain_graph=True)
+    product = np.eye(output.logits.shape[1])
+    for heads, gradient in zip(output.attentions, gradients, strict=True):
+        product = product + (heads * gradient).clamp_min(0)[0].mean(dim=0).detach().double().numpy() @ product
+    np.testing.assert_allclose(joined(gae)[place, :, -1], product[m - 1 + place], atol=1e-4, rtol=1e-4)
+    lens = written(method="logit_lens")
+    norm = one.model.model.language_model.norm
+    for layer, state in ((0, norm(output.hidden_states[1])), (1, output.hidden_states[2])):
+        words = one.model.lm_head.weight[list(lens.generated_tokens.ids)]
+        expected = (words @ state[0].T).clamp_min(0).detach().double().numpy()
+        seen = np.tril(np.ones_like(expected), m - 2)  # among the tokens before the one that writes
+        expected = expected * seen / (expected * seen).sum(axis=1, keepdims=True)
+        np.testing.assert_allclose(joined(lens)[:, :, layer], expected, atol=1e-5)
+    assert lens.picture("heart").class_specific
+
+
+def test_flow_is_that_of_the_layers():
+    flow = written(method="flow", layers=1, below="none", causal="raw")
+    attention = written(method="attention")
+    mixed = attention.values[:, :, -1] / 2
+    mixed[0, -1] += 0.5
+    np.testing.assert_allclose(flow.values[:, :, -1], mixed, atol=1e-5)
+
+
+def test_a_word_of_several_pieces_speaks_with_all_of_them():
+    found = plainly("llava")
+    pieces = replace(found, generated_tokens=Words((" a", " he", "art"), (9, 10, 11), (False,) * 3))
+    expected = (found.picture(1).grid.astype(float) + found.picture(2).grid) / 2
+    np.testing.assert_allclose(pieces.picture("heart").grid, expected, rtol=1e-6)
+    assert pieces.picture("heart").label == "heart" and found.picture(-1).label == "heart"
+    with pytest.raises(OptionError, match="Expected a word of the text as the token, got 'square'"):
+        pieces.picture("square")
+
+
+def test_the_map_is_told_with_its_share_and_its_sinks():
+    found = plainly("llava")
+    saliency = found.picture("heart")
+    row = joined(found)[2, :, -1]
+    inside = row[list(found.pictures.parts[0].positions)]
+    assert saliency.facts["on_picture"] == pytest.approx(inside.sum())
+    assert saliency.facts["on_first_patch"] == pytest.approx(inside[0] / inside.sum(), rel=1e-5)
+    middle = inside.reshape(6, 6)[1:-1, 1:-1].sum()
+    assert saliency.facts["on_edges"] == pytest.approx(1 - middle / inside.sum(), rel=1e-5)
+    np.testing.assert_allclose(saliency.grid.flatten(), inside)
+    assert saliency.image.shape == (40, 64, 3) and saliency.facts["layer"] == 2
+    np.testing.assert_allclose(found.picture("heart", layer=1).grid.flatten(), found.values[2, 1:37, 0])
+    json.dumps([found.to_dict(), saliency.to_dict()])
+    covers = found.to_dict()["pictures"][0]["covers"]  # the middle 24 of 38 columns
+    assert covers == pytest.approx({"left": 7 * 64 / 38, "top": 0, "right": 31 * 64 / 38, "bottom": 40})
+    hidden = found.sheet().hidden
+    assert found.shaded(-1).hidden == hidden and found.shaded(-1).trust.special is None
+    assert [place for place, why in hidden.items() if why == "patches of pictures"] == list(range(1, 37))
+
+
+def test_tiles_and_the_whole_are_shown_apart_or_added_by_area():
+    found = plainly("internvl")
+    tiles, small, both = (found.picture("heart", role=role) for role in ("tile", "thumbnail", None))
+    assert small.grid.shape == (3, 3) and tiles.grid.shape == both.grid.shape == (6, 9)
+    np.testing.assert_allclose(both.grid, tiles.grid + np.kron(small.grid, np.ones((2, 3))) / 6, atol=1e-6)
+    parts = [part for part in found.pictures.parts if part.role == "tile"]
+    first = found.values[2, list(parts[1].positions), -1].reshape(3, 3)
+    np.testing.assert_allclose(tiles.grid[:3, 3:6], first, atol=1e-6)
+    with pytest.raises(OptionError, match="Unknown role 'whole'. Known: thumbnail, tile"):
+        found.picture("heart", role="whole")
+
+
+def test_maps_laid_together_hold_what_falls_into_each_cell():
+    generator = np.random.default_rng(0)
+    size = (60, 84)
+    placements = [
+        Placement(size, (30, 42), (0, 0), (30, 42)),
+        Placement(size, size, (12, 24), (36, 48)),
+        Placement(size, size, (-10, 6), (40, 40)),  # padded above
+    ]
+    grids = [generator.random((5, 6)), generator.random((6, 8)), generator.random((4, 5))]
+    found, placement = lay_together(grids, placements)
+    assert found.shape == (10, 14) and placement.sees_everything
+    canvas = np.zeros(size)
+    for grid, place in zip(grids, placements, strict=True):
+        left, top, right, bottom = (round(edge) for edge in place.window)
+        height, width = (bottom - top) // grid.shape[0], (right - left) // grid.shape[1]
+        spread = np.kron(grid, np.ones((height, width))) / (height * width)
+        canvas[max(top, 0) : bottom, left:right] += spread[max(-top, 0) :]
+    np.testing.assert_allclose(found, canvas.reshape(10, 6, 14, 6).sum(axis=(1, 3)), rtol=1e-6)
+
+
+def test_relative_is_the_quotient_with_the_row_of_a_neutral_prompt():
+    one, found = family("llava"), written(method="attention", neutral="user <image> the square")
+    saliency = found.picture("heart", relative=True)
+    inputs = one.processor(images=photograph(), text="user <image> the square", return_tensors="pt")
+    with record_attention(one.model, within=decoder_path(one.model)) as trace, torch.no_grad():
+        one.model(**inputs)
+    neutral = trace.attentions[-1][0].mean(dim=0)[-1, 1:37].numpy()
+    quotient = found.values[2, 1:37, -1] / neutral
+    np.testing.assert_allclose(saliency.grid.flatten(), quotient / quotient.sum(), rtol=1e-4)
+    assert saliency.options["relative"] and saliency.facts["on_picture"] == pytest.approx(
+        found.picture("heart").facts["on_picture"]
+    )
+    with pytest.raises(OptionError, match="row of a neutral prompt for relative=True, got none: pass neutral="):
+        written().picture("heart", relative=True)
+
+
+def test_earlier_words_are_subtracted_as_far_as_they_explain_the_map():
+    found = written(method="logit_lens")
+    maps, weights = found.values[:, 1:37, -1].astype(float), found.among_generated[2, :2, -1].astype(float)
+    rows = found.values[:, :, -1].astype(float)
+    common = weights @ rows[:2]
+    best = np.linalg.lstsq(common[:, None], rows[2], rcond=None)[0][0]
+    expected = np.clip(maps[2] - best * common[1:37], 0, None)
+    np.testing.assert_allclose(found.picture("heart", without_earlier=True).grid.flatten(), expected, atol=1e-7)
+    assert np.array_equal(found.picture(0, without_earlier=True).grid, found.picture(0).grid)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_vl", "idefics3", "internvl", "paligemma", "gemma3"])
+def test_down_to_the_patches_of_the_tower(name):
+    one, found = family(name), written(name, through_tower=True)
+    shares = [rows.sum(axis=1) for rows in found.pictures.tower]
+    assert all((part <= 1 + 1e-5).all() and (part > 0.5).all() for part in shares)
+    fine, coarse = (found.picture("heart", through_tower=through) for through in (None, False))
+    assert fine.options["through_tower"] and fine.grid.sum() <= coarse.grid.sum() + 1e-6
+    inputs = one.processor(images=photograph(), text=f"{one.prompt} what", return_tensors="pt")
+    # Where the layers mix next to nothing, a token holds the patches that it was made of.
+    kept = tower_rows(one.model, inputs, found.pictures.parts, residual=1 - 1e-7)
+    for part, rows in zip(found.pictures.parts, kept, strict=True):
+        finer = round((rows.shape[1] / len(part.positions)) ** 0.5)
+        own = np.kron(np.eye(part.rows), np.ones(finer)), np.kron(np.eye(part.cols), np.ones(finer))
+        np.testing.assert_allclose(rows, np.kron(*own) / finer**2, atol=1e-5)
+
+
+def test_the_towers_rollout_ends_where_its_features_are_taken():
+    one = family("llava")
+    inputs = one.processor(images=photograph(), text=f"{one.prompt} what", return_tensors="pt")
+    tower = copy.deepcopy(one.model.model.vision_tower)
+    tower.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = tower(inputs["pixel_values"], output_attentions=True).attentions
+    product = np.eye(37)
+    for layer in attentions[:-1]:  # vision_feature_layer is -2
+        product = references.residual(layer[0].mean(dim=0).double().numpy(), 0.5) @ product
+    part = PictureTokens(range(36), 6, 6)
+    np.testing.assert_allclose(tower_rows(one.model, inputs, [part])[0], product[1:, 1:], atol=1e-6)
+
+
+def test_towers_that_cannot_be_followed_are_refused():
+    with pytest.raises(UnsupportedModelError, match="attends within windows: .* Leave out through_tower"):
+        written("qwen2_5_vl", through_tower=True)
+    with pytest.raises(UnsupportedModelError, match="runs on 5 inputs for 2 grids of tokens"):
+        written("llava_next", through_tower=True)
+    with pytest.raises(OptionError, match="Expected rows of the vision tower, got none"):
+        written().picture("heart", through_tower=True)
+
+
+def test_of_two_pictures_each_has_its_map():
+    one = family("qwen2_vl")
+    found = written("qwen2_vl", [photograph(), photograph(1, (64, 40))], f"{one.prompt} what is on")
+    with pytest.raises(OptionError, match="Expected one of the prompt's 2 pictures, got none: pass picture=0"):
+        found.picture("heart")
+    first, second = (found.picture("heart", picture=number) for number in (0, 1))
+    assert first.grid.shape == (5, 8) and second.grid.shape == (8, 5) and second.image.shape == (64, 40, 3)
+    with pytest.raises(OptionError, match="Expected a picture from 0 to 1, got 2"):
+        found.picture("heart", picture=2)
+
+
+def test_a_picture_of_one_pixel_has_a_map():
+    for name in ("llava", "internvl"):
+        saliency = written(name, Image.new("RGB", (1, 1))).picture("heart")
+        assert saliency.image.shape == (1, 1, 3) and np.isfinite(saliency.grid).all()
+        assert np.isfinite(saliency.heatmap).all() and saliency.figure() is not None
+
+
+def test_a_prompt_without_its_picture_token_is_given_one():
+    one = family("llava")
+    options = {"image": photograph(), "processor": one.processor}
+    plain, told = (
+        explain_generation(one.model, text, **options, **saying(one, ANSWER)) for text in ("what is", "<image> what is")
+    )
+    assert plain.prompt_tokens == told.prompt_tokens
+    template = copy.deepcopy(one.processor)
+    parts = "{% for part in messages[0].content %}{{ part.text or '<image>' }} {% endfor %}"
+    template.chat_template = f"user {parts}assistant"
+    asked = explain_generation(one.model, "what is", **{**options, "processor": template}, **saying(one, ANSWER))
+    words = one.processor.tokenizer.convert_ids_to_tokens(asked.prompt_tokens.ids)
+    assert words == ["user", *["<image>"] * 36, "what", "is", "assistant"]
+
+
+def test_a_picture_is_explained_by_gae_and_a_text_by_rollout():
+    one = family("llava")
+    options = {"processor": one.processor, **saying(one, ANSWER)}
+    found = explain_generation(one.model, "user <image> what is on", image=photograph(), **options)
+    assert found.method == "gae" and found.picture("heart").class_specific
+    np.testing.assert_array_equal(found.values, written(method="gae").values)
+    tokenizer = {"tokenizer": one.processor.tokenizer, **saying(one, ANSWER)}
+    assert explain_generation(one.model, "what is on", **tokenizer).method == "rollout"
+
+
+def test_a_picture_alone_is_asked_for_its_description():
+    one = family("llava")
+    options = {"image": photograph(), "processor": one.processor, **saying(one, ANSWER)}
+    alone, told = (explain_generation(one.model, text, **options) for text in (None, "Describe the picture."))
+    assert alone.prompt_tokens == told.prompt_tokens
+
+
+def test_what_the_processor_has_made_is_taken_as_it_is():
+    one = family("llava")
+    inputs = one.processor(images=photograph(), text="user <image> what is on", return_tensors="pt")
+    given = {"image": photograph(), "processor": one.processor, "method": "rollout"}
+    found = explain_generation(one.model, inputs, **given, **saying(one, ANSWER))
+    np.testing.assert_array_equal(found.picture("heart").grid, plainly("llava").picture("heart").grid)
+    without = explain_generation(one.model, inputs, tokenizer=one.processor.tokenizer, **saying(one, ANSWER))
+    np.testing.assert_array_equal(without.values, found.values)
+    with pytest.raises(OptionError, match="Expected a picture in the prompt, got none: pass image="):
+        without.picture("heart")
+
+
+def test_a_layout_of_ones_own_takes_the_place_of_an_unknown_one(monkeypatch):
+    one = family("llava")
+    expected = plainly("llava").picture("heart")
+    monkeypatch.setattr(one.model.config, "model_type", "seer", raising=False)
+    with pytest.raises(UnsupportedModelError, match=r"how seer arranges .* pass layout=PictureTokens\(positions"):
+        written()
+    own = PictureTokens(range(1, 37), 6, 6)
+    found = written(layout=own).picture("heart")
+    np.testing.assert_array_equal(found.grid, expected.grid)
+    assert found.placement.sees_everything
+    with pytest.raises(OptionError, match="in a prompt of 40 tokens, got 1 with positions up to 40"):
+        written(layout=replace(own, positions=range(5, 41)))
+    with pytest.raises(ShapeError):
+        replace(own, rows=5)
+
+
+def test_what_is_no_picture_is_told():
+    one = family("qwen2_vl")
+    text = one.processor(text="what is", return_tensors="pt")
+    with pytest.raises(OptionError, match="Expected pictures, got a video: give its frames"):
+        explain_generation(one.model, {**text, "pixel_values_videos": torch.zeros(4, 96)}, max_new_tokens=2)
+    with pytest.raises(OptionError, match="Expected a picture or several, got an empty list"):
+        written("qwen2_vl", [])
+    with pytest.raises(OptionError, match="Expected one prompt with its pictures, .* got 2 prompts"):
+        explain_generation(one.model, ["what", "is"], image=photograph(), processor=one.processor)
+    with pytest.raises(OptionError, match="Expected image= beside neutral, through_tower and layout, got none"):
+        explain_generation(one.model, "what", processor=one.processor, through_tower=True)
+    with pytest.raises(OptionError, match="Expected a processor of pictures and texts for LlavaFor.*LlavaImageProc"):
+        alone = family("llava").processor.image_processor
+        explain_generation(family("llava").model, "what", image=photograph(), processor=alone)
+    with pytest.raises(OptionError, match="Expected a processor for LlavaFor.*, which was not loaded by name"):
+        explain_generation(family("llava").model, "what", image=photograph())
+    plain = explain_generation(one.model, "what is", tokenizer=one.processor.tokenizer, **saying(one, ANSWER))
+    with pytest.raises(OptionError, match="Expected a picture in the prompt, got none: pass image="):
+        plain.picture("heart")
+
+
+def test_a_model_by_its_folder_brings_its_processor(tmp_path):
+    one = family("llava")
+    one.model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="Expected a processor .*beside the model"):
+        explain_generation(tmp_path, "user <image> what is on", image=photograph())
+    one.processor.save_pretrained(tmp_path)
+    path = tmp_path / "photograph.png"
+    photograph().save(path)
+    found = explain_generation(tmp_path, "user <image> what is on", image=path, method="rollout", **saying(one, ANSWER))
+    saliency = found.picture("heart")
+    np.testing.assert_allclose(saliency.grid, plainly("llava").picture("heart").grid, atol=1e-6)
+    assert saliency.source == "photograph.png"
+
+
+def test_a_processor_that_brings_code_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "seer", "auto_map": {"AutoConfig": "code.Settings"}}')
+    (tmp_path / "processor_config.json").write_text('{"auto_map": {"AutoProcessor": "code.Seer"}}')
+    (tmp_path / "code.py").write_text("raise RuntimeError('this ran')")
+    with pytest.raises(ModelError, match="brings Python code of its own"):
+        explain_generation(tmp_path, "user <image> what is on", image=photograph())
+
+
+def test_an_id_that_is_not_there_is_told_in_seconds(monkeypatch):
+    monkeypatch.setattr("vitflow.models.hub.hub_answers", lambda: False)
+    started = time.perf_counter()
+    for options in ({"image": photograph()}, {}):  # a processor and a tokenizer that are not there are no other fault
+        with pytest.raises(ModelError, match=r"got 'nobody/nothing-here': it is not in .* cache.* Fetch it by") as told:
+            explain_generation("nobody/nothing-here", "what", **options)
+        assert "processor=" not in str(told.value)
+    assert time.perf_counter() - started < 10
+
+
+def test_models_that_mix_tokens_otherwise_are_refused_by_name():
+    config = transformers.Lfm2Config(
+        vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"], pad_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+    model: nn.Module = transformers.Lfm2ForCausalLM(config).eval()
+    options = {"max_new_tokens": 2, "do_sample": False}
+    for method in ("rollout", "flow", "gae"):
+        with pytest.raises(UnsupportedModelError, match=f"by convolutions over the text: {method}, a product"):
+            explain_generation(model, torch.tensor([[5, 6, 7]]), method=method, **options)
+    found = explain_generation(model, torch.tensor([[5, 6, 7]]), method="attention", **options)
+    assert found.values.shape[2] == 1
+
+
+def test_models_that_attend_to_a_picture_beside_their_text_are_refused():
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    blip = transformers.BlipForConditionalGeneration(
+        transformers.BlipConfig(
+            text_config={**small, "vocab_size": 40, "encoder_hidden_size": 16},
+            vision_config={**small, "image_size": 16, "patch_size": 8},
+        )
+    ).eval()
+    with pytest.raises(
+        UnsupportedModelError,
+        match="BlipForConditionalGeneration .*attend to a picture beside their text are not followed",
+    ):
+        explain_generation(blip, "what", image=photograph())

@@ -1,0 +1,284 @@
+"""Texts that a model reads: its tokens by their strings, and what one of them rests on by each method."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import vitflow
+from tests import references
+from tests.recording.test_languages import SIZES, built
+from vitflow import Words, explain_text, layouts_of, record_attention
+from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
+from vitflow.methods.sequence.layout import Grid, Prefix, SequenceLayout
+from vitflow.methods.tokens import TokenLayout
+from vitflow.text.wording import words_of
+
+transformers = pytest.importorskip("transformers")
+
+TEXT = "The key to the cabinets is on the table."
+PIECES = ["the", "key", "to", "cab", "##inets", "is", "on", "table", ".", "The"]
+
+
+def wordpiece_tokenizer():
+    """A tokenizer in the manner of BERT's, of a few words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    names = {"[PAD]": 0, "[CLS]": 1, "[SEP]": 2, "[UNK]": 3, "[MASK]": 4}
+    vocabulary = {**names, **{piece: 5 + number for number, piece in enumerate(PIECES)}}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    special = {"pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "unk": "[UNK]", "mask": "[MASK]"}
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **{f"{name}_token": token for name, token in special.items()}
+    )
+
+
+@pytest.fixture(scope="module")
+def wordpieces():
+    return wordpiece_tokenizer()
+
+
+def byte_tokenizer():
+    """A tokenizer in the manner of GPT-2's, whose tokens begin with their space."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["Ġkey", "Ġkeys", "The", "Ġis"]
+    vocabulary = {token: number for number, token in enumerate(["<|end|>", *alphabet, *words])}
+    merges = []
+    for word in words:
+        for stop in range(1, len(word)):
+            left, right = word[:stop], word[stop]
+            vocabulary.setdefault(word[: stop + 1], len(vocabulary))
+            if (left, right) not in merges:
+                merges.append((left, right))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", bos_token="<|end|>")
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer():
+    return byte_tokenizer()
+
+
+def reads(name: str = "BertForMaskedLM") -> nn.Module:
+    return built(name, vocab_size=15)
+
+
+def test_tokens_stand_as_in_the_text(wordpieces, bytes_tokenizer):
+    found = explain_text(TEXT, model=reads(), tokenizer=wordpieces)
+    strings = ("[CLS]", "The", " key", " to", " the", " cab", "inets", " is", " on", " the", " table", ".", "[SEP]")
+    assert found.tokens.strings == strings
+    assert [place for place, special in enumerate(found.tokens.special) if special] == [0, 12]
+    assert found.asked == (0,) and not found.causal and found.options["causal"] == "raw"
+    decoder = built("GPT2LMHeadModel", vocab_size=len(bytes_tokenizer))
+    found = explain_text("The keys é is", model=decoder, tokenizer=bytes_tokenizer)
+    assert "".join(found.tokens.strings) == "The keys é is"
+    assert found.tokens.strings[:2] == ("The", " keys") and found.tokens.strings[-1] == " is"
+    assert found.asked == (len(found.tokens.strings) - 1,) and found.causal
+    assert "".join(words_of(bytes_tokenizer, [0, *found.tokens.ids, 0]).strings) == "<|end|>The keys é is<|end|>"
+    assert found.text == "The keys é is" and found.model == "GPT2LMHeadModel"
+
+
+def test_more_layers_of_flow_than_there_are_are_refused_as_for_pictures_unless_by_default(wordpieces):
+    given = {"model": reads(), "tokenizer": wordpieces, "method": "flow"}
+    assert explain_text(TEXT, **given).options["layers"] == 4  # all two of them
+    with pytest.raises(OptionError, match="a number from 1 to 2, .* got 3"):
+        explain_text(TEXT, layers=3, **given)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("rollout", {}), ("attention", {"layer": 1}), ("flow", {"layers": 2}), ("gae", {"target": "table"})],
+)
+@pytest.mark.parametrize("weighting", [False, "output"])
+def test_each_method_gives_its_own_row_layer_by_layer(method, options, weighting, wordpieces):
+    model = reads()
+    found = explain_text(
+        TEXT, model=model, tokenizer=wordpieces, token="cabinets", method=method, value_weighted=weighting, **options
+    )
+    assert found.asked == (5, 6)
+    inputs = wordpieces(TEXT, return_tensors="pt")
+    with record_attention(model, values=True, gradients=True) as trace:
+        logits = model(input_ids=inputs["input_ids"]).logits
+    fused = [layer[0].detach().double().numpy() for layer in trace.fused("mean", value_weighted=weighting)]
+    row = np.zeros(13)
+    row[[5, 6]] = 0.5
+    low, high = (references.residual(layer, 0.5) for layer in fused)
+    if method == "attention":
+        expected = [row @ layer for layer in fused]
+    elif method == "rollout":
+        expected = [row @ low, row @ high @ low]
+    elif method == "flow":
+        # A super-source of two halves: by the two layers' own flow, which has tests of its own.
+        flows = vitflow.attention_flow([torch.from_numpy(layer)[None] for layer in fused], source=row)
+        first = np.minimum(row[:, None], low).sum(axis=0)
+        expected = [first / first.sum(), flows.normalized[0].numpy()]
+    else:
+        target = wordpieces.convert_tokens_to_ids("table")
+        gradients = trace.gradients_of(logits[0, 6, target]).attentions
+        heads = trace.heads(value_weighted=weighting)
+        low, high = (
+            (head.detach() * gradient).clamp_min(0)[0].mean(dim=0).double().numpy()
+            for head, gradient in zip(heads, gradients, strict=True)
+        )
+        eye = np.eye(13)
+        expected = [row @ (eye + low), row @ (eye + high) @ (eye + low)]
+        assert found.target == "table"
+        assert found.probability == pytest.approx(float(logits[0, 6].detach().softmax(dim=-1)[target]), rel=1e-4)
+    np.testing.assert_allclose(found.layers, expected, atol=2e-5)
+    np.testing.assert_array_equal(found.weights, found.layers[0 if method == "attention" else -1])
+    assert found.matrices is not None and found.matrices.shape == (2, 13, 13)
+    assert found.weights.dtype == np.float32 and found.options["value_weighted"] == weighting
+    if method != "gae":
+        np.testing.assert_allclose(found.matrices, fused, atol=1e-6)
+
+
+def test_rollout_and_flow_of_a_tiny_bert_equal_the_literal_references(wordpieces):
+    """From the model's own output, with padding, in float64, to the numbers written out index by index."""
+    model = built("BertForMaskedLM", "eager").double()
+    texts = wordpieces(["the key is on the table", "the key"], return_tensors="pt", padding=True)
+    with torch.no_grad():
+        attentions = model(**{k: texts[k] for k in ("input_ids", "attention_mask")}, output_attentions=True).attentions
+    mask, lengths = texts["attention_mask"], (8, 4)
+    product = vitflow.attention_rollout(attentions, attention_mask=mask)
+    flow = vitflow.attention_flow(attentions, source=0, attention_mask=mask)
+    for index, length in enumerate(lengths):
+        own = [layer[index, :, :length, :length].numpy() for layer in attentions]
+        np.testing.assert_allclose(product[index, :length, :length], references.rollout(own), atol=1e-12)
+        low, high = (references.residual(references.fuse(layer, "mean"), 0.5) for layer in own)
+        literal = np.minimum(high[0][:, None], low).sum(axis=0)
+        np.testing.assert_allclose(flow.values[index, :length], literal, atol=1e-12)
+        assert flow.values[index, length:].abs().sum() == 0
+
+
+def test_relative_to_the_receptive_field_the_own_token_stands_beside(bytes_tokenizer):
+    model = built("GPT2LMHeadModel", vocab_size=len(bytes_tokenizer))
+    options = {"model": model, "tokenizer": bytes_tokenizer, "value_weighted": False}
+    for method, own in (("rollout", {}), ("flow", {"layers": 2})):
+        raw = explain_text("The keys is", method=method, causal="raw", **options, **own)
+        found = explain_text("The keys is", method=method, **options, **own)
+        assert found.options["causal"] == "receptive_field"  # the default of a decoder
+        assert found.weights[-1] == 0 and found.weights.sum() == pytest.approx(1)
+        assert found.own == pytest.approx(raw.weights[-1]) and raw.own is None
+        assert not np.allclose(found.weights, raw.weights)
+
+
+def test_the_masked_word_is_asked_where_there_is_one_and_its_word_named(wordpieces):
+    found = explain_text("The key is on the [MASK]", model=reads(), tokenizer=wordpieces, method="gae")
+    assert found.tokens.strings[found.asked[0]] == "[MASK]"
+    assert found.target and 0 < found.probability < 1
+
+
+def test_a_saved_model_is_read_by_its_folder(tmp_path, wordpieces):
+    reads().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"Expected a tokenizer beside the model .*pass tokenizer="):
+        explain_text(TEXT, model=tmp_path)
+    wordpieces.save_pretrained(tmp_path)
+    by_name = explain_text(TEXT, model=str(tmp_path))
+    given = explain_text(TEXT, model=reads(), tokenizer=wordpieces)
+    np.testing.assert_allclose(by_name.weights, given.weights, atol=1e-6)
+    assert by_name.model == str(tmp_path)
+    loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path)
+    np.testing.assert_allclose(explain_text(TEXT, model=loaded).weights, given.weights, atol=1e-6)
+
+
+def test_value_weighting_that_does_not_apply_is_refused_with_the_way_out(wordpieces, monkeypatch):
+    monkeypatch.setattr("vitflow.recording.layers.output_projection", lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match="Use value_weighted=False"):
+        explain_text(TEXT, model=reads(), tokenizer=wordpieces, value_weighted="output")
+
+
+def test_mistakes_are_told_with_a_remedy(wordpieces):
+    model = reads()
+    read = {"model": model, "tokenizer": wordpieces}
+    with pytest.raises(OptionError, match=r"'the', which stands at 4, 9: give its number"):
+        explain_text(TEXT, token="the", **read)
+    with pytest.raises(OptionError, match=r"got 'lock': choose one of 0 '\[CLS\]', 1 'The', 2 'key'"):
+        explain_text(TEXT, token="lock", **read)
+    with pytest.raises(OptionError, match="token from 0 to 12"):
+        explain_text(TEXT, token=13, **read)
+    with pytest.raises(OptionError, match="one token for the model, got 'cabinets', which is"):
+        explain_text(TEXT, method="gae", target="cabinets", **read)
+    for target in (-1, 50_000):  # below 0, and beyond the words that the model knows
+        with pytest.raises(OptionError, match=f"Expected the target, a token by its number, .*, got {target}"):
+            explain_text(TEXT, method="gae", target=target, **read)
+    assert explain_text(TEXT, name="my reader", **read).model == "my reader"
+    with pytest.raises(OptionError, match="one text as a string"):
+        explain_text([TEXT], **read)
+    with pytest.raises(ModelError, match="pass tokenizer="):
+        explain_text(TEXT, model=model)
+    with pytest.raises(ModelError, match="id of the hub or a folder of transformers"):
+        explain_text(TEXT, model="nobody/nothing-here")
+    headless = transformers.BertModel(model.config).eval()
+    with pytest.raises(OptionError, match="BertModel ends in features.*rollout"):
+        explain_text(TEXT, model=headless, tokenizer=wordpieces, method="gae")
+    t5 = transformers.T5Config(vocab_size=50, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
+    both = transformers.T5ForConditionalGeneration(t5).eval()
+    with pytest.raises(UnsupportedModelError, match=r"T5ForConditionalGeneration reads .*model\.get_encoder\(\)"):
+        explain_text(TEXT, model=both, tokenizer=wordpieces)
+    encoder = both.get_encoder()
+    assert explain_text(TEXT, model=encoder, tokenizer=wordpieces).weights.sum() == pytest.approx(1)
+
+
+def test_what_a_model_cannot_read_is_told(wordpieces):
+    for name in ("BertForMaskedLM", "GPT2LMHeadModel"):  # of 64 positions
+        with pytest.raises(OptionError, match="positions, 64 at most, got 82 tokens: take a part"):
+            explain_text("the key " * 40, model=reads(name), tokenizer=wordpieces)
+        with pytest.raises(OptionError, match="numbered below 12, got 14: the tokenizer is that of another model"):
+            explain_text(TEXT, model=built(name, vocab_size=12), tokenizer=wordpieces)
+    with pytest.raises(OptionError, match="from 0 to 14, got 99999"):
+        explain_text(TEXT, model=reads(), tokenizer=wordpieces, method="gae", target=99999)
+    with pytest.raises(OptionError, match=r"a text in UTF-8, got “caf\\xe9”"):
+        explain_text("caf\udce9", model=reads(), tokenizer=wordpieces)
+    config = transformers.LongformerConfig(
+        **{**SIZES, "vocab_size": 15}, max_position_embeddings=64, attention_window=4, pad_token_id=0
+    )
+    longformer = transformers.LongformerForMaskedLM(config).eval()
+    for weighting in (False, "output"):
+        with pytest.raises(UnsupportedModelError, match="LongformerForMaskedLM attends within parts of the text"):
+            explain_text(TEXT, model=longformer, tokenizer=wordpieces, value_weighted=weighting)
+        assert not torch.overrides._get_current_function_mode_stack()  # what watched it watches no other model
+
+
+# -- layouts of any tokens ---------------------------------------------------------------------------------------------
+
+
+def test_a_layout_tells_each_part_its_place():
+    words = Words(("what", " is", " this", "?"), (5, 6, 7, 8), (False,) * 4)
+    for side, start in (("left", 3), ("right", 0)):
+        layout = SequenceLayout((Prefix(1), words[:1], Grid(2, 3), words[1:]), num_padding=3, padding=side)
+        vector = torch.arange(layout.num_tokens)
+        assert layout.num_tokens == 14 and layout.words == words
+        assert layout.to_words(vector).tolist() == [start + place for place in (1, 8, 9, 10)]
+        assert layout.to_grid(vector).tolist() == [[start + 2 + 3 * row + col for col in range(3)] for row in range(2)]
+        assert layout.to_grid(vector.expand(5, -1)).shape == (5, 2, 3)
+    texts = torch.tensor([[0, 0, 5, 6], [5, 6, 7, 8]])
+    padded, whole = layouts_of(texts, (texts > 0).int())
+    assert (padded.num_padding, padded.padding, padded.to_words(texts[0]).tolist()) == (2, "left", [5, 6])
+    assert (whole.num_padding, whole.words.ids) == (0, (5, 6, 7, 8))
+    [right] = layouts_of(torch.tensor([[5, 0]]), torch.tensor([[1, 0]]))
+    assert (right.num_padding, right.padding) == (1, "right")
+    with pytest.raises(ShapeError, match="padding on one side"):
+        layouts_of(torch.tensor([[0, 5, 0]]), torch.tensor([[0, 1, 0]]))
+    with pytest.raises(ShapeError, match="got 3 in a row"):
+        layouts_of(torch.tensor([[9, 9, 9]]), image_token=9)
+    picture = SequenceLayout.of(TokenLayout(1, 2, 2))
+    vector = torch.arange(5)
+    assert torch.equal(picture.to_grid(vector), TokenLayout(1, 2, 2).to_grid(vector)) and not len(
+        picture.to_words(vector)
+    )
+    with pytest.raises(ShapeError, match="Expected 5 tokens"):
+        picture.to_grid(torch.arange(6))
+    with pytest.raises(OptionError, match="one of 1 patch grids"):
+        picture.to_grid(vector, 1)
+    with pytest.raises(OptionError, match="Unknown padding 'top'"):
+        SequenceLayout((words,), padding="top")
+    with pytest.raises(ShapeError, match="one length, got 1, 2 and 1"):
+        Words(("a",), (1, 2), (False,))

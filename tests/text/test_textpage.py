@@ -1,0 +1,295 @@
+"""The page of a text in a real browser: its shares are those of Python, and each word answers a click."""
+
+import re
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from tests.text.test_encoder_decoder import SOURCE, t5
+from tests.text.test_pictures import ANSWER, photograph, written
+from tests.text.test_reading import TEXT, reads, wordpiece_tokenizer
+from tests.viewer.waiting import until
+from vitflow import Generation, Reading, explain_generation, explain_text
+
+NEW = 6
+HOSTILE = "</script><script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def generation() -> Generation:
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+    model, tokenizer = reads("GPT2LMHeadModel"), wordpiece_tokenizer()
+    return explain_generation(model, "The key to the cabinets is", tokenizer=tokenizer, name=HOSTILE, **options)
+
+
+@pytest.fixture(scope="module")
+def reading() -> Reading:
+    return explain_text(TEXT, model=reads("BertForMaskedLM"), tokenizer=wordpiece_tokenizer(), token="cabinets")
+
+
+@pytest.fixture(scope="module")
+def opened(browser, tmp_path_factory):
+    """Opens a page without a network; what went wrong on it fails the test."""
+    contexts, folder = [], tmp_path_factory.mktemp("texts")
+
+    def show(page, *, address: str = "", width: int = 1200, scheme: str = "light"):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        context.set_offline(True)
+        shown, trouble = context.new_page(), []
+        contexts.append((context, trouble))
+        shown.on("request", lambda one: one.url.startswith(("file:", "data:", "blob:")) or trouble.append(one.url))
+        shown.on("console", lambda message: trouble.append(message.text))
+        shown.on("pageerror", lambda error: trouble.append(str(error)))
+        shown.on("dialog", lambda dialog: (trouble.append(dialog.message), dialog.dismiss()))
+        path = page.save(folder / f"{len(contexts)}.html")
+        shown.goto(path.as_uri() + address)
+        until(shown, "shares !== null && document.querySelectorAll('.token').length > 0")
+        return shown
+
+    yield show
+    for context, trouble in contexts:
+        context.close()
+        assert trouble == []
+
+
+MAP = "word => { const { shape, values } = mapOf(0, word); return [shape, [...values]]; }"
+SHARES = """([word, layer]) => { Object.assign(state, { word, on: -1, layer }); draw(); return sharesOf(word); }"""
+
+
+def shares_of(rows: np.ndarray) -> np.ndarray:
+    sums = rows.sum(axis=-1, keepdims=True)
+    return np.divide(rows, sums, out=np.zeros_like(rows), where=sums > 0)
+
+
+def test_the_shares_of_a_written_text_are_those_of_python(generation, opened):
+    page, m = opened(generation.page()), generation.prompt_tokens.length
+    whole = np.concatenate([generation.values, generation.among_generated], axis=1).transpose(0, 2, 1)
+    for word in range(NEW):
+        for layer in range(2):
+            found = page.evaluate(SHARES, [word, str(layer + 1)])
+            np.testing.assert_allclose(found, shares_of(whole[word])[layer], rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(page.evaluate(SHARES, [word, "all"]), page.evaluate(SHARES, [word, "2"]))
+        mean = shares_of(whole[word]).mean(axis=0)
+        np.testing.assert_allclose(page.evaluate(SHARES, [word, "mean"]), mean, rtol=1e-3, atol=1e-6)
+        assert page.evaluate("word => apartOf(word)", word) == pytest.approx(generation.own[word].mean(), abs=1e-5)
+    back = page.evaluate(
+        "() => { Object.assign(state, { on: 2, layer: 'all' }); draw(); return shown().map(one => one.value ?? null); }"
+    )
+    assert back[:m] == [None] * m
+    np.testing.assert_allclose(back[m:], shares_of(whole)[:, -1, 2], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("method", ["rollout", "attention"])
+def test_each_word_of_a_text_that_was_read_has_its_own_row(method, causal, opened):
+    model = reads("GPT2LMHeadModel" if causal else "BertForMaskedLM")
+    given = {"model": model, "tokenizer": wordpiece_tokenizer(), "method": method}
+    found = explain_text(TEXT, token="cabinets", **given)
+    page = opened(found.page())
+    words = page.evaluate("rows.map(({ positions }) => positions)")
+    assert list(found.asked) in words and sorted(place for word in words for place in word) == list(
+        range(found.tokens.length)
+    )
+    for number, positions in enumerate(words):
+        if len(positions) == 1:
+            one = explain_text(TEXT, token=positions[0], **given)
+        elif positions == list(found.asked):
+            one = found
+        for layer, row in enumerate(one.layers):
+            shares = page.evaluate(SHARES, [number, str(layer + 1)])
+            np.testing.assert_allclose(shares, shares_of(row.astype(float)), rtol=2e-3, atol=1e-5)
+
+
+def test_other_methods_answer_for_the_asked_word_alone(opened):
+    given = {"model": reads("BertForMaskedLM"), "tokenizer": wordpiece_tokenizer()}
+    page = opened(explain_text(TEXT, token="is", method="gae", target="table", **given).page())
+    assert page.evaluate("rows.length") == 1 and "for “table”, probability" in page.inner_text(".summary")
+    place = page.evaluate("rows[0].positions[0]")
+    page.click(".token >> nth=2")
+    assert page.inner_text("h1") == "What rests on “key”" and "“is”" in page.inner_text("#told")
+    page.click(f".token >> nth={place}")
+    assert page.inner_text("h1") == "What “is” rests on"
+
+
+def test_a_reader_clicks_through_a_written_text(generation, opened):
+    page, m = opened(generation.page()), generation.prompt_tokens.length
+    texts = page.evaluate("tokens.map(({ text }) => text)")
+    page.click(f".token >> nth={m + 3}")
+    assert page.inner_text("h1") == f"What “{texts[m + 3]}” rests on"
+    assert page.evaluate(
+        "[...document.querySelectorAll('.token.asked, .token.at')].map(one => Number(one.dataset.position))"
+    ) == [m + 2, m + 3]
+    told, row = page.inner_text("#told"), generation.values[3, :, -1]
+    share = row.sum() / (row.sum() + generation.among_generated[3, :, -1].sum())
+    assert f"{round(100 * share)} % on the prompt" in told and "earlier written words together" in told
+    assert "its own place is left out" in told and re.search(r"entropy \d\.\d\d of \d\.\d\d bits", told)
+    assert page.get_attribute(f".token >> nth={m + 2}", "title").endswith(f"{100 * generation.own[3, -1]:.1f} %")
+    # Its prompt, layer by layer: layers go up, the sum of earlier words stands apart.
+    lines = page.evaluate(
+        "[...document.querySelectorAll('#sheet tr')].map(line => [...line.cells].map(one => one.textContent))"
+    )
+    assert lines[0] == ["", *texts[:m], "earlier written words"]
+    assert [line[0] for line in lines[1:]] == ["layer 2", "layer 1"]
+    whole = np.concatenate([generation.values, generation.among_generated], axis=1)[3].T
+    for line, own in zip(lines[1:], shares_of(whole)[::-1], strict=True):
+        expected = [*own[:m], own[m:].sum()]
+        assert all(
+            abs(float(text.replace("<1", "0.5")) - 100 * value) <= 0.6
+            for text, value in zip(line[1:], expected, strict=True)
+        )
+    page.click(".token >> nth=2")
+    assert page.inner_text("h1") == "What rests on “key”" and page.inner_text("#sheet-title").startswith(
+        "Who rests on it"
+    )
+    assert page.is_disabled("#turn")
+    # The writing position of a word is left out there, and said so.
+    page.click(f".token >> nth={m - 1}")
+    assert "left out" in page.get_attribute(f".token >> nth={m}", "title")
+
+
+def test_keys_and_the_address_lead_everywhere(generation, opened):
+    page, m = opened(generation.page()), generation.prompt_tokens.length
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+        page.keyboard.press(key)
+    assert page.evaluate("location.hash") == "#word=2&layer=1" and page.input_value("#layer") == "1"
+    assert page.inner_text("#told").startswith("up to layer 1")
+    page.keyboard.press("t")
+    assert page.evaluate("state.on") == m + 2
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("m")
+    assert page.evaluate("location.hash") == f"#on={m + 1}&layer=mean"
+    page.keyboard.press("t")
+    page.keyboard.press("a")
+    page.check("#hide input[value=special]")
+    address = page.evaluate("location.hash")
+    assert address == "#word=1&layer=all&hide=special"
+    again = opened(generation.page(), address=address)
+    drawn = (
+        "[...document.querySelectorAll('.token')].map(one => [one.className, one.title, one.style.cssText, one.hidden])"
+    )
+    assert again.evaluate(drawn) == page.evaluate(drawn) and again.inner_text("#told") == page.inner_text("#told")
+    broken = opened(generation.page(), address="#word=99&on=-4&layer=77&hide=what")
+    assert broken.evaluate("[state.word, state.on, state.layer, state.hide.size]") == [0, -1, "all", 0]
+
+
+def test_what_is_hidden_is_said_with_its_share(reading, opened):
+    page = opened(reading.page(special=False, stop_words=["the", "to"]))
+    shares = reading.weights / reading.weights.sum()
+    stopped = [place for place, text in enumerate(reading.tokens.strings) if text.strip().lower() in ("the", "to")]
+    sums = [round(100 * part.sum()) for part in (shares[np.array(reading.tokens.special)], shares[stopped])]
+    expected = "Not shown: special tokens ({} % of the weight), stop words ({} % of the weight).".format(*sums)
+    assert page.inner_text("#left-out") == expected
+    assert (
+        page.evaluate("[...document.querySelectorAll('#sheet thead bdi')].map(one => one.textContent)").count("the")
+        == 0
+    )
+    for kind in ("special", "stop"):
+        page.uncheck(f"#hide input[value={kind}]")
+    assert page.inner_text("#left-out") == "" and page.is_visible(".token >> nth=0")
+    page.check("#hide input[value=punctuation]")
+    assert "punctuation" in page.inner_text("#left-out")
+
+
+def test_even_weights_are_told_as_such(reading, opened):
+    page = opened(reading.page())
+    assert page.evaluate("evenness([1, 1, 1, 1])") == "nearly even: says little (entropy 2.00 of 2.00 bits)"
+    assert page.evaluate("evenness([97, 1, 1, 1])").startswith("on few words")
+    assert page.evaluate("evenness([0, 0])") == "" and page.locator("details.graph img").count() == 1
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_narrow_window_holds_it(scheme, generation, reading, opened):
+    for result in (generation, reading):
+        page = opened(result.page(), width=390, scheme=scheme)
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_a_words_own_place_is_no_earlier_word(opened):
+    options = {"method": "gae", "max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+    found = explain_generation(
+        reads("GPT2LMHeadModel"), "The key to the cabinets is", tokenizer=wordpiece_tokenizer(), **options
+    )
+    page, m = opened(found.page()), found.prompt_tokens.length
+    for word in range(NEW):
+        row = np.concatenate([found.values, found.among_generated], axis=1)[word, :, -1].astype(float)
+        row /= row.sum()
+        own = row[m + word - 1]
+        prompt, earlier = row[: m + word - 1][:m].sum(), row[m : m + word - 1].sum() if word else 0.0
+        page.evaluate(SHARES, [word, "all"])
+        percents = [int(one) for one in re.findall(r"(\d+) % on", page.inner_text("#told"))]
+        assert percents[:3] == pytest.approx([100 * prompt, 100 * earlier, 100 * own], abs=1), page.inner_text("#told")
+        if word:
+            last = page.evaluate(
+                "[...document.querySelectorAll('#sheet tbody tr:first-child td')].map(one => one.textContent)"
+            )
+            sums = [0 if one == "<1" else int(one) for one in last[-2:]]
+            assert sums == pytest.approx([100 * earlier, 100 * own], abs=1)
+            assert (
+                page.evaluate("[...document.querySelectorAll('#sheet thead th')].at(-1).textContent") == "its own place"
+            )
+
+
+def test_a_source_with_an_encoder_can_be_clicked_too(opened):
+    found = explain_generation(t5(), SOURCE, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    page = opened(found.page())
+    row = found.values[0, :, -1]
+    np.testing.assert_allclose(page.evaluate(SHARES, [0, "all"])[:7], row / row.sum(), rtol=1e-3, atol=1e-6)
+    page.click(".token >> nth=1")
+    assert page.inner_text("h1").startswith("What rests on")
+
+
+@pytest.mark.parametrize("name", ["llava", "internvl"])
+def test_a_word_shows_its_map_on_the_picture(name, opened):
+    found = written(name, neutral="user <image> the square", through_tower=name == "llava")
+    for options in ({}, {"relative": True}):
+        page = opened(found.page(**options))
+        for word in range(len(ANSWER)):
+            shares = []
+            for layer in (1, 2):
+                saliency = found.picture(word, layer=layer, **options)
+                share = saliency.grid / saliency.grid.sum() * saliency.facts["on_picture"]
+                page.evaluate(SHARES, [word, str(layer)])
+                shown = page.evaluate(
+                    "word => { const { shape, values } = mapOf(0, word); return [shape, [...values]]; }", word
+                )
+                assert shown[0] == list(saliency.grid.shape)
+                np.testing.assert_allclose(shown[1], share.flatten(), rtol=1e-3, atol=1e-6)
+                shares.append(share)
+            page.evaluate(SHARES, [word, "mean"])
+            _, mean = page.evaluate(MAP, word)
+            np.testing.assert_allclose(mean, np.mean(shares, axis=0).flatten(), rtol=1e-3, atol=1e-6)
+        assert page.evaluate("data.pictures[0].window") == pytest.approx(saliency.placement.window)
+
+
+def test_a_reader_clicks_from_word_to_word_on_the_picture(opened):
+    found = written()
+    page, drawn = opened(found.page()), "document.querySelector('.stage canvas').toDataURL()"
+    assert page.inner_text("h1") == "What “red” rests on"  # the first word that says something
+    first = page.evaluate(drawn)
+    page.click(".token >> text=heart")
+    assert page.evaluate(drawn) != first
+    on_picture = found.picture("heart").facts["on_picture"]
+    assert page.inner_text(".picture .share") == f"{100 * on_picture:.1f} % of “heart” rests on it"
+    assert f"({round(100 * on_picture)} % on the picture)" in page.inner_text("#told")
+    assert [one.inner_text() for one in page.query_selector_all(".small")] == ["red", "heart"]
+    head = "[...document.querySelectorAll('#sheet thead th')].map(one => one.textContent)"
+    assert page.evaluate(head)[-2:] == ["the picture", "earlier written words"]
+    page.click(".small >> nth=0")
+    assert page.inner_text("h1") == "What “red” rests on" and page.evaluate(drawn) == first
+    page.hover(".stage .frame")
+    assert re.fullmatch(r"row \d, column \d: .* — number \d+ of 36 patches", page.inner_text(".picture .reading"))
+    page.click(".token >> text=what")  # who rests on a word of the prompt is no question to the picture
+    assert page.is_hidden("#pictures")
+    page.keyboard.press("ArrowRight")
+    page.click(".token >> text=heart")
+    assert page.is_visible("#pictures")
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_pictures_fit_the_window(width, opened):
+    page = opened(written(image=photograph(size=(400, 90))).page(), width=width)
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    box = page.locator(".stage .frame").bounding_box()
+    assert box["width"] / box["height"] == pytest.approx(90 / 400, rel=0.02) and box["height"] <= 451

@@ -1,0 +1,195 @@
+"""Views of what was read and written: the numbers of the result, in the right places."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import vitflow
+from vitflow import Generation, Reading, Words
+from vitflow.errors import OptionError
+from vitflow.methods.rollout import attention_rollout
+from vitflow.text.graph import MOST_TOKENS
+from vitflow.text.labels import ENGLISH_STOP_WORDS
+
+MINILM = Path(__file__).resolve().parents[4] / "shared" / "data" / "minilm"
+STRINGS = ("<s>", "the", " key", " is", " here")
+
+
+def words(strings=STRINGS) -> Words:
+    return Words(tuple(strings), tuple(range(len(strings))), tuple(string == "<s>" for string in strings))
+
+
+def reading(strings=STRINGS, layers: int = 3, *, asked=(3,), causal: bool = True, **changed) -> Reading:
+    """Random causal attention, read as rollout reads it."""
+    tokens = len(strings)
+    matrices = np.random.default_rng(0).random((layers, tokens, tokens)).astype(np.float32)
+    matrices = np.tril(matrices) if causal else matrices
+    matrices /= matrices.sum(axis=-1, keepdims=True)
+    rows = np.random.default_rng(1).dirichlet(np.ones(tokens), size=layers).astype(np.float32)
+    if causal:
+        rows[:, max(asked) + 1 :] = 0
+    options = {"head_fusion": "mean", "residual": 0.5, "causal": "raw"}
+    known = {"own": None, "causal": causal, "text": "the key is here", "model": "m", "method": "rollout"}
+    return Reading(
+        **{"tokens": words(strings), "weights": rows[-1], "layers": rows, "matrices": matrices, "asked": asked}
+        | known
+        | {"options": options}
+        | changed
+    )
+
+
+def generation(n: int = 3, m: int = 4, layers: int = 2) -> Generation:
+    rows = np.zeros((n, m + n, layers), np.float32)
+    for number in range(n):
+        rows[number, : m + number] = np.random.default_rng(number).dirichlet(np.ones(m + number), size=layers).T
+    written = words([f" w{number}" for number in range(n)])
+    return Generation(rows[:, :m], rows[:, m:], words(STRINGS[:m]), written, "m", "rollout", {"residual": 0.5})
+
+
+def test_what_comes_after_the_asked_token_is_unseen_by_a_decoder():
+    found = reading()
+    view = found.shaded()
+    assert np.isnan(view.weights[4]) and not np.isnan(view.weights[:4]).any()
+    assert np.isnan(found.sheet().weights[:, 4]).all()
+    assert not np.isnan(reading(causal=False).shaded().weights).any()
+    np.testing.assert_allclose(view.weights[:4], found.weights[:4])
+    assert view.title == "What “is” rests on" and view.caption == "Attention rollout · m"
+
+
+def test_the_share_of_the_asked_token_is_told_beside_where_the_map_leaves_it_out():
+    assert "its own token 40 %" in str(reading(own=0.4).shaded().trust)
+
+
+def test_the_writing_position_has_no_number_where_its_share_stands_apart():
+    raw = generation()
+    values, among = raw.values.copy(), raw.among_generated.copy()
+    values[0, 3] = among[1, 0] = among[2, 1] = 0  # as the receptive field leaves it
+    found = replace(raw, values=values, among_generated=among, own=np.full((3, 2), 0.4, np.float32))
+    view = found.sheet(generated=True)
+    numbers = [[cell.text for cell in row.cells if cell.asked] for row in view._table]
+    assert numbers == [["·"]] * 3 and "its own token 40 %" in view.text() and "· is the row's own token" in view.text()
+    lines = view.text().splitlines()
+    assert [line.split()[number] for line, number in zip(lines[3:6], (4, 5, 6), strict=True)] == ["·"] * 3
+    assert "·" not in found.shaded(1)._tokens[4].number and "row's own token" not in raw.sheet().text()
+    page = found.shaded(1).html()
+    assert 'title="w0: stands apart, with a share of 40.00 %, token 4"' in page and 'w1: not seen, token 5"' in page
+
+
+def test_what_is_printed_of_a_result_is_one_short_line():
+    told = repr(reading(text="the key " * 40 + "\x1b"))
+    assert told == f"Reading({('the key ' * 40)[:60]!r}, rollout, token='is', 5 tokens, 3 layers, m)"
+    assert (
+        repr(generation())
+        == "Generation('<s> the key is w0 w1 w2', 3 tokens after a prompt of 4, rollout, 2 layers, m)"
+    )
+    one = generation()
+    both = replace(
+        one,
+        values=np.stack([one.values] * 2),
+        among_generated=np.stack([one.among_generated] * 2),
+        prompt_tokens=(one.prompt_tokens,) * 2,
+        generated_tokens=(one.generated_tokens,) * 2,
+    )
+    assert repr(both) == "Generation(2 prompts of at most 4 tokens, rollout, 2 layers, m)"
+    assert repr(both[1]) == repr(one)
+
+
+def test_a_word_of_several_pieces_is_asked_about_as_one():
+    assert reading(("<s>", "the", " cab", "inet"), asked=(2, 3)).shaded().title == "What “cabinet” rests on"
+
+
+def test_the_sheet_has_the_rows_of_the_layers():
+    found = reading()
+    assert found.sheet().rows == ["layer 1", "layer 2", "layer 3"]
+    np.testing.assert_allclose(found.sheet().weights[:, :4], found.layers[:, :4])
+
+
+def test_the_graph_shows_raw_attention_rollout_and_flow_of_each_layer():
+    found = reading()
+    raw, rollout, flow = found.graph().panels
+    np.testing.assert_allclose(raw.matrices, found.matrices, rtol=1e-6)
+    expected = np.eye(5)
+    for layer, drawn in zip(found.matrices, rollout.matrices, strict=True):
+        expected = (0.5 * layer + 0.5 * np.eye(5)) @ expected
+        np.testing.assert_allclose(drawn, expected, atol=1e-6)
+    # One layer's flow is its row; rows of later layers sum to 1, too.
+    np.testing.assert_allclose(flow.matrices[0], rollout.matrices[0], atol=1e-6)
+    np.testing.assert_allclose(flow.matrices.sum(axis=-1), 1, atol=1e-6)
+    np.testing.assert_allclose(rollout.paths[:, 3], rollout.matrices[:, 3])
+    assert rollout.paths.sum() == pytest.approx(3, abs=1e-5)  # the asked token's rows alone
+
+
+def test_the_paths_of_raw_attention_carry_what_arrives():
+    found = reading()
+    paths = found.graph().panels[0].paths
+    expected = np.eye(5)[3] @ found.matrices[2] @ found.matrices[1] @ found.matrices[0]
+    np.testing.assert_allclose(paths[0].sum(axis=0), expected, atol=1e-6)
+
+
+def test_a_text_too_long_for_a_graph_is_refused_before_any_flow_is_solved():
+    long = reading(["<s>", *([" the", " key"] * (MOST_TOKENS // 2))], layers=1)
+    with pytest.raises(OptionError, match=f"at most {MOST_TOKENS} tokens for a graph, got {MOST_TOKENS + 1}"):
+        long.graph()
+    assert long.graph(stop_words=ENGLISH_STOP_WORDS).hidden
+    with pytest.raises(OptionError, match="draw the sheet"):
+        reading(matrices=None).graph()
+
+
+def test_a_generation_is_a_row_for_each_written_token():
+    found = generation()
+    sheet = found.sheet()
+    np.testing.assert_allclose(sheet.weights, found.values[..., -1])
+    np.testing.assert_allclose(sheet.weights.sum(axis=1) + sheet.rest, 1, atol=1e-6)
+    assert sheet.rows == ["w0", "w1", "w2"] and sheet.rest[0] == 0
+    np.testing.assert_allclose(found.sheet(1).weights, found.values[..., 0])
+    whole = found.sheet(generated=True).weights
+    assert whole.shape == (3, 7) and np.isnan(whole[0, 4:]).all() and not np.isnan(whole[2, :6]).any()
+
+
+def test_one_written_token_is_shaded_over_all_that_it_read():
+    view = generation().shaded(1)
+    assert view.title == "What “w1” rests on" and view.asked == (4, 5)
+    assert view.own == pytest.approx(generation().among_generated[1, 0, -1])
+    assert np.isnan(view.weights[5:]).all() and not np.isnan(view.weights[:5]).any()
+    with pytest.raises(OptionError, match="the generated token from -3 to 2, got 3"):
+        generation().shaded(3)
+
+
+def test_several_prompts_are_drawn_one_by_one():
+    one = generation()
+    batch = Generation(
+        np.stack([one.values] * 2),
+        np.stack([one.among_generated] * 2),
+        (one.prompt_tokens,) * 2,
+        (one.generated_tokens,) * 2,
+        "m",
+        "rollout",
+        {},
+    )
+    with pytest.raises(OptionError, match=r"Expected one prompt to draw, got 2: take generation\[0\]"):
+        batch.sheet()
+    assert batch._repr_mimebundle_()["text/html"].count("<table") == 2
+    assert batch[1].sheet().rows == one.sheet().rows
+
+
+def test_results_are_json_and_show_themselves(tmp_path):
+    found, written = reading(), generation()
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["asked"] == [3]
+    assert json.loads(json.dumps(written.to_dict(), allow_nan=False))["generated_tokens"] == [" w0", " w1", " w2"]
+    assert "<bdi>key</bdi>" in found._repr_mimebundle_()["text/html"]
+    for one in (found, written):
+        assert one.save(tmp_path / "view.png").stat().st_size > 1000
+
+
+@pytest.mark.skipif(not MINILM.is_dir(), reason="needs the trained BERT that is kept outside the project")
+def test_the_trained_bert_is_read():
+    found = vitflow.explain_text("The keys to the cabinet are here.", model=MINILM, token="are", preset="paper")
+    assert found.shaded().text().splitlines()[1].startswith("[CLS]")
+    layers = [layer[None] for layer in torch.from_numpy(found.matrices)]
+    rolled = attention_rollout(layers, num_prefix_tokens=0)[0, found.asked[0]]
+    np.testing.assert_allclose(found.weights, rolled.numpy(), atol=1e-5)
+    assert "keys" in found.graph(special=False).text()

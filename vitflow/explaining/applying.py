@@ -1,0 +1,136 @@
+"""From a recorded pass to results: what the model answered, and each method's maps beside that answer."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitflow.errors import ModelError, ShapeError
+from vitflow.explaining.answer import Answer
+from vitflow.explaining.asked import AskedTrace
+from vitflow.explaining.choices import Chosen, ChosenMethod
+from vitflow.explaining.method import Method
+from vitflow.explaining.needs import needs_gradients, starts_at_readout
+from vitflow.explaining.refining import make_maps
+from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.targets import doubt
+from vitflow.models.answers import Answers
+from vitflow.models.facts import ModelFacts
+
+
+def probabilities_of(logits: object, facts: ModelFacts) -> Tensor | None:
+    """What is told of a model's answers [batch, classes], as a rule probabilities; None where it has no classes.
+
+    Raises:
+        ModelError: it returned no tensor, or one with numbers that are not finite.
+    """
+    if not isinstance(logits, Tensor):
+        raise ModelError(f"Expected {facts.id} to return one tensor of logits, got none.")
+    if facts.answers.count == 0 or logits.ndim != 2:
+        return None
+    if not torch.isfinite(logits).all():
+        raise ModelError(
+            f"{facts.id} returned NaN or infinite logits for this picture: its weights or its precision "
+            f"({logits.dtype}) are at fault, and no map of it would mean anything."
+        )
+    return facts.answers.told(logits)
+
+
+def apply_methods(trace: AskedTrace, chosen: Chosen, wanted: Sequence[Tensor | None]) -> list[list[Saliency]]:
+    """The maps of each picture, method by method, and for class-specific methods target by target.
+
+    Args:
+        trace: the pass.
+        chosen: methods and their options.
+        wanted: class indices [batch] per target; None where the model has no classes.
+    """
+    gradients = needs_gradients(chosen)
+    found: list[list[list[Saliency]]] = [[[] for _ in chosen] for _ in trace.pictures]
+    for number, target in enumerate(wanted):
+        trace.targets = target
+        started = time.perf_counter()
+        if gradients:
+            trace.backward()  # once for all methods, and each method's seconds hold it
+        backward = time.perf_counter() - started
+        for position, one in enumerate(chosen):
+            if number and not (one.method.class_specific or _reads_target(one, trace)):
+                continue
+            seconds = trace.seconds + (backward if "gradients" in one.method.needs else 0.0)
+            for maps, saliency in zip(found, _apply(one, trace, seconds), strict=True):
+                maps[position].append(saliency)
+        trace.forget_gradients()
+    return [[saliency for maps in of_picture for saliency in maps] for of_picture in found]
+
+
+def _reads_target(one: ChosenMethod, trace: AskedTrace) -> bool:
+    """Whether a map starts at tokens that depend on the target, though its method does not."""
+    return starts_at_readout(one) and trace.reads_target
+
+
+def _apply(one: ChosenMethod, trace: AskedTrace, seconds: float) -> list[Saliency]:
+    """One method for the trace's targets: a map for each picture. `seconds` is what the batch has taken before."""
+    started = time.perf_counter()
+    method, batch = one.method, len(trace.pictures)
+    trace.refinement_asked = "refine" in one.asked
+    maps, used = make_maps(method, one.options, trace)
+    grids = _check_grids(maps.grids, method, batch)
+    seconds = (seconds + time.perf_counter() - started) / batch
+    assert trace.facts is not None
+    told, found = trace.facts.answers, []
+    readouts = trace.readout_words(trace.targets) if starts_at_readout(one) else []
+    for index, picture in enumerate(trace.pictures):
+        answer = Answer()
+        if trace.probabilities is not None and trace.targets is not None:
+            answer = Answer.of(trace.probabilities[index], int(trace.targets[index]), told)
+        facts: dict[str, Any] = {"readout": readouts[index]} if readouts else {}
+        by_attention = bool(method.needs & {"attention", "heads"})
+        if (
+            by_attention
+            and used[index].get("patch") is not None
+            and (trace.top.rows, trace.top.cols) != grids[index].shape
+        ):
+            facts["patch_grid"] = [trace.top.rows, trace.top.cols]  # among which one was asked for
+        saliency = Saliency(
+            grid=grids[index],
+            placement=picture.placement,
+            image=picture.image,
+            source=picture.name,
+            model=trace.facts.id,
+            method=method.name,
+            options=used[index],
+            class_specific=method.class_specific or _reads_target(one, trace),
+            answer=answer,
+            facts=facts | (maps.facts[index] if maps.facts else {}) | _beside(answer, method, trace, told, index),
+            seconds=seconds,
+            reference=told.pictures[answer.index] if told.pictures and answer.index is not None else None,
+        )
+        found.append(saliency)
+    return found
+
+
+def _beside(answer: Answer, method: Method, trace: AskedTrace, told: Answers, index: int) -> dict[str, Any]:
+    """What else is to be known of an answer: that the model all but rules the class out, where it was asked for; the
+    cosine behind a share of a softmax; and what the map's number is less.
+    """
+    facts: dict[str, Any] = {}
+    if method.class_specific and trace.probabilities is not None and not answer.is_predicted:
+        note = None if answer.probability is None else doubt(answer.probability, trace.probabilities.shape[1])
+        facts |= {} if note is None else {"note": note}
+    if told.reading == "softmax" and told.scale != 1.0 and trace.numbers is not None and answer.index is not None:
+        facts["cosine"] = round(float(trace.numbers[index, answer.index]) / told.scale, 4)
+    if method.class_specific and trace.answers is not told:
+        facts["against"] = told.against
+    return facts
+
+
+def _check_grids(grids: Tensor, method: Method, batch: int) -> NDArray[np.float32]:
+    array: NDArray[np.float32] = grids.detach().float().cpu().numpy()
+    if array.ndim != 3 or len(array) != batch:
+        raise ShapeError(f"Expected maps [{batch}, rows, cols] from method {method.name}, got {array.shape}.")
+    if not np.isfinite(array).all():
+        raise ShapeError(f"Method {method.name} gave a map with NaN or infinite values.")
+    return array

@@ -1,0 +1,209 @@
+"""Compare methods: the same pictures under several methods, as a strip for a paper and as numbers of agreement."""
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, printable
+from vitflow.explaining.agreement import Agreement, mean_of_defined, measure_agreement
+from vitflow.explaining.captions import own_options
+from vitflow.explaining.choices import MethodChoice, check_methods, left_out
+from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_options import takes_method_options
+from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
+from vitflow.explaining.picture_model import at_least_one, name_of
+from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.strips import columns_of, draw_comparison
+from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_picture
+from vitflow.methods.ranks import spearman
+from vitflow.pictures import figures, notebook
+from vitflow.pictures.figures import file_too
+from vitflow.pictures.images import ImageSource
+from vitflow.pictures.pen import Pen, takes_drawing_options
+
+# Pictures that a notebook shows of a comparison.
+_SHOWN = 4
+
+
+@takes_method_options
+def compare(
+    images: ImageSource | Sequence[ImageSource],
+    *,
+    model: str | Path | nn.Module | Explainer,
+    methods: Sequence[MethodChoice] | None = None,
+    targets: Targets | Contrast | Sequence[Contrast] = None,
+    fit: str = "crop",
+    device: str | torch.device | None = None,
+    **options: Any,
+) -> "Comparison":
+    """Explain one picture or several with many methods, side by side, with the baselines beside them.
+
+    Args:
+        images: one picture, or a list of them: paths, bytes, PIL pictures, or RGB arrays.
+        model: a model id (see `load_model`), a module of your own, or an `Explainer`, whose own fit and device hold.
+        methods: names, or (name, options) pairs; by default `DEFAULT_METHODS`, without the class-specific ones where
+            the model has no classes, and with a warning without those that do not apply to the model. Name "random" and
+            "centre" to keep the baselines beside a choice of your own.
+        targets: one class or several, by index or name, or "top5", or an array with the class index of each picture;
+            or contrasts of two classes, which only class-specific methods show;
+            by default the predicted class. Methods that are not class-specific give one map per picture all the same.
+        fit, device: as for `vitflow.explain`.
+        options: options for every method that has them, such as head_fusion="max".
+
+    Raises:
+        VitflowError: a picture, the model or an option is wrong; the message says which and what to do.
+
+    >>> from vitflow.demo import sample_pictures
+    >>> comparison = compare(sample_pictures()[0], model="demo", methods=["rollout", "gae", "random"], targets="top2")
+    >>> [saliency.method for saliency in comparison.saliencies]
+    ['rollout', 'gae', 'gae', 'random']
+    """
+    sources = at_least_one(images)
+    own_targets = is_per_picture(targets)
+    if own_targets and len(targets) != len(sources):  # type: ignore[arg-type]
+        raise OptionError(f"Expected one class index for each of {len(sources)} pictures, got {targets!r}.")
+    check_methods(DEFAULT_METHODS if methods is None else methods, options)  # before a model is loaded
+    explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
+    has_classes = explainer.num_classes > 0
+    contrasting = bool(contrasts_among(targets))  # of which only class-specific methods know
+    chosen = methods or [
+        name
+        for name in DEFAULT_METHODS
+        if (has_classes or not get_method(name).class_specific) and (get_method(name).class_specific or not contrasting)
+    ]
+    pictures = []
+    for number, source in enumerate(sources):
+        # One by one: no picture waits for the memory of another, and the seconds are its own.
+        wanted = targets[number : number + 1] if own_targets else targets  # type: ignore[index]
+        names = [name_of(source, number + 1)]
+        try:
+            found = explainer.explain_batch([source], methods=chosen, targets=wanted, names=names, **options)
+        except UnsupportedModelError:
+            if methods is not None:
+                raise
+            refused = explainer.refusals(chosen)
+            for note in left_out(refused):
+                warnings.warn(note, VitflowWarning, stacklevel=2)
+            chosen = [name for name in chosen if name not in refused]
+            found = explainer.explain_batch([source], methods=chosen, targets=wanted, names=names, **options)
+        pictures.append(tuple(maps for column in columns_of(found) for maps in column))
+    return Comparison(tuple(pictures))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison:
+    """Maps of the same pictures by several methods.
+
+    Attributes:
+        pictures: for each picture its maps, method by method, and for class-specific methods class by class.
+    """
+
+    pictures: tuple[tuple[Saliency, ...], ...]
+
+    def __repr__(self) -> str:
+        count = len(self.pictures)
+        return f"Comparison({count} picture{'s' if count > 1 else ''}: {printable(', '.join(self.labels))})"
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """What a notebook shows: the strip of the first pictures, in the size of a page."""
+        left_out = len(self.pictures) - _SHOWN
+        text = f"{self!r}{f'; {left_out} more pictures are not shown' if left_out > 0 else ''}"
+        strip = Comparison(self.pictures[:_SHOWN]).strip(dpi=notebook.DPI)
+        return notebook.bundle(text, picture=figures.figure_bytes(strip, ".png"))
+
+    @property
+    def saliencies(self) -> tuple[Saliency, ...]:
+        """All maps: picture by picture, method by method, class by class."""
+        return tuple(saliency for picture in self.pictures for saliency in picture)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What each column shows: the method, with the options that differ from its defaults."""
+        return tuple(
+            f"{maps[0].method} ({told})" if (told := own_options(maps[0].method, maps[0].options)) else maps[0].method
+            for maps in columns_of(self.pictures[0])
+        )
+
+    def agreement(self, top: float = 0.1) -> Agreement:
+        """How far the methods agree: rank correlation and overlap of the highest patches, for each pair of them.
+
+        Class-specific maps are compared class by class, and the others with each of these; shown are means over
+        pictures and classes. See `vitflow.methods.ranks.spearman` and `top_overlap` for ties and constant maps.
+
+        Args:
+            top: share of a map's patches that count as its highest, 0 < top < 1; at least one patch.
+
+        Raises:
+            OptionError: top lies outside its range.
+        """
+        rows, between = [], dict[str, list[float | None]]()
+        for picture in self.pictures:
+            columns = columns_of(picture)
+            rows += [[maps[min(row, len(maps) - 1)].grid for maps in columns] for row in range(max(map(len, columns)))]
+            for label, maps in zip(self.labels, columns, strict=True):
+                if len(maps) > 1:
+                    between.setdefault(label, []).extend(spearman(a.grid, b.grid) for a, b in combinations(maps, 2))
+        classes = {label: mean_of_defined(values) for label, values in between.items()}
+        return measure_agreement(self.labels, rows, top=top, between_classes=classes)
+
+    @takes_drawing_options
+    def strip(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        same_scale: bool = False,
+        width: float = 1.5,
+        timings: bool = False,
+        **drawing: Any,
+    ) -> Figure:
+        """Draw the maps over their photographs: rows are pictures, or classes of a picture; columns are methods.
+
+        More than five methods stand in several rows; those with a map for each class stand below the others.
+
+        Args:
+            path: also write the figure here: .png, .pdf or .svg.
+            same_scale: give all maps of one method, of every class and picture, the limits of their colours in common,
+                so that they can be compared; by default each map has its own. Different methods never have the same:
+                their values mean different things.
+            width: of a column, in inches.
+            timings: tell below each map how long it took.
+            drawing: as for `Saliency.figure`; vmin and vmax are those of all maps.
+
+        Raises:
+            OptionError: a drawing option out of range, or another file type.
+        """
+        pen = Pen.of(width, drawing)
+        return file_too(path, lambda: draw_comparison(self.pictures, pen, same_scale=same_scale, timings=timings))
+
+    def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
+        """Write the strip (.png, .pdf, .svg; options as for `strip`) or everything as numbers (.json)."""
+        return figures.figure_or_numbers(path, self.strip, self.to_dict, options)
+
+    def records(self) -> list[dict[str, Any]]:
+        """What a log keeps of each picture, ready for JSON: its maps without their values, and their agreement."""
+        return [
+            {
+                "input": picture[0].source,
+                "model": picture[0].model,
+                "maps": [saliency.to_dict() for saliency in picture],
+                "agreement": Comparison((picture,)).agreement().to_dict(),
+            }
+            for picture in self.pictures
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON: each map with its values on the patch grid, and the agreement."""
+        return {
+            "model": self.saliencies[0].model,
+            "methods": list(self.labels),
+            "maps": [saliency.to_dict() | {"grid": saliency.grid.tolist()} for saliency in self.saliencies],
+            "agreement": self.agreement().to_dict(),
+        }

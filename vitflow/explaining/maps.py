@@ -1,0 +1,264 @@
+"""From a trace to maps: each method's own function, called with what the recorder saw."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, check_known
+from vitflow.explaining.asked import AskedTrace
+from vitflow.explaining.method_options import OPTIONS
+from vitflow.explaining.progress import tracking
+from vitflow.methods import baselines, gradients
+from vitflow.methods import rollout as rollouts
+from vitflow.methods.attention import check_layer, one_head
+from vitflow.methods.flow.attention_flow import Solver, attention_flow
+from vitflow.methods.flow.layers import LayerRange, default_window
+from vitflow.methods.fusion import HeadFusion, SignedFusion, normalize_rows
+from vitflow.methods.hiding import occlusion as blank_out
+from vitflow.methods.staged_rollout import staged_attention, staged_rollout
+from vitflow.methods.tokens import TokenLayout
+from vitflow.methods.values import ValueWeighting
+from vitflow.models.anatomy import ATTENTION_POOLING, pool_queries
+from vitflow.recording.trace import Trace
+
+Patch = Sequence[int]
+
+# A flow map with a larger saturated share is told to say little.
+MOSTLY_SATURATED = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Maps:
+    """What a method found: one map per picture, and facts about it worth telling.
+
+    Attributes:
+        grids: maps [batch, rows, cols], unscaled.
+        facts: per picture, numbers and words that belong beside the map, such as the saturated share of a flow.
+    """
+
+    grids: Tensor
+    facts: list[dict[str, Any]] = field(default_factory=list)
+
+
+def readout_of(trace: Trace, patch: Patch | None) -> Tensor:
+    """The trace's own readout [batch, tokens], or one-hot on the patch at (row, col)."""
+    if patch is None:
+        return trace.readout
+    one_hot = torch.zeros_like(trace.readout)
+    one_hot[:, trace.top.token_of_patch(*patch_place(patch))] = 1.0
+    return one_hot
+
+
+def patch_place(patch: Patch) -> tuple[int, int]:
+    """Row and column of a patch; OptionError where it is no such pair."""
+    try:
+        row, col = patch
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"Expected patch=(row, column), got {patch!r}.") from error
+    return row, col
+
+
+def _through_layers(
+    trace: Trace, matrices: Sequence[Tensor], readout: Tensor, *, end_layer: int = -1, **options: Any
+) -> Maps:
+    """The readout's row of a product of fused layers, on the patch grid; on the finest one where stages differ."""
+    count = check_layer("end_layer", end_layer, len(trace.layers)) + 1
+    tokens = [layer.tokens for layer in trace.layers[:count]]
+    if tokens[-1].queries != trace.layers[-1].tokens.queries:
+        raise UnsupportedModelError(
+            f"The tokens of layer {count} of {type(trace.model).__name__} are not those that its answer is read from: "
+            "use end_layer=-1."
+        )
+    row, layout = staged_rollout(trace.windows(matrices)[:count], tokens, readout=readout, **options)
+    return Maps(layout.to_grid(row))
+
+
+def _for_the_class(
+    trace: AskedTrace, patch: Patch | None, head_fusion: SignedFusion, value_weighted: ValueWeighting
+) -> tuple[Tensor, list[Tensor]]:
+    """The readout [batch, tokens], and the fused (A ⊙ ∇A)⁺ of each layer, [batch · windows, queries, keys].
+
+    An attention-pooling head is a layer like the others, and what it attends to does not depend on the class by itself:
+    the readout from it is its (A ⊙ ∇A)⁺, fused likewise, rows summing to 1.
+    """
+    found = trace.backward()
+    matrices = rollouts.for_the_class(trace.heads(value_weighted=value_weighted), found.attentions, head_fusion)
+    by_attention = trace.pooled is not None and trace.pooling == ATTENTION_POOLING
+    if patch is not None or not by_attention or trace.pooled is None or found.pooled is None:
+        return readout_of(trace, patch), matrices
+    [queries] = rollouts.for_the_class([trace.pooled.detach()], [found.pooled], head_fusion)
+    weights = pool_queries(trace.model, trace.top, queries)
+    return weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny), matrices
+
+
+def rollout(
+    trace: Trace,
+    *,
+    head_fusion: HeadFusion,
+    value_weighted: ValueWeighting,
+    patch: Patch | None,
+    residual: float,
+    end_layer: int = -1,
+    **options: Any,
+) -> Maps:
+    """Attention rollout of the readout, on the patch grid; on the finest one where stages differ."""
+    readout, matrices = readout_of(trace, patch), trace.fused(head_fusion, value_weighted=value_weighted)
+    # What was multiplied while the model ran holds its residual connections already.
+    shares = [0.0 if layer.multiplied else residual for layer in trace.layers]
+    shares = shares[: check_layer("end_layer", end_layer, len(shares)) + 1]
+    return _through_layers(trace, matrices, readout, end_layer=end_layer, residual=shares, **options)
+
+
+def flow(
+    trace: Trace,
+    *,
+    layers: LayerRange,
+    below: str,
+    head_fusion: HeadFusion,
+    discard_ratio: float,
+    residual: float,
+    value_weighted: ValueWeighting,
+    solver: Solver,
+    patch: Patch | None,
+) -> Maps:
+    """Attention flow of the readout through a range of layers, carried on to the input by rollout below it.
+
+    Through many layers nearly every flow is saturated, and the map says nothing of the layers above the first. So the
+    flow runs through the upper layers, where it is not, and attention rollout takes what arrives down to the patches.
+    """
+    if trace.staged:
+        raise UnsupportedModelError(
+            f"Attention flow is computed over one set of tokens, and {type(trace.model).__name__} has windows, or "
+            "stages with different tokens. Use rollout, which goes through them, or attention, gradient_rollout, "
+            "gradcam."
+        )
+    matrices = trace.fused(head_fusion, value_weighted=value_weighted)
+    layers = default_window(layers, len(matrices))
+    readout, layout = readout_of(trace, patch), trace.layout
+    if layout.num_suffix_tokens:  # patches last, as flow has them
+        every = torch.arange(layout.num_tokens, device=readout.device)
+        start, stop = layout.patches.start, layout.patches.stop
+        order = torch.cat([every[:start], every[stop:], every[start:stop]])
+        matrices, readout = [matrix[:, order][:, :, order] for matrix in matrices], readout[:, order]
+        layout = TokenLayout(layout.num_prefix_tokens + layout.num_suffix_tokens, layout.rows, layout.cols)
+    prefix = layout.num_prefix_tokens
+    options: dict[str, Any] = {"discard_ratio": discard_ratio, "residual": residual, "num_prefix_tokens": prefix}
+    with tracking("attention flow", len(readout) * layout.num_tokens) as progress:
+        found = attention_flow(matrices, source=readout, layers=layers, solver=solver, progress=progress, **options)
+    tokens, (first, last) = found.values, found.layers
+    if below == "rollout" and first > 1:
+        shares = found.normalized.to(matrices[0].dtype)
+        tokens = rollouts.attention_rollout(matrices[: first - 1], readout=shares, **options)
+    shares_saturated = [float(share) for share in found.saturated_share]
+    if max(shares_saturated) > MOSTLY_SATURATED:
+        warnings.warn(
+            f"{max(shares_saturated):.0%} of the flows through layers {first} to {last} are saturated: they equal the "
+            f"column sums of layer {first}, and the map says nothing of the layers above it. Take fewer layers.",
+            VitflowWarning,
+            stacklevel=2,
+        )
+    facts = [{"saturated": share, "flow_layers": [first, last]} for share in shares_saturated]
+    return Maps(layout.to_grid(tokens), facts)
+
+
+def attention(
+    trace: Trace,
+    *,
+    head_fusion: HeadFusion,
+    layer: int,
+    head: int | None,
+    discard_ratio: float,
+    value_weighted: ValueWeighting,
+    patch: Patch | None,
+) -> Maps:
+    """Raw attention of the readout in one layer, on the patch grid."""
+    index, readout = check_layer("layer", layer, len(trace.layers)), readout_of(trace, patch)
+    if head is None:
+        matrix = trace.fused(head_fusion, value_weighted=value_weighted)[index]
+    else:
+        matrix = one_head(trace.heads(value_weighted=value_weighted)[index].detach(), head)
+        matrix = normalize_rows(matrix) if value_weighted else matrix
+    tokens = [layer.tokens for layer in trace.layers]
+    windows = matrix.unflatten(0, (-1, tokens[index].windows))
+    row, layout = staged_attention(windows, tokens, layer=layer, readout=readout, discard_ratio=discard_ratio)
+    return Maps(layout.to_grid(row))
+
+
+def gradient_rollout(
+    trace: AskedTrace,
+    *,
+    head_fusion: SignedFusion,
+    value_weighted: ValueWeighting,
+    patch: Patch | None,
+    **options: Any,
+) -> Maps:
+    """Gradient rollout of the readout for the target, on the patch grid; on the finest one where stages differ."""
+    readout, matrices = _for_the_class(trace, patch, head_fusion, value_weighted)
+    return _through_layers(trace, matrices, readout, **options)
+
+
+def gae(trace: AskedTrace, **options: Any) -> Maps:
+    """Generic attention explainability of the readout for the target: as gradient rollout, but added up."""
+    return gradient_rollout(trace, additive=True, **options)
+
+
+def gradcam(trace: AskedTrace, *, layer: int) -> Maps:
+    """Grad-CAM for the target at the first norm of a block, or at the output of a stage, on its own grid."""
+    path = trace.block_norms[check_layer("layer", layer, len(trace.block_norms))]
+    features, found = trace.features[path], trace.feature_layouts[path]
+    if found is None:
+        raise UnsupportedModelError(
+            f"The output of {path} in {type(trace.model).__name__}, of shape {tuple(features.shape)}, does not lie on "
+            "the picture: Grad-CAM does not apply there. Use another layer, input_gradient or occlusion."
+        )
+    layout, channels_last = found
+    features = features[:, : layout.patches.stop] if features.ndim == 3 else features
+    gradient = trace.backward().features[path]
+    pair = (features, gradient[:, : layout.patches.stop] if features.ndim == 3 else gradient)
+    if features.ndim == 4:
+        pair = (pair[0].flatten(1, 2), pair[1].flatten(1, 2)) if channels_last else (_rows(pair[0]), _rows(pair[1]))
+    tokens = gradients.grad_cam(*pair, num_prefix_tokens=layout.num_prefix_tokens)
+    return Maps(replace(layout, num_suffix_tokens=0).to_grid(tokens))
+
+
+def _rows(features: Tensor) -> Tensor:
+    """[batch, channels, rows, cols] → [batch, tokens, channels]."""
+    return features.flatten(2).transpose(1, 2)
+
+
+def input_gradient(trace: AskedTrace, *, patch_size: int | None) -> Maps:
+    """Absolute gradients of the target by the pixels, summed per patch."""
+    rows, cols = trace.grid(patch_size)
+    pixels = trace.backward().pixels
+    assert pixels is not None
+    return Maps(gradients.input_gradient(pixels, rows=rows, cols=cols))
+
+
+def occlusion(trace: AskedTrace, *, patch_size: int | None, occlusion_batch: int, score: str) -> Maps:
+    """The drop in the target's log-odds or probability without each patch."""
+    check_known("score", score, OPTIONS["score"].choices)
+    rows, cols = trace.grid(patch_size)
+    predict = trace.log_odds if score == "log-odds" else trace.predict
+    assert trace.pixels is not None
+    options = {"rows": rows, "cols": cols, "batch_size": occlusion_batch}
+    with tracking("blank-out", len(trace.pixels) * rows * cols) as progress:
+        maps = blank_out.occlusion(predict, trace.pixels, trace.wanted, progress=progress, **options)
+    return Maps(maps)
+
+
+def random(trace: Trace, *, random_seed: int) -> Maps:
+    """Random numbers on the patch grid."""
+    rows, cols = trace.grid()
+    assert trace.pixels is not None
+    return Maps(baselines.random_map(trace.pixels, rows=rows, cols=cols, seed=random_seed))
+
+
+def centre(trace: Trace, *, sigma: float) -> Maps:
+    """The same bump in the middle for every picture."""
+    rows, cols = trace.grid()
+    assert trace.pixels is not None
+    return Maps(baselines.centre_prior(rows, cols, sigma=sigma).expand(len(trace.pixels), -1, -1))

@@ -1,0 +1,282 @@
+"""The table of methods: those that the project brings, and those that a user adds.
+
+This module imports no torch.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from vitflow.errors import OptionError, check_known
+from vitflow.explaining.method import METHODS as _METHODS
+from vitflow.explaining.method import Method
+
+#: Maps that know nothing of the model's answer: a map that looks no better than these says nothing.
+BASELINES = ("random", "centre")
+#: What is compared unless the caller chooses, as far as the model has classes; baselines last.
+DEFAULT_METHODS = ("attention", "rollout", "flow", "gradient_rollout", "gae", "gradcam", *BASELINES)
+
+_PAPER = "Abnar & Zuidema, ACL 2020"
+
+
+def is_slow(name: str) -> bool:
+    """Whether a method takes long enough on a picture to tell its progress meanwhile.
+
+    Raises:
+        OptionError: there is no such method.
+    """
+    return name == "flow" or "predict" in get_method(name).needs
+
+
+def register_method(
+    name: str | Method, function: Callable[..., Any] | str = "", *, replace: bool = False, **fields: Any
+) -> Method:
+    """Add a method to the table, so that every verb of the toolkit can use it by name.
+
+    Args:
+        name: a `Method`; or its name, followed by the other fields.
+        function: called as `function(trace, **options)`, to return maps [batch, rows, cols]; see `Method`.
+        replace: allow an existing name to be taken over.
+        fields: the other fields of a `Method`, such as summary, defaults and needs.
+
+    Raises:
+        OptionError: the name is taken, or `needs` holds something unknown.
+    """
+    method = Method(name, function, **fields) if isinstance(name, str) else name
+    if method.name in _METHODS and not replace:
+        raise OptionError(f"There is already a method {method.name!r}: choose another name, or pass replace=True.")
+    _METHODS[method.name] = method
+    return method
+
+
+def get_method(name: str) -> Method:
+    """The method of that name; OptionError that lists the known ones if there is none."""
+    check_known("method", name, _METHODS)
+    return _METHODS[name]
+
+
+def list_methods() -> list[Method]:
+    """All methods of the table, in the order of the documentation."""
+    return list(_METHODS.values())
+
+
+# How attention is weighted, where maps are refined by default; and likewise of those that depend on the class.
+_WEIGHTED = {"value_weighted": "output", "patch": None, "refine": 1}
+_BY_CLASS = {**_WEIGHTED, "affinity": "both"}
+# What the papers on attention do in their place.
+_PLAIN = {"head_fusion": "mean", "value_weighted": False}
+# What sampling draws and asks at once.
+_MASKS = {"masks": 256, "keep": 0.3, "cells": 7, "random_seed": 0, "occlusion_batch": 32}
+
+#: The function of rollout, of which the layers' product is enough to know.
+ROLLOUT = "vitflow.explaining.maps:rollout"
+
+register_method(
+    "rollout",
+    ROLLOUT,
+    title="Attention rollout",
+    rows="vitflow.text.read_rows:rollout",
+    summary="Attention rollout: attention as proportions, multiplied through the layers.",
+    answers="How much of each patch arrives at the top, if attention mixes tokens in proportion?",
+    defaults={
+        "head_fusion": "max",
+        "discard_ratio": 0.9,
+        "residual": 0.5,
+        "start_layer": 1,
+        "end_layer": -1,
+        **_WEIGHTED,
+    },
+    needs={"attention"},
+    paper=f"{_PAPER}, §3.1",
+    presets={"paper": {"head_fusion": "mean", "discard_ratio": 0.0, "value_weighted": False}},
+)
+register_method(
+    "attention",
+    "vitflow.explaining.maps:attention",
+    title="Raw attention",
+    rows="vitflow.text.read_rows:attention",
+    summary="Raw attention of one layer, fused or of one head.",
+    answers="What does the readout attend to in one layer?",
+    defaults={
+        "head_fusion": "mean",
+        "layer": -1,
+        "head": None,
+        "discard_ratio": 0.0,
+        "value_weighted": False,
+        "patch": None,
+    },
+    needs={"attention"},
+    paper=f"{_PAPER}, the baseline",
+    presets={"paper": {}},
+)
+register_method(
+    "flow",
+    "vitflow.explaining.maps:flow",
+    title="Attention flow",
+    rows="vitflow.text.read_rows:flow",
+    summary="Attention flow: attention as capacities, and the maximum flow from the answer to each patch.",
+    answers="How much of each patch could arrive at the top at most, if attention is capacity?",
+    defaults={
+        "layers": 4,
+        "below": "rollout",
+        "head_fusion": "mean",
+        "discard_ratio": 0.9,
+        "residual": 0.5,
+        "value_weighted": "output",
+        "solver": "exact",
+        "patch": None,
+        "refine": 1,
+    },
+    needs={"attention"},
+    paper=f"{_PAPER}, §3.2",
+    presets={"paper": {"layers": "all", "below": "none", "discard_ratio": 0.0, "value_weighted": False}},
+    implies={("layers", "all"): "paper"},
+)
+register_method(
+    "gradient_rollout",
+    "vitflow.explaining.maps:gradient_rollout",
+    title="Gradient rollout",
+    summary="Gradient rollout: rollout over attention times its gradient for the class.",
+    answers="Along which ways of attention does each patch raise this class?",
+    defaults={"head_fusion": "max", "discard_ratio": 0.0, "residual": 0.5, "start_layer": 1, **_BY_CLASS},
+    needs={"heads", "gradients"},
+    class_specific=True,
+    paper="after J. Gildenblat, Exploring Explainability for Vision Transformers, 2020",
+    presets={"paper": _PLAIN},
+)
+register_method(
+    "gae",
+    "vitflow.explaining.maps:gae",
+    title="GAE",
+    rows="vitflow.text.read_rows:gae",
+    summary="Generic attention explainability: attention times its gradient, added up through the layers.",
+    answers="Which attention raises this class?",
+    defaults={"head_fusion": "max", "start_layer": 1, **_BY_CLASS},
+    needs={"heads", "gradients"},
+    class_specific=True,
+    paper="Chefer, Gur & Wolf, ICCV 2021, §3",
+    presets={"paper": _PLAIN},
+)
+register_method(
+    "legrad",
+    "vitflow.explaining.legrad:legrad",
+    title="LeGrad",
+    summary="LeGrad: positive gradients of each layer's own answer by its attention, averaged.",
+    answers="Which attention raises the answer that each layer's own tokens would give?",
+    defaults={"start_layer": 1, "pooled": "mean"},
+    needs={"heads", "gradients", "tokens", "predict"},
+    class_specific=True,
+    paper="Bousselham et al., ICCV 2025",
+)
+register_method(
+    "gradcam",
+    "vitflow.explaining.maps:gradcam",
+    title="Grad-CAM",
+    summary="Grad-CAM on the tokens of one block.",
+    answers="Which patch features raise this class?",
+    defaults={"layer": -1},
+    needs={"features", "gradients"},
+    class_specific=True,
+    paper="Selvaraju et al., ICCV 2017",
+)
+register_method(
+    "input_gradient",
+    "vitflow.explaining.maps:input_gradient",
+    title="Input gradient",
+    summary="Absolute gradient of the class by the pixels, summed per patch.",
+    answers="Which pixels change this class?",
+    defaults={"patch_size": None},
+    needs={"gradients"},
+    class_specific=True,
+    paper="Simonyan et al., ICLR 2014 workshop",
+)
+register_method(
+    "occlusion",
+    "vitflow.explaining.maps:occlusion",
+    title="Blank-out",
+    summary="Blank-out: what the class's log-odds lose when a patch is hidden.",
+    answers="Which patches does this class lose most without?",
+    defaults={"patch_size": None, "occlusion_batch": 32, "score": "log-odds"},
+    needs={"predict"},
+    class_specific=True,
+    paper="Zeiler & Fergus, ECCV 2014, §3",
+    presets={"paper": {"score": "probability"}},
+)
+register_method(
+    "sampling",
+    "vitflow.explaining.sampling:sampling",
+    title="Sampling",
+    summary="Sampling: the class's log-odds with a patch less those without it, over random choices of the others.",
+    answers="Which patches raise this class, wherever the others are?",
+    defaults={**_MASKS, "refine": 1, "affinity": "both"},
+    needs={"predict"},
+    class_specific=True,
+    refined="positive",
+    paper="after Petsiuk et al., RISE, BMVC 2018, and Englebert et al., TIS, ICCV-W 2023",
+)
+register_method(
+    "consensus",
+    "vitflow.explaining.consensus:consensus",
+    title="Consensus",
+    summary="Consensus: the geometric mean of GAE and sampling, each refined; sampling weighs twice as much.",
+    answers="Which patches raise this class both by the model's gradients and by trial?",
+    defaults={"head_fusion": "signed_mean", "value_weighted": "output", **_MASKS, "refine": 1, "affinity": "both"},
+    needs={"heads", "gradients", "predict"},
+    class_specific=True,
+    refined="within",
+)
+register_method(
+    "similarity",
+    "vitflow.explaining.similarity:similarity",
+    title="Similar patches",
+    summary="Similarity: the cosine of each patch's features to those of a patch, a box, or the class token.",
+    answers="Which patches hold what this one, or this box, holds?",
+    defaults={"layer": -1, "patch": None, "box": None},
+    needs={"tokens"},
+    refined="never",
+    paper="as in Caron et al., DINO, ICCV 2021, and Amir et al., ECCV-W 2022",
+)
+register_method(
+    "random",
+    "vitflow.explaining.maps:random",
+    title="Random map",
+    summary="Baseline: random numbers.",
+    answers="What does a map look like that knows nothing?",
+    defaults={"random_seed": 0},
+    refined="never",
+)
+register_method(
+    "centre",
+    "vitflow.explaining.maps:centre",
+    title="Centre prior",
+    summary="Baseline: a bump in the middle of the picture.",
+    answers="What does a map look like that only knows where photographers put things?",
+    defaults={"sigma": 0.25},
+    refined="never",
+)
+
+#: The methods that the project brings.
+BUILT_IN = tuple(_METHODS.values())
+#: Methods for texts alone, and for the pictures among their tokens.
+OF_TEXTS = {
+    method.name: method
+    for method in (
+        Method(
+            "logit_lens",
+            "",
+            title="Logit lens",
+            rows="vitflow.text.lens:logit_lens",
+            summary="Logit lens: the tokens whose hidden states speak for the word.",
+            answers="Which tokens' hidden states would be read as this word?",
+            defaults={"layer": -1},
+            needs=frozenset({"features"}),
+            class_specific=True,
+            refined="never",
+            paper="nostalgebraist, 2020; on pictures Li et al., ICCV 2025",
+        ),
+    )
+}
+
+
+def told_method(name: str) -> Method:
+    """The method of that name, of pictures or of texts; OptionError that lists the known ones if there is none."""
+    return OF_TEXTS[name] if name in OF_TEXTS else get_method(name)

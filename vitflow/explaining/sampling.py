@@ -1,0 +1,93 @@
+"""Sampling: which patches raise this class, wherever the others are? Asked of the model with random patches dropped."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitflow.errors import UnsupportedModelError, whole_number
+from vitflow.explaining.asked import AskedTrace
+from vitflow.explaining.maps import Maps
+from vitflow.explaining.progress import tracking
+from vitflow.methods.cells import cell_owners
+from vitflow.methods.hiding.sampling import draw_masks, halves, mean_differences
+from vitflow.methods.ranks import spearman
+from vitflow.methods.tokens import TokenLayout
+from vitflow.models.answers import log_odds
+from vitflow.recording.token_dropping import droppable_tokens, run_on_patches
+
+
+def sampling(trace: AskedTrace, *, masks: int, keep: float, cells: int, random_seed: int, occlusion_batch: int) -> Maps:
+    """How much higher the target's log-odds are with a patch than without it, over random choices of the others."""
+    batch, targets = whole_number("occlusion_batch", occlusion_batch, 1), trace.wanted
+    layout, grid, hidden = _ways(trace)
+    kept = draw_masks(*grid, masks=masks, keep=keep, cells=cells, seed=random_seed)
+    answers = _answers(trace, kept, layout, grid, batch, ("sampling", keep, cells, random_seed))
+    grids, facts = [], []
+    for scores, target in zip(answers, targets.tolist(), strict=True):
+        scores_of_target = scores[:, target]
+        grids.append(mean_differences(kept, scores_of_target).reshape(grid))
+        reliability = spearman(*(half.numpy() for half in halves(kept, scores_of_target)))
+        facts.append({"reliability": None if reliability is None else round(reliability, 3), "hidden": hidden})
+    return Maps(torch.stack(grids), facts)
+
+
+def _answers(
+    trace: AskedTrace, kept: Tensor, layout: TokenLayout | None, grid: tuple[int, int], batch: int, key: tuple[Any, ...]
+) -> list[Tensor]:
+    """The log-odds [masks, classes] of each picture without some patches; what was answered before is not asked again.
+
+    Args:
+        trace: of the pictures.
+        kept: which patches each mask keeps, bool [masks, patches].
+        layout: of the tokens, where those of hidden patches are dropped.
+        grid: rows and columns of the patches.
+        batch: as many masks at once, or as many tokens as so many whole pictures have.
+        key: what the masks were drawn by.
+    """
+    assert trace.pixels is not None
+    masks, pictures = len(kept), trace.pixels.detach().split(1)
+    known: list[Tensor] = trace.answered.get(key) or [torch.empty(0)] * len(pictures)
+    before = min(len(known[0]), masks)  # the first of many masks are those of few
+    with tracking("sampling", len(pictures) * masks) as progress:
+        progress(len(pictures) * before)
+        if before < masks:
+            if layout is not None:
+                batch = batch * layout.num_tokens // (layout.num_prefix_tokens + int(kept[0].sum()))
+            answers = []
+            for picture, own in zip(pictures, known, strict=True):
+                found = [own] if before else []
+                for part in kept[before:].split(batch):
+                    found.append(_ask(trace, picture, part, layout, grid))
+                    progress(len(part))
+                answers.append(torch.cat(found))
+            known = trace.answered[key] = answers
+    return [own[:masks] for own in known]
+
+
+def _ways(trace: AskedTrace) -> tuple[TokenLayout | None, tuple[int, int], str]:
+    """The layout of the tokens that can be dropped; else None. And the patches' grid, and what is done with them."""
+    assert trace.pixels is not None
+    assert trace.facts is not None
+    try:
+        layout = droppable_tokens(trace.model, trace.pixels, trace.facts.layout, trace.answers.read)
+        return layout, (layout.rows, layout.cols), "tokens dropped"
+    except UnsupportedModelError as error:
+        hidden = f"patches blanked, for their tokens cannot be dropped: {error}"
+    try:
+        return None, (trace.layout.rows, trace.layout.cols), hidden
+    except UnsupportedModelError:  # it has no patches of its own
+        return None, trace.grid(), hidden
+
+
+def _ask(trace: AskedTrace, picture: Tensor, kept: Tensor, layout: TokenLayout | None, grid: tuple[int, int]) -> Tensor:
+    """The log-odds [masks, classes] of one picture with the kept patches alone."""
+    if layout is not None:
+        numbers = kept.nonzero()[:, 1].reshape(len(kept), -1)
+        read = trace.answers.read
+        with torch.no_grad():
+            logits = run_on_patches(trace.model, picture, numbers, layout=layout, answers=read)
+        return log_odds(logits, trace.answers.reading)
+    owners = cell_owners(picture.shape[-2], picture.shape[-1], *grid)
+    visible = kept[:, owners].unsqueeze(1).to(picture.device)  # [masks, 1, height, width]
+    return trace.log_odds(torch.where(visible, picture, picture.mean(dim=(2, 3), keepdim=True)))

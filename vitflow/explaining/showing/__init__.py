@@ -1,1 +1,0 @@
-"""Maps beside each other: comparisons, layers, the page that answers."""

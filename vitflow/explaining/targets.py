@@ -1,0 +1,247 @@
+"""Which class to explain: by index, by name, the most probable ones, or each picture's own."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitflow.errors import OptionError
+from vitflow.explaining.choices import Chosen
+from vitflow.models.facts import wordnet_of
+
+# A class index, a class name, "top1" … for the most probable ones, or None for the predicted class.
+Target = int | str | None
+# One target, several that are explained in turn, or an array with the class index of each picture.
+Targets = Target | Sequence[Target] | NDArray[np.integer[Any]] | Tensor
+
+
+def resolve_targets(
+    targets: Targets, probabilities: Tensor | None, class_names: Sequence[str] | None
+) -> list[Tensor | None]:
+    """Turn what the caller asked for into class indices, one tensor [batch] per target.
+
+    Args:
+        targets: one target or several, where "top5" stands for five, the most probable classes of each picture; or an
+            array [batch] with each picture's own class index.
+        probabilities: [batch, classes]; None where the model has no classes.
+        class_names: names by class index, where known.
+
+    Raises:
+        OptionError: there is no such class, or the model has no classes.
+
+    >>> resolve_targets(["top2"], torch.tensor([[0.1, 0.7, 0.2]]), None)
+    [tensor([1]), tensor([2])]
+    """
+    if is_per_picture(targets) and probabilities is not None:
+        return [_own_targets(targets, probabilities)]
+    several = isinstance(targets, Iterable) and not isinstance(targets, str) and getattr(targets, "ndim", 1) > 0
+    given: Any = targets if several else [targets]
+    asked: list[Target] = [target.item() if hasattr(target, "item") else target for target in given]
+    if probabilities is None:
+        if any(target is not None for target in asked):
+            raise OptionError(f"This model has no classes, so none can be asked for (got {asked[0]!r}).")
+        return [None]
+    batch, count = probabilities.shape
+    found: list[Tensor | None] = []
+    for target in asked or [None]:
+        top = _top(target)
+        if top is not None:
+            ranked = probabilities.topk(min(top, count), dim=1).indices
+            found.extend(ranked[:, rank] for rank in range(ranked.shape[1]))
+        else:
+            found.append(torch.full((batch,), class_index(target, count, class_names), device=probabilities.device))
+    return found
+
+
+def doubt(probability: float, num_classes: int) -> str | None:
+    """A note on a map for a class that the model all but rules out; None where it does not.
+
+    The class is ruled out where its probability is told as 0.0 % (below 0.0005), and is less than half of chance where
+    there are more than 1000 classes.
+
+    >>> doubt(0.0001, 1000), doubt(0.2, 1000)
+    ('the model gives this class 0.01 %: the map shows what would raise it, not what it saw', None)
+    """
+    if probability >= min(0.0005, 0.5 / max(num_classes, 1)):
+        return None
+    return f"the model gives this class {100 * probability:.2g} %: the map shows what would raise it, not what it saw"
+
+
+def is_per_picture(targets: Any) -> bool:
+    """Whether targets are an array with a class index for each picture."""
+    return isinstance(targets, np.ndarray | Tensor) and targets.ndim > 0
+
+
+def is_several(target: Any) -> bool:
+    """Whether one target stands for several classes, as "top2" does.
+
+    >>> is_several("top2"), is_several("top1"), is_several(None)
+    (True, False, False)
+    """
+    return (_top(target) or 1) > 1
+
+
+def is_top(target: Any) -> bool:
+    """Whether a target stands for what the model answers.
+
+    >>> is_top(None), is_top("top1"), is_top(3)
+    (True, True, False)
+    """
+    return _top(target) is not None
+
+
+def _own_targets(targets: Any, probabilities: Tensor) -> Tensor:
+    found = torch.as_tensor(targets, device=probabilities.device)
+    batch, count = probabilities.shape
+    if found.shape != (batch,) or found.dtype.is_floating_point or found.dtype == torch.bool:
+        raise OptionError(
+            f"Expected an array of {batch} class indices, one for each picture, got shape {tuple(found.shape)} of "
+            f"{found.dtype}."
+        )
+    if ((found < 0) | (found >= count)).any():
+        raise OptionError(f"Expected class indices from 0 to {count - 1}, got {found.tolist()}.")
+    return found.long()
+
+
+def class_index(target: Any, num_classes: int, class_names: Sequence[str] | None) -> int:
+    """The index of a class given by index or name, or of ImageNet's classes by any of their names or a WordNet id.
+
+    Case and underscores do not count.
+
+    Raises:
+        OptionError: there is no such class, or there are several.
+
+    >>> class_index("Egyptian_CAT", 2, ["tabby", "Egyptian cat"])
+    1
+    """
+    text = str(target).strip()
+    if re.fullmatch(r"-?\d{1,18}", text, re.ASCII):
+        index = int(text)
+        if not 0 <= index < num_classes:
+            raise OptionError(f"Expected a class index from 0 to {num_classes - 1}, got {index}.")
+        return index
+    if class_names is None:
+        raise OptionError(f"The names of this model's classes are not known: give an index instead of {text!r}.")
+    wanted, called = _plain(text), _called(tuple(class_names))
+    matches = [i for i, name in enumerate(class_names) if name.lower() == text.lower()]
+    matches = matches or [i for i, names in enumerate(called) if wanted == names[0]]
+    matches = matches or [i for i, names in enumerate(called) if wanted in names]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        listed = ", ".join(f"{class_names[i]!r} ({i})" for i in matches[:5])
+        raise OptionError(f"Several classes are called {text!r}: {listed}. Give the index.")
+    close = _close(wanted, called)
+    known = wordnet_of(tuple(class_names)) or [("", name) for name in class_names]
+    hint = f" Did you mean {', '.join(repr(', '.join(known[i][1:])) for i in close)}?" if close else ""
+    raise OptionError(f"Unknown class {text!r}.{hint} Give a name of the model's {num_classes} classes, or an index.")
+
+
+def _plain(name: str) -> str:
+    """A name without what people write differently: case, underscores, further spaces."""
+    return " ".join(name.lower().replace("_", " ").split())
+
+
+@lru_cache(maxsize=8)
+def _called(class_names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """What each class may be called, plainly written: its name, the parts of that, and what WordNet calls it."""
+    wordnet = wordnet_of(class_names) or ((),) * len(class_names)
+    every = ((name, *name.split(", "), *others) for name, others in zip(class_names, wordnet, strict=True))
+    return [tuple(map(_plain, names)) for names in every]
+
+
+def _close(wanted: str, called: Sequence[tuple[str, ...]], most: int = 5) -> list[int]:
+    """The classes that were probably meant.
+
+    First those with names that contain all of these words, then with one of them, then with a name spelt alike. A class
+    comes first if more of its names contain the words: lesser panda, which is also called bear cat, is no cat.
+    """
+    words = {word for word in wanted.split() if len(word) > 2}
+    alike = set(get_close_matches(wanted, {name for names in called for name in names}, n=3))
+    found = []
+    for i, names in enumerate(called):
+        shares = any(words & set(name.split()) for name in names)
+        if shares or not alike.isdisjoint(names):
+            likeness = max(SequenceMatcher(None, wanted, name).ratio() for name in names)
+            different = set(names)
+            contain = sum(words <= set(name.split()) for name in different) / len(different) if shares else 0.0
+            found.append((not shares, -contain, -likeness, i))
+    return [i for *_, i in sorted(found)[:most]]
+
+
+def _top(target: Target) -> int | None:
+    """k where the target is "topk", or 1 where it is None; else None."""
+    if target is None:
+        return 1
+    match = re.fullmatch(r"top([1-9]\d*)", target) if isinstance(target, str) else None
+    return int(match.group(1)) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class Contrast:
+    """One class against another: what speaks for the first, less what speaks for the second.
+
+    Against "rest", the map is of the class's number less the mean of the others', and what is told is as of a class.
+
+    Attributes:
+        target: class index or name; None for the predicted class.
+        against: class index or name; or "rest".
+        name: both names, once the model was asked.
+        value: the difference of their logits, likewise.
+
+    >>> Contrast("orange disc", against=2)
+    Contrast(target='orange disc', against=2, name='', value=None)
+    """
+
+    target: Target
+    against: Target
+    name: str = ""
+    value: float | None = None
+
+    @property
+    def sides(self) -> list[Target]:
+        """What is set against each other: the class, and the one against it, if it is one."""
+        return [self.target] if self.against_rest else [self.target, self.against]
+
+    @property
+    def against_rest(self) -> bool:
+        """Whether it is one class against all others."""
+        return isinstance(self.against, str) and self.against.strip().lower() == "rest"
+
+
+def contrasts_among(targets: Any) -> list[Contrast]:
+    """The contrasts that targets ask for; none where they ask for classes.
+
+    Raises:
+        OptionError: contrasts and classes are mixed, or a contrast names more than one class on a side.
+    """
+    several = list(targets) if isinstance(targets, list | tuple) else [targets]
+    found = [one for one in several if isinstance(one, Contrast)]
+    if found and len(found) != len(several):
+        raise OptionError(
+            "Expected either classes or contrasts as targets, got both: ask for them one after the other."
+        )
+    if len({one.against_rest for one in found}) > 1:
+        raise OptionError("Expected contrasts against a class or against the rest, got both: ask one after the other.")
+    for one in found:
+        for side in one.sides:
+            if is_several(side):
+                raise OptionError(f"Expected one class on each side of a contrast, got {side!r}.")
+    return found
+
+
+def check_class_specific(chosen: Chosen) -> None:
+    """Raise OptionError for a method whose map is the same for every class."""
+    for one in chosen:
+        if not one.method.class_specific:
+            raise OptionError(
+                f"Expected class-specific methods for one class against another, got {one.name}, whose map is the "
+                "same for every class: use gae, gradient_rollout, consensus or gradcam."
+            )

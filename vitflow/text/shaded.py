@@ -1,0 +1,231 @@
+"""Shaded text: each token on a shade, with a line below and numbers for the largest, so that grey says as much."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from numpy.typing import NDArray
+
+from vitflow.errors import OptionError
+from vitflow.methods.sequence.layout import Words
+from vitflow.pictures.options import DPI
+from vitflow.pictures.typesetting import BODY, GREY, LEADING, RULE, SMALL, Page, measure
+from vitflow.text.labels import Label, labels_of
+from vitflow.text.terminal import bar, shaded, wrapped
+from vitflow.text.trust import Trust, check_weights
+from vitflow.text.view import MARGIN, View, color_of, draw_foot, draw_title, fractions, percent, render
+
+#: As many of the largest weights are printed as numbers.
+NUMBERS = 8
+_WIDTH, _SIZE = 6.0, 9.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    """A token as it is drawn: its shade from −1 to 1, and its number where it is one of the largest."""
+
+    position: int
+    label: Label
+    shade: float
+    share: float
+    number: str
+    own: bool
+    plain: bool
+
+
+@dataclass(frozen=True)
+class ShadedText(View):
+    """A text whose tokens are shaded by one weight each.
+
+    Attributes:
+        words: the tokens.
+        weights: one for each token, NaN for what is not seen; negative ones count against.
+        own: the share of the asked tokens themselves, where the weights do not hold it.
+        asked, hidden, title, caption: as of every `View`; of what is hidden, special tokens alone are left out.
+
+    Raises:
+        ShapeError: not one finite weight for each token.
+        OptionError: a position outside the text.
+
+    >>> words = Words(("the", " key", " to", " doors", " is"), (0, 1, 2, 3, 4), (False,) * 5)
+    >>> view = ShadedText(words, [0.1, 0.6, 0.05, 0.2, 0.05], asked=(4,))
+    >>> print(view.text().splitlines()[0])
+    the¹ key⁹ to doors³ [is]
+    """
+
+    words: Words
+    weights: Any
+    own: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", check_weights(self.weights, (self.words.length,)))
+        super().__post_init__()
+        for position in (*self.asked, *self.hidden):
+            if not 0 <= position < self.words.length:
+                raise OptionError(f"Expected positions from 0 to {self.words.length - 1}, got {position}.")
+
+    @property
+    def trust(self) -> Trust:
+        """What the weights say of themselves."""
+        own = float(np.nansum(self._shares[list(self.asked)])) if self.asked and self.own is None else self.own
+        return Trust.of(self.weights, self.words, own=own, hidden=self.hidden)
+
+    @cached_property
+    def _counted(self) -> NDArray[np.bool_]:
+        """Whether a token's weight is shown as a shade."""
+        counted = np.isfinite(self.weights)
+        counted[[*self.hidden, *self.asked]] = False
+        return np.asarray(counted)
+
+    @cached_property
+    def _shares(self) -> NDArray[np.float64]:
+        shares: NDArray[np.float64] = self.weights / (float(np.nansum(np.abs(self.weights))) or 1.0)
+        return shares
+
+    @property
+    def shades(self) -> NDArray[np.float64]:
+        """How dark each token is drawn, from −1 to 1; 0 for the asked ones and what is hidden."""
+        return fractions(self._shares, self._counted)
+
+    @cached_property
+    def _tokens(self) -> list[_Token]:
+        """What is drawn: all tokens but hidden special ones; other hidden ones stand there without a shade."""
+        shades = self.shades
+        largest = [p for p in np.argsort(-np.abs(shades), kind="stable") if shades[p]][:NUMBERS]
+        return [
+            _Token(
+                position,
+                label,
+                float(shades[position]),
+                float(self._shares[position]),
+                percent(float(self._shares[position])) if position in largest else "",
+                position in self.asked,
+                not self._counted[position],
+            )
+            for position, label in enumerate(labels_of(self.words))
+            if position not in self.hidden or not self.words.special[position] or position in self.asked
+        ]
+
+    def _told(self, token: _Token) -> str:
+        """A token's share of the weight in words, as a page shows it where one points at it."""
+        if token.own and self.own is not None and not token.share:
+            return f"stands apart, with a share of {self.own:.2%}".replace("%", " %")
+        return "not seen" if np.isnan(token.share) else f"{token.share:.2%}".replace("%", " %")
+
+    @property
+    def _most(self) -> float:
+        return float(np.abs(self._shares[self._counted]).max(initial=0.0))
+
+    def html(self) -> str:
+        """The text in HTML: shade, line and number, and on each token its weight as a tooltip."""
+        return render(
+            "shaded.html",
+            view=self,
+            tokens=self._tokens,
+            most=percent(self._most),
+            signed=any(token.shade < 0 for token in self._tokens),
+        )
+
+    def text(self, *, color: bool = False, width: int = 80, plain: bool = False) -> str:
+        """The text for a terminal: shades, or raised digits that count tenths of the largest; then the largest."""
+        pieces = [
+            (token.label.space, shaded(token.label.text, token.shade, own=token.own, color=color, plain=plain))
+            for token in self._tokens
+        ]
+        breaks = {number for number, token in enumerate(self._tokens) if token.label.newline}
+        lines = [self.title] if self.title else []
+        lines += [*wrapped(pieces, width, breaks), ""]
+        named = sorted((token for token in self._tokens if token.number), key=lambda token: -abs(token.shade))
+        room = max((len(token.label.text) for token in named), default=0)
+        lines += [
+            f"  {token.label.text:>{room}}  {100 * token.share:5.1f} %  {bar(abs(token.shade), plain=plain)}  "
+            f"({token.position})".rstrip()
+            for token in named
+        ]
+        return "\n".join([*lines, *([""] if named else []), *self._foot])
+
+    @property
+    def _foot(self) -> list[str]:
+        return [line for line in (str(self.trust), self.trust.left_out, self.caption) if line]
+
+    def figure(self, *, framed: bool = True) -> Figure:
+        """The text as a figure."""
+        page = Page(DPI, _WIDTH)
+        y = draw_title(page, self.title if framed else "") - 0.05
+        for number, line in enumerate(self._set_lines()):
+            y += (2.45 if number else 1.6) * _SIZE * LEADING
+            for token, left, width in line:
+                _draw_token(page, token, left, y, width)
+        y = self._draw_legend(page, y + 3.0 * BODY * LEADING)
+        return draw_foot(page, self._foot if framed else (), y)
+
+    def _set_lines(self) -> list[list[tuple[_Token, float, float]]]:
+        """Tokens broken into lines: each with its left edge and width in inches; a word's tokens stay together."""
+        lines: list[list[tuple[_Token, float, float]]] = [[]]
+        space = measure("n n", _SIZE) - 2 * measure("n", _SIZE)
+        x = MARGIN
+        for word in _by_word(self._tokens):
+            widths = [measure(token.label.text, _SIZE) + 0.02 for token in word]
+            gap = space if word[0].label.space and lines[-1] else 0.0
+            if lines[-1] and x + gap + sum(widths) > _WIDTH - MARGIN:
+                lines.append([])
+                x, gap = MARGIN, 0.0
+            x += gap
+            for token, width in zip(word, widths, strict=True):
+                if lines[-1] and x + width > _WIDTH - MARGIN:  # a word longer than a line
+                    lines.append([])
+                    x = MARGIN
+                lines[-1].append((token, x, width))
+                x += width
+            if word[-1].label.newline:
+                lines.append([])
+                x = MARGIN
+        return [line for line in lines if line]
+
+    def _draw_legend(self, page: Page, y: float) -> float:
+        words = f"shade and line: 0 to {percent(self._most)} % of the weight; numbers: the {NUMBERS} largest, in %"
+        if self.asked:
+            words += "; outlined: the token that is asked about"
+        for number in range(6):
+            _shade_box(page, number / 5, MARGIN + number * 0.13, y, 0.12)
+        page.line(words, MARGIN + 0.86, y, SMALL, ha="left", color=GREY)
+        return y + 0.06
+
+
+def _by_word(tokens: Sequence[_Token]) -> list[list[_Token]]:
+    """Tokens grouped to what must not be broken."""
+    number, numbers = 0, []
+    for before, token in zip([None, *tokens], tokens, strict=False):
+        number += before is not None and (token.label.space or before.label.newline)
+        numbers.append(number)
+    return [
+        [token for _, token in group] for _, group in groupby(zip(numbers, tokens, strict=True), lambda one: one[0])
+    ]
+
+
+def _draw_token(page: Page, token: _Token, left: float, baseline: float, width: float) -> None:
+    _shade_box(page, token.shade, left, baseline, width - 0.01, own=token.own)
+    color = GREY if token.plain and not token.own else "white" if abs(token.shade) > 0.62 else None
+    page.line(token.label.text, left + 0.005, baseline, _SIZE, ha="left", **({"color": color} if color else {}))
+    if token.number:
+        page.line(token.number, left + width / 2, baseline + 0.145, SMALL - 1.0, color=GREY)
+
+
+def _shade_box(page: Page, shade: float, left: float, baseline: float, width: float, *, own: bool = False) -> None:
+    """The shade behind a token, the line below it whose thickness says the same, and the outline of one's own token."""
+    top, height = baseline - 0.105, 0.14
+    edge: dict[str, Any] = {"edgecolor": "#1a1a1a", "linewidth": 0.8} if own else {"linewidth": 0}
+    page.axes.add_patch(Rectangle((left, top), width, height, facecolor=color_of(shade), zorder=0, **edge))
+    if shade:
+        line: dict[str, Any] = {"hatch": "////", "edgecolor": "white"} if shade < 0 else {}
+        thick = max(0.03 * abs(shade), 0.003)
+        page.axes.add_patch(
+            Rectangle((left, baseline + 0.045), width, thick, facecolor="#1a1a1a", linewidth=0, zorder=2, **line)
+        )
+    elif not own:
+        page.axes.plot([left, left + width], [baseline + 0.045] * 2, color=RULE, linewidth=0.2, solid_capstyle="butt")

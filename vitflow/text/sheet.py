@@ -1,0 +1,233 @@
+"""Sheets of weights: a token's row layer by layer, and what each generated token rests on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from vitflow.errors import ShapeError, printable
+from vitflow.methods.sequence.layout import Words
+from vitflow.pictures import charts
+from vitflow.pictures.charts import LIGHT, MARGIN, new_chart
+from vitflow.pictures.typesetting import BODY, GREY, RULE, SMALL, measure, plain
+from vitflow.text.labels import labels_of, shown_positions
+from vitflow.text.terminal import padded, shaded, width_of
+from vitflow.text.trust import Trust, check_weights
+from vitflow.text.view import View, color_of, embedded, fractions, percent, render
+
+#: A table of more cells is a picture, in HTML too; a figure of more prints no number in each.
+MOST_CELLS, MOST_NUMBERS = 3000, 700
+_CELL, _LONGEST_NAME = 0.235, 18
+# Stands in the cell of a row's own token, where its share is told apart.
+_ITSELF = "·"
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """A cell: its shade from −1 to 1, its number, whether it was not seen, and whether it is its row's own token."""
+
+    shade: float
+    text: str
+    unseen: bool
+    asked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row: its name, its cells, and what lies elsewhere, in percent."""
+
+    name: str
+    cells: list[_Cell]
+    rest: str | None
+
+
+@dataclass(frozen=True)
+class Sheet(View):
+    """Rows of weights over the same tokens: layers, or generated tokens.
+
+    Attributes:
+        words: the tokens that the columns stand for.
+        weights: [rows, tokens], NaN where a token is not seen; all rows have one scale.
+        rows: a name for each row, first row first.
+        rest: for each row what lies on other tokens, [rows], told in a column of its own.
+        rest_name: what these are.
+        own_tokens: for each row the position of its own token, which does not set the scale; beyond the last: none.
+        own: the share of the asked tokens, or of the rows' own, where the weights do not hold it: their cells then have
+            no number.
+        upwards: the first row lies at the bottom, as layers do.
+        asked, hidden, title, caption: as of every `View`.
+
+    Raises:
+        ShapeError: weights, rows and tokens do not fit each other.
+
+    >>> words = Words(("the", " key"), (0, 1), (False, False))
+    >>> print(Sheet(words, [[0.5, 0.5], [0.1, 0.9]], ["layer 1", "layer 2"], upwards=True).text().splitlines()[2])
+    layer 2   10   90
+    """
+
+    words: Words
+    weights: Any
+    rows: Sequence[str]
+    rest: Any = None
+    rest_name: str = "elsewhere"
+    own_tokens: Sequence[int] = ()
+    own: float | None = None
+    upwards: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", check_weights(self.weights, ("rows", self.words.length)))
+        if self.rest is not None:
+            object.__setattr__(self, "rest", check_weights(self.rest, (len(self.rows),)))
+        object.__setattr__(self, "rows", [printable(name) for name in self.rows])
+        object.__setattr__(self, "rest_name", printable(self.rest_name, lines=True))
+        super().__post_init__()
+        if len(self.rows) != len(self.weights):
+            raise ShapeError(f"Expected a name for each of {len(self.weights)} rows, got {len(self.rows)}.")
+
+    @property
+    def trust(self) -> Trust:
+        """What the last row says of itself where rows are layers, else the mean row."""
+        row = self.weights[-1] if self.upwards else np.nan_to_num(self.weights).mean(axis=0)
+        own = self.own
+        if own is None and self.asked:
+            own = float(np.nansum(np.abs(row[list(self.asked)])) / (np.nansum(np.abs(row)) or 1.0))
+        return Trust.of(row, self.words, own=own, hidden=self.hidden)
+
+    @cached_property
+    def _shades(self) -> NDArray[np.float64]:
+        counted = np.zeros(self.weights.shape, dtype=bool)
+        counted[:, self._columns] = True
+        counted[:, list(self.asked)] = False
+        for row, own in zip(counted, self.own_tokens, strict=False):
+            row[own : own + 1] = False
+        return fractions(self._shares, counted)
+
+    @cached_property
+    def _totals(self) -> NDArray[np.float64]:
+        """The weight of each row, with its rest, without signs."""
+        totals = np.nansum(np.abs(self.weights), axis=1) + (0 if self.rest is None else np.abs(self.rest))
+        return np.where(totals > 0, totals, 1.0)
+
+    @cached_property
+    def _shares(self) -> NDArray[np.float64]:
+        shares: NDArray[np.float64] = self.weights / self._totals[:, None]
+        return shares
+
+    @cached_property
+    def _columns(self) -> list[int]:
+        return shown_positions(self.words, self.hidden)
+
+    @cached_property
+    def _table(self) -> list[_Row]:
+        """The rows of the sheet, from its top."""
+        order = range(len(self.rows))
+        return [
+            _Row(
+                self.rows[row],
+                [self._cell(row, column) for column in self._columns],
+                None if self.rest is None else percent(float(self.rest[row] / self._totals[row])),
+            )
+            for row in (reversed(order) if self.upwards else order)
+        ]
+
+    def _cell(self, row: int, column: int) -> _Cell:
+        weight, share = self.weights[row, column], float(self._shares[row, column])
+        own = column in self.asked or list(self.own_tokens[row : row + 1]) == [column]
+        apart = self.own is not None and own and not weight  # its share has no number here, which is not 0
+        return _Cell(
+            float(self._shades[row, column]), _ITSELF if apart else percent(share), bool(np.isnan(weight)), own
+        )
+
+    @property
+    def _names(self) -> list[str]:
+        labels = labels_of(self.words)
+        return [labels[position].text for position in self._columns]
+
+    def html(self) -> str:
+        """The sheet in HTML: a table with a number in each cell; a picture, where it would have too many."""
+        large = len(self.rows) * len(self._columns) > MOST_CELLS
+        image = embedded(self.figure(framed=False)) if large else {}
+        return render("sheet.html", view=self, names=self._names, table=[] if large else self._table, **image)
+
+    def text(self, *, color: bool = False, width: int = 80, plain: bool = False) -> str:
+        """The sheet for a terminal: blocks of as many columns as fit, a percentage in each cell."""
+        head = max(width_of(name) for name in self.rows)
+        rest = self.rest is not None
+        cell = 5
+        per_block = max((width - head) // cell - rest, 1)
+        lines = [self.title] if self.title else []
+        for first in range(0, len(self._columns), per_block):
+            names = self._names[first : first + per_block]
+            last = first + per_block >= len(self._columns)
+            lines += self._names_above(names, head, cell, rest and last)
+            for row in self._table:
+                cells = [
+                    " " * (cell - len(one.text)) + (shaded(one.text, one.shade, color=True) if color else one.text)
+                    for one in row.cells[first : first + per_block]
+                ]
+                tail = f" |{row.rest:>4}" if row.rest is not None and last else ""
+                lines.append(padded(row.name, head) + "".join(cells) + tail)
+            lines.append("")
+        return "\n".join([*lines, *self._foot])
+
+    def _names_above(self, names: Sequence[str], head: int, cell: int, rest: bool) -> list[str]:
+        """The names of columns in two lines, taking turns, so that each has twice the room."""
+        found = []
+        for turn in (0, 1):
+            line = " " * head
+            for number, name in enumerate(names):
+                if number % 2 == turn:
+                    line = padded(line, head + number * cell + 1) + padded(name, 2 * cell - 1)
+            found.append(line.rstrip())
+        if rest:
+            found[-1] = padded(found[-1], head + len(names) * cell + 1) + f"| {self.rest_name}"
+        return found
+
+    @property
+    def _foot(self) -> list[str]:
+        apart = "" if self.own is None else f"; {_ITSELF} is the row's own token, whose share stands apart"
+        told = [f"percent of each row's weight{apart}"]
+        return [line for line in (*told, str(self.trust), self.trust.left_out, self.caption) if line]
+
+    def figure(self, *, framed: bool = True) -> Figure:
+        """The sheet as a figure; every name that has room stands at its column."""
+        table, names = self._table, [_cut(name) for name in self._names]
+        columns = max(len(names), 1)
+        cell, height = max(min(_CELL, 9.0 / columns), 0.03), max(min(_CELL, 9.0 / len(table)), 0.03)
+        beside = max(measure(_cut(row.name), BODY) for row in table) + 0.06
+        beside += 0.0 if self.rest is None else max(measure(self.rest_name, SMALL), 0.3) + 0.06
+        above = max((measure(name, BODY) for name in names), default=0.0) + 0.06
+        width = max(beside + cell * columns + 2 * MARGIN, 3.6)
+        figure = new_chart((width, above + height * len(table) + MARGIN), LIGHT)
+        axes = figure.subplots()
+        colors = np.array([[_rgb(one) for one in row.cells] for row in table], np.uint8)
+        axes.imshow(colors, aspect=height / cell, origin="upper", interpolation="nearest")
+        axes.set_anchor("NW")
+        axes.spines[:].set(edgecolor=RULE, linewidth=0.5)
+        axes.tick_params(length=0, pad=2, top=True, labeltop=True, bottom=False, labelbottom=False)
+        across, down = (range(0, n, round(0.1 / step + 0.49)) for n, step in ((columns, cell), (len(table), height)))
+        axes.set_xticks(across, [names[place] for place in across], rotation=90, **plain(BODY))
+        axes.set_yticks(down, [_cut(table[place].name) for place in down], **plain(BODY))
+        if len(table) * columns <= MOST_NUMBERS and cell > 0.15 and height > 0.1:
+            for y, row in enumerate(table):
+                for x, one in enumerate(row.cells):
+                    ink = {"color": "white"} if abs(one.shade) > 0.55 else {}
+                    axes.text(x, y, one.text, ha="center", va="center_baseline", **plain(SMALL - 1) | ink)
+        if self.rest is not None:
+            words = [(-0.5, self.rest_name, "bottom"), *((y, str(table[y].rest), "center_baseline") for y in down)]
+            for level, text, place in words:
+                axes.text(columns - 0.5 + 0.06 / cell, level, text, va=place, **plain(SMALL) | {"color": GREY})
+        return charts.framed(figure, self.title if framed else "", self._foot if framed else ())
+
+
+def _cut(name: str) -> str:
+    return padded(name, _LONGEST_NAME).rstrip()
+
+
+def _rgb(cell: _Cell) -> list[int]:
+    color = color_of(cell.shade)
+    return [236] * 3 if cell.unseen else [int(color[start : start + 2], 16) for start in (1, 3, 5)]
