@@ -331,7 +331,7 @@ def test_an_output_that_cannot_be_written_is_told_in_one_line_with_its_own_name_
     command, here, tmp_path, monkeypatch
 ):
     Image.fromarray(np.zeros((20, 50, 3), dtype=np.uint8)).save(tmp_path / "wide.png")
-    monkeypatch.setattr("vitflow.pictures.files.secrets.token_hex", lambda _: "unfinished")
+    monkeypatch.setattr("vitflow.files.secrets.token_hex", lambda _: "unfinished")
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "taken.png").mkdir()
     for output in ("file/map.png", "taken.png/map.png/x.png" if command == "compare" else "file/x.png"):

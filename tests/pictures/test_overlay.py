@@ -11,10 +11,9 @@ from hypothesis.extra import numpy as hnp
 from tests.references import seen_mask
 from vitflow.errors import OptionError, ShapeError
 from vitflow.pictures import overlay
-from vitflow.pictures.contours import mass_level
 from vitflow.pictures.geometry import Placement, place
 from vitflow.pictures.options import BACKGROUNDS, INTERPOLATIONS
-from vitflow.pictures.overlay import blend, has_two_sides, scale_range
+from vitflow.pictures.overlay import blend, has_two_sides, mass_level, scale_range
 from vitflow.pictures.upsampling import upsample
 
 
@@ -554,25 +553,6 @@ def test_contours_alone_leave_the_photograph():
     share = (drawn != image).any(axis=-1).mean()
     assert 0.05 < share < 0.6
     np.testing.assert_array_equal(blend(image, -np.abs(heatmap), alpha=0, contours=True), image)  # no mass
-
-
-# --- Before numba is loaded -------------------------------------------------------------------------------------------
-
-
-RANGES = ((True, None), (False, None), (False, 0.3))
-
-
-@pytest.mark.parametrize("signed", [False, True])
-@pytest.mark.parametrize("background", BACKGROUNDS)
-def test_numba_changes_nothing_but_the_time(background, signed, monkeypatch):
-    image, found = photograph(211, 307), []
-    for worth in (True, False):
-        monkeypatch.setattr(overlay, "worth_compiling", lambda numbers, worth=worth: worth)
-        heatmap = upsample(random_grid(14, 14) - 0.5 * signed, place((211, 307), (224, 224)), interpolation="smooth")
-        drawn = [blend(image, heatmap, background=background, robust=robust, vmax=vmax) for robust, vmax in RANGES]
-        found.append((heatmap, *drawn, blend(image, np.full_like(heatmap, 2.0), background=background)))
-    for compiled, plain in zip(*found, strict=True):
-        np.testing.assert_array_equal(compiled, plain)
 
 
 def test_the_colours_that_are_written_down_are_those_of_matplotlib():

@@ -12,8 +12,8 @@ from vitflow.errors import OptionError
 from vitflow.explaining.method import Method
 from vitflow.explaining.method_options import OPTIONS, Option, shown
 from vitflow.explaining.method_table import list_methods
+from vitflow.files import is_remote
 from vitflow.models import DTYPES
-from vitflow.pictures.files import is_remote
 from vitflow.pictures.options import BACKGROUNDS, FITS, INTERPOLATIONS
 from vitflow.text.method_table import TEXT_METHODS
 

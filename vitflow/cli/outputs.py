@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from vitflow.errors import OptionError, VitflowError, printable
-from vitflow.pictures.files import is_folder
+from vitflow.files import is_folder
 
 
 class CannotWrite(VitflowError):

@@ -15,6 +15,7 @@ from vitflow.evaluation.controls import is_twin
 from vitflow.evaluation.metrics import Metric
 from vitflow.evaluation.statistics import defined_means
 from vitflow.evaluation.tables import Tables
+from vitflow.files import write_atomically
 from vitflow.pictures.charts import (
     LIGHT,
     MOST_CHARACTERS,
@@ -27,7 +28,6 @@ from vitflow.pictures.charts import (
     style_axes,
 )
 from vitflow.pictures.figures import figure_bytes, save_figure
-from vitflow.pictures.files import write_atomically
 
 # Lengths in inches.
 _ROW, _PANEL, _AROUND = 0.19, 1.65, 0.55

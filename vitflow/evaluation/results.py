@@ -19,9 +19,9 @@ from vitflow.evaluation.page import write_page
 from vitflow.evaluation.statistics import Estimate, defined_means, markdown_table
 from vitflow.evaluation.tables import Tables
 from vitflow.evaluation.verdict import verdict
+from vitflow.files import write_atomically
 from vitflow.pictures import notebook
 from vitflow.pictures.figures import figure_bytes, save_figure
-from vitflow.pictures.files import write_atomically
 from vitflow.runs.columns import kinds_in, plain_cell
 
 # Columns of the CSV files.

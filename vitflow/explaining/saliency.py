@@ -15,8 +15,8 @@ from vitflow.explaining import captions
 from vitflow.explaining.answer import Answer
 from vitflow.explaining.method_table import told_method
 from vitflow.explaining.targets import Contrast
+from vitflow.files import write_atomically
 from vitflow.pictures import notebook, overlay
-from vitflow.pictures.files import write_atomically
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.images import image_name, write_image
 from vitflow.pictures.options import Interpolation

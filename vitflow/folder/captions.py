@@ -17,6 +17,7 @@ from torch import nn
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import draw_words
+from vitflow.files import is_remote, write_atomically, write_inside
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.earlier import clear_outputs, done_before
 from vitflow.folder.plan import Input, list_inputs
@@ -27,7 +28,6 @@ from vitflow.models.facts import check_name, model_id
 from vitflow.models.hub import bundled, called, hub_for, own_prompt
 from vitflow.models.languages import load_language_model, load_processor
 from vitflow.pictures.figures import figure_bytes
-from vitflow.pictures.files import is_remote, write_atomically, write_inside
 from vitflow.pictures.images import MAX_PIXELS
 from vitflow.runs.batches import RunProgress, Tally
 from vitflow.runs.columns import failed_row, json_line

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from vitflow.errors import OptionError
+from vitflow.files import remove_inside
 from vitflow.folder.plan import Input, Listing
-from vitflow.pictures.files import remove_inside
 from vitflow.runs.columns import Row
 from vitflow.runs.remote import RemoteFolder
 from vitflow.runs.store import Run

@@ -15,11 +15,11 @@ from vitflow.errors import printable
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_table import is_slow
 from vitflow.explaining.progress import watched
+from vitflow.files import write_inside
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.fetching import Fetcher
 from vitflow.folder.plan import Input
 from vitflow.folder.work import Job, Picture, PictureMaps, compute_maps, draw_files
-from vitflow.pictures.files import write_inside
 from vitflow.runs.batches import WAITING_BYTES, Batches, Lanes, Tally
 from vitflow.runs.columns import Maps, Row, failed_row
 

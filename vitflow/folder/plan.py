@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vitflow.errors import ImageError, OptionError
+from vitflow.files import is_folder, is_remote
 from vitflow.folder.fetching import find_remote
-from vitflow.pictures.files import is_folder, is_remote
 from vitflow.pictures.images import is_image_name, natural_order
 from vitflow.runs.remote import RemoteFolder
 from vitflow.runs.stores import Known

@@ -21,11 +21,11 @@ import numpy as np
 
 from vitflow import errors
 from vitflow.errors import OptionError, VitflowError, check_known, load_extra
+from vitflow.files import remove_leftovers, write_inside
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input
 from vitflow.folder.work import Job, Picture, explainer_for
-from vitflow.pictures.files import remove_leftovers, write_inside
 from vitflow.pictures.options import ENGINES
 from vitflow.runs.batches import Tally
 from vitflow.runs.columns import Maps, Row, failed_row

@@ -20,13 +20,13 @@ from vitflow.explaining.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_options import takes_method_options
 from vitflow.explaining.targets import Contrast, Target
+from vitflow.files import is_remote, remove_inside
 from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.earlier import clear_outputs, done_before
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, list_inputs
 from vitflow.folder.ray_engine import Asked, Cluster, choose_engine, run_on_ray
 from vitflow.folder.work import Job, auto_batch, check_target, cost_of, explainer_for, make_job, sides_of
-from vitflow.pictures.files import is_remote, remove_inside
 from vitflow.pictures.images import MAX_PIXELS
 from vitflow.pictures.options import MANIFEST_FORMATS
 from vitflow.pictures.overlay import blend

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError
-from vitflow.pictures.files import is_file
+from vitflow.files import is_file
 
 # Where training scripts keep the weights inside a checkpoint, the averaged ones first, and the class names.
 _WEIGHT_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict", "net")

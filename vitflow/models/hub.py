@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from vitflow.demo import DEMO_CAPTION, DEMO_TEXT
 from vitflow.errors import ModelError, load_extra, printable
-from vitflow.pictures.files import is_file, is_folder
+from vitflow.files import is_file, is_folder
 
 # What files of weights end in.
 _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".npz", ".json")

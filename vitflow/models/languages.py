@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowError, load_extra, printable
+from vitflow.files import is_file, is_folder
 from vitflow.models.hub import hub_for, quietly, why_absent
 from vitflow.models.libraries import class_count, library_id
-from vitflow.pictures.files import is_file, is_folder
 
 # What transformers calls texts among a model's arguments; the first one given tells how many there are.
 _TEXTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")

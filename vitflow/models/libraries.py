@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError, UnsupportedModelError
+from vitflow.files import is_file
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.parts import those_that
 from vitflow.models.processors import from_processor
-from vitflow.pictures.files import is_file
 
 # What transformers calls the layer that makes tokens of patches, and the tokens that stand before them.
 _PATCHES = ("patch_embeddings", "patch_embedding")

@@ -10,12 +10,12 @@ import timm
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, VitflowWarning
+from vitflow.files import is_file, is_folder
 from vitflow.models import fitting
 from vitflow.models.checkpoints import Checkpoint, ClassNames, read_checkpoint, told_class_names
 from vitflow.models.facts import remember_name
 from vitflow.models.hub import create_model, is_of_transformers, load_open_clip, load_transformers, without_values
 from vitflow.models.libraries import class_count
-from vitflow.pictures.files import is_file, is_folder
 
 # Numbers that a model may have beyond twice those of a file: classes that the file lacks.
 _SLACK = 25_000_000

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, unknown_name
-from vitflow.pictures.files import write_atomically
+from vitflow.files import write_atomically
 from vitflow.pictures.options import DPI, FIGURE_FORMATS
 from vitflow.pictures.pen import Bar
 from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, Page, measure, wrap

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from vitflow.errors import ImageError, ShapeError, VitflowError
-from vitflow.pictures.files import is_file, is_folder, is_there, write_atomically
+from vitflow.files import is_file, is_folder, is_there, write_atomically
 from vitflow.pictures.options import WRITE_OPTIONS
 from vitflow.pictures.pillow_settings import pillow_settings
 

@@ -9,9 +9,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.compiled import compiled, worth_compiling
 from vitflow.errors import OptionError, ShapeError, check_known, unknown_name
-from vitflow.pictures.contours import CONTOURS, draw_contours
 from vitflow.pictures.geometry import strips
 from vitflow.pictures.options import BACKGROUNDS, Background
 
@@ -43,7 +41,10 @@ KEPT: dict[Background, tuple[float, float]] = {"photo": (1.0, 1.0), "grey": (0.6
 #: What red, green and blue have in the luminance of ITU-R 601-2, as in Pillow's convert("L").
 LUMINANCE = (0.299, 0.587, 0.114)
 
-#: Negative values up to this share of the largest are rounding, and do not make a map one with two signs.
+#: Shares of the mass that lines are drawn around where the caller names none.
+CONTOURS = (0.1, 0.25, 0.5)
+
+#: What differs by up to this share of the largest value is rounding: it gives a map no sign and no highest values.
 _ROUNDING = 1e-6
 
 
@@ -175,10 +176,10 @@ def blend(
     overlay = np.empty_like(image, order="C")
     kept = _kept(background, alpha)
     limits = (low, high, KNEE if soft else 1.0)
-    paint = _paint if worth_compiling(heatmap.size) else _paint_plainly
+    tint = opacity[:, None] * colors
     for strip in strips(*heatmap.shape):
         step = _steps(heatmap[strip], limits, len(colors))
-        paint(np.ascontiguousarray(image[strip]), step, kept, 1 - opacity, opacity[:, None] * colors, overlay[strip])
+        overlay[strip] = _paint(image[strip], step, kept, 1 - opacity, tint)
     if contours is not False:
         draw_contours(overlay, heatmap, CONTOURS if contours is True else contours)
     unseen = np.isnan(heatmap)
@@ -277,33 +278,74 @@ def _curve(shares: NDArray[np.float64], knee: float) -> NDArray[np.float64]:
     return found
 
 
-@compiled
-def _paint(image: Any, step: Any, kept: Any, clear: Any, tint: Any, overlay: Any) -> None:
+def _paint(
+    image: NDArray[np.uint8],
+    step: NDArray[np.intp],
+    kept: tuple[np.float32, np.float32],
+    clear: NDArray[np.float32],
+    tint: NDArray[np.float32],
+) -> NDArray[np.uint8]:
     """Each pixel's background times what its step leaves clear, plus the step's tint; the pixel itself beyond these."""
     own, shared = kept
-    luminance = np.float32(LUMINANCE[0]), np.float32(LUMINANCE[1]), np.float32(LUMINANCE[2])
-    for row in range(step.shape[0]):
-        for column in range(step.shape[1]):
-            taken = step[row, column]
-            if taken == clear.size:
-                for channel in range(3):
-                    overlay[row, column, channel] = image[row, column, channel]
-                continue
-            red, green, blue = image[row, column, 0], image[row, column, 1], image[row, column, 2]
-            grey = shared * (luminance[0] * red + luminance[1] * green + luminance[2] * blue)
-            for channel in range(3):  # rounded, not cut, to whole values
-                mixed = (own * image[row, column, channel] + grey) * clear[taken] + tint[taken, channel]
-                overlay[row, column, channel] = np.int32(mixed + np.float32(0.5))
+    mix: NDArray[np.float32] = own * np.eye(3, dtype=np.float32) + shared * np.tile(
+        np.asarray(LUMINANCE, dtype=np.float32), (3, 1)
+    )
+    background = cv2.transform(image.astype(np.float32), mix)
+    shown = np.take(np.append(clear, np.float32(0)), step)
+    colors = np.take(np.concatenate([tint, np.zeros((1, 3), np.float32)]), step, axis=0)
+    mixed = cv2.add(cv2.multiply(background, cv2.merge([shown] * 3)), colors)
+    painted = np.asarray(cv2.convertScaleAbs(mixed), dtype=np.uint8)  # rounded, not cut, to whole values
+    unseen = step == clear.size
+    painted[unseen] = image[unseen]
+    return painted
 
 
-def _paint_plainly(image: Any, step: Any, kept: Any, clear: Any, tint: Any, overlay: Any) -> None:
-    """`_paint` by NumPy."""
-    own, shared = kept
-    seen = step < clear.size
-    step = np.where(seen, step, 0)
-    channels = [image[..., channel].astype(np.float32) for channel in range(3)]
-    grey = shared * sum(np.float32(part) * channel for part, channel in zip(LUMINANCE, channels, strict=True))
-    shown = clear[step]
-    for number, channel in enumerate(channels):
-        mixed = (own * channel + grey) * shown + tint[:, number][step]
-        overlay[..., number] = np.where(seen, mixed + np.float32(0.5), channel)
+def mass_level(values: NDArray[np.floating[Any]], share: float) -> float | None:
+    """The value from which on the highest values make up a share of a map's mass, the sum of its values above 0.
+
+    Args:
+        values: the map, of any shape; NaN is left out, and what lies below 0 has no mass.
+        share: of the mass, 0 < share < 1.
+
+    Returns:
+        The level; None where the map is constant or nowhere above 0.
+
+    Raises:
+        OptionError: the share lies outside its range.
+
+    >>> mass_level(np.array([1.0, 4.0, 2.0, 3.0]), 0.5), mass_level(np.ones(4), 0.5)
+    (3.0, None)
+    """
+    if not 0.0 < share < 1.0:
+        raise OptionError(f"Expected contours of shares between 0 and 1, got {share}.")
+    finite = values[np.isfinite(values)].astype(np.float64)
+    highest = finite.max(initial=0.0)
+    if highest <= 0 or highest - finite.min() <= _ROUNDING * highest:
+        return None
+    falling = np.sort(finite[finite > 0])[::-1]
+    mass = np.cumsum(falling)
+    return float(falling[np.searchsorted(mass, share * mass[-1])])
+
+
+def draw_contours(picture: NDArray[np.uint8], values: NDArray[np.floating[Any]], shares: Sequence[float]) -> None:
+    """Draw a white line with a dark edge where the map crosses the level of each share, in place.
+
+    Args:
+        picture: uint8 RGB [height, width, 3].
+        values: the map over it, [height, width]; NaN where the model saw nothing, and no line is drawn there.
+        shares: of the map's mass, as for `mass_level`.
+    """
+    thickness = max(1.0, min(values.shape) / 250)
+    padded = np.pad(values, 1, mode="edge")
+    slope = np.hypot(padded[2:, 1:-1] - padded[:-2, 1:-1], padded[1:-1, 2:] - padded[1:-1, :-2]) / 2
+    for level in dict.fromkeys(mass_level(values, share) for share in shares):
+        if level is None:
+            continue
+        # Pixels to the line: to first order the difference in value over the slope; none where the map is flat.
+        away = np.full(values.shape, np.inf)
+        np.divide(np.abs(values - level), slope, out=away, where=slope > 0)
+        for width, color, strength in ((thickness + 2, 0.0, 0.5), (thickness, 255.0, 1.0)):
+            cover = strength * np.clip(width / 2 + 0.5 - away, 0, 1)
+            drawn = cover > 0  # never at NaN
+            share = cover[drawn][:, None]
+            picture[drawn] = np.rint(picture[drawn] * (1 - share) + color * share).astype(np.uint8)

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.pictures import overlay
-from vitflow.pictures.contours import explained
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.options import DPI, Interpolation
 from vitflow.pictures.upsampling import upsample
@@ -69,8 +68,13 @@ class Pen:
 
     @property
     def contours(self) -> str:
-        """What the lines are drawn around, in a sentence; empty where there are none."""
-        return explained(self.blending.get("contours", False))
+        """The sentence that explains the lines of the maps; empty if none are drawn."""
+        drawn = self.blending.get("contours", False)
+        percents = [f"{100 * share:g}" for share in (overlay.CONTOURS if drawn is True else drawn or ())]
+        if not percents:
+            return ""
+        listed = " and ".join(filter(None, (", ".join(percents[:-1]), percents[-1])))
+        return f"Lines: around the highest values that make up {listed} % of the map's sum."
 
     def limits(self, values: NDArray[np.floating[Any]]) -> Limits:
         """The values of the first and the last colour, for a map or for several that have them in common."""

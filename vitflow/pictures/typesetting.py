@@ -100,10 +100,14 @@ def plain(size: float) -> dict[str, Any]:
 def measure(text: str, size: float, weight: str = "normal") -> float:
     """Return the width of a line of text in inches."""
     font = FontProperties(family=font_families(), style="normal", size=size, weight=weight)
-    # At ten times the size the rounding to pixels does not matter.
-    renderer: Any = RendererAgg(1, 1, 720)  # type: ignore[no-untyped-call]
     with without_glyph_warnings():
-        return float(renderer.get_text_width_height_descent(text, font, False)[0]) / 720
+        return float(_ruler().get_text_width_height_descent(text, font, False)[0]) / 720
+
+
+@cache
+def _ruler() -> Any:
+    """What measures text: at ten times the size the rounding to pixels does not matter."""
+    return RendererAgg(1, 1, 720)  # type: ignore[no-untyped-call]
 
 
 def wrap(text: str, width: float, size: float, lines: int = 2, weight: str = "normal") -> list[str]:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, load_extra, printable
-from vitflow.pictures.files import write_atomically
+from vitflow.files import write_atomically
 from vitflow.pictures.geometry import Placement
 
 Row = dict[str, Any]

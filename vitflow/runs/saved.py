@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from vitflow.errors import OptionError, VitflowError, printable
-from vitflow.pictures.files import is_file, is_link, is_there
+from vitflow.files import is_file, is_link, is_there
 from vitflow.runs.columns import Grid, Maps, Row, kinds_in, unpack_half
 from vitflow.runs.fingerprints import REMEDY
 

@@ -10,7 +10,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from vitflow.errors import OptionError, VitflowError, load_extra, printable
-from vitflow.pictures.files import is_remote
+from vitflow.files import is_remote
 
 # What stores call the time of a file's last change, and what tells one content from another.
 _TIMES = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "modify", "created")

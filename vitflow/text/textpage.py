@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import printable
 from vitflow.pictures.overlay import ROBUST_PERCENTILES
-from vitflow.viewer.drawing import drawing_of, one_table, thumbnail
-from vitflow.viewer.packing import pack_half
+from vitflow.viewer.packing import drawing_of, one_table, pack_half, thumbnail
 from vitflow.viewer.pages import Page, make_html
 
 # Longer side of a photograph on the page, in pixels.

@@ -16,8 +16,17 @@ from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import TokenLayout
 from vitflow.methods.values import ValueWeighting
 from vitflow.pictures.overlay import ROBUST_PERCENTILES
-from vitflow.viewer.drawing import COLOUR_MAPS, color_tables, drawing_of, thumbnail
-from vitflow.viewer.packing import Floats, Packed, pack_directions, pack_half, pack_logarithmic
+from vitflow.viewer.packing import (
+    COLOUR_MAPS,
+    Floats,
+    Packed,
+    color_tables,
+    drawing_of,
+    pack_directions,
+    pack_half,
+    pack_logarithmic,
+    thumbnail,
+)
 from vitflow.viewer.pages import Page, make_html
 
 # How heads were fused: the fusion, and the value weighting that came before it.

@@ -1,15 +1,22 @@
-"""Numbers packed into a page: compressed, in half precision or 8 bits, for a browser to unpack."""
+"""The data of a page: numbers in half precision or 8 bits, small photographs, and the colours of overlays."""
 
 import base64
+import io
 import zlib
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
+
+from vitflow.pictures.options import Background
+from vitflow.pictures.overlay import CONTOURS, KEPT, KNEE, LUMINANCE, SEQUENTIAL, color_table
 
 Floats = NDArray[np.floating[Any]]
 
+#: Colour maps that a reader may choose, the usual one first.
+COLOUR_MAPS = (SEQUENTIAL, "viridis", "inferno", "gray")
 # Values below the largest of their group times this are stored as 0 in 8 bits.
 _FAINTEST = 2.0**-22
 
@@ -83,3 +90,40 @@ def pack_directions(vectors: Floats) -> Packed:
 def _told(code: str, shape: tuple[int, ...], numbers: NDArray[Any]) -> dict[str, Any]:
     data = base64.b64encode(zlib.compress(np.ascontiguousarray(numbers).tobytes(), 6)).decode()
     return {"code": code, "shape": list(shape), "data": data}
+
+
+def thumbnail(pixels: NDArray[np.uint8], side: int = 512) -> bytes:
+    """A photograph, uint8 RGB, made small for a page, as JPEG with a longer side of so many pixels at most."""
+    picture = Image.fromarray(pixels)
+    picture.thumbnail((side, side), Image.Resampling.LANCZOS)
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=82)
+    return file.getvalue()
+
+
+def drawing_of(background: Background = "grey", *, soft: bool = True, contours: bool = False) -> dict[str, Any]:
+    """How maps are laid over photographs: all that a page's script needs to know of `vitflow.pictures.overlay`."""
+    knee = KNEE if soft else 1.0
+    return {
+        "knee": knee,
+        "kept": KEPT,
+        "luminance": LUMINANCE,
+        "background": background,
+        "contours": contours,
+        "shares": CONTOURS,
+    }
+
+
+def one_table(cmap: str | None, two_sides: bool) -> dict[str, list[Any]]:
+    """The colours of a colour map, and how opaque each is, from 0 to 255, as overlays have them."""
+    colors, shares = color_table(cmap, two_sides)
+    return {"colors": colors.tolist(), "opacity": np.round(255 * shares).astype(int).tolist()}
+
+
+def color_tables() -> dict[str, dict[str, dict[str, list[Any]]]]:
+    """The colour maps that a reader may choose, each for one side of 0 and for both; the usual one is no choice."""
+    return {
+        name: {"one_side": one_table(own, False), "two_sides": one_table(own, True)}
+        for name in COLOUR_MAPS
+        for own in [None if name == SEQUENTIAL else name]
+    }

@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from vitflow.errors import printable
-from vitflow.pictures.files import write_atomically
+from vitflow.files import write_atomically
 from vitflow.pictures.typesetting import decimal
 
 #: Failed inputs listed on a page; what is kept beside it has them all.

@@ -17,7 +17,7 @@ from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.choices import choose_methods
 from vitflow.explaining.method_options import OPTIONS
-from vitflow.pictures.files import is_link, is_there
+from vitflow.files import is_link, is_there
 from vitflow.pictures.options import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS
 from vitflow.text.method_table import PICTURED, text_method
 

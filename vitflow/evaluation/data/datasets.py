@@ -19,7 +19,7 @@ from vitflow.evaluation.data.annotations import Annotation, read_annotations
 from vitflow.evaluation.data.finder import PictureFinder
 from vitflow.evaluation.data.masks import find_class_names, find_mask, read_mask_regions
 from vitflow.evaluation.data.regions import Label, Region, check_count, mask_region
-from vitflow.pictures.files import is_file, is_folder, is_there
+from vitflow.files import is_file, is_folder, is_there
 from vitflow.pictures.images import ImageSource, find_images, read_image
 
 _ANNOTATIONS = (".csv", ".json", ".xml")

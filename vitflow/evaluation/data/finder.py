@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vitflow.errors import OptionError
-from vitflow.pictures.files import is_file
+from vitflow.files import is_file
 from vitflow.pictures.images import is_image_name
 
 _LONGEST_TOLD = 200  # characters of a name that an error repeats

@@ -7,7 +7,7 @@ import numpy as np
 
 from vitflow.errors import OptionError, ShapeError
 from vitflow.evaluation.data.regions import Label, Region, check_count, mask_region, value_region
-from vitflow.pictures.files import is_file
+from vitflow.files import is_file
 from vitflow.pictures.images import read_mask
 
 _ENDINGS = ("_mask", "-mask", ".mask")

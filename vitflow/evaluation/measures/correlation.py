@@ -22,6 +22,7 @@ from vitflow.evaluation.statistics import markdown_table
 from vitflow.explaining.choices import MethodChoice, choose_methods
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Target
+from vitflow.files import is_folder, write_atomically
 from vitflow.methods.attention import check_layer, raw_attention
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.fusion import HeadFusion
@@ -31,7 +32,6 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.methods.values import ValueWeighting
 from vitflow.pictures import figures
 from vitflow.pictures.charts import Series, draw_lines
-from vitflow.pictures.files import is_folder, write_atomically
 from vitflow.pictures.images import ImageSource, find_images
 from vitflow.pictures.options import FIGURE_FORMATS
 from vitflow.pictures.typesetting import decimal

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, VitflowError, VitflowWarning, check_known, printable, whole_number
 from vitflow.explaining.saliency import Saliency
+from vitflow.files import is_remote, write_inside
 from vitflow.folder.decoders import decode_file, decode_given
 from vitflow.folder.work import encode_overlay
-from vitflow.pictures.files import is_remote, write_inside
 from vitflow.pictures.options import OVERLAY_FORMATS
 from vitflow.runs.columns import Maps, Row, placement_of
 from vitflow.runs.remote import RemoteFolder

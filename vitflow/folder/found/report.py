@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from vitflow.errors import ImageError, OptionError
 from vitflow.explaining.captions import departures
 from vitflow.explaining.method_table import get_method
+from vitflow.files import is_remote
 from vitflow.folder.found.draw import not_named, open_run, read_photograph
-from vitflow.pictures.files import is_remote
 from vitflow.runs.columns import placement_of
 from vitflow.runs.saved import SavedRun
-from vitflow.viewer.drawing import thumbnail
+from vitflow.viewer.packing import thumbnail
 from vitflow.viewer.report import write_report
 
 
