@@ -15,7 +15,7 @@ from vitflow.explaining.progress import tracking
 from vitflow.methods import baselines, gradients
 from vitflow.methods import rollout as rollouts
 from vitflow.methods.attention import check_layer, one_head
-from vitflow.methods.flow.attention_flow import Solver, attention_flow
+from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.flow.layers import LayerRange, default_window
 from vitflow.methods.fusion import HeadFusion, SignedFusion, normalize_rows
 from vitflow.methods.hiding import occlusion as blank_out
@@ -122,7 +122,6 @@ def flow(
     discard_ratio: float,
     residual: float,
     value_weighted: ValueWeighting,
-    solver: Solver,
     patch: Patch | None,
 ) -> Maps:
     """Attention flow of the readout through a range of layers, carried on to the input by rollout below it.
@@ -148,7 +147,7 @@ def flow(
     prefix = layout.num_prefix_tokens
     options: dict[str, Any] = {"discard_ratio": discard_ratio, "residual": residual, "num_prefix_tokens": prefix}
     with tracking("attention flow", len(readout) * layout.num_tokens) as progress:
-        found = attention_flow(matrices, source=readout, layers=layers, solver=solver, progress=progress, **options)
+        found = attention_flow(matrices, source=readout, layers=layers, progress=progress, **options)
     tokens, (first, last) = found.values, found.layers
     if below == "rollout" and first > 1:
         shares = found.normalized.to(matrices[0].dtype)

@@ -165,7 +165,6 @@ OPTIONS: dict[str, Option] = {
             "N|A:B|all",
         ),
         Option("below", "choice", "What carries the flow on to the input below its layers.", ("rollout", "none")),
-        Option("solver", "choice", "What solves the maximum flows.", ("exact", "networkx")),
         Option(
             "refine",
             int,

@@ -122,7 +122,6 @@ register_method(
         "discard_ratio": 0.9,
         "residual": 0.5,
         "value_weighted": "output",
-        "solver": "exact",
         "patch": None,
         "refine": 1,
     },

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError, check_known, whole_number
+from vitflow.errors import OptionError, ShapeError, whole_number
 from vitflow.methods.flow.layers import LayerRange, check_window, layer_capacities, window_below
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, kind_of, layers_of
 from vitflow.methods.visibility import Causal, own_token, relative_to, uniform_attention, visible_keys
@@ -18,8 +18,6 @@ from vitflow.methods.visibility import Causal, own_token, relative_to, uniform_a
 if TYPE_CHECKING:
     from vitflow.methods.flow.solver import Progress
 
-Solver = Literal["exact", "networkx"]
-SOLVERS: tuple[Solver, ...] = get_args(Solver)
 Floats = NDArray[np.float64]
 # A token of the top layer; a node (layer, token); or capacities of a super-source over the top layer's tokens.
 Source = int | tuple[int, int] | Tensor | Floats | Sequence[float]
@@ -98,7 +96,6 @@ def attention_flow(
     discard_ratio: float = 0.0,
     residual: float = 0.5,
     num_prefix_tokens: int = 1,
-    solver: Solver = "exact",
     all_sources: bool = False,
     causal: Causal | None = None,
     attention_mask: Tensor | None = None,
@@ -124,7 +121,6 @@ def attention_flow(
         discard_ratio: share of the smallest values per picture and layer to set to 0, 0 <= ratio < 1.
         residual: α, the share of the residual connection; the paper uses 0.5.
         num_prefix_tokens: tokens before the patches, which are never discarded as keys.
-        solver: "exact", or "networkx", the same by an independent program some ten thousand times slower.
         all_sources: solve from every token of every layer of the window, as the paper does for a sentence.
         causal, attention_mask, visible: as for `attention_rollout`; with "receptive_field" `normalized` is relative to
             the flows of uniform attention, and those are solved as well.
@@ -143,7 +139,6 @@ def attention_flow(
     check_head_fusion(head_fusion)
     check_fraction("discard_ratio", discard_ratio)
     check_fraction("residual", residual)
-    check_known("solver", solver, SOLVERS)
     attentions = layers_of(attentions)
     node = _as_node(source)
     if node is not None:  # the window ends at its layer
@@ -151,7 +146,7 @@ def attention_flow(
     chosen, first = check_window(attentions, layers, start_layer)
     batch, tokens = chosen[0].shape[0], chosen[0].shape[-1]
     targets = tuple(range(tokens)) if sinks is None else _sinks(sinks, tokens)
-    solve = partial(_solve, sinks=targets, solver=solver, progress=progress)
+    solve = partial(_solve, sinks=targets, progress=progress)
     pairs = batch * len(chosen) * tokens * len(targets)
     if all_sources and pairs > MOST_PAIRS:
         raise OptionError(
@@ -231,23 +226,17 @@ def _capacities(sources: Sequence[int | Floats], tokens: int) -> Tensor:
 
 
 def _solve(
-    capacities: Floats, source: int | Floats, *, sinks: Sequence[int], solver: Solver, progress: "Progress | None"
+    capacities: Floats, source: int | Floats, *, sinks: Sequence[int], progress: "Progress | None"
 ) -> tuple[Floats, Floats, NDArray[np.intp]]:
     """Flows, trivial cuts and the layer of each minimum cut (0 for the first) of one picture."""
     if not isinstance(source, int):
         source = _as_token(capacities[-1], source)
     from vitflow.methods.flow.maxflow import max_flow
 
-    if solver == "networkx":
-        from vitflow.methods.flow.graph import networkx_flow
-
-        values, crossing = networkx_flow(capacities, source, sinks, progress)
-    else:
-        found = max_flow(capacities, source, sinks, progress=progress)
-        values, crossing = found.values, found.crossing
+    found = max_flow(capacities, source, sinks, progress=progress)
     given = capacities[-1, source].sum() if isinstance(source, int) else source.sum()
     cuts = np.minimum(given, capacities[0].sum(axis=0)[list(sinks)])
-    return values, cuts, crossing.argmax(axis=1)
+    return found.values, cuts, found.crossing.argmax(axis=1)
 
 
 def _as_token(top: Floats, source: Floats) -> int | Floats:

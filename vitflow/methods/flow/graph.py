@@ -1,7 +1,7 @@
-"""The layered attention graph as a networkx graph: for people who want to look at it, and as an independent solver."""
+"""The layered attention graph as a networkx graph."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from networkx import DiGraph
 
 Floats = NDArray[np.float64]
-
-SOURCE = "source"
 
 
 def attention_graph(
@@ -107,43 +105,3 @@ def graph_of(capacities: Floats, first: int, names: Sequence[str]) -> "DiGraph":
             value = float(matrix[query, key])
             graph.add_edge((layer, query), (layer - 1, key), capacity=value, weight=value)
     return graph
-
-
-def networkx_flow(
-    capacities: Floats,
-    source: int | Floats,
-    sinks: Sequence[int],
-    progress: Callable[[int], object] | None = None,
-) -> tuple[Floats, Floats]:
-    """Maximum flows [sinks] and the capacity of each minimum cut by layer [sinks, layers + 1], found by networkx."""
-    layers, tokens = capacities.shape[:2]
-    graph = graph_of(capacities, 1, [""] * tokens)
-    if isinstance(source, int):
-        start: Any = (layers, source)
-    else:
-        start = SOURCE
-        graph.add_node(SOURCE)
-        graph.add_edges_from(
-            (SOURCE, (layers, token), {"capacity": float(value)}) for token, value in enumerate(source) if value > 0
-        )
-    values, crossing = np.zeros(len(sinks)), np.zeros((len(sinks), layers + 1))
-    for row, sink in enumerate(sinks):
-        values[row], (near, far) = _minimum_cut(graph, start, (0, sink))
-        for node in near:
-            for other, edge in graph[node].items():
-                if other in far:
-                    crossing[row, layers if node == SOURCE else node[0] - 1] += edge["capacity"]
-        if progress:
-            progress(1)
-    return values, crossing
-
-
-def _minimum_cut(graph: "DiGraph", source: Any, sink: Any) -> tuple[float, tuple[set[Any], set[Any]]]:
-    import networkx as nx
-
-    try:
-        found: tuple[float, tuple[set[Any], set[Any]]] = nx.minimum_cut(graph, source, sink)
-    except (ValueError, StopIteration):
-        # preflow_push, the default, can fail where rounding leaves a node with a little excess and no way out.
-        found = nx.minimum_cut(graph, source, sink, flow_func=nx.algorithms.flow.shortest_augmenting_path)
-    return found

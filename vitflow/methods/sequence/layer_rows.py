@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitflow.methods.attention import check_layer
-from vitflow.methods.flow.attention_flow import Solver, attention_flow
+from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.flow.layers import LayerRange, parse_window
 from vitflow.methods.rollout import relevance
 from vitflow.methods.visibility import (
@@ -96,7 +96,6 @@ def flow_rows(
     below: str = "none",
     discard_ratio: float = 0.0,
     residual: float = 0.5,
-    solver: Solver = "exact",
     causal: Causal = "raw",
     progress: Callable[[int], object] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -111,7 +110,7 @@ def flow_rows(
             as far as there are so many below them.
         spans: the windows themselves instead, each by how many layers lie below it and how many up to its end.
         below: "rollout" or "none".
-        discard_ratio, residual, solver, causal, progress: as for `attention_flow`.
+        discard_ratio, residual, causal, progress: as for `attention_flow`.
 
     Returns:
         As for `rollout_rows`.
@@ -134,7 +133,6 @@ def flow_rows(
                     discard_ratio=ratio,
                     residual=residual,
                     num_prefix_tokens=0,
-                    solver=solver,
                     progress=progress,
                 )
                 flows.append(result.normalized[0])
