@@ -10,7 +10,8 @@ from vitflow import Explainer
 from vitflow.demo import CLASS_NAMES, draw_picture
 from vitflow.errors import OptionError, ShapeError
 from vitflow.evaluation import evaluate, open_dataset
-from vitflow.evaluation.data.datasets import Dataset, Labelled, Sample
+from vitflow.evaluation.annotations import Labelled
+from vitflow.evaluation.datasets import Dataset, Sample
 from vitflow.evaluation.gridding import make_grids
 from vitflow.evaluation.measures.grid import score_cell, score_object, tile
 from vitflow.evaluation.run import _questions

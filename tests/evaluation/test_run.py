@@ -28,7 +28,7 @@ from vitflow.evaluation import (
     run,
     scoring,
 )
-from vitflow.evaluation.data.datasets import Dataset
+from vitflow.evaluation.datasets import Dataset
 from vitflow.explaining.method_table import _METHODS
 from vitflow.runs.saved import SavedRun
 

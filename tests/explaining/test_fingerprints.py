@@ -22,7 +22,7 @@ from vitflow.demo import draw_picture
 from vitflow.errors import OptionError
 from vitflow.evaluation import Labelled, Sample, evaluate, results
 from vitflow.evaluation.choices import label_methods
-from vitflow.evaluation.data.datasets import Dataset, open_dataset
+from vitflow.evaluation.datasets import Dataset, open_dataset
 from vitflow.evaluation.run import _settings
 from vitflow.evaluation.scoring import Protocol
 from vitflow.explaining.method_options import OPTIONS

@@ -1,12 +1,8 @@
-from .data.datasets import Dataset as Dataset
-from .data.datasets import Labelled as Labelled
-from .data.datasets import Sample as Sample
-from .data.datasets import open_dataset as open_dataset
-from .data.regions import Region as Region
-from .data.regions import box_region as box_region
-from .data.regions import mask_region as mask_region
-from .data.regions import polygon_region as polygon_region
-from .data.regions import run_length_region as run_length_region
+from .annotations import Labelled as Labelled
+from .annotations import Region as Region
+from .datasets import Dataset as Dataset
+from .datasets import Sample as Sample
+from .datasets import open_dataset as open_dataset
 from .measures.correlation import RankCorrelation as RankCorrelation
 from .measures.correlation import rank_correlation as rank_correlation
 from .measures.faithfulness import Curves as Curves

@@ -1,23 +1,22 @@
 """What an evaluation asks: which methods and metrics, and of each picture which class and which pixels are right."""
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from vitflow.errors import OptionError, VitflowError, VitflowWarning
-from vitflow.evaluation.data.datasets import Dataset, Labelled, Sample
-from vitflow.evaluation.data.regions import WORDNET_ID, Label, Region, union
+from vitflow.evaluation.annotations import Label, Labelled, Mask, Region, check_count, union
+from vitflow.evaluation.datasets import Dataset, Sample
 from vitflow.evaluation.measures.perturbation import REPLACEMENTS
 from vitflow.explaining.choices import ChosenMethod, MethodChoice, check_methods, choose_methods, left_out
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_table import BASELINES, list_methods
 from vitflow.explaining.targets import class_index
 
+_WORDNET_ID = re.compile(r"n\d{8}")
 _IMAGENET_CLASSES = 1000
 
 
@@ -96,71 +95,62 @@ def _image(sample: Sample) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """One picture's question.
+    """The question that an evaluation asks of one image.
 
     Attributes:
-        target: class index that the maps are asked for; None for the class that the model predicts.
-        region: the right answer, bool [height, width]; None where the data does not say.
-        unknown: pixels of which the data says that nobody knows, bool [height, width]; they are left out.
-        objects: where the data says where objects are, the pixels of each class that the model has, by class.
+        target: class index that the maps explain; None for the class that the model predicts.
+        region: the pixels that are right, bool [height, width]; None if the data does not say.
+        unknown: pixels that are left out, bool [height, width].
+        objects: the pixels of each class that the model has, by class.
     """
 
     target: int | None
-    region: NDArray[np.bool_] | None = None
-    unknown: NDArray[np.bool_] | None = None
-    objects: Mapping[int, NDArray[np.bool_]] = field(default_factory=dict)
+    region: Mask | None = None
+    unknown: Mask | None = None
+    objects: Mapping[int, Mask] = field(default_factory=dict)
 
 
 def ask(picture: Labelled, num_classes: int, class_names: Sequence[str] | None) -> Question:
-    """Choose the class that is asked for, and the region that belongs to it.
+    """Choose the class to explain, and the region that belongs to it.
 
-    1. Where the picture as a whole has a class that the model has, this one is asked for.
+    1. The class of the image as a whole, if it has one that the model has.
     2. Otherwise, of the classes of its objects that the model has, the one that covers the most pixels.
-    3. Where the model has none of them, the class that it predicts.
+    3. If the model has none of them, the class that it predicts.
 
-    The region is the union of all objects of the asked class, and in case 3 the union of all objects; where the picture
-    as a whole has a class and its objects have none, the union of all, too. A picture asks one question, so that
-    pictures stay independent of each other in the statistics.
+    The region is the union of all objects of that class. In case 3, and if the image has a class and its objects have
+    none, it is the union of all objects. An image asks one question, so that images are independent in the statistics.
 
     Args:
-        picture: as the data has it.
-        num_classes: of the model; 0 where it has none.
-        class_names: their names, where known. WordNet ids such as n01440764 are known to models of ImageNet-1k.
+        picture: the image and what is known about it.
+        num_classes: of the model; 0 if it has none.
+        class_names: their names, if known. Models of ImageNet-1k know WordNet ids such as n01440764.
+
+    Raises:
+        ShapeError: a region cannot be painted.
     """
-    size = picture.image.shape[:2]
+    size = picture.image.shape[0], picture.image.shape[1]
     target = _index(picture.label, num_classes, class_names)
     if picture.regions is None:
         return Question(target)
+    check_count(len(picture.regions))
     unknown = [region for region in picture.regions if region.unknown]
     known = [region for region in picture.regions if not region.unknown]
-    indices = [_index(region.label, num_classes, class_names) for region in known]
-    objects = _by_class(known, indices, (size[0], size[1]))
-    if target is None:
-        # The class that covers the most pixels; of equal ones the first.
+    by_class: dict[int | None, list[Region]] = {}
+    for region in known:
+        by_class.setdefault(_index(region.label, num_classes, class_names), []).append(region)
+    objects = {index: union(own, size) for index, own in by_class.items() if index is not None}
+    if target is None:  # of classes that cover equally many pixels the first
         target = max(objects, key=lambda index: int(objects[index].sum()), default=None)
-    own = [region for region, index in zip(known, indices, strict=True) if index is not None and index == target]
-    mask = union(own or known, (size[0], size[1]))
-    blurred = union(unknown, (size[0], size[1])) & ~mask if unknown else None
-    return Question(target, mask, blurred, objects)
-
-
-def _by_class(
-    regions: Sequence[Region], indices: Sequence[int | None], size: tuple[int, int]
-) -> dict[int, NDArray[np.bool_]]:
-    """The pixels of each class that the model has."""
-    by_class: dict[int, list[Region]] = {}
-    for region, index in zip(regions, indices, strict=True):
-        if index is not None:
-            by_class.setdefault(index, []).append(region)
-    return {index: union(own, size) for index, own in by_class.items()}
+    right = objects[target] if target in objects else union(known, size)
+    return Question(target, right, union(unknown, size) & ~right if unknown else None, objects)
 
 
 def _index(label: Label, num_classes: int, class_names: Sequence[str] | None) -> int | None:
-    """The model's class of that label; None where it has no such class, or several."""
+    """The model's class of that label; None if it has no such class, or several."""
     if label is None or not num_classes:
         return None
-    if isinstance(label, str) and WORDNET_ID.fullmatch(label) and num_classes == _IMAGENET_CLASSES:
-        return _imagenet_synsets().get(label)
+    if num_classes == _IMAGENET_CLASSES and _WORDNET_ID.fullmatch(str(label)):
+        return _imagenet_synsets().get(str(label))
     try:
         return class_index(label, num_classes, class_names)
     except OptionError:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.evaluation.controls import SAYS, is_twin
-from vitflow.evaluation.data.datasets import Dataset
+from vitflow.evaluation.datasets import Dataset
 from vitflow.evaluation.measures.correlation import RankCorrelation
 from vitflow.evaluation.metrics import METRICS, Metric
 from vitflow.evaluation.results import Evaluation

@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import VitflowError
+from vitflow.evaluation.annotations import Labelled
 from vitflow.evaluation.choices import Question
-from vitflow.evaluation.data.datasets import Labelled, Sample
+from vitflow.evaluation.datasets import Sample
 from vitflow.evaluation.measures.grid import CELLS, CellScore, score_cell, tile
 from vitflow.evaluation.measures.sanity import as_it_is
 from vitflow.explaining.choices import ChosenMethod

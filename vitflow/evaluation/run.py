@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from vitflow.errors import VitflowError
+from vitflow.evaluation.annotations import Labelled
 from vitflow.evaluation.choices import (
     Question,
     applicable_methods,
@@ -20,7 +21,7 @@ from vitflow.evaluation.choices import (
     possible_groups,
 )
 from vitflow.evaluation.collecting import collect
-from vitflow.evaluation.data.datasets import Dataset, Labelled, Sample, open_dataset
+from vitflow.evaluation.datasets import Dataset, Sample, open_dataset
 from vitflow.evaluation.gridding import Grid, draw_grids, lot, make_grids
 from vitflow.evaluation.measures.token_dropping import can_drop_tokens
 from vitflow.evaluation.metrics import choose_metrics

@@ -1,0 +1,323 @@
+"""Labelled regions of an image, painted from boxes, polygons, run lengths or masks, and files of them.
+
+Annotations may come from anywhere: what is wrong with those of one image is that image's error, and nothing is painted
+before its size is that of the image.
+"""
+
+import json
+import math
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pycocotools import mask as coco
+
+from vitflow.errors import OptionError, ShapeError, VitflowError
+from vitflow.pictures.images import check_mask_size
+
+Mask = NDArray[np.bool_]
+Size = tuple[int, int]
+
+# A class index of the model, a class name or WordNet id, or None if nothing is known.
+Label = int | str | None
+
+# Far beyond any honest annotation; more would fill the memory or take for ever.
+_MOST_OBJECTS = 10_000  # of one image
+_MOST_POLYGONS = 1000  # of one object
+_LONGEST_OUTLINE = 1_000_000  # pixels of one polygon, which is also how far off a corner may be
+_LONGEST_NUMBER = 7  # characters of a packed run length, five bits each
+_LONGEST_MESSAGE = 200  # characters of an error's own words, which may quote the file
+
+#: What reading values of wrong types raises.
+WRONG = (
+    *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, OSError),
+    VitflowError,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """One labelled object of an image.
+
+    Attributes:
+        label: class index, class name or WordNet id; None if it is not known.
+        shape: its pixels, as one of
+
+            - a box (left, top, right, bottom) by its edges in pixels: right and bottom are the first pixels outside;
+              a pixel belongs to the box if its centre does;
+            - polygons [[x, y, x, y, …], …], painted as COCO's own evaluation paints them;
+            - COCO's run lengths {"size": [height, width], "counts": numbers or packed text};
+            - a mask [height, width] of the image's size, whose pixels other than 0 belong to the object, or a function
+              that makes it.
+        unknown: leave its pixels out of every measure, such as those of a crowd.
+    """
+
+    label: Label
+    shape: Any
+    unknown: bool = False
+
+    def paint(self, mask: Mask) -> None:
+        """Mark its pixels in a mask of the image's size.
+
+        Raises:
+            ShapeError: the shape is none of the above, or belongs to an image of another size.
+        """
+        shape = self.shape() if callable(self.shape) else self.shape
+        if isinstance(shape, np.ndarray) and shape.ndim == 2:
+            check_mask_size(shape.shape, mask.shape)
+            mask |= shape != 0
+        elif isinstance(shape, Mapping):
+            _check_runs_size(shape.get("size"), mask.shape)
+            _paint_runs(_read_runs(shape.get("counts"), mask.size), mask)
+        elif isinstance(shape, list | tuple) and shape and isinstance(shape[0], list | tuple | np.ndarray):
+            _paint_polygons(shape, mask)
+        else:
+            left, top, right, bottom = (max(math.ceil(edge - 0.5), 0) for edge in _read_box(shape))
+            mask[top:bottom, left:right] = True
+
+    def mask(self, size: Size) -> Mask:
+        """Return its pixels in an image of this (height, width), bool [height, width].
+
+        >>> Region("cat", (1, 0, 3, 1)).mask((1, 4)).tolist()
+        [[False, True, True, False]]
+        >>> Region("cat", {"size": [2, 2], "counts": [1, 2, 1]}).mask((2, 2)).tolist()
+        [[False, True], [True, False]]
+        """
+        return union([self], size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Labelled:
+    """An image and what is known about it.
+
+    Attributes:
+        image: RGB uint8 [height, width, 3].
+        regions: its objects; None if the data does not say where objects are.
+        label: the class of the whole image, if the data has one.
+    """
+
+    image: NDArray[np.uint8]
+    regions: tuple[Region, ...] | None = None
+    label: Label = None
+
+
+def check_count(objects: int) -> None:
+    """Raise ShapeError if an image has more objects than can be painted."""
+    if objects > _MOST_OBJECTS:
+        raise ShapeError(f"Expected at most {_MOST_OBJECTS} objects in an image, got {objects}.")
+
+
+def union(regions: Sequence[Region], size: Size) -> Mask:
+    """Return the pixels that belong to any of the regions, bool [height, width]."""
+    mask = np.zeros(size, dtype=np.bool_)
+    for region in regions:
+        region.paint(mask)
+    return mask
+
+
+# --- Painting --------------------------------------------------------------------------------------------------------
+
+
+def _numbers(values: Any) -> list[float]:
+    """Finite numbers, which may be text; ShapeError if they are not."""
+    try:
+        numbers = [] if isinstance(values, str | bytes) else [float(value) for value in values]
+    except (TypeError, ValueError, OverflowError):
+        numbers = []
+    if not numbers or not all(map(math.isfinite, numbers)):
+        raise ShapeError(f"Expected finite numbers, got {reprlib.repr(values)}.")
+    return numbers
+
+
+def _read_box(box: Any) -> list[float]:
+    edges = _numbers(box)
+    if len(edges) != 4:
+        raise ShapeError(f"Expected a box of four finite numbers, got {reprlib.repr(box)}.")
+    return edges
+
+
+def _paint_polygons(polygons: Sequence[Any], mask: Mask) -> None:
+    if len(polygons) > _MOST_POLYGONS:
+        raise ShapeError(f"Expected at most {_MOST_POLYGONS} polygons, got {len(polygons)}.")
+    areas = [numbers for numbers in map(_outline, polygons) if len(numbers) >= 6]  # fewer corners hold no pixel
+    for packed in coco.frPyObjects(areas, *mask.shape) if areas else ():
+        _paint_runs(_read_runs(packed["counts"], mask.size), mask)
+
+
+def _outline(polygon: Any) -> list[float]:
+    """The flat coordinates of a polygon; ShapeError if a corner is so far off that drawing would fill the memory."""
+    numbers = _numbers(polygon)
+    if len(numbers) % 2:
+        raise ShapeError(f"Expected a polygon as x, y, x, y, …, got {len(numbers)} numbers.")
+    corners = np.array(numbers).reshape(-1, 2)
+    outline = np.abs(corners - np.roll(corners, 1, axis=0)).max(axis=1).sum()
+    if max(outline, np.abs(corners).max()) > _LONGEST_OUTLINE:
+        raise ShapeError(f"Expected a polygon in pixels of its image, got {reprlib.repr(polygon)}.")
+    return numbers
+
+
+def _check_runs_size(own: Any, size: tuple[int, ...]) -> None:
+    if own is not None and own != list(size):
+        raise ShapeError(f"Expected run lengths of {size[0]} × {size[1]} pixels, got {reprlib.repr(own)}.")
+
+
+def _paint_runs(runs: Sequence[int], mask: Mask) -> None:
+    """Mark every other run, column by column; the runs must fill the mask."""
+    mask |= np.repeat(np.arange(len(runs)) % 2 == 1, runs).reshape(mask.shape, order="F")
+
+
+def _read_runs(counts: Any, pixels: int) -> list[int]:
+    """Run lengths that sum to this number of pixels; ShapeError if they do not.
+
+    Packed ones are decoded here: the decoder of pycocotools 2.0.11 returns uninitialised memory for run lengths that
+    sum to too few pixels, and a DeprecationWarning under NumPy 2.
+    """
+    if isinstance(counts, str | bytes):
+        runs = _unpack(counts, pixels)
+    elif isinstance(counts, list | tuple) and all(isinstance(count, int) for count in counts):
+        runs = list(counts)
+    else:
+        raise ShapeError(f"Expected run lengths as whole numbers or packed text, got {reprlib.repr(counts)}.")
+    if sum(runs) != pixels or min(runs) < 0:
+        raise ShapeError(f"Expected run lengths that sum to {pixels} pixels, got {reprlib.repr(runs)}.")
+    return runs
+
+
+def _unpack(text: str | bytes, pixels: int) -> list[int]:
+    """COCO's packed run lengths: five bits to a character, and from the fourth run on the difference to two before."""
+    data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    wrong = ShapeError(f"Expected packed run lengths of {pixels} pixels in COCO's form, got {reprlib.repr(text)}.")
+    if len(data) > 2 * pixels + 16:  # one-pixel runs take no more than this
+        raise wrong
+    runs: list[int] = []
+    number = bits = 0
+    for code in data:
+        if not 48 <= code < 112 or bits == 5 * _LONGEST_NUMBER:
+            raise wrong
+        number |= (code - 48 & 31) << bits
+        bits += 5
+        if code < 80:  # the number's last character, which has its sign
+            number -= (code - 48 & 16) << bits - 4
+            runs.append(number + (runs[-2] if len(runs) > 2 else 0))
+            number = bits = 0
+    if bits:
+        raise wrong
+    return runs
+
+
+# --- Files -----------------------------------------------------------------------------------------------------------
+
+#: Regions and class of an image of this size.
+Parse = Callable[[Size], tuple[tuple[Region, ...], Label]]
+
+
+def read_annotations(path: Path) -> list[tuple[Any, Parse]]:
+    """Read COCO JSON, or a JSON list of boxes: the file name of each image, and a function that parses its entry.
+
+    Raises:
+        OptionError: the file is neither.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = list(_coco_entries(content) if isinstance(content, dict) else _box_entries(content))
+        if not found:
+            raise ValueError("they list no pictures")
+    except WRONG as error:
+        raise unreadable(path, error) from error
+    return found
+
+
+def unreadable(path: Path, error: Exception, entry: str = "") -> OptionError:
+    """Say what is wrong with an annotation file, or with one entry of it."""
+    if isinstance(error, OptionError):
+        return error
+    reason = f"no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
+    reason = "it is nested too deeply" if isinstance(error, RecursionError) else reason
+    reason = reason if len(reason) <= _LONGEST_MESSAGE else reason[:_LONGEST_MESSAGE] + "…"
+    where = f"{path.name!r}, {entry[:_LONGEST_MESSAGE]}" if entry else f"{path.name!r}"
+    return OptionError(
+        f"Could not read the annotations {where}: {reason}. Expected COCO JSON, a JSON list of {{file, boxes, label}}, "
+        "or labels.csv with the columns file and label or label_index."
+    )
+
+
+def as_label(value: Any) -> Label:
+    """Return a class name, or a class index as a whole number; ValueError if it is neither."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and float(value).is_integer():
+        return int(value)
+    raise ValueError(f"expected a class name or a class index, got {reprlib.repr(value)}")
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"expected a list, got {reprlib.repr(value)}")
+    return value
+
+
+def _check_size(width: Any, height: Any, size: Size) -> None:
+    if (height, width) != size:
+        raise ShapeError(
+            f"they are for a picture of {reprlib.repr(height)} × {reprlib.repr(width)} pixels (height × width), and it "
+            f"has {size[0]} × {size[1]}"
+        )
+
+
+def _box_entries(content: Any) -> Iterator[tuple[Any, Parse]]:
+    for entry in _list(content):
+        yield entry.get("file") if isinstance(entry, dict) else entry, partial(_parse_boxes, entry)
+
+
+def _parse_boxes(entry: Mapping[str, Any], size: Size) -> tuple[tuple[Region, ...], Label]:
+    """One image of a JSON list: its boxes, and its class."""
+    if "size" in entry:
+        width, height = entry["size"]
+        _check_size(width, height, size)
+    label = _label_of(entry)
+    boxes = [box if isinstance(box, dict) else {"box": box, "label": label} for box in _list(_boxes_of(entry))]
+    return tuple(Region(_label_of(box), _read_box(box["box"])) for box in boxes), label
+
+
+def _boxes_of(entry: Mapping[str, Any]) -> Any:
+    return entry["boxes"] if "boxes" in entry else entry["boxes_xyxy"]
+
+
+def _label_of(entry: Mapping[str, Any]) -> Label:
+    return as_label(entry.get("label") if entry.get("label_index") is None else entry["label_index"])
+
+
+def _coco_entries(content: Mapping[str, Any]) -> Iterator[tuple[Any, Parse]]:
+    names = {category["id"]: category.get("name") for category in _list(content.get("categories") or [])}
+    by_image: dict[Any, list[Mapping[str, Any]]] = {}
+    for annotation in _list(content["annotations"]):
+        by_image.setdefault(annotation["image_id"], []).append(annotation)
+    for entry in _list(content["images"]):
+        file = entry.get("file_name") if isinstance(entry, dict) else entry
+        yield file, partial(_parse_coco, names, by_image, entry)
+
+
+def _parse_coco(
+    names: Mapping[Any, Any],
+    by_image: Mapping[Any, Sequence[Mapping[str, Any]]],
+    entry: Mapping[str, Any],
+    size: Size,
+) -> tuple[tuple[Region, ...], Label]:
+    """One image of a COCO file: its objects, of which crowds are unknown."""
+    _check_size(entry["width"], entry["height"], size)
+    regions = []
+    for annotation in by_image.get(entry["id"], ()):
+        category = annotation["category_id"]
+        if names and category not in names:
+            raise ValueError(f"no category {reprlib.repr(category)}")
+        shape = annotation.get("segmentation")
+        if not shape:
+            left, top, width, height = _read_box(annotation["bbox"])
+            shape = (left, top, left + width, top + height)
+        regions.append(Region(as_label(names.get(category)), shape, unknown=bool(annotation.get("iscrowd"))))
+    return tuple(regions), None

@@ -1,1 +1,0 @@
-"""What is known of the pictures that maps are measured on."""
