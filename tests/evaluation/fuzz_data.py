@@ -136,7 +136,8 @@ def mutate_tree(chance: random.Random, content, out: list[str]) -> str:
         elif kind == "long":
             # A mark stands for up to 200,000 characters: thousands of them would fill this program's own memory.
             short = len(plain := json.dumps(parent[key])) < 1000 and "@" not in plain
-            parent[key] = [parent[key]] * (3000 if short else 2)
+            # Copies, for a later mutation of one shared object would be in all of them.
+            parent[key] = [json.loads(plain) for _ in range(3000 if short else 2)]
         elif kind == "twice" and isinstance(parent, list):
             parent.append(copy.deepcopy(parent[key]))
         else:

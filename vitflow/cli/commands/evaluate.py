@@ -90,9 +90,9 @@ def evaluate(data: str | None, **given: Any) -> None:
     """Measure what the maps of each method are worth on DATA, beside two baselines.
 
     DATA is demo:500 for so many drawn pictures with exact masks; a folder of pictures with masks (cat_mask.png or
-    masks/cat.png), with boxes.json, with labels.csv, or with nothing; a COCO or plain JSON file; Pascal VOC or ImageNet
-    XML or CSV. A picture that fails is told, and the others go on. Drawn pictures are measured with the demo model,
-    unless --model names another.
+    masks/cat.png), with boxes.json, with labels.csv, or with nothing; a COCO or plain JSON file. A picture that
+    fails is told, and the others go on. Drawn pictures are measured with the demo model, unless --model names
+    another.
     """
     if (data is None) == (given["data_option"] is None):
         raise click.UsageError("Give DATA once, as an argument or with --data: a folder, annotations, or demo:500.")
