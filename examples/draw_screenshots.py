@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     explainer = vitflow.Explainer(vitflow.load_model(given.model, checkpoint=given.checkpoint), device="cpu")
     with tempfile.TemporaryDirectory() as desk, sync_playwright() as driver:
         photographs = load_photographs(Path(desk) / "photographs")
-        explored = explainer.explore(photographs["cat"], methods=["gae"]).save(Path(desk) / "cat.html")
+        explored = vitflow.explore(photographs["cat"], model=explainer, methods=["gae"]).save(Path(desk) / "cat.html")
         methods = ["rollout", "gae", "random"]
         run = vitflow.explain_folder(
             Path(desk) / "photographs", Path(desk) / "run", model=explainer, methods=methods, workers=0, report=True

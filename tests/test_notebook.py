@@ -47,7 +47,8 @@ def shown(result: object) -> tuple[dict[str, str], tuple[int, int] | None]:
 
 
 def test_a_saliency_and_its_layers_show_their_figures_in_the_size_of_a_cell(explainer, folder):
-    for result in (explainer.explain(folder / "large <b>&.png"), explainer.layers(folder / "one.png")):
+    sheet = vitflow.layer_maps(folder / "one.png", model=explainer)
+    for result in (explainer.explain(folder / "large <b>&.png"), sheet):
         bundle, (width, height) = shown(result)
         assert 200 < max(width, height) <= 1000
         assert "text/html" not in bundle  # a front end would show it instead of the picture

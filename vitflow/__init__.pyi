@@ -7,9 +7,9 @@ from .explaining.explainer import Explainer as Explainer
 from .explaining.explainer import explain as explain
 from .explaining.exploring import explore as explore
 from .explaining.features import Features as Features
-from .explaining.features import features as features
+from .explaining.features import feature_maps as feature_maps
 from .explaining.layer_maps import LayerMaps as LayerMaps
-from .explaining.layer_maps import layers as layers
+from .explaining.layer_maps import layer_maps as layer_maps
 from .explaining.method_table import list_methods as list_methods
 from .explaining.method_table import register_method as register_method
 from .explaining.saliency import Saliency as Saliency

@@ -130,7 +130,7 @@ def test_an_unknown_method_is_told_in_one_line():
         vitflow.evaluate,
         vitflow.Explainer.explain,
         vitflow.Explainer.explain_batch,
-        vitflow.Explainer.layers,
+        vitflow.layer_maps,
     ],
     ids=lambda function: function.__qualname__,
 )

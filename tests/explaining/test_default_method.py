@@ -1,5 +1,7 @@
 """The method where none is named: rollout without a target, GAE with one."""
 
+from functools import partial
+
 import pytest
 
 import vitflow
@@ -28,7 +30,7 @@ def test_with_a_target_the_default_is_gae_and_without_one_rollout(demo, target, 
     assert (one.grid == demo.explain(PICTURE, target=target, method=method).grid).all()
     assert {found.method for found in demo.explain_batch([PICTURE], targets=target)} == {method}
     if not isinstance(target, Contrast):  # a sheet of layers takes none
-        assert demo.layers(PICTURE, target=target).built_up[-1].method == method
+        assert vitflow.layer_maps(PICTURE, model=demo, target=target).built_up[-1].method == method
 
 
 def test_the_one_shot_function_and_several_targets_follow_the_same_rule(demo):
@@ -47,7 +49,7 @@ def test_reference_pictures_prompts_and_functions_are_targets(demo):
 
 def test_an_option_that_the_chosen_method_has_not_is_refused_with_the_reason(demo):
     reason = "Method gae has no option 'discard_ratio'. No method was named, and gae .* because there is a target"
-    for explain in (demo.explain, demo.layers):
+    for explain in (demo.explain, partial(vitflow.layer_maps, model=demo)):
         with pytest.raises(OptionError, match=reason + ".*rollout"):
             explain(PICTURE, target=0, discard_ratio=0.5)
     assert demo.explain(PICTURE, discard_ratio=0.5).options["discard_ratio"] == 0.5

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+import vitflow
 from vitflow import Explainer
 from vitflow.demo import sample_pictures
 from vitflow.explaining.captions import departures, departures_from_paper, own_options
@@ -97,7 +98,7 @@ def test_figures_strips_sheets_and_json_tell_the_departure_under_the_name(explai
                 assert (line in words) == bool(line)
                 if not line:
                     assert not any("weighted" in word or "refined" in word for word in words)
-    sheet = explainer.layers(PICTURE, method="gae", value_weighted="output")
+    sheet = vitflow.layer_maps(PICTURE, model=explainer, method="gae", value_weighted="output")
     words = " ".join(text.get_text() for text in sheet.figure().axes[0].texts)
     assert "raw attention of each layer, value-weighted" in words
     assert "GAE (max over heads, value-weighted, refined by" in words

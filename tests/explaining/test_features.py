@@ -209,21 +209,21 @@ def test_what_does_not_differ_has_components_of_zero():
 @pytest.mark.parametrize(("readout", "prefix"), [("class token and registers", 4), ("attention pooling", 0)])
 def test_pictures_of_all_sizes_get_their_components_together(readout, prefix):
     explainer, images = explainer_of(readout), [picture(64, 64, 1), picture(40, 90, 2), picture(70, 33, 3)]
-    found = vitflow.features(images, model=explainer, layer=2)
+    found = vitflow.feature_maps(images, model=explainer, layer=2)
     patches = [tokens_of(explainer, image, 2)[prefix:] for image in images]
     mean = np.concatenate(patches).mean(axis=0)
     rows = np.linalg.svd(np.concatenate(patches) - mean, full_matrices=False)[2][:3]
     rows = rows * np.sign(np.take_along_axis(rows, np.abs(rows).argmax(axis=1)[:, None], axis=1))
     for own, wanted in zip(found.components, patches, strict=True):
         assert own == pytest.approx(((wanted - mean) @ rows.T).reshape(4, 4, 3), abs=1e-5)
-    assert found.layer == 2 and explainer.features(images[0]).layer == 3
+    assert found.layer == 2 and vitflow.feature_maps(images[0], model=explainer).layer == 3
     colours = np.stack(found.colours)
     assert colours.min(axis=(0, 1, 2)).tolist() == [0] * 3 and colours.max(axis=(0, 1, 2)).tolist() == [1] * 3
 
 
 def test_padding_has_no_part_in_the_components():
     explainer, image = explainer_of(fit="pad"), picture(32, 64)
-    found = vitflow.features(image, model=explainer)
+    found = vitflow.feature_maps(image, model=explainer)
     patches = tokens_of(explainer, image)[1:].reshape(4, 4, 24)[1:3].reshape(8, 24)  # the picture's own rows
     wanted = mathematics.principal_components(torch.from_numpy(patches))
     [components], [own] = found.components, found.pictures
@@ -246,7 +246,7 @@ def test_the_foreground_is_the_side_that_has_less_of_the_edge():
     for disc, ground in ((30, 220), (220, 30)):
         image = np.full((64, 64, 3), ground, np.uint8)
         image[16:48, 16:48] = disc
-        found = vitflow.features(image, model=explainer, foreground=True)
+        found = vitflow.feature_maps(image, model=explainer, foreground=True)
         wanted = np.zeros((4, 4), bool)
         wanted[1:3, 1:3] = True
         assert (found.pictures[0].shown == wanted).all()
@@ -256,7 +256,7 @@ def test_the_foreground_is_the_side_that_has_less_of_the_edge():
 @pytest.mark.parametrize("name", ["Dinov2WithRegistersModel", "DINOv3ViTModel", "SiglipVisionModel"])
 def test_backbones_of_transformers_have_features(name, tmp_path):
     explainer = Explainer(built(name), data_config={"input_size": (3, 32, 32), **NORMALISATION})
-    found = explainer.features([picture(), picture(40, 60, 5)])
+    found = vitflow.feature_maps([picture(), picture(40, 60, 5)], model=explainer)
     assert all(own.shape[2] == 3 and np.isfinite(own).all() for own in found.components)
     assert found.save(tmp_path / "features.png").stat().st_size > 1000
 
@@ -265,7 +265,7 @@ def test_backbones_of_timm_have_features():
     dino = {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 2, "num_classes": 0}
     for name in ("vit_small_patch14_reg4_dinov2", "vit_small_patch16_dinov3"):
         model = timm.create_model(name, **dino | ({"img_size": 56} if "14" in name else {})).eval()
-        found = Explainer(model).features(picture(), foreground=False)
+        found = vitflow.feature_maps(picture(), model=model, foreground=False)
         assert found.components[0].shape == (4, 4, 3), name
 
 
@@ -279,7 +279,7 @@ def test_backbones_of_timm_have_features():
 )
 def test_features_that_cannot_be_shown_are_refused(images, options, words):
     with pytest.raises(OptionError, match=words):
-        vitflow.features(images, model=explainer_of(), **options)
+        vitflow.feature_maps(images, model=explainer_of(), **options)
 
 
 def test_a_picture_of_one_patch_tells_no_components():
@@ -287,8 +287,8 @@ def test_a_picture_of_one_patch_tells_no_components():
     explainer = Explainer(model, data_config={**CONFIG, "input_size": (3, 8, 8)})
     assert explainer.explain(picture(), method="similarity").grid.shape == (1, 1)
     with pytest.raises(OptionError, match="at least four patches"):
-        explainer.features([picture()] * 3)
-    assert len(explainer.features([picture(seed=seed) for seed in range(4)]).components) == 4
+        vitflow.feature_maps([picture()] * 3, model=explainer)
+    assert len(vitflow.feature_maps([picture(seed=seed) for seed in range(4)], model=explainer).components) == 4
 
 
 def test_the_command_line_shows_features(tmp_path):

@@ -26,7 +26,7 @@ def explainer() -> Explainer:
 
 @pytest.mark.parametrize("method", ["rollout", "gae"])
 def test_the_maps_are_those_of_each_layer_of_the_layers_together_and_of_each_head(explainer, method):
-    found = explainer.layers(PICTURE, method=method, layer=2, target=3)
+    found = vitflow.layer_maps(PICTURE, model=explainer, method=method, layer=2, target=3)
     assert isinstance(found, vitflow.LayerMaps) and found.layer == 2
     assert [len(maps) for maps in (found.alone, found.built_up, found.heads)] == [3, 3, 3]
     expected = [explainer.explain(PICTURE, method="attention", layer=layer) for layer in (1, 2, 3)]
@@ -39,14 +39,14 @@ def test_the_maps_are_those_of_each_layer_of_the_layers_together_and_of_each_hea
 
 
 def test_options_reach_the_methods_that_have_them(explainer):
-    found = explainer.layers(PICTURE, patch=(1, 2), residual=0.3)
+    found = vitflow.layer_maps(PICTURE, model=explainer, patch=(1, 2), residual=0.3)
     assert all(one.options["patch"] == (1, 2) for one in found.saliencies)
     assert all(one.options["residual"] == 0.3 for one in found.built_up)
     assert found.layer == 3
 
 
 def test_the_sheet_names_every_map(explainer, tmp_path):
-    figure = explainer.layers(PICTURE, layer=1).figure(tmp_path / "sheet.svg", contours=True)
+    figure = vitflow.layer_maps(PICTURE, model=explainer, layer=1).figure(tmp_path / "sheet.svg", contours=True)
     nodes = ET.parse(tmp_path / "sheet.svg").iter("{http://www.w3.org/2000/svg}text")
     words = ["".join(node.itertext()) for node in nodes]
     told = ["Layer 1", "Layer 2", "Layer 3", "Layers 2–3", "Layers 1–3", "Head 0", "Head 1", "Head 2", "Photograph"]
@@ -69,12 +69,12 @@ def test_the_sheet_names_every_map(explainer, tmp_path):
 )
 def test_what_makes_no_sheet_is_refused(explainer, options, message):
     with pytest.raises(OptionError, match=message):
-        explainer.layers(PICTURE, **options)
+        vitflow.layer_maps(PICTURE, model=explainer, **options)
 
 
 def test_a_model_without_attention_is_refused():
     with pytest.raises(NoAttentionError):
-        Explainer(timm.create_model("resnet10t", num_classes=3).eval()).layers(PICTURE)
+        vitflow.layer_maps(PICTURE, model=timm.create_model("resnet10t", num_classes=3).eval())
 
 
 def test_the_command_writes_a_sheet(monkeypatch, tmp_path, capsys):

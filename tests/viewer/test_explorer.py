@@ -621,7 +621,7 @@ def test_a_model_with_windows_says_what_its_page_cannot_compute(browser, tmp_pat
 
 def test_a_notebook_shows_the_page_in_a_frame_of_its_own(browser):
     page = browser.new_page()
-    made = small().explore(Image.new("RGB", (64, 64), "teal"), methods=["gae"])
+    made = vitflow.explore(Image.new("RGB", (64, 64), "teal"), model=small(), methods=["gae"])
     page.set_content(made._repr_html_())
     frame = page.frame_locator("iframe")
     frame.locator("#panel-a .heat").wait_for()

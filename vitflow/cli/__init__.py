@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from vitflow import __version__
 from vitflow.cli.commands.app import app
 from vitflow.cli.commands.caption import caption
 from vitflow.cli.commands.compare import compare
@@ -41,7 +40,7 @@ class _Talking(click.Group):
     cls=_Talking,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
-@click.version_option(__version__, prog_name="vitflow")
+@click.version_option(package_name="vitflow", prog_name="vitflow")
 def cli() -> None:
     """See what a Vision Transformer looks at.
 

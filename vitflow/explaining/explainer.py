@@ -5,13 +5,12 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-import vitflow
 from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, ValueNormsError, VitflowWarning
 from vitflow.explaining.applying import apply_methods, probabilities_of
 from vitflow.explaining.asked import AskedTrace, PlacedPicture
@@ -35,9 +34,6 @@ from vitflow.models.answers import Answers
 from vitflow.pictures.images import ImageSource
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.trace import Trace
-
-if TYPE_CHECKING:  # a page is made of more than maps need
-    from vitflow.viewer.explorer import ExplorerPage
 
 
 @takes_method_options
@@ -148,13 +144,6 @@ class Explainer(PictureModel):
         return found[0]
 
     @takes_method_options
-    def layers(
-        self, image: ImageSource, *, method: str | None = None, layer: int = -1, **options: Any
-    ) -> "vitflow.LayerMaps":
-        """Show one picture's map layer by layer, and the heads of one layer; arguments as for `vitflow.layers`."""
-        return vitflow.layers(image, model=self, method=method, layer=layer, **options)
-
-    @takes_method_options
     def explain_batch(
         self,
         images: ImageSource | Sequence[ImageSource],
@@ -225,14 +214,6 @@ class Explainer(PictureModel):
                 for picture, maps in zip(pictures, found, strict=True)
             ]
         return [saliency for maps in found for saliency in maps]
-
-    def explore(self, images: ImageSource | Sequence[ImageSource], **options: Any) -> "ExplorerPage":
-        """Make a page that answers in the browser when a patch is clicked; options as for `vitflow.explore`."""
-        return vitflow.explore(images, model=self, **options)
-
-    def features(self, images: ImageSource | Sequence[ImageSource], **options: Any) -> "vitflow.Features":
-        """Show what patches hold, as colours; options as for `vitflow.features`."""
-        return vitflow.features(images, model=self, **options)
 
     def _explain_read(
         self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, answers: Answers, readout: Any

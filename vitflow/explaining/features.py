@@ -176,7 +176,7 @@ class Features:
         ]
 
 
-def features(
+def feature_maps(
     images: ImageSource | Sequence[ImageSource],
     *,
     model: str | Path | nn.Module | Explainer,
@@ -205,7 +205,7 @@ def features(
     Source: Oquab et al., "DINOv2: Learning Robust Visual Features without Supervision", TMLR 2024, §7.4 and Figure 1.
 
     >>> from vitflow.demo import sample_pictures
-    >>> found = features(sample_pictures()[:2], model="demo")
+    >>> found = feature_maps(sample_pictures()[:2], model="demo")
     >>> [own.shape for own in found.components]
     [(12, 12, 3), (12, 12, 3)]
     """

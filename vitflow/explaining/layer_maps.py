@@ -125,7 +125,7 @@ class LayerMaps:
 
 
 @takes_method_options
-def layers(
+def layer_maps(
     image: ImageSource,
     *,
     model: str | Path | nn.Module | Explainer,
@@ -149,7 +149,7 @@ def layers(
         VitflowError: the picture, the model or an option is wrong.
 
     >>> from vitflow.demo import sample_pictures
-    >>> layers(sample_pictures()[0], model="demo", layer=2).heads[0].grid.shape
+    >>> layer_maps(sample_pictures()[0], model="demo", layer=2).heads[0].grid.shape
     (12, 12)
     """
     through = [one.name for one in list_methods() if one.accepts("start_layer") and one.accepts("value_weighted")]

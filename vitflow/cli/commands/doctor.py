@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 import click
 
-from vitflow import __version__
 from vitflow.cli.saying import say_record
 from vitflow.errors import printable
 
@@ -40,7 +39,7 @@ def doctor(as_json: bool) -> None:
 
 def _findings() -> Iterator[tuple[str, str]]:
     """What is found, one after the other, as it is found."""
-    yield "vitflow", __version__
+    yield "vitflow", version("vitflow")
     yield "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     needed = _required()
     for name in needed.pop("", []):

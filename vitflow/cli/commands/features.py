@@ -42,7 +42,9 @@ def features(images: tuple[Path, ...], **given: Any) -> None:
     """
     output = output_file(images, given["output"], name_for(images, "features.png"), (*FIGURE_FORMATS, ".json"))
     explainer = shared.make_explainer(given)
-    found = explainer.features(list(images), layer=given["of_layer"], foreground=given["foreground"])
+    from vitflow.explaining.features import feature_maps
+
+    found = feature_maps(list(images), model=explainer, layer=given["of_layer"], foreground=given["foreground"])
     drawing = () if output.suffix.lower() == ".json" else ("alpha", "interpolation")
     with writing(output):
         found.save(output, **shared.given_options(given, drawing))

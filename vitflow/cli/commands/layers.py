@@ -34,7 +34,9 @@ def layers(image: Path, **given: Any) -> None:
     choose_methods([method, "attention"], options)  # before torch is loaded
     output = output_file([image], given["output"], name_for([image], "layers.png"), FIGURE_FORMATS)
     explainer = shared.make_explainer(given)
-    found = explainer.layers(image, method=given["method"], layer=layer, target=given["target"], **options)
+    from vitflow.explaining.layer_maps import layer_maps
+
+    found = layer_maps(image, model=explainer, method=given["method"], layer=layer, target=given["target"], **options)
     if given["method"] is None:
         shared.say_default(method)
     with writing(output):
