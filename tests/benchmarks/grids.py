@@ -23,7 +23,7 @@ from vitflow.explaining.answer import Answer
 from vitflow.explaining.saliency import Saliency
 from vitflow.files import write_inside
 from vitflow.folder.decoders import decode_file
-from vitflow.folder.found.draw import draw_run, read_grids
+from vitflow.folder.draw import draw_run, read_grids
 from vitflow.folder.work import Decoded, Job, Picture, PictureMaps, describe, encode_overlay, make_job
 from vitflow.pictures.geometry import place
 from vitflow.runs.saved import FILE

@@ -1,10 +1,7 @@
 """Results of other settings never share a folder: everything that they depend on changes the fingerprint."""
 
-import importlib.util
 import inspect
 import json
-import sys
-import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +24,7 @@ from vitflow.evaluation.run import _settings
 from vitflow.evaluation.scoring import Protocol
 from vitflow.explaining.method_options import OPTIONS
 from vitflow.explaining.method_table import list_methods
-from vitflow.folder.found.draw import read_grids
+from vitflow.folder.draw import read_grids
 from vitflow.folder.run import _fingerprint
 from vitflow.folder.work import make_job
 from vitflow.methods.tokens import TokenLayout
@@ -281,20 +278,6 @@ def forwarding(value: float) -> torch.nn.Module:
     return model
 
 
-def edited(change: str) -> torch.nn.Module:
-    """A model whose code was edited where no random picture comes to."""
-    path = Path(tempfile.mkdtemp()) / "own_code.py"
-    path.write_text(
-        "from timm.models import VisionTransformer\n\n\nclass Edited(VisionTransformer):\n"
-        f"    def forward(self, x):\n        return super().forward(x if x.mean() < 0.4 else {change})\n"
-    )
-    spec = importlib.util.spec_from_file_location("own_code", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules["own_code"] = module  # where inspect looks for it
-    return tiny_model(module.Edited)
-
-
 PAIRS = {
     "a list": [lambda value=value: holding(Listing, gains=[value]) for value in (1.0, 1.3)],
     "a dict": [lambda value=value: holding(Naming, gains={"all": value}) for value in (1.0, 1.3)],
@@ -304,7 +287,6 @@ PAIRS = {
     "a buffer": [partial(buffered, value) for value in (1.0, 1.3)],
     "a hook": [partial(hooked, turned) for turned in (False, True)],
     "a forward": [partial(forwarding, value) for value in (1.0, 1.3)],
-    "edited code": [partial(edited, change) for change in ("x", "x * 2")],
 }
 
 
@@ -313,7 +295,7 @@ def test_a_second_run_with_another_model_of_the_same_weights_is_refused(tmp_path
     monkeypatch.setattr(results, "save_charts", lambda *_: {})
     source, (make, make_other) = fill(tmp_path / "in", 2), PAIRS[kind]
     options = {"methods": ["rollout"], "metrics": ["faithfulness"], "points": 3, "output": tmp_path / "evaluated"}
-    words = "the code of the model's classes was edited" if kind == "edited code" else "the model answers otherwise"
+    words = "the model answers otherwise"
     run_folder(source, tmp_path / "out", model=make())
     evaluate("demo:1", model=make(), **options)
     other = make_other()

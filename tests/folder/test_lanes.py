@@ -11,8 +11,7 @@ import torch
 
 from tests.folder.test_run import fill, run, tiny_model
 from vitflow import Explainer
-from vitflow.folder.found.draw import read_grids
-from vitflow.runs import batches
+from vitflow.folder.draw import read_grids
 from vitflow.runs.batches import Lanes
 
 
@@ -223,37 +222,6 @@ def test_where_copies_would_mix_their_pictures_there_is_one_lane(two_threads, ma
     lanes = Lanes(Explainer(make().eval()), 4)
     lanes.close()
     assert (lanes.count, torch.get_num_threads()) == (1, 2)
-
-
-@pytest.mark.parametrize("make", [Own, InTheModule, InADefault, a_head_that_reads_what_hooks_left])
-def test_what_copies_share_is_found_by_running_them_in_step(two_threads, make, monkeypatch):
-    monkeypatch.setattr(batches, "has_foreign_hooks", lambda model: False)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    for _ in range(5):
-        lanes = Lanes(Explainer(make().eval()), 4)
-        lanes.close()
-        assert lanes.count == 1
-
-
-def test_what_each_copy_has_for_itself_is_no_obstacle_and_random_numbers_stay_as_they_are(two_threads):
-    model, state = Plain().eval(), torch.get_rng_state()
-    lanes = Lanes(Explainer(model), 4)
-    lanes.close()
-    assert lanes.count == 2 and torch.equal(torch.get_rng_state(), state)
-
-
-def test_copies_that_wait_for_one_lock_are_not_side_by_side(two_threads, monkeypatch):
-    monkeypatch.setattr(batches, "_LONGEST_WAIT", 0.5)
-    lock = threading.Lock()
-
-    class Locked(Plain):
-        def forward(self, x):
-            with lock:
-                return super().forward(x)
-
-    lanes = Lanes(Explainer(Locked().eval()), 4)
-    lanes.close()
-    assert lanes.count == 1
 
 
 def test_a_lane_that_fails_tells_its_error_and_is_free_again(two_threads, explainer):

@@ -1,14 +1,9 @@
 """A folder run on Ray: the rows and maps of the local run, whatever is killed on the way."""
 
 import json
-import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,18 +15,17 @@ from examples.ray_data import explain as explain_with_ray
 from tests.conftest import ROOT
 from tests.folder.test_batch_explainer import BAD as DAMAGED
 from tests.folder.test_batch_explainer import is_the_map_of
-from tests.folder.test_run import count_rows, fill, picture_bytes, run, stored, tiny_model
-from vitflow import Explainer, explain_folder
+from tests.folder.test_run import fill, picture_bytes, run, tiny_model
+from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.cli.commands.folder import _Model
 from vitflow.errors import OptionError
-from vitflow.folder.found.draw import read_grids
+from vitflow.folder.draw import draw_run, read_grids
 from vitflow.folder.plan import list_inputs
-from vitflow.folder.ray_engine import Asked, Worker, row_of
+from vitflow.folder.ray_engine import Asked, Worker, take_parts
 from vitflow.folder.work import make_job
-from vitflow.runs.columns import map_of
-
-PICTURES, BAD = 300, 10
+from vitflow.runs.columns import load_pyarrow, map_of
+from vitflow.runs.store import Run
 
 
 @pytest.fixture(scope="module")
@@ -52,111 +46,6 @@ def ray_cluster():
     ray.shutdown()
 
 
-class NotedModel:
-    """Makes the model, and notes in which process."""
-
-    def __init__(self, place: Path) -> None:
-        self.place = place
-
-    def __call__(self):
-        (self.place / str(os.getpid())).touch()
-        return Explainer(tiny_model())
-
-    def processes(self) -> set[int]:
-        return {int(path.name) for path in self.place.iterdir()} - {os.getpid()}
-
-
-def slow_driver(source: str, output: str, place: str, address: str) -> None:
-    """A run that takes its rows one by one, to be killed at it."""
-    model = NotedModel(Path(place))
-    options = {"batch_size": 4, "workers": 0, "engine": "ray", "address": address, "actors": 1}
-    explain_folder(source, output, model=model, progress=lambda _: time.sleep(0.05), **options)
-
-
-@pytest.fixture(scope="module")
-def results(ray_cluster, tmp_path_factory):
-    """The same files by the local engine and by Ray, whose driver is killed, and then an actor of the run after it."""
-    place = tmp_path_factory.mktemp("ray")
-    (place / "pids").mkdir()
-    source, model = fill(place / "in", PICTURES - BAD), NotedModel(place / "pids")
-    for number in range(BAD):
-        (source / f"bad{number}.jpg").write_bytes(picture_bytes(number)[: 40 * number])
-    local = run(source, place / "local")
-    address = ray_cluster.get_runtime_context().gcs_address
-    code = "import sys; from tests.folder.test_ray import slow_driver; slow_driver(*sys.argv[1:])"
-    words = [str(source), str(place / "ray"), str(place / "pids"), address]
-    driver = subprocess.Popen([sys.executable, "-c", code, *words], cwd=ROOT, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 240
-    while count_rows(place / "ray") < 30:
-        assert time.monotonic() < deadline and driver.poll() is None, driver.stderr.read()
-        time.sleep(0.05)
-    driver.kill()
-    driver.communicate()
-    told = {row["input"] for row, _ in stored(place / "ray") if row["status"] == "explained"}
-    before = model.processes() | {driver.pid}
-    killed: list[int] = []
-
-    def kill_one(state) -> None:
-        if state.row is not None and not killed and (actors := model.processes() - before):
-            killed.append(min(actors))
-            os.kill(killed[0], signal.SIGKILL)
-
-    options = {"batch_size": 4, "workers": 0, "engine": "ray"}
-    resumed = explain_folder(source, place / "ray", model=model, progress=kill_one, **options)
-    return local, resumed, told, killed, model
-
-
-def test_ray_gives_the_rows_and_the_maps_of_a_local_run(results):
-    local, resumed, _, _, _ = results
-    assert (resumed.total, resumed.explained, resumed.failed) == (PICTURES, PICTURES - BAD, BAD)
-    timeless = [[{**row, "seconds": 0, "written": 0} for row in summary] for summary in (local, resumed)]
-    assert timeless[0] == timeless[1]
-    pairs = zip(read_grids(local.output), read_grids(resumed.output), strict=True)
-    for (row, own), (_, its) in pairs:
-        assert np.abs(own["rollout"] - its["rollout"]).max() <= 2**-11 * own["rollout"].max()
-        name = row["outputs"]["rollout"]
-        drawn = [np.asarray(Image.open(place.output / name)).astype(int) for place in (local, resumed)]
-        assert np.abs(drawn[0] - drawn[1]).max() <= 2
-    files = [{path.name for path in place.output.rglob("*") if path.is_file()} for place in (local, resumed)]
-    assert files[0] == files[1]
-    assert json.loads((resumed.output / "run.json").read_text())["totals"]["failed"] == BAD
-
-
-def test_after_a_killed_driver_it_does_only_what_is_missing(results):
-    _, resumed, told, _, _ = results
-    assert 20 < len(told) < PICTURES - BAD
-    assert resumed.kept == len(told)
-
-
-def test_an_actor_that_is_killed_changes_nothing(results):
-    _, _, _, killed, model = results
-    assert len(killed) == 1
-    # One of the first run and its driver, two of the second, and the one that took the place of the killed one.
-    assert len(model.processes()) == 5
-
-
-@pytest.mark.parametrize(
-    ("options", "change", "error", "message"),
-    [
-        ({}, {"weights_sha256": "0"}, OptionError, "another model: the model has other weights"),
-        ({}, {"device": "cuda"}, None, ""),  # the driver need not have the devices of the actors
-        ({"patch": (0, 9)}, {}, OptionError, "outside the grid"),
-    ],
-)
-def test_what_concerns_all_stops_the_run_in_its_own_words(tmp_path, options, change, error, message):
-    """An actor, without a cluster around it."""
-    source, explainer = fill(tmp_path / "in", 3), Explainer(tiny_model())
-    inputs = list_inputs([source], tmp_path / "out").plan(["-rollout.jpg"])
-    job = make_job(["rollout"], options)
-    asked = Asked(explainer, explainer.fingerprint() | change, job, tmp_path / "out", 2, 0, 10**6)
-    found = Worker(pickle.dumps(asked))({"task": [pickle.dumps((inputs, {"1.jpg"}))]})["row"]
-    if error is None:
-        assert [row_of(line)[0]["input"] for line in found] == ["0.jpg", "2.jpg"]
-    else:
-        with pytest.raises(error, match=message):
-            row_of(found[0])
-
-
 class Deadly(VisionTransformer):
     """A model that kills its process when it sees a white picture."""
 
@@ -166,41 +55,121 @@ class Deadly(VisionTransformer):
         return super().forward(pixels)
 
 
-def test_a_picture_that_kills_its_actor_three_times_is_a_row(tmp_path):
-    source, explainer = fill(tmp_path / "in", 3), Explainer(tiny_model(Deadly))
-    Image.new("RGB", (40, 40), "white").save(source / "1b.png")
-    out = tmp_path / "out"
+def plain():
+    return Explainer(tiny_model())
+
+
+def deadly():
+    return Explainer(tiny_model(Deadly))
+
+
+@pytest.fixture
+def images(tmp_path):
+    source = fill(tmp_path / "in", 9)
+    (source / "bad.jpg").write_bytes(DAMAGED)
+    Image.new("RGB", (40, 40), "white").save(source / "deadly.png")
+    return source
+
+
+def work(source, out, **options):
+    """The rows and maps of a worker, without a cluster around it."""
+    explainer = Explainer(tiny_model())
     inputs = list_inputs([source], out).plan(["-rollout.jpg"])
-    asked = Asked(explainer, explainer.fingerprint(), make_job(["rollout"], {}), out, 4, 0, 10**6)
-    sent = pickle.dumps(asked)
+    known = explainer.fingerprint() | options.pop("change", {})
+    asked = Asked(options.pop("model", plain), known, make_job(["rollout"], options, overlays=False), 4, 10**6)
+    worker = Worker(cloudpickle().dumps(asked))
+    try:
+        return worker({"input": [pickle.dumps(one) for one in inputs]})
+    finally:
+        worker._child.close()
 
-    def work(place) -> None:
-        found = Worker(sent)({"task": [pickle.dumps((inputs, {"0.jpg"}))]})["row"]
-        place.write_bytes(pickle.dumps(list(found)))
 
-    for number in range(4):
-        place = tmp_path / f"rows{number}"
-        child = multiprocessing.get_context("fork").Process(target=work, args=(place,))
-        child.start()
-        child.join(120)
-        assert (child.exitcode, place.exists()) == ((0, True) if number == 3 else (-signal.SIGKILL, False))
-    rows = {row["input"]: row for row, _ in map(row_of, pickle.loads(place.read_bytes()))}
-    assert {name: row["status"] for name, row in rows.items()} == {
-        "1.jpg": "explained",
-        "1b.png": "failed",
-        "2.jpg": "explained",
+def cloudpickle():
+    return pytest.importorskip("ray").cloudpickle
+
+
+def test_an_image_that_kills_its_worker_is_a_row_and_the_others_go_on(images, tmp_path):
+    found = work(images, tmp_path / "out", model=deadly)
+    rows = {row["input"]: row for row in map(json.loads, found["row"])}
+    assert {name: row["error"] for name, row in rows.items() if row["status"] == "failed"} == {
+        "bad.jpg": "OSError",
+        "deadly.png": "WorkerDied",
     }
-    assert rows["1b.png"]["error"] == "ActorDied" and "3 times" in rows["1b.png"]["message"]
-    assert not list((out / ".vitflow-tries").iterdir())
+    assert len(rows) == 11 and "exit status -9" in rows["deadly.png"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"change": {"weights_sha256": "0"}}, "another model: the model has other weights"),
+        ({"change": {"device": "cuda"}}, None),  # the driver need not have the devices of the actors
+        ({"patch": (0, 9)}, "outside the grid"),
+    ],
+)
+def test_a_worker_reports_what_concerns_all_images(tmp_path, options, message):
+    rows = [json.loads(row) for row in work(fill(tmp_path / "in", 2), tmp_path / "out", **options)["row"]]
+    assert [row["status"] for row in rows] == (["stopped"] if message else ["explained"] * 2)
+    assert message is None or message in rows[0]["message"]
+
+
+FINGERPRINT = {"kind": "folder", "methods": {"rollout": "rollout"}}
+
+
+def test_parts_are_taken_once_and_a_damaged_one_is_left_out(images, tmp_path):
+    pyarrow, parquet = load_pyarrow()
+    found = work(images, tmp_path / "out")
+    (tmp_path / "out/.vitflow-parts").mkdir(parents=True)
+    table = pyarrow.table({name: list(values) for name, values in found.items()})
+    for name in ("a", "b"):  # a task that was done twice
+        parquet.write_table(table, tmp_path / f"out/.vitflow-parts/{name}.parquet")
+    (tmp_path / "out/.vitflow-parts/c.parquet").write_bytes(b"PAR1 half")
+    with Run(tmp_path / "out", FINGERPRINT) as run:
+        take_parts(run)
+        names = [json.loads(row)["input"] for row in found["row"]]
+        assert len(run.missing(names, lambda row: row["status"] == "explained")) == 1
+        assert [row["input"] for row, maps in run.with_maps() if maps] == [name for name in names if name != "bad.jpg"]
+    assert not (tmp_path / "out/.vitflow-parts").exists()
+
+
+def test_a_stopped_run_ends_in_the_words_of_its_worker(tmp_path):
+    pyarrow, parquet = load_pyarrow()
+    found = work(fill(tmp_path / "in", 1), tmp_path / "out", patch=(0, 9))
+    (tmp_path / "out/.vitflow-parts").mkdir(parents=True)
+    parquet.write_table(
+        pyarrow.table({n: list(v) for n, v in found.items()}), tmp_path / "out/.vitflow-parts/a.parquet"
+    )
+    with Run(tmp_path / "out", FINGERPRINT) as run, pytest.raises(OptionError, match="outside the grid"):
+        take_parts(run)
+
+
+def test_ray_gives_the_rows_and_the_maps_of_a_local_run_and_resumes(ray_cluster, images, tmp_path):
+    options = {"model": deadly, "engine": "ray", "workers": None, "actors": 1}
+    found = run(images, tmp_path / "ray", **options)
+    assert {row["input"]: row["error"] for row in found.failures()} == {
+        "bad.jpg": "OSError",
+        "deadly.png": "WorkerDied",
+    }
+    local = run(images, tmp_path / "local", overlays=False)
+    its = {row["input"]: maps["rollout"] for row, maps in read_grids(local.output)}
+    for row, maps in read_grids(found.output):
+        assert np.abs(maps["rollout"] - its[row["input"]]).max() <= 2**-10 * its[row["input"]].max()
+    assert [one.error for one in draw_run(found.output, tmp_path / "drawn", limit=2)] == [None, None]
+    (images / "3.jpg").write_bytes(picture_bytes(50))
+    (images / "deadly.png").unlink()
+    again = run(images, tmp_path / "ray", **options)
+    assert (again.explained, again.kept, again.failed) == (9, 8, 1)
+    with pytest.raises(OptionError, match="other options"):
+        run(images, tmp_path / "ray", **options, residual=0.3)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"engine": "spark"}, "Unknown engine 'spark'"),
-        ({"actors": 2}, "take --engine ray"),
-        ({"address": "auto"}, "take --engine ray"),
-        ({"engine": "ray", "actors": 0}, "actors of at least 1"),
+        ({"actors": 2}, "require --engine ray"),
+        ({"address": "auto"}, "require --engine ray"),
+        ({"engine": "ray", "workers": None, "actors": 0}, "actors of at least 1"),
+        ({"engine": "ray", "workers": None, "save_map": True}, "save_map require engine='local'"),
     ],
 )
 def test_what_does_not_fit_an_engine_is_refused(tmp_path, options, message):

@@ -1,16 +1,15 @@
 """Pictures behind fsspec: the rows of a local run, resumed, with faults as rows."""
 
-import json
 import os
 import signal
 import sqlite3
 import threading
 import time
-import zipfile
 from contextlib import closing
+from datetime import UTC, datetime
+from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from click.testing import CliRunner
@@ -20,12 +19,11 @@ from tests.typed import Typed
 from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.errors import ImageError, OptionError
-from vitflow.folder.fetching import find_remote
-from vitflow.folder.found.draw import draw_run, read_grids
-from vitflow.folder.found.report import report_run
-from vitflow.runs.remote import RemoteFolder
+from vitflow.folder.decoders import DecoderPool
+from vitflow.folder.draw import draw_run, read_grids
+from vitflow.folder.plan import _changed, list_inputs
+from vitflow.folder.report import report_run
 from vitflow.runs.saved import FILE
-from vitflow.runs.stores import Known, StoreError, lies_in
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -35,12 +33,9 @@ def explainer():
     return Explainer(tiny_model())
 
 
-@pytest.fixture(params=["memory", "file"])
-def store(request, tmp_path):
-    """The URL of an empty folder, on a store that has whole files at once, and on one that has not."""
-    if request.param == "file":
-        yield f"file://{tmp_path}/store"
-        return
+@pytest.fixture
+def store():
+    """The URL of an empty folder on a store."""
     system = fsspec.filesystem("memory")
     system.store.clear()
     yield "memory://store"
@@ -97,11 +92,11 @@ def test_a_run_on_a_store_is_that_of_a_folder_and_goes_on_where_it_was(tmp_path,
 
 def test_what_cannot_be_is_told(tmp_path, explainer, store):
     put(store, 1)
-    with pytest.raises(ImageError, match="nothing at|Could not list"):
+    with pytest.raises(ImageError, match="nothing at|Could not list|found none"):
         run(f"{store}/nowhere", tmp_path / "out")
     with pytest.raises(ImageError, match="found none"):
         run(f"{store}/in", tmp_path / "out", glob="*.gif")
-    with pytest.raises(OptionError, match="one folder where it is a URL"):
+    with pytest.raises(OptionError, match="a URL as the only source"):
         run([f"{store}/in", f"{store}/more"], tmp_path / "out")
     with pytest.raises(OptionError, match="leave it out where"):
         run(f"{store}/in", tmp_path / "out", report=True)
@@ -111,18 +106,15 @@ def test_what_cannot_be_is_told(tmp_path, explainer, store):
         run("nosuch://x", tmp_path / "out")
 
 
-def test_a_picture_that_vanishes_is_a_row(tmp_path, explainer, store, monkeypatch):
+def test_an_image_that_vanishes_is_a_row(tmp_path, explainer, store):
     put(store, 3)
-    found = find_remote
+    system, path = fsspec.core.url_to_fs(f"{store}/in/1.jpg")
 
-    def vanish(source, recursive):
-        listed = found(source, recursive)
-        system, path = fsspec.core.url_to_fs(source)
-        system.rm_file(f"{path}/1.jpg")
-        return listed
+    def vanish(state) -> None:
+        if state.done == 0 and system.exists(path):
+            system.rm_file(path)
 
-    monkeypatch.setattr("vitflow.folder.plan.find_remote", vanish)
-    summary = run(f"{store}/in", tmp_path / "out", model=explainer)
+    summary = run(f"{store}/in", tmp_path / "out", model=explainer, progress=vanish)
     assert {row["input"]: row["error"] for row in summary.failures()}["1.jpg"] == "FileNotFoundError"
     assert summary.explained == 2
 
@@ -144,16 +136,9 @@ def test_the_commands_take_urls(tmp_path, store):
 class Served(SimpleHTTPRequestHandler):
     """A folder as a web server gives it; some names are answered as no honest server would."""
 
-    tags: ClassVar[dict[str, str]] = {}
-
     def __init__(self, *args, place: Path, asked: list, **kwargs):
         self.asked = asked
         super().__init__(*args, directory=str(place), **kwargs)
-
-    def end_headers(self):
-        if self.path in self.tags:
-            self.send_header("ETag", self.tags[self.path])
-        super().end_headers()
 
     def do_GET(self):
         self.asked.append(self.path)
@@ -170,7 +155,7 @@ class Served(SimpleHTTPRequestHandler):
         if self.path.endswith("stalled.jpg"):
             self.send_response(200)
             self.send_header("Content-Length", "1000")
-            super().end_headers()
+            self.end_headers()
             self.wfile.write(b"some")
             self.wfile.flush()
             self.server.released.wait(30)
@@ -204,29 +189,25 @@ def web(tmp_path):
         one.dircache.clear()
 
 
-def test_pictures_of_a_web_server_are_kept_while_it_tells_the_same_of_them(tmp_path, explainer, web):
+def test_images_of_a_web_server_which_lists_nothing_of_them_are_kept(tmp_path, explainer, web):
     url, place, asked = web
     fill(place, 3)
-    Served.tags = {"/0.jpg": '"first"'}
-    options = {"model": explainer}
-    assert run(url, tmp_path / "out", **options).explained == 3
+    assert run(url, tmp_path / "out", model=explainer).explained == 3
     asked.clear()
-    assert run(url, tmp_path / "out", **options).kept == 3
-    assert not any(path.endswith(".jpg") for path in asked)
-    Served.tags = {"/0.jpg": '"second"'}
-    os.utime(place / "1.jpg", (10**9, 10**9))
-    assert run(url, tmp_path / "out", **options).kept == 1
-    Served.tags = {}
+    fill(place, 4)
+    again = run(url, tmp_path / "out", model=explainer, batch_size=1)
+    assert (again.explained, again.kept) == (4, 3)
+    assert [path for path in asked if path.endswith(".jpg")] == ["/3.jpg"]
 
 
 def test_a_file_that_does_not_end_is_a_row_and_takes_no_memory(tmp_path, explainer, web, monkeypatch):
     url, place, asked = web
     fill(place, 1)
     (place / "endless.jpg").touch()
-    monkeypatch.setattr("vitflow.folder.fetching.LARGEST", 2**24)
+    monkeypatch.setattr("vitflow.folder.decoders.LARGEST", 2**24)
     summary = run(url, tmp_path / "out", model=explainer)
     [row] = summary.failures()
-    assert (row["input"], row["error"], summary.explained) == ("endless.jpg", "TooLargeError", 1)
+    assert (row["input"], row["error"], summary.explained) == ("endless.jpg", "ImageError", 1), row
     assert "at most 16 MiB" in row["message"]
     assert sum(one for one in asked if isinstance(one, int)) < 2**26
 
@@ -235,17 +216,17 @@ def test_a_server_that_stalls_costs_a_row(tmp_path, explainer, web, monkeypatch)
     url, place, _ = web
     fill(place, 1)
     (place / "stalled.jpg").touch()
-    monkeypatch.setattr("vitflow.runs.remote._STALLED", 0.5)
-    summary = run(url, tmp_path / "out", model=explainer)
+    monkeypatch.setattr("vitflow.folder.run.DecoderPool", partial(DecoderPool, patience=3.0))
+    summary = run(url, tmp_path / "out", model=explainer, workers=1)
     [row] = summary.failures()
-    assert (row["input"], row["error"], summary.explained) == ("stalled.jpg", "StoreError", 1)
-    assert "did not answer in time" in row["message"]
+    assert (row["input"], row["error"], summary.explained) == ("stalled.jpg", "TimeoutError", 1)
+    assert "more than 3 seconds" in row["message"]
 
 
 def test_ctrl_c_ends_a_run_whose_server_stalls(tmp_path, web):
     url, place, asked = web
     (place / "stalled.jpg").touch()
-    words = ["folder", url, "-o", str(tmp_path / "out"), "--model", "demo", "--workers", "0"]
+    words = ["folder", url, "-o", str(tmp_path / "out"), "--model", "demo", "--workers", "1"]
     program = Typed(*words)
     deadline = time.monotonic() + 120
     while not any(str(path).endswith("stalled.jpg") for path in asked):
@@ -260,75 +241,28 @@ def test_ctrl_c_ends_a_run_whose_server_stalls(tmp_path, web):
     assert talk.splitlines()[-1].startswith("interrupted: what was done is kept"), talk
 
 
-def test_an_archive_is_a_folder_of_pictures(tmp_path, explainer):
+def test_a_url_of_this_machine_is_a_path(tmp_path):
     source = fill(tmp_path / "in", 2)
-    fill(source / "below", 1)
-    with zipfile.ZipFile(tmp_path / "in.zip", "w") as archive:
-        for path in sorted(source.rglob("*.jpg")):
-            archive.write(path, path.relative_to(source))
-        archive.writestr("../out.jpg", picture_bytes(1))
-    url = f"zip://::file://{tmp_path}/in.zip"
-    whole = run(url, tmp_path / "out", model=explainer, recursive=True)
-    assert facts(whole) == facts(run(source, tmp_path / "local", model=explainer, recursive=True))
-    assert run(url, tmp_path / "out", model=explainer, recursive=True).kept == 3
-    part = run(f"zip://below::file://{tmp_path}/in.zip", tmp_path / "part", model=explainer)
-    assert [row["input"] for row in part] == ["0.jpg"]
+    (source / "out").mkdir()
+    fill(source / "out", 1)
+    files = list_inputs(f"file://{source}", source / "out", recursive=True).files
+    assert [path for path, _ in files.values()] == [str(source / "0.jpg"), str(source / "1.jpg")]
+    with pytest.raises(OptionError, match="also read from"):
+        list_inputs(f"file://{source}", source)
 
 
-def test_references_are_a_folder_of_pictures(tmp_path, explainer):
-    source = fill(tmp_path / "in", 2)
-    references = {"a.jpg": [f"file://{source}/0.jpg"], "b/c.jpg": [f"file://{source}/1.jpg"]}
-    (tmp_path / "references.json").write_text(json.dumps(references))
-    summary = run(f"reference://::file://{tmp_path}/references.json", tmp_path / "out", model=explainer, recursive=True)
-    assert [(row["input"], row["status"]) for row in summary] == [("a.jpg", "explained"), ("b/c.jpg", "explained")]
-
-
-@pytest.mark.parametrize(
-    ("output", "source", "inside"),
-    [
-        ("{place}/in/out", "file://{place}/in", True),
-        ("{place}/else/../in/out", "file://{place}/in/", True),
-        ("{place}/link/out", "file://{place}/in", True),
-        ("{place}/in-2", "file://{place}/in", False),
-        ("{place}/in/out", "memory://{place}/in", False),
-    ],
-)
-def test_an_output_among_its_source_is_refused_however_it_is_written(tmp_path, output, source, inside):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "in")
-    output, source = (one.format(place=tmp_path) for one in (output, source))
-    assert lies_in(output, source) == inside
-    if inside:
-        with pytest.raises(OptionError, match="lies in .* which is read"):
-            run(source, output)
-
-
-@pytest.mark.parametrize(
-    "url", ["ftp://127.0.0.1:1/in", "reference://", "reference://::file:///no/such.json", "github://in", "zip://"]
-)
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1:1/in", "github://in"])
 def test_a_store_that_cannot_be_reached_is_told_without_a_traceback(tmp_path, url):
     found = CliRunner().invoke(cli, ["folder", url, "-o", str(tmp_path / "out"), "--model", "demo"])
     assert found.exit_code in (1, 2) and found.stderr.startswith("error: C"), found.output
     assert isinstance(found.exception, SystemExit)
 
 
-def test_a_store_that_hangs_is_left_alone_in_a_moment(store, monkeypatch):
-    place = RemoteFolder(store)
-    put_one(f"{store}/a.txt", b"a")
-    monkeypatch.setattr(type(place._system[0]), "open", lambda *_, **__: time.sleep(20))
-    began = time.monotonic()
-    threading.Timer(0.5, place.hurry).start()
-    with pytest.raises(StoreError, match="did not answer in time"):
-        place.read("a.txt")
-    assert time.monotonic() - began < 10
-
-
-def test_what_stores_tell_of_a_file_is_understood():
-    web = Known.of({"size": 3, "Last-Modified": "Sun, 06 Nov 1994 08:49:37 GMT", "ETag": '"a"'})
-    ftp = Known.of({"size": 3, "modify": "19941106084937"})
-    assert web.changed == ftp.changed == 784111777 * 10**9
-    row = {"size": 3, "mtime_ns": web.changed}
-    assert web.same(row) and ftp.same(row) and not web.same(row | {"etag": '"b"'}) and not Known().same(row)
+def test_times_of_stores_are_understood():
+    changed = datetime(1994, 11, 6, 8, 49, 37, tzinfo=UTC)
+    known = [{"LastModified": changed}, {"mtime": changed.timestamp()}, {"size": 3, "updated": changed}]
+    assert [_changed(facts) for facts in known] == [784111777 * 10**9] * 3
+    assert _changed({"size": 3}) is None and _changed({"created": "yesterday"}) is None
 
 
 def test_a_run_folder_does_not_say_what_is_fetched(tmp_path, explainer, web):

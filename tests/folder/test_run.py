@@ -22,15 +22,16 @@ from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
 import vitflow
+from tests.conftest import ROOT
 from tests.typed import Typed, forked
 from vitflow import Contrast, explain_folder
 from vitflow.cli import cli
 from vitflow.errors import ImageError, ModelError, OptionError, VitflowError
 from vitflow.folder import pipeline
 from vitflow.folder.decoders import DecoderPool, decode_file
-from vitflow.folder.found.draw import draw_run
-from vitflow.folder.found.report import report_run
+from vitflow.folder.draw import draw_run
 from vitflow.folder.plan import list_inputs
+from vitflow.folder.report import report_run
 from vitflow.folder.work import Picture, compute_maps, draw_files, make_job
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.runs.batches import Batches
@@ -490,29 +491,63 @@ def test_pictures_that_vanish_or_may_not_be_read(tmp_path, monkeypatch):
     assert (again.total, again.explained, again.kept) == (7, 7, 6)
 
 
-def test_a_decoder_that_crashes_or_hangs_costs_one_row(tmp_path, monkeypatch):
+def slow_picture(path: Path) -> Path:
+    """A small file that takes seconds to decode."""
+    Image.new("1", (13_000, 13_000)).save(path, "PNG")
+    return path
+
+
+def test_a_decoder_that_crashes_or_hangs_costs_one_row(tmp_path):
     source = fill(tmp_path / "in", 3)
-    monkeypatch.setattr("vitflow.folder.decoders.PATIENCE", 1.0)
-    with DecoderPool(1) as pool:
-        process = pool._decoders[0]._process
-        good = pool.submit(str(source / "0.jpg")).result()
-        assert good.image.shape == (40, 48, 3)
-        os.kill(process.pid, signal.SIGSTOP)
-        hung = pool.submit(str(source / "1.jpg")).result()
-        assert hung.error == "TimeoutError" and hung.size == (source / "1.jpg").stat().st_size
+    slow = slow_picture(tmp_path / "slow.png")
+    with DecoderPool(1, patience=0.3) as pool:
+        assert pool.submit(str(source / "0.jpg")).result().image.shape == (40, 48, 3)
+        hung = pool.submit(str(slow)).result()
+        assert hung.error == "TimeoutError" and hung.size == slow.stat().st_size
         assert pool.submit(str(source / "2.jpg")).result().sha256 is not None
-        monkeypatch.setattr("vitflow.folder.decoders.PATIENCE", 60.0)
-        process = pool._decoders[0]._process
-        os.kill(process.pid, signal.SIGSTOP)
-        crashing = pool.submit(str(source / "1.jpg"))
-        os.kill(process.pid, signal.SIGKILL)
-        assert crashing.result().error in ("DecoderCrash", None)
+    with DecoderPool(1) as pool:
+        [child] = pool._children
+        crashing = pool.submit(str(slow))
+        time.sleep(0.2)
+        os.kill(child._process.pid, signal.SIGKILL)
+        assert crashing.result().error == "DecoderCrash" and "exit status -9" in crashing.result().message
         assert pool.submit(str(source / "2.jpg")).result().error is None
-        process = pool._decoders[0]._process
+        process = child._process
         process.kill()
-        process.wait()  # it dies between two pictures
+        process.wait()  # it dies between two images
         assert pool.submit(str(source / "2.jpg")).result().error is None
         assert process.stdin.closed and process.stdout.closed
+
+
+SCRIPT = """
+from pathlib import Path
+import sys
+print("begun")
+from tests.folder.test_run import run
+print(run(sys.argv[1], sys.argv[2], workers=2).explained)
+"""
+
+
+@pytest.mark.parametrize("way", ["script", "stdin"])
+def test_decoding_in_processes_does_not_run_the_caller_s_script_again(tmp_path, way):
+    source = fill(tmp_path / "in", 3)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, tmp_path / "script.py" if way == "script" else "-", source, tmp_path / "out"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    given = SCRIPT if way == "stdin" else None
+    found = subprocess.run(command, input=given, capture_output=True, text=True, env=environment, timeout=120)
+    assert found.stdout.split() == ["begun", "3"], found.stderr
+
+
+def test_decoding_in_processes_works_in_a_notebook(tmp_path):
+    source = fill(tmp_path / "in", 3)
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    code = f"import sys; sys.argv[1:] = [{str(source)!r}, {str(tmp_path / 'out')!r}]\n{SCRIPT}"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    client = nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3")
+    client.execute(cwd=str(ROOT), env=os.environ | {"PYTHONPATH": str(ROOT)})
+    shown = "".join(output.get("text", "") for output in notebook.cells[0].outputs)
+    assert (shown.split()[0], shown.split()[-1]) == ("begun", "3"), shown
 
 
 def test_decoders_load_no_torch():
@@ -808,7 +843,7 @@ def test_the_report_remembers_the_bound_on_pixels(tmp_path, monkeypatch):
     bounds = []
     real = decode_file
     monkeypatch.setattr(
-        "vitflow.folder.found.draw.decode_file", lambda path, bound: (bounds.append(bound), real(path, bound))[1]
+        "vitflow.folder.draw.decode_file", lambda path, bound: (bounds.append(bound), real(path, bound))[1]
     )
     source = fill(tmp_path / "in", 1)
     run(source, tmp_path / "out", max_pixels=5000)
@@ -884,7 +919,7 @@ def test_a_report_needs_no_photograph_that_the_run_had_in_hand(tmp_path, monkeyp
     run(source, out, limit=2)
     decoded = []
     monkeypatch.setattr(
-        "vitflow.folder.found.draw.decode_file",
+        "vitflow.folder.draw.decode_file",
         lambda path, bound: (decoded.append(Path(path).name), decode_file(path))[1],
     )
     page = run(source, out, report=True, batch_size=2).report.read_bytes()

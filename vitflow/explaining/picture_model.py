@@ -17,7 +17,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models import DTYPES
 from vitflow.models.anatomy import unwrap
 from vitflow.models.answers import Answers, features_of, likeness
-from vitflow.models.checkpoints import ClassNames, architecture_sha256, check_name_count, code_sha256, weights_sha256
+from vitflow.models.checkpoints import ClassNames, check_name_count, weights_sha256
 from vitflow.models.facts import read_facts
 from vitflow.models.libraries import forward_options, headless, library_data_config
 from vitflow.models.loading import load_model
@@ -164,14 +164,12 @@ class PictureModel:
     def fingerprint(self) -> dict[str, Any]:
         """All that the maps of this explainer depend on, ready for JSON: other maps come of another fingerprint.
 
-        Weights, architecture, code and class names stand in it as hashes, the device by its kind, and the rest as
-        what the model makes of a fixed picture (see `vitflow.recording.probing`).
+        Weights and class names are in it as hashes, the device by its kind, and the rest as what the model and its
+        outputs make of two fixed images (see `vitflow.recording.probing`).
         """
         return {
             **self.facts.fingerprint(),
             "weights_sha256": weights_sha256(self.model),
-            "architecture_sha256": architecture_sha256(self.model),
-            "code_sha256": code_sha256(self.model),
             "probe": probe(self.model, self._probed, self.input_shape),
             "device": self.device.type,
             "fit": self.fit,

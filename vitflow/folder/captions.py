@@ -19,8 +19,7 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import draw_words
 from vitflow.files import is_remote, write_atomically, write_inside
 from vitflow.folder.decoders import Decoded, DecoderPool
-from vitflow.folder.earlier import clear_outputs, done_before
-from vitflow.folder.plan import Input, list_inputs
+from vitflow.folder.plan import Input, clear_outputs, done_before, list_inputs
 from vitflow.folder.run import FolderSummary
 from vitflow.folder.work import Picture
 from vitflow.models.checkpoints import weights_sha256
@@ -147,7 +146,7 @@ def caption_folder(
         seconds = round(time.perf_counter() - begun, 4)
         return known | row | {"status": "explained", "width": width, "height": height, "seconds": seconds}, files
 
-    clear = partial(clear_outputs, output=folder, listing=listing, endings=endings, overwrite=overwrite)
+    clear = partial(clear_outputs, listing=listing, endings=endings, overwrite=overwrite)
     with Run(folder, fingerprint, max_pixels=max_pixels, overwrite=overwrite, clear=clear) as run:
         inputs = listing.plan(endings, {row["input"]: row["stem"] for row in run.all_rows()})
         done = done_before(inputs, run)

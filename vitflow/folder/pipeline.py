@@ -17,7 +17,6 @@ from vitflow.explaining.method_table import is_slow
 from vitflow.explaining.progress import watched
 from vitflow.files import write_inside
 from vitflow.folder.decoders import Decoded, DecoderPool
-from vitflow.folder.fetching import Fetcher
 from vitflow.folder.plan import Input
 from vitflow.folder.work import Job, Picture, PictureMaps, compute_maps, draw_files
 from vitflow.runs.batches import WAITING_BYTES, Batches, Lanes, Tally
@@ -61,7 +60,6 @@ class Pipeline:
         self._job, self._keep_rows = job, keep
         self._batch_size, self._decoders, self._tally = batch_size, decoders, tally
         self._on_pixels = on_pixels
-        self._fetcher: Fetcher | None = None
         self._output = output
         self._slow = sum(is_slow(one.name) for one in job.methods)
         # Methods that take long use all threads by themselves, and end soon on Ctrl-C only in this one.
@@ -100,9 +98,6 @@ class Pipeline:
 
     def _end(self, lanes: Lanes, writers: ThreadPoolExecutor) -> None:
         """Start nothing more, and keep what is written."""
-        if self._fetcher is not None:
-            self._fetcher.close()
-            self._fetcher = None
         lanes.close()
         self._explaining.clear()
         writers.shutdown(wait=True, cancel_futures=True)
@@ -143,20 +138,16 @@ class Pipeline:
             known: Future[Decoded] = Future()
             known.set_result(Decoded(error="PermissionError", message=printable(one.problem)))
             return known
-        if one.store is None:
-            return self._decoders.submit(one.path)
-        if self._fetcher is None:
-            self._fetcher = Fetcher(self._decoders)
-        return self._fetcher.submit(one.store, one.path, one.known)
+        return self._decoders.submit(one.path)
 
     def _complete(self, batch: Sequence[Input], missing: set[str], decoded: dict[str, Decoded]) -> Iterator[Picture]:
         """The pictures of a batch in order, with those that are done already read again where they are needed."""
         needed = any(own.image is not None for own in decoded.values())
         for one in batch:
             if one.key in missing:
-                yield Picture(one.key, one.stem, decoded.pop(one.key))
+                yield _picture(one, decoded.pop(one.key))
             elif needed:
-                yield Picture(one.key, one.stem, self._read(one).result())
+                yield _picture(one, self._read(one).result())
 
     def _compute(self, pictures: list[Picture], wanted: int, batches: Batches) -> list[PictureMaps]:
         """The maps of a part, by a lane; methods that take long tell how far they are."""
@@ -208,3 +199,7 @@ class Pipeline:
 
     def _tell_share(self, pictures: int, share: float) -> None:
         self._tally.share(self._under_way + share * pictures)
+
+
+def _picture(one: Input, decoded: Decoded) -> Picture:
+    return Picture(one.key, one.stem, decoded, None if one.listed is None else one.listed[1])

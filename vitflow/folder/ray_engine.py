@@ -1,19 +1,20 @@
-"""The same folder run on a cluster: Ray Data hands out batches to actors, each with a model; the rows are kept here.
+"""A folder run on a cluster: Ray Data gives batches to actors, and writes their rows and maps as Parquet.
 
-An actor runs the very pipeline of a local run over the inputs that it is handed, in the same batches, and sends back
-the rows with their maps. One that is killed is started anew, and what it was at is done again: files appear whole or
-not at all, so that nothing changes for it. A row is kept once its files are there, and a run whose driver was killed
-goes on from there.
+The driver takes what was written into the run's store, in which one row of an input replaces another, so that a task
+that Ray has done twice does no harm; a run whose driver was killed begins with that. Overlays are drawn afterwards. An
+actor has its model in a process of its own: an image on which that process ends costs one row.
 """
 
-import hashlib
 import json
 import logging
-import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,250 +22,196 @@ import numpy as np
 
 from vitflow import errors
 from vitflow.errors import OptionError, VitflowError, check_known, load_extra
-from vitflow.files import remove_leftovers, write_inside
-from vitflow.folder.decoders import Decoded, DecoderPool
-from vitflow.folder.pipeline import Pipeline
+from vitflow.folder.decoders import Child, ChildDied, Decoded, answer_requests, decode_file
 from vitflow.folder.plan import Input
-from vitflow.folder.work import Job, Picture, explainer_for
+from vitflow.folder.work import Job, Picture, compute_maps, describe, explainer_for
 from vitflow.pictures.options import ENGINES
-from vitflow.runs.batches import Tally
-from vitflow.runs.columns import Maps, Row, failed_row
+from vitflow.runs.batches import Batches, Tally
+from vitflow.runs.columns import Maps, Row, failed_row, grid_columns, load_pyarrow, pack_half, unpack_half
 from vitflow.runs.fingerprints import fingerprint_difference
+from vitflow.runs.store import Run
 
-# Batches that an actor gets at once, at most; a task that is lost is done again whole.
-_MOST_BATCHES = 64
-# How often a task is begun before its pictures are taken one by one, and where that is noted below the output folder.
-_TOGETHER, _TRIES = 2, ".vitflow-tries"
+# The folder in the output that Ray writes to; its files are removed once their rows are in the store.
+_PARTS = ".vitflow-parts"
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is asked of a run, and an actor needs to know.
-
-    Attributes:
-        model: whatever stands for one, to be sent.
-        fingerprint: of the driver's explainer, that all actors must have.
-        job: what is computed.
-        output: where files go.
-        batch_size, workers, max_pixels: as for `explain_folder`; where no workers are asked for, an actor has one.
-    """
+    """The request of a run, for its actors: a model or what makes one, its fingerprint on the driver, and the job."""
 
     model: Any
     fingerprint: Mapping[str, Any]
     job: Job
-    output: Path
     batch_size: int
-    workers: int | None
     max_pixels: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Where a run goes.
-
-    Attributes:
-        address: of the cluster; by default one is started on this machine, or the one in use is taken.
-        actors: how many; by default one for each GPU, or for each core where there is none.
-    """
+    """The address of a cluster, by default one on this machine, and its actors, by default one for each GPU or core."""
 
     address: str | None = None
     actors: int | None = None
 
 
-def choose_engine(engine: str, address: str | None, actors: int | None) -> Cluster | None:
-    """Where a run goes; None for this process.
+def choose_engine(engine: str, address: str | None, actors: int | None, **local: Any) -> Cluster | None:
+    """The cluster of a run; None for this process. `local` are arguments of a local run alone.
 
     Raises:
-        OptionError: an unknown engine, what a local run does not have, or ray is not installed.
+        OptionError: an unknown engine, an argument of another engine, or ray is not installed.
     """
     check_known("engine", engine, ENGINES)
     if engine == "local":
         if address is not None or actors is not None:
-            raise OptionError("An address and a number of actors are of a cluster: take --engine ray (engine='ray').")
+            raise OptionError("--address and --actors require --engine ray (engine='ray').")
         return None
+    if given := [name for name, value in local.items() if value]:
+        raise OptionError(f"{' and '.join(given)} require engine='local': a cluster writes rows and maps alone.")
     if actors is not None and actors < 1:
         raise OptionError(f"Expected actors of at least 1, got {actors}.")
-    load_ray()
+    _load_ray()
+    load_pyarrow()
     return Cluster(address, actors)
 
 
-class Worker:
-    """An actor: explains the inputs of a batch, writes their files, and gives their rows."""
-
-    def __init__(self, asked: bytes) -> None:
-        self._asked: Asked = pickle.loads(asked)
-        self._rows: list[tuple[Row, Maps]] = []
-        self._pipeline: Pipeline | None = None
-
-    def __call__(self, batch: Mapping[str, Sequence[bytes]]) -> dict[str, Any]:
-        """Do some tasks: their rows with their maps, pickled."""
-        sent: list[bytes] = []
-        try:
-            for task in batch["task"]:
-                self._do(*pickle.loads(task))
-                sent += map(pickle.dumps, self._rows)
-                self._rows.clear()
-        except VitflowError as error:  # what stops all stops the run with its own words
-            sent = [pickle.dumps(({"stopped": type(error).__name__, "message": str(error)}, {}))]
-        column = np.empty(len(sent), object)
-        column[:] = sent
-        return {"row": column}
-
-    def _do(self, inputs: Sequence[Input], done: set[str]) -> None:
-        """Do a task; one at which actors were killed twice goes picture by picture, to find out at which."""
-        output = self._asked.output
-        name = hashlib.sha256("\0".join(one.key for one in inputs).encode("utf-8", "surrogateescape")).hexdigest()
-        note = f"{_TRIES}/{name[:16]}.json"
-        begun, killing, alone = _noted(output / note)
-        if alone is not None:
-            killing.append(alone)
-
-        def tell(alone: str | None) -> None:
-            write_inside(output, note, json.dumps([begun + 1, killing, alone]).encode())
-
-        tell(None)
-        if begun < _TOGETHER:
-            self._loaded().run(inputs, done)
-        else:
-            for one in inputs:
-                if one.key in killing:
-                    self._rows.append((_killed(one), {}))
-                elif one.key not in done:
-                    tell(one.key)
-                    self._loaded().run([one], set())
-        (output / note).unlink(missing_ok=True)
-
-    def _loaded(self) -> Pipeline:
-        if self._pipeline is None:
-            asked = self._asked
-            explainer = explainer_for(asked.model)
-            # The driver need not have the devices of the actors.
-            device = {"device": asked.fingerprint["device"]}
-            if different := fingerprint_difference(asked.fingerprint, explainer.fingerprint() | device):
-                raise OptionError(f"A machine of the cluster has another model: {'; '.join(different)}.")
-            workers = 1 if asked.workers is None else min(asked.workers, os.cpu_count() or 1)
-            decoders = DecoderPool(workers, max_pixels=asked.max_pixels)  # they end with the actor
-            options: dict[str, Any] = {"batch_size": asked.batch_size, "decoders": decoders, "tally": Tally(None, 0)}
-            self._pipeline = Pipeline(explainer, asked.job, asked.output, self._rows.extend, **options)
-        return self._pipeline
-
-
-def _noted(note: Path) -> tuple[int, list[str], str | None]:
-    """How often a task was begun, the pictures that killed an actor, and the one that was taken alone at the end."""
-    try:
-        begun, killing, alone = json.loads(note.read_bytes())
-    except (OSError, ValueError):
-        return 0, [], None
-    return begun, killing, alone
-
-
-def _killed(one: Input) -> dict[str, Any]:
-    """The row of a picture at which actors were killed."""
-    message = (
-        f"The process that explained this picture was killed {_TOGETHER + 1} times: memory ran out, or the model "
-        "crashes on it. Try it alone with vitflow explain."
-    )
-    return failed_row(Picture(one.key, one.stem, Decoded()).known, "ActorDied", message)
-
-
-def run_on_ray(
-    inputs: Sequence[Input],
-    done: set[str],
-    asked: Asked,
-    cluster: Cluster,
-    keep: Callable[[Sequence[tuple[Row, Maps]]], None],
-    tally: Tally,
-) -> None:
-    """Explain what is not done on a cluster.
-
-    Args:
-        inputs: all of the run, in their order.
-        done: the keys of those that are done.
-        asked: what to do with each.
-        cluster: where.
-        keep, tally: take the rows as they come.
-
-    Raises:
-        OptionError: ray is not installed.
-        VitflowError: no picture can be explained this way.
-    """
-    ray = load_ray()
-    shutil.rmtree(asked.output / _TRIES, ignore_errors=True)  # the notes of tasks that were not ended
-    started = not ray.is_initialized()
-    if started:
-        ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
-    talk = logging.getLogger("ray.data")
-    level = talk.level
-    talk.setLevel(logging.ERROR)  # it tells of its plans on stderr
-    try:
-        import ray.data as data
-
-        context = data.DataContext.get_current()
-        context.enable_progress_bars = False
-        resources = ray.cluster_resources()
-        gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
-        actors = cluster.actors or gpus or max(cpus, 1)
-        tasks = [pickle.dumps(task) for task in _tasks(inputs, done, asked.batch_size, actors)]
-        found = data.from_items([{"task": task} for task in tasks], override_num_blocks=len(tasks)).map_batches(
-            Worker,
-            fn_constructor_args=(_dumps(asked),),
-            batch_size=1,
-            compute=data.ActorPoolStrategy(size=actors),
-            num_gpus=1 if gpus else 0,
-            num_cpus=max(1, cpus // actors) if gpus else 1,
-        )
-        for batch in found.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0):
-            rows = [row_of(line) for line in batch["row"]]
-            keep(rows)
-            for row, _ in rows:
-                tally.row(row)
-    finally:
-        shutil.rmtree(asked.output / _TRIES, ignore_errors=True)
-        remove_leftovers(asked.output)  # of actors that were killed
-        talk.setLevel(level)
-        if started:
-            ray.shutdown()
-
-
-def load_ray() -> Any:
-    """The module ray; OptionError that says how to get it if it is not installed."""
+def _load_ray() -> Any:
     load_extra("ray.data", "The engine ray", "ray", otherwise="take --engine local")
     return load_extra("ray", "The engine ray", "ray")
 
 
-def _dumps(asked: Asked) -> bytes:
-    cloudpickle: Any = load_ray().cloudpickle
+class Worker:
+    """An actor: explains batches of inputs in a process that it starts again when an image has ended it."""
+
+    def __init__(self, asked: bytes) -> None:
+        self._asked = tempfile.NamedTemporaryFile(prefix="vitflow-")  # noqa: SIM115 - removed with the actor
+        self._asked.write(asked)
+        self._asked.flush()
+        self._labels = pickle.loads(asked).job.labels
+        self._child = Child(__name__, self._asked.name, json.dumps(sys.path))
+
+    def __call__(self, batch: Mapping[str, Sequence[bytes]]) -> dict[str, Any]:
+        """The rows of a batch as JSON, and the columns of their maps."""
+        found = self._explain([pickle.loads(one) for one in batch["input"]])
+        columns: dict[str, list[Any]] = {"row": [json.dumps(row) for row, _ in found]}
+        for label in self._labels:
+            values = [pack_half(maps[label]) if label in maps else (b"", 0, 0, 1.0) for _, maps in found]
+            columns |= dict(zip(grid_columns(label), map(list, zip(*values, strict=True)), strict=True))
+        return {
+            name: np.array(values, object if name[:4] in ("row", "grid") else None) for name, values in columns.items()
+        }
+
+    def _explain(self, inputs: Sequence[Input]) -> list[tuple[Row, Maps]]:
+        try:
+            found: list[tuple[Row, Maps]] = pickle.loads(self._child.ask(pickle.dumps(inputs)).data)
+        except ChildDied as died:
+            if len(inputs) > 1:  # one of them is the cause
+                return [pair for one in inputs for pair in self._explain([one])]
+            message = f"The process that explained this image ended (exit status {died}): memory ran out, or the "
+            message += "model crashes on it. Try it alone with vitflow explain."
+            [one] = inputs
+            return [(failed_row(Picture(one.key, one.stem, Decoded()).known, "WorkerDied", message), {})]
+        return found
+
+
+def serve(asked: str, paths: str) -> None:
+    """Explain the inputs that are requested: the work of an actor's process."""
+    sys.path[:] = json.loads(paths)
+    answer_requests(lambda request: [pickle.dumps(_explained(Path(asked), pickle.loads(request)))])
+
+
+def _explained(place: Path, inputs: Sequence[Input]) -> list[tuple[Row, Maps]]:
     try:
-        found: bytes = cloudpickle.dumps(asked)
+        asked, batches = _loaded(place)
+        read = [Decoded(error="OSError", message=one.problem) if one.problem else None for one in inputs]
+        pictures = [
+            Picture(one.key, one.stem, known or decode_file(one.path, asked.max_pixels), (one.listed or (0, None))[1])
+            for one, known in zip(inputs, read, strict=True)
+        ]
+        rows: list[tuple[Row, Maps]] = []
+        for picture, found in zip(pictures, compute_maps(batches, pictures, asked.job), strict=True):
+            row = describe(picture, found, asked.job)
+            row |= {"outputs": {}, "maps": None, "written": {}} if found.maps else {}
+            rows.append((row, {label: one.grid for label, one in zip(asked.job.labels, found.maps, strict=False)}))
+        return rows
+    except Exception as error:  # no image can be explained: the run ends with the same words
+        return [({"input": "", "status": "stopped", "error": type(error).__name__, "message": str(error)}, {})]
+
+
+@cache
+def _loaded(place: Path) -> tuple[Asked, Batches]:
+    asked: Asked = pickle.loads(place.read_bytes())
+    explainer = explainer_for(asked.model)
+    # The driver need not have the devices of the actors.
+    own = explainer.fingerprint() | {"device": asked.fingerprint["device"]}
+    if different := fingerprint_difference(asked.fingerprint, own):
+        raise OptionError(f"A machine of the cluster has another model: {'; '.join(different)}.")
+    return asked, Batches(explainer, asked.batch_size)
+
+
+def run_on_ray(missing: Sequence[Input], asked: Asked, cluster: Cluster, run: Run, tally: Tally) -> None:
+    """Explain inputs on a cluster whose machines all reach them and the output folder.
+
+    Raises:
+        OptionError: the model cannot be sent.
+        VitflowError: no image can be explained this way.
+    """
+    ray = _load_ray()
+    try:
+        sent = ray.cloudpickle.dumps(asked)
     except Exception as error:
         raise OptionError(
             f"Expected a model that can be sent to other processes, got one that cannot ({error}): give its id, a "
             "path, or a function that makes it."
         ) from error
-    return found
+    started = not ray.is_initialized()
+    if started:
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+    talk = logging.getLogger("ray.data")
+    level = talk.level
+    talk.setLevel(logging.ERROR)  # it prints its plans on stderr
+    try:
+        ray.data.DataContext.get_current().enable_progress_bars = sys.stderr.isatty()
+        resources = ray.cluster_resources()
+        gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
+        actors = cluster.actors or gpus or max(cpus, 1)
+        blocks = max(1, min(-(-len(missing) // asked.batch_size), 8 * actors))
+        rows = [{"input": pickle.dumps(one)} for one in missing]
+        ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
+            Worker,
+            fn_constructor_args=(sent,),
+            batch_size=asked.batch_size,
+            compute=ray.data.ActorPoolStrategy(size=actors),
+            num_gpus=1 if gpus else 0,
+            num_cpus=max(1, cpus // actors) if gpus else 1,
+        ).write_parquet(str((run.folder / _PARTS).absolute()))
+    finally:
+        talk.setLevel(level)
+        if started:
+            ray.shutdown()
+        take_parts(run, tally)
 
 
-def _tasks(
-    inputs: Sequence[Input], done: set[str], size: int, actors: int
-) -> Iterator[tuple[Sequence[Input], set[str]]]:
-    """Inputs for one actor at a time: the batches of a local run, several together, each with something to do."""
-    batches = [inputs[start : start + size] for start in range(0, len(inputs), size)]
-    missing = [batch for batch in batches if any(one.key not in done for one in batch)]
-    together = min(max(len(missing) // (8 * actors), 1), _MOST_BATCHES)
-    for start in range(0, len(missing), together):
-        # The pipeline cuts them at the same places again, for all but the last are full.
-        own = [one for batch in missing[start : start + together] for one in batch]
-        yield own, {one.key for one in own if one.key in done}
-
-
-def row_of(line: bytes) -> tuple[Row, Maps]:
-    """The row that an actor sent, with its maps.
+def take_parts(run: Run, tally: Tally | None = None) -> None:
+    """Put the rows and maps that Ray has written into the store of a run, and remove their files.
 
     Raises:
-        VitflowError: what it sent says that no picture can be explained this way.
+        VitflowError: the cluster said that no image can be explained.
     """
-    row, maps = pickle.loads(line)
-    if "stopped" in row:
-        kind = getattr(errors, row["stopped"], VitflowError)
-        raise kind(row["message"])
-    return row, maps
+    pyarrow, parquet = load_pyarrow()
+    stopped: Row = {}
+    for path in sorted((run.folder / _PARTS).glob("*.parquet")):
+        with suppress(pyarrow.ArrowInvalid, OSError):  # a worker was killed at it: its rows are done again
+            for record in parquet.read_table(path).to_pylist():
+                row = json.loads(record["row"])
+                if row["status"] == "stopped":
+                    stopped = row
+                    continue
+                packed = {label: [record[name] for name in grid_columns(label)] for label in run.fingerprint["methods"]}
+                grids = {label: unpack_half(*values) for label, values in packed.items() if values[0]}
+                run.put([(row, {label: grid for label, grid in grids.items() if grid is not None})])
+                if tally is not None:
+                    tally.row(row)
+            run.finish()
+    shutil.rmtree(run.folder / _PARTS, ignore_errors=True)
+    if stopped:
+        raise getattr(errors, stopped["error"], VitflowError)(stopped["message"])

@@ -22,10 +22,9 @@ from vitflow.explaining.method_options import takes_method_options
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.files import is_remote, remove_inside
 from vitflow.folder.decoders import DecoderPool
-from vitflow.folder.earlier import clear_outputs, done_before
 from vitflow.folder.pipeline import Pipeline
-from vitflow.folder.plan import Input, list_inputs
-from vitflow.folder.ray_engine import Asked, Cluster, choose_engine, run_on_ray
+from vitflow.folder.plan import Input, clear_outputs, done_before, list_inputs
+from vitflow.folder.ray_engine import Asked, Cluster, choose_engine, run_on_ray, take_parts
 from vitflow.folder.work import Job, auto_batch, check_target, cost_of, explainer_for, make_job, sides_of
 from vitflow.pictures.images import MAX_PIXELS
 from vitflow.pictures.options import MANIFEST_FORMATS
@@ -35,10 +34,9 @@ from vitflow.runs.columns import load_pyarrow, write_manifest
 from vitflow.runs.fingerprints import run_fingerprint
 from vitflow.runs.saved import SavedRun
 from vitflow.runs.store import Run, finishing
-from vitflow.runs.stores import lies_in
 
 if TYPE_CHECKING:
-    from vitflow.folder.found.report import Thumbnails
+    from vitflow.folder.report import Thumbnails
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -72,7 +70,7 @@ class FolderSummary:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """What a notebook shows: the first overlays, with the rows of their pictures."""
-        from vitflow.folder.sheet import SHOWN, show_run
+        from vitflow.folder.report import SHOWN, show_run
 
         return show_run(repr(self), self.output, list(itertools.islice(self, SHOWN)))
 
@@ -171,11 +169,12 @@ def explain_folder(
     if methods is None and callable(model) and not isinstance(model, nn.Module):
         explainer = explainer_for(model)  # what it explains decides on the method
     asks = explainer is not None and explainer.asks(target)
+    cluster = choose_engine(engine, address, actors, save_map=save_map, workers=workers, report=report)
+    overlays = overlays and cluster is None
     job = make_job(
         methods, options, target=target, drawing=drawing, format=format, save_map=save_map, overlays=overlays, asks=asks
     )
     _check(job, manifest, batch_size, workers, limit)
-    cluster = choose_engine(engine, address, actors)
     sources = [source] if isinstance(source, str | os.PathLike) else list(source)
     _check_urls(sources, output, report)
     folder = Path(output)
@@ -185,21 +184,21 @@ def explain_folder(
     check_target(job, explainer)
     known = explainer.fingerprint()
     fingerprint = _fingerprint(listing.root, job, known)
-    clear = partial(clear_outputs, output=folder, listing=listing, endings=job.endings, overwrite=overwrite)
+    clear = partial(clear_outputs, listing=listing, endings=job.endings, overwrite=overwrite)
     with (
         Run(folder, fingerprint, max_pixels=max_pixels, overwrite=overwrite, clear=clear) as run,
         _photographs(folder, report) as photographs,
     ):
         inputs = listing.plan(job.endings, {row["input"]: row["stem"] for row in run.all_rows()})
         size = batch_size or auto_batch(explainer)
-        asked = Asked(model, known, job, folder, size, workers, max_pixels)
-        kept = _run(inputs, run, explainer, asked, cluster, progress, photographs)
+        asked = Asked(model, known, job, size, max_pixels)
+        kept = _run(inputs, run, explainer, asked, cluster, workers, progress, photographs)
         totals = run.finish()
         with finishing(folder):
             table = _write_manifest(run, manifest, job.labels)
             page = None
             if report:
-                from vitflow.folder.found.report import report_run
+                from vitflow.folder.report import report_run
 
                 page = report_run(folder, thumbnails=photographs)
             seconds = time.perf_counter() - clock
@@ -237,15 +236,9 @@ def _check_urls(sources: Sequence[str | os.PathLike[str]], output: str | os.Path
         )
     if report and any(map(is_remote, sources)):
         raise OptionError("A report links the files beside it: leave it out where the source is a URL.")
-    # On this machine the output may lie among the pictures: it is left out where these are listed.
-    inside = [one for one in sources if is_remote(one) and lies_in(output, one)]
-    if inside:
-        raise OptionError(
-            f"The output {os.fspath(output)!r} lies in {os.fspath(inside[0])!r}, which is read: choose another one."
-        )
 
 
-def _fingerprint(root: Path | str, job: Job, model: Mapping[str, Any]) -> dict[str, Any]:
+def _fingerprint(root: str | Path, job: Job, model: Mapping[str, Any]) -> dict[str, Any]:
     drawn = {"target": sides_of(job), "drawing": dict(job.drawing)}
     drawn |= {"format": job.format, "save_map": job.save_map, "overlays": job.overlays}
     return run_fingerprint("folder", {"root": os.fspath(root)}, model, job.methods, drawn)
@@ -257,24 +250,28 @@ def _run(
     explainer: Explainer,
     asked: Asked,
     cluster: Cluster | None,
+    workers: int | None,
     progress: Callable[[RunProgress], None] | None,
     photographs: "Thumbnails | None",
 ) -> int:
     """Do what is missing; how many pictures were done before."""
+    if cluster is not None:  # what a run whose driver was killed has left
+        take_parts(run)
     before = done_before(inputs, run)
     tally = Tally(progress, len(inputs), len(before))
     if (cost := cost_of(asked.job, explainer, len(inputs) - len(before))) is not None:
         warnings.warn(cost, VitflowWarning, stacklevel=4)
     if len(before) < len(inputs) and cluster is not None:
-        run_on_ray(inputs, before, asked, cluster, run.put, tally)
+        run_on_ray([one for one in inputs if one.key not in before], asked, cluster, run, tally)
     elif len(before) < len(inputs):
         cores = os.cpu_count() or 2
-        count = min(8, max(1, cores // 2)) if asked.workers is None else asked.workers
-        count = min(count, cores, len(inputs) - len(before))  # more would have nothing to do
+        remote = is_remote(inputs[0].path)  # most of the time is spent waiting for the store
+        count = workers if workers is not None else 8 if remote else min(8, max(1, cores // 2))
+        count = min(count, max(8, cores) if remote else cores, len(inputs) - len(before))
         with DecoderPool(count, max_pixels=asked.max_pixels) as decoders:
             told: dict[str, Any] = {"tally": tally, "on_pixels": None if photographs is None else photographs.add}
             told |= {"batch_size": asked.batch_size, "decoders": decoders}
-            Pipeline(explainer, asked.job, asked.output, run.put, **told).run(inputs, before)
+            Pipeline(explainer, asked.job, run.folder, run.put, **told).run(inputs, before)
     return len(before)
 
 
@@ -282,7 +279,7 @@ def _photographs(folder: Path, report: bool) -> AbstractContextManager["Thumbnai
     """Where the photographs that the run has in hand wait for its report."""
     if not report:
         return nullcontext()
-    from vitflow.folder.found.report import Thumbnails
+    from vitflow.folder.report import Thumbnails
 
     return closing(Thumbnails(folder))
 

@@ -74,19 +74,26 @@ class Job:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picture:
-    """One picture of a batch: its name in the manifest, where its files go, and what reading it gave."""
+    """One image of a batch.
+
+    Attributes:
+        key: its name in the manifest.
+        stem: the path of its files below the output folder, without their endings.
+        decoded: the result of reading it.
+        changed: time of its last change in nanoseconds, as a store lists it.
+    """
 
     key: str
     stem: str
     decoded: Decoded
+    changed: int | None = None
 
     @property
     def known(self) -> dict[str, Any]:
         """What its row says of its file."""
         read = self.decoded
-        file = {"size": read.size, "mtime_ns": read.mtime_ns, "sha256": read.sha256}
-        tag = {} if read.etag is None else {"etag": read.etag}
-        return {"input": self.key, "stem": self.stem} | file | tag
+        changed = self.changed if read.mtime_ns is None else read.mtime_ns
+        return {"input": self.key, "stem": self.stem, "size": read.size, "mtime_ns": changed, "sha256": read.sha256}
 
 
 def make_job(

@@ -226,24 +226,6 @@ def weights_sha256(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-# Settings that change nothing of what a module computes, but its mode, speed or memory.
-_UNIMPORTANT = {"training", "fused_attn", "grad_checkpointing", "gradient_checkpointing"}
-
-
-def architecture_sha256(model: nn.Module) -> str:
-    """One hash over what a model does with its weights: its modules and their settings, such as num_heads."""
-    digest = hashlib.sha256()
-    for name, module in model.named_modules():
-        settings = {
-            key: value
-            for key, value in vars(module).items()
-            if not key.startswith("_") and key not in _UNIMPORTANT and _is_setting(value)
-        }
-        line = f"{name} {type(module).__qualname__} {sorted(settings.items(), key=lambda item: item[0])!r}\n"
-        digest.update(line.encode("utf-8", "backslashreplace"))
-    return digest.hexdigest()
-
-
 # Whose code is known by its version, and changes with that although it computes the same.
 _LIBRARIES = {"torch", "torchvision", "timm", "transformers", "open_clip", "vitflow"}
 
@@ -265,9 +247,3 @@ def source_of(code: Any) -> bytes:
     except (OSError, TypeError):  # typed at a prompt, or its file is gone
         source = str(code.__qualname__)
     return source.encode("utf-8", "backslashreplace")
-
-
-def _is_setting(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_setting, value))
-    return value is None or type(value) in (bool, int, float, str)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from vitflow.errors import ImageError, ShapeError, VitflowError
-from vitflow.files import is_file, is_folder, is_there, write_atomically
+from vitflow.files import is_file, is_folder, is_remote, is_there, write_atomically
 from vitflow.pictures.options import WRITE_OPTIONS
 from vitflow.pictures.pillow_settings import pillow_settings
 
@@ -69,7 +69,7 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: by
             f"Expected a picture as a path, bytes, a PIL image or a NumPy array, got {type(source).__name__}.{hint}"
         )
     try:
-        if isinstance(source, str | os.PathLike):
+        if isinstance(source, str | os.PathLike) and not (content is not None and is_remote(source)):
             _check_file(Path(source))
         with pillow_settings(max_pixels):
             if isinstance(source, Image.Image):
@@ -333,7 +333,8 @@ def _explain(
         Image.init()
         known = _known_formats()
         expected = f"Expected {name} to be a picture ({', '.join(known)}), got "
-        if source == b"" or (isinstance(source, str | os.PathLike) and Path(source).stat().st_size == 0):
+        on_disk = Path(source) if isinstance(source, str | os.PathLike) and is_file(source) else None
+        if source == b"" or (on_disk is not None and not on_disk.stat().st_size):
             return f"{expected}an empty file (0 bytes): a copy or download that broke off. Get it anew."
         newer = "" if "AVIF" in known else " AVIF is read with Pillow 11.3 or newer."
         return f"{expected}something that Pillow cannot read as one of them. Convert it to PNG or JPEG.{newer}"

@@ -1,4 +1,4 @@
-"""What a model makes of a fixed picture, by which it is known again whatever it is made of.
+"""What a model makes of two fixed images, by which it is recognized whatever it is made of.
 
 Weights and settings do not tell all that a model computes: it may hold lists, functions, tensors that are no weights,
 hooks, or code that was edited since. Whatever of these counts shows in its answer, or in what its parts hand on.
@@ -33,7 +33,7 @@ Forward = Callable[[Tensor], Any]
 
 
 def probe(model: nn.Module, forward: Forward, shape: tuple[int, ...]) -> dict[str, Any] | None:
-    """What a model makes of a fixed picture, and how exactly it may be expected again; None where it fails on it.
+    """What a model makes of two fixed images, and how exactly that may be expected again; None if it fails on them.
 
     One forward pass, of which the answer and the output of every module that holds others are summed up in a few
     numbers each. The model is left as it was, random numbers and buffers included.
@@ -41,13 +41,14 @@ def probe(model: nn.Module, forward: Forward, shape: tuple[int, ...]) -> dict[st
     Args:
         model: the model.
         forward: runs it.
-        shape: of the picture, (channels, height, width).
+        shape: of an image, (channels, height, width).
 
     Returns:
         "parts", the sums (float32 in base 64) by the module's path, that of the answer being ""; and "rounding", the
         share of its size by which a sum may differ on another processor. Ready for JSON.
     """
-    pixels, sums = fixed_pixels(model, shape), dict[str, NDArray[np.float64]]()
+    pixels = torch.cat([fixed_pixels(model, shape, seed) for seed in (0, 1)])
+    sums = dict[str, NDArray[np.float64]]()
 
     def note(path: str, output: Any) -> None:
         found = _sums(output)

@@ -104,7 +104,7 @@ def failed_row(known: Mapping[str, Any], error: Exception | str, message: str = 
     """
     kind = error if isinstance(error, str) else type(error).__name__
     failure = {"status": "failed", "error": kind, "message": printable(message or str(error)) or kind}
-    return {name: known[name] for name in (*kinds_in("folder"), "etag") if name in known} | failure
+    return {name: known[name] for name in kinds_in("folder") if name in known} | failure
 
 
 def as_text(row: Mapping[str, Any], kinds: Mapping[str, str]) -> Row:

@@ -14,8 +14,6 @@ _KINDS = {"evaluation": "an evaluation", "folder": "a folder run", "captions": "
 # What is told in words, for its values say nothing to a reader.
 _IN_WORDS = {
     "weights_sha256": "the model has other weights",
-    "architecture_sha256": "the model is built otherwise",
-    "code_sha256": "the code of the model's classes was edited",
     "class_names_sha256": "the classes have other names",
     "answers.code_sha256": "the function of the answers was edited",
     "answers.weights_sha256": "the function of the answers has other weights",

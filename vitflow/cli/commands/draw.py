@@ -35,7 +35,7 @@ def draw(run: Path, **given: Any) -> None:
     expression over input, size, width, height, class_index, class_name, probability, target, value, predicted_index,
     saturated_share and seconds.
     """
-    from vitflow.folder.found.draw import Drawn, draw_run
+    from vitflow.folder.draw import Drawn, draw_run
 
     def tell(drawn: Drawn) -> None:
         for path in drawn.paths:

@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError, ShapeError, VitflowError, VitflowWarning, check_known, printable, whole_number
 from vitflow.explaining.saliency import Saliency
 from vitflow.files import is_remote, write_inside
-from vitflow.folder.decoders import decode_file, decode_given
+from vitflow.folder.decoders import decode_file
 from vitflow.folder.work import encode_overlay
 from vitflow.pictures.options import OVERLAY_FORMATS
 from vitflow.runs.columns import Maps, Row, placement_of
-from vitflow.runs.remote import RemoteFolder
 from vitflow.runs.saved import FILE, SavedRun
 
 # What a run must have been asked for to be drawn.
@@ -216,10 +215,7 @@ def read_photograph(row: Mapping[str, Any], root: str, max_pixels: int) -> NDArr
     Raises:
         VitflowError: it cannot be read, or is another one now.
     """
-    if is_remote(root):
-        decoded = decode_given(RemoteFolder(root).read(row["input"]), row["input"], max_pixels)
-    else:
-        decoded = decode_file(os.path.join(root, row["input"]), max_pixels)  # noqa: PTH118 - a name that may not be text
+    decoded = decode_file(f"{root.rstrip('/')}/{row['input']}", max_pixels)
     if decoded.image is None:
         raise VitflowError(decoded.message)
     if decoded.sha256 != row["sha256"] or decoded.image.shape[:2] != (row["height"], row["width"]):

@@ -1,9 +1,9 @@
-"""The report of a folder run: its rows and photographs, handed to the viewer."""
+"""The report of a folder run, its rows and photographs for the viewer; and its display in a notebook."""
 
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import ImageError, OptionError
+from vitflow.errors import ImageError, OptionError, printable
 from vitflow.explaining.captions import departures
 from vitflow.explaining.method_table import get_method
 from vitflow.files import is_remote
-from vitflow.folder.found.draw import not_named, open_run, read_photograph
+from vitflow.folder.draw import not_named, open_run, read_photograph
+from vitflow.pictures import notebook
+from vitflow.pictures.figures import Cell, Column, draw_bands, figure_bytes
+from vitflow.pictures.images import read_image
 from vitflow.runs.columns import placement_of
 from vitflow.runs.saved import SavedRun
 from vitflow.viewer.packing import thumbnail
@@ -104,3 +107,37 @@ def _departures(run: Mapping[str, Any], label: str) -> str:
         return departures(get_method(run["methods"][label]), run["options"][label])
     except (OptionError, KeyError, TypeError, ValueError, AttributeError):
         return ""
+
+
+# -- the display in a notebook
+
+#: Pictures that are shown.
+SHOWN = 6
+_LONGEST = 180  # pixels of a picture's longer side
+
+
+def show_run(text: str, output: Path | str, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The first overlay of each row's picture, as one figure, and what the rows say."""
+    head = ("picture", "status", "class", "probability")
+    cells = []
+    for row in rows:
+        probability = row.get("probability")
+        told = (row.get("class_name") or row.get("class_index"), "" if probability is None else f"{probability:.1%}")
+        cells.append((printable(row["input"]), row["status"], *(told if row["status"] == "explained" else ("", ""))))
+    return notebook.bundle(text, picture=_draw_sheet(Path(output), rows), tables=[notebook.html_table(cells, head)])
+
+
+def _draw_sheet(output: Path, rows: Sequence[Mapping[str, Any]]) -> bytes | None:
+    """The overlays in one row; None where there are none, as when they were moved away since."""
+    columns, cells = [], []
+    for row in rows:
+        for label, file in list(row.get("outputs", {}).items())[:1]:
+            try:
+                overlay = notebook.shrink(read_image(output / file), _LONGEST)
+            except ImageError:
+                continue
+            columns.append(Column(Path(row["input"]).name, label))
+            cells.append([Cell(overlay, (str(row["class_name"] or ""),))])
+    if not columns:
+        return None
+    return figure_bytes(draw_bands([(columns, [cells])], dpi=notebook.DPI), ".png")

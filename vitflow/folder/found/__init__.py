@@ -1,1 +1,0 @@
-"""What is read back from a folder run: its manifest, its maps, overlays drawn later, and its report."""
