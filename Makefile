@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-processors test-lowest check dist docs install clean
+.PHONY: demo test test-all test-processors test-lowest check dist docs install clean
 
 demo: install
 	$(BIN)/vitflow demo -o demo-output
@@ -13,6 +13,10 @@ demo: install
 # is kept, or each of the processes that the tests start would compile it anew.
 test: install check
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# Also what is marked as slow: every family of timm, hundreds of mutated files, the notebooks, and flow at full depth.
+test-all: PYTEST_ARGS += -m ""
+test-all: test
 
 # The tests as other processors, without wide vectors or with other sums of products, would round in them. A processor
 # that cannot do what a setting asks for does what it can.

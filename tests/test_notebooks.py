@@ -11,6 +11,7 @@ import nbformat
 import pytest
 from PIL import Image
 
+pytestmark = pytest.mark.slow  # each runs in a process of its own
 ROOT = Path(__file__).resolve().parent.parent
 # What a reader finds in each, by words of the cell that shows it; and whether that is a picture.
 SHOWN = {

@@ -333,6 +333,7 @@ def test_an_evaluation_loses_only_the_rows_of_bad_entries(folder, tmp_path):
     assert all(row["error"] == "OptionError" for row in found.failures)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="tells a program's peak memory on Linux only")
 def test_mutated_data_gives_rows_or_a_sentence_and_touches_nothing_outside(tmp_path, capsys):
     script = Path(__file__).with_name("fuzz_data.py")

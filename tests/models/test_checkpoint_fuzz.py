@@ -142,6 +142,7 @@ def attempt(path: Path, refused: list[str]) -> None:
             assert sum(value.numel() for value in model.parameters()) < 10**6
 
 
+@pytest.mark.slow
 def test_hundreds_of_mutated_checkpoints_give_errors_in_one_line_and_take_no_memory(tmp_path, capsys):
     random = np.random.default_rng(0)
     own = weights()

@@ -107,6 +107,20 @@ OTHERS = [
 ]
 
 
+# What `make test` records; `make test-all` records every family.
+REPRESENTATIVE = (
+    *("test_vit", "vit_small_patch14_reg4_dinov2", "deit_tiny_distilled_patch16_224", "swin_tiny_patch4_window7_224"),
+    *("test_maxvit", "pvt_v2_b0", "mobilevit_xxs", "cait_xxs24_224"),
+)
+
+
+def marked(families: list[tuple], representative: tuple[str, ...] = REPRESENTATIVE) -> list:
+    """Families as parameters of a test, those that are not representative marked as slow."""
+    return [
+        pytest.param(*one, marks=() if one[0] in representative else pytest.mark.slow, id=one[0]) for one in families
+    ]
+
+
 def build(name: str, **options) -> nn.Module:
     torch.manual_seed(0)
     model = timm.create_model(name, **options).eval()
@@ -170,7 +184,7 @@ def captured(request) -> Iterator[dict[str, str]]:
             print(f"\nfamilies captured: {len(set(found.values()))} of {len(known)} with attention")
 
 
-@pytest.mark.parametrize(("name", "options", "side", "prefix", "grid"), [*PLAIN, *STAGED], ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(("name", "options", "side", "prefix", "grid"), marked([*PLAIN, *STAGED]))
 def test_a_family_is_captured_exactly(name, options, side, prefix, grid, captured):
     model = build(name, **options)
     pixels = torch.randn(2, 3, side, side)
@@ -203,13 +217,7 @@ def test_a_family_is_captured_exactly(name, options, side, prefix, grid, capture
 QUICK = ("test_vit", "test_maxvit", "tiny_vit_5m_224", "swin_tiny_patch4_window7_224")
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "side"),
-    [
-        pytest.param(*one[:3], marks=() if one[0] in QUICK else pytest.mark.slow, id=one[0])
-        for one in (*PLAIN, *STAGED, *REFUSED)
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "side"), marked([one[:3] for one in (*PLAIN, *STAGED, *REFUSED)], QUICK))
 def test_a_family_in_training_mode_changes_as_by_its_own_pass_alone(name, options, side):
     model = build(name, **options).train()
     twin, pixels = copy.deepcopy(model), torch.randn(2, 3, side, side)
@@ -227,7 +235,9 @@ def test_a_family_in_training_mode_changes_as_by_its_own_pass_alone(name, option
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize(("name", "options", "side", "words"), REFUSED)
+@pytest.mark.parametrize(
+    ("name", "options", "side", "words"), marked(REFUSED, ("xcit_nano_12_p16_224", "crossvit_tiny_240"))
+)
 def test_a_family_without_a_product_of_layers_is_refused_by_name(name, options, side, words, captured):
     model = build(name, **options)
     pixels = torch.randn(2, 3, side, side)
@@ -244,7 +254,7 @@ def test_a_family_without_a_product_of_layers_is_refused_by_name(name, options, 
     captured[name] = timm.models.model_entrypoint(name).__module__.rpartition(".")[2]
 
 
-@pytest.mark.parametrize(("name", "side", "words"), OTHERS)
+@pytest.mark.parametrize(("name", "side", "words"), marked(OTHERS, ("edgenext_xx_small", "mixer_s32_224")))
 def test_a_model_without_attention_between_tokens_says_what_it_computes(name, side, words):
     model = build(name)
     with pytest.raises(NoAttentionError, match=words) as refusal, torch.no_grad(), record_attention(model):
@@ -287,7 +297,11 @@ CONVOLUTIONAL = ["resnet18", "convnext_atto", "edgenext_xx_small", "mixer_s32_22
 
 
 @pytest.mark.parametrize(
-    "name", [*CONVOLUTIONAL, "crossvit_tiny_240", "coat_lite_tiny", "swin_tiny_patch4_window7_224"]
+    "name",
+    marked(
+        [(name,) for name in (*CONVOLUTIONAL, "crossvit_tiny_240", "coat_lite_tiny", "swin_tiny_patch4_window7_224")],
+        ("resnet18", "swin_tiny_patch4_window7_224"),
+    ),
 )
 def test_methods_that_need_no_attention_work_on_every_model(name):
     model = build(name, num_classes=5)
