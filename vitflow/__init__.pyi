@@ -16,8 +16,8 @@ from .explaining.saliency import Saliency as Saliency
 from .explaining.targets import Contrast as Contrast
 from .folder.batch_explainer import BatchExplainer as BatchExplainer
 from .folder.captions import caption_folder as caption_folder
-from .folder.found.draw import draw_run as draw_run
-from .folder.found.draw import read_grids as read_grids
+from .folder.draw import draw_run as draw_run
+from .folder.draw import read_grids as read_grids
 from .folder.run import FolderSummary as FolderSummary
 from .folder.run import explain_folder as explain_folder
 from .methods.flow.attention_flow import FlowResult as FlowResult
