@@ -29,7 +29,7 @@ from vitflow import Explainer
 from vitflow.demo import draw_pictures
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.perturbation import REPLACEMENTS
-from vitflow.explaining.agreement import mean_of_defined, spearman
+from vitflow.explaining.comparison import mean_of_defined, spearman
 from vitflow.explaining.saliency import Saliency
 from vitflow.pictures.images import find_images
 

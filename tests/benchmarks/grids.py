@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from tests.benchmarks.folder import draw_photographs
-from vitflow.explaining.answer import Answer
 from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.targets import Answer
 from vitflow.files import write_inside
 from vitflow.folder.decoders import decode_file
 from vitflow.folder.draw import draw_run, read_grids

@@ -27,9 +27,9 @@ import timm
 import torch
 
 from vitflow import Explainer
+from vitflow.explaining.applying import recorded_for
 from vitflow.explaining.asked import AskedTrace
 from vitflow.explaining.choices import choose_methods
-from vitflow.explaining.needs import recorded_for
 from vitflow.explaining.refining import make_maps
 from vitflow.methods.rollout import rollout_step
 from vitflow.recording.recorder import record_attention

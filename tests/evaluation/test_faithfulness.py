@@ -21,8 +21,8 @@ from vitflow.demo import draw_pictures
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
 from vitflow.evaluation.measures.faithfulness import Curves, faithfulness_curves, removed_counts
 from vitflow.evaluation.measures.perturbation import patch_order
-from vitflow.explaining.answer import Answer
 from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.targets import Answer
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 PICTURE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)

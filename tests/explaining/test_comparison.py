@@ -29,8 +29,7 @@ from vitflow import Comparison, Explainer
 from vitflow.demo import sample_pictures
 from vitflow.errors import ImageError, NoAttentionError, OptionError, ShapeError, VitflowWarning
 from vitflow.explaining import method_table
-from vitflow.explaining.agreement import Agreement, measure_agreement, spearman, top_overlap
-from vitflow.explaining.comparison import DEFAULT_METHODS, compare
+from vitflow.explaining.comparison import DEFAULT_METHODS, Agreement, compare, measure_agreement, spearman, top_overlap
 from vitflow.explaining.method_options import COMMON
 from vitflow.pictures import figures, overlay
 from vitflow.pictures.options import DPI

@@ -12,8 +12,8 @@ from vitflow import Contrast, Explainer, compare
 from vitflow.cli import cli
 from vitflow.demo import draw_picture, sample_pictures
 from vitflow.errors import OptionError
-from vitflow.explaining.contrast import contrasted
 from vitflow.explaining.method_table import list_methods
+from vitflow.explaining.saliency import contrasted
 from vitflow.folder.decoders import Decoded
 from vitflow.folder.work import Picture, PictureMaps, draw_files, make_job
 from vitflow.pictures.images import write_image

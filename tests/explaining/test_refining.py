@@ -10,7 +10,7 @@ from vitflow import Explainer, explain_folder, register_method
 from vitflow.demo import draw_pictures, sample_pictures
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning
 from vitflow.explaining import method_table
-from vitflow.explaining.consensus import FLOOR, geometric_mean
+from vitflow.explaining.sampling import FLOOR, geometric_mean
 from vitflow.recording.recorder import record_attention
 
 PICTURES = sample_pictures()[:2]

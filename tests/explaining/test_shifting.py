@@ -7,7 +7,7 @@ import timm
 from vitflow import Explainer
 from vitflow.demo import draw_picture
 from vitflow.errors import OptionError, UnsupportedModelError
-from vitflow.explaining.shifting import moved, realigned
+from vitflow.explaining.refining import moved, realigned
 
 PICTURE = draw_picture(3).image
 

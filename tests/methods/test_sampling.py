@@ -13,7 +13,7 @@ from tests.recording.test_token_dropping import by_hand
 from vitflow import Contrast, Explainer, load_model
 from vitflow.demo import sample_pictures
 from vitflow.errors import NoAttentionError, OptionError, ShapeError
-from vitflow.explaining.contrast import contrasted
+from vitflow.explaining.saliency import contrasted
 from vitflow.methods.hiding.sampling import draw_masks, halves, mean_differences
 from vitflow.methods.ranks import spearman
 from vitflow.methods.refinement import Affinity, co_attention, key_affinity, refine

@@ -10,10 +10,10 @@ from torch.profiler import ProfilerActivity, profile
 from tests import references
 from vitflow import Explainer
 from vitflow.errors import OptionError, ShapeError
+from vitflow.explaining.applying import recorded_for
 from vitflow.explaining.choices import choose_methods
 from vitflow.explaining.maps import rollout
 from vitflow.explaining.method_table import get_method
-from vitflow.explaining.needs import recorded_for
 from vitflow.methods.staged_rollout import staged_rollout
 from vitflow.recording.recorder import record_attention
 

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from vitflow.app.fields import checked
 from vitflow.demo import sample_pictures
 from vitflow.errors import OptionError, VitflowError, VitflowWarning, printable
-from vitflow.explaining.progress import Update, shown_by
+from vitflow.explaining.asked import Update, shown_by
 from vitflow.pictures.figures import save_figure
 
 # Recording is of one pass at a time, and warnings are caught for all threads at once.

@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vitflow.demo import limits_of
-from vitflow.explaining.answer import Answer
 from vitflow.explaining.method import Method
 from vitflow.explaining.method_table import told_method
-from vitflow.explaining.targets import Contrast
+from vitflow.explaining.targets import Answer, Contrast
 
 # Below it, the halves of a sample agree so little that another seed may well give another map.
 _LOW_RELIABILITY = 0.2

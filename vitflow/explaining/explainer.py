@@ -12,15 +12,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, ValueNormsError, VitflowWarning
-from vitflow.explaining.applying import apply_methods, probabilities_of
+from vitflow.explaining.applying import (
+    apply_methods,
+    needs_gradients,
+    probabilities_of,
+    recorded_for,
+    starts_at_readout,
+)
 from vitflow.explaining.asked import AskedTrace, PlacedPicture
 from vitflow.explaining.choices import Chosen, MethodChoice, choose_methods, is_asked
-from vitflow.explaining.contrast import contrasted
 from vitflow.explaining.method_options import takes_method_options
-from vitflow.explaining.needs import needs_gradients, recorded_for, starts_at_readout
 from vitflow.explaining.picture_model import PictureModel, name_of, several
-from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.shifting import explain_shifted
+from vitflow.explaining.refining import explain_shifted
+from vitflow.explaining.saliency import Saliency, contrasted
 from vitflow.explaining.targets import (
     Contrast,
     Target,

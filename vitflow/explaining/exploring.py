@@ -19,7 +19,6 @@ from vitflow.errors import (
     VitflowWarning,
     printable,
 )
-from vitflow.explaining.answer import Answer
 from vitflow.explaining.captions import departures, ends, python_call
 from vitflow.explaining.choices import MethodChoice, choose_methods, left_out
 from vitflow.explaining.explainer import Explainer
@@ -28,7 +27,7 @@ from vitflow.explaining.picture_model import at_least_one, name_of
 from vitflow.explaining.refining import affinity_of
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.similarity import layer_features
-from vitflow.explaining.targets import Targets
+from vitflow.explaining.targets import Answer, Targets
 from vitflow.methods.refinement import AffinityName
 from vitflow.models.blocks import layer_output
 from vitflow.pictures.images import ImageSource

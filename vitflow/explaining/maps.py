@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, check_known
-from vitflow.explaining.asked import AskedTrace
+from vitflow.explaining.asked import AskedTrace, tracking
 from vitflow.explaining.method_options import OPTIONS
-from vitflow.explaining.progress import tracking
 from vitflow.methods import baselines, gradients
 from vitflow.methods import rollout as rollouts
 from vitflow.methods.attention import check_layer, one_head
@@ -23,6 +22,8 @@ from vitflow.methods.staged_rollout import staged_attention, staged_rollout
 from vitflow.methods.tokens import TokenLayout
 from vitflow.methods.values import ValueWeighting
 from vitflow.models.anatomy import ATTENTION_POOLING, pool_queries
+from vitflow.models.blocks import block_paths
+from vitflow.recording.replaying import answer_from
 from vitflow.recording.trace import Trace
 
 Patch = Sequence[int]
@@ -261,3 +262,49 @@ def centre(trace: Trace, *, sigma: float) -> Maps:
     rows, cols = trace.grid()
     assert trace.pixels is not None
     return Maps(baselines.centre_prior(rows, cols, sigma=sigma).expand(len(trace.pixels), -1, -1))
+
+
+def legrad(trace: AskedTrace, *, start_layer: int, pooled: str) -> Maps:
+    """The positive gradients of each layer's own answer by its attention, averaged over heads, queries and layers.
+
+    The answer of a layer is what the model returns where the tokens of that layer stand for those of the last one.
+    Where a class token is read, the paper puts the mean of all tokens in its place.
+    """
+    check_known("pooled", pooled, OPTIONS["pooled"].choices)
+    paths = block_paths(trace.model)
+    blocks = [next((path for path in paths if f"{layer.name}.".startswith(f"{path}.")), None) for layer in trace.layers]
+    if trace.staged or blocks != paths:
+        raise UnsupportedModelError(
+            "LeGrad asks what the model would answer from the tokens of each of its layers, and "
+            f"{type(trace.model).__name__} has windows, stages with different tokens, or attention outside of one "
+            "stack of blocks. Use gae or gradient_rollout, which go through them, or gradcam."
+        )
+    first = check_layer("start_layer", start_layer, len(paths))
+    found = []
+    with tracking("LeGrad", len(paths) - first) as progress:
+        for path, layer in list(zip(paths, trace.layers, strict=True))[first:]:
+            # Of this layer alone: those above it have no part in its answer.
+            own = replace(trace, layers=[layer], features={}, pixels=None)
+            found += own.gradients_of(_answer_of(trace, trace.features[path], paths[-1], pooled)).attentions
+            progress(1)
+    return Maps(trace.layout.to_grid(gradients.legrad(found)))
+
+
+def _answer_of(trace: AskedTrace, tokens: Tensor, last: str, pooled: str) -> Tensor:
+    """What each picture's target would have as its number if the last block gave these tokens, [batch, 1]."""
+    assert trace.pixels is not None
+    with torch.inference_mode(False), torch.enable_grad():
+        if pooled == "mean":
+            tokens = _with_mean(trace, tokens)
+        numbers = trace.answers.numbers(answer_from(trace.model, trace.pixels, last, tokens))
+        assert numbers is not None
+        return numbers.gather(1, trace.wanted.to(numbers.device).view(-1, 1))
+
+
+def _with_mean(trace: AskedTrace, tokens: Tensor) -> Tensor:
+    """The tokens with the mean of all in the place of each prefix token that is read more than any patch."""
+    readout, layout = trace.readout, trace.layout
+    prefix = layout.num_prefix_tokens
+    read = readout[:, :prefix] > readout[:, layout.patches].amax(dim=1, keepdim=True)
+    whole = torch.where(read.to(tokens.device).unsqueeze(-1), tokens.mean(dim=1, keepdim=True), tokens[:, :prefix])
+    return torch.cat([whole, tokens[:, prefix:]], dim=1)

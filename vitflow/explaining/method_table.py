@@ -157,7 +157,7 @@ register_method(
 )
 register_method(
     "legrad",
-    "vitflow.explaining.legrad:legrad",
+    "vitflow.explaining.maps:legrad",
     title="LeGrad",
     summary="LeGrad: positive gradients of each layer's own answer by its attention, averaged.",
     answers="Which attention raises the answer that each layer's own tokens would give?",
@@ -214,7 +214,7 @@ register_method(
 )
 register_method(
     "consensus",
-    "vitflow.explaining.consensus:consensus",
+    "vitflow.explaining.sampling:consensus",
     title="Consensus",
     summary="Consensus: the geometric mean of GAE and sampling, each refined; sampling weighs twice as much.",
     answers="Which patches raise this class both by the model's gradients and by trial?",

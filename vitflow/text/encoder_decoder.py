@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError, check_known
+from vitflow.explaining.asked import tracking
 from vitflow.explaining.method import Method
-from vitflow.explaining.progress import tracking
 from vitflow.methods.attention import check_layer
 from vitflow.methods.flow.layers import default_window, parse_window
 from vitflow.methods.sequence import layer_rows

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, printable, whole_number
-from vitflow.explaining.answer import Answer
 from vitflow.explaining.captions import method_record
 from vitflow.explaining.method_table import told_method
 from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.targets import Answer
 from vitflow.methods.attention import check_layer
 from vitflow.methods.sequence.layout import Words
 from vitflow.text.captions import caption

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, ValueNormsError, whole_number
+from vitflow.explaining.asked import tracking
 from vitflow.explaining.method import Method
-from vitflow.explaining.progress import tracking
 from vitflow.methods.attention import check_layer
 from vitflow.methods.flow.layers import LayerRange, default_window
 from vitflow.methods.fusion import HeadFusion

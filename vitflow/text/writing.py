@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError
-from vitflow.explaining.progress import tracking
+from vitflow.explaining.asked import tracking
 from vitflow.methods.sequence.growing_rollout import GrowingRollout
 from vitflow.methods.sequence.layout import Words
 from vitflow.models.languages import decoder_of, generation_setting, reading, reads_text

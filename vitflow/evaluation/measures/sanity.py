@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, check_known
 from vitflow.evaluation.measures.randomisation import cascading_randomisation, original_maps, stage_names
-from vitflow.explaining.agreement import mean_of_defined
 from vitflow.explaining.choices import MethodChoice, choose_methods
+from vitflow.explaining.comparison import mean_of_defined
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Target
