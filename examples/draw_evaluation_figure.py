@@ -13,7 +13,7 @@ from pathlib import Path
 import vitflow
 from vitflow.evaluation import Evaluation, evaluate
 from vitflow.evaluation.charts import draw_bars
-from vitflow.evaluation.controls import is_twin, twin_of
+from vitflow.evaluation.choices import is_twin, twin_of
 from vitflow.evaluation.statistics import markdown_table
 from vitflow.pictures.figures import save_figure
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import vitflow
-from vitflow.methods.attention import raw_attention
+from vitflow.methods.fusion import raw_attention
 from vitflow.methods.rollout import for_the_class, relevance
 
 PAIRS, KEYS, VALUES = 12, 24, 24

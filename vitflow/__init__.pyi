@@ -33,9 +33,9 @@ from .recording.recorder import record_attention as record_attention
 from .recording.trace import Trace as Trace
 from .text.generating import explain_generation as explain_generation
 from .text.generation import Generation as Generation
+from .text.labels import layouts_of as layouts_of
 from .text.picture_tokens import PictureTokens as PictureTokens
 from .text.reading import Reading as Reading
 from .text.reading import explain_text as explain_text
-from .text.wording import layouts_of as layouts_of
 
 __version__: str

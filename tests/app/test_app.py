@@ -217,7 +217,7 @@ def tabs():
     """What the buttons of both tabs do."""
     pytest.importorskip("gradio", reason="Gradio is not installed (extra app)")
     from vitflow.app import pictures, words
-    from vitflow.app.models import Models
+    from vitflow.app.asking import Models
 
     models = Models(["demo"], ["demo-caption"])
     return SimpleNamespace(pictures=pictures._Answers(models), words=words._Answers(models), names=pictures._NAMES)
@@ -295,7 +295,7 @@ def test_the_first_model_has_the_weights_and_the_names_that_were_given(tmp_path,
     from safetensors.torch import save_file
 
     from vitflow.app import pictures
-    from vitflow.app.models import Models
+    from vitflow.app.asking import Models
 
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "gradio"))
     monkeypatch.chdir(tmp_path)

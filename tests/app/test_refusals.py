@@ -312,7 +312,7 @@ def test_no_bad_request_leaves_a_traceback_in_the_console(page, web):
 
 def test_time_counts_from_the_first_step_and_what_is_hopeless_is_stopped_early():
     from vitflow.app.asking import TimeLimitError, limited
-    from vitflow.explaining.asked import tracking
+    from vitflow.explaining.progress import tracking
 
     clock = [0.0]
 

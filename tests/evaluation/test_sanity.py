@@ -16,6 +16,7 @@ from tests import literal_vit
 from vitflow import Explainer
 from vitflow.errors import OptionError
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
+from vitflow.evaluation.measures.perturbation import can_drop_tokens
 from vitflow.evaluation.measures.randomisation import randomised_copies
 from vitflow.evaluation.measures.sanity import (
     _wide_window,
@@ -25,7 +26,6 @@ from vitflow.evaluation.measures.sanity import (
     shift_stability,
     stage_names,
 )
-from vitflow.evaluation.measures.token_dropping import can_drop_tokens
 from vitflow.explaining import method_table
 from vitflow.methods.cells import sum_cells
 

@@ -12,7 +12,7 @@ from vitflow.explaining.method import Method
 from vitflow.explaining.method_table import BUILT_IN, get_method
 from vitflow.explaining.strips import draw_comparison
 from vitflow.pictures.pen import Pen
-from vitflow.text.captions import caption
+from vitflow.text.labels import caption
 from vitflow.text.method_table import TEXT_METHODS, for_kind
 
 PICTURE = sample_pictures()[0]

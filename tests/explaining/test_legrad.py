@@ -12,8 +12,8 @@ from vitflow import Explainer
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.methods.gradients import legrad
 from vitflow.models.blocks import block_paths
+from vitflow.recording.probing import answer_from
 from vitflow.recording.recorder import record_attention
-from vitflow.recording.replaying import answer_from
 
 CONFIG = {"input_size": (3, 32, 32), "crop_pct": 1.0, **NORMALISATION}
 

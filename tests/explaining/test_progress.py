@@ -17,8 +17,8 @@ from vitflow.cli import cli
 from vitflow.cli.saying import going_on, pictures_bar, talking
 from vitflow.errors import VitflowWarning
 from vitflow.evaluation import evaluate
-from vitflow.explaining.asked import tracking, watched
 from vitflow.explaining.method_table import is_slow, list_methods
+from vitflow.explaining.progress import tracking, watched
 from vitflow.runs.batches import RunProgress
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vitflow.methods.flow import solver
 from vitflow.methods.flow.kernel import solve
-from vitflow.methods.flow.maxflow import MaxFlow
+from vitflow.methods.flow.solver import MaxFlow
 
 Array = NDArray[np.float64]
 Source = int | Array

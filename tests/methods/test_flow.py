@@ -19,7 +19,7 @@ from vitflow.errors import OptionError, ShapeError
 from vitflow.methods.flow.attention_flow import FlowResult, attention_flow
 from vitflow.methods.flow.graph import attention_graph, token_label
 from vitflow.methods.flow.layers import layer_capacities, parse_window
-from vitflow.methods.flow.maxflow import max_flow
+from vitflow.methods.flow.solver import max_flow
 from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import TokenLayout
 

@@ -16,7 +16,7 @@ from scipy.sparse.csgraph import maximum_flow as scipy_maximum_flow
 from tests.methods.certificates import Array, Prover, Source
 from vitflow import compiled
 from vitflow.methods.flow import solver
-from vitflow.methods.flow.maxflow import max_flow
+from vitflow.methods.flow.solver import max_flow
 
 # --- Independent references -------------------------------------------------------------------------------------------
 

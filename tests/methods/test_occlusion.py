@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests import literal_vit, references
 from vitflow import Contrast, Explainer
 from vitflow.errors import NoAttentionError, OptionError, ShapeError
-from vitflow.methods.hiding.occlusion import occlusion
+from vitflow.methods.cells import occlusion
 from vitflow.models import answers
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}

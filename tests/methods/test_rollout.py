@@ -10,8 +10,7 @@ from torch import Tensor
 from tests import references
 from vitflow import attention_rollout
 from vitflow.errors import OptionError, ShapeError
-from vitflow.methods.attention import raw_attention
-from vitflow.methods.fusion import add_residual, discard_low, normalize_rows
+from vitflow.methods.fusion import add_residual, discard_low, normalize_rows, raw_attention
 from vitflow.methods.values import Values, fuse_weighted
 
 FUSIONS = ["mean", "max", "min"]

@@ -14,7 +14,7 @@ from vitflow import Contrast, Explainer, load_model
 from vitflow.demo import sample_pictures
 from vitflow.errors import NoAttentionError, OptionError, ShapeError
 from vitflow.explaining.saliency import contrasted
-from vitflow.methods.hiding.sampling import draw_masks, halves, mean_differences
+from vitflow.methods.cells import draw_masks, halves, mean_differences
 from vitflow.methods.ranks import spearman
 from vitflow.methods.refinement import Affinity, co_attention, key_affinity, refine
 from vitflow.recording.recorder import record_attention

@@ -13,7 +13,7 @@ from tests.recording.test_recorder import generators, state_of
 from tests.text.test_reading import TEXT, wordpiece_tokenizer
 from vitflow import explain_generation, explain_text
 from vitflow.errors import UnsupportedModelError
-from vitflow.recording.causality import is_causal
+from vitflow.recording.probing import is_causal
 
 transformers = pytest.importorskip("transformers")
 

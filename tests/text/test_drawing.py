@@ -19,7 +19,7 @@ from vitflow.text.labels import ENGLISH_STOP_WORDS, hide, labels_of
 from vitflow.text.shaded import ShadedText
 from vitflow.text.sheet import Sheet
 from vitflow.text.terminal import bar, width_of
-from vitflow.text.trust import Trust
+from vitflow.text.view import Trust
 
 STRINGS = ("[CLS]", "the", " key", " to", " the", " cab", "inet", "s", " is", " lost", ".", "[SEP]")
 HOSTILE = (

@@ -19,7 +19,7 @@ from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModel
 from vitflow.models.languages import decoder_path
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.upsampling import lay_together, upsample
-from vitflow.text.tower import tower_rows
+from vitflow.text.picture_tokens import tower_rows
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")

@@ -12,7 +12,7 @@ from vitflow import Words, explain_text, layouts_of, record_attention
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
 from vitflow.methods.sequence.layout import Grid, Prefix, SequenceLayout
 from vitflow.methods.tokens import TokenLayout
-from vitflow.text.wording import words_of
+from vitflow.text.labels import words_of
 
 transformers = pytest.importorskip("transformers")
 

@@ -51,7 +51,7 @@ def serve(
         raise OptionError(f"Expected a time limit above 0 seconds, got {time_limit}.")
     os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_RUN_HISTORY": "False"}  # read when Gradio is loaded
     try:
-        from vitflow.app.models import Models
+        from vitflow.app.asking import Models
         from vitflow.app.page import launch
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("gradio"):

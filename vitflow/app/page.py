@@ -10,10 +10,8 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from vitflow.app.asking import limited
-from vitflow.app.fields import is_click, received, refusal
-from vitflow.app.hosts import HostCheck
-from vitflow.app.models import Models
+from vitflow.app.asking import Models, limited
+from vitflow.app.hosts import HostCheck, is_click, received, refusal
 from vitflow.app.pictures import pictures_tab
 from vitflow.app.words import words_tab
 from vitflow.errors import OptionError

@@ -7,8 +7,7 @@ from typing import Any
 
 import gradio as gr
 
-from vitflow.app.asking import answer_column, asks, drawn, path_of, photograph
-from vitflow.app.models import Models
+from vitflow.app.asking import Models, answer_column, asks, drawn, path_of, photograph
 from vitflow.errors import OptionError
 from vitflow.explaining.captions import Code, python_call
 from vitflow.explaining.comparison import compare

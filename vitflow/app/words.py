@@ -6,8 +6,7 @@ from typing import Any
 
 import gradio as gr
 
-from vitflow.app.asking import answer_column, asks, drawn, path_of, photograph
-from vitflow.app.models import Models
+from vitflow.app.asking import Models, answer_column, asks, drawn, path_of, photograph
 from vitflow.errors import OptionError, whole_number
 from vitflow.explaining.captions import python_call
 from vitflow.explaining.strips import draw_words

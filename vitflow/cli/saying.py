@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning, printable, printable_json
-from vitflow.explaining.asked import shown_by
+from vitflow.explaining.progress import shown_by
 
 
 def say(text: object) -> None:

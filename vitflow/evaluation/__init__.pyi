@@ -15,13 +15,13 @@ from .measures.localisation import localise as localise
 from .measures.localisation import mean_iou as mean_iou
 from .measures.localisation import pointing_game as pointing_game
 from .measures.localisation import roc_auc as roc_auc
+from .measures.perturbation import can_drop_tokens as can_drop_tokens
+from .measures.perturbation import run_on_patches as run_on_patches
 from .measures.sanity import cascading_randomisation as cascading_randomisation
 from .measures.sanity import class_sensitivity as class_sensitivity
 from .measures.sanity import flip_stability as flip_stability
 from .measures.sanity import shift_stability as shift_stability
 from .measures.sanity import stage_names as stage_names
-from .measures.token_dropping import can_drop_tokens as can_drop_tokens
-from .measures.token_dropping import run_on_patches as run_on_patches
 from .metrics import METRICS as METRICS
 from .metrics import Metric as Metric
 from .results import Evaluation as Evaluation

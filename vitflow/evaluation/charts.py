@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, printable, unknown_name
-from vitflow.evaluation.controls import is_twin
+from vitflow.evaluation.choices import is_twin
 from vitflow.evaluation.metrics import Metric
 from vitflow.evaluation.statistics import defined_means
 from vitflow.evaluation.tables import Tables

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
+from scipy.ndimage import gaussian_filter
+
 from vitflow.errors import OptionError, VitflowError, VitflowWarning
 from vitflow.evaluation.annotations import Label, Labelled, Mask, Region, check_count, union
 from vitflow.evaluation.datasets import Dataset, Sample
@@ -14,6 +17,7 @@ from vitflow.evaluation.measures.perturbation import REPLACEMENTS
 from vitflow.explaining.choices import ChosenMethod, MethodChoice, check_methods, choose_methods, left_out
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_table import BASELINES, list_methods
+from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import class_index
 
 _WORDNET_ID = re.compile(r"n\d{8}")
@@ -162,3 +166,38 @@ def _imagenet_synsets() -> dict[str, int]:
     from timm.data import ImageNetInfo
 
     return {name: index for index, name in enumerate(ImageNetInfo("imagenet-1k").label_names())}
+
+
+# Standard deviation of the blur, in patches.
+SIGMA = 1.0
+
+_SUFFIX = " (blurred)"
+
+SAYS = (
+    "Each method stands beside its blurred twin, the same map under a Gaussian of one patch: blur buys localisation, "
+    "for objects are wider than a patch, and pays in deletion, for it knows nothing of the model; what gains in both "
+    "is more than blur."
+)
+
+
+def twin_of(label: str) -> str:
+    """The label of a method's blurred twin."""
+    return f"{label}{_SUFFIX}"
+
+
+def is_twin(label: str) -> bool:
+    """Whether a label is that of a blurred twin."""
+    return label.endswith(_SUFFIX)
+
+
+def blurred(saliency: Saliency) -> Saliency:
+    """The map under a Gaussian with a standard deviation of one patch; at the border it is mirrored, so sums are kept.
+
+    >>> from vitflow.explaining.explainer import explain
+    >>> from vitflow.demo import sample_pictures
+    >>> saliency = explain(sample_pictures()[0], model="demo")
+    >>> bool(np.isclose(blurred(saliency).grid.sum(), saliency.grid.sum()))
+    True
+    """
+    smooth = gaussian_filter(saliency.grid.astype(np.float64), SIGMA, mode="reflect")
+    return replace(saliency, grid=smooth.astype(np.float32))

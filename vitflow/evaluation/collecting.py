@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.evaluation.controls import SAYS, is_twin
+from vitflow.evaluation.choices import SAYS, is_twin
 from vitflow.evaluation.datasets import Dataset
 from vitflow.evaluation.measures.correlation import RankCorrelation
 from vitflow.evaluation.metrics import METRICS, Metric

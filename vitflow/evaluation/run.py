@@ -23,16 +23,16 @@ from vitflow.evaluation.choices import (
 from vitflow.evaluation.collecting import collect
 from vitflow.evaluation.datasets import Dataset, Sample, open_dataset
 from vitflow.evaluation.gridding import Grid, draw_grids, lot, make_grids
-from vitflow.evaluation.measures.token_dropping import can_drop_tokens
+from vitflow.evaluation.measures.perturbation import can_drop_tokens
 from vitflow.evaluation.metrics import choose_metrics
 from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.scoring import Case, Protocol, measure
 from vitflow.evaluation.statistics import RESAMPLES
-from vitflow.explaining.asked import watched
 from vitflow.explaining.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_options import takes_method_options
 from vitflow.explaining.method_table import is_slow
+from vitflow.explaining.progress import watched
 from vitflow.folder.work import explainer_for
 from vitflow.pictures.images import ImageSource
 from vitflow.runs.batches import Batches, RunProgress, Tally

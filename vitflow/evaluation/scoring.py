@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import stops_all
 from vitflow.evaluation.annotations import Labelled
-from vitflow.evaluation.choices import Question
-from vitflow.evaluation.controls import blurred, twin_of
+from vitflow.evaluation.choices import Question, blurred, twin_of
 from vitflow.evaluation.gridding import Grid
 from vitflow.evaluation.measures import sanity
 from vitflow.evaluation.measures.correlation import rank_correlation

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import check_known
-from vitflow.evaluation.controls import is_twin, twin_of
+from vitflow.evaluation.choices import is_twin, twin_of
 from vitflow.evaluation.measures.correlation import RankCorrelation
 from vitflow.evaluation.measures.localisation import accumulated_iou
 from vitflow.evaluation.metrics import METRICS, Metric

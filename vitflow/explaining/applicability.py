@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vitflow.errors import ModelError, NoAttentionError, UnsupportedModelError
-from vitflow.explaining.asked import tracking
+from vitflow.explaining.progress import tracking
 from vitflow.models.hub import without_values
 from vitflow.recording.attention_kinds import is_difference, other_attention_in, refusal_in_words
 from vitflow.recording.recorder import record_attention

@@ -20,8 +20,8 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.picture_model import at_least_one, name_of
 from vitflow.explaining.similarity import layer_features
 from vitflow.explaining.strips import in_rows
-from vitflow.methods.attention import check_layer
 from vitflow.methods.features import Components, principal_components
+from vitflow.methods.fusion import check_layer
 from vitflow.models.blocks import block_norms, block_paths, layer_output
 from vitflow.pictures import figures, notebook, overlay
 from vitflow.pictures.figures import Cell, Column, file_too

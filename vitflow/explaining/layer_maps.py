@@ -18,7 +18,7 @@ from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import bars_of, in_rows, map_cell
 from vitflow.explaining.targets import Contrast, Target
-from vitflow.methods.attention import check_layer
+from vitflow.methods.fusion import check_layer
 from vitflow.pictures import figures, notebook
 from vitflow.pictures.figures import Block, Cell, Column, file_too
 from vitflow.pictures.images import ImageSource, image_name

@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, check_known
-from vitflow.explaining.asked import AskedTrace, tracking
+from vitflow.explaining.asked import AskedTrace
 from vitflow.explaining.method_options import OPTIONS
-from vitflow.methods import baselines, gradients
+from vitflow.explaining.progress import tracking
+from vitflow.methods import cells as blank_out
+from vitflow.methods import gradients, ranks
 from vitflow.methods import rollout as rollouts
-from vitflow.methods.attention import check_layer, one_head
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.flow.layers import LayerRange, default_window
-from vitflow.methods.fusion import HeadFusion, SignedFusion, normalize_rows
-from vitflow.methods.hiding import occlusion as blank_out
+from vitflow.methods.fusion import HeadFusion, SignedFusion, check_layer, normalize_rows, one_head
 from vitflow.methods.staged_rollout import staged_attention, staged_rollout
 from vitflow.methods.tokens import TokenLayout
 from vitflow.methods.values import ValueWeighting
 from vitflow.models.anatomy import ATTENTION_POOLING, pool_queries
 from vitflow.models.blocks import block_paths
-from vitflow.recording.replaying import answer_from
+from vitflow.recording.probing import answer_from
 from vitflow.recording.trace import Trace
 
 Patch = Sequence[int]
@@ -254,14 +254,14 @@ def random(trace: Trace, *, random_seed: int) -> Maps:
     """Random numbers on the patch grid."""
     rows, cols = trace.grid()
     assert trace.pixels is not None
-    return Maps(baselines.random_map(trace.pixels, rows=rows, cols=cols, seed=random_seed))
+    return Maps(ranks.random_map(trace.pixels, rows=rows, cols=cols, seed=random_seed))
 
 
 def centre(trace: Trace, *, sigma: float) -> Maps:
     """The same bump in the middle for every picture."""
     rows, cols = trace.grid()
     assert trace.pixels is not None
-    return Maps(baselines.centre_prior(rows, cols, sigma=sigma).expand(len(trace.pixels), -1, -1))
+    return Maps(ranks.centre_prior(rows, cols, sigma=sigma).expand(len(trace.pixels), -1, -1))
 
 
 def legrad(trace: AskedTrace, *, start_layer: int, pooled: str) -> Maps:

@@ -263,7 +263,7 @@ OF_TEXTS = {
             "logit_lens",
             "",
             title="Logit lens",
-            rows="vitflow.text.lens:logit_lens",
+            rows="vitflow.text.read_rows:logit_lens",
             summary="Logit lens: the tokens whose hidden states speak for the word.",
             answers="Which tokens' hidden states would be read as this word?",
             defaults={"layer": -1},

@@ -15,13 +15,12 @@ from vitflow.errors import OptionError, printable, unknown_name
 from vitflow.explaining.asked import PlacedPicture
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models import DTYPES
-from vitflow.models.anatomy import unwrap
+from vitflow.models.anatomy import no_logits, unwrap
 from vitflow.models.answers import Answers, features_of, likeness
 from vitflow.models.checkpoints import ClassNames, check_name_count, weights_sha256
 from vitflow.models.facts import read_facts
 from vitflow.models.libraries import forward_options, headless, library_data_config
 from vitflow.models.loading import load_model
-from vitflow.models.outputs import no_logits
 from vitflow.models.pairs import is_pair, pair_of, prompt_answers, refuse_without_prompts
 from vitflow.pictures import notebook
 from vitflow.pictures.images import ImageSource, image_name, read_image

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import UnsupportedModelError, whole_number
-from vitflow.explaining.asked import AskedTrace, tracking
+from vitflow.explaining.asked import AskedTrace
 from vitflow.explaining.maps import Maps
 from vitflow.explaining.method_table import get_method
+from vitflow.explaining.progress import tracking
 from vitflow.explaining.refining import make_maps
-from vitflow.methods.cells import cell_owners
-from vitflow.methods.hiding.sampling import draw_masks, halves, mean_differences
+from vitflow.methods.cells import cell_owners, draw_masks, halves, mean_differences
 from vitflow.methods.ranks import spearman
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.answers import log_odds

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import printable
-from vitflow.explaining.asked import watched
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_table import is_slow
+from vitflow.explaining.progress import watched
 from vitflow.files import write_inside
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.plan import Input

@@ -9,19 +9,20 @@ from torch import Tensor
 
 from vitflow.errors import ShapeError
 from vitflow.methods import onepass
-from vitflow.methods.attention import check_layer, check_readout
 from vitflow.methods.fusion import (
     HeadFusion,
     SignedFusion,
     check_attentions,
     check_fraction,
+    check_layer,
     check_prefix,
+    check_readout,
     fuse_heads,
     layer_matrix,
     layers_of,
 )
 from vitflow.methods.gradients import at_least_float32
-from vitflow.methods.visibility import (
+from vitflow.methods.tokens import (
     Causal,
     matrix_among,
     own_token,

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import ShapeError
-from vitflow.methods.attention import check_layer, check_readout, raw_attention
-from vitflow.methods.fusion import check_fraction, discard_smallest
+from vitflow.methods.fusion import check_fraction, check_layer, check_readout, discard_smallest, raw_attention
 from vitflow.methods.rollout import attention_rollout, relevance
 from vitflow.methods.tokens import TokenLayout
 

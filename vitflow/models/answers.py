@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from vitflow.errors import ModelError, OptionError, VitflowError, check_known
-from vitflow.models.anatomy import logits_of, tensors_in
+from vitflow.models.anatomy import in_words, logits_of, no_logits, tensors_in
 from vitflow.models.checkpoints import code_sha256, source_of, weights_sha256
-from vitflow.models.outputs import in_words, no_logits
 
 #: How numbers are read: as probabilities that sum to 1, as one probability each, as cosines, or as they are.
 READINGS = ("softmax", "sigmoid", "cosine", "value")

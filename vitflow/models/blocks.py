@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from vitflow.errors import UnsupportedModelError
-from vitflow.methods.attention import check_layer
+from vitflow.methods.fusion import check_layer
 from vitflow.models.anatomy import class_tokens, transformer_of
 from vitflow.models.libraries import library_blocks, library_norms
 

@@ -19,9 +19,8 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import ClosedReadout, module_paths, runs_compiled
 from vitflow.models.parts import kept_with
 from vitflow.recording.attention_kinds import is_pooling
-from vitflow.recording.isolation import Hook, no_fast_path, trial, uncompiled
+from vitflow.recording.isolation import Hook, given_few, no_fast_path, returning_all, trial, uncompiled
 from vitflow.recording.readout import HALF_SCALE, Head, Read, channel_axis, is_norm, token_norms, tokens_of, with_tokens
-from vitflow.recording.short_blocks import given_few, returning_all
 
 # Largest difference between a closed form and the gradient that rounding explains, by bytes of a number.
 _ROUNDING = {8: 1e-9, 4: 1e-5, 2: 2e-2}

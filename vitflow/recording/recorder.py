@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError
-from vitflow.methods.attention import check_readout
-from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion
+from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, check_readout
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.methods.values import ValueWeighting, check_value_weighting
 from vitflow.models.anatomy import (

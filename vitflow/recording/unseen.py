@@ -21,8 +21,7 @@ from vitflow.models.parts import kept_with, with_paths
 from vitflow.recording.attention_kinds import may_attend, other_attention
 from vitflow.recording.heads import block_paths_of
 from vitflow.recording.interception import Interception, is_softmax
-from vitflow.recording.isolation import Hook, trial
-from vitflow.recording.short_blocks import FEW_TOKENS, given_few, returning_all
+from vitflow.recording.isolation import FEW_TOKENS, Hook, given_few, returning_all, trial
 
 # What mixes neighbours, or all tokens, by its very name.
 _KNOWN = (

@@ -23,12 +23,10 @@ from vitflow.recording.isolation import device_of, evaluating
 from vitflow.text.encoder_decoder import Written, write_and_read
 from vitflow.text.generation import Generation
 from vitflow.text.method_table import PICTURED, PLAIN, TEXT_METHODS, for_kind, text_method
-from vitflow.text.picture_tokens import refuse_videos
+from vitflow.text.picture_tokens import refuse_videos, tower_rows
 from vitflow.text.pictures import Layout, with_neutral, with_pictures, with_source
-from vitflow.text.prompts import arguments_of, beside_text
 from vitflow.text.read_rows import RowsRead, array_of, read_rows
-from vitflow.text.tower import tower_rows
-from vitflow.text.writing import follow, refuse_looking_ahead, split, write
+from vitflow.text.writing import arguments_of, beside_text, follow, refuse_looking_ahead, split, write
 
 
 def explain_generation(

@@ -14,16 +14,14 @@ from vitflow.explaining.captions import method_record
 from vitflow.explaining.method_table import told_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Answer
-from vitflow.methods.attention import check_layer
+from vitflow.methods.fusion import check_layer
 from vitflow.methods.sequence.layout import Words
-from vitflow.text.captions import caption
-from vitflow.text.labels import ENGLISH_STOP_WORDS, hide, labels_of, spoken_words, text_of
+from vitflow.text.labels import ENGLISH_STOP_WORDS, caption, hide, labels_of, spoken_words, text_of
 from vitflow.text.method_table import TEXT_METHODS
-from vitflow.text.page import page_of
 from vitflow.text.pictures import Pictures, less_earlier
 from vitflow.text.shaded import ShadedText
 from vitflow.text.sheet import Sheet
-from vitflow.text.textpage import ShownPicture, TextRow
+from vitflow.text.textpage import ShownPicture, TextRow, page_of
 from vitflow.viewer.pages import Page
 
 # So many characters of a text tell it from others.

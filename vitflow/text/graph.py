@@ -17,8 +17,7 @@ from vitflow.pictures.charts import LIGHT, MARGIN, new_chart
 from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, measure, plain, wrap
 from vitflow.text.labels import labels_of, shown_positions
 from vitflow.text.terminal import padded
-from vitflow.text.trust import Trust, check_weights
-from vitflow.text.view import FOR, View, embedded, percent, render
+from vitflow.text.view import FOR, Trust, View, check_weights, embedded, percent, render
 
 #: A graph of more tokens or layers than this would be a grey area.
 MOST_TOKENS, MOST_LAYERS = 40, 48

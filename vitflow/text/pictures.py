@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, unknown_name
-from vitflow.methods.visibility import relative_to
+from vitflow.methods.tokens import relative_to
 from vitflow.models.anatomy import read_layout
 from vitflow.models.languages import load_processor
 from vitflow.models.libraries import library_id

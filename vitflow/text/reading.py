@@ -22,17 +22,15 @@ from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id
 from vitflow.models.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
 from vitflow.models.libraries import class_count
-from vitflow.recording.causality import is_causal
 from vitflow.recording.isolation import device_of
-from vitflow.text.captions import caption
+from vitflow.recording.probing import is_causal
 from vitflow.text.graph import MOST_TOKENS, GraphView, Panel, only_rows, walked
-from vitflow.text.labels import hide, text_of
+from vitflow.text.labels import caption, hide, text_of, words_in, words_of
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
-from vitflow.text.page import page_of, rows_read
 from vitflow.text.read_rows import array_of, read_rows
 from vitflow.text.shaded import ShadedText
 from vitflow.text.sheet import Sheet
-from vitflow.text.wording import words_in, words_of
+from vitflow.text.textpage import page_of, rows_read
 from vitflow.viewer.pages import Page
 
 # The matrices of longer texts are not kept: nobody draws them as a graph, and they take memory.

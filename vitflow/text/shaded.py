@@ -17,8 +17,18 @@ from vitflow.pictures.options import DPI
 from vitflow.pictures.typesetting import BODY, GREY, LEADING, RULE, SMALL, Page, measure
 from vitflow.text.labels import Label, labels_of
 from vitflow.text.terminal import bar, shaded, wrapped
-from vitflow.text.trust import Trust, check_weights
-from vitflow.text.view import MARGIN, View, color_of, draw_foot, draw_title, fractions, percent, render
+from vitflow.text.view import (
+    MARGIN,
+    Trust,
+    View,
+    check_weights,
+    color_of,
+    draw_foot,
+    draw_title,
+    fractions,
+    percent,
+    render,
+)
 
 #: As many of the largest weights are printed as numbers.
 NUMBERS = 8

@@ -16,8 +16,7 @@ from vitflow.pictures.charts import LIGHT, MARGIN, new_chart
 from vitflow.pictures.typesetting import BODY, GREY, RULE, SMALL, measure, plain
 from vitflow.text.labels import labels_of, shown_positions
 from vitflow.text.terminal import padded, shaded, width_of
-from vitflow.text.trust import Trust, check_weights
-from vitflow.text.view import View, color_of, embedded, fractions, percent, render
+from vitflow.text.view import Trust, View, check_weights, color_of, embedded, fractions, percent, render
 
 #: A table of more cells is a picture, in HTML too; a figure of more prints no number in each.
 MOST_CELLS, MOST_NUMBERS = 3000, 700

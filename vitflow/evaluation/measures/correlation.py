@@ -23,9 +23,8 @@ from vitflow.explaining.choices import MethodChoice, choose_methods
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Target
 from vitflow.files import is_folder, write_atomically
-from vitflow.methods.attention import check_layer, raw_attention
 from vitflow.methods.flow.attention_flow import attention_flow
-from vitflow.methods.fusion import HeadFusion
+from vitflow.methods.fusion import HeadFusion, check_layer, raw_attention
 from vitflow.methods.ranks import spearman
 from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import TokenLayout

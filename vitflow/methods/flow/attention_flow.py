@@ -13,7 +13,7 @@ from torch import Tensor
 from vitflow.errors import OptionError, ShapeError, whole_number
 from vitflow.methods.flow.layers import LayerRange, check_window, layer_capacities, window_below
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, kind_of, layers_of
-from vitflow.methods.visibility import Causal, own_token, relative_to, uniform_attention, visible_keys
+from vitflow.methods.tokens import Causal, own_token, relative_to, uniform_attention, visible_keys
 
 if TYPE_CHECKING:
     from vitflow.methods.flow.solver import Progress
@@ -231,7 +231,7 @@ def _solve(
     """Flows, trivial cuts and the layer of each minimum cut (0 for the first) of one picture."""
     if not isinstance(source, int):
         source = _as_token(capacities[-1], source)
-    from vitflow.methods.flow.maxflow import max_flow
+    from vitflow.methods.flow.solver import max_flow
 
     found = max_flow(capacities, source, sinks, progress=progress)
     given = capacities[-1, source].sum() if isinstance(source, int) else source.sum()

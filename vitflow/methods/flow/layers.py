@@ -18,7 +18,7 @@ from vitflow.methods.fusion import (
     fuse_heads,
     layers_of,
 )
-from vitflow.methods.visibility import discard_in_rows
+from vitflow.methods.tokens import discard_in_rows
 
 # "all", the last N layers, (first, last), or what the command line writes: "4", "9:12", "9:".
 LayerRange = str | int | Sequence[int]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vitflow.errors import ShapeError
 from vitflow.methods.fusion import add_residual, check_fraction
-from vitflow.methods.visibility import Causal, check_causal, discard_in_rows, relative_to, uniform_attention
+from vitflow.methods.tokens import Causal, check_causal, discard_in_rows, relative_to, uniform_attention
 
 # How many more tokens to make room for when there are more than were announced.
 _MORE = 64

@@ -1,1 +1,0 @@
-"""What a model answers where patches are hidden from it, or left out."""
