@@ -40,7 +40,6 @@ class Method:
             `affinity` and `shifts` are among its options.
         answers: the question that its map answers.
         title: what figures and pages call it; by default its name.
-        rows: the function for texts of a method that has one, `(ReadText, **options) -> rows`, given as `function` is.
 
     Raises:
         OptionError: `needs` holds something unknown.
@@ -58,7 +57,6 @@ class Method:
     refined: Refined = "after"
     answers: str = ""
     title: str = ""
-    rows: str | Callable[..., Any] = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "needs", frozenset(self.needs))

@@ -4,6 +4,7 @@ This module imports no torch.
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from vitflow.errors import OptionError, check_known
@@ -74,7 +75,6 @@ register_method(
     "rollout",
     ROLLOUT,
     title="Attention rollout",
-    rows="vitflow.text.read_rows:rollout",
     summary="Attention rollout: attention as proportions, multiplied through the layers.",
     answers="How much of each patch arrives at the top, if attention mixes tokens in proportion?",
     defaults={
@@ -93,7 +93,6 @@ register_method(
     "attention",
     "vitflow.explaining.maps:attention",
     title="Raw attention",
-    rows="vitflow.text.read_rows:attention",
     summary="Raw attention of one layer, fused or of one head.",
     answers="What does the readout attend to in one layer?",
     defaults={
@@ -112,7 +111,6 @@ register_method(
     "flow",
     "vitflow.explaining.maps:flow",
     title="Attention flow",
-    rows="vitflow.text.read_rows:flow",
     summary="Attention flow: attention as capacities, and the maximum flow from the answer to each patch.",
     answers="How much of each patch could arrive at the top at most, if attention is capacity?",
     defaults={
@@ -146,7 +144,6 @@ register_method(
     "gae",
     "vitflow.explaining.maps:gae",
     title="GAE",
-    rows="vitflow.text.read_rows:gae",
     summary="Generic attention explainability: attention times its gradient, added up through the layers.",
     answers="Which attention raises this class?",
     defaults={"head_fusion": "max", "start_layer": 1, **_BY_CLASS},
@@ -255,27 +252,23 @@ register_method(
 
 #: The methods that the project brings.
 BUILT_IN = tuple(_METHODS.values())
-#: Methods for texts alone, and for the pictures among their tokens.
-OF_TEXTS = {
-    method.name: method
-    for method in (
-        Method(
-            "logit_lens",
-            "",
-            title="Logit lens",
-            rows="vitflow.text.read_rows:logit_lens",
-            summary="Logit lens: the tokens whose hidden states speak for the word.",
-            answers="Which tokens' hidden states would be read as this word?",
-            defaults={"layer": -1},
-            needs=frozenset({"features"}),
-            class_specific=True,
-            refined="never",
-            paper="nostalgebraist, 2020; on pictures Li et al., ICCV 2025",
-        ),
-    )
-}
+#: Methods that explain no images by themselves; captions and records of their maps look them up here.
+_DESCRIBED: dict[str, Method] = {}
+# The table that describes them; it imports no torch either.
+_FURTHER = "vitflow.text.method_table"
 
 
-def told_method(name: str) -> Method:
-    """The method of that name, of pictures or of texts; OptionError that lists the known ones if there is none."""
-    return OF_TEXTS[name] if name in OF_TEXTS else get_method(name)
+def describe_method(method: Method) -> None:
+    """Let captions and records name a method that the verbs for images do not offer."""
+    _DESCRIBED[method.name] = method
+
+
+def find_method(name: str) -> Method:
+    """Return the method of that name, for images or described.
+
+    Raises:
+        OptionError: there is no such method.
+    """
+    if name not in _METHODS and name not in _DESCRIBED:
+        import_module(_FURTHER)  # a map that was unpickled may name one of its methods
+    return _DESCRIBED[name] if name in _DESCRIBED else get_method(name)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, SameClassError
 from vitflow.explaining import captions
-from vitflow.explaining.method_table import told_method
+from vitflow.explaining.method_table import find_method
 from vitflow.explaining.targets import Answer, Contrast
 from vitflow.files import write_atomically
 from vitflow.pictures import notebook, overlay
@@ -172,9 +172,9 @@ class Saliency:
                 self.grid,
                 self.placement,
                 self.image,
-                title=told_method(self.method).title,
+                title=find_method(self.method).title,
                 lines=tuple(captions.class_lines(self.answer)),
-                details=captions.departures(told_method(self.method), self.options),
+                details=captions.departures(find_method(self.method), self.options),
                 notes=tuple(self._notes()),
                 ends=captions.ends(self.answer, self.class_specific),
                 box=self.patch_box,
@@ -226,7 +226,7 @@ class Saliency:
         return {
             "input": self.source,
             "model": self.model,
-            **captions.method_record(told_method(self.method), self.options),
+            **captions.method_record(find_method(self.method), self.options),
             "class_specific": self.class_specific,
             **self.answer.to_dict(),
             "grid_rows": rows,

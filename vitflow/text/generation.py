@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, printable, whole_number
 from vitflow.explaining.captions import method_record
-from vitflow.explaining.method_table import told_method
+from vitflow.explaining.method_table import find_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Answer
 from vitflow.methods.fusion import check_layer
@@ -183,7 +183,7 @@ class Generation:
             model=self.model,
             method=self.method,
             options={**self.options, **{name: True for name, value in told.items() if value}},
-            class_specific=told_method(self.method).class_specific,
+            class_specific=find_method(self.method).class_specific,
             answer=Answer(text_of(written[places[0] : places[-1] + 1]).strip()),
             facts={**facts, "layer": index + 1},
             seconds=self.seconds,

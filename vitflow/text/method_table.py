@@ -9,44 +9,85 @@ from typing import Any
 
 from vitflow.errors import check_known
 from vitflow.explaining.method import Method
-from vitflow.explaining.method_options import COMMON
-from vitflow.explaining.method_table import BUILT_IN, OF_TEXTS
+from vitflow.explaining.method_table import describe_method, get_method
 
 # What is best depends on what a token sees: in a decoder plain attention relative to the receptive field finds a
 # looked-up word (97 % against 62 % value-weighted); in a BERT plain rollout is on special tokens for two thirds.
 _OF_DECODERS = {"value_weighted": False, "causal": "receptive_field"}
 _OF_ENCODERS = {"value_weighted": "output", "causal": "raw"}
-# Where the defaults for texts are not those for pictures; None stands for those of the kind of model.
-_OF_TEXTS = {"head_fusion": "mean", "discard_ratio": 0.0, "value_weighted": None}
-_OF_PICTURES = {"patch", "head", "end_layer", *COMMON}
-
 #: The method where none is asked for; of words about a picture the one whose maps lie on the thing that a word names.
 PLAIN, PICTURED = "rollout", "gae"
 
-
-def _for_texts(method: Method) -> Method:
-    """A method of the table with its function, its options and their defaults for texts."""
-    # What multiplies the layers with their residual connections can be relative to what uniform attention gives.
-    causal = "residual" in method.defaults
-    # What is off for pictures is off for texts, whatever reads them.
-    defaults = {
-        name: _OF_TEXTS.get(name, value) if value else value
-        for name, value in method.defaults.items()
-        if name not in _OF_PICTURES
-    }
-    paper = {name: value for name, value in method.presets.get("paper", {}).items() if name in defaults}
-    return replace(
-        method,
-        function=method.rows,
-        defaults=defaults | ({"causal": None} if causal else {}),
-        presets={"paper": paper | ({"causal": "raw"} if causal else {})} if method.presets else {},
+# A default of None is that of the kind of model: see `for_kind`.
+_ROWS = (
+    replace(
+        get_method("rollout"),
+        function="vitflow.text.read_rows:rollout",
+        defaults={
+            "head_fusion": "mean",
+            "discard_ratio": 0.0,
+            "residual": 0.5,
+            "start_layer": 1,
+            "value_weighted": None,
+            "causal": None,
+        },
+        presets={"paper": {"head_fusion": "mean", "discard_ratio": 0.0, "value_weighted": False, "causal": "raw"}},
         refined="never",
-    )
+    ),
+    replace(
+        get_method("attention"),
+        function="vitflow.text.read_rows:attention",
+        defaults={"head_fusion": "mean", "layer": -1, "discard_ratio": 0.0, "value_weighted": False},
+        presets={"paper": {}},
+        refined="never",
+    ),
+    replace(
+        get_method("flow"),
+        function="vitflow.text.read_rows:flow",
+        defaults={
+            "layers": 4,
+            "below": "rollout",
+            "head_fusion": "mean",
+            "discard_ratio": 0.0,
+            "residual": 0.5,
+            "value_weighted": None,
+            "causal": None,
+        },
+        presets={
+            "paper": {
+                "layers": "all",
+                "below": "none",
+                "discard_ratio": 0.0,
+                "value_weighted": False,
+                "causal": "raw",
+            }
+        },
+        refined="never",
+    ),
+    replace(
+        get_method("gae"),
+        function="vitflow.text.read_rows:gae",
+        defaults={"head_fusion": "mean", "start_layer": 1, "value_weighted": None},
+        presets={"paper": {"head_fusion": "mean", "value_weighted": False}},
+        refined="never",
+    ),
+    Method(
+        "logit_lens",
+        "vitflow.text.read_rows:logit_lens",
+        title="Logit lens",
+        summary="Logit lens: the tokens whose hidden states speak for the word.",
+        answers="Which tokens' hidden states would be read as this word?",
+        defaults={"layer": -1},
+        needs=frozenset({"features"}),
+        class_specific=True,
+        refined="never",
+        paper="nostalgebraist, 2020; on pictures Li et al., ICCV 2025",
+    ),
+)
 
-
-TEXT_METHODS: Mapping[str, Method] = {
-    method.name: _for_texts(method) for method in (*BUILT_IN, *OF_TEXTS.values()) if method.rows
-}
+#: The methods for texts by name.
+TEXT_METHODS: Mapping[str, Method] = {method.name: method for method in _ROWS}
+describe_method(TEXT_METHODS["logit_lens"])
 
 
 def text_method(name: str, options: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:

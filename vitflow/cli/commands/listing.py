@@ -12,7 +12,7 @@ from vitflow.cli.saying import say
 from vitflow.errors import printable
 from vitflow.explaining.method import Method
 from vitflow.explaining.method_options import OPTIONS, shown
-from vitflow.explaining.method_table import list_methods, told_method
+from vitflow.explaining.method_table import find_method, list_methods
 
 
 @click.command(short_help="List the methods, or tell all of one.")
@@ -23,7 +23,7 @@ def methods(name: str | None, as_json: bool) -> None:
 
     With NAME, tell all of one: the question that it answers, and what each of its options does and can be.
     """
-    chosen = list_methods() if name is None else [told_method(name)]
+    chosen = list_methods() if name is None else [find_method(name)]
     if as_json:
         click.echo(json.dumps([_record(method) for method in chosen], indent=2))
         return
