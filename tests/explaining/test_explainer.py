@@ -3,6 +3,7 @@
 import json
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -137,7 +138,7 @@ def test_a_method_and_a_target_by_the_name_that_another_function_gives_them():
             vitflow.compare(image, model=explaining, **wrong)
     for wrong in ({"methods": ["gae"]}, {"targets": 3}):
         name = next(iter(wrong))
-        for function in (explaining.explain, explaining.layers):
+        for function in (explaining.explain, partial(vitflow.layer_maps, model=explaining)):
             with pytest.raises(OptionError, match=f"Expected {name[:-1]}=.*explain_batch takes several, got {name}="):
                 function(image, **wrong)
     [one] = explaining.explain_batch([image], methods="rollout")

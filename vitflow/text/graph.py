@@ -15,8 +15,7 @@ from vitflow.methods.sequence.layout import Words
 from vitflow.pictures import charts
 from vitflow.pictures.charts import LIGHT, MARGIN, new_chart
 from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, measure, plain, wrap
-from vitflow.text.labels import labels_of, shown_positions
-from vitflow.text.terminal import padded
+from vitflow.text.labels import labels_of, padded, shown_positions
 from vitflow.text.view import FOR, Trust, View, check_weights, embedded, percent, render
 
 #: A graph of more tokens or layers than this would be a grey area.
@@ -110,7 +109,7 @@ class GraphView(View):
         """The graphs as a picture in HTML, described in words."""
         return render("graph.html", view=self, text=self.text(), **embedded(self.figure(framed=False)))
 
-    def text(self, *, color: bool = False, width: int = 80, plain: bool = False) -> str:
+    def text(self) -> str:
         """For each graph the strongest edges of the asked token, or of all, layer by layer."""
         labels = labels_of(self.words)
         lines = [self.title] if self.title else []
@@ -129,7 +128,7 @@ class GraphView(View):
                     above, below = (
                         labels[self._columns[int(node)]].text for node in np.unravel_index(place, edges.shape)
                     )
-                    told.append(f"{above} {'<-' if plain else '←'} {below} {percent(edges.flat[place])} %")
+                    told.append(f"{above} ← {below} {percent(edges.flat[place])} %")
                 lines.append(f"  layer {layer + 1}: {', '.join(told)}")
         return "\n".join([*lines, "", *self._foot[1:]])
 

@@ -1,6 +1,7 @@
 """Words as they are shown: each leaves a mark, whatever it is made of; some may be left out, which is then said."""
 
 import math
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -253,3 +254,27 @@ def caption(
     explained = "" if target is None else f"for “{target}”{likely}"
     shown = method_in_words(replace(chosen, title=what or chosen.title), options)
     return " · ".join(filter(None, [shown, explained, model]))
+
+
+def width_of(text: str) -> int:
+    """Return the columns of a terminal that a text takes.
+
+    >>> width_of("ab"), width_of("日本")
+    (2, 4)
+    """
+    return sum(
+        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
+    )
+
+
+def padded(text: str, width: int) -> str:
+    """A text with spaces behind it up to a width; a longer one is cut with an ellipsis.
+
+    >>> padded("日本", 5), padded("abcdef", 4)
+    ('日本 ', 'abc…')
+    """
+    if width_of(text) > width:
+        while width_of(text) > width - 1:
+            text = text[:-1]
+        text += "…"
+    return text + " " * (width - width_of(text))

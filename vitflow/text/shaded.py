@@ -15,8 +15,7 @@ from vitflow.errors import OptionError
 from vitflow.methods.sequence.layout import Words
 from vitflow.pictures.options import DPI
 from vitflow.pictures.typesetting import BODY, GREY, LEADING, RULE, SMALL, Page, measure
-from vitflow.text.labels import Label, labels_of
-from vitflow.text.terminal import bar, shaded, wrapped
+from vitflow.text.labels import Label, labels_of, padded, width_of
 from vitflow.text.view import (
     MARGIN,
     Trust,
@@ -141,23 +140,15 @@ class ShadedText(View):
             signed=any(token.shade < 0 for token in self._tokens),
         )
 
-    def text(self, *, color: bool = False, width: int = 80, plain: bool = False) -> str:
-        """The text for a terminal: shades, or raised digits that count tenths of the largest; then the largest."""
-        pieces = [
-            (token.label.space, shaded(token.label.text, token.shade, own=token.own, color=color, plain=plain))
-            for token in self._tokens
+    def text(self) -> str:
+        """Return the strongest tokens as a plain list: token, share of the weight, and position."""
+        strongest = sorted((token for token in self._tokens if token.number), key=lambda token: -abs(token.shade))
+        room = max((width_of(token.label.text) for token in strongest), default=0)
+        lines = [
+            f"  {padded(token.label.text, room)}  {100 * token.share:5.1f} %  ({token.position})".rstrip()
+            for token in strongest
         ]
-        breaks = {number for number, token in enumerate(self._tokens) if token.label.newline}
-        lines = [self.title] if self.title else []
-        lines += [*wrapped(pieces, width, breaks), ""]
-        named = sorted((token for token in self._tokens if token.number), key=lambda token: -abs(token.shade))
-        room = max((len(token.label.text) for token in named), default=0)
-        lines += [
-            f"  {token.label.text:>{room}}  {100 * token.share:5.1f} %  {bar(abs(token.shade), plain=plain)}  "
-            f"({token.position})".rstrip()
-            for token in named
-        ]
-        return "\n".join([*lines, *([""] if named else []), *self._foot])
+        return "\n".join([*([self.title] if self.title else []), *lines, *([""] if lines else []), *self._foot])
 
     @property
     def _foot(self) -> list[str]:

@@ -14,8 +14,7 @@ from vitflow.methods.sequence.layout import Words
 from vitflow.pictures import charts
 from vitflow.pictures.charts import LIGHT, MARGIN, new_chart
 from vitflow.pictures.typesetting import BODY, GREY, RULE, SMALL, measure, plain
-from vitflow.text.labels import labels_of, shown_positions
-from vitflow.text.terminal import padded, shaded, width_of
+from vitflow.text.labels import labels_of, padded, shown_positions
 from vitflow.text.view import Trust, View, check_weights, color_of, embedded, fractions, percent, render
 
 #: A table of more cells is a picture, in HTML too; a figure of more prints no number in each.
@@ -23,6 +22,8 @@ MOST_CELLS, MOST_NUMBERS = 3000, 700
 _CELL, _LONGEST_NAME = 0.235, 18
 # Stands in the cell of a row's own token, where its share is told apart.
 _ITSELF = "·"
+
+_STRONGEST = 5  # tokens of a row in the plain list
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,8 @@ class Sheet(View):
         ShapeError: weights, rows and tokens do not fit each other.
 
     >>> words = Words(("the", " key"), (0, 1), (False, False))
-    >>> print(Sheet(words, [[0.5, 0.5], [0.1, 0.9]], ["layer 1", "layer 2"], upwards=True).text().splitlines()[2])
-    layer 2   10   90
+    >>> print(Sheet(words, [[0.5, 0.5], [0.1, 0.9]], ["layer 1", "layer 2"], upwards=True).text().splitlines()[0])
+      layer 2: key 90 %, the 10 %
     """
 
     words: Words
@@ -152,39 +153,15 @@ class Sheet(View):
         image = embedded(self.figure(framed=False)) if large else {}
         return render("sheet.html", view=self, names=self._names, table=[] if large else self._table, **image)
 
-    def text(self, *, color: bool = False, width: int = 80, plain: bool = False) -> str:
-        """The sheet for a terminal: blocks of as many columns as fit, a percentage in each cell."""
-        head = max(width_of(name) for name in self.rows)
-        rest = self.rest is not None
-        cell = 5
-        per_block = max((width - head) // cell - rest, 1)
+    def text(self) -> str:
+        """Return the strongest tokens of each row as a plain list, in percent of the row's weight."""
         lines = [self.title] if self.title else []
-        for first in range(0, len(self._columns), per_block):
-            names = self._names[first : first + per_block]
-            last = first + per_block >= len(self._columns)
-            lines += self._names_above(names, head, cell, rest and last)
-            for row in self._table:
-                cells = [
-                    " " * (cell - len(one.text)) + (shaded(one.text, one.shade, color=True) if color else one.text)
-                    for one in row.cells[first : first + per_block]
-                ]
-                tail = f" |{row.rest:>4}" if row.rest is not None and last else ""
-                lines.append(padded(row.name, head) + "".join(cells) + tail)
-            lines.append("")
-        return "\n".join([*lines, *self._foot])
-
-    def _names_above(self, names: Sequence[str], head: int, cell: int, rest: bool) -> list[str]:
-        """The names of columns in two lines, taking turns, so that each has twice the room."""
-        found = []
-        for turn in (0, 1):
-            line = " " * head
-            for number, name in enumerate(names):
-                if number % 2 == turn:
-                    line = padded(line, head + number * cell + 1) + padded(name, 2 * cell - 1)
-            found.append(line.rstrip())
-        if rest:
-            found[-1] = padded(found[-1], head + len(names) * cell + 1) + f"| {self.rest_name}"
-        return found
+        for row in self._table:
+            cells = sorted(zip(self._names, row.cells, strict=True), key=lambda cell: -abs(cell[1].shade))
+            told = ", ".join(f"{name} {cell.text} %" for name, cell in cells[:_STRONGEST] if cell.shade)
+            rest = "" if row.rest is None else f"; {self.rest_name} {row.rest} %"
+            lines.append(f"  {row.name}: {told or 'nothing'}{rest}")
+        return "\n".join([*lines, "", *self._foot])
 
     @property
     def _foot(self) -> list[str]:

@@ -54,14 +54,8 @@ class View(ABC):
         """A figure for papers and screens; not framed, it lacks the title and the lines below."""
 
     @abstractmethod
-    def text(self, *, color: bool = False, width: int = 80, plain: bool = False) -> str:
-        """Lines for a terminal.
-
-        Args:
-            color: shade words by colour, for terminals that can.
-            width: characters of a line.
-            plain: draw bars with ASCII alone.
-        """
+    def text(self) -> str:
+        """Return the strongest tokens as a plain list, one line each, for a terminal."""
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the figure as .png, .pdf or .svg; return the path.

@@ -1,7 +1,5 @@
 """`vitflow read`: what a word of a text rests on, or each word that a model writes."""
 
-import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -163,31 +161,8 @@ def _print(result: Any, view: Callable[[], Any], given: Mapping[str, Any]) -> No
         return
     if given["prompt"] is not None:
         click.echo(text_of(result.prompt_tokens + result.generated_tokens) + "\n")
-    color = _wants_color()
-    plain = not _can_write("█⁹·…“”×")
-    width = max(shutil.get_terminal_size((80, 24)).columns, 40)
-    shown = view().text(color=color, width=width, plain=plain)
-    if plain:
-        encoding = sys.stdout.encoding or "ascii"
-        shown = shown.encode(encoding, "replace").decode(encoding)
-    click.echo(shown, color=color)
+    encoding = sys.stdout.encoding or "ascii"
+    click.echo(view().text().encode(encoding, "replace").decode(encoding))
     for path in (given["html"], given["png"]):
         if path is not None:
             say(f"written: {printable(path)}")
-
-
-def _wants_color() -> bool:
-    """Whether stdout is a terminal that shows colours, and nobody asked it not to."""
-    if os.environ.get("NO_COLOR"):
-        return False
-    if os.environ.get("FORCE_COLOR", "0") not in ("", "0"):
-        return True
-    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-
-
-def _can_write(characters: str) -> bool:
-    try:
-        characters.encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True
