@@ -56,7 +56,6 @@ def pictures():
     [
         ["--help"],
         ["explain", "--help"],
-        ["explain", "--help-all"],
         ["evaluate", "--help"],
         ["methods"],
         ["methods", "flow"],
@@ -393,7 +392,7 @@ def test_json_says_which_size_is_the_width(here, tmp_path):
 
 
 def test_the_help_says_how_layers_heads_and_patches_count(here):
-    text = " ".join(here("explain", "--help-all")[1].split())
+    text = " ".join(here("explain", "--help")[1].split())
     for counted in (
         "Layer to look at, counted from 1",
         "the fused heads, counted from 0",

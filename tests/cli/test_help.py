@@ -38,44 +38,29 @@ def sections(text: str) -> dict[str, str]:
 @pytest.mark.parametrize("name", SECTIONED)
 def test_every_option_stands_in_a_section(name):
     assert isinstance(cli.commands[name], SectionedCommand)
-    found = sections(told(name, "--help-all"))
+    found = sections(told(name, "--help"))
     assert list(found)[:1] == ["Model"]
     assert list(found)[-2:] == ["Output", "More"]
     # click keeps the help option that a command was first asked with: without -h where that was not through the group
     assert found["More"].split()[-6:] == ["--help", "Show", "this", "message", "and", "exit."]
-    assert found["More"].count("--") == 2
+    assert found["More"].count("--") == 1
     listed = "\n".join(found.values())
     flags = [flag for param in cli.commands[name].params for flag in param.opts if flag.startswith("--")]
     assert [flag for flag in flags if listed.count(f"{flag} ") == 0] == []
 
 
 @pytest.mark.parametrize("name", SECTIONED)
-def test_the_first_help_holds_what_most_people_need(name):
-    """At most 24 lines of options, of which each stands in the whole help, too."""
-    text = told(name, "--help")
-    found, every = sections(text), sections(told(name, "--help-all"))
-    lines = [line for body in found.values() for line in body.splitlines()]
-    assert len(lines) <= 24
-    flags = {line.split()[0] for line in lines if line.startswith("  -")}
-    assert {"--model", "--foreground" if name == "features" else "--method"} <= flags and flags & {"-o,", "--png"}
-    assert not {"--num-classes", "--vmin", "--head-fusion", "--solver"} & flags
-    assert flags < {line.split()[0] for body in every.values() for line in body.splitlines() if line.startswith("  -")}
-    assert text.splitlines()[-1] == "All options: --help-all. Those of one method: vitflow methods NAME."
-    assert "All options: " not in told(name, "--help-all")
-
-
-@pytest.mark.parametrize("name", SECTIONED)
 def test_completion_in_a_shell_knows_every_option(name):
     known = {flag for param in cli.commands[name].params for flag in param.opts if flag.startswith("--")}
     completion = ShellComplete(cli, {}, "vitflow", "_VITFLOW_COMPLETE")
-    assert known | {"--help-all"} <= {item.value for item in completion.get_completions([name], "--")}
+    assert known <= {item.value for item in completion.get_completions([name], "--")}
 
 
 @pytest.mark.parametrize("name", WITH_OPTIONS)
 def test_a_methods_options_stand_under_the_methods_that_have_them(name):
     table = TEXT_METHODS if name in ("read", "caption") else {method.name: method for method in list_methods()}
     seen = []
-    for title, body in sections(told(name, "--help-all")).items():
+    for title, body in sections(told(name, "--help")).items():
         if not title.startswith("Options of "):
             continue
         named = title.removeprefix("Options of ").removeprefix("all methods").removeprefix(" but ").split(", ")
@@ -93,7 +78,6 @@ def test_a_methods_options_stand_under_the_methods_that_have_them(name):
     [
         ["--help"],
         *([name, "--help"] for name in cli.commands),
-        *([name, "--help-all"] for name in SECTIONED),
         ["methods", "flow"],
     ],
 )

@@ -1,6 +1,5 @@
 """Help in sections: what a command can be told of the model, the pictures, the methods, the drawing and the output."""
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,97 +9,54 @@ from vitflow.explaining.method import Method
 from vitflow.explaining.method_options import OPTIONS
 from vitflow.explaining.method_table import list_methods
 
-# Where the context of a help keeps that all options were asked for.
-_ALL = "vitflow.help_all"
 # Columns for the options themselves, the same in every section.
 _WIDTH = 26
 
-# What stands under each title, in this order; a * marks what most people need, which the first help shows. The options
-# of single methods follow those of Method.
+# The options under each title, in this order. The options of single methods follow those of Method.
 _SECTIONS = {
-    "Model": "model* checkpoint* num_classes class_names* name device* dtype batch_size trust_remote_code",
-    "Picture": "data_option* images* recursive* glob limit* fit workers max_pixels",
-    "Text": "caption prompt* generate* token*",
-    "Question": "prompts* templates alone like",
-    "Method": (
-        "method* methods* method_names* target* targets* against* causal of_layer* foreground* neutral through_tower"
-    ),
-    "Measuring": "metrics* replace_by points blurred_twin sanity_pictures resamples seed",
+    "Model": "model checkpoint num_classes class_names name device dtype batch_size trust_remote_code",
+    "Picture": "data_option images recursive glob limit fit workers max_pixels",
+    "Text": "caption prompt generate token",
+    "Question": "prompts templates alone like",
+    "Method": ("method methods method_names target targets against causal of_layer foreground neutral through_tower"),
+    "Measuring": "metrics replace_by points blurred_twin sanity_pictures resamples seed",
     "Cluster": "engine address actors",
-    "Drawing": "cmap* alpha* vmin vmax interpolation background contours same_scale timings",
+    "Drawing": "cmap alpha vmin vmax interpolation background contours same_scale timings",
     "Output": (
-        "html* png* view* hide_special hide_stop_words output* figure* overlays* format save_map manifest "
-        "report* resume* max_size* as_json*"
+        "html png view hide_special hide_stop_words output figure overlays format save_map manifest "
+        "report resume max_size as_json"
     ),
 }
-_SENTENCE = re.compile(r".*?[.](?=\s|$)")
-_EXTRA = re.compile(r"\[(default|required)[^\[]*\]")
 
 
 class SectionedCommand(click.Command):
     """A command whose help has its options under titles, and those of methods under the methods that have them.
 
-    `--help` shows those that most people need, in a sentence each; `--help-all` shows all.
-
     Args:
-        methods: those of the command; None for all that explain pictures.
+        methods: those of the command; None for all that explain images.
     """
 
     def __init__(self, *args: Any, methods: Iterable[Method] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._methods = list(list_methods() if methods is None else methods)
-        self.params.append(
-            click.Option(
-                ["--help-all"],
-                is_flag=True,
-                is_eager=True,
-                expose_value=False,
-                callback=_show_all,
-                help="Show every option and exit.",
-            )
-        )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, section by section; what belongs to none stands in the last."""
+        """Write the options, section by section; what belongs to none is in the last."""
         options = {str(param.name): param for param in self.get_params(ctx) if isinstance(param, click.Option)}
-        every = bool(ctx.meta.get(_ALL))
-        if not every:
-            first = {name.removesuffix("*") for names in _SECTIONS.values() for name in names.split() if "*" in name}
-            options = {name: option for name, option in options.items() if name in first}
 
         def write(title: str, names: Iterable[str]) -> None:
             records = [options.pop(name).get_help_record(ctx) for name in names if name in options]
             rows = [(record[0].ljust(_WIDTH), record[1]) for record in records if record is not None]
-            if not every:
-                rows = [(flags, _in_short(text, formatter.width - _WIDTH - 4)) for flags, text in rows]
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows, col_max=_WIDTH)
 
         for title, names in _SECTIONS.items():
-            write(title, names.replace("*", "").split())
+            write(title, names.split())
             if title == "Method":
                 for having, shared in _options_by_methods(self._methods):
                     write(f"Options of {having}", shared)
         write("More", list(options))
-        if not every:
-            formatter.write_paragraph()
-            formatter.write_text("All options: --help-all. Those of one method: vitflow methods NAME.")
-
-
-def _show_all(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
-    if asked and not ctx.resilient_parsing:
-        ctx.meta[_ALL] = True
-        click.echo(ctx.get_help(), color=ctx.color)
-        ctx.exit()
-
-
-def _in_short(text: str, width: int) -> str:
-    """The first sentence of an option's help, and its default where that fits on the line."""
-    found = _SENTENCE.match(text)
-    extra = _EXTRA.search(text)
-    short = text if found is None else found[0]
-    return f"{short}  {extra[0]}" if extra and len(short) + 2 + len(extra[0]) <= width else short
 
 
 def _options_by_methods(methods: list[Method]) -> list[tuple[str, list[str]]]:

@@ -64,7 +64,7 @@ class ShadedText(View):
     >>> words = Words(("the", " key", " to", " doors", " is"), (0, 1, 2, 3, 4), (False,) * 5)
     >>> view = ShadedText(words, [0.1, 0.6, 0.05, 0.2, 0.05], asked=(4,))
     >>> print(view.text().splitlines()[0])
-    the¹ key⁹ to doors³ [is]
+      key     60.0 %  (1)
     """
 
     words: Words
