@@ -60,7 +60,7 @@ def test_all_layers_are_the_papers_definition_and_their_saturation_is_told(expla
     attentions = recorded(explainer, picture).attentions
     expected = vitflow.attention_flow(attentions)
     np.testing.assert_allclose(found.grid.ravel(), expected.values[0, 1:].numpy(), rtol=1e-5)
-    columns = vitflow.methods.fusion.layer_matrix(attentions[0])[0].sum(0)
+    columns = vitflow.methods.fusion.add_residual(attentions[0].mean(1))[0].sum(0)
     trivial = columns[1:].clamp(max=1.0).numpy()  # no more than the class token has
     same = np.isclose(expected.values[0, 1:].numpy(), trivial, rtol=1e-6)
     assert same.mean() == pytest.approx(found.facts["saturated"])  # this is what saturation means

@@ -86,24 +86,6 @@ def test_a_batch_gives_what_its_pictures_give_alone(dtype):
         assert torch.equal(together[one], alone)
 
 
-@pytest.fixture(params=["compiled", "before numba is loaded"], autouse=True)
-def ways(request, monkeypatch):
-    """Both ways in which a processor does it."""
-    monkeypatch.setattr(balancing, "worth_compiling", lambda numbers: request.param == "compiled")
-
-
-@pytest.mark.parametrize("tokens", [13, 197])
-def test_numba_changes_nothing_but_the_time(tokens, monkeypatch):
-    layers, grids = [layer.float() for layer in attention(tokens=tokens)], torch.rand(2, 1, tokens - 1)
-    found = []
-    for worth in (True, False):
-        monkeypatch.setattr(balancing, "worth_compiling", lambda numbers, worth=worth: worth)
-        affinity = co_attention(layers, tokens - 1)
-        found.append((refine(grids, affinity, 2), affinity.attention[0].beside_uniform()))
-    assert (found[0][0] != found[1][0]).sum() <= 1  # a number on the border between two of float32
-    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-12)
-
-
 def test_balancing_stops_at_its_tolerance_and_leaves_the_matrix_alone():
     layer = attention(layers=1)[0]
     before = layer.clone()
@@ -162,13 +144,19 @@ def test_sums_are_kept_where_balancing_does_not_come_to_an_end(monkeypatch):
     matrix[:, :4, 4:] *= 1e-5
     matrix[:, 4:, :4] *= 1e-5
     monkeypatch.setattr(balancing, "ROUNDS", 5)
-    for in_memory in (True, False):
-        monkeypatch.setattr(balancing, "_is_compiled_for", lambda matrices, found=in_memory: found)
-        found = balance(matrix)
-        assert (found.matrix.sum(dim=-1) - 1).abs().max() > 1e-4
-        ones = torch.ones(1, 8, dtype=torch.float64)
-        np.testing.assert_allclose(found.spread(ones), ones, rtol=0, atol=1e-14)
-        np.testing.assert_allclose(found.symmetric.sum(dim=-2), ones, rtol=0, atol=1e-14)
-        values = torch.rand(1, 8, dtype=torch.float64)
-        expected = (found.symmetric @ values.unsqueeze(-1)).squeeze(-1)
-        np.testing.assert_allclose(found.spread(values), expected, rtol=0, atol=1e-14)
+    found = balance(matrix)
+    assert (found.matrix.sum(dim=-1) - 1).abs().max() > 1e-4
+    ones = torch.ones(1, 8, dtype=torch.float64)
+    np.testing.assert_allclose(found.spread(ones), ones, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(found.symmetric.sum(dim=-2), ones, rtol=0, atol=1e-14)
+    values = torch.rand(1, 8, dtype=torch.float64)
+    expected = (found.symmetric @ values.unsqueeze(-1)).squeeze(-1)
+    np.testing.assert_allclose(found.spread(values), expected, rtol=0, atol=1e-14)
+
+
+def test_the_distance_to_the_uniform_matrix():
+    found = balance(attention(layers=1)[0])
+    before = found.matrices.clone()
+    expected = (found.matrix - 1 / found.matrix.shape[-1]).square().sum(dim=(1, 2))
+    np.testing.assert_allclose(found.distance_to_uniform(), expected, rtol=0, atol=1e-9)
+    assert torch.equal(found.matrices, before)

@@ -137,6 +137,33 @@ def test_discard_breaks_ties_by_position():
     assert kept.flatten().tolist() == [0.0] * 4 + [0.5] * 5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("values", [[0.5], [0.0, 0.5], [0.25, 0.5, 0.75], [-0.0, 0.0, 2.0**-120]])
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.9])
+def test_discard_among_equal_values_is_that_of_sorting(values, ratio, dtype):
+    for seed in range(4):
+        choice = torch.randint(len(values), (2, 9, 9), generator=torch.Generator().manual_seed(seed))
+        layer = torch.tensor(values)[choice]
+        for kept, single in zip(discard_low(layer.to(dtype), ratio, 1), layer.double().numpy(), strict=True):
+            np.testing.assert_array_equal(kept.double(), references.discard(single, ratio, 1))
+
+
+@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-20, 1e20, 1e30])
+@pytest.mark.parametrize("residual", [0.0, 0.5])
+def test_rows_of_any_size_are_normalised(scale, residual):
+    layer = torch.tensor([[[2.0, 6.0], [1.0, 1.0]]]) * scale
+    found = attention_rollout([layer], residual=residual, readout=torch.tensor([1.0, 0.0]))
+    expected = references.residual(layer[0].double().numpy(), residual)[:1]
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-12)
+
+
+def test_gradients_pass_through_rollout():
+    attention = random_attention(2, 1, 1, 9).float().requires_grad_()
+    attention_rollout(attention, discard_ratio=0.5, readout=torch.full((9,), 1 / 9)).square().sum().backward()
+    assert torch.isfinite(attention.grad).all()
+    assert (attention.grad != 0).any()
+
+
 def test_a_row_that_was_discarded_whole_becomes_the_identity_row():
     fused = torch.tensor([[[0.0, 0.0], [0.5, 0.5]]])
     assert add_residual(fused, 0.0)[0].tolist() == [[1.0, 0.0], [0.5, 0.5]]

@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from vitflow import Explainer, Trace, record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, ValueNormsError, VitflowWarning
 from vitflow.explaining import maps
 from vitflow.explaining.method_table import get_method
-from vitflow.methods.values import Values, check_value_weighting, join_values
+from vitflow.methods.fusion import fuse_heads, normalize_rows
+from vitflow.methods.values import Values, check_value_weighting, fuse_weighted, join_values
 from vitflow.pictures.upsampling import upsample
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
@@ -105,6 +107,44 @@ def test_weighted_by_output_the_parts_add_up_to_the_output():
         attention[:, h] @ one_way.vectors[:, h] @ one_way.projection[:, 4 * h : 4 * h + 4].T for h in range(3)
     )
     torch.testing.assert_close(one_way.weigh(attention, "output").sum((1, 3)), lengths.norm(dim=-1))
+
+
+@pytest.mark.parametrize("fusion", ["mean", "max", "min"])
+def test_weighing_with_what_is_known_already_changes_nothing(fusion):
+    attention = (3 * torch.randn(2, 3, 5, 12)).softmax(-1)
+    values = Values(torch.randn(2, 12, 3, 3, 4).permute(2, 0, 3, 1, 4)[2], torch.randn(9, 12))
+    exact = Values(values.vectors.double(), values.projection.double())
+    expected = normalize_rows(fuse_heads(exact.weigh(attention.double(), "output"), fusion))
+    known = replace(values, gram=values.projection.T @ values.projection)
+    for weighed in (values, known):
+        for mixed in (None, attention @ values.vectors):
+            found = fuse_weighted(attention, fusion, "output", weighed, mixed)
+            torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5 if fusion == "min" else 3e-6)
+
+
+def test_fused_while_running_equals_fused_afterwards():
+    """With more tokens than channels, W_Oᵀ W_O is computed once; with fewer, it is not."""
+    for images in (1, 8):
+        model = timm.models.VisionTransformer(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2).eval()
+        pixels = torch.randn(images, 3, 32, 32)
+        with torch.no_grad():
+            with record_attention(model, fusions=[("mean", "output")]) as fused:
+                model(pixels)
+            with record_attention(model, values=True) as heads:
+                model(pixels)
+        for during, layer in zip(fused.layers, heads.layers, strict=True):
+            after = fuse_weighted(layer.heads, "mean", "output", layer.values)
+            torch.testing.assert_close(during.fused["mean", "output"], after, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_not_hidden(bad):
+    attention = (3 * torch.randn(2, 3, 6, 6)).softmax(-1)
+    values = Values(torch.randn(2, 3, 6, 4), torch.randn(9, 12))
+    attention[1, 0, 2, 3] = bad
+    assert not torch.isfinite(fuse_weighted(attention, "max", "output", values)[1, 2]).all()
+    values.vectors[0, 1, 4] = bad
+    assert not torch.isfinite(fuse_weighted(attention, "max", "output", values)[0]).all()
 
 
 @pytest.mark.parametrize("how", [True, "output"])

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,10 @@ HeadFusion = Literal["mean", "max", "min"]
 HEAD_FUSIONS: tuple[HeadFusion, ...] = get_args(HeadFusion)
 # For what may be negative, too: the mean over heads before it is cut at 0, not after.
 SignedFusion = HeadFusion | Literal["signed_mean"]
+
+
+# Sums of float32 numbers above this have all their digits.
+_TINY = 1e-30
 
 
 def check_head_fusion(head_fusion: str) -> None:
@@ -55,33 +60,53 @@ def fuse_heads(attention: Tensor, head_fusion: HeadFusion = "mean") -> Tensor:
     return attention.amax(dim=-3) if head_fusion == "max" else attention.amin(dim=-3)
 
 
-def discard_low(fused: Tensor, discard_ratio: float, num_prefix_tokens: int = 1) -> Tensor:
-    """Set the smallest attention values to 0, per image and layer: [..., tokens, tokens] → the same shape.
+def discard_low(
+    fused: Tensor, discard_ratio: float, num_prefix_tokens: int = 1, visible: Tensor | None = None
+) -> Tensor:
+    """Set the smallest attention values to 0: [..., tokens, tokens] → the same shape.
 
-    Exactly k = ⌊ratio · N · n⌋ entries are discarded among the N · n whose key is a patch token, the smallest first and
-    ties by position; an entry whose key is a prefix token is never discarded.
+    Exactly k = ⌊ratio · N · n⌋ entries of each matrix are discarded among the N · n whose key is a patch token, the
+    smallest first and ties by position; an entry whose key is a prefix token is never discarded. With `visible`, hidden
+    entries become 0 and k is counted in each row, among its visible keys.
 
     Args:
         fused: fused attention, [..., N, N].
         discard_ratio: share of entries to discard, 0 <= ratio < 1.
         num_prefix_tokens: prefix tokens P; n = N − P.
+        visible: which keys each query may see, bool, of the shape of `fused`; None for all.
 
     Raises:
         OptionError: the ratio lies outside [0, 1).
 
-    >>> discard_low(torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.2, 0.4, 0.4]]), 0.5)
+    >>> layer = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.2, 0.4, 0.4]])
+    >>> discard_low(layer, 0.5)
     tensor([[0.5000, 0.0000, 0.0000],
             [0.1000, 0.6000, 0.0000],
             [0.2000, 0.4000, 0.4000]])
+    >>> discard_low(layer, 0.5, 0, torch.ones(3, 3).tril() > 0)
+    tensor([[0.5000, 0.0000, 0.0000],
+            [0.0000, 0.6000, 0.0000],
+            [0.0000, 0.4000, 0.4000]])
     """
     check_fraction("discard_ratio", discard_ratio)
+    if visible is not None:
+        return _discard_in_rows(fused.masked_fill(~visible, 0.0), visible, discard_ratio, num_prefix_tokens)
     patches = fused[..., num_prefix_tokens:]  # [..., tokens, patches]
-    flat = patches.flatten(-2)
-    count = int(discard_ratio * flat.shape[-1])
+    count = int(discard_ratio * patches.shape[-2] * patches.shape[-1])
     if count == 0:
         return fused
-    kept = discard_smallest(flat, count)
+    kept = discard_smallest(patches.flatten(-2), count)
     return torch.cat([fused[..., :num_prefix_tokens], kept.reshape(patches.shape)], dim=-1)
+
+
+def _discard_in_rows(kept: Tensor, visible: Tensor, discard_ratio: float, num_prefix_tokens: int) -> Tensor:
+    if not discard_ratio:
+        return kept
+    droppable = visible.clone()
+    droppable[..., :num_prefix_tokens] = False
+    count = (discard_ratio * droppable.sum(dim=-1, keepdim=True).double()).long()
+    order = kept.masked_fill(~droppable, torch.inf).argsort(dim=-1, stable=True)
+    return kept.masked_fill(order.argsort(dim=-1) < count, 0.0)
 
 
 def discard_smallest(values: Tensor, count: int) -> Tensor:
@@ -92,11 +117,17 @@ def discard_smallest(values: Tensor, count: int) -> Tensor:
     """
     if count == 0:
         return values
-    # Selecting the count-th smallest is several times faster than sorting; of its equals, the first ones go.
-    threshold = values.kthvalue(count, dim=-1, keepdim=True).values
-    below, equal = values < threshold, values == threshold
-    room = count - below.sum(dim=-1, keepdim=True)
-    return values.masked_fill(below | (equal & (equal.cumsum(dim=-1) <= room)), 0.0)
+    if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
+        # Eight times as fast as kthvalue for the attention of a ViT.
+        limit = torch.from_numpy(np.partition(values.detach().numpy(), count - 1, axis=-1)[..., count - 1 : count])
+    else:
+        limit = values.detach().kthvalue(count, dim=-1, keepdim=True).values
+    larger = values > limit
+    missing = values.shape[-1] - count - larger.count_nonzero(dim=-1).unsqueeze(-1)
+    if missing.any():  # of the values equal to the limit, the last ones are kept
+        equal = values == limit
+        larger |= equal & (equal.flip(-1).cumsum(dim=-1).flip(-1) <= missing)
+    return values * larger
 
 
 def normalize_rows(matrix: Tensor) -> Tensor:
@@ -108,6 +139,9 @@ def normalize_rows(matrix: Tensor) -> Tensor:
     tensor([[0.2500, 0.7500],
             [0.0000, 1.0000]])
     """
+    total = matrix.sum(dim=-1, keepdim=True)
+    if (total > _TINY).all():
+        return matrix / total
     # Dividing by the largest entry first keeps rows of very small numbers from losing digits in their sum.
     largest = matrix.amax(dim=-1, keepdim=True)
     empty = largest <= 0
@@ -143,21 +177,40 @@ def add_residual(fused: Tensor, residual: float = 0.5) -> Tensor:
     return normalize_rows(mixed)
 
 
-def layer_matrix(
-    attention: Tensor,
-    *,
-    head_fusion: HeadFusion = "mean",
-    discard_ratio: float = 0.0,
-    residual: float = 0.5,
-    num_prefix_tokens: int = 1,
-) -> Tensor:
-    """One layer's Â: fuse the heads of [B, H, N, N] (or take [B, N, N] as already fused), discard, add the residual.
+def residual_shares(sums: Tensor, residual: float) -> tuple[Tensor, Tensor]:
+    """Weight of the residual connection in each row of Â, and the factor of W's row, both of the shape of `sums`.
+
+    Args:
+        sums: sum of each row of W; a row that sums to 0 keeps to itself.
+        residual: α. If it is 0, rows with sums far below 1 must have been normalised before.
+
+    >>> residual_shares(torch.tensor([1.0, 3.0, 0.0]), 0.5)
+    (tensor([0.5000, 0.2500, 1.0000]), tensor([0.5000, 0.2500, 0.0000]))
+    """
+    empty = sums <= 0
+    whole = torch.where(empty, 1.0, residual + (1.0 - residual) * sums)
+    return torch.where(empty, 1.0, residual / whole), torch.where(empty, 0.0, (1.0 - residual) / whole)
+
+
+def carry_rows(rows: Tensor, fused: Tensor, residual: float) -> Tensor:
+    """Carry rows down through one layer: rows · Â with Â = rownorm(α I + (1 − α) W), which is not formed.
+
+    Args:
+        rows: [batch, rows, tokens].
+        fused: fused attention W after discarding, [batch, tokens, tokens].
+        residual: α, the share of the residual connection.
 
     Returns:
-        Row-stochastic matrices [B, N, N].
+        [batch, rows, tokens].
+
+    >>> layer = torch.tensor([[[0.5, 0.5], [0.0, 1.0]]])
+    >>> carry_rows(torch.tensor([[[1.0, 0.0]]]), layer, 0.5)
+    tensor([[[0.7500, 0.2500]]])
     """
-    fused = fuse_heads(attention, head_fusion) if attention.ndim == 4 else attention
-    return add_residual(discard_low(fused, discard_ratio, num_prefix_tokens), residual)
+    if residual == 0.0:
+        return rows @ normalize_rows(fused)
+    kept, passed = residual_shares(fused.sum(dim=-1).unsqueeze(-2), residual)
+    return (rows * passed) @ fused + rows * kept
 
 
 def check_attentions(attentions: Sequence[Tensor] | Tensor, first: int = 1) -> list[Tensor]:

@@ -63,7 +63,7 @@ class Affinity:
     def nearly_uniform(self) -> Tensor:
         """Whether it makes any map of a picture nearly constant, bool [batch]."""
         parts = [*self.attention, *([] if self.keys is None else [self.keys])]
-        return torch.stack([part.beside_uniform() for part in parts]).mean(dim=0) < _NEARLY_UNIFORM
+        return torch.stack([part.distance_to_uniform() for part in parts]).mean(dim=0) < _NEARLY_UNIFORM
 
 
 def co_attention(layers: Sequence[Tensor], num_patches: int | None = None) -> Affinity:

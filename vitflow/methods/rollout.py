@@ -1,30 +1,27 @@
 """Attention rollout, gradient rollout, generic attention explainability: attention multiplied through the layers."""
 
 from collections.abc import Sequence
-from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from vitflow.errors import ShapeError
-from vitflow.methods import onepass
 from vitflow.methods.fusion import (
     HeadFusion,
     SignedFusion,
+    carry_rows,
     check_attentions,
     check_fraction,
     check_layer,
     check_prefix,
     check_readout,
+    discard_low,
     fuse_heads,
-    layer_matrix,
     layers_of,
 )
 from vitflow.methods.gradients import at_least_float32
 from vitflow.methods.tokens import (
     Causal,
-    matrix_among,
     own_token,
     relative_to,
     uniform_attention,
@@ -87,40 +84,26 @@ def attention_rollout(
     first = check_layer("start_layer", start_layer, len(layers))
     batch, tokens = layers[0].shape[0], layers[0].shape[-1]
     check_prefix(num_prefix_tokens, tokens)
-    row = None if readout is None else check_readout(readout, batch, tokens).to(layers[0])
     seen = visible_keys(layers, causal, attention_mask, visible)
     fused = [fuse_heads(layer, head_fusion) if layer.ndim == 4 else layer for layer in layers[first:]]
-    options: Any = {"discard_ratio": discard_ratio, "residual": residual, "num_prefix_tokens": num_prefix_tokens}
-    if seen is not None:
-        return _among_visible(fused, seen[first:], row, causal, options)
-    if row is not None and onepass.in_memory(row, *fused):
-        return onepass.carry_rows(row, fused, **options)
-    matrices = (layer_matrix(layer, **options) for layer in reversed(fused))
-    return reduce(torch.bmm, matrices) if row is None else reduce(torch.bmm, matrices, row.unsqueeze(1)).squeeze(1)
+    masks: Sequence[Tensor | None] = [None] * len(fused) if seen is None else seen[first:]
+    if readout is None:
+        top = torch.eye(tokens, device=fused[0].device).expand(batch, -1, -1)  # [batch, rows, tokens]
+    else:
+        top = check_readout(readout, batch, tokens).unsqueeze(1)
 
-
-def _among_visible(
-    fused: Sequence[Tensor],
-    seen: Sequence[Tensor],
-    readout: Tensor | None,
-    causal: Causal | None,
-    options: dict[str, Any],
-) -> Tensor:
-    """Rollout of fused layers among visible keys; relative to that of uniform attention, if asked for."""
-    relative = causal == "receptive_field"
-    batch, tokens = fused[0].shape[0], fused[0].shape[-1]
-    top = torch.eye(tokens, device=fused[0].device).expand(batch, -1, -1) if readout is None else readout.unsqueeze(1)
-
-    def carried(layers: Sequence[Tensor], **changed: Any) -> Tensor:
+    def carried(layers: Sequence[Tensor], ratio: float) -> Tensor:
         rows = top.to(layers[0])
-        for layer, visible in zip(reversed(layers), reversed(seen), strict=True):
-            rows = rows @ matrix_among(layer, visible, **{**options, **changed})
+        for layer, mask in zip(reversed(layers), reversed(masks), strict=True):
+            rows = carry_rows(rows, discard_low(layer, ratio, num_prefix_tokens, mask), residual)
         return rows
 
-    found = carried([layer.double() for layer in fused] if relative else fused)
-    if relative:
-        found = relative_to(found, carried([uniform_attention(one) for one in seen], discard_ratio=0.0), own_token(top))
-    return found if readout is None else found.squeeze(1)
+    if causal == "receptive_field":
+        uniform = carried([uniform_attention(mask) for mask in masks if mask is not None], 0.0)
+        rows = relative_to(carried([layer.double() for layer in fused], discard_ratio), uniform, own_token(top))
+    else:
+        rows = carried(fused, discard_ratio)
+    return rows if readout is None else rows.squeeze(1)
 
 
 def rollout_step(fused: Tensor, below: Tensor | None, residual: float, *, normal: bool = False) -> Tensor:

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import ShapeError
-from vitflow.methods.fusion import check_fraction, check_layer, check_readout, discard_smallest, raw_attention
+from vitflow.methods.fusion import (
+    check_fraction,
+    check_layer,
+    check_readout,
+    discard_smallest,
+    raw_attention,
+    residual_shares,
+)
 from vitflow.methods.rollout import attention_rollout, relevance
 from vitflow.methods.tokens import TokenLayout
 
@@ -197,9 +204,8 @@ def _through(
         passed, kept = gathered, torch.ones_like(asking)
     else:
         sums = _scatter(weights.sum(dim=-1), query_index, layer.queries.num_tokens)  # of each row of W
-        whole = torch.where(sums > 0, residual + (1.0 - residual) * sums, 1.0)
-        kept = torch.where(sums > 0, residual / whole, 1.0)
-        passed = gathered * (_pad((1.0 - residual) / whole)[:, query_index])
+        kept, factors = residual_shares(sums, residual)
+        passed = gathered * _pad(factors)[:, query_index]
     arrived = _scatter((passed.unsqueeze(-2) @ weights).squeeze(-2), key_index, layer.keys.num_tokens)
     stayed = row * _spread(kept, layer.queries, layout)
     if layer.keys.num_patches > layout.num_patches:

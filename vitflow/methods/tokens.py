@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, OutsideGridError, ShapeError, unknown_name, whole_number
-from vitflow.methods.fusion import add_residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,41 +145,6 @@ def visible_keys(
     tokens = attention_mask.bool().to(layers[0].device)
     among = tokens.unsqueeze(1) & tokens[:, -queries:].unsqueeze(2)
     return [one & among for one in found]
-
-
-def matrix_among(
-    fused: Tensor, visible: Tensor, *, discard_ratio: float, residual: float, num_prefix_tokens: int
-) -> Tensor:
-    """One layer's Â among visible keys: discard in each row among these, then the residual.
-
-    Args:
-        fused: fused attention [..., tokens, tokens].
-        visible: which keys each query may see, bool, of the same shape.
-        discard_ratio: share of each row's visible keys to set to 0, the smallest first, ties by position; keys among
-            the first `num_prefix_tokens` are never discarded.
-        residual: α, the share of the residual connection.
-        num_prefix_tokens: as for `attention_rollout`.
-
-    Returns:
-        Row-stochastic matrices of the same shape; a query that sees nothing keeps to itself.
-    """
-    return add_residual(discard_in_rows(fused, visible, discard_ratio, num_prefix_tokens), residual)
-
-
-def discard_in_rows(fused: Tensor, visible: Tensor, discard_ratio: float, num_prefix_tokens: int = 0) -> Tensor:
-    """Set what a query may not see to 0, and the smallest values of each row among the rest.
-
-    >>> discard_in_rows(torch.tensor([[0.5, 0.2, 0.3]]), torch.tensor([[True, True, False]]), 0.5)
-    tensor([[0.5000, 0.0000, 0.0000]])
-    """
-    kept = fused.masked_fill(~visible, 0.0)
-    if not discard_ratio:
-        return kept
-    droppable = visible.clone()
-    droppable[..., :num_prefix_tokens] = False
-    count = (discard_ratio * droppable.sum(dim=-1, keepdim=True).double()).long()
-    order = kept.masked_fill(~droppable, torch.inf).argsort(dim=-1, stable=True)
-    return kept.masked_fill(order.argsort(dim=-1) < count, 0.0)
 
 
 def uniform_attention(visible: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ def close_layer(
         fusions: what to fuse, at once, so that no more than one layer's heads are alive.
     """
     seen = [part.values for part in parts if part.values is not None]
-    values = seen[0] if len(seen) == 1 else join_values(seen, module) if seen else None
+    values = seen[0] if len(seen) == 1 else join_values(seen) if seen else None
     vectors = [part.keys for part in parts if part.keys is not None]
     keys = torch.cat(vectors, dim=-1) if len(vectors) == len(parts) else None
     mixed = any(part.mixed for part in parts)
@@ -174,4 +174,4 @@ def read_values(value: Tensor, module: nn.Module, name: str, around: nn.Module |
         )
     value = value.detach()
     value = value if value.dtype == torch.float64 else value.float()
-    return Values(value, projection.detach().to(value.dtype), module)
+    return Values(value, projection.detach().to(value.dtype))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import NoAttentionError, UnsupportedModelError, ValueNormsError
-from vitflow.methods.values import Values, fuse_weighted, gram_matrix
+from vitflow.methods.values import Values, fuse_weighted
 from vitflow.recording.attending import Part
 from vitflow.recording.attention_kinds import (
     arrangement,
@@ -141,11 +141,11 @@ class Listening:
         name = self.path[-1][0]
         self._open[name] = []
         own = self._values_of(value, None)
-        if own is not None and any(weighting == "output" for _, weighting in self.fusions):
-            own = replace(own, gram=gram_matrix(own.projection, own.owner))
         (batch, heads, queries, _), keys = query.shape, key.shape[-2]
+        if own is not None and any(weighting == "output" for _, weighting in self.fusions):
+            own = replace(own, gram=own.gram_for(batch * queries))
         fused = {one: query.new_empty(batch, queries, keys) for one in self.fusions}
-        share, room = _share(heads, query.dtype), None
+        share = _share(heads, query.dtype)
         for part in parts:
             count = len(part.probabilities) // heads
             for (fusion, weighting), matrix in fused.items():
@@ -157,9 +157,7 @@ class Listening:
                     continue
                 values = None if own is None else replace(own, vectors=own.vectors[part.pictures])
                 every, mixed = (one.unflatten(0, (count, heads)) for one in (part.probabilities, part.mixed))
-                if room is None or room.shape != every.shape:
-                    room = torch.empty_like(every)
-                fuse_weighted(every, fusion, weighting, values, mixed=mixed, out=place, room=room)  # type: ignore[arg-type]
+                place.copy_(fuse_weighted(every, fusion, weighting, values, mixed))  # type: ignore[arg-type]
                 if weighting and queries == keys > place.shape[1]:
                     own_rows(place, part.queries.start)
         self._take(AttentionLayer(name, fused=fused, keys=self._keys_of(key, None), visible=visible), normal)

@@ -18,7 +18,6 @@ from vitflow.methods.fusion import (
     fuse_heads,
     layers_of,
 )
-from vitflow.methods.tokens import discard_in_rows
 
 # "all", the last N layers, (first, last), or what the command line writes: "4", "9:12", "9:".
 LayerRange = str | int | Sequence[int]
@@ -134,10 +133,11 @@ def layer_capacities(
             picture = layer[batch_index].detach()
             fused.append(fuse_heads(picture, head_fusion) if picture.ndim == 3 else picture)
         stacked = torch.stack(fused).to("cpu", torch.float64)
-        if visible is None:
-            kept = discard_low(stacked, discard_ratio, num_prefix_tokens)
-        else:
-            seen = torch.stack([one[batch_index] for one in visible[start : start + together]]).cpu()
-            kept = discard_in_rows(stacked, seen, discard_ratio, num_prefix_tokens)
+        masks = (
+            None
+            if visible is None
+            else torch.stack([mask[batch_index] for mask in visible[start : start + together]]).cpu()
+        )
+        kept = discard_low(stacked, discard_ratio, num_prefix_tokens, masks)
         by_column[start : start + together] = add_residual(kept, residual).mT
     return by_column.numpy().transpose(0, 2, 1)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import ShapeError
-from vitflow.methods.fusion import add_residual, check_fraction
-from vitflow.methods.tokens import Causal, check_causal, discard_in_rows, relative_to, uniform_attention
+from vitflow.methods.fusion import add_residual, check_fraction, discard_low
+from vitflow.methods.tokens import Causal, check_causal, relative_to, uniform_attention
 
 # How many more tokens to make room for when there are more than were announced.
 _MORE = 64
@@ -89,7 +89,7 @@ class GrowingRollout:
         if self._relative:
             self._seen[layer][:, start:num_tokens, keys] = visible
         if self._ratio:
-            new = discard_in_rows(new, visible, self._ratio)
+            new = discard_low(new, self._ratio, 0, visible)
         mixed = _add_residual(new, places - keys.start, self._residual)
         product = self._products[layer]
         self._lengths[layer] = num_tokens

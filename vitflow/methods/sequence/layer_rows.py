@@ -12,13 +12,11 @@ from torch import Tensor
 from vitflow.errors import ShapeError
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.flow.layers import LayerRange, parse_window
-from vitflow.methods.fusion import check_layer
+from vitflow.methods.fusion import add_residual, check_layer, discard_low
 from vitflow.methods.rollout import relevance
 from vitflow.methods.tokens import (
     Causal,
     check_causal,
-    discard_in_rows,
-    matrix_among,
     own_token,
     relative_to,
     uniform_attention,
@@ -62,7 +60,7 @@ def rollout_rows(
         found = []
         for number, (layer, seen) in enumerate(zip(layers, visible, strict=True)):
             if number >= first:
-                matrix = matrix_among(layer, seen, discard_ratio=ratio, residual=residual, num_prefix_tokens=0)
+                matrix = add_residual(discard_low(layer, ratio, 0, seen), residual)
                 product = matrix @ product
             found.append(readout.to(product) @ product)
         return torch.stack(found)
@@ -85,7 +83,7 @@ def attention_rows(
 ) -> Tensor:
     """Rows of each layer's own attention, qᵀ W_l: [layers, rows, tokens]; arguments as for `rollout_rows`."""
     pairs = zip(matrices, visible, strict=True)
-    return torch.stack([readout.to(layer) @ discard_in_rows(layer, seen, discard_ratio) for layer, seen in pairs])
+    return torch.stack([readout.to(layer) @ discard_low(layer, discard_ratio, 0, seen) for layer, seen in pairs])
 
 
 def flow_rows(
