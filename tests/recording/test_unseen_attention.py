@@ -5,6 +5,7 @@ import math
 import threading
 import warnings
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -629,3 +630,14 @@ def test_the_difference_of_two_attentions_in_transformers_is_refused(implementat
     with pytest.raises(UnsupportedModelError, match=r"DiffLlamaAttention .* difference of two attention matrices"):
         with torch.no_grad(), record_attention(model):
             model(input_ids=torch.arange(5)[None])
+
+
+def test_a_model_that_fails_on_a_few_tokens_is_explained_without_a_warning():
+    """Blocks with windows refuse the few tokens that an observation gives them first."""
+    options = {"img_size": 56, "patch_size": 4, "window_size": 7, "embed_dim": 8, "num_heads": (1, 2), "depths": (2, 2)}
+    model = timm.models.SwinTransformer(num_classes=3, **options).eval()
+    config = {"input_size": (3, 56, 56), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Explainer(model, data_config=config).explain(np.zeros((56, 56, 3), np.uint8))
+    assert not caught

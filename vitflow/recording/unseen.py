@@ -201,6 +201,8 @@ class _Probe:
             if self._path and self._path[-1][0] == path:
                 self._interception.ended(path)
                 self._path.pop()
+            if not self._calls or self._calls[-1].path != path:  # an earlier hook raised an error before it began
+                return
             call = self._calls.pop()
             tokens = next((own for one in tensors_in(output) if (own := self._tokens(one)) is not None), None)
             told = tokens is not None and tokens.shape[1] == call.tokens and not call.explained
