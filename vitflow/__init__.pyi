@@ -10,7 +10,6 @@ from .explaining.features import Features as Features
 from .explaining.features import feature_maps as feature_maps
 from .explaining.layer_maps import LayerMaps as LayerMaps
 from .explaining.layer_maps import layer_maps as layer_maps
-from .explaining.method_table import list_methods as list_methods
 from .explaining.method_table import register_method as register_method
 from .explaining.saliency import Saliency as Saliency
 from .explaining.targets import Contrast as Contrast
@@ -24,8 +23,6 @@ from .methods.flow.attention_flow import FlowResult as FlowResult
 from .methods.flow.attention_flow import attention_flow as attention_flow
 from .methods.flow.graph import attention_graph as attention_graph
 from .methods.rollout import attention_rollout as attention_rollout
-from .methods.sequence.layout import SequenceLayout as SequenceLayout
-from .methods.sequence.layout import Words as Words
 from .methods.tokens import TokenLayout as TokenLayout
 from .models.answers import Answers as Answers
 from .models.loading import load_model as load_model
@@ -34,6 +31,9 @@ from .recording.trace import Trace as Trace
 from .text.generating import explain_generation as explain_generation
 from .text.generation import Generation as Generation
 from .text.labels import layouts_of as layouts_of
+from .text.layout import SequenceLayout as SequenceLayout
+from .text.layout import Words as Words
+from .text.method_table import list_methods as list_methods
 from .text.picture_tokens import PictureTokens as PictureTokens
 from .text.reading import Reading as Reading
 from .text.reading import explain_text as explain_text

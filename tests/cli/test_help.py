@@ -95,7 +95,8 @@ def test_a_method_tells_its_question_its_options_and_their_source():
         assert OPTIONS[name].values.removesuffix("|signed_mean") in text  # which attention by itself does not take
     assert "|signed_mean" not in text and "|signed_mean" in told("methods", "gae", columns=110)
     assert "--preset paper" in text and "--value-weighted off" in text
-    [record] = json.loads(told("methods", "rollout", "--json"))
+    record, of_texts = json.loads(told("methods", "rollout", "--json"))
+    assert (record["input"], of_texts["input"]) == ("image", "text")
     assert record["values"]["head_fusion"] == "mean|max|min" and record["presets"]["paper"]["discard_ratio"] == 0.0
     assert all(method.answers.endswith("?") for method in list_methods())
 

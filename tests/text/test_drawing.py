@@ -12,10 +12,10 @@ from matplotlib.text import Text
 from PIL import Image
 
 from vitflow.errors import OptionError, ShapeError, printable
-from vitflow.methods.sequence.layout import Words
 from vitflow.pictures.typesetting import without_glyph_warnings
 from vitflow.text.graph import GraphView, Panel
 from vitflow.text.labels import ENGLISH_STOP_WORDS, hide, labels_of
+from vitflow.text.layout import Words
 from vitflow.text.shaded import ShadedText
 from vitflow.text.sheet import Sheet
 from vitflow.text.view import Trust

@@ -270,7 +270,7 @@ def test_a_progress_bar_is_told_of_every_step():
 
 def test_room_is_made_where_more_is_written_than_was_said():
     model = built("GPT2LMHeadModel")
-    from vitflow.methods.sequence import growing_rollout
+    from vitflow.methods import growing_rollout
 
     expected = written(model, **PAPER)
     grown = growing_rollout.GrowingRollout(3)

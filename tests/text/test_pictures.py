@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import time
 from dataclasses import replace
 from functools import lru_cache
@@ -16,9 +17,11 @@ from tests import references
 from tests.models.vision_language import NAMES, Family, family
 from vitflow import Generation, PictureTokens, Words, explain_generation, record_attention
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
+from vitflow.explaining.method_table import get_method
 from vitflow.models.languages import decoder_path
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.upsampling import lay_together, upsample
+from vitflow.text.method_table import TEXT_METHODS
 from vitflow.text.picture_tokens import tower_rows
 
 transformers = pytest.importorskip("transformers")
@@ -251,6 +254,17 @@ def test_earlier_words_are_subtracted_as_far_as_they_explain_the_map():
     expected = np.clip(maps[2] - best * common[1:37], 0, None)
     np.testing.assert_allclose(found.picture("heart", without_earlier=True).grid.flatten(), expected, atol=1e-7)
     assert np.array_equal(found.picture(0, without_earlier=True).grid, found.picture(0).grid)
+
+
+@pytest.mark.parametrize("method", ["rollout", "logit_lens"])
+def test_the_map_of_a_word_is_described_by_the_method_for_texts(method):
+    """Also after pickling; the published attention of a decoder is masked, which is no departure."""
+    preset = {"preset": "paper"} if method == "rollout" else {}
+    saliency = pickle.loads(pickle.dumps(written(method=method, **preset).picture("heart")))
+    assert saliency.definition is TEXT_METHODS[method]
+    assert saliency.to_dict()["departures_from_paper"] == ""
+    with pytest.raises(OptionError, match="logit_lens"):
+        get_method("logit_lens")
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_vl", "idefics3", "internvl", "paligemma", "gemma3"])

@@ -10,9 +10,9 @@ from tests import references
 from tests.recording.test_languages import SIZES, built
 from vitflow import Words, explain_text, layouts_of, record_attention
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
-from vitflow.methods.sequence.layout import Grid, Prefix, SequenceLayout
 from vitflow.methods.tokens import TokenLayout
 from vitflow.text.labels import words_of
+from vitflow.text.layout import Grid, Prefix, SequenceLayout
 
 transformers = pytest.importorskip("transformers")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from vitflow.demo import limits_of
 from vitflow.explaining.method import Method
-from vitflow.explaining.method_table import find_method
+from vitflow.explaining.method_table import get_method
 from vitflow.explaining.targets import Answer, Contrast
 
 # Below it, the halves of a sample agree so little that another seed may well give another map.
@@ -62,7 +62,7 @@ def departures(method: Method, options: Mapping[str, Any]) -> str:
 
     Of a method that is from no publication: how it departs from the method's own defaults.
 
-    >>> rollout = find_method("rollout")
+    >>> rollout = get_method("rollout")
     >>> departures(rollout, rollout.complete({"discard_ratio": 0.5, "affinity": "both"}))
     'max over heads, 50% discarded, value-weighted, refined by both'
     >>> departures(rollout, rollout.complete({"preset": "paper"}))
@@ -100,7 +100,7 @@ def model_in_words(model: str) -> str:
 
 def own_options(name: str, options: Mapping[str, Any]) -> str:
     """What differs from the method's defaults, such as "90% discarded", or the preset that this amounts to."""
-    method = find_method(name)
+    method = get_method(name)
     differing = {name: value for name, value in options.items() if value != method.defaults.get(name)}
     for preset, values in method.presets.items():
         if differing and {**method.defaults, **values} == options:

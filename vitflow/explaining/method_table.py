@@ -4,7 +4,6 @@ This module imports no torch.
 """
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 from vitflow.errors import OptionError, check_known
@@ -56,7 +55,7 @@ def get_method(name: str) -> Method:
 
 
 def list_methods() -> list[Method]:
-    """All methods of the table, in the order of the documentation."""
+    """Return all methods for images, in the order of the documentation."""
     return list(_METHODS.values())
 
 
@@ -252,23 +251,3 @@ register_method(
 
 #: The methods that the project brings.
 BUILT_IN = tuple(_METHODS.values())
-#: Methods that explain no images by themselves; captions and records of their maps look them up here.
-_DESCRIBED: dict[str, Method] = {}
-# The table that describes them; it imports no torch either.
-_FURTHER = "vitflow.text.method_table"
-
-
-def describe_method(method: Method) -> None:
-    """Let captions and records name a method that the verbs for images do not offer."""
-    _DESCRIBED[method.name] = method
-
-
-def find_method(name: str) -> Method:
-    """Return the method of that name, for images or described.
-
-    Raises:
-        OptionError: there is no such method.
-    """
-    if name not in _METHODS and name not in _DESCRIBED:
-        import_module(_FURTHER)  # a map that was unpickled may name one of its methods
-    return _DESCRIBED[name] if name in _DESCRIBED else get_method(name)

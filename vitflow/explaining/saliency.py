@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, SameClassError
 from vitflow.explaining import captions
-from vitflow.explaining.method_table import find_method
+from vitflow.explaining.method import Method
+from vitflow.explaining.method_table import get_method
 from vitflow.explaining.targets import Answer, Contrast
 from vitflow.files import write_atomically
 from vitflow.pictures import notebook, overlay
@@ -72,6 +73,11 @@ class Saliency:
         from vitflow.pictures.figures import figure_bytes
 
         return notebook.bundle(repr(self), picture=figure_bytes(self.figure(dpi=notebook.DPI), ".png"))
+
+    @property
+    def definition(self) -> Method:
+        """The row of the table of methods that made this map."""
+        return get_method(self.method)
 
     @property
     def label(self) -> str:
@@ -172,9 +178,9 @@ class Saliency:
                 self.grid,
                 self.placement,
                 self.image,
-                title=find_method(self.method).title,
+                title=self.definition.title,
                 lines=tuple(captions.class_lines(self.answer)),
-                details=captions.departures(find_method(self.method), self.options),
+                details=captions.departures(self.definition, self.options),
                 notes=tuple(self._notes()),
                 ends=captions.ends(self.answer, self.class_specific),
                 box=self.patch_box,
@@ -226,7 +232,7 @@ class Saliency:
         return {
             "input": self.source,
             "model": self.model,
-            **captions.method_record(find_method(self.method), self.options),
+            **captions.method_record(self.definition, self.options),
             "class_specific": self.class_specific,
             **self.answer.to_dict(),
             "grid_rows": rows,

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from vitflow.explaining import captions
-from vitflow.explaining.method_table import BASELINES, find_method, get_method
+from vitflow.explaining.method_table import BASELINES
 from vitflow.explaining.saliency import Saliency
 from vitflow.pictures import figures, overlay
 from vitflow.pictures.figures import Cell, Column
@@ -93,7 +93,7 @@ def draw_words(maps: Sequence[Saliency], *, left_out: Sequence[str] = ()) -> Fig
         cells = [[map_cell(one, pen.limits(one.grid), pen)] for one in row]
         heads = [Column(one.label, f"{one.facts['on_picture']:.0%} on the picture") for one in row]
         bands.append(([Column("Photograph"), *heads], [[[photograph], *cells]]))
-    told = f"{captions.method_in_words(find_method(maps[0].method), maps[0].options)}. "
+    told = f"{captions.method_in_words(maps[0].definition, maps[0].options)}. "
     rest = f"\nNo map: {', '.join(left_out)}" if left_out else ""
     bars = bars_of([(one, pen.limits(one.grid)) for one in maps], pen)
     return figures.draw_bands(bands, bars=bars, note=told + _note([maps], pen, False, bars) + rest, dpi=pen.dpi)
@@ -149,7 +149,7 @@ def _head(saliency: Saliency) -> Column:
     group = "class-specific" if saliency.class_specific else "not class-specific"
     if saliency.method in BASELINES:
         group = "baselines, not class-specific"
-    method = get_method(saliency.method)
+    method = saliency.definition
     return Column(method.title, captions.departures(method, saliency.options), group)
 
 

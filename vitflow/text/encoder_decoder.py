@@ -12,16 +12,16 @@ from vitflow.explaining.method import Method
 from vitflow.explaining.progress import tracking
 from vitflow.methods.flow.layers import default_window, parse_window
 from vitflow.methods.fusion import check_layer
-from vitflow.methods.sequence import layer_rows
-from vitflow.methods.sequence.layer_rows import Streams, relevance_across
-from vitflow.methods.sequence.layout import Words
 from vitflow.models.anatomy import read_layout
 from vitflow.models.languages import reads_text
 from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import device_of, refuse_inference_tensors
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
+from vitflow.text import layer_rows
 from vitflow.text.labels import words_of
+from vitflow.text.layer_rows import Streams, relevance_across
+from vitflow.text.layout import Words
 from vitflow.text.read_rows import outer, relevant_layers
 from vitflow.text.writing import ending, generated, looking_ahead
 

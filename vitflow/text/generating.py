@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError
 from vitflow.explaining.method import Method
-from vitflow.methods.sequence.layout import Words
 from vitflow.models import languages
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id
@@ -22,6 +21,7 @@ from vitflow.models.languages import load_language_model, load_processor
 from vitflow.recording.isolation import device_of, evaluating
 from vitflow.text.encoder_decoder import Written, write_and_read
 from vitflow.text.generation import Generation
+from vitflow.text.layout import Words
 from vitflow.text.method_table import PICTURED, PLAIN, TEXT_METHODS, for_kind, text_method
 from vitflow.text.picture_tokens import refuse_videos, tower_rows
 from vitflow.text.pictures import Layout, with_neutral, with_pictures, with_source

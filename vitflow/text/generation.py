@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, printable, whole_number
 from vitflow.explaining.captions import method_record
-from vitflow.explaining.method_table import find_method
+from vitflow.explaining.method import Method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Answer
 from vitflow.methods.fusion import check_layer
-from vitflow.methods.sequence.layout import Words
 from vitflow.text.labels import ENGLISH_STOP_WORDS, caption, hide, labels_of, spoken_words, text_of
+from vitflow.text.layout import Words
 from vitflow.text.method_table import TEXT_METHODS
 from vitflow.text.pictures import Pictures, less_earlier
 from vitflow.text.shaded import ShadedText
@@ -26,6 +26,17 @@ from vitflow.viewer.pages import Page
 
 # So many characters of a text tell it from others.
 _SHOWN = 60
+
+
+class WordSaliency(Saliency):
+    """The map of a word over an image that a vision–language model was given."""
+
+    __slots__ = ()
+
+    @property
+    def definition(self) -> Method:
+        """The row of the table of methods for texts that made this map."""
+        return TEXT_METHODS[self.method]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,7 +186,7 @@ class Generation:
         )
         number = self.pictures.parts[chosen[0]].picture
         told = {"relative": relative, "without_earlier": without_earlier, "through_tower": through}
-        return Saliency(
+        return WordSaliency(
             grid=grid,
             placement=placement,
             image=self.pictures.images[number],
@@ -183,7 +194,7 @@ class Generation:
             model=self.model,
             method=self.method,
             options={**self.options, **{name: True for name, value in told.items() if value}},
-            class_specific=find_method(self.method).class_specific,
+            class_specific=TEXT_METHODS[self.method].class_specific,
             answer=Answer(text_of(written[places[0] : places[-1] + 1]).strip()),
             facts={**facts, "layer": index + 1},
             seconds=self.seconds,

@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, printable
-from vitflow.methods.sequence.layout import Words
 from vitflow.pictures import charts
 from vitflow.pictures.charts import LIGHT, MARGIN, new_chart
 from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, measure, plain, wrap
 from vitflow.text.labels import labels_of, padded, shown_positions
+from vitflow.text.layout import Words
 from vitflow.text.view import FOR, Trust, View, check_weights, embedded, percent, render
 
 #: A graph of more tokens or layers than this would be a grey area.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitflow.errors import ShapeError, printable
 from vitflow.explaining.captions import method_in_words
-from vitflow.methods.sequence.layout import Grid, Part, SequenceLayout, Words
+from vitflow.text.layout import Grid, Part, SequenceLayout, Words
 from vitflow.text.method_table import TEXT_METHODS
 
 # Words of English that say little by themselves.

@@ -9,7 +9,8 @@ from typing import Any
 
 from vitflow.errors import check_known
 from vitflow.explaining.method import Method
-from vitflow.explaining.method_table import describe_method, get_method
+from vitflow.explaining.method_table import get_method
+from vitflow.explaining.method_table import list_methods as image_methods
 
 # What is best depends on what a token sees: in a decoder plain attention relative to the receptive field finds a
 # looked-up word (97 % against 62 % value-weighted); in a BERT plain rollout is on special tokens for two thirds.
@@ -87,7 +88,15 @@ _ROWS = (
 
 #: The methods for texts by name.
 TEXT_METHODS: Mapping[str, Method] = {method.name: method for method in _ROWS}
-describe_method(TEXT_METHODS["logit_lens"])
+
+
+def list_methods(*, text: bool = False) -> list[Method]:
+    """Return the methods for images, or with `text` those for texts, in the order of the documentation.
+
+    >>> [method.name for method in list_methods(text=True)]
+    ['rollout', 'attention', 'flow', 'gae', 'logit_lens']
+    """
+    return list(_ROWS) if text else image_methods()
 
 
 def text_method(name: str, options: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:

@@ -15,7 +15,6 @@ from vitflow.explaining.progress import tracking
 from vitflow.methods.flow.layers import LayerRange, default_window
 from vitflow.methods.fusion import HeadFusion, check_layer
 from vitflow.methods.rollout import for_the_class
-from vitflow.methods.sequence import layer_rows
 from vitflow.methods.values import ValueWeighting
 from vitflow.models.languages import decoder_of, has_head, predicts_words, reading
 from vitflow.recording.attention_kinds import refuse_other_layers
@@ -23,6 +22,7 @@ from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.probing import is_causal
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
+from vitflow.text import layer_rows
 from vitflow.text.writing import refuse_looking_ahead
 
 

@@ -12,10 +12,10 @@ from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError
-from vitflow.methods.sequence.layout import Words
 from vitflow.pictures.options import DPI
 from vitflow.pictures.typesetting import BODY, GREY, LEADING, RULE, SMALL, Page, measure
 from vitflow.text.labels import Label, labels_of, padded, width_of
+from vitflow.text.layout import Words
 from vitflow.text.view import (
     MARGIN,
     Trust,

@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, printable
-from vitflow.methods.sequence.layout import Words
 from vitflow.pictures import charts
 from vitflow.pictures.charts import LIGHT, MARGIN, new_chart
 from vitflow.pictures.typesetting import BODY, GREY, RULE, SMALL, measure, plain
 from vitflow.text.labels import labels_of, padded, shown_positions
+from vitflow.text.layout import Words
 from vitflow.text.view import Trust, View, check_weights, color_of, embedded, fractions, percent, render
 
 #: A table of more cells is a picture, in HTML too; a figure of more prints no number in each.

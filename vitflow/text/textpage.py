@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from vitflow.errors import printable
 from vitflow.methods.fusion import check_layer
-from vitflow.methods.sequence.layer_rows import attention_rows, rollout_rows
-from vitflow.methods.sequence.layout import Words
 from vitflow.pictures.overlay import ROBUST_PERCENTILES
 from vitflow.text.labels import ENGLISH_STOP_WORDS, caption, hide, labels_of
+from vitflow.text.layer_rows import attention_rows, rollout_rows
+from vitflow.text.layout import Words
 from vitflow.viewer.packing import drawing_of, one_table, pack_half, thumbnail
 from vitflow.viewer.pages import Page, make_html
 

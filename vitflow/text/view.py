@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, printable
-from vitflow.methods.sequence.layout import Words
 from vitflow.pictures.figures import figure_bytes, save_figure
 from vitflow.pictures.typesetting import GREY, LEADING, SMALL, TITLE, Page, wrap
+from vitflow.text.layout import Words
 
 #: A weight's own colour, and that of a negative one; the paper between them is white.
 FOR, AGAINST = (43, 95, 179), (179, 82, 32)

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError
 from vitflow.explaining.progress import tracking
-from vitflow.methods.sequence.growing_rollout import GrowingRollout
-from vitflow.methods.sequence.layout import Words
+from vitflow.methods.growing_rollout import GrowingRollout
 from vitflow.models import languages
 from vitflow.models.languages import decoder_of, generation_setting, reading, reads_text
 from vitflow.recording.attention_kinds import refuse_other_layers
@@ -17,6 +16,7 @@ from vitflow.recording.isolation import Hook, device_of
 from vitflow.recording.probing import is_causal
 from vitflow.recording.writing import follow_writing
 from vitflow.text.labels import words_of
+from vitflow.text.layout import Words
 from vitflow.text.picture_tokens import image_token
 
 # Tokens to make room for where it is not said how many are written at most.

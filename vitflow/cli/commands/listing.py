@@ -9,10 +9,10 @@ import click
 from vitflow.cli import options as shared
 from vitflow.cli.outputs import writing
 from vitflow.cli.saying import say
-from vitflow.errors import printable
+from vitflow.errors import check_known, printable
 from vitflow.explaining.method import Method
 from vitflow.explaining.method_options import OPTIONS, shown
-from vitflow.explaining.method_table import find_method, list_methods
+from vitflow.text.method_table import list_methods
 
 
 @click.command(short_help="List the methods, or tell all of one.")
@@ -23,27 +23,37 @@ def methods(name: str | None, as_json: bool) -> None:
 
     With NAME, tell all of one: the question that it answers, and what each of its options does and can be.
     """
-    chosen = list_methods() if name is None else [find_method(name)]
+    table = [(method, text) for text in (False, True) for method in list_methods(text=text)]
+    chosen = [row for row in table if name in (None, row[0].name)]
+    if not chosen:
+        check_known("method", str(name), {method.name: method for method, _ in table})
     if as_json:
-        click.echo(json.dumps([_record(method) for method in chosen], indent=2))
+        click.echo(json.dumps([_record(*row) for row in chosen], indent=2))
         return
-    if name is not None:
-        click.echo(_all_of(chosen[0]), nl=False)
-        return
-    for method in chosen:
-        click.echo(f"{method.name}{'  (class-specific)' if method.class_specific else ''}")
-        click.echo(f"    {method.summary}")
-        options = "  ".join(f"{shared.flag_of(option)} {shown(value)}" for option, value in method.defaults.items())
-        if options:
-            click.echo(f"    defaults: {options}")
-        if method.paper:
-            click.echo(f"    source: {method.paper}")
+    for number, (method, text) in enumerate(chosen):
+        if text and (number == 0 or not chosen[number - 1][1]):
+            click.echo("\nOf texts (vitflow read)\n")
+        click.echo(_summary(method, text) if name is None else _all_of(method, text), nl=False)
 
 
-def _record(method: Method) -> dict[str, Any]:
+def _summary(method: Method, text: bool) -> str:
+    """What a method does, its defaults and its source, in a few lines."""
+    lines = [f"{method.name}{'  (class-specific)' if method.class_specific else ''}", f"    {method.summary}"]
+    options = "  ".join(
+        f"{shared.flag_of(option)} {_default(value, text)}" for option, value in method.defaults.items()
+    )
+    if options:
+        lines.append(f"    defaults: {options}")
+    if method.paper:
+        lines.append(f"    source: {method.paper}")
+    return "\n".join([*lines, ""])
+
+
+def _record(method: Method, text: bool) -> dict[str, Any]:
     """A method, ready for JSON."""
     return {
         "name": method.name,
+        "input": "text" if text else "image",
         "summary": method.summary,
         "answers": method.answers,
         "class_specific": method.class_specific,
@@ -54,7 +64,7 @@ def _record(method: Method) -> dict[str, Any]:
     }
 
 
-def _all_of(method: Method) -> str:
+def _all_of(method: Method, text: bool) -> str:
     """The question that a method answers, its source, and each of its options with what it can be."""
     rows = [
         ("answers", method.answers or "(its author does not say)"),
@@ -64,7 +74,7 @@ def _all_of(method: Method) -> str:
     options = []
     for name, value in method.defaults.items():  # one that only a registered method has is bare
         about = f"{OPTIONS[name].help}  [{_values(method, name)}; " if name in OPTIONS else "["
-        options.append((shared.flag_of(name), f"{about}default: {shown(value)}]"))
+        options.append((shared.flag_of(name), f"{about}default: {_default(value, text)}]"))
     for preset, values in method.presets.items():
         differing = {name: value for name, value in values.items() if value != method.defaults[name]}
         told = "  ".join(f"{shared.flag_of(name)} {shown(value)}" for name, value in differing.items())
@@ -79,6 +89,11 @@ def _all_of(method: Method) -> str:
         with formatter.section("Options"):
             formatter.write_dl(options)
     return formatter.getvalue()
+
+
+def _default(value: Any, text: bool) -> str:
+    """A default in words; of texts, one that is not set depends on the kind of model."""
+    return "as fits the model" if text and value is None else shown(value)
 
 
 def _values(method: Method, name: str) -> str:
