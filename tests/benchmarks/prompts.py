@@ -22,7 +22,7 @@ import numpy as np
 
 from vitflow import Explainer, load_model
 from vitflow.demo import Scene, Sentence, draw_scene, falsified
-from vitflow.evaluation.measures.grid import score_object
+from vitflow.evaluation.gridding import score_object
 from vitflow.evaluation.measures.localisation import energy_in_region
 from vitflow.evaluation.statistics import estimate_means
 

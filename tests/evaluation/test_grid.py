@@ -12,8 +12,7 @@ from vitflow.errors import OptionError, ShapeError
 from vitflow.evaluation import evaluate, open_dataset
 from vitflow.evaluation.annotations import Labelled
 from vitflow.evaluation.datasets import Dataset, Sample
-from vitflow.evaluation.gridding import make_grids
-from vitflow.evaluation.measures.grid import score_cell, score_object, tile
+from vitflow.evaluation.gridding import make_grids, score_cell, score_object, tile
 from vitflow.evaluation.run import _questions
 from vitflow.evaluation.verdict import verdict
 from vitflow.pictures.images import write_image

@@ -20,7 +20,6 @@ from vitflow.pictures.charts import (
     LIGHT,
     MOST_CHARACTERS,
     Series,
-    Theme,
     draw_lines,
     label_width,
     new_chart,
@@ -33,7 +32,7 @@ from vitflow.pictures.figures import figure_bytes, save_figure
 _ROW, _PANEL, _AROUND = 0.19, 1.65, 0.55
 
 
-def draw_bars(evaluation: Tables, names: Sequence[str], *, theme: Theme = LIGHT) -> Figure:
+def draw_bars(evaluation: Tables, names: Sequence[str]) -> Figure:
     """A panel per metric: each method's mean with its bootstrap interval; baselines and controls are grey.
 
     A thin line marks the random map's mean in every panel.
@@ -41,7 +40,6 @@ def draw_bars(evaluation: Tables, names: Sequence[str], *, theme: Theme = LIGHT)
     Args:
         evaluation: what to draw.
         names: metrics that were measured, or groups of them.
-        theme: colours.
 
     Raises:
         OptionError: none of these was measured.
@@ -52,10 +50,10 @@ def draw_bars(evaluation: Tables, names: Sequence[str], *, theme: Theme = LIGHT)
         raise OptionError(unknown_name("metric of this evaluation", ", ".join(names), set(known)))
     labels = [printable(name) for name in evaluation.methods]
     size = (label_width(labels) + _PANEL * len(metrics), _AROUND + _ROW * len(labels))
-    figure = new_chart(size, theme)
+    figure = new_chart(size, LIGHT)
     plots: Any = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
     for axes, metric in zip(plots, metrics, strict=True):
-        _draw_panel(axes, evaluation, metric, theme)
+        _draw_panel(axes, evaluation, metric)
     first: Axes = plots[0]
     short = [name if len(name) <= MOST_CHARACTERS else f"{name[: MOST_CHARACTERS - 1]}…" for name in labels]
     first.set_yticks(range(len(labels)), short)
@@ -65,26 +63,26 @@ def draw_bars(evaluation: Tables, names: Sequence[str], *, theme: Theme = LIGHT)
     return settled(figure)
 
 
-def _draw_panel(axes: Axes, evaluation: Tables, metric: Metric, theme: Theme) -> None:
+def _draw_panel(axes: Axes, evaluation: Tables, metric: Metric) -> None:
     rows = evaluation.table(metric.name)
     means = np.array([np.nan if row.estimate.mean is None else row.estimate.mean for row in rows])
-    colors = [theme.baseline if row.baseline or is_twin(row.method) else theme.bar for row in rows]
+    colors = [LIGHT.baseline if row.baseline or is_twin(row.method) else LIGHT.bar for row in rows]
     places = np.arange(len(rows))
     axes.barh(places, np.nan_to_num(means), height=0.68, color=colors, zorder=2)
     for place, row in zip(places, rows, strict=True):
         if row.estimate.low is not None and row.estimate.high is not None:
-            axes.plot([row.estimate.low, row.estimate.high], [place, place], color=theme.ink, linewidth=0.9, zorder=3)
+            axes.plot([row.estimate.low, row.estimate.high], [place, place], color=LIGHT.ink, linewidth=0.9, zorder=3)
     chance = next((row.estimate.mean for row in rows if row.method == "random"), None)
     if chance is not None:
-        axes.axvline(chance, color=theme.soft, linewidth=0.7, linestyle=(0, (3, 2)), zorder=4)
-    axes.axvline(0, color=theme.rule, linewidth=0.6, zorder=1)
-    style_axes(axes, f"{metric.title} {metric.arrow}", theme)
+        axes.axvline(chance, color=LIGHT.soft, linewidth=0.7, linestyle=(0, (3, 2)), zorder=4)
+    axes.axvline(0, color=LIGHT.rule, linewidth=0.6, zorder=1)
+    style_axes(axes, f"{metric.title} {metric.arrow}", LIGHT)
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4))
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
 
 
-def draw_curves(evaluation: Tables, *, theme: Theme = LIGHT) -> Figure:
+def draw_curves(evaluation: Tables) -> Figure:
     """Mean deletion and insertion curves, a line per method; baselines are grey."""
     assert evaluation.fractions is not None
     charts = {
@@ -96,11 +94,10 @@ def draw_curves(evaluation: Tables, *, theme: Theme = LIGHT) -> Figure:
         x_label=["share of patches removed", "share of patches put back"],
         y_label="probability of the class",
         bottom=0.0,
-        theme=theme,
     )
 
 
-def draw_stages(evaluation: Tables, *, theme: Theme = LIGHT) -> Figure:
+def draw_stages(evaluation: Tables) -> Figure:
     """How alike the maps stay while the weights are made random from the top down, a line per method."""
     assert evaluation.randomisation is not None
     values = defined_means(evaluation.randomisation).T  # [methods, stages]
@@ -111,7 +108,6 @@ def draw_stages(evaluation: Tables, *, theme: Theme = LIGHT) -> Figure:
         x_label="weights made random from the top down to …",
         y_label="Spearman with the trained model's map",
         ticks=["trained", *evaluation.stages],
-        theme=theme,
     )
 
 

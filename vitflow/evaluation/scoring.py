@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from vitflow.errors import stops_all
 from vitflow.evaluation.annotations import Labelled
 from vitflow.evaluation.choices import Question, blurred, twin_of
-from vitflow.evaluation.gridding import Grid
+from vitflow.evaluation.gridding import Grid, score_object
 from vitflow.evaluation.measures import sanity
 from vitflow.evaluation.measures.correlation import rank_correlation
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
-from vitflow.evaluation.measures.grid import score_object
 from vitflow.evaluation.measures.localisation import localise
 from vitflow.explaining.choices import ChosenMethod
 from vitflow.explaining.explainer import Explainer

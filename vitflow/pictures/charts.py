@@ -73,7 +73,6 @@ def draw_lines(
     y_label: str,
     ticks: Sequence[str] = (),
     bottom: float | None = None,
-    theme: Theme = LIGHT,
 ) -> Figure:
     """Draw charts side by side, of lines with bands; one legend for all, by the names of the series.
 
@@ -83,7 +82,6 @@ def draw_lines(
         y_label: what y is, for all charts.
         ticks: words that stand for the values of x.
         bottom: the lowest y that is shown; by default as far as the lines go.
-        theme: colours.
 
     >>> series = Series("rollout", [1, 2], [0.1, 0.4], [0.1, None])
     >>> [axes.get_title(loc="left") for axes in draw_lines({"blank-out": [series]}, x_label="layer", y_label="ρ").axes]
@@ -92,20 +90,20 @@ def draw_lines(
     labels = list(dict.fromkeys(one.label for series in charts.values() for one in series))
     panel = 4.2 if len(charts) == 1 else 3.0
     width = 0.6 + panel * len(charts) + label_width(labels) + 0.4
-    figure = new_chart((width, max(2.8, 0.145 * len(labels) + 0.9)), theme)
+    figure = new_chart((width, max(2.8, 0.145 * len(labels) + 0.9)), LIGHT)
     plots: Any = figure.subplots(1, len(charts), sharey=True, squeeze=False)[0]
     x_labels = [x_label] * len(charts) if isinstance(x_label, str) else x_label
     handles: dict[str, Any] = {}
     for axes, (title, series), below in zip(plots, charts.items(), x_labels, strict=True):
         for one in series:
             number = [other.label for other in series if other.baseline == one.baseline].index(one.label)
-            handles.setdefault(one.label, _draw_series(axes, one, number, theme))
-        style_axes(axes, title, theme)
-        axes.set_xlabel(below, fontsize=TITLE, color=theme.soft, parse_math=False)
+            handles.setdefault(one.label, _draw_series(axes, one, number))
+        style_axes(axes, title, LIGHT)
+        axes.set_xlabel(below, fontsize=TITLE, color=LIGHT.soft, parse_math=False)
         axes.margins(x=0.02)
-        axes.axhline(0, color=theme.rule, linewidth=0.6, zorder=0)
+        axes.axhline(0, color=LIGHT.rule, linewidth=0.6, zorder=0)
         _mark(axes, sorted({x for one in series for x in one.x}), ticks)
-    plots[0].set_ylabel(y_label, fontsize=TITLE, color=theme.soft, parse_math=False)
+    plots[0].set_ylabel(y_label, fontsize=TITLE, color=LIGHT.soft, parse_math=False)
     plots[0].set_ylim(bottom=bottom)
     legend = figure.legend(
         handles.values(),
@@ -113,21 +111,21 @@ def draw_lines(
         loc="outside right center",
         frameon=False,
         fontsize=BODY,
-        labelcolor=theme.ink,
+        labelcolor=LIGHT.ink,
     )
     for text in legend.get_texts():
         text.set_parse_math(False)
     return settled(figure)
 
 
-def _draw_series(axes: Axes, series: Series, number: int, theme: Theme) -> Any:
+def _draw_series(axes: Axes, series: Series, number: int) -> Any:
     """Draw the line that is the number-th of its kind."""
     x, y = (np.array(values, dtype=float) for values in (series.x, series.y))  # None becomes NaN
     if series.baseline:
-        look: dict[str, Any] = {"color": theme.soft, "linestyle": _STYLES[1:][number % 3], "zorder": 1.9}
+        look: dict[str, Any] = {"color": LIGHT.soft, "linestyle": _STYLES[1:][number % 3], "zorder": 1.9}
     else:
-        turn, place = divmod(number, len(theme.lines))
-        look = {"color": theme.lines[place], "linestyle": _STYLES[turn % len(_STYLES)]}
+        turn, place = divmod(number, len(LIGHT.lines))
+        look = {"color": LIGHT.lines[place], "linestyle": _STYLES[turn % len(_STYLES)]}
         look |= {"marker": _MARKERS[number % len(_MARKERS)], "markersize": 3.0}
     if len(series.spread):
         spread = np.nan_to_num(np.array(series.spread, dtype=float))

@@ -132,11 +132,6 @@ def stage_names(model: nn.Module) -> list[str]:
     return [name for name, _ in _parts(model)]
 
 
-def default_stages(model: nn.Module) -> list[str]:
-    """The stages that a cascade over the model has where none are asked for."""
-    return _choose(stage_names(model), None)
-
-
 def randomised_copies(explainer: Explainer, stages: Sequence[str], *, seed: int = 0) -> Iterator[tuple[str, Explainer]]:
     """The explainer with a model whose weights are re-drawn down to each stage in turn.
 
