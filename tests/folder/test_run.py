@@ -23,6 +23,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 import vitflow
 from tests.conftest import ROOT
+from tests.folder.small_models import tiny_model
 from tests.typed import Typed, forked
 from vitflow import Contrast, explain_folder
 from vitflow.cli import cli
@@ -36,22 +37,6 @@ from vitflow.folder.work import Picture, compute_maps, draw_files, make_job
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.runs.batches import Batches
 from vitflow.runs.saved import SavedRun
-
-
-def tiny_model(kind=VisionTransformer) -> torch.nn.Module:
-    torch.manual_seed(0)
-    model = kind(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=5)
-    model.pretrained_cfg = {
-        "architecture": "tiny",
-        "input_size": (3, 32, 32),
-        "mean": (0.5,) * 3,
-        "std": (0.5,) * 3,
-        "interpolation": "bicubic",
-        "crop_pct": 1.0,
-        "crop_mode": "center",
-        "num_classes": 5,
-    }
-    return model.eval()
 
 
 def picture_bytes(seed: int, format: str = "JPEG", size=(48, 40)) -> bytes:
