@@ -30,9 +30,8 @@ from vitflow.cli import cli
 from vitflow.errors import ImageError, ModelError, OptionError, VitflowError
 from vitflow.folder import pipeline
 from vitflow.folder.decoders import DecoderPool, decode_file
-from vitflow.folder.draw import draw_run
+from vitflow.folder.draw import draw_run, report_run
 from vitflow.folder.plan import list_inputs
-from vitflow.folder.report import report_run
 from vitflow.folder.work import Picture, compute_maps, draw_files, make_job
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.runs.batches import Batches

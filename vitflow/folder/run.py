@@ -5,12 +5,12 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -22,6 +22,7 @@ from vitflow.explaining.method_options import takes_method_options
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.files import is_remote, remove_inside
 from vitflow.folder.decoders import DecoderPool
+from vitflow.folder.draw import SHOWN, Thumbnails, report_run, show_run
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, clear_outputs, done_before, list_inputs
 from vitflow.folder.ray_engine import Asked, Cluster, choose_engine, run_on_ray, take_parts
@@ -34,9 +35,6 @@ from vitflow.runs.columns import load_pyarrow, write_manifest
 from vitflow.runs.fingerprints import run_fingerprint
 from vitflow.runs.saved import SavedRun
 from vitflow.runs.store import Run, finishing
-
-if TYPE_CHECKING:
-    from vitflow.folder.report import Thumbnails
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -70,8 +68,6 @@ class FolderSummary:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """What a notebook shows: the first overlays, with the rows of their pictures."""
-        from vitflow.folder.report import SHOWN, show_run
-
         return show_run(repr(self), self.output, list(itertools.islice(self, SHOWN)))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -187,7 +183,7 @@ def explain_folder(
     clear = partial(clear_outputs, listing=listing, endings=job.endings, overwrite=overwrite)
     with (
         Run(folder, fingerprint, max_pixels=max_pixels, overwrite=overwrite, clear=clear) as run,
-        _photographs(folder, report) as photographs,
+        closing(Thumbnails(folder)) if report else nullcontext() as photographs,
     ):
         inputs = listing.plan(job.endings, {row["input"]: row["stem"] for row in run.all_rows()})
         size = batch_size or auto_batch(explainer)
@@ -198,8 +194,6 @@ def explain_folder(
             table = _write_manifest(run, manifest, job.labels)
             page = None
             if report:
-                from vitflow.folder.report import report_run
-
                 page = report_run(folder, thumbnails=photographs)
             seconds = time.perf_counter() - clock
             done_now = totals["explained"] - kept
@@ -252,7 +246,7 @@ def _run(
     cluster: Cluster | None,
     workers: int | None,
     progress: Callable[[RunProgress], None] | None,
-    photographs: "Thumbnails | None",
+    photographs: Thumbnails | None,
 ) -> int:
     """Do what is missing; how many pictures were done before."""
     if cluster is not None:  # what a run whose driver was killed has left
@@ -273,15 +267,6 @@ def _run(
             told |= {"batch_size": asked.batch_size, "decoders": decoders}
             Pipeline(explainer, asked.job, run.folder, run.put, **told).run(inputs, before)
     return len(before)
-
-
-def _photographs(folder: Path, report: bool) -> AbstractContextManager["Thumbnails | None"]:
-    """Where the photographs that the run has in hand wait for its report."""
-    if not report:
-        return nullcontext()
-    from vitflow.folder.report import Thumbnails
-
-    return closing(Thumbnails(folder))
 
 
 def _write_manifest(run: Run, format: str, labels: Sequence[str]) -> Path:
