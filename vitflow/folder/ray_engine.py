@@ -49,16 +49,8 @@ class Asked:
     max_pixels: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """The address of a cluster, by default one on this machine, and its actors, by default one for each GPU or core."""
-
-    address: str | None = None
-    actors: int | None = None
-
-
-def choose_engine(engine: str, address: str | None, actors: int | None, **local: Any) -> Cluster | None:
-    """The cluster of a run; None for this process. `local` are arguments of a local run alone.
+def check_engine(engine: str, address: str | None, actors: int | None, **local: Any) -> None:
+    """Check the arguments of a cluster before anything is loaded; `local` are arguments of a local run alone.
 
     Raises:
         OptionError: an unknown engine, an argument of another engine, or ray is not installed.
@@ -67,14 +59,13 @@ def choose_engine(engine: str, address: str | None, actors: int | None, **local:
     if engine == "local":
         if address is not None or actors is not None:
             raise OptionError("--address and --actors require --engine ray (engine='ray').")
-        return None
+        return
     if given := [name for name, value in local.items() if value]:
         raise OptionError(f"{' and '.join(given)} require engine='local': a cluster writes rows and maps alone.")
     if actors is not None and actors < 1:
         raise OptionError(f"Expected actors of at least 1, got {actors}.")
     _load_ray()
     load_pyarrow()
-    return Cluster(address, actors)
 
 
 def _load_ray() -> Any:
@@ -166,8 +157,18 @@ def _loaded(place: Path) -> "tuple[Asked, Batches]":
     return asked, Batches(explainer, asked.batch_size)
 
 
-def run_on_ray(missing: Sequence[Input], asked: Asked, cluster: Cluster, run: "Run", tally: "Tally") -> None:
+def run_on_ray(
+    missing: Sequence[Input], asked: Asked, run: "Run", tally: "Tally", address: str | None, actors: int | None
+) -> None:
     """Explain inputs on a cluster whose machines all reach them and the output folder.
+
+    Args:
+        missing: the inputs.
+        asked: what is computed.
+        run: its store takes the rows and maps.
+        tally: counts the rows.
+        address: of the cluster; by default one is started on this machine.
+        actors: by default one for each GPU, or for each core.
 
     Raises:
         OptionError: the model cannot be sent.
@@ -183,7 +184,7 @@ def run_on_ray(missing: Sequence[Input], asked: Asked, cluster: Cluster, run: "R
         ) from error
     started = not ray.is_initialized()
     if started:
-        ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+        ray.init(address=address, log_to_driver=False, logging_level="error")
     talk = logging.getLogger("ray.data")
     level = talk.level
     talk.setLevel(logging.ERROR)  # it prints its plans on stderr
@@ -191,7 +192,7 @@ def run_on_ray(missing: Sequence[Input], asked: Asked, cluster: Cluster, run: "R
         ray.data.DataContext.get_current().enable_progress_bars = sys.stderr.isatty()
         resources = ray.cluster_resources()
         gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
-        actors = cluster.actors or gpus or max(cpus, 1)
+        actors = actors or gpus or max(cpus, 1)
         blocks = max(1, min(-(-len(missing) // asked.batch_size), 8 * actors))
         rows = [{"input": pickle.dumps(one)} for one in missing]
         ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
