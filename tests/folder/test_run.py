@@ -619,7 +619,7 @@ class SmallMemory(VisionTransformer):
 @pytest.fixture
 def one_lane(monkeypatch):
     """All of a batch in one forward pass, however many threads there are."""
-    monkeypatch.setattr("vitflow.runs.batches._MOST_LANES", 1)
+    monkeypatch.setattr("vitflow.folder.pipeline._MOST_LANES", 1)
 
 
 def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path, one_lane):
