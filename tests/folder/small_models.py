@@ -6,7 +6,7 @@ import signal
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
-from vitflow import Explainer
+from vitflow import Explainer, explain_folder
 
 
 def tiny_model(kind=VisionTransformer) -> torch.nn.Module:
@@ -44,3 +44,8 @@ def deadly():
 
 def broken():
     raise ValueError("this model cannot be made")
+
+
+def drive(address, source, out):
+    """Be the driver of a run on a cluster."""
+    explain_folder(source, out, model=plain, batch_size=1, engine="ray", actors=1, address=address)

@@ -11,7 +11,7 @@ from PIL import Image
 
 from examples.ray_data import explain as explain_with_ray
 from tests.conftest import ROOT
-from tests.folder.small_models import broken, deadly, plain, tiny_model
+from tests.folder.small_models import broken, deadly, drive, plain, tiny_model
 from tests.folder.test_batch_explainer import BAD as DAMAGED
 from tests.folder.test_batch_explainer import is_the_map_of
 from tests.folder.test_run import fill, run
@@ -135,15 +135,10 @@ def test_a_stopped_run_ends_in_the_words_of_its_worker(tmp_path):
 ON_RAY = {"engine": "ray", "workers": None, "actors": 1, "model": plain}
 
 
-def run_on(address, source, out):
-    """The driver of a run, in a process of its own."""
-    run(source, out, **ON_RAY, batch_size=1, address=address)
-
-
 def test_a_run_whose_driver_was_killed_goes_on_and_has_each_input_once(ray_cluster, tmp_path):
     source = fill(tmp_path / "in", 80)
     (source / "bad.jpg").write_bytes(DAMAGED)
-    driver = forked(run_on, ray_cluster.get_runtime_context().gcs_address, source, tmp_path / "ray")
+    driver = forked(drive, ray_cluster.get_runtime_context().gcs_address, source, tmp_path / "ray")
     parts = tmp_path / "ray/.vitflow-parts"
     while not list(parts.glob("*.parquet")):
         assert driver.is_alive()
