@@ -503,6 +503,28 @@ def test_a_decoder_that_crashes_or_hangs_costs_one_row(tmp_path):
         assert process.stdin.closed and process.stdout.closed
 
 
+TIMED = """
+import signal, sys, time
+if sys.argv[1] == "without a timer":
+    del signal.setitimer
+from vitflow.folder.decoders import decode_file, limit_time
+limit_time(0.1)
+limit_time(0)
+time.sleep(0.3)
+print("lifted", flush=True)
+limit_time(0.3)
+decode_file(sys.argv[2])
+print("too late")
+"""
+
+
+@pytest.mark.parametrize(("way", "code"), [("with a timer", -signal.SIGALRM), ("without a timer", 1)])
+def test_the_time_of_decoding_is_limited_on_every_platform(tmp_path, way, code):
+    command = [sys.executable, "-c", TIMED, way, slow_picture(tmp_path / "slow.png")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (found.stdout, found.returncode) == ("lifted\n", code)
+
+
 SCRIPT = """
 from pathlib import Path
 import sys
