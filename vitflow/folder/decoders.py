@@ -101,7 +101,7 @@ def decode_file(path: str, max_pixels: int = MAX_PIXELS) -> Decoded:
             facts["sha256"] = digest.hexdigest()
         return Decoded(read_image(path, max_pixels=max_pixels, content=content), **facts)
     except Exception as error:  # nothing that a file holds may stop the others
-        return _failed(error, path, facts)
+        return failed(error, path, facts)
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -138,22 +138,7 @@ def read_url(url: str) -> bytes:
     return bytes(content)
 
 
-def decode_given(source: Any, name: str, max_pixels: int = MAX_PIXELS) -> Decoded:
-    """Read an image in memory, the bytes of a file or an array; what is wrong with it becomes an error, too.
-
-    >>> decode_given(b"no picture", "a.png").error, decode_given(np.zeros((2, 3)), "b").image.shape
-    ('UnidentifiedImageError', (2, 3, 3))
-    """
-    facts: dict[str, Any] = {}
-    if isinstance(source, bytes):
-        facts = {"size": len(source), "sha256": hashlib.sha256(source).hexdigest()}
-    try:
-        return Decoded(read_image(source, max_pixels=max_pixels), **facts)
-    except Exception as error:
-        return _failed(error, name, facts)
-
-
-def _failed(error: Exception, name: str, facts: dict[str, Any]) -> Decoded:
+def failed(error: Exception, name: str, facts: dict[str, Any]) -> Decoded:
     """Why there are no pixels."""
     cause, message = error, printable(str(error)) or type(error).__name__
     if isinstance(error, ImageError):
