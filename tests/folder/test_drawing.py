@@ -10,8 +10,7 @@ import vitflow
 from vitflow.cli import main
 from vitflow.demo import sample_pictures
 from vitflow.errors import OptionError, VitflowWarning
-from vitflow.folder.draw import read_grids
-from vitflow.folder.report import report_run
+from vitflow.folder.draw import read_grids, report_run
 
 
 def test_backgrounds_and_contours_reach_the_overlays_and_the_report(monkeypatch, tmp_path, capsys):

@@ -15,8 +15,7 @@ from tests.folder.test_run import fill, picture_bytes, run, tiny_model
 from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.errors import OptionError
-from vitflow.folder.draw import draw_run, read_grids
-from vitflow.folder.report import report_run
+from vitflow.folder.draw import draw_run, read_grids, report_run
 from vitflow.runs.columns import map_of
 from vitflow.runs.saved import FILE
 

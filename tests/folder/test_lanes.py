@@ -12,7 +12,7 @@ import torch
 from tests.folder.test_run import fill, run, tiny_model
 from vitflow import Explainer
 from vitflow.folder.draw import read_grids
-from vitflow.runs.batches import Lanes
+from vitflow.folder.pipeline import Lanes
 
 
 @pytest.fixture

@@ -20,9 +20,8 @@ from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.errors import ImageError, OptionError
 from vitflow.folder.decoders import DecoderPool
-from vitflow.folder.draw import draw_run, read_grids
+from vitflow.folder.draw import draw_run, read_grids, report_run
 from vitflow.folder.plan import _changed, list_inputs
-from vitflow.folder.report import report_run
 from vitflow.runs.saved import FILE
 
 fsspec = pytest.importorskip("fsspec")

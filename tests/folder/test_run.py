@@ -23,35 +23,19 @@ from timm.models.vision_transformer import VisionTransformer
 
 import vitflow
 from tests.conftest import ROOT
+from tests.folder.small_models import tiny_model
 from tests.typed import Typed, forked
 from vitflow import Contrast, explain_folder
 from vitflow.cli import cli
 from vitflow.errors import ImageError, ModelError, OptionError, VitflowError
 from vitflow.folder import pipeline
 from vitflow.folder.decoders import DecoderPool, decode_file
-from vitflow.folder.draw import draw_run
+from vitflow.folder.draw import draw_run, report_run
 from vitflow.folder.plan import list_inputs
-from vitflow.folder.report import report_run
 from vitflow.folder.work import Picture, compute_maps, draw_files, make_job
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.runs.batches import Batches
 from vitflow.runs.saved import SavedRun
-
-
-def tiny_model(kind=VisionTransformer) -> torch.nn.Module:
-    torch.manual_seed(0)
-    model = kind(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=5)
-    model.pretrained_cfg = {
-        "architecture": "tiny",
-        "input_size": (3, 32, 32),
-        "mean": (0.5,) * 3,
-        "std": (0.5,) * 3,
-        "interpolation": "bicubic",
-        "crop_pct": 1.0,
-        "crop_mode": "center",
-        "num_classes": 5,
-    }
-    return model.eval()
 
 
 def picture_bytes(seed: int, format: str = "JPEG", size=(48, 40)) -> bytes:
@@ -519,6 +503,28 @@ def test_a_decoder_that_crashes_or_hangs_costs_one_row(tmp_path):
         assert process.stdin.closed and process.stdout.closed
 
 
+TIMED = """
+import signal, sys, time
+if sys.argv[1] == "without a timer":
+    del signal.setitimer
+from vitflow.folder.decoders import decode_file, limit_time
+limit_time(0.1)
+limit_time(0)
+time.sleep(0.3)
+print("lifted", flush=True)
+limit_time(0.3)
+decode_file(sys.argv[2])
+print("too late")
+"""
+
+
+@pytest.mark.parametrize(("way", "code"), [("with a timer", -signal.SIGALRM), ("without a timer", 1)])
+def test_the_time_of_decoding_is_limited_on_every_platform(tmp_path, way, code):
+    command = [sys.executable, "-c", TIMED, way, slow_picture(tmp_path / "slow.png")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (found.stdout, found.returncode) == ("lifted\n", code)
+
+
 SCRIPT = """
 from pathlib import Path
 import sys
@@ -635,7 +641,7 @@ class SmallMemory(VisionTransformer):
 @pytest.fixture
 def one_lane(monkeypatch):
     """All of a batch in one forward pass, however many threads there are."""
-    monkeypatch.setattr("vitflow.runs.batches._MOST_LANES", 1)
+    monkeypatch.setattr("vitflow.folder.pipeline._MOST_LANES", 1)
 
 
 def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path, one_lane):

@@ -18,8 +18,7 @@ from tests.folder.test_run import fill, picture_bytes, run, stored, tiny_model, 
 from tests.typed import forked
 from vitflow import Explainer, explain_folder
 from vitflow.errors import OptionError, VitflowError
-from vitflow.folder.draw import draw_run, read_grids
-from vitflow.folder.report import report_run
+from vitflow.folder.draw import draw_run, read_grids, report_run
 from vitflow.runs import saved
 from vitflow.runs.saved import FILE, SavedRun, is_inside
 from vitflow.runs.store import Run

@@ -17,8 +17,7 @@ from tests.references import patch_box
 from tests.viewer.waiting import until
 from vitflow import explain_folder
 from vitflow.errors import OptionError
-from vitflow.folder.draw import read_grids
-from vitflow.folder.report import report_run
+from vitflow.folder.draw import read_grids, report_run
 from vitflow.pictures.geometry import Placement, place
 from vitflow.pictures.overlay import blend, scale_range
 from vitflow.pictures.upsampling import upsample

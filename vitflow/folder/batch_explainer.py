@@ -1,5 +1,6 @@
 """Explain batches of pictures in whatever hands them over: Ray Data, Daft, datasets, or a loop."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from vitflow.errors import OptionError, printable
 from vitflow.explaining.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Contrast, Target
-from vitflow.folder.decoders import Decoded, decode_file, decode_given
+from vitflow.folder.decoders import Decoded, decode_file, failed
 from vitflow.folder.work import Picture, auto_batch, check_target, compute_maps, describe, make_job
-from vitflow.pictures.images import MAX_PIXELS
+from vitflow.pictures.images import MAX_PIXELS, read_image
 from vitflow.runs import columns
 from vitflow.runs.batches import Batches
 
@@ -165,6 +166,21 @@ class BatchExplainer:
         return decode_given(
             bytes(image) if isinstance(image, bytearray | memoryview) else image, name, self._max_pixels
         )
+
+
+def decode_given(source: Any, name: str, max_pixels: int = MAX_PIXELS) -> Decoded:
+    """Read an image in memory, the bytes of a file or an array; what is wrong with it becomes an error, too.
+
+    >>> decode_given(b"no picture", "a.png").error, decode_given(np.zeros((2, 3)), "b").image.shape
+    ('UnidentifiedImageError', (2, 3, 3))
+    """
+    facts: dict[str, Any] = {}
+    if isinstance(source, bytes):
+        facts = {"size": len(source), "sha256": hashlib.sha256(source).hexdigest()}
+    try:
+        return Decoded(read_image(source, max_pixels=max_pixels), **facts)
+    except Exception as error:
+        return failed(error, name, facts)
 
 
 def _column_of(records: Sequence[Mapping[str, Any]], name: str, kind: str) -> np.ndarray[Any, Any]:

@@ -5,6 +5,7 @@ share two pipes and their locks: with two processes, 160 JPEGs took 1.5 times as
 """
 
 import errno
+import faulthandler
 import hashlib
 import json
 import os
@@ -100,7 +101,7 @@ def decode_file(path: str, max_pixels: int = MAX_PIXELS) -> Decoded:
             facts["sha256"] = digest.hexdigest()
         return Decoded(read_image(path, max_pixels=max_pixels, content=content), **facts)
     except Exception as error:  # nothing that a file holds may stop the others
-        return _failed(error, path, facts)
+        return failed(error, path, facts)
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -137,22 +138,7 @@ def read_url(url: str) -> bytes:
     return bytes(content)
 
 
-def decode_given(source: Any, name: str, max_pixels: int = MAX_PIXELS) -> Decoded:
-    """Read an image in memory, the bytes of a file or an array; what is wrong with it becomes an error, too.
-
-    >>> decode_given(b"no picture", "a.png").error, decode_given(np.zeros((2, 3)), "b").image.shape
-    ('UnidentifiedImageError', (2, 3, 3))
-    """
-    facts: dict[str, Any] = {}
-    if isinstance(source, bytes):
-        facts = {"size": len(source), "sha256": hashlib.sha256(source).hexdigest()}
-    try:
-        return Decoded(read_image(source, max_pixels=max_pixels), **facts)
-    except Exception as error:
-        return _failed(error, name, facts)
-
-
-def _failed(error: Exception, name: str, facts: dict[str, Any]) -> Decoded:
+def failed(error: Exception, name: str, facts: dict[str, Any]) -> Decoded:
     """Why there are no pixels."""
     cause, message = error, printable(str(error)) or type(error).__name__
     if isinstance(error, ImageError):
@@ -325,16 +311,24 @@ def serve(max_pixels: str, patience: str) -> None:
 
 def _answer(path: bytes, max_pixels: int, patience: float) -> list[bytes | memoryview]:
     """The facts of a file as JSON, after their length, and its pixels."""
-    if hasattr(signal, "setitimer"):  # the signal ends the process, whatever C code it is in
-        signal.setitimer(signal.ITIMER_REAL, patience)
+    limit_time(patience)
     decoded = decode_file(os.fsdecode(path), max_pixels)
-    if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_REAL, 0)
+    limit_time(0)
     facts = {name: getattr(decoded, name) for name in ("size", "mtime_ns", "sha256", "error", "message")}
     shape = None if decoded.image is None else decoded.image.shape
     told = json.dumps(facts | {"shape": shape}).encode()
     pixels = b"" if decoded.image is None else np.ascontiguousarray(decoded.image).data.cast("B")
     return [len(told).to_bytes(4, "little"), told, pixels]
+
+
+def limit_time(seconds: float) -> None:
+    """End this process after a time, whatever C code it is in; 0 lifts the limit."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+    elif seconds:  # Windows: a thread in C, which takes a fifth of the time that a small JPEG does
+        faulthandler.dump_traceback_later(seconds, exit=True)
+    else:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _limit_memory(max_pixels: int) -> None:

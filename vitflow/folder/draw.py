@@ -1,8 +1,10 @@
-"""Draw the maps of a run afterwards, for the pictures that are asked for."""
+"""What is made of the maps that a run keeps: overlays, its report, and its display in a notebook."""
 
+import contextlib
 import os
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,19 +12,36 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, ShapeError, VitflowError, VitflowWarning, check_known, printable, whole_number
+from vitflow.errors import (
+    ImageError,
+    OptionError,
+    ShapeError,
+    VitflowError,
+    VitflowWarning,
+    check_known,
+    printable,
+    whole_number,
+)
+from vitflow.explaining.captions import departures
+from vitflow.explaining.method_table import get_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.files import is_remote, write_inside
 from vitflow.folder.decoders import decode_file
 from vitflow.folder.work import encode_overlay
+from vitflow.pictures import notebook
+from vitflow.pictures.figures import Cell, Column, draw_bands, figure_bytes
+from vitflow.pictures.images import read_image
 from vitflow.pictures.options import OVERLAY_FORMATS
 from vitflow.runs.columns import Maps, Row, placement_of
 from vitflow.runs.saved import FILE, SavedRun
+from vitflow.viewer.packing import thumbnail
+from vitflow.viewer.report import write_report
 
 # What a run must have been asked for to be drawn.
 _RUN = {"root": str, "model": str, "format": str, "fit": str, "methods": dict, "options": dict, "drawing": dict}
@@ -128,62 +147,50 @@ def draw_run(
     if limit is not None:
         limit = min(whole_number("limit", limit, 1), sys.maxsize)
     with open_run(run) as saved:
-        return _draw(saved, Path(output), where, methods, limit, format, drawing, images, progress)
+        asked, place = saved.fingerprint, Path(output)
+        if images is None and is_remote(asked["root"]):
+            raise OptionError(not_named(asked["root"]))
+        source = asked["root"] if images is None else os.fspath(images)
+        root = os.path.realpath(source)
+        labels = list(asked["methods"]) if methods is None else list(methods)
+        for label in labels:
+            check_known("map of this run", label, asked["methods"])
+        format = format or asked["format"]
+        if format not in OVERLAY_FORMATS:
+            raise OptionError(f"Expected a format of {', '.join(OVERLAY_FORMATS)}, got {format!r}.")
+        options = {**asked["drawing"], **(drawing or {})}
 
+        names = saved.names()
 
-def _draw(
-    run: SavedRun,
-    output: Path,
-    where: str | None,
-    methods: Sequence[str] | None,
-    limit: int | None,
-    format: str | None,
-    drawing: Mapping[str, Any] | None,
-    images: str | os.PathLike[str] | None,
-    progress: Callable[[Drawn], None],
-) -> list[Drawn]:
-    asked = run.fingerprint
-    if images is None and is_remote(asked["root"]):
-        raise OptionError(not_named(asked["root"]))
-    source = asked["root"] if images is None else os.fspath(images)
-    root = os.path.realpath(source)
-    labels = list(asked["methods"]) if methods is None else list(methods)
-    for label in labels:
-        check_known("map of this run", label, asked["methods"])
-    format = format or asked["format"]
-    if format not in OVERLAY_FORMATS:
-        raise OptionError(f"Expected a format of {', '.join(OVERLAY_FORMATS)}, got {format!r}.")
-    options = {**asked["drawing"], **(drawing or {})}
+        def draw(row: Row, maps: Maps) -> Drawn:
+            try:
+                pixels = read_photograph(row, source, saved.max_pixels)
+                placement = placement_of(row["placement"])
+                paths = []
+                for label in labels:
+                    saliency = Saliency(maps[label], placement, pixels, row["input"], asked["model"], label, {})
+                    path = f"{row['stem']}-{label}.{format}"
+                    if os.path.relpath(os.path.realpath(place / path), root) in names:
+                        raise ShapeError(
+                            f"The overlay {path!r} would replace a photograph: choose another folder with -o."
+                        )
+                    write_inside(place, path, encode_overlay(saliency.overlay(**options), format))
+                    paths.append(place / path)
+                return Drawn(row["input"], tuple(paths))
+            except OptionError:
+                raise  # of every picture
+            except (VitflowError, OSError) as error:
+                return Drawn(row["input"], error=printable(str(error)))
+            except KeyError as error:
+                return Drawn(row["input"], error=f"The record of this picture has no {error}.")
 
-    names = run.names()
-
-    def draw(row: Row, maps: Maps) -> Drawn:
-        try:
-            pixels = read_photograph(row, source, run.max_pixels)
-            placement = placement_of(row["placement"])
-            paths = []
-            for label in labels:
-                saliency = Saliency(maps[label], placement, pixels, row["input"], asked["model"], label, {})
-                path = f"{row['stem']}-{label}.{format}"
-                if os.path.relpath(os.path.realpath(output / path), root) in names:
-                    raise ShapeError(f"The overlay {path!r} would replace a photograph: choose another folder with -o.")
-                write_inside(output, path, encode_overlay(saliency.overlay(**options), format))
-                paths.append(output / path)
-            return Drawn(row["input"], tuple(paths))
-        except OptionError:
-            raise  # of every picture
-        except (VitflowError, OSError) as error:
-            return Drawn(row["input"], error=printable(str(error)))
-        except KeyError as error:
-            return Drawn(row["input"], error=f"The record of this picture has no {error}.")
-
-    found = []
-    for drawn in _side_by_side(draw, islice(_explained(run, where), limit)):
-        found.append(drawn)
-        progress(drawn)
-    if where and not found:
-        _hint(where, sorted(run.classes()))
-    return found
+        found = []
+        for drawn in _side_by_side(draw, islice(_explained(saved, where), limit)):
+            found.append(drawn)
+            progress(drawn)
+        if where and not found:
+            _hint(where, sorted(saved.classes()))
+        return found
 
 
 def _hint(where: str, classes: Sequence[str]) -> None:
@@ -193,7 +200,7 @@ def _hint(where: str, classes: Sequence[str]) -> None:
         if close:
             known = f"{', '.join(classes[:_SHOWN])}{', …' if len(classes) > _SHOWN else ''}"
             note = f"No picture has the class {text!r}. Did you mean {close[0]!r}? Known: {known}."
-            warnings.warn(printable(note), VitflowWarning, stacklevel=4)
+            warnings.warn(printable(note), VitflowWarning, stacklevel=3)
 
 
 def not_named(url: str) -> str:
@@ -234,3 +241,107 @@ def _side_by_side(draw: Callable[[Row, Maps], Drawn], found: Iterable[tuple[Row,
                 yield ahead.pop(0).result()
         for future in ahead:
             yield future.result()
+
+
+class Thumbnails:
+    """The photographs that a run has in hand, made small for its report, so that none is decoded twice.
+
+    They wait in a file without a name, which is gone with the run however it ends; in memory are their places alone.
+
+    Args:
+        folder: where there is room for the file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = TemporaryFile(dir=folder)  # noqa: SIM115 - closed with the run
+        self._places: dict[str, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, key: str, pixels: NDArray[np.uint8]) -> None:
+        """Keep an input's photograph; on a full disk it will be decoded again."""
+        small = thumbnail(pixels)
+        with self._lock, contextlib.suppress(OSError):
+            place = self._file.seek(0, os.SEEK_END)
+            self._file.write(small)
+            self._file.flush()
+            self._places[key] = (place, len(small))
+
+    def get(self, key: str) -> bytes | None:
+        """The photograph of an input as JPEG; None where the run did not have it in hand."""
+        if key not in self._places:
+            return None
+        place, length = self._places[key]
+        self._file.seek(place)
+        return self._file.read(length)
+
+    def close(self) -> None:
+        """Give the room on the disk back."""
+        self._file.close()
+
+
+def report_run(
+    output: str | os.PathLike[str],
+    *,
+    thumbnails: Thumbnails | None = None,
+    **options: Any,
+) -> Path:
+    """Write the report of the run in a folder, `report.html` and further pages; the first page's path.
+
+    Args:
+        output: the run's output folder.
+        thumbnails: the photographs that need not be read again.
+        options: per_page and embed_bytes as for `vitflow.viewer.report.write_report`.
+
+    Raises:
+        OptionError: the folder holds no run, or its record is damaged.
+    """
+    with open_run(output) as saved:
+        run = saved.fingerprint
+        states = {row["input"]: row["status"] for row in saved.rows()}
+
+        def photograph(row: Mapping[str, Any]) -> bytes:
+            if thumbnails is not None and (small := thumbnails.get(row["input"])) is not None:
+                return small
+            if is_remote(run["root"]):
+                raise ImageError(not_named(run["root"]))
+            return thumbnail(read_photograph(row, run["root"], saved.max_pixels))
+
+        def rows(keys: Iterable[str]) -> Iterator[dict[str, Any]]:
+            for row, maps in saved.with_maps(keys):
+                window = placement_of(row["placement"]).window if row["status"] == "explained" else None
+                yield row | {"grids": maps, "window": window}
+
+        told = {label: _departures(run, label) for label in run["methods"]}
+        return write_report(saved.folder, run, states, rows, photograph, departures=told, **options)
+
+
+def _departures(run: Mapping[str, Any], label: str) -> str:
+    """How a method's maps depart from its publication; nothing of a method of its author's, or an edited record."""
+    try:
+        return departures(get_method(run["methods"][label]), run["options"][label])
+    except (OptionError, KeyError, TypeError, ValueError, AttributeError):
+        return ""
+
+
+# -- the display in a notebook
+
+#: Pictures that are shown.
+SHOWN = 6
+_LONGEST = 180  # pixels of a picture's longer side
+
+
+def show_run(text: str, output: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The first overlay of each row's picture, as one figure, and what the rows say."""
+    cells, columns, overlays = [], [], []
+    for row in rows:
+        probability = row.get("probability")
+        told = (row.get("class_name") or row.get("class_index"), "" if probability is None else f"{probability:.1%}")
+        cells.append((printable(row["input"]), row["status"], *(told if row["status"] == "explained" else ("", ""))))
+        for label, file in list(row.get("outputs", {}).items())[:1]:
+            with contextlib.suppress(ImageError):  # it may have been moved away since
+                overlay = notebook.shrink(read_image(output / file), _LONGEST)
+                columns.append(Column(Path(row["input"]).name, label))
+                overlays.append([Cell(overlay, (str(row["class_name"] or ""),))])
+    sheet = figure_bytes(draw_bands([(columns, [overlays])], dpi=notebook.DPI), ".png") if columns else None
+    head = ("picture", "status", "class", "probability")
+    return notebook.bundle(text, picture=sheet, tables=[notebook.html_table(cells, head)])

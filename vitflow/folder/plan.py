@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vitflow.errors import ImageError, OptionError, printable
 from vitflow.files import is_folder, is_remote, remove_inside
 from vitflow.folder.decoders import file_system
 from vitflow.pictures.images import is_image_name, natural_order
 from vitflow.runs.columns import Row
-from vitflow.runs.store import Run
+
+if TYPE_CHECKING:
+    from vitflow.runs.store import Run
 
 # Longest file name that common file systems take, in bytes.
 _LONGEST_NAME = 255
@@ -282,7 +284,7 @@ def clear_outputs(rows: Iterable[Row], listing: Listing, endings: Sequence[str],
         )
 
 
-def done_before(inputs: Sequence[Input], run: Run) -> set[str]:
+def done_before(inputs: Sequence[Input], run: "Run") -> set[str]:
     """The keys of the inputs that an earlier run has explained."""
     by_key = {one.key: one for one in inputs}
     return set(by_key) - set(run.missing(list(by_key), lambda row: _is_done(by_key[row["input"]], row, run.folder)))

@@ -2,7 +2,8 @@
 
 The driver takes what was written into the run's store, in which one row of an input replaces another, so that a task
 that Ray has done twice does no harm; a run whose driver was killed begins with that. Overlays are drawn afterwards. An
-actor has its model in a process of its own: an image on which that process ends costs one row.
+actor has its model in a process of its own: an image on which that process ends costs one row. So an actor loads no
+torch: what needs it is imported in that process.
 """
 
 import json
@@ -11,12 +12,13 @@ import pickle
 import shutil
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,12 +26,13 @@ from vitflow import errors
 from vitflow.errors import OptionError, VitflowError, check_known, load_extra
 from vitflow.folder.decoders import Child, ChildDied, Decoded, answer_requests, decode_file
 from vitflow.folder.plan import Input
-from vitflow.folder.work import Job, Picture, compute_maps, describe, explainer_for
 from vitflow.pictures.options import ENGINES
-from vitflow.runs.batches import Batches, Tally
 from vitflow.runs.columns import Maps, Row, failed_row, grid_columns, load_pyarrow, pack_half, unpack_half
-from vitflow.runs.fingerprints import fingerprint_difference
-from vitflow.runs.store import Run
+
+if TYPE_CHECKING:
+    from vitflow.folder.work import Job
+    from vitflow.runs.batches import Batches, Tally
+    from vitflow.runs.store import Run
 
 # The folder in the output that Ray writes to; its files are removed once their rows are in the store.
 _PARTS = ".vitflow-parts"
@@ -41,21 +44,13 @@ class Asked:
 
     model: Any
     fingerprint: Mapping[str, Any]
-    job: Job
+    job: "Job"
     batch_size: int
     max_pixels: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """The address of a cluster, by default one on this machine, and its actors, by default one for each GPU or core."""
-
-    address: str | None = None
-    actors: int | None = None
-
-
-def choose_engine(engine: str, address: str | None, actors: int | None, **local: Any) -> Cluster | None:
-    """The cluster of a run; None for this process. `local` are arguments of a local run alone.
+def check_engine(engine: str, address: str | None, actors: int | None, **local: Any) -> None:
+    """Check the arguments of a cluster before anything is loaded; `local` are arguments of a local run alone.
 
     Raises:
         OptionError: an unknown engine, an argument of another engine, or ray is not installed.
@@ -64,14 +59,13 @@ def choose_engine(engine: str, address: str | None, actors: int | None, **local:
     if engine == "local":
         if address is not None or actors is not None:
             raise OptionError("--address and --actors require --engine ray (engine='ray').")
-        return None
+        return
     if given := [name for name, value in local.items() if value]:
         raise OptionError(f"{' and '.join(given)} require engine='local': a cluster writes rows and maps alone.")
     if actors is not None and actors < 1:
         raise OptionError(f"Expected actors of at least 1, got {actors}.")
     _load_ray()
     load_pyarrow()
-    return Cluster(address, actors)
 
 
 def _load_ray() -> Any:
@@ -82,23 +76,16 @@ def _load_ray() -> Any:
 class Worker:
     """An actor: explains batches of inputs in a process that it starts again when an image has ended it."""
 
-    def __init__(self, asked: bytes) -> None:
+    def __init__(self, asked: bytes, labels: Sequence[str]) -> None:
         self._asked = tempfile.NamedTemporaryFile(prefix="vitflow-")  # noqa: SIM115 - removed with the actor
         self._asked.write(asked)
         self._asked.flush()
-        self._labels = pickle.loads(asked).job.labels
+        self._labels = labels
         self._child = Child(__name__, self._asked.name, json.dumps(sys.path))
 
     def __call__(self, batch: Mapping[str, Sequence[bytes]]) -> dict[str, Any]:
         """The rows of a batch as JSON, and the columns of their maps."""
-        found = self._explain([pickle.loads(one) for one in batch["input"]])
-        columns: dict[str, list[Any]] = {"row": [json.dumps(row) for row, _ in found]}
-        for label in self._labels:
-            values = [pack_half(maps[label]) if label in maps else (b"", 0, 0, 1.0) for _, maps in found]
-            columns |= dict(zip(grid_columns(label), map(list, zip(*values, strict=True)), strict=True))
-        return {
-            name: np.array(values, object if name[:4] in ("row", "grid") else None) for name, values in columns.items()
-        }
+        return as_columns(self._explain([pickle.loads(one) for one in batch["input"]]), self._labels)
 
     def _explain(self, inputs: Sequence[Input]) -> list[tuple[Row, Maps]]:
         try:
@@ -109,17 +96,34 @@ class Worker:
             message = f"The process that explained this image ended (exit status {died}): memory ran out, or the "
             message += "model crashes on it. Try it alone with vitflow explain."
             [one] = inputs
-            return [(failed_row(Picture(one.key, one.stem, Decoded()).known, "WorkerDied", message), {})]
+            return [(failed_row({"input": one.key, "stem": one.stem}, "WorkerDied", message), {})]
         return found
+
+
+def as_columns(found: Sequence[tuple[Row, Maps]], labels: Sequence[str]) -> dict[str, Any]:
+    """Rows as JSON, and the columns of their maps."""
+    columns: dict[str, list[Any]] = {"row": [json.dumps(row) for row, _ in found]}
+    for label in labels:
+        values = [pack_half(maps[label]) if label in maps else (b"", 0, 0, 1.0) for _, maps in found]
+        columns |= dict(zip(grid_columns(label), map(list, zip(*values, strict=True)), strict=True))
+    return {name: np.array(values, object if name[:4] in ("row", "grid") else None) for name, values in columns.items()}
 
 
 def serve(asked: str, paths: str) -> None:
     """Explain the inputs that are requested: the work of an actor's process."""
     sys.path[:] = json.loads(paths)
-    answer_requests(lambda request: [pickle.dumps(_explained(Path(asked), pickle.loads(request)))])
+    answer_requests(lambda request: [pickle.dumps(explain_inputs(Path(asked), pickle.loads(request)))])
 
 
-def _explained(place: Path, inputs: Sequence[Input]) -> list[tuple[Row, Maps]]:
+def explain_inputs(place: Path, inputs: Sequence[Input]) -> list[tuple[Row, Maps]]:
+    """The rows and maps of inputs; a single row with the status "stopped" if no image can be explained.
+
+    Args:
+        place: the file with the pickled `Asked`.
+        inputs: one batch.
+    """
+    from vitflow.folder.work import Picture, compute_maps, describe
+
     try:
         asked, batches = _loaded(place)
         read = [Decoded(error="OSError", message=one.problem) if one.problem else None for one in inputs]
@@ -133,12 +137,17 @@ def _explained(place: Path, inputs: Sequence[Input]) -> list[tuple[Row, Maps]]:
             row |= {"outputs": {}, "maps": None, "written": {}} if found.maps else {}
             rows.append((row, {label: one.grid for label, one in zip(asked.job.labels, found.maps, strict=False)}))
         return rows
-    except Exception as error:  # no image can be explained: the run ends with the same words
-        return [({"input": "", "status": "stopped", "error": type(error).__name__, "message": str(error)}, {})]
+    except Exception as error:  # What is wrong with a single image is in its row already. This concerns all of them.
+        message = str(error) if isinstance(error, VitflowError) else traceback.format_exc()
+        return [({"input": "", "status": "stopped", "error": type(error).__name__, "message": message}, {})]
 
 
 @cache
-def _loaded(place: Path) -> tuple[Asked, Batches]:
+def _loaded(place: Path) -> "tuple[Asked, Batches]":
+    from vitflow.folder.work import explainer_for
+    from vitflow.runs.batches import Batches
+    from vitflow.runs.fingerprints import fingerprint_difference
+
     asked: Asked = pickle.loads(place.read_bytes())
     explainer = explainer_for(asked.model)
     # The driver need not have the devices of the actors.
@@ -148,8 +157,18 @@ def _loaded(place: Path) -> tuple[Asked, Batches]:
     return asked, Batches(explainer, asked.batch_size)
 
 
-def run_on_ray(missing: Sequence[Input], asked: Asked, cluster: Cluster, run: Run, tally: Tally) -> None:
+def run_on_ray(
+    missing: Sequence[Input], asked: Asked, run: "Run", tally: "Tally", address: str | None, actors: int | None
+) -> None:
     """Explain inputs on a cluster whose machines all reach them and the output folder.
+
+    Args:
+        missing: the inputs.
+        asked: what is computed.
+        run: its store takes the rows and maps.
+        tally: counts the rows.
+        address: of the cluster; by default one is started on this machine.
+        actors: by default one for each GPU, or for each core.
 
     Raises:
         OptionError: the model cannot be sent.
@@ -165,7 +184,7 @@ def run_on_ray(missing: Sequence[Input], asked: Asked, cluster: Cluster, run: Ru
         ) from error
     started = not ray.is_initialized()
     if started:
-        ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+        ray.init(address=address, log_to_driver=False, logging_level="error")
     talk = logging.getLogger("ray.data")
     level = talk.level
     talk.setLevel(logging.ERROR)  # it prints its plans on stderr
@@ -173,12 +192,12 @@ def run_on_ray(missing: Sequence[Input], asked: Asked, cluster: Cluster, run: Ru
         ray.data.DataContext.get_current().enable_progress_bars = sys.stderr.isatty()
         resources = ray.cluster_resources()
         gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
-        actors = cluster.actors or gpus or max(cpus, 1)
+        actors = actors or gpus or max(cpus, 1)
         blocks = max(1, min(-(-len(missing) // asked.batch_size), 8 * actors))
         rows = [{"input": pickle.dumps(one)} for one in missing]
         ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
             Worker,
-            fn_constructor_args=(sent,),
+            fn_constructor_args=(sent, asked.job.labels),
             batch_size=asked.batch_size,
             compute=ray.data.ActorPoolStrategy(size=actors),
             num_gpus=1 if gpus else 0,
@@ -191,7 +210,7 @@ def run_on_ray(missing: Sequence[Input], asked: Asked, cluster: Cluster, run: Ru
         take_parts(run, tally)
 
 
-def take_parts(run: Run, tally: Tally | None = None) -> None:
+def take_parts(run: "Run", tally: "Tally | None" = None) -> None:
     """Put the rows and maps that Ray has written into the store of a run, and remove their files.
 
     Raises:

@@ -5,12 +5,12 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -22,9 +22,10 @@ from vitflow.explaining.method_options import takes_method_options
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.files import is_remote, remove_inside
 from vitflow.folder.decoders import DecoderPool
+from vitflow.folder.draw import SHOWN, Thumbnails, report_run, show_run
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, clear_outputs, done_before, list_inputs
-from vitflow.folder.ray_engine import Asked, Cluster, choose_engine, run_on_ray, take_parts
+from vitflow.folder.ray_engine import Asked, check_engine, run_on_ray, take_parts
 from vitflow.folder.work import Job, auto_batch, check_target, cost_of, explainer_for, make_job, sides_of
 from vitflow.pictures.images import MAX_PIXELS
 from vitflow.pictures.options import MANIFEST_FORMATS
@@ -34,9 +35,6 @@ from vitflow.runs.columns import load_pyarrow, write_manifest
 from vitflow.runs.fingerprints import run_fingerprint
 from vitflow.runs.saved import SavedRun
 from vitflow.runs.store import Run, finishing
-
-if TYPE_CHECKING:
-    from vitflow.folder.report import Thumbnails
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -70,8 +68,6 @@ class FolderSummary:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """What a notebook shows: the first overlays, with the rows of their pictures."""
-        from vitflow.folder.report import SHOWN, show_run
-
         return show_run(repr(self), self.output, list(itertools.islice(self, SHOWN)))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -115,9 +111,9 @@ def explain_folder(
     """Explain every picture of a folder, resumable: a second run with the same options does what is missing or changed.
 
     Overlays go to the output folder in the tree of the inputs, as `name-method.jpg`, with a manifest (one row per
-    input) and `run.json` beside them. `run.sqlite` keeps every row and map, for `draw_run` and `read_grids`. A picture
-    that cannot be read or explained becomes a row with an error, and the others go on. Failed pictures are tried again
-    by the next run.
+    input) and `run.json` beside them. `run.sqlite` keeps every row and the grid of every map: `read_grids` reads them,
+    `draw_run` and `vitflow report` draw them without the model. A picture that cannot be read or explained is a row
+    with an error, and the others go on. The next run tries it again.
 
     Args:
         source: a folder, a picture, a pattern such as `photographs/*.jpg`, or several of them; or the URL of a
@@ -132,19 +128,20 @@ def explain_folder(
         limit: take the first pictures only.
         batch_size: pictures that the model works on at once; by default 16 on a CPU and 64 on a GPU, halved where
             memory runs out.
-        workers: processes that read pictures, no more than there are cores or pictures to read; by default half the
-            cores, at most 8. With 0 this process reads them,
-            and a file that crashes the decoder takes the run with it.
+        workers: processes that read pictures, at most one for each core and picture; by default half the cores, at
+            most 8. Of a URL, up to 8 on fewer cores, and 8 by default. With 0 this process reads them, and a file that
+            crashes the decoder ends the run.
         overwrite: do everything anew; the outputs of an earlier run with other options are removed.
         save_map: write each unscaled map as .npz, too.
-        overlays: draw each map; without overlays `draw_run` and the report draw the maps that the run keeps.
+        overlays: draw each map. Without, a run is faster, and `draw_run` draws the chosen ones later.
         format: of the overlays: "jpg", "png" or "webp".
         manifest: "jsonl", "csv", "parquet", or "parquet+grids" with the maps in columns.
-        report: write a report in HTML, too.
+        report: write a report in HTML, too; not for a URL.
         max_pixels: pictures of more pixels are refused.
         drawing: options of `Saliency.overlay`, such as cmap.
-        engine: "local", or "ray" for a cluster, whose machines must all reach the source and the output; the rows are
-            the same.
+        engine: "local", or "ray" for a cluster, whose machines must all reach the source and the output. It gives the
+            same rows and maps without overlays, and takes no `save_map`, `workers` or `report`: `draw_run` and
+            `vitflow report` draw afterwards.
         address: of the cluster; by default Ray is started on this machine, or the one in use is taken.
         actors: processes of the cluster with a model each; by default one for each GPU, or for each core.
         progress: called as pictures are done.
@@ -169,8 +166,8 @@ def explain_folder(
     if methods is None and callable(model) and not isinstance(model, nn.Module):
         explainer = explainer_for(model)  # what it explains decides on the method
     asks = explainer is not None and explainer.asks(target)
-    cluster = choose_engine(engine, address, actors, save_map=save_map, workers=workers, report=report)
-    overlays = overlays and cluster is None
+    check_engine(engine, address, actors, save_map=save_map, workers=workers, report=report)
+    overlays = overlays and engine == "local"
     job = make_job(
         methods, options, target=target, drawing=drawing, format=format, save_map=save_map, overlays=overlays, asks=asks
     )
@@ -187,22 +184,40 @@ def explain_folder(
     clear = partial(clear_outputs, listing=listing, endings=job.endings, overwrite=overwrite)
     with (
         Run(folder, fingerprint, max_pixels=max_pixels, overwrite=overwrite, clear=clear) as run,
-        _photographs(folder, report) as photographs,
+        closing(Thumbnails(folder)) if report else nullcontext() as photographs,
     ):
         inputs = listing.plan(job.endings, {row["input"]: row["stem"] for row in run.all_rows()})
+        if engine == "ray":  # what a run whose driver was killed has left
+            take_parts(run)
+        before = done_before(inputs, run)
+        missing = [one for one in inputs if one.key not in before]
+        tally = Tally(progress, len(inputs), len(before))
+        if (cost := cost_of(job, explainer, len(missing))) is not None:
+            warnings.warn(cost, VitflowWarning, stacklevel=3)
         size = batch_size or auto_batch(explainer)
-        asked = Asked(model, known, job, size, max_pixels)
-        kept = _run(inputs, run, explainer, asked, cluster, workers, progress, photographs)
+        if missing and engine == "ray":
+            run_on_ray(missing, Asked(model, known, job, size, max_pixels), run, tally, address, actors)
+        elif missing:
+            on_pixels = None if photographs is None else photographs.add
+            with DecoderPool(_processes(missing, workers), max_pixels=max_pixels) as decoders:
+                Pipeline(
+                    explainer,
+                    job,
+                    folder,
+                    run.put,
+                    batch_size=size,
+                    decoders=decoders,
+                    tally=tally,
+                    on_pixels=on_pixels,
+                ).run(inputs, before)
         totals = run.finish()
         with finishing(folder):
             table = _write_manifest(run, manifest, job.labels)
             page = None
             if report:
-                from vitflow.folder.report import report_run
-
                 page = report_run(folder, thumbnails=photographs)
             seconds = time.perf_counter() - clock
-            done_now = totals["explained"] - kept
+            done_now = totals["explained"] - len(before)
             settings = {"recursive": recursive, "glob": glob, "limit": limit, "manifest": manifest}
             times = {
                 "started": started.isoformat(timespec="seconds"),
@@ -211,7 +226,7 @@ def explain_folder(
                 "pictures_per_second": round(done_now / seconds, 3),
             }
             run.write_summary(settings, totals, times, command)
-    return FolderSummary(folder, table, **totals, kept=kept, seconds=seconds, report=page)
+    return FolderSummary(folder, table, **totals, kept=len(before), seconds=seconds, report=page)
 
 
 def _check(job: Job, manifest: str, batch_size: int | None, workers: int | None, limit: int | None) -> None:
@@ -244,44 +259,11 @@ def _fingerprint(root: str | Path, job: Job, model: Mapping[str, Any]) -> dict[s
     return run_fingerprint("folder", {"root": os.fspath(root)}, model, job.methods, drawn)
 
 
-def _run(
-    inputs: Sequence[Input],
-    run: Run,
-    explainer: Explainer,
-    asked: Asked,
-    cluster: Cluster | None,
-    workers: int | None,
-    progress: Callable[[RunProgress], None] | None,
-    photographs: "Thumbnails | None",
-) -> int:
-    """Do what is missing; how many pictures were done before."""
-    if cluster is not None:  # what a run whose driver was killed has left
-        take_parts(run)
-    before = done_before(inputs, run)
-    tally = Tally(progress, len(inputs), len(before))
-    if (cost := cost_of(asked.job, explainer, len(inputs) - len(before))) is not None:
-        warnings.warn(cost, VitflowWarning, stacklevel=4)
-    if len(before) < len(inputs) and cluster is not None:
-        run_on_ray([one for one in inputs if one.key not in before], asked, cluster, run, tally)
-    elif len(before) < len(inputs):
-        cores = os.cpu_count() or 2
-        remote = is_remote(inputs[0].path)  # most of the time is spent waiting for the store
-        count = workers if workers is not None else 8 if remote else min(8, max(1, cores // 2))
-        count = min(count, max(8, cores) if remote else cores, len(inputs) - len(before))
-        with DecoderPool(count, max_pixels=asked.max_pixels) as decoders:
-            told: dict[str, Any] = {"tally": tally, "on_pixels": None if photographs is None else photographs.add}
-            told |= {"batch_size": asked.batch_size, "decoders": decoders}
-            Pipeline(explainer, asked.job, run.folder, run.put, **told).run(inputs, before)
-    return len(before)
-
-
-def _photographs(folder: Path, report: bool) -> AbstractContextManager["Thumbnails | None"]:
-    """Where the photographs that the run has in hand wait for its report."""
-    if not report:
-        return nullcontext()
-    from vitflow.folder.report import Thumbnails
-
-    return closing(Thumbnails(folder))
+def _processes(missing: Sequence[Input], workers: int | None) -> int:
+    """The number of processes that read pictures."""
+    cores, remote = os.cpu_count() or 2, is_remote(missing[0].path)  # of a URL, most of the time is spent waiting
+    count = workers if workers is not None else 8 if remote else min(8, max(1, cores // 2))
+    return min(count, max(8, cores) if remote else cores, len(missing))
 
 
 def _write_manifest(run: Run, format: str, labels: Sequence[str]) -> Path:

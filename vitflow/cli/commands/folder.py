@@ -50,7 +50,7 @@ class _Model:
     "--output",
     required=True,
     type=shared.NEW_FOLDER,
-    help="Folder for the overlays, the manifest, run.json and run.sqlite; on a disk of this machine.",
+    help="Folder for the overlays, the manifest, run.json and run.sqlite, on a disk of this machine.",
 )
 @shared.model_options
 @shared.question_options
@@ -78,14 +78,15 @@ class _Model:
     "--workers",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Processes that read pictures, at most one for each core.  [default: half the cores]",
+    help="Processes that read pictures, at most one for each core; 0 reads them in this process.  "
+    "[default: half the cores, at most 8; 8 for a URL]",
 )
 @shared.resume_option
 @click.option("--save-map", is_flag=True, help="Write each unscaled map as .npz, too.")
 @click.option(
     "--overlays/--no-overlays",
     default=True,
-    help="Draw each map; without overlays, vitflow draw and vitflow report draw the maps, which the run keeps.",
+    help="Draw each map. The run keeps all maps either way: vitflow draw and vitflow report draw them later.",
 )
 @click.option("--format", type=click.Choice(OVERLAY_FORMATS), default="jpg", help="Of the overlays.")
 @click.option(
@@ -94,12 +95,13 @@ class _Model:
     default="jsonl",
     help="Table with one row per input; parquet+grids has the maps, too.",
 )
-@click.option("--report", is_flag=True, help="Write a report in HTML at the end.")
+@click.option("--report", is_flag=True, help="Write a report in HTML at the end; not for a URL.")
 @click.option(
     "--engine",
     type=click.Choice(ENGINES),
     default="local",
-    help="Work in this process, or on a cluster of Ray with the same rows.",
+    help="Compute in this process, or on a cluster of Ray: the same rows and maps, without overlays, --save-map, "
+    "--workers and --report.",
 )
 @click.option("--address", metavar="HOST:PORT", help="Of the cluster.  [default: Ray is started on this machine]")
 @click.option(

@@ -11,6 +11,6 @@ from vitflow.errors import printable
 @click.argument("output", metavar="OUT", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def report(output: Path) -> None:
     """Write report.html into OUT, the output folder of `vitflow folder`: one page that needs no network."""
-    from vitflow.folder.report import report_run
+    from vitflow.folder.draw import report_run
 
     click.echo(printable(report_run(output)))
