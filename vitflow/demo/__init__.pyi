@@ -6,11 +6,11 @@ from .drawing import draw_ground as draw_ground
 from .drawing import draw_picture as draw_picture
 from .drawing import draw_pictures as draw_pictures
 from .drawing import limits_of as limits_of
-from .folders import DEMO_CAPTION as DEMO_CAPTION
-from .folders import DEMO_TEXT as DEMO_TEXT
 from .model import DEMO_WEIGHTS as DEMO_WEIGHTS
 from .model import demo_metadata as demo_metadata
 from .model import load_demo_model as load_demo_model
+from .samples import DEMO_CAPTION as DEMO_CAPTION
+from .samples import DEMO_TEXT as DEMO_TEXT
 from .samples import SAMPLE_FOLDER as SAMPLE_FOLDER
 from .samples import sample_masks as sample_masks
 from .samples import sample_pictures as sample_pictures

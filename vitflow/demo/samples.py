@@ -1,6 +1,10 @@
-"""The sample pictures that the package ships, and the exact masks of their objects. Loads neither torch nor OpenCV."""
+"""The files that the package ships: sample pictures with the exact masks of their objects, and two demo models."""
 
 from pathlib import Path
+
+DEMO_CAPTION = Path(__file__).with_name("demo_caption")  # a LlavaForConditionalGeneration: it says what a picture shows
+DEMO_TEXT = Path(__file__).with_name("demo_text")  # a SiglipModel: it says how well a sentence fits a picture
+
 
 SAMPLE_FOLDER = Path(__file__).with_name("pictures")
 

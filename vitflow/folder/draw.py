@@ -40,7 +40,7 @@ from vitflow.pictures.images import read_image
 from vitflow.pictures.options import OVERLAY_FORMATS
 from vitflow.runs.columns import Maps, Row, placement_of
 from vitflow.runs.saved import FILE, SavedRun
-from vitflow.viewer.packing import thumbnail
+from vitflow.viewer.pages import thumbnail
 from vitflow.viewer.report import write_report
 
 # What a run must have been asked for to be drawn.

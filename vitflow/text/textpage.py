@@ -17,8 +17,7 @@ from vitflow.pictures.overlay import ROBUST_PERCENTILES
 from vitflow.text.labels import ENGLISH_STOP_WORDS, caption, hide, labels_of
 from vitflow.text.layer_rows import attention_rows, rollout_rows
 from vitflow.text.layout import Words
-from vitflow.viewer.packing import drawing_of, one_table, pack_half, thumbnail
-from vitflow.viewer.pages import Page, make_html
+from vitflow.viewer.pages import Page, drawing_of, make_html, one_table, pack_half, thumbnail
 
 # Longer side of a photograph on the page, in pixels.
 _PHOTOGRAPH = 768

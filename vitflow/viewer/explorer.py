@@ -16,18 +16,19 @@ from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import TokenLayout
 from vitflow.methods.values import ValueWeighting
 from vitflow.pictures.overlay import ROBUST_PERCENTILES
-from vitflow.viewer.packing import (
+from vitflow.viewer.pages import (
     COLOUR_MAPS,
     Floats,
     Packed,
+    Page,
     color_tables,
     drawing_of,
+    make_html,
     pack_directions,
     pack_half,
     pack_logarithmic,
     thumbnail,
 )
-from vitflow.viewer.pages import Page, make_html
 
 # How heads were fused: the fusion, and the value weighting that came before it.
 Fused = tuple[str, ValueWeighting]

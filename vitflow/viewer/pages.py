@@ -8,18 +8,25 @@ is escaped, and no other script can run.
 import base64
 import hashlib
 import html
+import io
 import os
+import zlib
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
+from numpy.typing import NDArray
+from PIL import Image
 
 from vitflow.errors import printable
 from vitflow.files import write_atomically
+from vitflow.pictures.options import Background
+from vitflow.pictures.overlay import CONTOURS, KEPT, KNEE, LUMINANCE, SEQUENTIAL, color_table
 from vitflow.pictures.typesetting import decimal
 
 #: Failed inputs listed on a page; what is kept beside it has them all.
@@ -87,3 +94,119 @@ def _source(name: str) -> str:
     """One of the template folder's files as it is; empty where a page has none of that kind."""
     path = Path(__file__).parent / "templates" / name
     return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+Floats = NDArray[np.floating[Any]]
+
+#: Colour maps that a reader may choose, the usual one first.
+COLOUR_MAPS = (SEQUENTIAL, "viridis", "inferno", "gray")
+# Values below the largest of their group times this are stored as 0 in 8 bits.
+_FAINTEST = 2.0**-22
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """Numbers as a page holds them.
+
+    Attributes:
+        told: for JSON: the code, the shape, the compressed numbers in base64, and the code's table, if it has one.
+        stored: the numbers that a browser unpacks, float32.
+    """
+
+    told: dict[str, Any]
+    stored: NDArray[np.float32]
+
+    @property
+    def size(self) -> int:
+        """Its bytes in the page."""
+        return len(self.told["data"]) + 20 * len(self.told.get("tables", ())) * 256
+
+
+def pack_half(values: Floats) -> Packed:
+    """Pack numbers in half precision: relative error at most 2⁻¹¹, absolute error at most 3e-8 below 6e-5.
+
+    >>> packed = pack_half(np.array([0.1, 0.5]))
+    >>> packed.told["code"], packed.stored.tolist()
+    ('half', [0.0999755859375, 0.5])
+    """
+    half = np.ascontiguousarray(values, dtype="<f2")
+    # The upper bytes of all numbers resemble each other, and compress; the lower ones hardly do.
+    planes = half.view(np.uint8).reshape(-1, 2).T[::-1]
+    return Packed(_told("half", half.shape, planes), half.astype(np.float32))
+
+
+def pack_logarithmic(values: Floats) -> Packed:
+    """Pack numbers of at least 0 in 8 bits: 0, and 255 steps of equal ratio for each group (the first axis).
+
+    >>> packed = pack_logarithmic(np.array([[0.0, 0.25, 1.0]]))
+    >>> packed.told["code"], packed.stored.tolist()
+    ('table', [[0.0, 0.25, 1.0]])
+    """
+    values = np.asarray(values, dtype=np.float32)
+    codes, tables = np.zeros(values.shape, np.uint8), np.zeros((len(values), 256), np.float32)
+    for group, own, table in zip(values, codes, tables, strict=True):
+        top = float(group.max(initial=0.0))
+        if top <= 0:
+            continue
+        lowest = max(float(group[group > 0].min()), top * _FAINTEST)
+        step = np.log2(top / lowest) / 254  # from one code to the next, in powers of two
+        table[1:] = top * 2.0 ** (step * (np.arange(1, 256) - 255.0))
+        shown = group >= lowest * 2.0 ** (-max(step, 1e-3) / 2)  # what is fainter still is 0
+        steps = np.log2(group[shown] / top) / step if step else np.zeros(int(shown.sum()))
+        own[shown] = np.clip(np.rint(255 + steps), 1, 255)
+    stored = np.stack([table[own] for own, table in zip(codes, tables, strict=True)])
+    told = _told("table", values.shape, codes) | {"tables": [[float(one) for one in table] for table in tables]}
+    return Packed(told, stored)
+
+
+def pack_directions(vectors: Floats) -> Packed:
+    """Pack vectors [count, width] for their directions alone: 8 bits, each vector as long as they allow.
+
+    >>> pack_directions(np.array([[1.0, -0.5]])).stored.tolist()
+    [[127.0, -64.0]]
+    """
+    longest = np.abs(vectors).max(axis=-1, keepdims=True)
+    whole = np.rint(127 * vectors / np.where(longest > 0, longest, 1)).astype(np.int8)
+    return Packed(_told("whole", whole.shape, whole), whole.astype(np.float32))
+
+
+def _told(code: str, shape: tuple[int, ...], numbers: NDArray[Any]) -> dict[str, Any]:
+    data = base64.b64encode(zlib.compress(np.ascontiguousarray(numbers).tobytes(), 6)).decode()
+    return {"code": code, "shape": list(shape), "data": data}
+
+
+def thumbnail(pixels: NDArray[np.uint8], side: int = 512) -> bytes:
+    """A photograph, uint8 RGB, made small for a page, as JPEG with a longer side of so many pixels at most."""
+    picture = Image.fromarray(pixels)
+    picture.thumbnail((side, side), Image.Resampling.LANCZOS)
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=82)
+    return file.getvalue()
+
+
+def drawing_of(background: Background = "grey", *, soft: bool = True, contours: bool = False) -> dict[str, Any]:
+    """How maps are laid over photographs: all that a page's script needs to know of `vitflow.pictures.overlay`."""
+    knee = KNEE if soft else 1.0
+    return {
+        "knee": knee,
+        "kept": KEPT,
+        "luminance": LUMINANCE,
+        "background": background,
+        "contours": contours,
+        "shares": CONTOURS,
+    }
+
+
+def one_table(cmap: str | None, two_sides: bool) -> dict[str, list[Any]]:
+    """The colours of a colour map, and how opaque each is, from 0 to 255, as overlays have them."""
+    colors, shares = color_table(cmap, two_sides)
+    return {"colors": colors.tolist(), "opacity": np.round(255 * shares).astype(int).tolist()}
+
+
+def color_tables() -> dict[str, dict[str, dict[str, list[Any]]]]:
+    """The colour maps that a reader may choose, each for one side of 0 and for both; the usual one is no choice."""
+    return {
+        name: {"one_side": one_table(own, False), "two_sides": one_table(own, True)}
+        for name in COLOUR_MAPS
+        for own in [None if name == SEQUENTIAL else name]
+    }

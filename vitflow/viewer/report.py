@@ -15,8 +15,7 @@ from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.files import stays_inside, write_atomically
 from vitflow.pictures.images import natural_order
 from vitflow.pictures.overlay import is_soft, scale_range
-from vitflow.viewer.packing import drawing_of, one_table
-from vitflow.viewer.pages import FAILURES_SHOWN, write_html
+from vitflow.viewer.pages import FAILURES_SHOWN, drawing_of, one_table, write_html
 
 
 def write_report(
@@ -40,7 +39,7 @@ def write_report(
         run: what the run computed: "root", "model", "methods", "options", "drawing", …
         states: "explained" or "failed" for each input to show; they stand in the natural order of their names.
         read_rows: the rows of some inputs, with their "grids", and the "window" of the image that the model saw.
-        photograph: the photograph of a row made small, as JPEG (see `vitflow.viewer.packing.thumbnail`); it raises
+        photograph: the photograph of a row made small, as JPEG (see `vitflow.viewer.pages.thumbnail`); it raises
             VitflowError or OSError where that is not the one that was explained.
         departures: of each of the run's methods how its maps depart from its publication, in words.
         per_page: pictures on one page.

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitflow.compiled import compiled, compiled_within
-from vitflow.methods.flow.edges import Floats, Graph, Ints
+from vitflow.methods.flow.layers import Floats, Graph, Ints
 
 
 class Workspace(NamedTuple):

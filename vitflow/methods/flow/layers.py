@@ -1,13 +1,15 @@
-"""Which layers a flow runs through, and their edges' capacities."""
+"""Layers and edges of a flow: which layers it runs through, their capacities, and the graph that all sinks share."""
 
 from collections.abc import Sequence
 from operator import index
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitflow.compiled import compiled
 from vitflow.errors import OptionError
 from vitflow.methods.fusion import (
     HeadFusion,
@@ -141,3 +143,67 @@ def layer_capacities(
         kept = discard_low(stacked, discard_ratio, num_prefix_tokens, masks)
         by_column[start : start + together] = add_residual(kept, residual).mT
     return by_column.numpy().transpose(0, 2, 1)
+
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+
+
+class Graph(NamedTuple):
+    """The layers that all sinks share, m of edges between m + 1 of nodes."""
+
+    base: Ints  # [m + 2]: where each layer's nodes begin; its last number is no node
+    row: Ints  # [nodes + 1]: where the edges above each node begin
+    above: Ints  # [edges]: the upper node
+    capacity: Floats  # [edges]
+    full: NDArray[np.bool_]  # [m]: whether the layer's edges are all pairs of nodes, some of capacity 0
+    supply: Floats  # [top nodes]
+
+
+@compiled
+def count_edges(matrix: Any, lower: Any, upper: Any, least: float) -> int:
+    """How many edges [keys, queries] between these nodes have a capacity of more than `least`."""
+    count = 0
+    for k in lower:
+        for i in upper:
+            count += matrix[k, i] > least
+    return count
+
+
+@compiled
+def fill_edges(
+    matrix: Any,
+    lower: Any,
+    upper: Any,
+    least: float,
+    full: bool,
+    base: int,
+    first: int,
+    row: Any,
+    above: Any,
+    capacity: Any,
+) -> None:
+    """Write the edges between these nodes.
+
+    Args:
+        matrix: capacities [keys, queries].
+        lower: the tokens of the nodes below, in their order.
+        upper: the tokens of the nodes above.
+        least: leave out edges of at most this capacity.
+        full: write all pairs instead.
+        base: the number of the first node above.
+        first: the number of the first edge.
+        row: [lower nodes + 1], filled: where the edges above each lower node begin, and where the last ones end.
+        above: filled from `first` on.
+        capacity: likewise.
+    """
+    e = first
+    for x in range(len(lower)):
+        row[x] = e
+        for y in range(len(upper)):
+            value = matrix[lower[x], upper[y]]
+            if full or value > least:
+                above[e] = base + y
+                capacity[e] = value
+                e += 1
+    row[len(lower)] = e

@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError
-from vitflow.methods.flow.edges import Floats, Graph, count_edges, fill_edges
 from vitflow.methods.flow.kernel import Workspace, solve, workspace
+from vitflow.methods.flow.layers import Floats, Graph, count_edges, fill_edges
 
 Progress = Callable[[int], object]
 Indices = NDArray[np.intp]
