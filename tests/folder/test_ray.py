@@ -135,12 +135,23 @@ def test_a_stopped_run_ends_in_the_words_of_its_worker(tmp_path):
 ON_RAY = {"engine": "ray", "workers": None, "actors": 1, "model": plain}
 
 
+def is_whole(part) -> bool:
+    """Whether Ray has finished writing a file, which has its final name from the beginning."""
+    pyarrow, parquet = load_pyarrow()
+    try:
+        parquet.read_metadata(part)
+    except (pyarrow.ArrowInvalid, OSError):
+        return False
+    return True
+
+
+@pytest.mark.slow  # nearly a minute; what becomes of parts is tested above
 def test_a_run_whose_driver_was_killed_goes_on_and_has_each_input_once(ray_cluster, tmp_path):
     source = fill(tmp_path / "in", 80)
     (source / "bad.jpg").write_bytes(DAMAGED)
     driver = forked(drive, ray_cluster.get_runtime_context().gcs_address, source, tmp_path / "ray")
     parts = tmp_path / "ray/.vitflow-parts"
-    while not list(parts.glob("*.parquet")):
+    while not any(map(is_whole, parts.glob("*.parquet"))):
         assert driver.is_alive()
         time.sleep(0.01)
     driver.kill()
