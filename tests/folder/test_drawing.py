@@ -1,5 +1,6 @@
 """How a folder run draws: as a single overlay is drawn with the same options, and refused before it begins."""
 
+import subprocess
 import sys
 
 import numpy as np
@@ -79,3 +80,9 @@ def test_sampling_runs_over_a_folder_and_tells_what_it_costs(tmp_path, monkeypat
         for method, grid in maps.items():
             alone = vitflow.explain(picture, model="demo", method=method, masks=20).grid
             np.testing.assert_allclose(grid, alone, rtol=2e-3, atol=1e-3 * alone.max())
+
+
+def test_a_run_without_a_report_loads_no_matplotlib():
+    code = "import sys, vitflow.folder.run\nprint('matplotlib' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "False\n", done.stderr

@@ -1,11 +1,12 @@
-"""The files that the package ships: sample pictures with the exact masks of their objects, and two demo models."""
+"""The files that the package ships: sample pictures with the exact masks of their objects, and two demo models.
+
+This module loads neither torch nor OpenCV.
+"""
 
 from pathlib import Path
 
 DEMO_CAPTION = Path(__file__).with_name("demo_caption")  # a LlavaForConditionalGeneration: it says what a picture shows
 DEMO_TEXT = Path(__file__).with_name("demo_text")  # a SiglipModel: it says how well a sentence fits a picture
-
-
 SAMPLE_FOLDER = Path(__file__).with_name("pictures")
 
 

@@ -50,7 +50,7 @@ def draw_bars(evaluation: Tables, names: Sequence[str]) -> Figure:
         raise OptionError(unknown_name("metric of this evaluation", ", ".join(names), set(known)))
     labels = [printable(name) for name in evaluation.methods]
     size = (label_width(labels) + _PANEL * len(metrics), _AROUND + _ROW * len(labels))
-    figure = new_chart(size, LIGHT)
+    figure = new_chart(size)
     plots: Any = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
     for axes, metric in zip(plots, metrics, strict=True):
         _draw_panel(axes, evaluation, metric)
@@ -76,7 +76,7 @@ def _draw_panel(axes: Axes, evaluation: Tables, metric: Metric) -> None:
     if chance is not None:
         axes.axvline(chance, color=LIGHT.soft, linewidth=0.7, linestyle=(0, (3, 2)), zorder=4)
     axes.axvline(0, color=LIGHT.rule, linewidth=0.6, zorder=1)
-    style_axes(axes, f"{metric.title} {metric.arrow}", LIGHT)
+    style_axes(axes, f"{metric.title} {metric.arrow}")
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4))
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)

@@ -35,13 +35,10 @@ from vitflow.files import is_remote, write_inside
 from vitflow.folder.decoders import decode_file
 from vitflow.folder.work import encode_overlay
 from vitflow.pictures import notebook
-from vitflow.pictures.figures import Cell, Column, draw_bands, figure_bytes
 from vitflow.pictures.images import read_image
 from vitflow.pictures.options import OVERLAY_FORMATS
 from vitflow.runs.columns import Maps, Row, placement_of
 from vitflow.runs.saved import FILE, SavedRun
-from vitflow.viewer.pages import thumbnail
-from vitflow.viewer.report import write_report
 
 # What a run must have been asked for to be drawn.
 _RUN = {"root": str, "model": str, "format": str, "fit": str, "methods": dict, "options": dict, "drawing": dict}
@@ -259,6 +256,8 @@ class Thumbnails:
 
     def add(self, key: str, pixels: NDArray[np.uint8]) -> None:
         """Keep an input's photograph; on a full disk it will be decoded again."""
+        from vitflow.viewer.pages import thumbnail  # loads matplotlib, as all of the viewer
+
         small = thumbnail(pixels)
         with self._lock, contextlib.suppress(OSError):
             place = self._file.seek(0, os.SEEK_END)
@@ -295,6 +294,9 @@ def report_run(
     Raises:
         OptionError: the folder holds no run, or its record is damaged.
     """
+    from vitflow.viewer.pages import thumbnail
+    from vitflow.viewer.report import write_report
+
     with open_run(output) as saved:
         run = saved.fingerprint
         states = {row["input"]: row["status"] for row in saved.rows()}
@@ -332,6 +334,8 @@ _LONGEST = 180  # pixels of a picture's longer side
 
 def show_run(text: str, output: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """The first overlay of each row's picture, as one figure, and what the rows say."""
+    from vitflow.pictures.figures import Cell, Column, draw_bands, figure_bytes  # loads matplotlib
+
     cells, columns, overlays = [], [], []
     for row in rows:
         probability = row.get("probability")

@@ -66,7 +66,7 @@ class Values:
         return norms
 
     def gram_for(self, vectors: int) -> Tensor | None:
-        """W_Oᵀ W_O if it makes the work on so many vectors less: it replaces two products with W_O by one."""
+        """W_Oᵀ W_O if it saves time for this number of vectors: it replaces two products with W_O by one."""
         return self.projection.T @ self.projection if vectors > len(self.projection) else None
 
     def weigh(self, attention: Tensor, value_weighted: ValueWeighting, mixed: Tensor | None = None) -> Tensor:

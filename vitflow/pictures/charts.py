@@ -90,7 +90,7 @@ def draw_lines(
     labels = list(dict.fromkeys(one.label for series in charts.values() for one in series))
     panel = 4.2 if len(charts) == 1 else 3.0
     width = 0.6 + panel * len(charts) + label_width(labels) + 0.4
-    figure = new_chart((width, max(2.8, 0.145 * len(labels) + 0.9)), LIGHT)
+    figure = new_chart((width, max(2.8, 0.145 * len(labels) + 0.9)))
     plots: Any = figure.subplots(1, len(charts), sharey=True, squeeze=False)[0]
     x_labels = [x_label] * len(charts) if isinstance(x_label, str) else x_label
     handles: dict[str, Any] = {}
@@ -98,7 +98,7 @@ def draw_lines(
         for one in series:
             number = [other.label for other in series if other.baseline == one.baseline].index(one.label)
             handles.setdefault(one.label, _draw_series(axes, one, number))
-        style_axes(axes, title, LIGHT)
+        style_axes(axes, title)
         axes.set_xlabel(below, fontsize=TITLE, color=LIGHT.soft, parse_math=False)
         axes.margins(x=0.02)
         axes.axhline(0, color=LIGHT.rule, linewidth=0.6, zorder=0)
@@ -147,9 +147,9 @@ def label_width(labels: Sequence[str]) -> float:
     return min(max(map(len, labels)), MOST_CHARACTERS) * PER_CHARACTER
 
 
-def new_chart(size: tuple[float, float], theme: Theme) -> QuietFigure:
+def new_chart(size: tuple[float, float]) -> QuietFigure:
     """An empty figure of (width, height) in inches, in which matplotlib makes room for words."""
-    return QuietFigure(figsize=size, dpi=DPI, layout="constrained", facecolor=theme.paper)
+    return QuietFigure(figsize=size, dpi=DPI, layout="constrained", facecolor=LIGHT.paper)
 
 
 def settled(figure: Figure) -> Figure:
@@ -177,13 +177,13 @@ def framed(figure: Figure, title: str, paragraphs: Iterable[str]) -> Figure:
     return settled(figure)
 
 
-def style_axes(axes: Axes, title: str, theme: Theme) -> None:
+def style_axes(axes: Axes, title: str) -> None:
     """Give a panel its title and its look."""
-    axes.set_facecolor(theme.paper)
-    axes.set_title(printable(title, lines=True), fontsize=TITLE, loc="left", color=theme.ink, parse_math=False)
-    axes.tick_params(labelsize=BODY, length=2.5, width=0.6, colors=theme.soft, labelcolor=theme.ink)
+    axes.set_facecolor(LIGHT.paper)
+    axes.set_title(printable(title, lines=True), fontsize=TITLE, loc="left", color=LIGHT.ink, parse_math=False)
+    axes.tick_params(labelsize=BODY, length=2.5, width=0.6, colors=LIGHT.soft, labelcolor=LIGHT.ink)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set(linewidth=0.6, color=theme.rule)
+    axes.spines[["left", "bottom"]].set(linewidth=0.6, color=LIGHT.rule)
 
 
 def darkened(svg: bytes) -> bytes:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, printable
 from vitflow.pictures import charts
-from vitflow.pictures.charts import LIGHT, MARGIN, new_chart
+from vitflow.pictures.charts import MARGIN, new_chart
 from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, measure, plain, wrap
 from vitflow.text.labels import labels_of, padded, shown_positions
 from vitflow.text.layout import Words
@@ -143,7 +143,7 @@ class GraphView(View):
         notes = [wrap(panel.note, wide, SMALL, lines=3) for panel in self.panels]
         width = max(map(measure, names, [BODY] * len(names))) + len(self.panels) * (wide + _GAP) + 2 * MARGIN
         around = max(map(len, titles)) * TITLE + (1 + max(map(len, notes))) * SMALL
-        figure = new_chart((max(width, 4.0), row * len(names) + around * LEADING + 0.2), LIGHT)
+        figure = new_chart((max(width, 4.0), row * len(names) + around * LEADING + 0.2))
         plots = figure.subplots(1, len(self.panels), sharey=True, squeeze=False)[0]
         for axes, panel, title, note in zip(plots, self.panels, titles, notes, strict=True):
             axes.set_title("\n".join(title), loc="left", pad=3, **plain(TITLE), weight="bold")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, printable
 from vitflow.pictures import charts
-from vitflow.pictures.charts import LIGHT, MARGIN, new_chart
+from vitflow.pictures.charts import MARGIN, new_chart
 from vitflow.pictures.typesetting import BODY, GREY, RULE, SMALL, measure, plain
 from vitflow.text.labels import labels_of, padded, shown_positions
 from vitflow.text.layout import Words
@@ -178,7 +178,7 @@ class Sheet(View):
         beside += 0.0 if self.rest is None else max(measure(self.rest_name, SMALL), 0.3) + 0.06
         above = max((measure(name, BODY) for name in names), default=0.0) + 0.06
         width = max(beside + cell * columns + 2 * MARGIN, 3.6)
-        figure = new_chart((width, above + height * len(table) + MARGIN), LIGHT)
+        figure = new_chart((width, above + height * len(table) + MARGIN))
         axes = figure.subplots()
         colors = np.array([[_rgb(one) for one in row.cells] for row in table], np.uint8)
         axes.imshow(colors, aspect=height / cell, origin="upper", interpolation="nearest")

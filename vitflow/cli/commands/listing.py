@@ -1,6 +1,8 @@
 """`vitflow methods`, `vitflow models`, `vitflow demo`: what there is to choose from, and a first look."""
 
 import json
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +26,21 @@ def methods(name: str | None, as_json: bool) -> None:
     With NAME, tell all of one: the question that it answers, and what each of its options does and can be.
     """
     table = [(method, text) for text in (False, True) for method in list_methods(text=text)]
-    chosen = [row for row in table if name in (None, row[0].name)]
-    if not chosen:
-        check_known("method", str(name), {method.name: method for method, _ in table})
+    if name is not None:
+        check_known("method", name, {method.name: method for method, _ in table})
+        table = [(method, text) for method, text in table if method.name == name]
     if as_json:
-        click.echo(json.dumps([_record(*row) for row in chosen], indent=2))
+        click.echo(json.dumps([_record(*row) for row in table], indent=2))
         return
-    for number, (method, text) in enumerate(chosen):
-        if text and (number == 0 or not chosen[number - 1][1]):
-            click.echo("\nOf texts (vitflow read)\n")
-        click.echo(_summary(method, text) if name is None else _all_of(method, text), nl=False)
+    for text, rows in groupby(table, key=itemgetter(1)):
+        if text:
+            click.echo("\nFor texts (vitflow read)\n")
+        for method, _ in rows:
+            click.echo(_summary(method, text) if name is None else _all_of(method, text), nl=False)
 
 
 def _summary(method: Method, text: bool) -> str:
-    """What a method does, its defaults and its source, in a few lines."""
+    """Return a method's summary, defaults and source in a few lines."""
     lines = [f"{method.name}{'  (class-specific)' if method.class_specific else ''}", f"    {method.summary}"]
     options = "  ".join(
         f"{shared.flag_of(option)} {_default(value, text)}" for option, value in method.defaults.items()
@@ -92,8 +95,8 @@ def _all_of(method: Method, text: bool) -> str:
 
 
 def _default(value: Any, text: bool) -> str:
-    """A default in words; of texts, one that is not set depends on the kind of model."""
-    return "as fits the model" if text and value is None else shown(value)
+    """Format a default; for texts, None stands for the default of the kind of model."""
+    return "depends on the model" if text and value is None else shown(value)
 
 
 def _values(method: Method, name: str) -> str:
