@@ -78,12 +78,12 @@ def without_options(app, what, name, obj, options, signature, returned):
     """Write **options for the options of methods, which would hide what a function takes beside them."""
     from sphinx.util.inspect import stringify_signature
 
-    from vitflow.explaining.method_options import OPTIONS
+    from vitflow.explaining.options import METHOD_OPTIONS
 
     taken = getattr(obj, "__signature__", None)
     if what not in ("function", "method") or taken is None or "preset" not in taken.parameters:
         return None
-    kept = [parameter for key, parameter in taken.parameters.items() if key not in OPTIONS and key != "preset"]
+    kept = [parameter for key, parameter in taken.parameters.items() if key not in METHOD_OPTIONS and key != "preset"]
     more = [] if kept[-1].kind == Parameter.VAR_KEYWORD else [Parameter("options", Parameter.VAR_KEYWORD)]
     shorter = taken.replace(parameters=[one for one in kept if one.name != "self"] + more)
     text = stringify_signature(shorter, unqualified_typehints=True)
@@ -92,7 +92,7 @@ def without_options(app, what, name, obj, options, signature, returned):
 
 def options_of_methods() -> str:
     """A section for each method and a table of all options, from the table that the command line is made from."""
-    from vitflow.explaining.method_options import OPTIONS
+    from vitflow.explaining.options import METHOD_OPTIONS
 
     texts = ["## Methods\n"]
     for method in vitflow.list_methods():
@@ -106,7 +106,7 @@ def options_of_methods() -> str:
     texts += ["## Options\n", "| option | what it says | values |", "|---|---|---|"]
     texts += [
         f"| `{name}` | {option.help} | {option.values.replace('|', ', ')} |".replace("\n", " ")
-        for name, option in OPTIONS.items()
+        for name, option in METHOD_OPTIONS.items()
     ]
     return "\n".join(texts)
 

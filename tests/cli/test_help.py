@@ -12,9 +12,8 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import vitflow
 from vitflow.cli import cli
-from vitflow.cli.sections import SectionedCommand
-from vitflow.explaining.method_options import OPTIONS
 from vitflow.explaining.method_table import get_method, list_methods
+from vitflow.explaining.options import METHOD_OPTIONS, OPTIONS
 from vitflow.text.method_table import TEXT_METHODS
 
 # Commands that can be told of more than a file or two.
@@ -30,23 +29,27 @@ def told(*arguments: str, columns: int = 80) -> str:
 
 
 def sections(text: str) -> dict[str, str]:
-    """The blocks of a help text by their titles."""
-    blocks = [block.partition(":\n") for block in text.split("\n\n")]
-    return {title: body for title, colon, body in blocks if colon}
+    """The panels of a help text by their titles, without the paragraphs before them."""
+    found: dict[str, str] = {}
+    title = None
+    for line in text.splitlines():
+        if line.rstrip().endswith(":") and not line.startswith(" "):
+            title = line.rstrip()[:-1]
+        elif title is not None:
+            found[title] = found.get(title, "") + f"{line}\n"
+    return found
 
 
 @pytest.mark.parametrize("name", SECTIONED)
-def test_every_option_stands_in_a_section(name):
-    assert isinstance(cli.commands[name], SectionedCommand)
-    found = sections(told(name, "--help"))
-    assert list(found)[:1] == ["Model"]
-    assert list(found)[-2:] == ["Output", "More"]
-    # click keeps the help option that a command was first asked with: without -h where that was not through the group
-    assert found["More"].split()[-6:] == ["--help", "Show", "this", "message", "and", "exit."]
-    assert found["More"].count("--") == 1
-    listed = "\n".join(found.values())
+def test_every_option_is_in_a_panel(name):
+    found = sections(told(name, "--help", columns=120))
+    assert "Model" in found and list(found)[-1] == "Options"
+    # click keeps the help option of a command's first use, which has no -h unless that was through the group
+    assert found["Options"].split()[-6:] == ["--help", "Show", "this", "message", "and", "exit."]
+    assert found["Options"].count("--") == 1
+    listed = "\n".join(found.values()).replace("/", " ")
     flags = [flag for param in cli.commands[name].params for flag in param.opts if flag.startswith("--")]
-    assert [flag for flag in flags if listed.count(f"{flag} ") == 0] == []
+    assert [flag for flag in flags if listed.count(f" {flag} ") == 0] == []
 
 
 @pytest.mark.parametrize("name", SECTIONED)
@@ -60,13 +63,13 @@ def test_completion_in_a_shell_knows_every_option(name):
 def test_a_methods_options_stand_under_the_methods_that_have_them(name):
     table = TEXT_METHODS if name in ("read", "caption") else {method.name: method for method in list_methods()}
     seen = []
-    for title, body in sections(told(name, "--help")).items():
+    for title, body in sections(told(name, "--help", columns=200)).items():
         if not title.startswith("Options of "):
             continue
         named = title.removeprefix("Options of ").removeprefix("all methods").removeprefix(" but ").split(", ")
         having = [one for one in table if one not in named] if "all methods" in title else named
         for option in OPTIONS:
-            if f"  --{option.replace('_', '-')} " in body:
+            if f" --{option.replace('_', '-')} " in body:
                 seen.append(option)
                 assert having == [one for one, method in table.items() if method.accepts(option)], option
     assert sorted(seen) == sorted(name for name in OPTIONS if any(method.accepts(name) for method in table.values()))
@@ -84,7 +87,7 @@ def test_a_methods_options_stand_under_the_methods_that_have_them(name):
 def test_no_line_of_a_help_is_wider_than_the_terminal(arguments, columns):
     text = told(*arguments, columns=columns)
     assert [line for line in text.splitlines() if len(line) > columns and "vit_base" not in line] == []
-    assert "..." not in text.partition("Commands:")[2]  # no summary is cut off
+    assert "..." not in text.partition("Images:")[2]  # no summary is cut off
 
 
 def test_a_method_tells_its_question_its_options_and_their_source():
@@ -92,7 +95,9 @@ def test_a_method_tells_its_question_its_options_and_their_source():
     assert get_method("rollout").answers in " ".join(text.split()) and "Abnar & Zuidema" in text
     for name in get_method("rollout").defaults:
         assert f"--{name.replace('_', '-')} " in text
-        assert OPTIONS[name].values.removesuffix("|signed_mean") in text  # which attention by itself does not take
+        assert (
+            METHOD_OPTIONS[name].values.removesuffix("|signed_mean") in text
+        )  # which attention by itself does not take
     assert "|signed_mean" not in text and "|signed_mean" in told("methods", "gae", columns=110)
     assert "--preset paper" in text and "--value-weighted off" in text
     record, of_texts = json.loads(told("methods", "rollout", "--json"))
@@ -121,10 +126,12 @@ def test_an_unknown_method_is_told_in_one_line():
 )
 def test_signature_and_help_name_the_options_of_the_methods(function):
     parameters = inspect.signature(function).parameters
-    assert set(OPTIONS) < set(parameters)
-    assert all(parameters[name].default is None for name in OPTIONS if name != "layer")
+    assert set(METHOD_OPTIONS) < set(parameters)
+    assert all(parameters[name].default is None for name in METHOD_OPTIONS if name != "layer")
     assert list(parameters)[-1] == "options"  # those of a registered method
-    assert all(f"    {option.name}: {option.help[:40]}" in inspect.getdoc(function) for option in OPTIONS.values())
+    assert all(
+        f"    {option.name}: {option.help[:40]}" in inspect.getdoc(function) for option in METHOD_OPTIONS.values()
+    )
 
 
 @pytest.mark.parametrize("name", ["vitflow", "vitflow.demo", "vitflow.evaluation"])

@@ -30,7 +30,7 @@ from vitflow.demo import sample_pictures
 from vitflow.errors import ImageError, NoAttentionError, OptionError, ShapeError, VitflowWarning
 from vitflow.explaining import method_table
 from vitflow.explaining.comparison import DEFAULT_METHODS, Agreement, compare, measure_agreement, spearman, top_overlap
-from vitflow.explaining.method_options import COMMON
+from vitflow.explaining.options import COMMON
 from vitflow.pictures import figures, overlay
 from vitflow.pictures.options import DPI
 from vitflow.pictures.pen import Pen, panel_size

@@ -22,8 +22,8 @@ from vitflow.evaluation.choices import label_methods
 from vitflow.evaluation.datasets import Dataset, open_dataset
 from vitflow.evaluation.run import _settings
 from vitflow.evaluation.scoring import Protocol
-from vitflow.explaining.method_options import OPTIONS
 from vitflow.explaining.method_table import list_methods
+from vitflow.explaining.options import METHOD_OPTIONS
 from vitflow.folder.draw import read_grids
 from vitflow.folder.run import _fingerprint
 from vitflow.folder.work import make_job
@@ -131,12 +131,12 @@ def other_value(option, method):
     return (0, 1) if option.kind == "patch" else 2 if default != 2 else 1
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", METHOD_OPTIONS)
 def test_every_option_of_a_method_changes_both_fingerprints(name):
     own, root = explainer(), Path("/pictures")
     known = own.fingerprint()
     for method in (method for method in list_methods() if method.accepts(name) and name in method.defaults):
-        options = [{}, {name: other_value(OPTIONS[name], method)}]
+        options = [{}, {name: other_value(METHOD_OPTIONS[name], method)}]
         folders = [_fingerprint(root, make_job([(method.name, given)], {}), known) for given in options]
         assert folders[0] != folders[1], method.name
         dataset = open_dataset("demo:2")
@@ -162,7 +162,7 @@ def test_every_option_of_a_folder_run_changes_its_fingerprint(tmp_path):
         "overlays": False,
         "options": {"residual": 0.3},
     }
-    assert set(inspect.signature(explain_folder).parameters) == FREE | set(others) | set(OPTIONS)
+    assert set(inspect.signature(explain_folder).parameters) == FREE | set(others) | set(METHOD_OPTIONS)
     run_folder(source, tmp_path / "out")
     for name, value in others.items():
         with pytest.raises(OptionError, match="holds a run with other options"):
@@ -188,7 +188,7 @@ def test_every_option_of_an_evaluation_changes_its_fingerprint(tmp_path, monkeyp
         "seed": 1,
         "options": {"residual": 0.3},
     }
-    assert set(inspect.signature(evaluate).parameters) == FREE_OF_EVALUATIONS | set(others) | set(OPTIONS)
+    assert set(inspect.signature(evaluate).parameters) == FREE_OF_EVALUATIONS | set(others) | set(METHOD_OPTIONS)
     evaluate(**usual, output=tmp_path / "out")
     for name, value in others.items():
         changed = usual | (value if name == "options" else {name: value})

@@ -11,15 +11,15 @@ from vitflow.app.asking import Models, answer_column, asks, drawn, path_of, phot
 from vitflow.errors import OptionError
 from vitflow.explaining.captions import Code, python_call
 from vitflow.explaining.comparison import compare
-from vitflow.explaining.method_options import OPTIONS, Option, shown
 from vitflow.explaining.method_table import get_method, list_methods
+from vitflow.explaining.options import METHOD_OPTIONS, Option, shown
 from vitflow.explaining.targets import Contrast
 from vitflow.pictures.options import BACKGROUNDS, FITS, INTERPOLATIONS
 
 # The method that is chosen first, and what answers for a patch where the chosen one does not.
 _METHOD, _OF_PATCHES = "gae", "rollout"
 # The options of methods that have a field. A patch is clicked; the last two change the time of an answer alone.
-_OPTIONS = [option for option in OPTIONS.values() if option.name not in ("patch", "occlusion_batch")]
+_OPTIONS = [option for option in METHOD_OPTIONS.values() if option.name not in ("patch", "occlusion_batch")]
 # What a visitor may ask for at most, where the table of options has no limit.
 _MOST = {"masks": 4096, "cells": 64, "random_seed": 2**31 - 1}
 _LARGEST, _MOST_PROMPTS, _PROMPT_CHARACTERS = 10_000, 16, 2000

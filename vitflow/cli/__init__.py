@@ -5,29 +5,19 @@ Nothing here imports torch before a command runs, so that help and usage errors 
 """
 
 import sys
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
-import click
+import rich_click as click
+from click.exceptions import Abort, ClickException, Exit
 
-from vitflow.cli.commands.app import app
-from vitflow.cli.commands.caption import caption
-from vitflow.cli.commands.compare import compare
-from vitflow.cli.commands.doctor import doctor
-from vitflow.cli.commands.draw import draw
-from vitflow.cli.commands.evaluate import evaluate
-from vitflow.cli.commands.explain import explain
-from vitflow.cli.commands.explore import explore
-from vitflow.cli.commands.features import features
-from vitflow.cli.commands.folder import folder
-from vitflow.cli.commands.layers import layers
-from vitflow.cli.commands.listing import demo, methods, models
-from vitflow.cli.commands.read import read
-from vitflow.cli.commands.report import report
+from vitflow.cli import commands
 from vitflow.cli.saying import talking
 from vitflow.errors import printable
 
 
-class _Talking(click.Group):
+class _Talking(click.RichGroup):
     """Commands whose errors and warnings are told in lines on stderr."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -38,8 +28,22 @@ class _Talking(click.Group):
 
 @click.group(
     cls=_Talking,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
+@click.rich_config(
+    {
+        "theme": "default-slim",
+        "max_width": 110,
+        "text_markup": None,
+        "padding_helptext_first_line": (0, 0, 1, 0),
+        "default_string": r"\[default: {}]",
+        "options_table_help_sections": ["help", "required", "default"],
+    }
+)
+@click.command_panel("Images")
+@click.command_panel("Texts")
+@click.command_panel("Many images")
+@click.command_panel("Setup")
 @click.version_option(package_name="vitflow", prog_name="vitflow")
 def cli() -> None:
     """See what a Vision Transformer looks at.
@@ -50,23 +54,22 @@ def cli() -> None:
     """
 
 
-# In the order in which the help lists them.
-_OF_PICTURES, _OF_WORDS = (explain, compare, layers, features, explore, app), (read, caption)
-_OF_RUNS, _OF_VITFLOW = (evaluate, folder, draw, report), (demo, methods, models, doctor)
-for _command in (*_OF_PICTURES, *_OF_WORDS, *_OF_RUNS, *_OF_VITFLOW):
-    cli.add_command(_command)
+for _module in iter_modules(commands.__path__, f"{commands.__name__}."):
+    for _command in vars(import_module(_module.name)).values():
+        if isinstance(_command, click.Command):
+            cli.add_command(_command)
 
 
 def main() -> None:
     """Run the command line."""
     try:
         cli(standalone_mode=False)
-    except click.exceptions.Abort:
+    except Abort:
         click.echo("interrupted", err=True)
         sys.exit(130)
-    except click.ClickException as error:
+    except ClickException as error:
         vars(error)["message"] = printable(error.message or "", lines=True)  # it quotes what was typed
         error.show()
         sys.exit(error.exit_code)
-    except click.exceptions.Exit as stop:
+    except Exit as stop:
         sys.exit(stop.exit_code)

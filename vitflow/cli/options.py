@@ -5,23 +5,23 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
-import click
+import rich_click as click
 
 from vitflow.cli.saying import say
 from vitflow.errors import OptionError
 from vitflow.explaining.method import Method
-from vitflow.explaining.method_options import OPTIONS, Option, shown
 from vitflow.explaining.method_table import list_methods
+from vitflow.explaining.options import OPTIONS, Option, Scope, options_of, shown
 from vitflow.files import is_remote
 from vitflow.models import DTYPES
-from vitflow.pictures.options import BACKGROUNDS, FITS, INTERPOLATIONS
+from vitflow.pictures.options import FITS
 from vitflow.text.method_table import TEXT_METHODS
 
 _Command = Callable[..., None]
 
 # Knows photographs, and is small enough to fetch for a first look.
 DEFAULT_MODEL = "vit_small_patch16_224.augreg_in21k_ft_in1k"
-DRAWING = ("cmap", "alpha", "vmin", "vmax", "interpolation", "background", "contours")
+_OF_METHODS: tuple[Scope, ...] = ("method", "refinement", "text")
 
 
 class _Value(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
@@ -62,20 +62,58 @@ class PathOrURL(click.Path):
 
 
 def method_options(command: Callable[..., None], methods: Iterable[Method] | None = None) -> Callable[..., None]:
-    """Give a command every option of these methods, by default of all options in the table."""
+    """Give a command every option of these methods, by default of all methods for images.
+
+    The help groups options by the methods that have them, those of the most methods first.
+    """
     table = list(list_methods() if methods is None else methods)
-    for option in reversed(OPTIONS.values()):
+    panels: dict[tuple[str, ...], list[Callable[[_Command], _Command]]] = {}
+    for option in options_of(*_OF_METHODS).values():
         having = [method for method in table if method.accepts(option.name)]
-        if methods is not None and not having:
+        if not having:
             continue
-        plain = option.kind in (int, float)  # click's own help and errors suit these
-        kind: Any = (
-            option.kind if plain else click.Choice(option.choices) if option.kind == "choice" else _Value(option)
-        )
-        flag, metavar = flag_of(option.name), option.values if option.kind is bool else option.metavar
-        text = f"{option.help}  [{_defaults(having, option.name)}]"
-        command = click.option(flag, option.name, type=kind, default=None, metavar=metavar, help=text)(command)
-    return command
+        names = tuple(method.name for method in having)
+        title = f"Options of {_in_words(names, [method.name for method in table])}"
+        panels.setdefault(names, []).append(table_option(option, title, _defaults(having, option.name)))
+    ordered = sorted(panels, key=len, reverse=True)
+    return _together(*(option for names in ordered for option in panels[names]))(command)
+
+
+def _in_words(having: Sequence[str], table: Sequence[str]) -> str:
+    """The methods that have an option, such as "all methods but random"."""
+    others = [name for name in table if name not in having]
+    if len(others) <= 3 < len(having):
+        return f"all methods but {', '.join(others)}" if others else "all methods"
+    return ", ".join(having)
+
+
+def table_option(option: Option, panel: str, default: str) -> Callable[[_Command], _Command]:
+    """The command-line option of a row of the table, with its default in words."""
+    kind: Any = option.kind
+    if option.kind == "choice":
+        kind = click.Choice(option.choices)
+    elif option.limits and option.kind is float:
+        kind = click.FloatRange(*option.limits)
+    elif option.kind not in (int, float, str):  # click's own help and errors suit these
+        kind = _Value(option)
+    metavar = option.values if option.kind is bool else option.metavar
+    shape: dict[str, Any] = {"type": kind, "metavar": metavar}
+    if option.kind is bool and option.scope == "drawing":
+        shape = {"is_flag": True}
+    return click.option(
+        flag_of(option.name),
+        option.name,
+        default=None,
+        help=f"{option.help}  [default: {default}]" if default else option.help,
+        panel=panel,
+        **shape,
+    )
+
+
+def drawing_option(name: str, default: str | None = None) -> Callable[[_Command], _Command]:
+    """One option of the drawing, if a command has not all of them."""
+    option = OPTIONS[name]
+    return table_option(option, "Drawing", option.default_help if default is None else default)
 
 
 def flag_of(name: str) -> str:
@@ -84,14 +122,15 @@ def flag_of(name: str) -> str:
 
 
 def _defaults(methods: list[Method], name: str) -> str:
-    """An option's default, such as "default: 0.5"; by method where they differ, "default: gae: max; flow: mean"."""
+    """An option's default, such as "0.5"; by method if they differ, "gae: max; flow: mean"."""
     by_default: dict[str, list[str]] = {}
     for method in methods:
         default = method.defaults.get(name)
-        text = "by the kind of model" if default is None and OPTIONS[name].kind is bool else shown(default)
+        by_model = default is None and (OPTIONS[name].kind is bool or OPTIONS[name].scope == "text")
+        text = "depends on the model" if by_model else shown(default)
         by_default.setdefault(text, []).append(method.name)
-    told = [f"{', '.join(names)}: {default}" for default, names in by_default.items()]
-    return f"default: {'; '.join(told if len(told) > 1 else by_default)}"
+    several = [f"{', '.join(names)}: {default}" for default, names in by_default.items()]
+    return "; ".join(several if len(several) > 1 else by_default)
 
 
 def _together(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
@@ -100,47 +139,57 @@ def _together(*options: Callable[[_Command], _Command]) -> Callable[[_Command], 
 
 
 name_option = click.option(
-    "--name", metavar="TEXT", help="What to call the model in figures and rows.  [default: its id, as far as known]"
+    "--name",
+    panel="Model",
+    metavar="TEXT",
+    help="What to call the model in figures and rows.  [default: its id, as far as known]",
 )
 #: The options of a model that reads or writes, beside --model.
 language_model_options = _together(
     name_option,
     click.option(
         "--trust-remote-code",
+        panel="Model",
         is_flag=True,
         help="Run Python code that the model brings along; without it, it is refused.",
     ),
 )
 #: Called with its default and its help: the one method of a command for texts.
-text_method_option = partial(click.option, "--method", type=click.Choice(tuple(TEXT_METHODS)))
+text_method_option = partial(click.option, "--method", panel="Method", type=click.Choice(tuple(TEXT_METHODS)))
 #: The options that methods for texts have.
-text_method_options = _together(
-    partial(method_options, methods=TEXT_METHODS.values()),
-    click.option(
-        "--causal",
-        type=click.Choice(("raw", "receptive_field")),
-        help="For decoders: attention as it is, or relative to what uniform attention over the same tokens gives.  "
-        "[default: receptive_field for decoders]",
-    ),
-)
+text_method_options = partial(method_options, methods=TEXT_METHODS.values())
 
 #: The options that choose a model and where it runs.
 model_options = _together(
     click.option(
         "--model",
+        panel="Model",
         metavar="ID|demo|PATH",
         help="Id of timm or transformers, hf-hub:…, a folder, a weights file, or demo. Also local-dir:…; the bundled "
         "demo knows eight drawn shapes only; prompts are also asked of demo-text, bundled as well, and of "
         f"open_clip:MODEL/WEIGHTS.  [default: {DEFAULT_MODEL}]",
     ),
-    click.option("--checkpoint", type=FILE, help="Weights for the model: safetensors or a torch file."),
-    click.option("--num-classes", type=click.IntRange(min=1), help="Build the model with that many classes."),
-    click.option("--class-names", type=FILE, help="File with the names of the classes: one per line, or JSON."),
+    click.option("--checkpoint", panel="Model", type=FILE, help="Weights for the model: safetensors or a torch file."),
+    click.option(
+        "--num-classes",
+        panel="Model",
+        type=click.IntRange(min=1),
+        metavar="N≥1",
+        help="Build the model with that many classes.",
+    ),
+    click.option(
+        "--class-names", panel="Model", type=FILE, help="File with the names of the classes: one per line, or JSON."
+    ),
     name_option,
-    click.option("--device", metavar="cpu|cuda|mps|…", help="Where to run.  [default: a GPU if there is one]"),
-    click.option("--dtype", type=click.Choice(DTYPES), help="Precision to run in.  [default: the model's own]"),
+    click.option(
+        "--device", panel="Model", metavar="cpu|cuda|mps|…", help="Where to run.  [default: a GPU if there is one]"
+    ),
+    click.option(
+        "--dtype", panel="Model", type=click.Choice(DTYPES), help="Precision to run in.  [default: the model's own]"
+    ),
     click.option(
         "--fit",
+        panel="Images",
         type=click.Choice(FITS),
         default="crop",
         help="How the picture becomes the model's input: the model's own crop, or the whole picture squashed, "
@@ -153,6 +202,7 @@ question_options = _together(
     click.option(
         "--prompt",
         "prompts",
+        panel="Question",
         metavar="TEXT",
         multiple=True,
         help="Ask for this instead of a class; repeatable. For models of pictures and texts: CLIP, SigLIP, "
@@ -161,12 +211,14 @@ question_options = _together(
     click.option(
         "--template",
         "templates",
+        panel="Question",
         metavar="TEXT",
         multiple=True,
         help="A sentence that each prompt is put into in the place of {}, such as 'a photo of {}'; repeat it for more.",
     ),
     click.option(
         "--like",
+        panel="Question",
         type=FILE,
         multiple=True,
         metavar="PICTURE",
@@ -174,62 +226,32 @@ question_options = _together(
     ),
     click.option(
         "--alone",
+        panel="Question",
         is_flag=True,
         help="Show what speaks for a prompt as it is, and not less the mean of the other prompts.",
     ),
 )
 
-interpolation_option = click.option(
-    "--interpolation", type=click.Choice(INTERPOLATIONS), help="How patches become pixels.  [default: smooth]"
-)
-#: The options that say how a map is drawn; `DRAWING` has their names.
-drawing_options = _together(
-    click.option(
-        "--cmap",
-        metavar="NAME",
-        help="Colour map of matplotlib.  [default: plasma; red above and blue below 0 where a map has both]",
-    ),
-    click.option("--alpha", type=click.FloatRange(0, 1), help="Strength of the colours.  [default: 0.6]"),
-    click.option(
-        "--vmin",
-        type=float,
-        help="Value of the first colour.  [default: 2nd percentile of the map; -vmax where it has negative values]",
-    ),
-    click.option(
-        "--vmax",
-        type=float,
-        help="Value of the last colour.  [default: 98th percentile of the map, without its signs]",
-    ),
-    interpolation_option,
-    click.option(
-        "--background",
-        type=click.Choice(BACKGROUNDS),
-        help="What stands under the colours: the photograph as it is, in darkened grey, or darkened with half its "
-        "colour.  [default: grey]",
-    ),
-    click.option(
-        "--contours",
-        is_flag=True,
-        default=None,
-        help="Draw lines around the highest values that make up 10, 25 and 50 % of the map's mass.",
-    ),
-)
+#: The options that say how a map is drawn.
+drawing_options = _together(*(drawing_option(name) for name in options_of("drawing")))
 
 # What runs over many pictures have in common.
-limit_option = click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Take the first N pictures only.")
+limit_option = click.option(
+    "--limit", panel="Images", type=click.IntRange(min=1), metavar="N", help="Take the first N pictures only."
+)
 batch_size_option = click.option(
-    "--batch-size", type=_BatchSize(), default="auto", help="Pictures that the model works on at once."
+    "--batch-size", panel="Model", type=_BatchSize(), default="auto", help="Pictures that the model works on at once."
 )
 resume_option = click.option(
     "--resume/--overwrite",
+    panel="Output",
     default=True,
-    show_default="resume",
     help="Do what is missing or changed since an earlier run with the same options, or do all of it anew.",
 )
 
 pictures_argument = click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
 #: Called with its help: a file, or a folder that need not be there yet.
-output_option = partial(click.option, "-o", "--output", type=click.Path(path_type=str))
+output_option = partial(click.option, "-o", "--output", panel="Output", type=click.Path(path_type=str))
 
 
 def _only(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> str | None:
@@ -243,27 +265,26 @@ def _only(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> 
     return values[0] if values else None
 
 
-#: Called with its help: the one method of a command.
-method_option = partial(
-    click.option,
-    "--method",
-    show_default="gae with --class, --against, --prompt or --like; else rollout",
-    metavar="NAME",
-    multiple=True,
-    callback=_only,
-)
+def method_option(help: str) -> Callable[[_Command], _Command]:
+    """The one method of a command."""
+    help += "  [default: gae with --class, --against, --prompt or --like; else rollout]"
+    return click.option("--method", panel="Method", metavar="NAME", multiple=True, callback=_only, help=help)
+
+
 class_option = click.option(
     "--class",
     "target",
+    panel="Method",
     metavar="NAME|INDEX",
     help="Class to explain and report.  [default: the predicted class]",
     multiple=True,
     callback=_only,
 )
 #: Called with its help: the classes of a command that shows several.
-classes_option = partial(click.option, "--class", "targets", metavar="NAME|INDEX|top5", multiple=True)
+classes_option = partial(click.option, "--class", "targets", panel="Method", metavar="NAME|INDEX|top5", multiple=True)
 against_option = click.option(
     "--against",
+    panel="Method",
     metavar="NAME|INDEX|rest",
     help="Show what speaks for the class less what speaks for this one; class-specific methods only. rest: less the "
     "mean of all others.",
@@ -272,6 +293,7 @@ against_option = click.option(
 
 same_scale_option = click.option(
     "--same-scale",
+    panel="Drawing",
     is_flag=True,
     default=None,
     help="Give all maps of one method, of every class and picture of a strip, the limits of their colours in common.  "
@@ -306,6 +328,16 @@ def asks(given: Mapping[str, Any]) -> bool:
 def say_default(method: str) -> None:
     """Say which method was taken where none was named."""
     say(f"method: {method} (--method takes another)")
+
+
+def method_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of methods that the user gave."""
+    return given_options(given, options_of(*_OF_METHODS))
+
+
+def drawing_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The drawing options that the user gave."""
+    return given_options(given, options_of("drawing"))
 
 
 def given_options(values: Mapping[str, Any], names: Any) -> dict[str, Any]:

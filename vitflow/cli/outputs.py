@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import click
+from click import get_current_context
 
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.files import is_folder
@@ -32,7 +32,7 @@ def writing(path: Path, flag: str = "-o") -> Iterator[None]:
 def check_pictures(images: Sequence[Path], outputs: Iterable[Path]) -> None:
     """Raise OptionError for a folder among the pictures, for which there is a command, and for an output over one."""
     for image in filter(is_folder, images):
-        command, name = click.get_current_context().info_name, printable(image)
+        command, name = get_current_context().info_name, printable(image)
         raise OptionError(
             f"Expected pictures, got the folder {name}: vitflow folder {name} -o OUTPUT explains every picture of a "
             f"folder, vitflow {command} the ones that you name."

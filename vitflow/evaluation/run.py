@@ -30,8 +30,8 @@ from vitflow.evaluation.scoring import Case, Protocol, measure
 from vitflow.evaluation.statistics import RESAMPLES
 from vitflow.explaining.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_options import takes_method_options
 from vitflow.explaining.method_table import is_slow
+from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.progress import watched
 from vitflow.folder.work import explainer_for
 from vitflow.pictures.images import ImageSource

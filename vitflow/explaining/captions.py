@@ -6,6 +6,8 @@ from typing import Any
 from vitflow.demo import limits_of
 from vitflow.explaining.method import Method
 from vitflow.explaining.method_table import get_method
+from vitflow.explaining.options import OPTIONS, REFINING
+from vitflow.explaining.options import in_words as option_in_words
 from vitflow.explaining.targets import Answer, Contrast
 
 # Below it, the halves of a sample agree so little that another seed may well give another map.
@@ -108,49 +110,23 @@ def own_options(name: str, options: Mapping[str, Any]) -> str:
     return in_words(differing)
 
 
-# Values of options that do not read well beside their names.
-_TOLD: Mapping[tuple[str, Any], str] = {
-    ("value_weighted", "output"): "value-weighted",
-    ("value_weighted", True): "weighted by value norms",
-    ("value_weighted", False): "not value-weighted",
-    ("layers", "all"): "all layers",
-    ("below", "rollout"): "rollout below",
-    ("below", "none"): "nothing below",
-    ("causal", "receptive_field"): "relative to the receptive field",
-    ("score", "log-odds"): "drop in log-odds",
-    ("score", "probability"): "drop in probability",
-}
-
-
 def in_words(options: Mapping[str, Any]) -> str:
     """Options as people read them; how a map was refined comes last.
 
     >>> in_words({"head_fusion": "max", "refine": 2, "affinity": "keys", "value_weighted": "output", "patch": (3, 7)})
     'max over heads, value-weighted, patch (3, 7), refined 2 times by keys'
     """
-    told = [_in_words(name, value) for name, value in options.items() if name not in ("refine", "affinity")]
+    told = [
+        OPTIONS[name].in_words(value) if name in OPTIONS else option_in_words(name, value)
+        for name, value in options.items()
+        if name not in REFINING
+    ]
     steps, affinity = options.get("refine"), options.get("affinity")
     if steps == 0:
         told.append("not refined")
     elif steps or affinity:
         told.append(f"refined{f' {steps} times' if (steps or 1) > 1 else ''}{f' by {affinity}' if affinity else ''}")
     return ", ".join(told)
-
-
-def _in_words(name: str, value: Any) -> str:
-    if isinstance(value, tuple | list):
-        value = f"({', '.join(map(str, value))})"
-    elif isinstance(value, str | bool) and (name, value) in _TOLD:
-        return _TOLD[name, value]
-    elif name == "head_fusion":
-        return f"{value} over heads".replace("_", " ")
-    elif name == "discard_ratio" and value is not None:
-        return f"{100 * value:g}% discarded"
-    elif name == "layers":
-        return f"last {value} layers" if str(value).isdecimal() else f"layers {value}"
-    if isinstance(value, bool):
-        return f"{'' if value else 'not '}{name}".replace("_", " ")
-    return f"{name} {f'{value:g}' if isinstance(value, float) else value}".replace("_", " ")
 
 
 class Code(str):

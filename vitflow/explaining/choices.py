@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 from vitflow.errors import OptionError
 from vitflow.explaining.method import METHODS, Method
-from vitflow.explaining.method_options import check_common
 from vitflow.explaining.method_table import get_method
+from vitflow.explaining.options import OPTIONS, check_common
 
 # What callers may call the class to explain, which is `target` here.
 _CALLED_TARGET = ("class_", "class_id", "class_idx", "class_index", "class_name", "category", "cls", "label")
@@ -21,8 +21,6 @@ _MISNAMED = {
     "target": ("targets", "which takes one class or a list of them"),
     "targets": ("target", "one class by its index or name; explain_batch takes several"),
 }
-# What a method can do without where it does not apply.
-_DISPENSABLE = ("value_weighted", "refine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +31,8 @@ class ChosenMethod:
         name: the method's name in the table.
         options: every one with its value.
         label: what it is called; no two methods of a run are called the same.
-        asked: which of value_weighted and refine are asked for, and are no mere defaults: what does not apply is then
-            refused, and else left out.
+        asked: the requested options that a default could drop (value_weighted, refine): if one does not apply, it is
+            refused; a default that does not apply is dropped.
     """
 
     name: str
@@ -131,8 +129,8 @@ def choose_methods(
         # A run hands over each method with all its options: one that equals the default was not asked for.
         asked = frozenset(
             name
-            for name in _DISPENSABLE
-            if shared.get(name) or (own.get(name) and own[name] != method.defaults.get(name))
+            for name, option in OPTIONS.items()
+            if option.droppable and (shared.get(name) or (own.get(name) and own[name] != method.defaults.get(name)))
         )
         chosen.append(ChosenMethod(method.name, method.complete({**shared, **own}), method.name, asked))
         check_common(chosen[-1].options)

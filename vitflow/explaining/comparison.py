@@ -17,8 +17,8 @@ from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, p
 from vitflow.explaining.captions import own_options
 from vitflow.explaining.choices import MethodChoice, check_methods, left_out
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_options import takes_method_options
 from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
+from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.picture_model import at_least_one, name_of
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import columns_of, draw_comparison

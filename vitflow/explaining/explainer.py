@@ -21,7 +21,7 @@ from vitflow.explaining.applying import (
 )
 from vitflow.explaining.asked import AskedTrace, PlacedPicture
 from vitflow.explaining.choices import Chosen, MethodChoice, choose_methods, is_asked
-from vitflow.explaining.method_options import takes_method_options
+from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.picture_model import PictureModel, name_of, several
 from vitflow.explaining.refining import explain_shifted
 from vitflow.explaining.saliency import Saliency, contrasted

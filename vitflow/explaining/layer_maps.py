@@ -13,8 +13,8 @@ from vitflow.errors import OptionError
 from vitflow.explaining.captions import class_lines, departures, method_in_words, model_in_words
 from vitflow.explaining.choices import choose_methods, default_method, is_asked
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_options import takes_method_options
 from vitflow.explaining.method_table import get_method, list_methods
+from vitflow.explaining.options import OPTIONS, takes_method_options
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import bars_of, in_rows, map_cell
 from vitflow.explaining.targets import Contrast, Target
@@ -24,8 +24,6 @@ from vitflow.pictures.figures import Block, Cell, Column, file_too
 from vitflow.pictures.images import ImageSource, image_name
 from vitflow.pictures.pen import Pen, takes_drawing_options
 
-# What the sheet itself varies.
-_OWN = ("layer", "head", "start_layer", "end_layer")
 _MOST_COLUMNS = 6
 
 
@@ -162,7 +160,7 @@ def layer_maps(
         method = default_method(asks)
     if method not in through:
         raise OptionError(f"Expected a method that goes through the layers ({', '.join(through)}), got {method!r}.")
-    if own := [name for name in _OWN if name in options]:
+    if own := [name for name in options if name in OPTIONS and OPTIONS[name].selects_layers]:
         raise OptionError(f"Expected no {own[0]}: the sheet shows every one of them. Choose the layer of the heads.")
     choose_methods([method, "attention"], options)  # before the model runs
     explainer = model if isinstance(model, Explainer) else Explainer(model)

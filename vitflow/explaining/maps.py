@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, check_known
 from vitflow.explaining.asked import AskedTrace
-from vitflow.explaining.method_options import OPTIONS
+from vitflow.explaining.options import OPTIONS
 from vitflow.explaining.progress import tracking
 from vitflow.methods import cells as blank_out
 from vitflow.methods import gradients, ranks

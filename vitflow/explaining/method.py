@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any, Literal
 
 from vitflow.errors import OptionError, check_known, unknown_name
-from vitflow.explaining.method_options import COMMON, REFINING
+from vitflow.explaining.options import COMMON, REFINING, UNREFINED
 
 # When a method's map is spread among the patches that the model treats alike.
 Refined = Literal["after", "positive", "within", "never"]
@@ -65,7 +65,7 @@ class Method:
             raise OptionError(unknown_name("need", need, _NEEDS))
         if self.refined != "never":
             common = {name: self.defaults.get(name, value) for name, value in COMMON.items()}
-            presets = {name: {"refine": 0, "shifts": 0, **options} for name, options in self.presets.items()}
+            presets = {name: {**UNREFINED, **options} for name, options in self.presets.items()}
             object.__setattr__(self, "defaults", {**self.defaults, **common})
             object.__setattr__(self, "presets", presets)
 
@@ -78,8 +78,8 @@ class Method:
         """
         if not self.paper:
             return None
-        plain = {name: 0 for name in ("refine", "shifts") if name in self.defaults}
-        return {**self.defaults, **plain, **self.presets.get("paper", {})}
+        published = {**self.defaults, **UNREFINED, **self.presets.get("paper", {})}
+        return {name: published[name] for name in self.defaults}
 
     def load(self) -> Callable[..., Any]:
         """The function itself."""

@@ -18,7 +18,7 @@ from torch import nn
 from vitflow.errors import OptionError, VitflowWarning
 from vitflow.explaining.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_options import takes_method_options
+from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.files import is_remote, remove_inside
 from vitflow.folder.decoders import DecoderPool

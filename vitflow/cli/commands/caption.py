@@ -3,28 +3,30 @@
 from pathlib import Path
 from typing import Any
 
-import click
+import rich_click as click
 
 from vitflow.cli import options as shared
 from vitflow.cli.outputs import check_pictures, output_file, writing
 from vitflow.cli.saying import say, say_record, tell_limits_of
-from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import printable
-from vitflow.explaining.method_options import OPTIONS
 from vitflow.pictures.options import FIGURE_FORMATS
-from vitflow.text.method_table import PICTURED, TEXT_METHODS, text_method
+from vitflow.text.method_table import PICTURED, text_method
 
 
-@click.command(cls=SectionedCommand, methods=TEXT_METHODS.values(), short_help="Show where written words come from.")
+@click.command(short_help="Show where written words come from.", panel="Texts")
 @click.argument("image", type=click.Path(path_type=Path))
 @click.option(
     "--prompt",
+    panel="Text",
     help="What to ask about the picture.  [default: 'Describe the picture.', or what the bundled model was trained "
     "with; nothing where the model takes no prompt]",
 )
-@click.option("--generate", type=click.IntRange(min=1), default=30, metavar="N", help="Tokens to write at most.")
+@click.option(
+    "--generate", panel="Text", type=click.IntRange(min=1), default=30, metavar="N", help="Tokens to write at most."
+)
 @click.option(
     "--model",
+    panel="Model",
     required=True,
     metavar="ID|demo-caption|PATH",
     help="transformers id of a vision–language model, or a folder with it; or demo-caption, the bundled one, which "
@@ -35,14 +37,22 @@ from vitflow.text.method_table import PICTURED, TEXT_METHODS, text_method
     default=PICTURED, help="What to compute. gae takes a backward pass for each token; rollout none."
 )
 @shared.text_method_options
-@click.option("--neutral", metavar="PROMPT", help="Divide each map by the row of this prompt, which asks nothing.")
-@click.option("--through-tower", is_flag=True, help="Carry the maps on to the vision tower's own patches.")
+@click.option(
+    "--neutral", panel="Method", metavar="PROMPT", help="Divide each map by the row of this prompt, which asks nothing."
+)
+@click.option(
+    "--through-tower", panel="Method", is_flag=True, help="Carry the maps on to the vision tower's own patches."
+)
 @shared.output_option(
     help="File for the strip of maps, .png, .pdf or .svg; or a folder, with / at its end.  [default: "
     "IMAGE-caption.png here]",
 )
-@click.option("--html", type=shared.NEW_FILE, help="Also write a page: click a word for its map on the picture.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the map of each word instead.")
+@click.option(
+    "--html", panel="Output", type=shared.NEW_FILE, help="Also write a page: click a word for its map on the picture."
+)
+@click.option(
+    "--json", "as_json", panel="Output", is_flag=True, help="Print one JSON object with the map of each word instead."
+)
 def caption(image: Path, **given: Any) -> None:
     """Let a model write about IMAGE, and show where in it each word comes from.
 
@@ -53,7 +63,7 @@ def caption(image: Path, **given: Any) -> None:
 
     Stop words and punctuation have no map of their own, which is said.
     """
-    options = shared.given_options(given, [*OPTIONS, "causal"])
+    options = shared.method_values(given)
     text_method(given["method"], options)  # before torch is loaded
     output = output_file([image], given["output"], f"{image.stem}-caption.png", FIGURE_FORMATS)
     check_pictures([image], filter(None, [given["html"]]))

@@ -4,16 +4,15 @@ import re
 from pathlib import Path
 from typing import Any, cast
 
-import click
+import rich_click as click
+from click.types import convert_type
 
 from vitflow.cli import options as shared
 from vitflow.cli.outputs import name_for, output_file, writing
 from vitflow.cli.saying import say, say_notes, say_written, tell_limits
-from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError
 from vitflow.explaining.choices import check_methods
 from vitflow.explaining.method import Method
-from vitflow.explaining.method_options import OPTIONS
 from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
 from vitflow.pictures.options import FIGURE_FORMATS
 
@@ -50,16 +49,17 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> "click.P
     for param in ctx.command.params if ctx is not None else ():
         if param.name == option:
             return param.type
-    return cast("click.ParamType[Any]", click.types.convert_type(None, method.defaults[option]))
+    return cast("click.ParamType[Any]", convert_type(None, method.defaults[option]))
 
 
-@click.command(cls=SectionedCommand, short_help="Show several methods over the same pictures, in one strip.")
+@click.command(short_help="Show several methods over the same pictures, in one strip.", panel="Images")
 @shared.pictures_argument
 @shared.model_options
 @shared.question_options
 @click.option(
     "--method",
     "methods",
+    panel="Method",
     type=MethodWithOptions(),
     multiple=True,
     help="A method to show, also with options of its own: rollout:head_fusion=max,discard_ratio=0.9. Repeat it for "
@@ -70,15 +70,15 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> "click.P
 @shared.method_options
 @shared.drawing_options
 @shared.same_scale_option
-@click.option("--timings", is_flag=True, default=None, help="Tell below each map how long it took.")
+@click.option("--timings", panel="Drawing", is_flag=True, default=None, help="Tell below each map how long it took.")
 @shared.output_option(
     help="File for the strip: .png, .pdf, .svg; or .json for the numbers; or a folder, with / at its end.  [default: "
     "IMAGE-compare.png here; of several, IMAGE-and-N-more-compare.png]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per picture.")
+@click.option("--json", "as_json", panel="Output", is_flag=True, help="Print one JSON object per picture.")
 def compare(images: tuple[Path, ...], **given: Any) -> None:
     """Lay several methods over each IMAGE, side by side in one strip, and say how far they agree."""
-    options = shared.given_options(given, OPTIONS)
+    options = shared.method_values(given)
     output = output_file(images, given["output"], name_for(images, "compare.png"), (*FIGURE_FORMATS, ".json"))
     methods = given["methods"] or None
     check_methods(methods or DEFAULT_METHODS, options)  # before torch is loaded
@@ -86,9 +86,9 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
 
     explainer = shared.make_explainer(given)
     comparison = compare(images, model=explainer, methods=methods, targets=shared.targets_of(given), **options)
-    drawing = () if output.suffix.lower() == ".json" else (*shared.DRAWING, "same_scale", "timings")
+    drawing = shared.drawing_values(given) | shared.given_options(given, ("same_scale", "timings"))
     with writing(output):
-        comparison.save(output, **shared.given_options(given, drawing))
+        comparison.save(output, **({} if output.suffix.lower() == ".json" else drawing))
     say_notes(comparison.saliencies)
     say(str(comparison.agreement()))
     tell_limits(explainer)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 
-import click
+import rich_click as click
 
 from vitflow.cli.saying import say_record
 from vitflow.errors import printable
@@ -18,8 +18,8 @@ _OURS = {"test", "bench", "dist", "docs"}
 _PATIENCE = 2.0
 
 
-@click.command(short_help="Tell what is installed here, and whether it works.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.command(short_help="Tell what is installed here, and whether it works.", panel="Setup")
+@click.option("--json", "as_json", panel="Output", is_flag=True, help="Print one JSON object.")
 def doctor(as_json: bool) -> None:
     """Tell versions, the device, which extras are there, whether a model runs, and whether the hub answers.
 

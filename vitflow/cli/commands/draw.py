@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
+import rich_click as click
 
 from vitflow.cli import options as shared
 from vitflow.cli.saying import say
@@ -12,21 +12,37 @@ from vitflow.errors import printable
 from vitflow.pictures.options import OVERLAY_FORMATS
 
 
-@click.command(short_help="Draw overlays of the maps that a run keeps.")
+@click.command(short_help="Draw overlays of the maps that a run keeps.", panel="Many images")
 @click.argument("run", metavar="RUN", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("-o", "--output", required=True, type=shared.NEW_FOLDER, help="Folder for the overlays.")
+@click.option("-o", "--output", panel="Output", required=True, type=shared.NEW_FOLDER, help="Folder for the overlays.")
 @click.option(
     "--images",
+    panel="Images",
     metavar="FOLDER|URL",
     type=shared.PathOrURL(exists=True, file_okay=False, path_type=Path),
     help="Where the photographs are; a URL must be named.  [default: the folder that the run read]",
 )
 @click.option(
-    "--where", metavar="SQL", help="Draw where this holds, such as \"probability < 0.5 AND class_name = 'disc'\"."
+    "--where",
+    panel="Images",
+    metavar="SQL",
+    help="Draw where this holds, such as \"probability < 0.5 AND class_name = 'disc'\".",
 )
-@click.option("--method", "methods", multiple=True, metavar="NAME", help="Draw this map.  [default: all of the run]")
+@click.option(
+    "--method",
+    "methods",
+    panel="Method",
+    multiple=True,
+    metavar="NAME",
+    help="Draw this map.  [default: all of the run]",
+)
 @shared.limit_option
-@click.option("--format", type=click.Choice(OVERLAY_FORMATS), help="Of the overlays.  [default: as the run was asked]")
+@click.option(
+    "--format",
+    panel="Output",
+    type=click.Choice(OVERLAY_FORMATS),
+    help="Of the overlays.  [default: as the run was asked]",
+)
 @shared.drawing_options
 def draw(run: Path, **given: Any) -> None:
     """Draw overlays from RUN, the output folder of `vitflow folder`, without running the model again.
@@ -43,7 +59,7 @@ def draw(run: Path, **given: Any) -> None:
         if drawn.error is not None:
             say(f"error: {printable(drawn.input)}: {drawn.error}")
 
-    drawing = shared.given_options(given, shared.DRAWING)
+    drawing = shared.drawing_values(given)
     found = draw_run(
         run,
         given["output"],

@@ -5,15 +5,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
+import rich_click as click
 
 from vitflow.cli import options as shared
 from vitflow.cli.commands.compare import MethodWithOptions
 from vitflow.cli.saying import going_on, pictures_bar, say, say_record
-from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
 from vitflow.evaluation.metrics import choose_metrics
-from vitflow.explaining.method_options import OPTIONS
 
 
 class _MethodOrAll(MethodWithOptions):
@@ -25,14 +23,15 @@ class _MethodOrAll(MethodWithOptions):
         return "all" if value == "all" else super().convert(value, param, ctx)
 
 
-@click.command(cls=SectionedCommand, short_help="Measure what the maps of each method are worth.")
+@click.command(short_help="Measure what the maps of each method are worth.", panel="Many images")
 @click.argument("data", required=False, metavar="[DATA]")
-@click.option("--data", "data_option", metavar="DATA", help="The same as the argument.")
+@click.option("--data", "data_option", panel="Images", metavar="DATA", help="The same as the argument.")
 @shared.model_options
 @shared.question_options
 @click.option(
     "--method",
     "methods",
+    panel="Method",
     type=_MethodOrAll(),
     multiple=True,
     metavar="NAME[:OPTION=VALUE,…]|all",
@@ -43,6 +42,7 @@ class _MethodOrAll(MethodWithOptions):
 @click.option(
     "--metric",
     "metrics",
+    panel="Measurement",
     multiple=True,
     metavar="NAME|GROUP|all",
     help="A metric, or one of the groups localisation, faithfulness, sanity, grid, correlation; repeat it for more.  "
@@ -51,11 +51,13 @@ class _MethodOrAll(MethodWithOptions):
 @click.option(
     "-o",
     "--output",
+    panel="Output",
     type=shared.NEW_FOLDER,
     help="Folder for the rows, tables, figures and report.html; a run that was ended goes on from there.",
 )
 @click.option(
     "--images",
+    panel="Images",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Where the pictures of an annotation file are.  [default: beside it]",
 )
@@ -63,28 +65,54 @@ class _MethodOrAll(MethodWithOptions):
 @click.option(
     "--replace",
     "replace_by",
+    panel="Measurement",
     type=click.Choice(["drop", "blank", "blur"]),
     help="What is left of removed patches: nothing (their tokens are dropped), the picture's mean colour, or a blur.  "
     "[default: drop where the model can, else blank]",
 )
-@click.option("--points", type=click.IntRange(min=2), default=11, help="Of deletion and insertion curves.")
+@click.option(
+    "--points",
+    panel="Measurement",
+    type=click.IntRange(min=2),
+    metavar="N",
+    default=11,
+    help="Of deletion and insertion curves.",
+)
 @click.option(
     "--blurred-twin/--no-blurred-twin",
+    panel="Measurement",
     default=True,
     help="Measure each map blurred, too: the control that tells what comes of smoothness alone.",
 )
 @click.option(
     "--sanity-pictures",
+    panel="Measurement",
     type=click.IntRange(min=0),
     default=24,
     metavar="N",
     help="Measure sanity and rank correlation, which take many forward passes, on N pictures drawn at random.",
 )
 @shared.batch_size_option
-@click.option("--resamples", type=click.IntRange(min=1), default=2000, help="Behind each bootstrap interval.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of all that is drawn at random.")
+@click.option(
+    "--resamples",
+    panel="Measurement",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=2000,
+    help="Behind each bootstrap interval.",
+)
+@click.option(
+    "--seed",
+    panel="Measurement",
+    type=click.IntRange(min=0),
+    metavar="N",
+    default=0,
+    help="Of all that is drawn at random.",
+)
 @shared.resume_option
-@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object instead of tables.")
+@click.option(
+    "--json", "as_json", panel="Output", is_flag=True, help="Print everything as one JSON object instead of tables."
+)
 @shared.method_options
 def evaluate(data: str | None, **given: Any) -> None:
     """Measure what the maps of each method are worth on DATA, beside two baselines.
@@ -135,5 +163,5 @@ def _run(data: str, given: dict[str, Any]) -> Any:
             overwrite=not given["resume"],
             progress=progress,
             **{name: given[name] for name in same},
-            **shared.given_options(given, OPTIONS),
+            **shared.method_values(given),
         )

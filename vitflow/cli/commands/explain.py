@@ -6,19 +6,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import click
+import rich_click as click
 
 from vitflow.cli import options as shared
 from vitflow.cli.outputs import CannotWrite, check_pictures, check_suffix, names_folder, writing
 from vitflow.cli.saying import say, say_notes, say_record, tell_limits
-from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import ImageError, OptionError, printable
 from vitflow.explaining.choices import choose_methods
-from vitflow.explaining.method_options import OPTIONS
 from vitflow.pictures.options import FIGURE_FORMATS, WRITE_OPTIONS
 
 
-@click.command(cls=SectionedCommand, short_help="Lay one method's map over pictures.")
+@click.command(short_help="Lay one method's map over pictures.", panel="Images")
 @shared.pictures_argument
 @shared.model_options
 @shared.question_options
@@ -33,15 +31,16 @@ from vitflow.pictures.options import FIGURE_FORMATS, WRITE_OPTIONS
 @shared.output_option(help="File for one picture, folder for several.  [default: here]")
 @click.option(
     "--figure",
+    panel="Output",
     is_flag=True,
     help="Write a figure that stands alone: the overlay with its method, what was asked, and a colour bar; also as "
     ".pdf or .svg.",
 )
-@click.option("--save-map", is_flag=True, help="Write the unscaled map as .npz beside the overlay.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per picture.")
+@click.option("--save-map", panel="Output", is_flag=True, help="Write the unscaled map as .npz beside the overlay.")
+@click.option("--json", "as_json", panel="Output", is_flag=True, help="Print one JSON object per picture.")
 def explain(images: tuple[Path, ...], **given: Any) -> None:
     """Lay a saliency map over each IMAGE."""
-    options = shared.given_options(given, OPTIONS)
+    options = shared.method_values(given)
     named = given["method"]
     # before torch is loaded
     given["method"] = choose_methods(named and [named], options, asks=shared.asks(given))[0].name
@@ -91,7 +90,7 @@ def _explained(explainer: Any, image: Path, output: Path, options: Mapping[str, 
     try:
         saliencies, record, draw = _maps(explainer, image, options, given)
         with writing(output):
-            draw(output, **shared.given_options(given, shared.DRAWING))
+            draw(output, **shared.drawing_values(given))
         for saliency, own in zip(saliencies, record.get("maps", [record]), strict=True):
             if given["save_map"]:
                 files.append(_map_file(output, saliency.answer, len(saliencies)))

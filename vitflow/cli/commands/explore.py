@@ -3,23 +3,23 @@
 from pathlib import Path
 from typing import Any
 
-import click
+import rich_click as click
 
 from vitflow.cli import options as shared
 from vitflow.cli.outputs import output_file, writing
 from vitflow.cli.saying import say, tell_limits
-from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import printable
 from vitflow.explaining.choices import choose_methods
 
 
-@click.command(cls=SectionedCommand)
+@click.command(panel="Images")
 @shared.pictures_argument
 @shared.model_options
 @shared.question_options
 @click.option(
     "--method",
     "methods",
+    panel="Method",
     metavar="NAME",
     multiple=True,
     help="A map to make beforehand, beside those that the page computes; repeat it for more.  [default: the "
@@ -28,6 +28,7 @@ from vitflow.explaining.choices import choose_methods
 @shared.classes_option(help="Class for class-specific maps; repeat it for more.  [default: top3]")
 @click.option(
     "--max-size",
+    panel="Output",
     type=click.FloatRange(min=0, min_open=True),
     default=40.0,
     metavar="MB",

@@ -3,21 +3,21 @@
 from pathlib import Path
 from typing import Any
 
-import click
+import rich_click as click
 
 from vitflow.cli import options as shared
 from vitflow.cli.outputs import name_for, output_file, writing
 from vitflow.cli.saying import say, say_written, tell_limits
-from vitflow.cli.sections import SectionedCommand
 from vitflow.pictures.options import FIGURE_FORMATS
 
 
-@click.command(cls=SectionedCommand, short_help="Show what patches hold: three components as colours.")
+@click.command(short_help="Show what patches hold: three components as colours.", panel="Images")
 @shared.pictures_argument
 @shared.model_options
 @click.option(
     "--layer",
     "of_layer",
+    panel="Method",
     type=int,
     default=-1,
     metavar="N≥1|-1",
@@ -25,16 +25,17 @@ from vitflow.pictures.options import FIGURE_FORMATS
 )
 @click.option(
     "--foreground",
+    panel="Method",
     is_flag=True,
     help="Leave out the background: the side of the first component that has more of the pictures' edges.",
 )
-@click.option("--alpha", type=click.FloatRange(0, 1), help="Strength of the colours.  [default: 1]")
-@shared.interpolation_option
+@shared.drawing_option("alpha", "1")
+@shared.drawing_option("interpolation")
 @shared.output_option(
     help="File for the figure: .png, .pdf, .svg; or .json for the numbers; or a folder, with / at its end.  [default: "
     "IMAGE-features.png here; of several, IMAGE-and-N-more-features.png]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per picture.")
+@click.option("--json", "as_json", panel="Output", is_flag=True, help="Print one JSON object per picture.")
 def features(images: tuple[Path, ...], **given: Any) -> None:
     """Show what the patches of each IMAGE hold: the first three principal components of their features as colours.
 

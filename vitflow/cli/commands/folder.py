@@ -8,15 +8,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import click
+import rich_click as click
+from click import get_current_context
 from click.core import ParameterSource
 
 from vitflow.cli import options as shared
 from vitflow.cli.saying import going_on, pictures_bar, say, tell_limits
-from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.choices import choose_methods
-from vitflow.explaining.method_options import OPTIONS
 from vitflow.files import is_link, is_there
 from vitflow.pictures.options import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS
 from vitflow.text.method_table import PICTURED, text_method
@@ -43,75 +42,94 @@ class _Model:
         return self._explainer
 
 
-@click.command(cls=SectionedCommand, short_help="Explain every picture of folders; resumable.")
+@click.command(short_help="Explain every picture of folders; resumable.", panel="Many images")
 @click.argument("sources", nargs=-1, required=True, metavar="IN…", type=shared.PathOrURL(path_type=Path))
-@click.option(
-    "-o",
-    "--output",
-    required=True,
-    type=shared.NEW_FOLDER,
-    help="Folder for the overlays, the manifest, run.json and run.sqlite, on a disk of this machine.",
-)
 @shared.model_options
 @shared.question_options
 @click.option(
     "--method",
     "method_names",
+    panel="Method",
     multiple=True,
-    show_default="gae with --class, --against, --prompt, --like or --caption; else rollout",
     metavar="NAME",
-    help="What to compute; may be given several times.",
+    help="What to compute; may be given several times.  [default: gae with --class, --against, --prompt, --like or "
+    "--caption; else rollout]",
 )
 @shared.class_option
 @shared.against_option
 @click.option(
     "--caption",
+    panel="Text",
     is_flag=True,
     help="Let a model that sees and writes, --model, describe each picture, or answer --prompt: the words go to the "
     "manifest, a map of each into one strip a picture.",
 )
-@click.option("--recursive", "-r", is_flag=True, help="Read the folders below, too.")
-@click.option("--glob", metavar="PATTERN", help="Read the files whose name or path matches, whatever their suffix.")
+@click.option("--recursive", "-r", panel="Images", is_flag=True, help="Read the folders below, too.")
+@click.option(
+    "--glob",
+    panel="Images",
+    metavar="PATTERN",
+    help="Read the files whose name or path matches, whatever their suffix.",
+)
 @shared.limit_option
 @shared.batch_size_option
 @click.option(
     "--workers",
+    panel="Images",
     type=click.IntRange(min=0),
     metavar="N",
     help="Processes that read pictures, at most one for each core; 0 reads them in this process.  "
     "[default: half the cores, at most 8; 8 for a URL]",
 )
 @shared.resume_option
-@click.option("--save-map", is_flag=True, help="Write each unscaled map as .npz, too.")
+@click.option(
+    "-o",
+    "--output",
+    panel="Output",
+    required=True,
+    type=shared.NEW_FOLDER,
+    help="Folder for the overlays, the manifest, run.json and run.sqlite, on a disk of this machine.",
+)
+@click.option("--save-map", panel="Output", is_flag=True, help="Write each unscaled map as .npz, too.")
 @click.option(
     "--overlays/--no-overlays",
+    panel="Output",
     default=True,
     help="Draw each map. The run keeps all maps either way: vitflow draw and vitflow report draw them later.",
 )
-@click.option("--format", type=click.Choice(OVERLAY_FORMATS), default="jpg", help="Of the overlays.")
+@click.option("--format", panel="Output", type=click.Choice(OVERLAY_FORMATS), default="jpg", help="Of the overlays.")
 @click.option(
     "--manifest",
+    panel="Output",
     type=click.Choice(MANIFEST_FORMATS),
     default="jsonl",
     help="Table with one row per input; parquet+grids has the maps, too.",
 )
-@click.option("--report", is_flag=True, help="Write a report in HTML at the end; not for a URL.")
+@click.option("--report", panel="Output", is_flag=True, help="Write a report in HTML at the end; not for a URL.")
 @click.option(
     "--engine",
+    panel="Cluster",
     type=click.Choice(ENGINES),
     default="local",
     help="Compute in this process, or on a cluster of Ray: the same rows and maps, without overlays, --save-map, "
     "--workers and --report.",
 )
-@click.option("--address", metavar="HOST:PORT", help="Of the cluster.  [default: Ray is started on this machine]")
+@click.option(
+    "--address", panel="Cluster", metavar="HOST:PORT", help="Of the cluster.  [default: Ray is started on this machine]"
+)
 @click.option(
     "--actors",
+    panel="Cluster",
     type=click.IntRange(min=1),
     metavar="N",
     help="Processes of the cluster with a model each.  [default: one for each GPU, or for each core]",
 )
 @click.option(
-    "--max-pixels", type=click.IntRange(min=1), metavar="N", help="Refuse larger pictures.  [default: 178956970]"
+    "--max-pixels",
+    panel="Images",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Refuse larger pictures.  [default: 178956970]",
 )
 @shared.method_options
 @shared.drawing_options
@@ -121,7 +139,7 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
     A picture that fails gets a row with its error, and the others go on. What an earlier run with the same options has
     done is kept; Ctrl-C keeps what is done, too.
     """
-    options = shared.given_options(given, OPTIONS)
+    options = shared.method_values(given)
     named = given["method_names"]
     if given.pop("caption"):
         model, run = None, _captions(sources, given, options)
@@ -166,7 +184,7 @@ def _tell(summary: Any) -> None:
 
 def _captions(sources: tuple[Path | str, ...], given: dict[str, Any], options: dict[str, Any]) -> Callable[..., Any]:
     """What captions pictures, told all but what every run takes; OptionError for what it does not take."""
-    context = click.get_current_context()
+    context = get_current_context()
     asked = [one for one in context.command.params if context.get_parameter_source(one.name or "") in _ASKED]
     if other := [one.opts[0] for one in asked if one.name not in {*_OF_CAPTIONS.split(), *options}]:
         raise OptionError(f"--caption takes no {', '.join(other)}: leave it out, or --caption.")
@@ -210,7 +228,7 @@ def _maps(given: dict[str, Any], model: _Model) -> Callable[..., Any]:
         explain_folder,
         model=model,
         methods=given["method_names"],
-        drawing=shared.given_options(given, shared.DRAWING),
+        drawing=shared.drawing_values(given),
         target=shared.target_of(given["target"], given),
         **{name: given[name] for name in same},
     )

@@ -3,18 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-import click
+import rich_click as click
 
 from vitflow.cli import options as shared
 from vitflow.cli.outputs import name_for, output_file, writing
 from vitflow.cli.saying import say_written, tell_limits
-from vitflow.cli.sections import SectionedCommand
 from vitflow.explaining.choices import choose_methods, default_method
-from vitflow.explaining.method_options import OPTIONS
 from vitflow.pictures.options import FIGURE_FORMATS
 
 
-@click.command(cls=SectionedCommand, short_help="Show a picture's map layer by layer, and the heads of one.")
+@click.command(short_help="Show a picture's map layer by layer, and the heads of one.", panel="Images")
 @click.argument("image", metavar="IMAGE", type=click.Path(path_type=Path))
 @shared.model_options
 @shared.question_options
@@ -25,10 +23,10 @@ from vitflow.pictures.options import FIGURE_FORMATS
 @shared.output_option(
     help="File for the sheet: .png, .pdf or .svg; or a folder, with / at its end.  [default: IMAGE-layers.png here]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--json", "as_json", panel="Output", is_flag=True, help="Print one JSON object.")
 def layers(image: Path, **given: Any) -> None:
     """Show what each layer looks at, how the map of IMAGE builds up, and each head of one layer (--layer)."""
-    options = shared.given_options(given, OPTIONS)
+    options = shared.method_values(given)
     layer = options.pop("layer", -1)
     method = given["method"] or default_method(shared.asks(given))
     choose_methods([method, "attention"], options)  # before torch is loaded
@@ -40,7 +38,7 @@ def layers(image: Path, **given: Any) -> None:
     if given["method"] is None:
         shared.say_default(method)
     with writing(output):
-        found.figure(output, **shared.given_options(given, shared.DRAWING))
+        found.figure(output, **shared.drawing_values(given))
     tell_limits(explainer)
     record = {"input": str(image), "maps": [saliency.to_dict() for saliency in found.saliencies]}
     say_written(output, [record] if given["as_json"] else None)

@@ -6,20 +6,20 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import click
+import rich_click as click
 
 from vitflow.cli import options as shared
 from vitflow.cli.outputs import writing
 from vitflow.cli.saying import say
 from vitflow.errors import check_known, printable
 from vitflow.explaining.method import Method
-from vitflow.explaining.method_options import OPTIONS, shown
+from vitflow.explaining.options import OPTIONS, shown
 from vitflow.text.method_table import list_methods
 
 
-@click.command(short_help="List the methods, or tell all of one.")
+@click.command(short_help="List the methods, or tell all of one.", panel="Setup")
 @click.argument("name", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print the table as JSON.")
+@click.option("--json", "as_json", panel="Output", is_flag=True, help="Print the table as JSON.")
 def methods(name: str | None, as_json: bool) -> None:
     """List the methods, their options and where they come from.
 
@@ -82,7 +82,7 @@ def _all_of(method: Method, text: bool) -> str:
         differing = {name: value for name, value in values.items() if value != method.defaults[name]}
         told = "  ".join(f"{shared.flag_of(name)} {shown(value)}" for name, value in differing.items())
         options.append((f"--preset {preset}", f"{OPTIONS['preset'].help}  [{told or 'as by default'}]"))
-    formatter = click.get_current_context().make_formatter()
+    formatter = click.HelpFormatter(max_width=110)
     formatter.write(f"{method.name}\n")
     with formatter.indentation():
         formatter.write_text(method.summary)
@@ -105,10 +105,12 @@ def _values(method: Method, name: str) -> str:
     return values if "gradients" in method.needs else values.replace("|signed_mean", "")
 
 
-@click.command(short_help="List timm's models and which methods apply to each.")
+@click.command(short_help="List timm's models and which methods apply to each.", panel="Setup")
 @click.argument("pattern", default="*vit*")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per model.")
-@click.option("--all", "untrained", is_flag=True, help="List architectures without pretrained weights too.")
+@click.option("--json", "as_json", panel="Output", is_flag=True, help="Print JSON, one object per model.")
+@click.option(
+    "--all", "untrained", panel="Output", is_flag=True, help="List architectures without pretrained weights too."
+)
 def models(pattern: str, as_json: bool, untrained: bool) -> None:
     """List timm's pretrained models whose id matches PATTERN (with * as a wildcard), and which methods apply to each.
 
@@ -120,9 +122,8 @@ def models(pattern: str, as_json: bool, untrained: bool) -> None:
     windows    through its windows and stages, down to the finest patch grid
     gradcam, input_gradient and occlusion apply to every model.
 
-    In JSON, input_size is [channels, height, width] in pixels and grid is [rows, columns] of patches.
-
-    Each architecture is built without weights and run once on shapes alone: nothing is downloaded.
+    In JSON, input_size is [channels, height, width] in pixels and grid is [rows, columns] of patches. Each
+    architecture is built without weights and run once on shapes alone: nothing is downloaded.
     """
     from tqdm import tqdm
 
@@ -151,8 +152,15 @@ def _line(width: int, *columns: Any) -> str:
     return f"{{:{width}}}  {{:>9}}  {{:>7}}  {{:>6}}  {{:7}}  {{:7}}  {{:9}}  {{}}".format(*columns).rstrip()
 
 
-@click.command(short_help="Explain the bundled pictures with the bundled model.")
-@click.option("-o", "--output", type=shared.NEW_FOLDER, default=Path("vitflow-demo"), help="Folder for the overlays.")
+@click.command(short_help="Explain the bundled pictures with the bundled model.", panel="Setup")
+@click.option(
+    "-o",
+    "--output",
+    panel="Output",
+    type=shared.NEW_FOLDER,
+    default=Path("vitflow-demo"),
+    help="Folder for the overlays.",
+)
 def demo(output: Path) -> None:
     """Explain the bundled pictures with the bundled model: overlays and one strip."""
     from vitflow.demo import load_demo_model, sample_pictures

@@ -6,52 +6,72 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import click
+import rich_click as click
 
 from vitflow.cli import options as shared
 from vitflow.cli.outputs import check_suffix, writing
 from vitflow.cli.saying import say, say_record
-from vitflow.cli.sections import SectionedCommand
 from vitflow.errors import OptionError, printable
-from vitflow.explaining.method_options import OPTIONS
 from vitflow.pictures.options import FIGURE_FORMATS
-from vitflow.text.method_table import PLAIN, TEXT_METHODS, text_method
+from vitflow.text.method_table import PLAIN, text_method
 
 # What a text, or what was written, can be looked at as.
 _VIEWS = ("text", "layers", "graph", "matrix")
 
 
-@click.command(cls=SectionedCommand, methods=TEXT_METHODS.values())
+@click.command(panel="Texts")
 @click.argument("text", required=False)
-@click.option("--prompt", help="Let the model write on from this text, and explain what it writes.")
-@click.option("--generate", type=click.IntRange(min=1), metavar="N", help="How many tokens to write.  [default: 20]")
+@click.option("--prompt", panel="Text", help="Let the model write on from this text, and explain what it writes.")
 @click.option(
-    "--model", required=True, metavar="ID|PATH", help="transformers id, or a folder with model and tokenizer."
+    "--generate", panel="Text", type=click.IntRange(min=1), metavar="N", help="How many tokens to write.  [default: 20]"
+)
+@click.option(
+    "--model",
+    panel="Model",
+    required=True,
+    metavar="ID|PATH",
+    help="transformers id, or a folder with model and tokenizer.",
 )
 @shared.language_model_options
 @click.option(
     "--token",
+    panel="Text",
     metavar="WORD|NUMBER",
     help="The word whose row to show, or its number (-1: the last token).  [default: the masked word, the last token "
     "of a decoder, else the class token]",
 )
 @shared.text_method_option(default=PLAIN, help="What to compute.")
 @click.option(
-    "--target", metavar="WORD|NUMBER", help="For gae, the word (one token) to explain.  [default: the likeliest]"
+    "--target",
+    panel="Method",
+    metavar="WORD|NUMBER",
+    help="For gae, the word (one token) to explain.  [default: the likeliest]",
 )
 @shared.text_method_options
 @click.option(
-    "--view", type=click.Choice(_VIEWS), help="What to show and to draw.  [default: text; matrix with --prompt]"
+    "--view",
+    panel="Output",
+    type=click.Choice(_VIEWS),
+    help="What to show and to draw.  [default: text; matrix with --prompt]",
 )
-@click.option("--hide-special", is_flag=True, help="Leave special tokens out of what is shown; told below.")
+@click.option(
+    "--hide-special", panel="Output", is_flag=True, help="Leave special tokens out of what is shown; told below."
+)
 @click.option(
     "--hide-stop-words",
+    panel="Output",
     metavar="english|FILE",
     help="Show these words without a shade; a file has one word per line. Told below.",
 )
-@click.option("--html", type=shared.NEW_FILE, help="Write a page whose words can be clicked.")
-@click.option("--png", type=shared.NEW_FILE, help="Write the view as .png, .pdf or .svg.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with all numbers instead of the view.")
+@click.option("--html", panel="Output", type=shared.NEW_FILE, help="Write a page whose words can be clicked.")
+@click.option("--png", panel="Output", type=shared.NEW_FILE, help="Write the view as .png, .pdf or .svg.")
+@click.option(
+    "--json",
+    "as_json",
+    panel="Output",
+    is_flag=True,
+    help="Print one JSON object with all numbers instead of the view.",
+)
 def read(text: str | None, **given: Any) -> None:
     """Show what words rest on that a model reads or writes.
 
@@ -62,7 +82,7 @@ def read(text: str | None, **given: Any) -> None:
     Unless asked otherwise, decoders are read without value weighting and relative to the receptive field, encoders
     value-weighted along the output.
     """
-    options = shared.given_options(given, [*OPTIONS, "causal"])
+    options = shared.method_values(given)
     text_method(given["method"], options)  # before torch is loaded
     view = _check(text, given)
     hiding = {"special": not given["hide_special"], "stop_words": _stop_words(given["hide_stop_words"])}

@@ -1,0 +1,385 @@
+"""The table of options: one row for each option of methods, of refinement, of methods for texts, and of drawing.
+
+The command line, signatures, checks, captions and documentation are derived from it. This module imports no torch.
+"""
+
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from vitflow.errors import OptionError, unknown_name, whole_number
+from vitflow.pictures.options import BACKGROUNDS, INTERPOLATIONS
+
+#: method: of single methods; refinement: of the step that all methods but the baselines share; text: of methods for
+#: texts alone; drawing: of overlays and figures.
+Scope = Literal["method", "refinement", "text", "drawing"]
+
+
+# The types of kinds that are not a Python type themselves.
+_ANNOTATIONS: dict[str, Any] = {
+    "patch": tuple[int, int],
+    "box": tuple[float, float, float, float],
+    "text": int | str,
+    "choice": None,
+}
+
+
+# Kinds of several numbers separated by commas: their metavar, the type of a number, and an explanation for errors.
+_TUPLES: Mapping[str, tuple[str, Any, str]] = {
+    "patch": ("ROW,COL", int, " counted from 0, such as 3,7"),
+    "box": ("LEFT,TOP,RIGHT,BOTTOM", float, " in pixels, such as 40,20,300,260"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One row of the table.
+
+    Attributes:
+        name: its Python name; the command line writes dashes.
+        kind: the Python type of a value; "choice" takes one of `choices`, "patch" and "box" several numbers.
+        help: one sentence for the command line.
+        choices: the values of a "choice"; of a bool, what it can be besides True and False.
+        metavar: the placeholder of the value in the help, with the range of a number.
+        scope: what it is an option of.
+        default: of refinement and drawing options, whose default does not depend on the method.
+        default_help: the default in words, if it is not a value.
+        limits: the smallest and the largest value of a number, if the table checks them.
+        droppable: a default that does not apply to a model is dropped; a requested value is refused.
+        selects_layers: whether it chooses layers or heads, which a sheet of all layers does by itself.
+        phrase: a value in words for captions; by default "name value".
+    """
+
+    name: str
+    kind: type | str
+    help: str
+    choices: tuple[str, ...] = ()
+    metavar: str | None = None
+    scope: Scope = "method"
+    default: Any = None
+    default_help: str = ""
+    limits: tuple[int, int] | None = None
+    droppable: bool = False
+    selects_layers: bool = False
+    phrase: Callable[[Any], str] | None = None
+
+    @property
+    def values(self) -> str:
+        """The possible values in words."""
+        switch = ("on", "off") if self.kind is bool else ()
+        return "|".join((*switch, *self.choices)) or str(self.metavar)
+
+    def read(self, text: str) -> Any:
+        """Parse a value.
+
+        Raises:
+            OptionError: the text is not a value of this option.
+
+        >>> OPTIONS["patch"].read("3,7"), OPTIONS["value_weighted"].read("on"), OPTIONS["residual"].read("0.5")
+        ((3, 7), True, 0.5)
+        """
+        switch = {"on": True, "off": False} if self.kind is bool else {}
+        if switch or self.kind == "choice":
+            if text not in switch and text not in self.choices:
+                raise OptionError(f"{self.name}: expected {', '.join((*switch, *self.choices))}, got {text!r}.")
+            return switch.get(text, text)
+        if self.kind == "text":
+            return text
+        name, kind, explanation = _TUPLES.get(str(self.kind), (str(self.metavar), self.kind, ""))
+        try:
+            numbers = tuple(kind(part) for part in text.split(","))
+        except ValueError:
+            numbers = ()
+        if len(numbers) != name.count(",") + 1:
+            raise OptionError(f"{self.name}: expected {name}{explanation}, got {text!r}.")
+        return numbers if self.kind in _TUPLES else numbers[0]
+
+    def in_words(self, value: Any) -> str:
+        """A value as captions name it.
+
+        >>> OPTIONS["head_fusion"].in_words("max"), OPTIONS["patch"].in_words((3, 7)), OPTIONS["layer"].in_words(2)
+        ('max over heads', 'patch (3, 7)', 'layer 2')
+        """
+        return in_words(self.name, value) if self.phrase is None or value is None else self.phrase(value)
+
+    @property
+    def annotation(self) -> Any:
+        """The type of a value; None stands for the method's default."""
+        kind: Any = _ANNOTATIONS.get(str(self.kind), self.kind)
+        return (kind | Literal[self.choices] if self.choices else kind) | None
+
+
+def in_words(name: str, value: Any) -> str:
+    """An option without a phrase in words.
+
+    >>> in_words("sharpness", 0.5), in_words("mirrored", False)
+    ('sharpness 0.5', 'not mirrored')
+    """
+    if isinstance(value, bool):
+        return f"{'' if value else 'not '}{name}".replace("_", " ")
+    if isinstance(value, tuple | list):
+        value = f"({', '.join(map(str, value))})"
+    return f"{name} {f'{value:g}' if isinstance(value, float) else value}".replace("_", " ")
+
+
+OPTIONS: dict[str, Option] = {
+    option.name: option
+    for option in (
+        Option(
+            "head_fusion",
+            "choice",
+            "How the heads of a layer are fused; signed_mean (gradient methods): average heads before clamping "
+            "negatives.",
+            ("mean", "max", "min", "signed_mean"),
+            phrase=lambda value: f"{value} over heads".replace("_", " "),
+        ),
+        Option(
+            "discard_ratio",
+            float,
+            "Share of the smallest attention values to set to 0.",
+            metavar="0…<1",
+            phrase=lambda value: f"{100 * value:g}% discarded",
+        ),
+        Option("residual", float, "Share of the residual connection in each layer.", metavar="0…<1"),
+        Option(
+            "start_layer",
+            int,
+            "First layer of the product, counted from 1; 2 leaves out layer 1.",
+            metavar="N≥1",
+            selects_layers=True,
+        ),
+        Option(
+            "end_layer",
+            int,
+            "Last layer of the product; -1 is the model's last.",
+            metavar="N≥1|-1",
+            selects_layers=True,
+        ),
+        Option(
+            "layer", int, "Layer to look at, counted from 1; -1 is the last.", metavar="N≥1|-1", selects_layers=True
+        ),
+        Option(
+            "head",
+            int,
+            "Attention of this head instead of the fused heads, counted from 0.",
+            metavar="N≥0",
+            selects_layers=True,
+        ),
+        Option(
+            "value_weighted",
+            bool,
+            "Weight attention by the norm of the value vectors; off: attention as it is; output: by the projection of "
+            "these vectors on the attention's output.",
+            ("output",),
+            droppable=True,
+            phrase={
+                "output": "value-weighted",
+                True: "weighted by value norms",
+                False: "not value-weighted",
+            }.__getitem__,
+        ),
+        Option(
+            "patch",
+            "patch",
+            "Explain this patch of the top layer instead of the model's output, or compare with it. Row and column "
+            "count from 0.",
+            (),
+            "ROW,COL",
+        ),
+        Option(
+            "box",
+            "box",
+            "Compare with the patches in this box of the image, in pixels.",
+            (),
+            "LEFT,TOP,RIGHT,BOTTOM",
+        ),
+        Option("patch_size", int, "Pixels per side of a patch, if not the model's.", metavar="N≥1"),
+        Option(
+            "occlusion_batch",
+            int,
+            "Images with hidden patches per forward pass; if hidden patches leave the sequence, as many tokens.",
+            metavar="N≥1",
+        ),
+        Option(
+            "score",
+            "choice",
+            "The score whose drop occlusion measures: log-odds, or the probability as in the paper.",
+            ("log-odds", "probability"),
+            phrase="drop in {}".format,
+        ),
+        Option(
+            "pooled",
+            "choice",
+            "LeGrad's readout of a layer in a model that reads a class token: the mean of all tokens, as in the paper, "
+            "or that token (own).",
+            ("mean", "own"),
+        ),
+        Option("masks", int, "Random masks of sampling: more give a more reliable map.", metavar="N≥2"),
+        Option("keep", float, "Share of the patches that each mask keeps.", metavar="0<K<1"),
+        Option("cells", int, "Cells on a side of a random mask: more give smaller regions.", metavar="N≥2"),
+        Option("random_seed", int, "Seed of the random map, or of the masks.", metavar="N≥0"),
+        Option("sigma", float, "Width of the centre prior, as a share of the image's side.", metavar="S>0"),
+        Option(
+            "layers",
+            "text",
+            "Layers of the flow: the last N, FIRST:LAST counted from 1, or all. all without other options is the "
+            "paper's definition.",
+            (),
+            "N|A:B|all",
+            phrase=lambda value: (
+                "all layers"
+                if value == "all"
+                else f"last {value} layers"
+                if str(value).isdecimal()
+                else f"layers {value}"
+            ),
+        ),
+        Option(
+            "below",
+            "choice",
+            "How to propagate from the lowest flow layer to the input: rollout or none.",
+            ("rollout", "none"),
+            phrase={"rollout": "rollout below", "none": "nothing below"}.__getitem__,
+        ),
+        Option(
+            "causal",
+            "choice",
+            "For decoders: raw attention, or relative to uniform attention over the same tokens.",
+            ("raw", "receptive_field"),
+            scope="text",
+            phrase={"raw": "causal raw", "receptive_field": "relative to the receptive field"}.__getitem__,
+        ),
+        Option(
+            "refine",
+            int,
+            "Refinement steps, which spread the map among patches that the model treats as similar; 0: none.",
+            metavar="0…100",
+            scope="refinement",
+            default=0,
+            limits=(0, 100),  # each step brings a map nearer to a constant one
+            droppable=True,
+        ),
+        Option(
+            "affinity",
+            "choice",
+            "Similarity of patches for --refine: their attention, their keys, or both.",
+            ("attention", "keys", "both"),
+            scope="refinement",
+            default="attention",
+        ),
+        Option(
+            "shifts",
+            int,
+            "Average over 4 crops shifted by half a patch; 0 disables.",
+            metavar="0|4",
+            scope="refinement",
+            default=0,
+        ),
+        Option("preset", "choice", "The published definition, if the defaults differ from it.", ("paper",)),
+        Option(
+            "cmap",
+            str,
+            "Colour map of matplotlib.",
+            metavar="NAME",
+            scope="drawing",
+            default_help="plasma; red above and blue below 0 if a map has both",
+        ),
+        Option(
+            "alpha", float, "Opacity of the colours.", limits=(0, 1), metavar="0…1", scope="drawing", default_help="0.6"
+        ),
+        Option(
+            "vmin",
+            float,
+            "Value of the first colour.",
+            metavar="X",
+            scope="drawing",
+            default_help="2nd percentile of the map; -vmax if it has negative values",
+        ),
+        Option(
+            "vmax",
+            float,
+            "Value of the last colour.",
+            metavar="X",
+            scope="drawing",
+            default_help="98th percentile of the map's absolute values",
+        ),
+        Option(
+            "interpolation",
+            "choice",
+            "How patches are upsampled to pixels.",
+            INTERPOLATIONS,
+            scope="drawing",
+            default_help="smooth",
+        ),
+        Option(
+            "background",
+            "choice",
+            "The image under the colours: as it is, in darkened grey, or dimmed with half its saturation.",
+            BACKGROUNDS,
+            scope="drawing",
+            default_help="grey",
+        ),
+        Option(
+            "contours",
+            bool,
+            "Draw lines around the highest values that make up 10, 25 and 50 % of the map's sum.",
+            scope="drawing",
+        ),
+    )
+}
+
+
+def options_of(*scopes: Scope) -> dict[str, Option]:
+    """The rows of these scopes by name, in the order of the table."""
+    return {name: option for name, option in OPTIONS.items() if option.scope in scopes}
+
+
+#: The options of the step that refines maps, and with `shifts` those of every method but the baselines: their defaults.
+COMMON: Mapping[str, Any] = {name: option.default for name, option in options_of("refinement").items()}
+REFINING: Mapping[str, Any] = {name: COMMON[name] for name in ("refine", "affinity")}
+#: Values that switch that step off.
+UNREFINED: Mapping[str, Any] = {"refine": 0, "shifts": 0}
+#: The options that methods for images have.
+METHOD_OPTIONS = options_of("method", "refinement")
+
+
+def shown(value: Any) -> str:
+    """A value of an option in words.
+
+    >>> shown(True), shown(None), shown(0.5)
+    ('on', 'none', '0.5')
+    """
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else "none" if value is None else str(value)
+
+
+def check_common(options: Mapping[str, Any]) -> None:
+    """Raise OptionError if a refinement option has an invalid value."""
+    whole_number("refine", options.get("refine", 0), *(OPTIONS["refine"].limits or ()))
+    affinities = OPTIONS["affinity"].choices
+    if options.get("affinity", affinities[0]) not in affinities:
+        raise OptionError(unknown_name("affinity", options["affinity"], affinities))
+    if options.get("shifts", 0) not in (0, 4) or isinstance(options.get("shifts"), bool):
+        raise OptionError(f"Expected shifts of 0 or 4, got {options['shifts']!r}.")
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def takes_method_options(function: _Function) -> _Function:
+    """Add the options of methods to the signature and the docstring of a function that takes them as `**options`."""
+    signature = inspect.signature(function)
+    *named, rest = signature.parameters.values()
+    more = [
+        inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option.annotation)
+        for option in METHOD_OPTIONS.values()
+        if option.name not in signature.parameters
+    ]
+    # **options remains for methods that a user registers.
+    function.__signature__ = signature.replace(parameters=[*named, *more, rest])  # type: ignore[attr-defined]
+    listed = (f"{option.name}: {option.help} ({option.values})" for option in METHOD_OPTIONS.values())
+    wrapped = (textwrap.fill(line, 116, initial_indent=" " * 4, subsequent_indent=" " * 8) for line in listed)
+    head = "Options of the methods; list_methods() and `vitflow methods NAME` list those of a method, with defaults:"
+    function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", head, *wrapped, ""])
+    return function
