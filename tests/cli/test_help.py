@@ -46,7 +46,6 @@ def test_every_option_is_in_a_panel(name):
     assert "Model" in found and list(found)[-1] == "Options"
     # click keeps the help option of a command's first use, which has no -h unless that was through the group
     assert found["Options"].split()[-6:] == ["--help", "Show", "this", "message", "and", "exit."]
-    assert found["Options"].count("--") == 1
     listed = "\n".join(found.values()).replace("/", " ")
     flags = [flag for param in cli.commands[name].params for flag in param.opts if flag.startswith("--")]
     assert [flag for flag in flags if listed.count(f" {flag} ") == 0] == []

@@ -244,14 +244,13 @@ batch_size_option = click.option(
 )
 resume_option = click.option(
     "--resume/--overwrite",
-    panel="Output",
     default=True,
     help="Do what is missing or changed since an earlier run with the same options, or do all of it anew.",
 )
 
 pictures_argument = click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
 #: Called with its help: a file, or a folder that need not be there yet.
-output_option = partial(click.option, "-o", "--output", panel="Output", type=click.Path(path_type=str))
+output_option = partial(click.option, "-o", "--output", type=click.Path(path_type=str))
 
 
 def _only(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> str | None:

@@ -47,12 +47,8 @@ from vitflow.text.method_table import PICTURED, text_method
     help="File for the strip of maps, .png, .pdf or .svg; or a folder, with / at its end.  [default: "
     "IMAGE-caption.png here]",
 )
-@click.option(
-    "--html", panel="Output", type=shared.NEW_FILE, help="Also write a page: click a word for its map on the picture."
-)
-@click.option(
-    "--json", "as_json", panel="Output", is_flag=True, help="Print one JSON object with the map of each word instead."
-)
+@click.option("--html", type=shared.NEW_FILE, help="Also write a page: click a word for its map on the picture.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the map of each word instead.")
 def caption(image: Path, **given: Any) -> None:
     """Let a model write about IMAGE, and show where in it each word comes from.
 

@@ -75,7 +75,7 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> "click.P
     help="File for the strip: .png, .pdf, .svg; or .json for the numbers; or a folder, with / at its end.  [default: "
     "IMAGE-compare.png here; of several, IMAGE-and-N-more-compare.png]",
 )
-@click.option("--json", "as_json", panel="Output", is_flag=True, help="Print one JSON object per picture.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per picture.")
 def compare(images: tuple[Path, ...], **given: Any) -> None:
     """Lay several methods over each IMAGE, side by side in one strip, and say how far they agree."""
     options = shared.method_values(given)

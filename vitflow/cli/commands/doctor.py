@@ -19,7 +19,7 @@ _PATIENCE = 2.0
 
 
 @click.command(short_help="Tell what is installed here, and whether it works.", panel="Setup")
-@click.option("--json", "as_json", panel="Output", is_flag=True, help="Print one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(as_json: bool) -> None:
     """Tell versions, the device, which extras are there, whether a model runs, and whether the hub answers.
 

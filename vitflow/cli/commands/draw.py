@@ -14,7 +14,7 @@ from vitflow.pictures.options import OVERLAY_FORMATS
 
 @click.command(short_help="Draw overlays of the maps that a run keeps.", panel="Many images")
 @click.argument("run", metavar="RUN", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("-o", "--output", panel="Output", required=True, type=shared.NEW_FOLDER, help="Folder for the overlays.")
+@click.option("-o", "--output", required=True, type=shared.NEW_FOLDER, help="Folder for the overlays.")
 @click.option(
     "--images",
     panel="Images",
@@ -37,12 +37,7 @@ from vitflow.pictures.options import OVERLAY_FORMATS
     help="Draw this map.  [default: all of the run]",
 )
 @shared.limit_option
-@click.option(
-    "--format",
-    panel="Output",
-    type=click.Choice(OVERLAY_FORMATS),
-    help="Of the overlays.  [default: as the run was asked]",
-)
+@click.option("--format", type=click.Choice(OVERLAY_FORMATS), help="Of the overlays.  [default: as the run was asked]")
 @shared.drawing_options
 def draw(run: Path, **given: Any) -> None:
     """Draw overlays from RUN, the output folder of `vitflow folder`, without running the model again.

@@ -51,7 +51,6 @@ class _MethodOrAll(MethodWithOptions):
 @click.option(
     "-o",
     "--output",
-    panel="Output",
     type=shared.NEW_FOLDER,
     help="Folder for the rows, tables, figures and report.html; a run that was ended goes on from there.",
 )
@@ -110,9 +109,7 @@ class _MethodOrAll(MethodWithOptions):
     help="Of all that is drawn at random.",
 )
 @shared.resume_option
-@click.option(
-    "--json", "as_json", panel="Output", is_flag=True, help="Print everything as one JSON object instead of tables."
-)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object instead of tables.")
 @shared.method_options
 def evaluate(data: str | None, **given: Any) -> None:
     """Measure what the maps of each method are worth on DATA, beside two baselines.

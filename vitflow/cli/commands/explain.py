@@ -31,13 +31,12 @@ from vitflow.pictures.options import FIGURE_FORMATS, WRITE_OPTIONS
 @shared.output_option(help="File for one picture, folder for several.  [default: here]")
 @click.option(
     "--figure",
-    panel="Output",
     is_flag=True,
     help="Write a figure that stands alone: the overlay with its method, what was asked, and a colour bar; also as "
     ".pdf or .svg.",
 )
-@click.option("--save-map", panel="Output", is_flag=True, help="Write the unscaled map as .npz beside the overlay.")
-@click.option("--json", "as_json", panel="Output", is_flag=True, help="Print one JSON object per picture.")
+@click.option("--save-map", is_flag=True, help="Write the unscaled map as .npz beside the overlay.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per picture.")
 def explain(images: tuple[Path, ...], **given: Any) -> None:
     """Lay a saliency map over each IMAGE."""
     options = shared.method_values(given)

@@ -28,7 +28,6 @@ from vitflow.explaining.choices import choose_methods
 @shared.classes_option(help="Class for class-specific maps; repeat it for more.  [default: top3]")
 @click.option(
     "--max-size",
-    panel="Output",
     type=click.FloatRange(min=0, min_open=True),
     default=40.0,
     metavar="MB",

@@ -35,7 +35,7 @@ from vitflow.pictures.options import FIGURE_FORMATS
     help="File for the figure: .png, .pdf, .svg; or .json for the numbers; or a folder, with / at its end.  [default: "
     "IMAGE-features.png here; of several, IMAGE-and-N-more-features.png]",
 )
-@click.option("--json", "as_json", panel="Output", is_flag=True, help="Print one JSON object per picture.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per picture.")
 def features(images: tuple[Path, ...], **given: Any) -> None:
     """Show what the patches of each IMAGE hold: the first three principal components of their features as colours.
 

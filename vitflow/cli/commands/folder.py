@@ -85,27 +85,24 @@ class _Model:
 @click.option(
     "-o",
     "--output",
-    panel="Output",
     required=True,
     type=shared.NEW_FOLDER,
     help="Folder for the overlays, the manifest, run.json and run.sqlite, on a disk of this machine.",
 )
-@click.option("--save-map", panel="Output", is_flag=True, help="Write each unscaled map as .npz, too.")
+@click.option("--save-map", is_flag=True, help="Write each unscaled map as .npz, too.")
 @click.option(
     "--overlays/--no-overlays",
-    panel="Output",
     default=True,
     help="Draw each map. The run keeps all maps either way: vitflow draw and vitflow report draw them later.",
 )
-@click.option("--format", panel="Output", type=click.Choice(OVERLAY_FORMATS), default="jpg", help="Of the overlays.")
+@click.option("--format", type=click.Choice(OVERLAY_FORMATS), default="jpg", help="Of the overlays.")
 @click.option(
     "--manifest",
-    panel="Output",
     type=click.Choice(MANIFEST_FORMATS),
     default="jsonl",
     help="Table with one row per input; parquet+grids has the maps, too.",
 )
-@click.option("--report", panel="Output", is_flag=True, help="Write a report in HTML at the end; not for a URL.")
+@click.option("--report", is_flag=True, help="Write a report in HTML at the end; not for a URL.")
 @click.option(
     "--engine",
     panel="Cluster",

@@ -23,7 +23,7 @@ from vitflow.pictures.options import FIGURE_FORMATS
 @shared.output_option(
     help="File for the sheet: .png, .pdf or .svg; or a folder, with / at its end.  [default: IMAGE-layers.png here]",
 )
-@click.option("--json", "as_json", panel="Output", is_flag=True, help="Print one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def layers(image: Path, **given: Any) -> None:
     """Show what each layer looks at, how the map of IMAGE builds up, and each head of one layer (--layer)."""
     options = shared.method_values(given)

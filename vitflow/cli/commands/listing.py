@@ -19,7 +19,7 @@ from vitflow.text.method_table import list_methods
 
 @click.command(short_help="List the methods, or tell all of one.", panel="Setup")
 @click.argument("name", required=False)
-@click.option("--json", "as_json", panel="Output", is_flag=True, help="Print the table as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the table as JSON.")
 def methods(name: str | None, as_json: bool) -> None:
     """List the methods, their options and where they come from.
 
@@ -107,10 +107,8 @@ def _values(method: Method, name: str) -> str:
 
 @click.command(short_help="List timm's models and which methods apply to each.", panel="Setup")
 @click.argument("pattern", default="*vit*")
-@click.option("--json", "as_json", panel="Output", is_flag=True, help="Print JSON, one object per model.")
-@click.option(
-    "--all", "untrained", panel="Output", is_flag=True, help="List architectures without pretrained weights too."
-)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per model.")
+@click.option("--all", "untrained", is_flag=True, help="List architectures without pretrained weights too.")
 def models(pattern: str, as_json: bool, untrained: bool) -> None:
     """List timm's pretrained models whose id matches PATTERN (with * as a wildcard), and which methods apply to each.
 
@@ -153,14 +151,7 @@ def _line(width: int, *columns: Any) -> str:
 
 
 @click.command(short_help="Explain the bundled pictures with the bundled model.", panel="Setup")
-@click.option(
-    "-o",
-    "--output",
-    panel="Output",
-    type=shared.NEW_FOLDER,
-    default=Path("vitflow-demo"),
-    help="Folder for the overlays.",
-)
+@click.option("-o", "--output", type=shared.NEW_FOLDER, default=Path("vitflow-demo"), help="Folder for the overlays.")
 def demo(output: Path) -> None:
     """Explain the bundled pictures with the bundled model: overlays and one strip."""
     from vitflow.demo import load_demo_model, sample_pictures

@@ -50,28 +50,18 @@ _VIEWS = ("text", "layers", "graph", "matrix")
 @shared.text_method_options
 @click.option(
     "--view",
-    panel="Output",
     type=click.Choice(_VIEWS),
     help="What to show and to draw.  [default: text; matrix with --prompt]",
 )
-@click.option(
-    "--hide-special", panel="Output", is_flag=True, help="Leave special tokens out of what is shown; told below."
-)
+@click.option("--hide-special", is_flag=True, help="Leave special tokens out of what is shown; told below.")
 @click.option(
     "--hide-stop-words",
-    panel="Output",
     metavar="english|FILE",
     help="Show these words without a shade; a file has one word per line. Told below.",
 )
-@click.option("--html", panel="Output", type=shared.NEW_FILE, help="Write a page whose words can be clicked.")
-@click.option("--png", panel="Output", type=shared.NEW_FILE, help="Write the view as .png, .pdf or .svg.")
-@click.option(
-    "--json",
-    "as_json",
-    panel="Output",
-    is_flag=True,
-    help="Print one JSON object with all numbers instead of the view.",
-)
+@click.option("--html", type=shared.NEW_FILE, help="Write a page whose words can be clicked.")
+@click.option("--png", type=shared.NEW_FILE, help="Write the view as .png, .pdf or .svg.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with all numbers instead of the view.")
 def read(text: str | None, **given: Any) -> None:
     """Show what words rest on that a model reads or writes.
 
