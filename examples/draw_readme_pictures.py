@@ -120,7 +120,7 @@ def load_photographs(folder: Path) -> dict[str, Path]:
 
 def strip_bytes(comparison: vitflow.Comparison, **options: Any) -> bytes:
     """A strip as PNG."""
-    return figure_bytes(comparison.strip(**{"dpi": 125, **options}), ".png")
+    return figure_bytes(comparison.figure(**{"dpi": 125, **options}), ".png")
 
 
 def write_jpeg(png: bytes, path: Path, quality: int = 85) -> Path:

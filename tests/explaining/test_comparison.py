@@ -177,7 +177,7 @@ def test_rows_are_classes_and_maps_without_a_class_stand_apart_so_that_nothing_i
     compared = compare(
         PICTURES[:2], model=explainer, methods=["attention", "gae", "gradcam", "random"], targets=[0, 1, 2]
     )
-    compared.strip()
+    compared.figure()
     (above, first, _), (below, second, _) = drawn
     assert [column.title for column in above] == ["Photograph", "Raw attention", "Random map"]
     assert [column.group for column in above] == ["", "not class-specific", "baselines, not class-specific"]
@@ -191,12 +191,12 @@ def test_rows_are_classes_and_maps_without_a_class_stand_apart_so_that_nothing_i
 
 
 def test_more_columns_than_can_be_read_stand_in_two_rows_each_beside_the_photograph(explainer, drawn):
-    figure = compare(PICTURES[0], model=explainer, layers=2).strip()
+    figure = compare(PICTURES[0], model=explainer, layers=2).figure()
     assert [len(columns) for columns, _, _ in drawn] == [5, 5]
     assert [columns[0].title for columns, _, _ in drawn] == ["Photograph"] * 2
     assert figure.get_size_inches()[0] < 8.5
     drawn.clear()
-    compare(PICTURES[0], model=explainer, methods=["rollout", "gae", "gradcam", "random", "centre"]).strip()
+    compare(PICTURES[0], model=explainer, methods=["rollout", "gae", "gradcam", "random", "centre"]).figure()
     assert [len(columns) for columns, _, _ in drawn] == [6]
 
 
@@ -256,7 +256,7 @@ def test_each_map_has_its_own_colours_unless_a_method_has_one_scale_and_the_capt
     for same_scale, shared in ((True, [[np.stack([*grids[0], *grids[1]])] * 2] * 2), (False, grids)):
         for robust in (True, False):
             drawn.clear()
-            compared.strip(same_scale=same_scale, robust=robust)
+            compared.figure(same_scale=same_scale, robust=robust)
             _, (_, blocks, options) = drawn  # those with a row for each class stand below
             assert ("the same for all maps of a method" if same_scale else "for each map by itself") in options["note"]
             for number, block in enumerate(blocks):
@@ -268,7 +268,7 @@ def test_each_map_has_its_own_colours_unless_a_method_has_one_scale_and_the_capt
                     expected = Pen(1.5, robust=robust).overlay(one.grid, one.placement, one.image, (low, high))
                     assert np.abs(cell.image.astype(int) - expected).max() <= 1
     drawn.clear()
-    compared.strip(vmin=0, vmax=0.5)
+    compared.figure(vmin=0, vmax=0.5)
     assert all(limits_of(cell) == ("0", "0.5") for block in drawn[0][1] for cells in block[1:] for cell in cells)
 
 
@@ -288,7 +288,7 @@ def test_maps_with_negative_values_have_colours_on_both_sides_of_0_and_a_bar_of_
     red, _, blue = two_sides[0, -1].astype(int) - two_sides[0, 0]
     assert red > 100 and blue < -100
     drawn.clear()
-    compared.strip(vmin=0)
+    compared.figure(vmin=0)
     [(_, _, options)] = drawn
     assert [bar.labels for bar in options["bars"]] == [("low", "high")]
 
@@ -329,7 +329,7 @@ def test_a_strip_is_written_in_every_format_and_names_are_no_formulas(explainer,
     path = compared.save(tmp_path / "deep" / f"strip.{suffix}", cmap="inferno", alpha=0.5, interpolation="nearest")
     assert path.stat().st_size > 5000
     assert [file.name for file in path.parent.iterdir()] == [path.name]
-    assert compared.strip(tmp_path / f"b.{suffix}").get_size_inches()[0] > 3
+    assert compared.figure(tmp_path / f"b.{suffix}").get_size_inches()[0] > 3
 
 
 def test_other_formats_and_drawing_options_are_refused(explainer, tmp_path):

@@ -73,7 +73,7 @@ def test_the_bar_of_a_contrast_says_which_colour_is_which_class(explainer, tmp_p
     first, second = saliency.answer.opposed
     found = words(saliency, tmp_path)
     assert found.index(f"for {second}") < found.index(f"for {first}")
-    strip = Comparison(((saliency,),)).strip(tmp_path / "strip.svg")
+    strip = Comparison(((saliency,),)).figure(tmp_path / "strip.svg")
     texts = [text.get_text() for text in strip.axes[0].texts]
     assert texts.index(f"for {second}") < texts.index(f"for {first}")  # as its bar, blue on the left
 

@@ -57,6 +57,15 @@ def test_the_sheet_names_every_map(explainer, tmp_path):
     assert "Lines: around" in " ".join(words)
 
 
+def test_json_holds_the_grid_of_every_map(explainer, tmp_path):
+    found = vitflow.layer_maps(PICTURE, model=explainer, layer=1)
+    kept = json.loads(found.save(tmp_path / "sheet.json").read_text())
+    maps = [one for part in ("layers", "built_up", "heads") for one in kept[part]]
+    for one, saliency in zip(maps, found.saliencies, strict=True):
+        np.testing.assert_array_equal(np.float32(one["grid"]), saliency.grid)
+        assert one["method"] == saliency.method and one["options"] == saliency.to_dict()["options"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -98,7 +98,7 @@ def test_every_kind_of_run_takes_it(asked, picture, tmp_path):
     (tmp_path / "in" / "labels.csv").write_text("file,label\none.png,tree\n")
     strip = compare([picture], model=asked, methods=["rollout", "gae"], targets="top2")
     assert [one.answer.unit for one in strip.saliencies] == [""] * 4  # the readout depends on the answer, too
-    strip.strip(tmp_path / "strip.png")
+    strip.figure(tmp_path / "strip.png")
     page = explore(picture, model=asked, methods=["gae"])
     assert "sky" in page.html
     summary = explain_folder(tmp_path / "in", tmp_path / "out", model=asked, methods=["gae"], target="sky")

@@ -88,7 +88,7 @@ def test_every_kind_of_run_takes_it(asked, tmp_path):
     write_image(tmp_path / "in" / "0.png", picture())
     (tmp_path / "in" / "labels.csv").write_text("file,label\n0.png,picture 1\n")
     strip = compare(picture(), model=own, methods=["rollout", "gae"], targets=[0, 1])
-    strip.strip(tmp_path / "strip.png")
+    strip.figure(tmp_path / "strip.png")
     wide, plain = strip.saliencies[-1].figure(), own.explain(picture()).figure()
     assert min(wide.get_figwidth(), plain.get_figwidth()) > 5  # both pictures side by side
     assert "picture 1" in explore(picture(), model=own, methods=["gae"]).html

@@ -244,7 +244,7 @@ def test_every_kind_of_run_takes_prompts(asked, tmp_path):
     (tmp_path / "in" / "labels.csv").write_text("file,label\n0.png,a dog\n1.png,red\n")
     strip = compare(picture(), model=asked, methods=["rollout", "gae", "random"], targets=PROMPTS)
     assert [one.label for one in strip.saliencies if one.method == "gae"] == PROMPTS
-    strip.strip(tmp_path / "strip.png")
+    strip.figure(tmp_path / "strip.png")
     assert "a cat on a mat" in explore(picture(), model=asked, methods=["gae"], targets=PROMPTS).html
     for kept in (0, 2):
         summary = explain_folder(tmp_path / "in", tmp_path / "out", model=asked, methods=["gae"], target="a dog")

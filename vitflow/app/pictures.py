@@ -100,7 +100,7 @@ class _Answers:
     def compare(self, *fields: Any) -> tuple[Any, ...]:
         asked = _Asked(self._models, fields)
         found, name = compare(asked.path, model=asked.explainer, targets=asked.targets), f"{asked.path.stem}-compare"
-        picture, files = drawn(found.strip(**asked.drawing), name)
+        picture, files = drawn(found.figure(**asked.drawing), name)
         made = python_call("vitflow.compare", asked.path.name, targets=asked.targets, model=Code("explainer"))
         code = f"{asked.code}\nfound = {made}\n{_written('found.strip', name, asked)}"
         return gr.update(value=picture, visible=True), files, code, [" ".join(str(found.agreement()).splitlines()[:2])]

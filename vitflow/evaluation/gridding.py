@@ -265,5 +265,5 @@ def draw_grids(
             found = grid.maps(explainer, specific[: _DRAWN[1]])
         except (VitflowError, OSError):
             continue  # a picture that was there before
-        drawn.append(Comparison((tuple(one for maps in found.values() for one in maps),)).strip())
+        drawn.append(Comparison((tuple(one for maps in found.values() for one in maps),)).figure())
     return tuple(drawn)

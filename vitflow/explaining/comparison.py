@@ -25,7 +25,7 @@ from vitflow.explaining.strips import columns_of, draw_comparison
 from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_picture
 from vitflow.methods.ranks import Values, spearman, top_overlap
 from vitflow.pictures import figures, notebook
-from vitflow.pictures.figures import file_too
+from vitflow.pictures.figures import FigureResult, file_too
 from vitflow.pictures.images import ImageSource
 from vitflow.pictures.pen import Pen, takes_drawing_options
 from vitflow.pictures.typesetting import decimal
@@ -216,7 +216,7 @@ def compare(
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Comparison:
+class Comparison(FigureResult):
     """Maps of the same pictures by several methods.
 
     Attributes:
@@ -233,8 +233,8 @@ class Comparison:
         """What a notebook shows: the strip of the first pictures, in the size of a page."""
         left_out = len(self.pictures) - _SHOWN
         text = f"{self!r}{f'; {left_out} more pictures are not shown' if left_out > 0 else ''}"
-        strip = Comparison(self.pictures[:_SHOWN]).strip(dpi=notebook.DPI)
-        return notebook.bundle(text, picture=figures.figure_bytes(strip, ".png"))
+        figure = Comparison(self.pictures[:_SHOWN]).figure(dpi=notebook.DPI)
+        return notebook.bundle(text, picture=figures.figure_bytes(figure, ".png"))
 
     @property
     def saliencies(self) -> tuple[Saliency, ...]:
@@ -272,7 +272,7 @@ class Comparison:
         return measure_agreement(self.labels, rows, top=top, between_classes=classes)
 
     @takes_drawing_options
-    def strip(
+    def figure(
         self,
         path: str | os.PathLike[str] | None = None,
         *,
@@ -299,10 +299,6 @@ class Comparison:
         """
         pen = Pen.of(width, drawing)
         return file_too(path, lambda: draw_comparison(self.pictures, pen, same_scale=same_scale, timings=timings))
-
-    def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
-        """Write the strip (.png, .pdf, .svg; options as for `strip`) or everything as numbers (.json)."""
-        return figures.figure_or_numbers(path, self.strip, self.to_dict, options)
 
     def records(self) -> list[dict[str, Any]]:
         """What a log keeps of each picture, ready for JSON: its maps without their values, and their agreement."""

@@ -23,8 +23,8 @@ from vitflow.explaining.strips import in_rows
 from vitflow.methods.features import Components, principal_components
 from vitflow.methods.fusion import check_layer
 from vitflow.models.blocks import block_norms, block_paths, layer_output
-from vitflow.pictures import figures, notebook, overlay
-from vitflow.pictures.figures import Cell, Column, file_too
+from vitflow.pictures import figures, overlay
+from vitflow.pictures.figures import Cell, Column, FigureResult, file_too
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.images import ImageSource, image_name
 from vitflow.pictures.options import DPI, Interpolation
@@ -54,7 +54,7 @@ class PictureFeatures:
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class Features:
+class Features(FigureResult):
     """The first three principal components of the patch features of pictures, taken together.
 
     Attributes:
@@ -75,10 +75,6 @@ class Features:
         count = len(self.pictures)
         shares = ", ".join(f"{share:.0%}" for share in self.shares)
         return f"Features({count} picture{'s' if count > 1 else ''}, layer {self.layer}, {shares} of the variance)"
-
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """What a notebook shows: the figure."""
-        return notebook.bundle(repr(self), picture=figures.figure_bytes(self.figure(dpi=notebook.DPI), ".png"))
 
     @property
     def components(self) -> tuple[NDArray[np.float32], ...]:
@@ -141,13 +137,9 @@ class Features:
             f"{green} and {blue} of their variance.\nModel: {self.model}, layer {self.layer}{known}."
         )
 
-    def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
-        """Write the figure (.png, .pdf, .svg; options as for `figure`) or everything as numbers (.json)."""
-        return figures.figure_or_numbers(path, self.figure, self._numbers, options)
-
-    def _numbers(self) -> list[dict[str, Any]]:
-        """The records with the components of each patch, and which patches are shown."""
-        return [
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON: the records with the components of each patch, and which patches are shown."""
+        images = [
             record
             | {
                 "components": [
@@ -157,6 +149,7 @@ class Features:
             }
             for record, own in zip(self.records(), self.pictures, strict=True)
         ]
+        return {"model": self.model, "layer": self.layer, "images": images}
 
     def records(self) -> list[dict[str, Any]]:
         """What a log keeps of each picture, ready for JSON."""

@@ -19,8 +19,8 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import bars_of, in_rows, map_cell
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.methods.fusion import check_layer
-from vitflow.pictures import figures, notebook
-from vitflow.pictures.figures import Block, Cell, Column, file_too
+from vitflow.pictures import figures
+from vitflow.pictures.figures import Block, Cell, Column, FigureResult, file_too
 from vitflow.pictures.images import ImageSource, image_name
 from vitflow.pictures.pen import Pen, takes_drawing_options
 
@@ -28,7 +28,7 @@ _MOST_COLUMNS = 6
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class LayerMaps:
+class LayerMaps(FigureResult):
     """Maps of one picture, layer by layer and head by head.
 
     Attributes:
@@ -48,14 +48,16 @@ class LayerMaps:
         counts = f"{len(self.alone)} layers, {len(self.heads)} heads"
         return f"LayerMaps({image_name(whole.source)!r}, {whole.method}, {counts})"
 
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """What a notebook shows: the sheet."""
-        return notebook.bundle(repr(self), picture=figures.figure_bytes(self.figure(dpi=notebook.DPI), ".png"))
-
     @property
     def saliencies(self) -> tuple[Saliency, ...]:
         """All maps: layers alone, built up, heads."""
         return self.alone + self.built_up + self.heads
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON: each map with its values on the patch grid."""
+        parts = {"layers": self.alone, "built_up": self.built_up, "heads": self.heads}
+        maps = {name: [one.to_dict() | {"grid": one.grid.tolist()} for one in part] for name, part in parts.items()}
+        return {"input": self.alone[0].source, "model": self.alone[0].model, "layer": self.layer, **maps}
 
     @takes_drawing_options
     def figure(self, path: str | os.PathLike[str] | None = None, *, width: float = 1.15, **drawing: Any) -> Figure:

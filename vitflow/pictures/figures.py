@@ -6,7 +6,7 @@ Nothing here touches pyplot, so no window opens and no global state of the calle
 import io
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, unknown_name
 from vitflow.files import write_atomically
+from vitflow.pictures import notebook
 from vitflow.pictures.options import DPI, FIGURE_FORMATS
 from vitflow.pictures.pen import Bar
 from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, Page, measure, wrap
@@ -240,23 +241,35 @@ def figure_bytes(figure: Figure, suffix: str) -> bytes:
     return file.getvalue()
 
 
-def figure_or_numbers(
-    path: str | os.PathLike[str], draw: Callable[..., object], numbers: Callable[[], Any], options: Mapping[str, Any]
-) -> Path:
-    """Write a figure, drawn with these options (.png, .pdf, .svg), or all that it shows as numbers (.json).
+class FigureResult:
+    """Base class of results that are drawn as one figure and exported as JSON: `save` and the notebook display.
 
-    Raises:
-        OptionError: another suffix, or drawing options for numbers.
+    Subclasses have `figure(path=None, *, dpi, …)` and `to_dict()`.
     """
-    path = Path(path)
-    if check_format(path, (*FIGURE_FORMATS, ".json")) != ".json":
-        draw(path, **options)
+
+    __slots__ = ()
+    figure: Callable[..., Figure]
+    to_dict: Callable[[], dict[str, Any]]
+
+    def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
+        """Write the figure (.png, .pdf, .svg; options as for `figure`) or all values (.json); return the path.
+
+        Raises:
+            OptionError: another suffix, or drawing options for JSON.
+        """
+        path = Path(path)
+        if check_format(path, (*FIGURE_FORMATS, ".json")) != ".json":
+            self.figure(path, **options)
+            return path
+        if options:
+            raise OptionError(f"JSON has no drawing options, got {', '.join(options)}.")
+        with write_atomically(path) as file:
+            file.write(json.dumps(self.to_dict(), ensure_ascii=False).encode("utf-8", "backslashreplace"))
         return path
-    if options:
-        raise OptionError(f"Numbers take no drawing options, got {', '.join(options)}.")
-    with write_atomically(path) as file:
-        file.write(json.dumps(numbers(), ensure_ascii=False).encode("utf-8", "backslashreplace"))
-    return path
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """The figure at the size of a notebook page."""
+        return notebook.bundle(repr(self), picture=figure_bytes(self.figure(dpi=notebook.DPI), ".png"))
 
 
 def file_too(path: str | os.PathLike[str] | None, draw: Callable[[], Figure]) -> Figure:

@@ -80,7 +80,7 @@ def _maps(
 
     found = compare(image, model=explainer, **asked)
     [record] = found.records()
-    return found.saliencies, record, partial(found.strip, same_scale=bool(given["same_scale"]))
+    return found.saliencies, record, partial(found.figure, same_scale=bool(given["same_scale"]))
 
 
 def _explained(explainer: Any, image: Path, output: Path, options: Mapping[str, Any], given: Mapping[str, Any]) -> bool:

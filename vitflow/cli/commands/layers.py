@@ -21,7 +21,8 @@ from vitflow.pictures.options import FIGURE_FORMATS
 @shared.method_options
 @shared.drawing_options
 @shared.output_option(
-    help="File for the sheet: .png, .pdf or .svg; or a folder, with / at its end.  [default: IMAGE-layers.png here]",
+    help="File for the sheet: .png, .pdf, .svg; or .json for the numbers; or a folder, with / at its end.  [default: "
+    "IMAGE-layers.png here]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def layers(image: Path, **given: Any) -> None:
@@ -30,7 +31,7 @@ def layers(image: Path, **given: Any) -> None:
     layer = options.pop("layer", -1)
     method = given["method"] or default_method(shared.asks(given))
     choose_methods([method, "attention"], options)  # before torch is loaded
-    output = output_file([image], given["output"], name_for([image], "layers.png"), FIGURE_FORMATS)
+    output = output_file([image], given["output"], name_for([image], "layers.png"), (*FIGURE_FORMATS, ".json"))
     explainer = shared.make_explainer(given)
     from vitflow.explaining.layer_maps import layer_maps
 
@@ -38,7 +39,7 @@ def layers(image: Path, **given: Any) -> None:
     if given["method"] is None:
         shared.say_default(method)
     with writing(output):
-        found.figure(output, **shared.drawing_values(given))
+        found.save(output, **({} if output.suffix.lower() == ".json" else shared.drawing_values(given)))
     tell_limits(explainer)
     record = {"input": str(image), "maps": [saliency.to_dict() for saliency in found.saliencies]}
     say_written(output, [record] if given["as_json"] else None)
