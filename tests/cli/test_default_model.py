@@ -1,12 +1,16 @@
 """Without --model: a model that knows photographs where the hub or its cache has it, and never another in silence."""
 
+import re
 import time
 
+import numpy as np
 import pytest
 import timm
 import torch
 from huggingface_hub import constants
+from PIL import Image
 
+import vitflow
 from tests.typed import typed_here
 from vitflow.cli.options import DEFAULT_MODEL
 from vitflow.demo import sample_pictures
@@ -84,6 +88,26 @@ def test_strip_and_report_say_what_the_demo_model_knows(here, there, tmp_path):
         for file in ("strip.svg", "out/report.html"):
             text = (tmp_path / file).read_text()
             assert ("knows eight drawn shapes only" in text) == told, file
+
+
+def test_a_model_of_the_users_carries_a_note_into_figures_and_runs(tmp_path):
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=3, img_size=32, depth=2)
+    model.note = "trained on noise"
+    explainer = vitflow.Explainer(model, name="mine", device="cpu")
+    image = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+    assert explainer.explain(image).model_note == "trained on noise"
+    sheet = vitflow.layer_maps(image, model=explainer)
+    sheet.save(tmp_path / "sheet.svg")
+    vitflow.compare(image, model=explainer, methods=["rollout"]).save(tmp_path / "strip.svg")
+    vitflow.feature_maps(image, model=explainer).save(tmp_path / "features.svg")
+    for file in ("sheet.svg", "strip.svg", "features.svg"):
+        words = re.sub(r"<[^>]*>", " ", (tmp_path / file).read_text()).split()  # without tags and line breaks
+        assert "mine (trained on noise)" in " ".join(words), file
+    vitflow.explore(image, model=explainer).save(tmp_path / "page.html")
+    Image.fromarray(image).save(tmp_path / "noise.png")
+    run = vitflow.explain_folder(tmp_path / "noise.png", tmp_path / "out", model=explainer, report=True)
+    for file in (tmp_path / "page.html", run.report):
+        assert "mine (trained on noise)" in file.read_text(), file
 
 
 def test_a_resume_never_switches_the_model(here, there, monkeypatch):

@@ -80,19 +80,15 @@ def say_notes(saliencies: Iterable[Any]) -> None:
         say(f"note: {note}")
 
 
-def tell_limits(explainer: Any) -> None:
-    """Say on stderr what a reader must know of the model before any of its maps, whatever the user calls it."""
-    from vitflow.models.facts import model_id
-
-    tell_limits_of(model_id(explainer.model), explainer.model_id)
+def say_model_note(explainer: Any) -> None:
+    """Print the note for readers that the model carries."""
+    say_note_of(explainer.model_id, explainer.facts.note)
 
 
-def tell_limits_of(model: str, name: str) -> None:
-    """The same of a model by its id, which the user calls by this name."""
-    from vitflow.demo import limits_of
-
-    if limits := limits_of(model):
-        say(f"model: {name} {limits}: of other pictures its maps tell nothing")
+def say_note_of(model: str, note: str) -> None:
+    """The same for a model by its name."""
+    if note:
+        say(f"model: {model} {note}")
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from .drawing import DemoPicture as DemoPicture
 from .drawing import draw_ground as draw_ground
 from .drawing import draw_picture as draw_picture
 from .drawing import draw_pictures as draw_pictures
-from .drawing import limits_of as limits_of
 from .model import DEMO_WEIGHTS as DEMO_WEIGHTS
 from .model import demo_metadata as demo_metadata
 from .model import load_demo_model as load_demo_model

@@ -46,15 +46,6 @@ class DemoPicture:
         return chosen[0] if chosen else np.zeros(self.image.shape[:2], dtype=np.bool_)
 
 
-def limits_of(model_id: str) -> str:
-    """What a model by this name knows, where that is less than a reader would take it for; else nothing.
-
-    >>> limits_of("vitflow_demo"), limits_of("demo-caption"), limits_of("vit_tiny_patch16_224")
-    ('knows eight drawn shapes only', 'knows eight drawn shapes only', '')
-    """
-    return "knows eight drawn shapes only" if model_id in (DEMO_MODEL, "demo-caption") else ""
-
-
 def draw_picture(seed: int, size: int | tuple[int, int] = 96) -> DemoPicture:
     """Draw the picture of a seed: one to three different objects on a muted, textured ground.
 

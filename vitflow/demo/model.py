@@ -93,4 +93,5 @@ def _pretrained_cfg(metadata: dict[str, str]) -> dict[str, object]:
         "first_conv": "patch_embed.proj",
         "classifier": "head",
         "license": metadata.get("license"),
+        "note": "knows eight drawn shapes only",
     }

@@ -142,6 +142,8 @@ def _apply(one: ChosenMethod, trace: AskedTrace, seconds: float) -> list[Salienc
         if trace.probabilities is not None and trace.targets is not None:
             answer = Answer.of(trace.probabilities[index], int(trace.targets[index]), told)
         facts: dict[str, Any] = {"readout": readouts[index]} if readouts else {}
+        if trace.facts.note:
+            facts["model_note"] = trace.facts.note
         by_attention = bool(method.needs & {"attention", "heads"})
         if (
             by_attention

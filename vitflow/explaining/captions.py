@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vitflow.demo import limits_of
 from vitflow.explaining.method import Method
 from vitflow.explaining.method_table import get_method
 from vitflow.explaining.options import OPTIONS, REFINING
@@ -95,9 +94,13 @@ def method_in_words(method: Method, options: Mapping[str, Any]) -> str:
     return f"{method.title} ({told})" if (told := departures(method, options)) else method.title
 
 
-def model_in_words(model: str) -> str:
-    """A model's id, and what a reader must know of a bundled one."""
-    return f"{model}, which {limits}" if (limits := limits_of(model)) else model
+def model_in_words(model: str, note: str = "") -> str:
+    """A model's id with its note for readers.
+
+    >>> model_in_words("vitflow_demo", "knows eight drawn shapes only")
+    'vitflow_demo (knows eight drawn shapes only)'
+    """
+    return f"{model} ({note})" if note else model
 
 
 def own_options(name: str, options: Mapping[str, Any]) -> str:

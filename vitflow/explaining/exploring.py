@@ -86,6 +86,7 @@ def explore(
     return make_explorer(
         pictures,
         model=explainer.model_id,
+        model_note=explainer.facts.note,
         call=call or _call(model, fit),
         methods={
             one.name: {"title": one.title, "defaults": one.defaults, "published": one.published}

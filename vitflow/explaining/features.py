@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from scipy.ndimage import binary_erosion
 from torch import nn
 
-from vitflow.demo import limits_of
 from vitflow.errors import OptionError
 from vitflow.explaining.asked import PlacedPicture
+from vitflow.explaining.captions import model_in_words
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.picture_model import at_least_one, name_of
 from vitflow.explaining.similarity import layer_features
@@ -63,6 +63,7 @@ class Features(FigureResult):
         model: the model's id.
         layer: whose features they are, counted from 1.
         foreground: whether they are those of the foreground alone.
+        model_note: what a reader must know of the model, if it carries such a note.
     """
 
     pictures: tuple[PictureFeatures, ...]
@@ -70,6 +71,7 @@ class Features(FigureResult):
     model: str
     layer: int
     foreground: bool
+    model_note: str = ""
 
     def __repr__(self) -> str:
         count = len(self.pictures)
@@ -131,10 +133,10 @@ class Features(FigureResult):
         together = "" if len(self.pictures) == 1 else " over all pictures together"
         what = "foreground patches" if self.foreground else "patches"
         red, green, blue = (f"{share:.0%}" for share in self.shares)
-        known = f", which {limits}" if (limits := limits_of(self.model)) else ""
         return (
             f"The first three principal components of the {what}' features{together}, as red, green and blue: {red}, "
-            f"{green} and {blue} of their variance.\nModel: {self.model}, layer {self.layer}{known}."
+            f"{green} and {blue} of their variance.\n"
+            f"Model: {model_in_words(self.model, self.model_note)}, layer {self.layer}."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -219,7 +221,7 @@ def feature_maps(
         told.append(PictureFeatures(picture.name, picture.image, picture.placement, components, kept))
     red, green, blue = found.shares.tolist()
     number = check_layer("layer", layer, len(block_paths(explainer.model) or block_norms(explainer.model))) + 1
-    return Features(tuple(told), (red, green, blue), explainer.model_id, number, foreground)
+    return Features(tuple(told), (red, green, blue), explainer.model_id, number, foreground, explainer.facts.note)
 
 
 def _vectors(explainer: Explainer, picture: PlacedPicture, layer: int) -> torch.Tensor:

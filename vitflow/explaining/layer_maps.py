@@ -120,7 +120,8 @@ class LayerMaps(FigureResult):
         return (
             "Each map has colours of its own: the values of the first and the last stand below it"
             f"{', in thousandths' if thousandths else ''}. {pen.contours}\n"
-            f"{method_in_words(get_method(whole.method), whole.options)}. Model: {model_in_words(whole.model)}."
+            f"{method_in_words(get_method(whole.method), whole.options)}. "
+            f"Model: {model_in_words(whole.model, whole.model_note)}."
         )
 
 

@@ -75,6 +75,11 @@ class Saliency:
         return notebook.bundle(repr(self), picture=figure_bytes(self.figure(dpi=notebook.DPI), ".png"))
 
     @property
+    def model_note(self) -> str:
+        """What a reader must know of the model, if it carries such a note."""
+        return str(self.facts.get("model_note", ""))
+
+    @property
     def definition(self) -> Method:
         """The row of the table of methods that made this map."""
         return get_method(self.method)
@@ -203,7 +208,7 @@ class Saliency:
             yield "The frame is the patch whose attention is shown."
         if not self.placement.sees_everything:
             yield "The line bounds what the model saw."
-        yield f"{image_name(self.source)} · {captions.model_in_words(self.model)}"
+        yield f"{image_name(self.source)} · {captions.model_in_words(self.model, self.model_note)}"
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the overlay (.png, .jpg, .webp; options as for `overlay`) or the map itself (.npz); return the path.

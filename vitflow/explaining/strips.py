@@ -172,4 +172,4 @@ def _note(pictures: Pictures, pen: Pen, same_scale: bool, bars: Sequence[Bar]) -
         around += f"\n{SATURATED}"
     against = next((one.facts["against"] for one in shown if "against" in one.facts), None)
     around += f"\nClass-specific maps are of a number less {against}." if against else ""
-    return f"{limits}{seen}{around}\nModel: {captions.model_in_words(shown[0].model)}."
+    return f"{limits}{seen}{around}\nModel: {captions.model_in_words(shown[0].model, shown[0].model_note)}."

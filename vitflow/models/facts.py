@@ -40,12 +40,14 @@ class ModelFacts:
         input: what it wants to see.
         answers: what it can be asked about, by default its classes.
         layout: prefix tokens and patch grid, where the caller told them.
+        note: what a reader of its maps must know, such as "knows eight drawn shapes only": see `model_note`.
     """
 
     id: str
     input: InputSpec
     answers: Answers
     layout: TokenLayout | None = None
+    note: str = ""
 
     def fingerprint(self) -> dict[str, Any]:
         """The facts, ready for JSON; the class names as a hash."""
@@ -57,6 +59,7 @@ class ModelFacts:
             "class_names_sha256": None if names is None else hashlib.sha256(names).hexdigest(),
             "layout": None if self.layout is None else asdict(self.layout),
             **({"answers": own} if (own := self.answers.fingerprint()) else {}),
+            **({"note": self.note} if self.note else {}),
         }
 
     def preprocessing(self, fit: Fit) -> Preprocessing:
@@ -100,7 +103,7 @@ def read_facts(
     check_layout(layout)
     answers = _answers(model, answers, class_names, activation)
     called = model_id(model) if name is None else check_name(name)
-    return ModelFacts(called, spec, answers, layout)
+    return ModelFacts(called, spec, answers, layout, model_note(model))
 
 
 def _answers(model: nn.Module, told: Any, class_names: ClassNames | None, activation: str | None) -> Answers:
@@ -138,6 +141,31 @@ def model_id(model: nn.Module) -> str:
         return str(name)
     config: Any = getattr(model, "pretrained_cfg", None) or {}
     return str(config.get("architecture") or library_id(model) or type(model).__name__)
+
+
+def model_note(model: nn.Module) -> str:
+    """Return the note for readers that a model carries, or an empty string.
+
+    It is the attribute `note` of the model or of one of its modules, or "note" in timm's `pretrained_cfg` or in the
+    configuration of a model of transformers.
+
+    >>> import timm
+    >>> model = timm.create_model("vit_tiny_patch16_224", num_classes=5)
+    >>> model.pretrained_cfg["note"] = "trained on one hospital's images"
+    >>> model_note(model)
+    "trained on one hospital's images"
+    """
+    for module in model.modules():
+        timm_config: Any = getattr(module, "pretrained_cfg", None) or {}
+        places = (
+            getattr(module, "note", None),
+            timm_config.get("note"),
+            getattr(getattr(module, "config", 0), "note", 0),
+        )
+        for note in places:
+            if note and isinstance(note, str):
+                return printable(note)
+    return ""
 
 
 def remember_name(model: nn.Module, name: str) -> None:

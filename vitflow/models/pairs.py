@@ -14,6 +14,7 @@ from torch.nn.functional import normalize
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowWarning
 from vitflow.models.answers import Answers, cosines
+from vitflow.models.facts import model_note
 from vitflow.models.libraries import embedding_of, library_data_config, library_id
 from vitflow.models.processors import from_processor
 
@@ -46,6 +47,8 @@ class Pair:
 
 class PictureTower(nn.Module):
     """The part of a model of transformers that sees, from pictures to projected features [batch, width]."""
+
+    note: str = ""
 
     def __init__(self, vision_model: nn.Module, visual_projection: nn.Module | None) -> None:
         super().__init__()
@@ -110,6 +113,7 @@ def pair_of(model: nn.Module, processor: Any = None) -> Pair:
             "picture to compare with texts: load weights that have one."
         )
     tower = PictureTower(owner.vision_model, getattr(owner, "visual_projection", None))
+    tower.note = model_note(model)
     told = getattr(processor, "image_processor", None)
     seen = library_data_config(model) | ({} if told is None else from_processor(told.to_dict()))
     return Pair(tower, _texts(owner, processor), **numbers, data_config=seen, name=_called(model))

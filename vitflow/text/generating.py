@@ -15,7 +15,7 @@ from vitflow.errors import OptionError
 from vitflow.explaining.method import Method
 from vitflow.models import languages
 from vitflow.models.anatomy import unwrap
-from vitflow.models.facts import check_name, model_id
+from vitflow.models.facts import check_name, model_id, model_note
 from vitflow.models.hub import bundled, hub_for, own_prompt
 from vitflow.models.languages import load_language_model, load_processor
 from vitflow.recording.isolation import device_of, evaluating
@@ -149,6 +149,7 @@ def explain_generation(
         own=None if own is None else array_of(own.permute(0, 2, 1)),
         seconds=time.perf_counter() - started,
         pictures=pictures,
+        model_note=model_note(model),
     )
     return found[0] if len(found) == 1 else found
 

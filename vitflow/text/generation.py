@@ -62,6 +62,7 @@ class Generation:
             [n, layers]; else None.
         seconds: time of the generation with the method.
         pictures: the pictures of the prompt, and where their patches stand among its tokens; None without.
+        model_note: what a reader must know of the model, if it carries such a note.
     """
 
     values: NDArray[np.float32]
@@ -74,6 +75,7 @@ class Generation:
     own: NDArray[np.float32] | None = None
     seconds: float = 0.0
     pictures: Pictures | None = None
+    model_note: str = ""
 
     def __repr__(self) -> str:
         if not isinstance(self.prompt_tokens, Words) or not isinstance(self.generated_tokens, Words):
@@ -196,7 +198,7 @@ class Generation:
             options={**self.options, **{name: True for name, value in told.items() if value}},
             class_specific=TEXT_METHODS[self.method].class_specific,
             answer=Answer(text_of(written[places[0] : places[-1] + 1]).strip()),
-            facts={**facts, "layer": index + 1},
+            facts={**facts, "layer": index + 1, **({"model_note": self.model_note} if self.model_note else {})},
             seconds=self.seconds,
         )
 

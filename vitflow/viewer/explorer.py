@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vitflow.demo import limits_of
 from vitflow.errors import printable
 from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import TokenLayout
@@ -113,6 +112,7 @@ def make_explorer(
     pictures: Sequence[ExploredPicture],
     *,
     model: str,
+    model_note: str = "",
     call: ModelCall,
     methods: Mapping[str, Mapping[str, Any]],
     max_size: float,
@@ -124,7 +124,7 @@ def make_explorer(
 
     Args:
         pictures: one or several.
-        model: its id.
+        model, model_note: its id, and its note for readers.
         call: how a reader gets it.
         methods: what each is called, "title", the options that its map begins with, "defaults", and those of its
             publication, "published".
@@ -154,8 +154,8 @@ def make_explorer(
         "cmaps": list(COLOUR_MAPS),
         "percentiles": ROBUST_PERCENTILES,
     }
-    scripts, limits = ("attention", "calls", "explorer"), limits_of(model)
-    page = make_html("explorer", *scripts, title=title, model=model, limits=limits, notes=notes, data=data)
+    scripts = ("attention", "calls", "explorer")
+    page = make_html("explorer", *scripts, title=title, model=model, model_note=model_note, notes=notes, data=data)
     size = f"The page has {len(page) / _MEGABYTE:.1f} MB."
     if len(page) > max_size * _MEGABYTE:
         size += f" It cannot be made as small as {max_size:g} MB: take fewer pictures, or a higher --max-size."

@@ -10,7 +10,6 @@ from urllib.parse import quote_from_bytes
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.demo import limits_of
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.files import stays_inside, write_atomically
 from vitflow.pictures.images import natural_order
@@ -63,7 +62,6 @@ def write_report(
             "report",
             title=output.resolve().name,
             run=run,
-            limits=limits_of(run["model"]),
             explained=len(shown),
             failed=len(failed),
             failures=list(read_rows(failed[:FAILURES_SHOWN])) if number == 1 else [],

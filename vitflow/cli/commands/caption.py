@@ -7,7 +7,7 @@ import rich_click as click
 
 from vitflow.cli import options as shared
 from vitflow.cli.outputs import check_pictures, output_file, writing
-from vitflow.cli.saying import say, say_record, tell_limits_of
+from vitflow.cli.saying import say, say_note_of, say_record
 from vitflow.errors import printable
 from vitflow.pictures.options import FIGURE_FORMATS
 from vitflow.text.method_table import PICTURED, text_method
@@ -81,7 +81,7 @@ def caption(image: Path, **given: Any) -> None:
         do_sample=False,
         **options,
     )
-    tell_limits_of(given["model"], found.model)
+    say_note_of(found.model, found.model_note)
     words, left_out = found.words()
     relative = given["neutral"] is not None
     maps = [found.picture(places, relative=relative) for places in words.values()]

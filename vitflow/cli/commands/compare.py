@@ -9,7 +9,7 @@ from click.types import convert_type
 
 from vitflow.cli import options as shared
 from vitflow.cli.outputs import name_for, output_file, writing
-from vitflow.cli.saying import say, say_notes, say_written, tell_limits
+from vitflow.cli.saying import say, say_model_note, say_notes, say_written
 from vitflow.errors import OptionError
 from vitflow.explaining.choices import check_methods
 from vitflow.explaining.method import Method
@@ -91,5 +91,5 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
         comparison.save(output, **({} if output.suffix.lower() == ".json" else drawing))
     say_notes(comparison.saliencies)
     say(str(comparison.agreement()))
-    tell_limits(explainer)
+    say_model_note(explainer)
     say_written(output, comparison.records() if given["as_json"] else None)

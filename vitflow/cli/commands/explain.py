@@ -10,7 +10,7 @@ import rich_click as click
 
 from vitflow.cli import options as shared
 from vitflow.cli.outputs import CannotWrite, check_pictures, check_suffix, names_folder, writing
-from vitflow.cli.saying import say, say_notes, say_record, tell_limits
+from vitflow.cli.saying import say, say_model_note, say_notes, say_record
 from vitflow.errors import ImageError, OptionError, printable
 from vitflow.explaining.choices import choose_methods
 from vitflow.pictures.options import FIGURE_FORMATS, WRITE_OPTIONS
@@ -52,7 +52,7 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
     if failed < len(images):
         if named is None:
             shared.say_default(given["method"])
-        tell_limits(explainer)
+        say_model_note(explainer)
     if failed:
         say(f"{len(images) - failed} explained, {failed} failed")
         sys.exit(1)

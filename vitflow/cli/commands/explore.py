@@ -7,7 +7,7 @@ import rich_click as click
 
 from vitflow.cli import options as shared
 from vitflow.cli.outputs import output_file, writing
-from vitflow.cli.saying import say, tell_limits
+from vitflow.cli.saying import say, say_model_note
 from vitflow.errors import printable
 from vitflow.explaining.choices import choose_methods
 
@@ -59,7 +59,7 @@ def explore(images: tuple[Path, ...], **given: Any) -> None:
         page.save(output)
     for note in page.notes:
         say(note)
-    tell_limits(explainer)
+    say_model_note(explainer)
     click.echo(printable(output))
 
 

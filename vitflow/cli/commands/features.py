@@ -7,7 +7,7 @@ import rich_click as click
 
 from vitflow.cli import options as shared
 from vitflow.cli.outputs import name_for, output_file, writing
-from vitflow.cli.saying import say, say_written, tell_limits
+from vitflow.cli.saying import say, say_model_note, say_written
 from vitflow.pictures.options import FIGURE_FORMATS
 
 
@@ -50,5 +50,5 @@ def features(images: tuple[Path, ...], **given: Any) -> None:
     with writing(output):
         found.save(output, **shared.given_options(given, drawing))
     say(repr(found))
-    tell_limits(explainer)
+    say_model_note(explainer)
     say_written(output, found.records() if given["as_json"] else None)

@@ -13,7 +13,7 @@ from click import get_current_context
 from click.core import ParameterSource
 
 from vitflow.cli import options as shared
-from vitflow.cli.saying import going_on, pictures_bar, say, tell_limits
+from vitflow.cli.saying import going_on, pictures_bar, say, say_model_note
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.choices import choose_methods
 from vitflow.files import is_link, is_there
@@ -160,7 +160,7 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
     if model is not None:
         if not named:
             shared.say_default(chosen[0].name)
-        tell_limits(model())
+        say_model_note(model())
     _tell(summary)
 
 

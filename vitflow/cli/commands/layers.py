@@ -7,7 +7,7 @@ import rich_click as click
 
 from vitflow.cli import options as shared
 from vitflow.cli.outputs import name_for, output_file, writing
-from vitflow.cli.saying import say_written, tell_limits
+from vitflow.cli.saying import say_model_note, say_written
 from vitflow.explaining.choices import choose_methods, default_method
 from vitflow.pictures.options import FIGURE_FORMATS
 
@@ -40,6 +40,6 @@ def layers(image: Path, **given: Any) -> None:
         shared.say_default(method)
     with writing(output):
         found.save(output, **({} if output.suffix.lower() == ".json" else shared.drawing_values(given)))
-    tell_limits(explainer)
+    say_model_note(explainer)
     record = {"input": str(image), "maps": [saliency.to_dict() for saliency in found.saliencies]}
     say_written(output, [record] if given["as_json"] else None)
