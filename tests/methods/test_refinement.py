@@ -6,9 +6,8 @@ import torch
 
 from tests import references
 from vitflow.errors import OptionError, ShapeError
-from vitflow.methods import balancing
-from vitflow.methods.balancing import balance
-from vitflow.methods.refinement import Affinity, co_attention, key_affinity, refine
+from vitflow.methods import refinement
+from vitflow.methods.refinement import Affinity, balance, co_attention, key_affinity, refine
 
 
 def attention(layers: int = 3, batch: int = 2, tokens: int = 13, sharpness: float = 2.0) -> list[torch.Tensor]:
@@ -91,7 +90,7 @@ def test_balancing_stops_at_its_tolerance_and_leaves_the_matrix_alone():
     before = layer.clone()
     found = balance(layer)
     assert torch.equal(layer, before)
-    np.testing.assert_allclose(found.matrix.sum(dim=-1), 1.0, rtol=0, atol=balancing.TOLERANCE)
+    np.testing.assert_allclose(found.matrix.sum(dim=-1), 1.0, rtol=0, atol=refinement.TOLERANCE)
     np.testing.assert_allclose(found.matrix.sum(dim=-2), 1.0, rtol=0, atol=1e-12)
 
 
@@ -143,7 +142,7 @@ def test_sums_are_kept_where_balancing_does_not_come_to_an_end(monkeypatch):
     matrix = torch.rand(1, 8, 8, dtype=torch.float64)
     matrix[:, :4, 4:] *= 1e-5
     matrix[:, 4:, :4] *= 1e-5
-    monkeypatch.setattr(balancing, "ROUNDS", 5)
+    monkeypatch.setattr(refinement, "ROUNDS", 5)
     found = balance(matrix)
     assert (found.matrix.sum(dim=-1) - 1).abs().max() > 1e-4
     ones = torch.ones(1, 8, dtype=torch.float64)

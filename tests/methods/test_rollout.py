@@ -11,7 +11,7 @@ from tests import references
 from vitflow import attention_rollout
 from vitflow.errors import OptionError, ShapeError
 from vitflow.methods.fusion import add_residual, discard_low, normalize_rows, raw_attention
-from vitflow.methods.values import Values, fuse_weighted
+from vitflow.methods.gradients import Values, fuse_weighted
 
 FUSIONS = ["mean", "max", "min"]
 DISCARDS = [0.0, 0.5, 0.9, 0.99]

@@ -18,7 +18,7 @@ from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, Value
 from vitflow.explaining import maps
 from vitflow.explaining.method_table import get_method
 from vitflow.methods.fusion import fuse_heads, normalize_rows
-from vitflow.methods.values import Values, check_value_weighting, fuse_weighted, join_values
+from vitflow.methods.gradients import Values, check_value_weighting, fuse_weighted, join_values
 from vitflow.pictures.upsampling import upsample
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}

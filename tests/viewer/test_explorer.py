@@ -23,9 +23,8 @@ from vitflow.demo import sample_pictures
 from vitflow.errors import OptionError
 from vitflow.explaining.captions import departures
 from vitflow.explaining.method_table import get_method
-from vitflow.methods.balancing import balance
 from vitflow.methods.fusion import raw_attention
-from vitflow.methods.refinement import Affinity, refine
+from vitflow.methods.refinement import Affinity, balance, refine
 from vitflow.pictures.overlay import color_table, scale_range
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&.png"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,3 +93,26 @@ def draw_pictures(count: int, seed: int = 0, size: int | tuple[int, int] = 96) -
     [(32, 48, 3), (32, 48, 3)]
     """
     return (draw_picture(seed + number, size) for number in range(count))
+
+
+DEMO_CAPTION = Path(__file__).with_name("demo_caption")  # a LlavaForConditionalGeneration: it says what a picture shows
+DEMO_TEXT = Path(__file__).with_name("demo_text")  # a SiglipModel: it says how well a sentence fits a picture
+SAMPLE_FOLDER = Path(__file__).with_name("pictures")
+
+
+def sample_pictures() -> list[Path]:
+    """The sample pictures that the package ships, sorted by name.
+
+    >>> [path.name for path in sample_pictures()][:2]
+    ['disc_star_and_crescent.png', 'ring_and_triangle.png']
+    """
+    return sorted(SAMPLE_FOLDER.glob("*.png"))
+
+
+def sample_masks() -> list[Path]:
+    """The masks of the sample pictures, in the same order: a pixel is 0 for ground, else 1 + the class index.
+
+    >>> [path.name for path in sample_masks()] == [path.name for path in sample_pictures()]
+    True
+    """
+    return [SAMPLE_FOLDER / "masks" / path.name for path in sample_pictures()]

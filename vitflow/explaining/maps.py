@@ -18,9 +18,9 @@ from vitflow.methods import rollout as rollouts
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.flow.layers import LayerRange, default_window
 from vitflow.methods.fusion import HeadFusion, SignedFusion, check_layer, normalize_rows, one_head
+from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.staged_rollout import staged_attention, staged_rollout
 from vitflow.methods.tokens import TokenLayout
-from vitflow.methods.values import ValueWeighting
 from vitflow.models.anatomy import ATTENTION_POOLING, pool_queries
 from vitflow.models.blocks import block_paths
 from vitflow.recording.probing import answer_from

@@ -1,11 +1,15 @@
-"""Maps from gradients of token features, of attention and of pixels: Grad-CAM on tokens, LeGrad, input gradient."""
+"""Gradient maps (Grad-CAM on tokens, LeGrad, input gradient), and attention weighted by values."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
+import torch
 from torch import Tensor
 
-from vitflow.errors import ShapeError
+from vitflow.errors import OptionError, ShapeError
 from vitflow.methods.cells import sum_cells
+from vitflow.methods.fusion import HeadFusion, check_head_fusion, fuse_heads, normalize_rows
 
 
 def grad_cam(features: Tensor, gradients: Tensor, *, num_prefix_tokens: int = 1) -> Tensor:
@@ -101,3 +105,129 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     """The tensor without its graph, in float32 where it was in half precision."""
     tensor = tensor.detach()
     return tensor if tensor.dtype.itemsize >= 4 else tensor.float()
+
+
+# False: attention as it is. True: times the norm of the transformed value vector. "output": times the length of that
+# vector along the output that it becomes part of.
+ValueWeighting = bool | Literal["output"]
+VALUE_WEIGHTINGS: tuple[ValueWeighting, ...] = (False, True, "output")
+
+
+def check_value_weighting(value_weighted: object) -> None:
+    """Raise OptionError unless the value is False, True or "output"."""
+    if not any(value_weighted is known or (known == "output" == value_weighted) for known in VALUE_WEIGHTINGS):
+        raise OptionError(f"Expected value_weighted to be False, True or 'output', got {value_weighted!r}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What the attention of one layer passes on.
+
+    Attributes:
+        vectors: value vectors v of each head, [batch, heads, tokens, width].
+        projection: W_O, which joins the heads to one output, [out, heads · width]; head h owns the columns from
+            h · width on.
+        gram: W_Oᵀ W_O, if it is known already.
+
+    Raises:
+        ShapeError: the projection does not take the joined heads.
+
+    >>> values = Values(torch.tensor([[[[1.0], [0.0]], [[0.0], [2.0]]]]), torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
+    >>> values.norms()
+    tensor([[[3., 0.],
+             [0., 8.]]])
+    """
+
+    vectors: Tensor
+    projection: Tensor
+    gram: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        joined = self.vectors.shape[1] * self.vectors.shape[-1]
+        if self.vectors.ndim != 4 or self.projection.ndim != 2 or self.projection.shape[1] != joined:
+            raise ShapeError(
+                "Expected values [batch, heads, tokens, width] and a projection [out, heads · width], got "
+                f"{tuple(self.vectors.shape)} and {tuple(self.projection.shape)}."
+            )
+
+    def norms(self) -> Tensor:
+        """‖v_j W_O‖₂ per head and token, [batch, heads, tokens], from one small Gram matrix per head.
+
+        Source: Kobayashi et al., "Attention is Not Only a Weight", EMNLP 2020; ‖v W‖² = v (W Wᵀ) vᵀ.
+        """
+        heads, width = self.vectors.shape[1], self.vectors.shape[-1]
+        with torch.autocast(self.vectors.device.type, enabled=False):
+            slices = self.projection.reshape(-1, heads, width).permute(1, 2, 0)  # [heads, width, out]
+            gram = slices @ slices.transpose(-2, -1)  # [heads, width, width]
+            norms: Tensor = ((self.vectors @ gram) * self.vectors).sum(dim=-1).clamp_min(0).sqrt()
+        return norms
+
+    def gram_for(self, vectors: int) -> Tensor | None:
+        """W_Oᵀ W_O if it saves time for this number of vectors: it replaces two products with W_O by one."""
+        return self.projection.T @ self.projection if vectors > len(self.projection) else None
+
+    def weigh(self, attention: Tensor, value_weighted: ValueWeighting, mixed: Tensor | None = None) -> Tensor:
+        """Attention probabilities of all heads, weighted by what they pass on.
+
+        - False: A[h, i, j] itself.
+        - True: A[h, i, j] · ‖v_j W_O‖, the length of what token j passes on to token i through head h.
+        - "output": A[h, i, j] · (v_j W_O · o_i)⁺ / ‖o_i‖, that vector's length along the output o_i = Σ_hj A[h, i, j]
+          v_j W_O that all of them make together; what points elsewhere cancels out there, and does not count. Without
+          the cut at 0, the row of token i sums to ‖o_i‖ over all heads and tokens.
+
+        Args:
+            attention: [batch, heads, tokens, tokens] of the same layer.
+            value_weighted: False, True or "output".
+            mixed: attention @ vectors, [batch, heads, tokens, width], if it has been computed already.
+
+        Returns:
+            [batch, heads, tokens, tokens], not normalised.
+
+        Source: Kobayashi et al., EMNLP 2020, for the norm. For the part along the output: the same vectors, measured as
+        Ferrando et al., "Measuring the Mixing of Contextual Information in the Transformer", EMNLP 2022, measure them
+        (by how near they come to their sum), with the inner product for the distance.
+        """
+        check_value_weighting(value_weighted)
+        if value_weighted is False:
+            return attention
+        if value_weighted is True:
+            return attention * self.norms().unsqueeze(-2)
+        (batch, heads, _, width), queries = self.vectors.shape, attention.shape[-2]
+        with torch.autocast(self.vectors.device.type, enabled=False):
+            mixed = attention @ self.vectors if mixed is None else mixed
+            joined = mixed.transpose(1, 2).reshape(batch, queries, heads * width)
+            gram = self.gram_for(batch * queries) if self.gram is None else self.gram
+            along = joined @ self.projection.T @ self.projection if gram is None else joined @ gram
+            lengths = (joined * along).sum(dim=-1, keepdim=True).clamp_min(0).sqrt()  # ‖o_i‖
+            along = along / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
+            along = along.reshape(batch, queries, heads, width).transpose(1, 2)  # of query i and head h, as a value
+            return (along @ self.vectors.transpose(-2, -1)).clamp_min_(0.0).mul_(attention)
+
+
+def join_values(parts: Sequence[Values]) -> Values:
+    """The values of attention modules that work side by side: all their heads, and the sum of their outputs."""
+    vectors, projections = [part.vectors for part in parts], [part.projection for part in parts]
+    return Values(torch.cat(vectors, dim=1), torch.cat(projections, dim=1))
+
+
+def fuse_weighted(
+    attention: Tensor,
+    head_fusion: HeadFusion,
+    value_weighted: ValueWeighting,
+    values: Values | None,
+    mixed: Tensor | None = None,
+) -> Tensor:
+    """Weigh the heads of one layer and fuse them: [batch, heads, tokens, tokens] → [batch, tokens, tokens].
+
+    Weighted rows are normalised to 1 again after the fusion.
+
+    Args:
+        values: of the same layer; needed where value_weighted is not False.
+        mixed: as for `Values.weigh`.
+    """
+    check_head_fusion(head_fusion)
+    if value_weighted is False:
+        return fuse_heads(attention, head_fusion)
+    if values is None:
+        raise OptionError("Value weighting needs the value vectors of the layer, got none.")
+    return normalize_rows(fuse_heads(values.weigh(attention, value_weighted, mixed), head_fusion))

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import ValueNormsError, VitflowError
+from vitflow.methods.gradients import Values, ValueWeighting, fuse_weighted, join_values
 from vitflow.methods.rollout import rollout_step
 from vitflow.methods.staged_rollout import LayerTokens
-from vitflow.methods.values import Values, ValueWeighting, fuse_weighted, join_values
 from vitflow.models.anatomy import output_projection
 
 # How heads were fused: the name of the fusion, and the value weighting that came before it.

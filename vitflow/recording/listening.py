@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import NoAttentionError, UnsupportedModelError, ValueNormsError
-from vitflow.methods.values import Values, fuse_weighted
+from vitflow.methods.gradients import Values, fuse_weighted
 from vitflow.recording.attending import Part
 from vitflow.recording.attention_kinds import (
     arrangement,

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, check_readout
+from vitflow.methods.gradients import ValueWeighting, check_value_weighting
 from vitflow.methods.tokens import TokenLayout, check_layout
-from vitflow.methods.values import ValueWeighting, check_value_weighting
 from vitflow.models.anatomy import (
     ATTENTION_POOLING,
     closed_readouts,

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError, check_known
 from vitflow.methods.cells import cell_grid
+from vitflow.methods.gradients import Values, ValueWeighting, check_value_weighting
 from vitflow.methods.refinement import Affinity
 from vitflow.methods.tokens import TokenLayout
-from vitflow.methods.values import Values, ValueWeighting, check_value_weighting
 from vitflow.models.anatomy import ClosedReadout, logits_of
 from vitflow.recording.heads import Call, observed_head
 from vitflow.recording.layers import AttentionLayer, fuse_parts

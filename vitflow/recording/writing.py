@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from vitflow.methods.fusion import HeadFusion
+from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.growing_rollout import GrowingRollout
-from vitflow.methods.values import ValueWeighting
 from vitflow.models.languages import decoder_path, reads_text
 from vitflow.recording.isolation import Hook
 from vitflow.recording.layers import AttentionLayer

@@ -14,8 +14,8 @@ from vitflow.explaining.method import Method
 from vitflow.explaining.progress import tracking
 from vitflow.methods.flow.layers import LayerRange, default_window
 from vitflow.methods.fusion import HeadFusion, check_layer
+from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.rollout import for_the_class
-from vitflow.methods.values import ValueWeighting
 from vitflow.models.languages import decoder_of, has_head, predicts_words, reading
 from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors

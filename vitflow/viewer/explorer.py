@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from vitflow.errors import printable
+from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import TokenLayout
-from vitflow.methods.values import ValueWeighting
 from vitflow.pictures.overlay import ROBUST_PERCENTILES
 from vitflow.viewer.pages import (
     COLOUR_MAPS,

@@ -1,4 +1,4 @@
-"""`vitflow draw`: overlays of what a folder run found, for the pictures that are asked for."""
+"""`vitflow draw` and `vitflow report`: overlays and a page from the maps that a folder run keeps."""
 
 import sys
 from pathlib import Path
@@ -71,3 +71,12 @@ def draw(run: Path, **given: Any) -> None:
     say(f"{line}, {failed} failed" if failed else line)
     if failed:
         sys.exit(1)
+
+
+@click.command(short_help="Make a page of what a folder run found.", panel="Many images")
+@click.argument("output", metavar="OUT", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def report(output: Path) -> None:
+    """Write report.html into OUT, the output folder of `vitflow folder`: one page that needs no network."""
+    from vitflow.folder.draw import report_run
+
+    click.echo(printable(report_run(output)))

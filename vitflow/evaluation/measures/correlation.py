@@ -25,10 +25,10 @@ from vitflow.explaining.targets import Target
 from vitflow.files import is_folder, write_atomically
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.fusion import HeadFusion, check_layer, raw_attention
+from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.ranks import spearman
 from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import TokenLayout
-from vitflow.methods.values import ValueWeighting
 from vitflow.pictures import figures
 from vitflow.pictures.charts import Series, draw_lines
 from vitflow.pictures.images import ImageSource, find_images
