@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from matplotlib.text import Text
 
 import vitflow
 from vitflow import Explainer
@@ -94,12 +95,12 @@ def test_figures_strips_sheets_and_json_tell_the_departure_under_the_name(explai
             saliency = explainer.explain(PICTURE, method=method, **given)
             assert saliency.to_dict()["departures_from_paper"] == line
             for figure in (saliency.figure(), draw_comparison([[saliency]], Pen(2.5))):
-                words = [text.get_text() for text in figure.axes[0].texts]
+                words = [text.get_text() for text in figure.findobj(Text)]
                 assert (line in words) == bool(line)
                 if not line:
                     assert not any("weighted" in word or "refined" in word for word in words)
     sheet = vitflow.layer_maps(PICTURE, model=explainer, method="gae", value_weighted="output")
-    words = " ".join(text.get_text() for text in sheet.figure().axes[0].texts)
+    words = " ".join(text.get_text() for text in sheet.figure().findobj(Text))
     assert "raw attention of each layer, value-weighted" in words
     assert "GAE (max over heads, value-weighted, refined by" in words
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from matplotlib.offsetbox import OffsetImage
+from matplotlib.text import Text
 from PIL import Image
 
 from vitflow import Comparison, Contrast, Explainer
@@ -58,7 +60,7 @@ def test_a_figure_says_what_it_shows(explainer, tmp_path):
 def test_the_colours_of_the_bar_are_those_of_the_overlay(signed, background, limits):
     grid = np.random.default_rng(0).random((6, 6)) - 0.4 * signed
     figure = map_of(grid).figure(background=background, **limits)
-    picture, bar = (np.asarray(image.get_array()) for image in figure.axes[0].images)
+    picture, bar = (image.get_data() for image in figure.findobj(OffsetImage))
     known = np.unique(bar.reshape(-1, 3), axis=0).astype(int)
     # The bar has a colour for each pixel of its length: no colour of the overlay lies far from all of these.
     for color in np.unique(picture.reshape(-1, 3), axis=0).astype(int):
@@ -74,7 +76,7 @@ def test_the_bar_of_a_contrast_says_which_colour_is_which_class(explainer, tmp_p
     found = words(saliency, tmp_path)
     assert found.index(f"for {second}") < found.index(f"for {first}")
     strip = Comparison(((saliency,),)).figure(tmp_path / "strip.svg")
-    texts = [text.get_text() for text in strip.axes[0].texts]
+    texts = [text.get_text() for text in strip.findobj(Text)]
     assert texts.index(f"for {second}") < texts.index(f"for {first}")  # as its bar, blue on the left
 
 

@@ -14,6 +14,7 @@ from vitflow.explaining.comparison import compare
 from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.explaining.options import METHOD_OPTIONS, Option, shown
 from vitflow.explaining.targets import Contrast
+from vitflow.pictures.map_figure import picture_box
 from vitflow.pictures.options import BACKGROUNDS, FITS, INTERPOLATIONS
 
 # The method that is chosen first, and what answers for a patch where the chosen one does not.
@@ -74,7 +75,7 @@ class _Answers:
         """The map of a patch that was clicked on the figure of another map."""
         if click is None or not isinstance(event.index, list | tuple):
             raise OptionError("Expected a click on a map, got none: press Explain first.")
-        (left, right, bottom, top), placement, grid = click
+        (left, top, right, bottom), placement, grid = click
         down, across = (event.index[1] - top) / (bottom - top), (event.index[0] - left) / (right - left)
         height, width = placement.image_size
         asked = _Asked(self._models, fields)
@@ -87,8 +88,7 @@ class _Answers:
         saliency = asked.explainer.explain(asked.path, **own)
         figure, name = saliency.figure(**asked.drawing), f"{asked.path.stem}-{asked.method.name}"
         picture, files = drawn(figure, name, saliency.save)
-        edges = [edge * figure.dpi for edge in figure.axes[0].images[0].get_extent()]
-        click = edges, saliency.placement, saliency.facts.get("patch_grid", saliency.grid.shape)
+        click = picture_box(figure), saliency.placement, saliency.facts.get("patch_grid", saliency.grid.shape)
         made, written = (
             python_call("explainer.explain", asked.path.name, **own),
             _written("saliency.figure", name, asked),

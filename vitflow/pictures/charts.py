@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from vitflow.errors import printable
 from vitflow.pictures.options import DPI
-from vitflow.pictures.typesetting import BODY, GREY, LEADING, SMALL, TITLE, QuietFigure, plain, wrap
+from vitflow.pictures.typesetting import BODY, GREY, LEADING, MARGIN, SMALL, TITLE, QuietFigure, plain, wrap
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,6 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 #: Inches that a character of a label takes, about, and how many characters of one get room.
 PER_CHARACTER, MOST_CHARACTERS = 0.062, 44
 _MOST_TICKS = 16
-#: Inches around a figure.
-MARGIN = 0.12
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,9 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
+from matplotlib.offsetbox import HPacker, VPacker
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, unknown_name
@@ -22,10 +24,21 @@ from vitflow.files import write_atomically
 from vitflow.pictures import notebook
 from vitflow.pictures.options import DPI, FIGURE_FORMATS
 from vitflow.pictures.pen import Bar
-from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, Page, measure, wrap
+from vitflow.pictures.typesetting import (
+    BODY,
+    GREY,
+    SMALL,
+    TITLE,
+    measure,
+    page,
+    picture,
+    space,
+    words,
+    wrap,
+)
 
 # Lengths in inches.
-_MARGIN, _COLUMN_GAP, _ROW_GAP = 0.08, 0.07, 0.10
+_MARGIN, _COLUMN_GAP = 0.08, 0.07
 _NARROWEST = 1.15  # a column's least width, so that its words fit
 _BAR_LABEL = 1.5  # the most that a label of a colour bar takes
 
@@ -86,7 +99,7 @@ def draw_bands(
 
     >>> grey = np.full((60, 80, 3), 128, dtype=np.uint8)
     >>> figure = draw_bands([([Column("Photograph"), Column("Rollout")], [[[Cell(grey)], [Cell(grey, ("cat",))]]])])
-    >>> [text.get_text() for text in figure.axes[0].texts]
+    >>> [text.get_text() for text in figure.findobj(matplotlib.text.Text)]
     ['Photograph', 'Rollout', 'cat']
     """
     for columns, blocks in bands:
@@ -99,103 +112,69 @@ def draw_bands(
     images = [cell.image for _, blocks in bands for block in blocks for cells in block for cell in cells]
     width = max(_NARROWEST, *(image.shape[1] / dpi for image in images))
     most = max(len(columns) for columns, _ in bands)
-    page = Page(dpi, 2 * _MARGIN + most * (width + _COLUMN_GAP) - _COLUMN_GAP)
-    y = _MARGIN
+    full = most * (width + _COLUMN_GAP) - _COLUMN_GAP
+    boxes: list[Artist] = []
     for columns, blocks in bands:
-        lefts = [_MARGIN + index * (width + _COLUMN_GAP) for index in range(len(columns))]
-        y = _draw_heads(page, columns, lefts, width, y)
+        boxes += _heads(columns, width)
         for number, block in enumerate(blocks):
-            if number and max(len(cells) for cells in block) > 1:
-                page.rule(_MARGIN, page.width - _MARGIN, y)
-                y += _ROW_GAP
-            y = _draw_block(page, block, lefts, width, y)
-    if bars or note:
-        y = _draw_foot(page, bars, note, y)
-    return page.finish(y - _ROW_GAP + _MARGIN)
-
-
-def _draw_heads(page: Page, columns: Sequence[Column], lefts: Sequence[float], width: float, y: float) -> float:
-    """Draw the heads of the columns from y on; return where the pictures begin."""
-    if any(column.group for column in columns):
-        y += SMALL * LEADING
-        for group, neighbours in groupby(zip(columns, lefts, strict=True), key=lambda one: one[0].group):
-            if group:
-                places = [place for _, place in neighbours]
-                left, right = places[0], places[-1] + width
-                [text, *_] = wrap(group, right - left, SMALL, lines=1)
-                page.line(text, (left + right) / 2, y - 0.02, SMALL, color=GREY)
-                page.rule(left, right, y + 0.025)
-        y += 0.06
-    titles = [wrap(column.title, width, TITLE, weight="bold") for column in columns]
-    below = [wrap(column.subtitle, width, SMALL, lines=4) for column in columns]
-    y += max(len(lines) for lines in titles) * TITLE * LEADING
-    for left, title, subtitle in zip(lefts, titles, below, strict=True):
-        for number, text in enumerate(reversed(title)):
-            page.line(text, left + width / 2, y - 0.03 - number * TITLE * LEADING, TITLE, weight="bold")
-        for number, text in enumerate(subtitle, start=1):
-            page.line(text, left + width / 2, y - 0.03 + number * SMALL * LEADING, SMALL, color=GREY)
-    return y + 0.02 + max(len(lines) for lines in below) * SMALL * LEADING
-
-
-def _draw_block(page: Page, block: Block, lefts: Sequence[float], width: float, y: float) -> float:
-    """Draw one block's rows from y on; return where the next block begins."""
-    rows = max(len(cells) for cells in block)
-    words = [[_words(cell, width) for cell in cells] for cells in block]
-    heights = []
-    for row in range(rows):
-        in_row = [(cells[row], lines[row]) for cells, lines in zip(block, words, strict=True) if len(cells) > row]
-        heights.append(max(_cell_height(page, cell, lines) for cell, lines in in_row))
-    tops = [y + sum(heights[:row]) + row * _ROW_GAP for row in range(rows)]
-    for cells, lines, left in zip(block, words, lefts, strict=True):
-        for row, cell in enumerate(cells):
-            _draw_cell(page, cell, lines[row], left, width, tops[row])
-    return tops[-1] + heights[-1] + _ROW_GAP
-
-
-def _words(cell: Cell, width: float) -> list[tuple[str, float, str]]:
-    """The lines below a picture: text, size, colour."""
-    lines = [(text, BODY, INK) for caption in cell.caption for text in wrap(caption, width, BODY)]
-    return lines + [(text, SMALL, GREY) for detail in cell.details for text in wrap(detail, width, SMALL)]
-
-
-def _cell_height(page: Page, cell: Cell, lines: Sequence[tuple[str, float, str]]) -> float:
-    return float(cell.image.shape[0] / page.dpi + 0.02 + sum(size for _, size, _ in lines) * LEADING)
-
-
-def _draw_cell(
-    page: Page, cell: Cell, lines: Sequence[tuple[str, float, str]], left: float, width: float, top: float
-) -> None:
-    height, own_width = cell.image.shape[0] / page.dpi, cell.image.shape[1] / page.dpi
-    page.picture(cell.image, left + (width - own_width) / 2, top)
-    baseline = top + height + 0.02
-    for text, size, color in lines:
-        baseline += size * LEADING
-        page.line(text, left + width / 2, baseline - 0.02, size, color=color)
-
-
-def _draw_foot(page: Page, bars: Sequence[Bar], note: str, y: float) -> float:
-    """Draw the colour bars and the note from y on; return where they end."""
-    left = _MARGIN
-    y += 0.06
-    step = SMALL * LEADING
+            rows = max(len(cells) for cells in block)
+            if number and rows > 1:
+                boxes.append(space(full, line=True))
+            boxes += [
+                _row([_under(cells[row], width, dpi) if row < len(cells) else [] for cells in block], width)
+                for row in range(rows)
+            ]
     if bars:
-        labels = [[wrap(label, _BAR_LABEL, SMALL, lines=1)[0] for label in bar.labels] for bar in bars]
-        low, high = (max(measure(own[end], SMALL) for own in labels) for end in (0, 1))
-        start = page.snap(left + low + 0.05)
-        for number, (bar, told) in enumerate(zip(bars, labels, strict=True), start=1):
-            baseline, end = y + number * step - 0.02, start + bar.image.shape[1] / page.dpi
-            page.line(told[0], start - 0.05, baseline, SMALL, ha="right", color=GREY)
-            page.picture(bar.image, start, baseline - bar.image.shape[0] / page.dpi)
-            page.line(told[1], end + 0.05, baseline, SMALL, ha="left", color=GREY)
-            left = max(left, end + 0.05 + high + 0.2)
-    if page.width - left < 0.45 * page.width:  # beside such a bar the note would be a column of single words
-        left, y = _MARGIN, y + len(bars) * step + 0.03
-        bars = ()
-    room = page.width - _MARGIN - left
-    lines = [text for paragraph in note.splitlines() for text in wrap(paragraph, room, SMALL, lines=10)]
-    for number, text in enumerate(lines, start=1):
-        page.line(text, left, y + number * step - 0.02, SMALL, ha="left", color=GREY)
-    return y + max(len(lines), len(bars), 1) * step + _ROW_GAP
+        boxes.append(_bars(bars, dpi))
+    foot = words(*note.splitlines(), size=SMALL, width=full, lines=10, color=GREY)
+    return page([*boxes, *foot], dpi, _MARGIN)
+
+
+def _row(cells: Sequence[Sequence[Artist]], width: float | Sequence[float], align: Any = "top") -> HPacker:
+    """Lay columns of a width in inches, or of these widths, side by side, each with its boxes below each other."""
+    widths = [width] * len(cells) if isinstance(width, float) else width
+    columns: list[Artist] = [
+        VPacker(children=[space(own), *boxes], align="center", sep=1) for boxes, own in zip(cells, widths, strict=True)
+    ]
+    return HPacker(children=columns, align=align, sep=72 * _COLUMN_GAP)
+
+
+def _heads(columns: Sequence[Column], width: float) -> list[Artist]:
+    """The heads of columns in one box: their groups, titles and subtitles; none if all are empty."""
+    groups = [(name, len(list(own))) for name, own in groupby(column.group for column in columns)]
+    spans = [count * (width + _COLUMN_GAP) - _COLUMN_GAP for _, count in groups]
+    over = [
+        [*words(name, size=SMALL, width=span, lines=1, color=GREY), space(span, line=True)] if name else []
+        for (name, _), span in zip(groups, spans, strict=True)
+    ]
+    style: dict[str, Any] = {"width": width, "align": "center"}
+    titles = [words(column.title, size=TITLE, weight="bold", **style) for column in columns]
+    below = [words(column.subtitle, size=SMALL, lines=4, color=GREY, **style) for column in columns]
+    rows: list[tuple[Any, Any, str]] = [(over, spans, "bottom"), (titles, width, "top"), (below, width, "top")]
+    boxes: list[Artist] = [_row(cells, widths, align) for cells, widths, align in rows if any(cells)]
+    return [VPacker(children=boxes, sep=1)] if boxes else []
+
+
+def _under(cell: Cell, width: float, dpi: int) -> list[Artist]:
+    """A picture with its lines below."""
+    style: dict[str, Any] = {"width": width, "align": "center"}
+    details = words(*cell.details, size=SMALL, color=GREY, **style)
+    return [picture(cell.image, dpi), *words(*cell.caption, size=BODY, **style), *details]
+
+
+def _bars(bars: Sequence[Bar], dpi: int) -> VPacker:
+    """Colour bars below each other, each between its labels."""
+    labels = [[words(label, size=SMALL, width=_BAR_LABEL, lines=1, color=GREY) for label in bar.labels] for bar in bars]
+    room = max(measure(line, SMALL) for bar in bars for line in wrap(bar.labels[0], _BAR_LABEL, SMALL, lines=1))
+    rows: list[Artist] = [
+        HPacker(
+            children=[VPacker(children=[space(room), *low], align="right"), picture(bar.image, dpi), *high],
+            align="center",
+            sep=4,
+        )
+        for bar, (low, high) in zip(bars, labels, strict=True)
+    ]
+    return VPacker(children=rows, sep=1, align="left")
 
 
 def check_format(path: str | os.PathLike[str], formats: Sequence[str] = FIGURE_FORMATS) -> str:

@@ -1,27 +1,35 @@
-"""The figure of one map that stands alone: what it is, itself over its picture, a bar of its colours with values."""
+"""The figure of one map: its title, the map over its picture, a bar of its colours with values, and notes."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.offsetbox import DrawingArea, HPacker, OffsetImage, VPacker
+from matplotlib.text import Text
 from numpy.typing import NDArray
 
 from vitflow.pictures import overlay
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.pen import REACH, Box, Limits, Pen
-from vitflow.pictures.typesetting import BODY, GREY, LEADING, SMALL, TITLE, Page, measure, readable, wrap
+from vitflow.pictures.typesetting import (
+    BODY,
+    GREY,
+    INK,
+    SMALL,
+    TITLE,
+    measure,
+    page,
+    picture,
+    plain,
+    readable,
+    space,
+    words,
+    wrap,
+)
 
-
-def side_by_side(first: NDArray[np.uint8], second: NDArray[np.uint8], gap: int = 12) -> NDArray[np.uint8]:
-    """Two pictures [height, width, 3] beside each other on white.
-
-    >>> side_by_side(np.zeros((2, 3, 3), np.uint8), np.zeros((4, 5, 3), np.uint8)).shape
-    (4, 20, 3)
-    """
-    height, left = max(len(first), len(second)), first.shape[1] + gap
-    page = np.full((height, left + second.shape[1], 3), 255, np.uint8)
-    page[: len(first), : first.shape[1]], page[: len(second), left:] = first, second
-    return page
+_GAP = 0.06  # inches between two pictures
 
 
 def draw_map(
@@ -38,40 +46,30 @@ def draw_map(
     box: Box | None = None,
     beside: NDArray[np.uint8] | None = None,
 ) -> Figure:
-    """Draw a map as a figure that stands alone: what it is, itself over its picture, a bar of its colours with values.
+    """Draw one map over its picture, with its title and a bar of its colours with values.
 
     Args:
         pen: how to draw.
-        grid, placement, image: the map [rows, cols], where it lies, and the picture, uint8 RGB [height, width, 3].
-        title: what the map is.
-        lines: what was asked.
+        grid, placement, image: the map [rows, cols], its placement, and the picture, uint8 RGB [height, width, 3].
+        title: the name of the map.
+        lines: the question.
         details: smaller, below these.
-        notes: what else a reader must know, below the bar.
-        ends: what values below and above 0 stand for, told at the ends of a bar that has both.
-        box: of the picture, to be marked.
-        beside: a picture to show on the left, which this one was compared with.
+        notes: lines below the bar.
+        ends: labels of the two ends of a bar with both sides of 0.
+        box: a box of the picture to mark.
+        beside: a picture to show on the left, with which this one was compared.
     """
     limits = pen.limits(grid)
-    picture = pen.overlay(grid, placement, image, limits, box)
-    if beside is not None:
-        picture = side_by_side(pen.photograph(beside), picture)
-    margin = 0.12
-    across = max(picture.shape[1] / pen.dpi, 2.4)
-    page = Page(pen.dpi, across + 2 * margin)
-    heads = [(title, TITLE * 1.2, "bold"), *((text, TITLE, "normal") for text in lines), (details, BODY, "normal")]
-    y = 0.1
-    for text, size, weight in heads:
-        for line in wrap(text, across, size, lines=3, weight=weight):
-            y += size * LEADING
-            page.line(line, margin, y - 0.03, size, ha="left", weight=weight)
-    y += 0.05
-    page.picture(picture, margin + (across - picture.shape[1] / pen.dpi) / 2, y)
-    y = _draw_bar(page, grid, pen, limits, ends, margin, across, y + picture.shape[0] / pen.dpi + 0.1)
-    for text in [*_marks(pen, limits), *notes]:
-        for line in wrap(text, across, SMALL, lines=3):
-            y += SMALL * LEADING
-            page.line(line, margin, y, SMALL, ha="left", color=GREY)
-    return page.finish(y + margin)
+    drawn = pen.overlay(grid, placement, image, limits, box)
+    shown = [drawn] if beside is None else [pen.photograph(beside), drawn]
+    pictures = HPacker(children=[picture(image, pen.dpi) for image in shown], align="top", sep=72 * _GAP)
+    width = max(sum(image.shape[1] for image in shown) / pen.dpi + _GAP * (len(shown) - 1), 2.4)
+    middle = VPacker(children=[space(width), pictures], align="center")
+    heads = [(title, TITLE * 1.2, "bold"), *((line, TITLE, "normal") for line in lines), (details, BODY, "normal")]
+    head = [words(text, size=size, width=width, lines=3, weight=weight) for text, size, weight in heads]
+    foot = words(*_marks(pen, limits), *notes, size=SMALL, width=width, lines=3, color=GREY)
+    bar = _bar(grid, pen, limits, ends, width)
+    return page([VPacker(children=[*chain(*head)], sep=1), middle, bar, *foot], pen.dpi)
 
 
 def _marks(pen: Pen, limits: Limits) -> Iterator[str]:
@@ -87,19 +85,10 @@ def _marks(pen: Pen, limits: Limits) -> Iterator[str]:
         yield pen.contours
 
 
-def _draw_bar(
-    page: Page,
-    grid: NDArray[np.float32],
-    pen: Pen,
-    limits: Limits,
-    ends: tuple[str, str],
-    left: float,
-    width: float,
-    y: float,
-) -> float:
-    """The colours of the map's values from the lowest to the highest drawn, with values at its marks; where it ends.
+def _bar(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: tuple[str, str], width: float) -> VPacker:
+    """The colours of the map's values from the lowest to the highest drawn, with values at its marks.
 
-    Marked are the limits, 0 between two sides, and the last value: with "≥" where the map goes on beyond it.
+    Marked are the limits, 0 between two sides, and the last value: with "≥" if the map goes on beyond it.
     """
     low, high = limits
     two_sides = overlay.has_two_sides(low, high)
@@ -107,8 +96,6 @@ def _draw_bar(
     end = max(high, min(most, low + REACH * (high - low) if not two_sides else REACH * high)) if pen.soft else high
     start = -end if two_sides else low
     strip = pen.ramp(start, end, limits, (round(0.1 * pen.dpi), round(width * pen.dpi)))
-    page.picture(strip, left, y)
-    y += strip.shape[0] / pen.dpi
     marked = sorted({start, low, 0.0, high, end} if two_sides else {low, high, end})
     told, unit = readable(*marked, largest=max(abs(low), abs(high)))
     texts = list(told)
@@ -116,18 +103,18 @@ def _draw_bar(
         texts[-1] = f"≥ {texts[-1]}"
         texts[0] = f"≤ {texts[0]}" if two_sides else texts[0]
     texts[-1] += f" {unit}" if unit else ""
-    places = [left + width * ((value - start) / (end - start) if end > start else 0.0) for value in marked]
+    places = [width * ((value - start) / (end - start) if end > start else 0.0) for value in marked]
+    below = 1.3 * BODY if two_sides else 0  # the labels of the sides
+    scale = DrawingArea(72 * width, 1.3 * BODY + 2 + below)
     for x in places:
-        page.tick(x, y, 0.03)
-    y += 0.03 + BODY * LEADING
-    for x, text in _apart(texts, places, left, left + width):
-        page.line(text, x, y, BODY, ha="left")
+        scale.add_artist(Line2D([72 * x] * 2, [scale.height - 2, scale.height], color=INK, linewidth=0.6))
+    for x, text in _apart(texts, places, 0, width):
+        scale.add_artist(Text(72 * x, 2 + below, text, **plain(BODY)))
     if two_sides:
-        y += BODY * LEADING
-        half = width / 2 - 0.05
-        for side, x, ha in ((0, left, "left"), (1, left + width, "right")):
-            page.line(wrap(ends[side], half, BODY, lines=1)[0], x, y, BODY, ha=ha)
-    return y + 0.04
+        low_end, high_end = (wrap(end, width / 2 - 0.05, BODY, lines=1)[0] for end in ends)
+        scale.add_artist(Text(0, 2, low_end, **plain(BODY)))
+        scale.add_artist(Text(72 * width, 2, high_end, horizontalalignment="right", **plain(BODY)))
+    return VPacker(children=[picture(strip, pen.dpi), scale])
 
 
 def _apart(texts: Sequence[str], places: Sequence[float], left: float, right: float) -> Iterator[tuple[float, str]]:
@@ -147,3 +134,10 @@ def _apart(texts: Sequence[str], places: Sequence[float], left: float, right: fl
                 continue
             starts[index] = min(max(starts[index], least), most)
         yield starts[index], text
+
+
+def picture_box(figure: Figure) -> Box:
+    """Return (left, top, right, bottom) of the first picture of a figure, in pixels of the figure."""
+    figure.draw_without_rendering()
+    box, height = figure.findobj(OffsetImage)[0].get_window_extent(), figure.bbox.height
+    return box.x0, height - box.y1, box.x1, height - box.y0

@@ -1,16 +1,21 @@
-"""Setting type and pictures on a page: fonts, line breaks, and places in inches, drawn by matplotlib."""
+"""Boxes of words and images, which matplotlib lays out; words are data and never formulas."""
 
 import math
+import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.backends.backend_agg import RendererAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, fontManager
+from matplotlib.lines import Line2D
+from matplotlib.offsetbox import AnchoredOffsetbox, DrawingArea, OffsetImage, TextArea, VPacker
+from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
 from vitflow.errors import printable
@@ -19,6 +24,9 @@ from vitflow.errors import printable
 TITLE, BODY, SMALL = 8.0, 6.6, 6.0
 LEADING = 1.32 / 72  # from one baseline to the next, per point of type
 INK, GREY, RULE = "#1a1a1a", "#666666", "#9a9a9a"
+#: Inches around a figure.
+MARGIN = 0.12
+_GAP = 4.0  # points between the boxes of a page
 
 # Fonts with scripts that matplotlib's own font lacks.
 _WIDE_FONTS = (
@@ -47,47 +55,54 @@ def without_glyph_warnings() -> Iterator[None]:
         yield
 
 
-class Page:
-    """A sheet on which pictures, lines of type and rules are placed, in inches from the top left."""
+def words(
+    *paragraphs: str,
+    size: float,
+    width: float,
+    lines: int = 2,
+    align: str = "left",
+    weight: str = "normal",
+    **style: Any,
+) -> list[Artist]:
+    """Break paragraphs into lines of a width in inches, each at most this many, in one box; no words have no box."""
+    broken = [line for text in paragraphs for line in wrap(text, width, size, lines, weight)]
+    textprops = {**plain(size), "weight": weight, "multialignment": align, "linespacing": 1.1, **style}
+    return [TextArea("\n".join(broken), textprops=textprops, multilinebaseline=True)] if broken else []
 
-    def __init__(self, dpi: int, width: float) -> None:
-        self.dpi, self.width = dpi, width
-        self.figure = QuietFigure(dpi=dpi, facecolor="white")
-        self.figure.suppressComposite = True  # each picture stays one in PDF and SVG
-        self.axes = self.figure.add_axes((0, 0, 1, 1))
-        self.axes.set_axis_off()
 
-    def snap(self, length: float) -> float:
-        """The nearest whole number of pixels, in inches: a picture then keeps its own pixels."""
-        return round(length * self.dpi) / self.dpi
+class _Picture(OffsetImage):
+    """A picture that begins at a whole pixel: it keeps its own pixels then."""
 
-    def picture(self, image: NDArray[np.uint8], left: float, top: float) -> None:
-        """Place a picture, uint8 RGB [height, width, 3], by its upper left corner."""
-        left, top = self.snap(left), self.snap(top)
-        right, bottom = left + image.shape[1] / self.dpi, top + image.shape[0] / self.dpi
-        extent = (left, right, bottom, top)
-        # Its pixels are those of the page; "auto" smooths some pictures in older releases of matplotlib.
-        self.axes.imshow(image, extent=extent, aspect="auto", origin="upper", interpolation="nearest", zorder=1)
+    def get_window_extent(self, renderer: Any = None) -> Bbox:
+        """Return its box in pixels of the page."""
+        box = super().get_window_extent(renderer)
+        return box.translated(round(box.x0) - box.x0, round(box.y0) - box.y0)
 
-    def line(self, text: str, x: float, baseline: float, size: float, **style: Any) -> None:
-        """Set a line of type, by default centred on x; style as for matplotlib's text."""
-        self.axes.text(x, baseline, text, va="baseline", **{"ha": "center", **plain(size), **style})
 
-    def rule(self, left: float, right: float, y: float) -> None:
-        """Draw a thin line across."""
-        self.axes.plot([left, right], [y, y], color=RULE, linewidth=0.5, solid_capstyle="butt")
+def picture(image: NDArray[np.uint8], dpi: int) -> OffsetImage:
+    """Return the box of a picture, uint8 RGB [height, width, 3], which keeps its pixels at this resolution."""
+    # A width that is too large by rounding would be drawn with one more pixel.
+    return _Picture(image, zoom=72 / dpi * (1 - 1e-9), interpolation="nearest", origin="upper")
 
-    def tick(self, x: float, top: float, length: float) -> None:
-        """Draw a short thin line down."""
-        self.axes.plot([x, x], [top, top + length], color=INK, linewidth=0.6, solid_capstyle="butt")
 
-    def finish(self, height: float) -> Figure:
-        """The figure, cut to this height."""
-        width, height = self.snap(self.width), self.snap(height)
-        self.figure.set_size_inches(width, height)
-        self.axes.set_xlim(0, width)
-        self.axes.set_ylim(height, 0)
-        return self.figure
+def space(width: float, *, line: bool = False) -> DrawingArea:
+    """Return an empty box of a width in inches, or a thin line across it."""
+    area = DrawingArea(72 * width, 0.5 * line)
+    if line:
+        area.add_artist(Line2D([0, 72 * width], [0, 0], color=RULE, linewidth=0.5, solid_capstyle="butt"))
+    return area
+
+
+def page(boxes: Sequence[Artist], dpi: int, margin: float = MARGIN) -> Figure:
+    """Return a figure of boxes below each other, as large as they need and a margin in inches."""
+    figure = QuietFigure(dpi=dpi, facecolor="white")
+    box = VPacker(children=[*boxes], pad=72 * margin, sep=_GAP, align="left")
+    place: dict[str, Any] = {"pad": 0, "borderpad": 0, "frameon": False, "bbox_to_anchor": figure.bbox}
+    figure.add_artist(AnchoredOffsetbox("upper left", child=box, **place))
+    with without_glyph_warnings():
+        size = box.get_bbox(RendererAgg(1, 1, dpi))  # type: ignore[no-untyped-call]
+    figure.set_size_inches(math.ceil(size.width) / dpi, math.ceil(size.height) / dpi)
+    return figure
 
 
 def plain(size: float) -> dict[str, Any]:
@@ -111,31 +126,19 @@ def _ruler() -> Any:
 
 
 def wrap(text: str, width: float, size: float, lines: int = 2, weight: str = "normal") -> list[str]:
-    """Break a text into at most this many lines of a width in inches; an ellipsis ends what does not fit.
+    """Break a text into at most this many lines of a width in inches; an ellipsis ends a text that does not fit.
 
-    Widths are measured: lines of equally many characters, as textwrap makes them, would leave their column for one
-    class name of ImageNet in forty.
+    Widths are measured: lines of equally many characters would leave their column for one class name of ImageNet in
+    forty.
     """
-    words = printable(text, lines=True).split()
-    broken: list[str] = []
-    while words and len(broken) < lines:
-        count = next((n for n in range(len(words), 0, -1) if measure(" ".join(words[:n]), size, weight) <= width), 0)
-        if count == len(words) or (count and len(broken) < lines - 1):
-            broken.append(" ".join(words[:count]))
-            words = words[count:]
-        else:
-            broken.append(_cut(" ".join(words), width, size, weight))
-            words = []
-    return broken
-
-
-def _cut(text: str, width: float, size: float, weight: str) -> str:
-    if measure(text, size, weight) <= width:
-        return text
-    kept = text
-    while kept and measure(f"{kept}…", size, weight) > width:
-        kept = kept[:-1].rstrip()
-    return f"{kept}…"
+    text = printable(text, lines=True)
+    for characters in range(min(len(text), round(300 * width / size)), 0, -1):
+        broken = textwrap.wrap(text, characters, break_on_hyphens=False)
+        if len(broken) > lines:
+            broken = [*broken[: lines - 1], f"{broken[lines - 1][: characters - 1].rstrip()}…"]
+        if all(measure(line, size, weight) <= width for line in broken):
+            return broken
+    return []
 
 
 @cache

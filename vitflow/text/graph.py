@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, printable
 from vitflow.pictures import charts
-from vitflow.pictures.charts import MARGIN, new_chart
-from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, SMALL, TITLE, measure, plain, wrap
+from vitflow.pictures.charts import new_chart
+from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, MARGIN, SMALL, TITLE, measure, plain, wrap
 from vitflow.text.labels import labels_of, padded, shown_positions
 from vitflow.text.layout import Words
 from vitflow.text.view import FOR, Trust, View, check_weights, embedded, percent, render

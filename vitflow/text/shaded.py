@@ -8,30 +8,24 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.offsetbox import DrawingArea, HPacker, OffsetBox
 from matplotlib.patches import Rectangle
+from matplotlib.text import Text
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError
 from vitflow.pictures.options import DPI
-from vitflow.pictures.typesetting import BODY, GREY, LEADING, RULE, SMALL, Page, measure
+from vitflow.pictures.typesetting import GREY, INK, MARGIN, RULE, SMALL, TITLE, measure, page, plain, words
 from vitflow.text.labels import Label, labels_of, padded, width_of
 from vitflow.text.layout import Words
-from vitflow.text.view import (
-    MARGIN,
-    Trust,
-    View,
-    check_weights,
-    color_of,
-    draw_foot,
-    draw_title,
-    fractions,
-    percent,
-    render,
-)
+from vitflow.text.view import Trust, View, check_weights, color_of, fractions, percent, render
 
 #: As many of the largest weights are printed as numbers.
 NUMBERS = 8
 _WIDTH, _SIZE = 6.0, 9.0
+_POINTS = 72 * (_WIDTH - 2 * MARGIN)
+_BASELINE = 10.5  # points from the bottom of a line of tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,46 +150,48 @@ class ShadedText(View):
 
     def figure(self, *, framed: bool = True) -> Figure:
         """The text as a figure."""
-        page = Page(DPI, _WIDTH)
-        y = draw_title(page, self.title if framed else "") - 0.05
-        for number, line in enumerate(self._set_lines()):
-            y += (2.45 if number else 1.6) * _SIZE * LEADING
+        lines = []
+        for line in self._set_lines():
+            lines.append(DrawingArea(_POINTS, 2.3 * _SIZE))
             for token, left, width in line:
-                _draw_token(page, token, left, y, width)
-        y = self._draw_legend(page, y + 3.0 * BODY * LEADING)
-        return draw_foot(page, self._foot if framed else (), y)
+                _draw_token(lines[-1], token, 72 * left, 72 * width)
+        room, title, foot = _WIDTH - 2 * MARGIN, self.title if framed else "", self._foot if framed else ()
+        head = words(title, size=TITLE, width=room, lines=3, weight="bold")
+        below = words(*foot, size=SMALL, width=room, lines=4, color=GREY)
+        return page([*head, *lines, self._legend(), *below], DPI)
 
     def _set_lines(self) -> list[list[tuple[_Token, float, float]]]:
         """Tokens broken into lines: each with its left edge and width in inches; a word's tokens stay together."""
         lines: list[list[tuple[_Token, float, float]]] = [[]]
         space = measure("n n", _SIZE) - 2 * measure("n", _SIZE)
-        x = MARGIN
+        x = 0.0
         for word in _by_word(self._tokens):
             widths = [measure(token.label.text, _SIZE) + 0.02 for token in word]
             gap = space if word[0].label.space and lines[-1] else 0.0
-            if lines[-1] and x + gap + sum(widths) > _WIDTH - MARGIN:
+            if lines[-1] and x + gap + sum(widths) > _WIDTH - 2 * MARGIN:
                 lines.append([])
-                x, gap = MARGIN, 0.0
+                x, gap = 0.0, 0.0
             x += gap
             for token, width in zip(word, widths, strict=True):
-                if lines[-1] and x + width > _WIDTH - MARGIN:  # a word longer than a line
+                if lines[-1] and x + width > _WIDTH - 2 * MARGIN:  # a word longer than a line
                     lines.append([])
-                    x = MARGIN
+                    x = 0.0
                 lines[-1].append((token, x, width))
                 x += width
             if word[-1].label.newline:
                 lines.append([])
-                x = MARGIN
+                x = 0.0
         return [line for line in lines if line]
 
-    def _draw_legend(self, page: Page, y: float) -> float:
-        words = f"shade and line: 0 to {percent(self._most)} % of the weight; numbers: the {NUMBERS} largest, in %"
+    def _legend(self) -> OffsetBox:
+        told = f"shade and line: 0 to {percent(self._most)} % of the weight; numbers: the {NUMBERS} largest, in %"
         if self.asked:
-            words += "; outlined: the token that is asked about"
+            told += "; outlined: the token that is asked about"
+        shades = DrawingArea(60, 14)
         for number in range(6):
-            _shade_box(page, number / 5, MARGIN + number * 0.13, y, 0.12)
-        page.line(words, MARGIN + 0.86, y, SMALL, ha="left", color=GREY)
-        return y + 0.06
+            _shade_box(shades, number / 5, 9.4 * number, 8.6)
+        text = words(told, size=SMALL, width=_WIDTH - 2 * MARGIN - 0.9, color=GREY)
+        return HPacker(children=[shades, *text], align="center", sep=2)
 
 
 def _by_word(tokens: Sequence[_Token]) -> list[list[_Token]]:
@@ -209,24 +205,25 @@ def _by_word(tokens: Sequence[_Token]) -> list[list[_Token]]:
     ]
 
 
-def _draw_token(page: Page, token: _Token, left: float, baseline: float, width: float) -> None:
-    _shade_box(page, token.shade, left, baseline, width - 0.01, own=token.own)
-    color = GREY if token.plain and not token.own else "white" if abs(token.shade) > 0.62 else None
-    page.line(token.label.text, left + 0.005, baseline, _SIZE, ha="left", **({"color": color} if color else {}))
+def _draw_token(area: DrawingArea, token: _Token, left: float, width: float) -> None:
+    """Draw a token into a line, all lengths in points."""
+    _shade_box(area, token.shade, left, width - 0.7, own=token.own)
+    ink = {"color": GREY if token.plain and not token.own else "white"}
+    style = plain(_SIZE) | (ink if (token.plain and not token.own) or abs(token.shade) > 0.62 else {})
+    area.add_artist(Text(left + 0.4, _BASELINE, token.label.text, **style))
     if token.number:
-        page.line(token.number, left + width / 2, baseline + 0.145, SMALL - 1.0, color=GREY)
+        style = plain(SMALL - 1.0) | {"color": GREY, "horizontalalignment": "center"}
+        area.add_artist(Text(left + width / 2, 0.5, token.number, **style))
 
 
-def _shade_box(page: Page, shade: float, left: float, baseline: float, width: float, *, own: bool = False) -> None:
+def _shade_box(area: DrawingArea, shade: float, left: float, width: float, *, own: bool = False) -> None:
     """The shade behind a token, the line below it whose thickness says the same, and the outline of one's own token."""
-    top, height = baseline - 0.105, 0.14
-    edge: dict[str, Any] = {"edgecolor": "#1a1a1a", "linewidth": 0.8} if own else {"linewidth": 0}
-    page.axes.add_patch(Rectangle((left, top), width, height, facecolor=color_of(shade), zorder=0, **edge))
+    edge: dict[str, Any] = {"edgecolor": INK, "linewidth": 0.8} if own else {"linewidth": 0}
+    area.add_artist(Rectangle((left, _BASELINE - 2.5), width, 10, facecolor=color_of(shade), zorder=0, **edge))
+    below = _BASELINE - 3.2
     if shade:
         line: dict[str, Any] = {"hatch": "////", "edgecolor": "white"} if shade < 0 else {}
-        thick = max(0.03 * abs(shade), 0.003)
-        page.axes.add_patch(
-            Rectangle((left, baseline + 0.045), width, thick, facecolor="#1a1a1a", linewidth=0, zorder=2, **line)
-        )
+        thick = max(2.2 * abs(shade), 0.36)
+        area.add_artist(Rectangle((left, below - thick), width, thick, facecolor=INK, linewidth=0, **line))
     elif not own:
-        page.axes.plot([left, left + width], [baseline + 0.045] * 2, color=RULE, linewidth=0.2, solid_capstyle="butt")
+        area.add_artist(Line2D([left, left + width], [below] * 2, color=RULE, linewidth=0.2, solid_capstyle="butt"))

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, printable
 from vitflow.pictures import charts
-from vitflow.pictures.charts import MARGIN, new_chart
-from vitflow.pictures.typesetting import BODY, GREY, RULE, SMALL, measure, plain
+from vitflow.pictures.charts import new_chart
+from vitflow.pictures.typesetting import BODY, GREY, MARGIN, RULE, SMALL, measure, plain
 from vitflow.text.labels import labels_of, padded, shown_positions
 from vitflow.text.layout import Words
 from vitflow.text.view import Trust, View, check_weights, color_of, embedded, fractions, percent, render

@@ -3,7 +3,7 @@
 import base64
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -16,13 +16,10 @@ from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, printable
 from vitflow.pictures.figures import figure_bytes, save_figure
-from vitflow.pictures.typesetting import GREY, LEADING, SMALL, TITLE, Page, wrap
 from vitflow.text.layout import Words
 
 #: A weight's own colour, and that of a negative one; the paper between them is white.
 FOR, AGAINST = (43, 95, 179), (179, 82, 32)
-#: Inches around a figure.
-MARGIN = 0.12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,24 +73,6 @@ class View(ABC):
             for kind, make in made.items()
             if (not include or kind in include) and kind not in (exclude or ())
         }
-
-
-def draw_title(page: Page, title: str) -> float:
-    """Set a title at the top of a page; returns where the drawing may begin."""
-    y = MARGIN
-    for line in wrap(title, page.width - 2 * MARGIN, TITLE, lines=3, weight="bold") if title else ():
-        y += TITLE * LEADING
-        page.line(line, MARGIN, y, TITLE, ha="left", weight="bold")
-    return y
-
-
-def draw_foot(page: Page, paragraphs: Iterable[str], y: float) -> Figure:
-    """Set small lines below a drawing that ends at y; returns the finished figure."""
-    for paragraph in paragraphs:
-        for line in wrap(paragraph, page.width - 2 * MARGIN, SMALL, lines=4):
-            y += SMALL * LEADING
-            page.line(line, MARGIN, y, SMALL, ha="left", color=GREY)
-    return page.finish(y + MARGIN)
 
 
 def fractions(weights: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
