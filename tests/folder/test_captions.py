@@ -99,6 +99,12 @@ def test_a_second_run_does_what_is_missing_or_changed(pictures, tmp_path, captio
     assert not (out / "below/b-caption.png").exists()
 
 
+def test_pictures_at_a_url_are_described(pictures, tmp_path, captioner):
+    pytest.importorskip("fsspec")
+    summary = caption_folder(f"local://{pictures}", tmp_path / "out", limit=1, **captioner)  # a URL for fsspec
+    assert summary.explained == 1 and rows_of(tmp_path / "out")[0]["caption"] == draw_scene(SEEDS[0]).caption
+
+
 def test_files_that_no_run_made_stay(pictures, tmp_path, captioner):
     out = tmp_path / "out"
     out.mkdir()
@@ -111,8 +117,6 @@ def test_files_that_no_run_made_stay(pictures, tmp_path, captioner):
 def test_what_stops_every_picture_stops_the_run(pictures, tmp_path, captioner):
     with pytest.raises(OptionError, match="layer"):
         caption_folder(pictures, tmp_path / "out", method="attention", layer=9, **captioner)
-    with pytest.raises(OptionError, match="on this machine for captions, got a URL"):
-        caption_folder("s3://bucket/in", tmp_path / "out", **captioner)
     with pytest.raises(OptionError, match="max_new_tokens of at least 1"):
         caption_folder(pictures, tmp_path / "out", max_new_tokens=0, **captioner)
 

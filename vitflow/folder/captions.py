@@ -6,8 +6,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,10 @@ from torch import nn
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import draw_words
-from vitflow.files import is_remote, write_atomically, write_inside
-from vitflow.folder.decoders import Decoded, DecoderPool
-from vitflow.folder.plan import Input, clear_outputs, done_before, list_inputs
-from vitflow.folder.run import FolderSummary
+from vitflow.folder.decoders import DecoderPool
+from vitflow.folder.pipeline import Pipeline
+from vitflow.folder.plan import Input
+from vitflow.folder.run import FolderRun, FolderSummary, check_at_least
 from vitflow.folder.work import Picture
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.models.facts import check_name, model_id
@@ -28,19 +26,15 @@ from vitflow.models.hub import bundled, called, hub_for, own_prompt
 from vitflow.models.languages import load_language_model, load_processor
 from vitflow.pictures.figures import figure_bytes
 from vitflow.pictures.images import MAX_PIXELS
-from vitflow.runs.batches import RunProgress, Tally
-from vitflow.runs.columns import failed_row, json_line
-from vitflow.runs.store import Run, finishing
+from vitflow.runs.batches import Batches, RunProgress, Tally
+from vitflow.runs.columns import Maps, Row, failed_row, write_manifest
+from vitflow.runs.store import Run
 from vitflow.text.generating import explain_generation
 from vitflow.text.generation import Generation
 from vitflow.text.method_table import PICTURED, for_kind, text_method
 
 _STRIP, _MAPS = "-caption.png", "-caption.npz"
-# What a row says in the manifest, before what is the same in all of them.
-_TOLD = (
-    *("input", "status", "error", "message", "caption", "words", "left_out", "outputs"),
-    *("size", "mtime_ns", "sha256", "width", "height", "seconds"),
-)
+_Described = tuple[Row, Maps, dict[str, bytes]]
 
 
 def caption_folder(
@@ -72,8 +66,7 @@ def caption_folder(
     an error, and the others go on. One picture is done after the other.
 
     Args:
-        source: a folder, a picture, a pattern, or several of them, on this machine.
-        output: folder for the results, on this machine.
+        source, output: as for `explain_folder`.
         model: sees and writes; its id, its folder, or "demo-caption".
         prompt: what to ask; by default as `explain_generation` asks.
         processor: prepares the pictures; by default the one saved beside the model, by name.
@@ -96,17 +89,19 @@ def caption_folder(
     >>> [row["caption"] for row in summary]
     ['a yellow star right of a pink crescent and an orange disc']
     """
-    started, clock = datetime.now(UTC), time.perf_counter()
     used = for_kind(text_method(method, options)[1], decoder=True)
-    for words, value in (("limit", limit), ("max_new_tokens", max_new_tokens)):
-        if value is not None and value < 1:
-            raise OptionError(f"Expected {words} of at least 1, got {value}.")
-    sources = [source] if isinstance(source, str | os.PathLike) else list(source)
-    if any(map(is_remote, [*sources, output])):
-        raise OptionError("Expected folders on this machine for captions, got a URL: fetch it first.")
-    folder = Path(output)
-    listing = list_inputs(sources, folder, recursive=recursive, glob=glob, limit=limit)
-    endings = [_STRIP, _MAPS]
+    check_at_least(1, max_new_tokens=max_new_tokens)
+    driver = FolderRun(
+        source,
+        output,
+        recursive=recursive,
+        glob=glob,
+        limit=limit,
+        overwrite=overwrite,
+        max_pixels=max_pixels,
+        progress=progress,
+        command=command,
+    )
     if not isinstance(model, nn.Module):
         name, prompt = name or called(model), own_prompt(model) if prompt is None else prompt
         with hub_for(bundled(model)):
@@ -115,75 +110,61 @@ def caption_folder(
             model, _ = load_language_model(bundled(model), **beside)
     name = model_id(model) if name is None else check_name(name)
     asked = {"method": method, "name": name, "max_new_tokens": max_new_tokens, "do_sample": False, **options}
-    fingerprint = {
-        "kind": "captions",
-        "root": os.fspath(listing.root),
+    common = {
         "model": name,
         "weights_sha256": weights_sha256(model),
         "prompt": prompt,
         "methods": {method: method},
         "options": {method: {**used, "max_new_tokens": max_new_tokens}},
-        "save_map": save_map,
     }
-    fingerprint = json.loads(json.dumps(fingerprint, default=str))
-
+    common = json.loads(json.dumps(common, default=str))
+    fingerprint = {"kind": "captions", "root": driver.listing.root, **common, "save_map": save_map}
     worked: list[str] = []
 
-    def describe(one: Input, decoded: Decoded) -> tuple[dict[str, Any], dict[str, bytes]]:
-        known = Picture(one.key, one.stem, decoded).known
+    def describe(picture: Picture) -> _Described:
+        decoded = picture.decoded
         if decoded.image is None:
-            return failed_row(known, decoded.error or "", decoded.message or ""), {}
+            return failed_row(picture.known, decoded.error or "", decoded.message or ""), {}, {}
         begun = time.perf_counter()
         try:
             found = explain_generation(model, prompt, image=decoded.image, processor=processor, **asked)
-            row, files = _told(found, one, save_map)
+            row, files = _told(found, picture, save_map)
         except Exception as error:  # whatever a model makes of one picture shall not stop the others
             if not worked and isinstance(error, OptionError | ModelError | UnsupportedModelError):
                 raise  # no picture can be described this way
-            return failed_row(known, error), {}
-        worked.append(one.key)
+            return failed_row(picture.known, error), {}, {}
+        worked.append(picture.key)
         height, width = decoded.image.shape[:2]
         seconds = round(time.perf_counter() - begun, 4)
-        return known | row | {"status": "explained", "width": width, "height": height, "seconds": seconds}, files
+        row = picture.known | row | {"status": "explained", "width": width, "height": height, "seconds": seconds}
+        return row, {}, files
 
-    clear = partial(clear_outputs, listing=listing, endings=endings, overwrite=overwrite)
-    with Run(folder, fingerprint, max_pixels=max_pixels, overwrite=overwrite, clear=clear) as run:
-        inputs = listing.plan(endings, {row["input"]: row["stem"] for row in run.all_rows()})
-        done = done_before(inputs, run)
-        tally = Tally(progress, len(inputs), len(done))
-        missing = [one for one in inputs if one.key not in done]
-        with DecoderPool(min(1, len(missing)), max_pixels=max_pixels) as decoders:
-            for one in missing:
-                wrong = Decoded(error="OSError", message=one.problem) if one.problem else None
-                row, files = describe(one, wrong or decoders.submit(one.path).result())
-                try:
-                    for path, content in files.items():
-                        write_inside(folder, path, content)
-                except OSError as error:
-                    row = failed_row(row, error, f"Could not write {path!r}: {error.strerror or error}.")
-                run.put([(row, {})])
-                tally.row(row)
-        totals = run.finish()
-        with finishing(folder):
-            common = {part: fingerprint[part] for part in ("model", "weights_sha256", "prompt", "methods", "options")}
-            with write_atomically(folder / "manifest.jsonl", durable=True) as file:
-                for row in run.rows():
-                    file.write(json_line({part: row.get(part) for part in _TOLD} | common))
-            seconds = time.perf_counter() - clock
-            times = {"started": started.isoformat(timespec="seconds"), "seconds": round(seconds, 3)}
-            run.write_summary({"recursive": recursive, "glob": glob, "limit": limit}, totals, times, command)
-    return FolderSummary(folder, folder / "manifest.jsonl", kept=len(done), seconds=seconds, report=None, **totals)
+    def explain(run: Run, inputs: list[Input], done: set[str], tally: Tally) -> None:
+        def compute(_: Batches, pictures: list[Picture]) -> list[_Described]:
+            return [describe(picture) for picture in pictures]
+
+        with DecoderPool(1, max_pixels=max_pixels) as decoders:
+            # Strips are drawn here: matplotlib is not for several threads. No caption waits: each takes seconds.
+            pipeline = Pipeline(compute, lambda _, row: row, run, tally, decoders, batch_size=1, behind=0)
+            pipeline.run(inputs, done)
+
+    def write(run: Run) -> tuple[Path, None]:
+        path = run.folder / "manifest.jsonl"
+        write_manifest(path, ((row, {}) for row in run.rows()), common, where="captions")
+        return path, None
+
+    return driver.work(fingerprint, [_STRIP, _MAPS], explain, write)
 
 
-def _told(found: Generation, one: Input, save_map: bool) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _told(found: Generation, picture: Picture, save_map: bool) -> tuple[dict[str, Any], dict[str, bytes]]:
     """What a row says of a caption, and its files by path below the output folder."""
     words, left_out = found.words()
-    maps = {word: replace(found.picture(places), source=one.key) for word, places in words.items()}
+    maps = {word: replace(found.picture(places), source=picture.key) for word, places in words.items()}
     files: dict[str, bytes] = {}
     if maps:
-        files[f"{one.stem}{_STRIP}"] = figure_bytes(draw_words(list(maps.values()), left_out=left_out), ".png")
+        files[f"{picture.stem}{_STRIP}"] = figure_bytes(draw_words(list(maps.values()), left_out=left_out), ".png")
     if maps and save_map:
-        files[f"{one.stem}{_MAPS}"] = _packed(maps)
+        files[f"{picture.stem}{_MAPS}"] = _packed(maps)
     shares = ("on_picture", "on_edges", "on_first_patch")
     row = {
         "caption": found.answer,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import SpooledTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -250,7 +250,7 @@ class Thumbnails:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = TemporaryFile(dir=folder)  # noqa: SIM115 - closed with the run
+        self._file = SpooledTemporaryFile(1, "w+b", dir=str(folder))  # noqa: SIM115 - made at the first, closed with the run
         self._places: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
 

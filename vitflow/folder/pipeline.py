@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,19 +17,15 @@ from torch import nn
 
 from vitflow.errors import printable
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_table import is_slow
 from vitflow.explaining.progress import watched
 from vitflow.files import write_inside
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.plan import Input
-from vitflow.folder.work import Job, Picture, PictureMaps, compute_maps, draw_files
+from vitflow.folder.work import Picture
 from vitflow.recording.isolation import has_foreign_hooks
 from vitflow.runs.batches import WAITING_BYTES, Batches, Tally
 from vitflow.runs.columns import Maps, Row, failed_row
-
-# Batches that wait to be written: with more the disk is the bottleneck, and waiting helps nobody.
-_BATCHES_BEHIND = 2
-
+from vitflow.runs.store import Run
 
 R = TypeVar("R")
 _Written = tuple[Row, Maps]
@@ -41,37 +36,36 @@ class Pipeline:
     """One run over the inputs that are not done yet; rows are kept as soon as their files are in place.
 
     Args:
-        explainer: the model.
-        job: what to compute.
-        output: the folder that files go to.
-        keep: takes rows with their maps.
-        batch_size: pictures that the model works on at once; it is halved where memory is too small.
+        compute: what a part of a batch gives, one result for each picture.
+        draw: a picture's row, grids and files, from its result; called by several threads.
+        run: takes the rows.
+        tally: counts each row once it is kept, and the work that is under way, in pictures, as slow methods go on.
         decoders: the processes that read.
-        tally: told of each row once it is kept, and of the work that is under way, in pictures, as methods
-            that take long go on.
-        on_pixels: given each picture's key and pixels once its files are in place, by several threads.
+        batch_size: pictures that the model works on at once; it is halved where memory is too small.
+        explainer: the model, of which lanes have copies; without one there is one lane.
+        slow: the number of methods that take long.
+        behind: batches that wait to be written; with more than two the disk is the bottleneck.
+        on_pixels: takes each explained picture's key and pixels once its files are in place, in several threads.
     """
 
     def __init__(
         self,
-        explainer: Explainer,
-        job: Job,
-        output: Path,
-        keep: Callable[[Sequence[_Written]], None],
+        compute: Callable[[Batches, list[Picture]], Sequence[Any]],
+        draw: Callable[[Picture, Any], tuple[Row, Maps, dict[str, bytes]]],
+        run: Run,
+        tally: Tally,
+        decoders: DecoderPool,
         *,
         batch_size: int,
-        decoders: DecoderPool,
-        tally: Tally,
+        explainer: Explainer | None = None,
+        slow: int = 0,
+        behind: int = 2,
         on_pixels: Callable[[str, NDArray[np.uint8]], None] | None = None,
     ) -> None:
-        self._job, self._keep_rows = job, keep
-        self._batch_size, self._decoders, self._tally = batch_size, decoders, tally
-        self._on_pixels = on_pixels
-        self._output = output
-        self._slow = sum(is_slow(one.name) for one in job.methods)
-        # Methods that take long use all threads by themselves, and end soon on Ctrl-C only in this one.
-        self._explainer, self._several = explainer, not self._slow
-        self._explaining: deque[tuple[list[Picture], set[str], Future[list[PictureMaps]]]] = deque()
+        self._compute, self._draw, self._run = compute, draw, run
+        self._tally, self._decoders, self._batch_size = tally, decoders, batch_size
+        self._explainer, self._slow, self._behind, self._on_pixels = explainer, slow, behind, on_pixels
+        self._explaining: deque[tuple[list[Picture], set[str], Future[Sequence[Any]]]] = deque()
         self._under_way = 0.0  # pictures whose maps are there, and that have no row yet
         self._writing: deque[tuple[int, _Writing]] = deque()  # (bytes of pixels, one future per picture)
 
@@ -82,14 +76,15 @@ class Pipeline:
         computes a torn batch whole, for a picture's neighbours in a batch may change the last bits of its result.
         """
         writers = ThreadPoolExecutor(min(os.cpu_count() or 1, 8), thread_name_prefix="vitflow-write")
-        lanes = Lanes(self._explainer, self._batch_size, several=self._several)
+        # Methods that take long use all threads by themselves, and end soon on Ctrl-C only in this one.
+        lanes = Lanes(self._explainer, self._batch_size, several=not self._slow)
         try:
             for batch, missing, decoded in self._decoded_batches(inputs, done):
                 complete = self._complete(batch, missing, decoded)
                 for pictures in lanes.batches[0].parts(complete, lambda picture: picture.decoded.nbytes):
                     wanted = sum(picture.key in missing for picture in pictures)
                     if wanted:
-                        found = lanes.submit(partial(self._compute, pictures, wanted))
+                        found = lanes.submit(partial(self._explain, pictures, wanted))
                         self._explaining.append((pictures, missing, found))
                     while len(self._explaining) > (lanes.count if lanes.count > 1 else 0):
                         self._hand_over(writers)
@@ -156,10 +151,10 @@ class Pipeline:
             elif needed:
                 yield _picture(one, self._read(one).result())
 
-    def _compute(self, pictures: list[Picture], wanted: int, batches: Batches) -> list[PictureMaps]:
-        """The maps of a part, by a lane; methods that take long tell how far they are."""
+    def _explain(self, pictures: list[Picture], wanted: int, batches: Batches) -> Sequence[Any]:
+        """The results of a part, by a lane; methods that take long tell how far they are."""
         with watched(partial(self._tell_share, wanted), self._slow) if self._slow else nullcontext():
-            return compute_maps(batches, pictures, self._job)
+            return self._compute(batches, pictures)
 
     def _hand_over(self, writers: ThreadPoolExecutor) -> None:
         """Let the part that was begun first be drawn and written, and wait where too much is still to be."""
@@ -172,21 +167,20 @@ class Pipeline:
         self._under_way += len(futures)
         self._writing.append((size, futures))
         while self._writing and (
-            len(self._writing) > _BATCHES_BEHIND
+            len(self._writing) > self._behind
             or sum(own for own, _ in self._writing) > WAITING_BYTES
             or all(future.done() for future in self._writing[0][1])
         ):
             self._commit()
 
-    def _write(self, picture: Picture, maps: PictureMaps) -> _Written:
+    def _write(self, picture: Picture, result: Any) -> _Written:
         """Draw, encode and write one picture; its row and grids."""
         try:
-            row, grids, files = draw_files(picture, maps, self._job)
+            row, grids, files = self._draw(picture, result)
             for path, content in files.items():
-                write_inside(self._output, path, content)
-            pixels = picture.decoded.image
-            if self._on_pixels is not None and pixels is not None and maps.maps:
-                self._on_pixels(picture.key, pixels)
+                write_inside(self._run.folder, path, content)
+            if self._on_pixels is not None and picture.decoded.image is not None and grids:
+                self._on_pixels(picture.key, picture.decoded.image)
             return row, grids
         except Exception as error:  # a full disk, above all
             reason = getattr(error, "strerror", None) or str(error)
@@ -199,7 +193,7 @@ class Pipeline:
         self._keep(rows)
 
     def _keep(self, rows: Sequence[_Written]) -> None:
-        self._keep_rows(rows)
+        self._run.put(rows)
         for row, _ in rows:
             self._under_way -= 1
             self._tally.row(row, self._under_way)
@@ -229,15 +223,16 @@ class Lanes:
     keep of an image, has one lane.
 
     Args:
-        explainer: what computes; the first lane is this very one.
+        explainer: what computes; the first lane is this very one. Without one there is one lane.
         size: pictures in all lanes at once.
         several: False takes one lane with all threads, in the thread that calls. So does a GPU.
     """
 
-    def __init__(self, explainer: Explainer, size: int, *, several: bool = True) -> None:
+    def __init__(self, explainer: Explainer | None, size: int, *, several: bool = True) -> None:
         self._before = torch.get_num_threads()
-        count = min(self._before, size, _MOST_LANES) if several and explainer.device.type == "cpu" else 1
-        explainers = [explainer, *_copies(explainer, count - 1)]
+        explainers: list[Any] = [explainer]
+        if explainer is not None and several and explainer.device.type == "cpu":
+            explainers += _copies(explainer, min(self._before, size, _MOST_LANES) - 1)
         share = partial(torch.set_num_threads, max(1, self._before // len(explainers)))
         self._threads = ThreadPoolExecutor(len(explainers), thread_name_prefix="vitflow-lane", initializer=share)
         self.count = len(explainers)

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 from vitflow.errors import OptionError, VitflowWarning
 from vitflow.explaining.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_table import is_slow
 from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.files import is_remote, remove_inside
@@ -25,8 +26,18 @@ from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.draw import SHOWN, Thumbnails, report_run, show_run
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, clear_outputs, done_before, list_inputs
-from vitflow.folder.ray_engine import Asked, check_engine, run_on_ray, take_parts
-from vitflow.folder.work import Job, auto_batch, check_target, cost_of, explainer_for, make_job, sides_of
+from vitflow.folder.ray_engine import Asked, check_engine, run_on_ray
+from vitflow.folder.work import (
+    Job,
+    auto_batch,
+    check_target,
+    compute_maps,
+    cost_of,
+    draw_files,
+    explainer_for,
+    make_job,
+    sides_of,
+)
 from vitflow.pictures.images import MAX_PIXELS
 from vitflow.pictures.options import MANIFEST_FORMATS
 from vitflow.pictures.overlay import blend
@@ -78,6 +89,79 @@ class FolderSummary:
     def failures(self) -> Iterator[dict[str, Any]]:
         """The rows of the pictures that failed."""
         return (row for row in self if row["status"] == "failed")
+
+
+class FolderRun:
+    """The part that all runs over folders share: list the inputs, open the store, resume, and write what belongs to it.
+
+    Nothing is written before `work`, so that a model can be loaded in between.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        output: str | os.PathLike[str],
+        *,
+        overwrite: bool,
+        max_pixels: int,
+        progress: Callable[[RunProgress], None] | None,
+        command: Sequence[str] | None,
+        **selection: Any,
+    ) -> None:
+        self._clock = time.perf_counter()
+        if is_remote(output):
+            raise OptionError(
+                f"Expected an output folder on this machine, got the URL {os.fspath(output)!r}: a run is one SQLite "
+                "file, which needs a disk. Copy the folder there afterwards."
+            )
+        check_at_least(1, limit=selection["limit"])
+        self.folder, self._selection = Path(output), selection
+        self.listing = list_inputs(source, self.folder, **selection)
+        self._overwrite, self._max_pixels, self._progress, self._command = overwrite, max_pixels, progress, command
+
+    def work(
+        self,
+        fingerprint: Mapping[str, Any],
+        endings: Sequence[str],
+        explain: Callable[[Run, list[Input], set[str], Tally], None],
+        write: Callable[[Run], tuple[Path, Path | None]],
+        **settings: Any,
+    ) -> FolderSummary:
+        """Explain what an earlier run has not, and write the manifest and run.json.
+
+        Args:
+            fingerprint: what the rows depend on.
+            endings: what is appended to an input's stem for each of its files.
+            explain: puts a row into the run for each input that is not among the keys of those done.
+            write: writes the manifest, and the report if there is one, and returns their paths.
+            settings: further options, for run.json.
+        """
+        clear = partial(clear_outputs, listing=self.listing, endings=endings, overwrite=self._overwrite)
+        with Run(self.folder, fingerprint, max_pixels=self._max_pixels, overwrite=self._overwrite, clear=clear) as run:
+            inputs = self.listing.plan(endings, {row["input"]: row["stem"] for row in run.all_rows()})
+            done = done_before(inputs, run)
+            tally = Tally(self._progress, len(inputs), len(done))
+            if len(done) < len(inputs):
+                explain(run, inputs, done, tally)
+            totals = run.finish()
+            with finishing(self.folder):
+                table, page = write(run)
+                seconds, now = time.perf_counter() - self._clock, totals["explained"] - len(done)
+                times = {
+                    "started": (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds"),
+                    "seconds": round(seconds, 3),
+                    "explained_by_this_run": now,
+                    "pictures_per_second": round(now / seconds, 3),
+                }
+                run.write_summary(self._selection | settings, totals, times, self._command)
+        return FolderSummary(self.folder, table, **totals, kept=len(done), seconds=seconds, report=page)
+
+
+def check_at_least(least: int, **numbers: int | None) -> None:
+    """Raise OptionError for a number below its bound."""
+    for name, value in numbers.items():
+        if value is not None and value < least:
+            raise OptionError(f"Expected {name} of at least {least}, got {value}.")
 
 
 @takes_method_options
@@ -161,102 +245,75 @@ def explain_folder(
     >>> summary.explained, summary.failed, [row["input"] for row in summary]
     (2, 0, ['disc_star_and_crescent.png', 'ring_and_triangle.png'])
     """
-    started, clock = datetime.now(UTC), time.perf_counter()
-    explainer = model if isinstance(model, Explainer) else None
-    if methods is None and callable(model) and not isinstance(model, nn.Module):
-        explainer = explainer_for(model)  # what it explains decides on the method
-    asks = explainer is not None and explainer.asks(target)
     check_engine(engine, address, actors, save_map=save_map, workers=workers, report=report)
-    overlays = overlays and engine == "local"
-    job = make_job(
-        methods, options, target=target, drawing=drawing, format=format, save_map=save_map, overlays=overlays, asks=asks
-    )
-    _check(job, manifest, batch_size, workers, limit)
-    sources = [source] if isinstance(source, str | os.PathLike) else list(source)
-    _check_urls(sources, output, report)
-    folder = Path(output)
-    # What is wrong with the sources is told before a model is loaded, and nothing is written.
-    listing = list_inputs(sources, folder, recursive=recursive, glob=glob, limit=limit)
-    explainer = explainer or explainer_for(model)
-    check_target(job, explainer)
-    known = explainer.fingerprint()
-    fingerprint = _fingerprint(listing.root, job, known)
-    clear = partial(clear_outputs, listing=listing, endings=job.endings, overwrite=overwrite)
-    with (
-        Run(folder, fingerprint, max_pixels=max_pixels, overwrite=overwrite, clear=clear) as run,
-        closing(Thumbnails(folder)) if report else nullcontext() as photographs,
-    ):
-        inputs = listing.plan(job.endings, {row["input"]: row["stem"] for row in run.all_rows()})
-        if engine == "ray":  # what a run whose driver was killed has left
-            take_parts(run)
-        before = done_before(inputs, run)
-        missing = [one for one in inputs if one.key not in before]
-        tally = Tally(progress, len(inputs), len(before))
-        if (cost := cost_of(job, explainer, len(missing))) is not None:
-            warnings.warn(cost, VitflowWarning, stacklevel=3)
-        size = batch_size or auto_batch(explainer)
-        if missing and engine == "ray":
-            run_on_ray(missing, Asked(model, known, job, size, max_pixels), run, tally, address, actors)
-        elif missing:
-            on_pixels = None if photographs is None else photographs.add
-            with DecoderPool(_processes(missing, workers), max_pixels=max_pixels) as decoders:
-                Pipeline(
-                    explainer,
-                    job,
-                    folder,
-                    run.put,
-                    batch_size=size,
-                    decoders=decoders,
-                    tally=tally,
-                    on_pixels=on_pixels,
-                ).run(inputs, before)
-        totals = run.finish()
-        with finishing(folder):
-            table = _write_manifest(run, manifest, job.labels)
-            page = None
-            if report:
-                page = report_run(folder, thumbnails=photographs)
-            seconds = time.perf_counter() - clock
-            done_now = totals["explained"] - len(before)
-            settings = {"recursive": recursive, "glob": glob, "limit": limit, "manifest": manifest}
-            times = {
-                "started": started.isoformat(timespec="seconds"),
-                "seconds": round(seconds, 3),
-                "explained_by_this_run": done_now,
-                "pictures_per_second": round(done_now / seconds, 3),
-            }
-            run.write_summary(settings, totals, times, command)
-    return FolderSummary(folder, table, **totals, kept=len(before), seconds=seconds, report=page)
-
-
-def _check(job: Job, manifest: str, batch_size: int | None, workers: int | None, limit: int | None) -> None:
-    """What can be known to be wrong before anything is loaded."""
     if manifest not in MANIFEST_FORMATS:
         raise OptionError(f"Expected a manifest of {', '.join(MANIFEST_FORMATS)}, got {manifest!r}.")
     if manifest.startswith("parquet"):
         load_pyarrow()
-    for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0), ("limit", limit, 1)):
-        if value is not None and value < least:
-            raise OptionError(f"Expected {name} of at least {least}, got {value}.")
-    drawing = {name: value for name, value in job.drawing.items() if name != "interpolation"}
-    blend(np.zeros((1, 2, 3), np.uint8), np.array([[0.0, 1.0]]), **drawing)  # raises for a wrong one
-
-
-def _check_urls(sources: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str], report: bool) -> None:
-    """What a URL cannot be."""
-    if is_remote(output):
-        raise OptionError(
-            f"Expected an output folder on this machine, got the URL {os.fspath(output)!r}: a run is one SQLite file, "
-            "which needs a disk. Copy the folder there afterwards."
-        )
-    if report and any(map(is_remote, sources)):
+    check_at_least(1, batch_size=batch_size)
+    check_at_least(0, workers=workers)
+    explainer = model if isinstance(model, Explainer) else None
+    if methods is None and callable(model) and not isinstance(model, nn.Module):
+        explainer = explainer_for(model)  # what it explains decides on the method
+    asks = explainer is not None and explainer.asks(target)
+    overlays = overlays and engine == "local"
+    job = make_job(
+        methods, options, target=target, drawing=drawing, format=format, save_map=save_map, overlays=overlays, asks=asks
+    )
+    drawn = {name: value for name, value in job.drawing.items() if name != "interpolation"}
+    blend(np.zeros((1, 2, 3), np.uint8), np.array([[0.0, 1.0]]), **drawn)  # raises for a wrong one
+    # Faults of the sources are reported before a model is loaded.
+    driver = FolderRun(
+        source,
+        output,
+        recursive=recursive,
+        glob=glob,
+        limit=limit,
+        overwrite=overwrite,
+        max_pixels=max_pixels,
+        progress=progress,
+        command=command,
+    )
+    folder, root = driver.folder, driver.listing.root
+    if report and is_remote(root):
         raise OptionError("A report links the files beside it: leave it out where the source is a URL.")
+    explainer = explainer or explainer_for(model)
+    check_target(job, explainer)
+    known = explainer.fingerprint()
+
+    def explain(run: Run, inputs: list[Input], done: set[str], tally: Tally) -> None:
+        missing = [one for one in inputs if one.key not in done]
+        if (cost := cost_of(job, explainer, len(missing))) is not None:
+            warnings.warn(cost, VitflowWarning, stacklevel=5)
+        size = batch_size or auto_batch(explainer)
+        if engine == "ray":
+            run_on_ray(missing, Asked(model, known, job, size, max_pixels), run, tally, address, actors)
+            return
+        with DecoderPool(_processes(missing, workers), max_pixels=max_pixels) as decoders:
+            Pipeline(
+                partial(compute_maps, job=job),
+                partial(draw_files, job=job),
+                run,
+                tally,
+                decoders,
+                batch_size=size,
+                explainer=explainer,
+                slow=sum(is_slow(one.name) for one in job.methods),
+                on_pixels=None if photographs is None else photographs.add,
+            ).run(inputs, done)
+
+    def write(run: Run) -> tuple[Path, Path | None]:
+        table = _write_manifest(run, manifest, job.labels)
+        return table, report_run(folder, thumbnails=photographs) if report else None
+
+    with closing(Thumbnails(folder)) if report else nullcontext() as photographs:
+        return driver.work(_fingerprint(root, job, known), job.endings, explain, write, manifest=manifest)
 
 
-def _fingerprint(root: str | Path, job: Job, model: Mapping[str, Any]) -> dict[str, Any]:
+def _fingerprint(root: str, job: Job, model: Mapping[str, Any]) -> dict[str, Any]:
     drawn = {"target": sides_of(job), "drawing": dict(job.drawing)}
     drawn |= {"format": job.format, "save_map": job.save_map, "overlays": job.overlays}
-    return run_fingerprint("folder", {"root": os.fspath(root)}, model, job.methods, drawn)
+    return run_fingerprint("folder", {"root": root}, model, job.methods, drawn)
 
 
 def _processes(missing: Sequence[Input], workers: int | None) -> int:

@@ -42,8 +42,8 @@ class Column(NamedTuple):
     """What a column holds, and where it is.
 
     The kind "json" is text in tables that hold nothing else. Rows are "folder" (all of a folder run) and "measured" (by
-    an evaluation); tables are a "manifest", a "record", the columns of an SQL "condition", and the "results" of an
-    evaluation.
+    an evaluation); tables are the "manifest" of maps or of "captions", a "record", the columns of an SQL "condition",
+    and the "results" of an evaluation.
     """
 
     kind: str
@@ -54,21 +54,24 @@ _ANSWER = "manifest record condition"
 
 #: The columns of all rows, in the order in which tables show them.
 COLUMNS = {
-    "input": Column("text", "folder manifest condition results"),
+    "input": Column("text", "folder manifest captions condition results"),
     "input_hex": Column("text", "manifest"),
     "asked": Column("text", "measured results"),
     "stem": Column("text", "folder"),
-    "status": Column("text", "manifest record"),
-    "error": Column("text", "manifest record"),
-    "message": Column("text", "manifest record"),
-    "size": Column("whole", "folder manifest condition"),
-    "mtime_ns": Column("whole", "folder manifest"),
-    "sha256": Column("text", "folder manifest"),
-    "width": Column("whole", f"{_ANSWER} measured"),
-    "height": Column("whole", f"{_ANSWER} measured"),
+    "status": Column("text", "manifest captions record"),
+    "error": Column("text", "manifest captions record"),
+    "message": Column("text", "manifest captions record"),
+    "size": Column("whole", "folder manifest captions condition"),
+    "mtime_ns": Column("whole", "folder manifest captions"),
+    "sha256": Column("text", "folder manifest captions"),
+    "width": Column("whole", f"captions {_ANSWER} measured"),
+    "height": Column("whole", f"captions {_ANSWER} measured"),
     "class_index": Column("whole", f"{_ANSWER} measured results"),
     "class_name": Column("text", f"{_ANSWER} measured results"),
     "probability": Column("number", f"{_ANSWER} measured results"),
+    "caption": Column("text", "captions"),
+    "words": Column("json", "captions"),
+    "left_out": Column("json", "captions"),
     "target": Column("text", _ANSWER),
     "value": Column("number", _ANSWER),
     "predicted_index": Column("whole", f"{_ANSWER} measured results"),
@@ -76,12 +79,12 @@ COLUMNS = {
     "weights_sha256": Column("text", "manifest"),
     "methods": Column("json", "manifest"),
     "options": Column("json", "manifest"),
-    "outputs": Column("json", "manifest"),
+    "outputs": Column("json", "manifest captions"),
     "maps": Column("json", "manifest"),
     "facts": Column("json", "manifest record"),
     "placement": Column("json", "record"),
     "saturated_share": Column("number", "manifest condition"),
-    "seconds": Column("number", "manifest condition"),
+    "seconds": Column("number", "manifest captions condition"),
     "region_share": Column("number", "measured results"),
     "groups": Column("json", "measured"),
     "constant": Column("json", "measured"),
@@ -248,7 +251,11 @@ def placement_of(known: Mapping[str, Any]) -> Placement:
 
 
 def write_manifest(
-    path: Path, rows: Iterable[tuple[Mapping[str, Any], Maps]], common: Mapping[str, Any], labels: Sequence[str] = ()
+    path: Path,
+    rows: Iterable[tuple[Mapping[str, Any], Maps]],
+    common: Mapping[str, Any],
+    labels: Sequence[str] = (),
+    where: str = "manifest",
 ) -> None:
     """Write rows as .jsonl, .csv or .parquet, in their order, whole or not at all.
 
@@ -257,13 +264,14 @@ def write_manifest(
         rows: of a run, with their maps.
         common: columns that are the same in every row. Names that are not in COLUMNS become columns of their own.
         labels: maps to write as columns, in Parquet.
+        where: the table of COLUMNS.
 
     Raises:
         OptionError: Parquet without pyarrow.
     """
-    kinds = {**kinds_in("manifest")}
+    kinds = {**kinds_in(where)}
     # A column of the same name in both, such as an option "input", is the row's.
-    kinds |= {name: _kind(value) for name, value in common.items() if name not in COLUMNS}
+    kinds |= {name: _kind(value) for name, value in common.items() if name not in kinds}
     if labels:
         kinds |= {"placement": "json"} | _columns_of_maps(labels)
     writers = {".jsonl": _write_jsonl, ".csv": _write_csv, ".parquet": _write_parquet}
@@ -288,7 +296,7 @@ def _kind(value: Any) -> str:
 
 def _write_jsonl(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str]) -> None:
     for row in rows:
-        del row["input_hex"]  # JSON holds every name as it is
+        row.pop("input_hex", None)  # JSON holds every name as it is
         file.write(json_line(row))
 
 
