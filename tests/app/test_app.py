@@ -131,9 +131,13 @@ def test_methods_stand_side_by_side_and_the_page_says_how_far_they_agree(ask):
 
 def test_prompts_are_asked_of_a_model_of_pictures_and_texts(ask, siglip):
     *_, files, code, _, classes, notes = ask("explain", SAMPLE, siglip, "gae", "a dog", "a dog\n a cat \n\n")
-    own = vitflow.Explainer(siglip, prompts=["a dog", "a cat"]).explain(SAMPLE, method="gae", target="a dog")
+    own = vitflow.Explainer(siglip, outputs=vitflow.prompts(["a dog", "a cat"])).explain(
+        SAMPLE, method="gae", target="a dog"
+    )
     np.testing.assert_array_equal(grid_of(files), own.grid)
-    assert "prompts=['a dog', 'a cat']" in code and ["a cat", "a cat"] in classes["choices"] and not notes
+    assert (
+        "outputs=vitflow.prompts(['a dog', 'a cat'])" in code and ["a cat", "a cat"] in classes["choices"] and not notes
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,7 +239,7 @@ def test_a_click_on_each_patch_of_the_figure_is_that_patch(tabs, tmp_path, monke
     Image.open(SAMPLE).convert("RGB").resize((300, 190)).save(wide)
     asked = fields(tabs, picture={"path": str(wide)}, method="rollout")
     _, click, *_ = tabs.pictures.explain(*asked)
-    (left, right, bottom, top), placement, (rows, cols) = click
+    (left, top, right, bottom), placement, (rows, cols) = click
     clicked: list[tuple[int, int]] = []
     monkeypatch.setattr(tabs.pictures, "_map", lambda asked, patch: clicked.append(patch))
     height, width = (side / count for side, count in zip(placement.input_size, (rows, cols), strict=True))
@@ -254,7 +258,7 @@ def test_a_click_on_each_patch_of_the_figure_is_that_patch(tabs, tmp_path, monke
 def test_a_patch_is_answered_by_rollout_where_the_method_has_none(tabs, tmp_path, monkeypatch):
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
     _, click, *_ = tabs.pictures.explain(*fields(tabs))
-    (left, right, bottom, top), *_ = click
+    (left, top, right, bottom), *_ = click
     event = SimpleNamespace(index=((left + right) / 2, (top + bottom) / 2))
     _, _, files, code, method, *_ = tabs.pictures._patch(event, click, *fields(tabs))
     own = vitflow.Explainer("demo").explain(SAMPLE, method="rollout", patch=(6, 6))
