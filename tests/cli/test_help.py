@@ -91,7 +91,7 @@ def test_no_line_of_a_help_is_wider_than_the_terminal(arguments, columns):
 
 def test_a_method_tells_its_question_its_options_and_their_source():
     text = told("methods", "rollout", columns=110)
-    assert get_method("rollout").answers in " ".join(text.split()) and "Abnar & Zuidema" in text
+    assert get_method("rollout").question in " ".join(text.split()) and "Abnar & Zuidema" in text
     for name in get_method("rollout").defaults:
         assert f"--{name.replace('_', '-')} " in text
         assert (
