@@ -22,9 +22,8 @@ from vitflow.models.facts import read_facts
 from vitflow.models.libraries import forward_options, headless, library_data_config
 from vitflow.models.loading import load_model
 from vitflow.models.pairs import is_pair, pair_of, prompt_answers, refuse_without_prompts
-from vitflow.pictures import notebook
+from vitflow.pictures import FITS
 from vitflow.pictures.images import ImageSource, image_name, read_image
-from vitflow.pictures.options import FITS
 from vitflow.pictures.preprocessing import InputSpec
 from vitflow.recording.isolation import default_device, evaluating, move_to, refuse_inference_tensors
 from vitflow.recording.probing import probe
@@ -114,6 +113,8 @@ class PictureModel:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """What a notebook shows: what is known of the model."""
+        from vitflow.pictures.figures import bundle, html_table  # loads matplotlib
+
         names, spec = self.class_names or [], self.spec
         more = f", … ({len(names)})" if len(names) > _NAMES_SHOWN else ""
         rows = [
@@ -122,7 +123,7 @@ class PictureModel:
             ("classes", ", ".join(names[:_NAMES_SHOWN]) + more if names else self.answers.count),
             ("answers by", self.answers.reading),
         ]
-        return notebook.bundle(repr(self), tables=[notebook.html_table(rows)])
+        return bundle(repr(self), tables=[html_table(rows)])
 
     @property
     def model_id(self) -> str:
