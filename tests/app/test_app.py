@@ -235,7 +235,7 @@ def test_a_click_on_each_patch_of_the_figure_is_that_patch(tabs, tmp_path, monke
     Image.open(SAMPLE).convert("RGB").resize((300, 190)).save(wide)
     asked = fields(tabs, picture={"path": str(wide)}, method="rollout")
     _, click, *_ = tabs.pictures.explain(*asked)
-    (left, right, bottom, top), placement, (rows, cols) = click
+    (left, top, right, bottom), placement, (rows, cols) = click
     clicked: list[tuple[int, int]] = []
     monkeypatch.setattr(tabs.pictures, "_map", lambda asked, patch: clicked.append(patch))
     height, width = (side / count for side, count in zip(placement.input_size, (rows, cols), strict=True))
@@ -254,7 +254,7 @@ def test_a_click_on_each_patch_of_the_figure_is_that_patch(tabs, tmp_path, monke
 def test_a_patch_is_answered_by_rollout_where_the_method_has_none(tabs, tmp_path, monkeypatch):
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
     _, click, *_ = tabs.pictures.explain(*fields(tabs))
-    (left, right, bottom, top), *_ = click
+    (left, top, right, bottom), *_ = click
     event = SimpleNamespace(index=((left + right) / 2, (top + bottom) / 2))
     _, _, files, code, method, *_ = tabs.pictures._patch(event, click, *fields(tabs))
     own = vitflow.Explainer("demo").explain(SAMPLE, method="rollout", patch=(6, 6))
