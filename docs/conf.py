@@ -98,7 +98,7 @@ def options_of_methods() -> str:
     for method in vitflow.list_methods():
         defaults = ", ".join(f"`{key}={value!r}`" for key, value in method.defaults.items())
         paper = ", ".join(f"`{key}={value!r}`" for key, value in method.presets.get("paper", {}).items())
-        texts += [f"### {method.name}\n", f"{method.summary}\n", f"- It answers: {method.answers}"]
+        texts += [f"### {method.name}\n", f"{method.summary}\n", f"- It answers: {method.question}"]
         texts += ["- It depends on the class that is asked for."] * method.class_specific
         texts += [f"- Options and defaults: {defaults or 'none'}"]
         texts += [f'- As published, `preset="paper"`: {paper}'] * bool(paper)

@@ -11,6 +11,7 @@ from .explaining.features import feature_maps as feature_maps
 from .explaining.layer_maps import LayerMaps as LayerMaps
 from .explaining.layer_maps import layer_maps as layer_maps
 from .explaining.method_table import register_method as register_method
+from .explaining.picture_model import similarity_to as similarity_to
 from .explaining.saliency import Saliency as Saliency
 from .explaining.targets import Contrast as Contrast
 from .folder.batch_explainer import BatchExplainer as BatchExplainer
@@ -24,8 +25,9 @@ from .methods.flow.attention_flow import attention_flow as attention_flow
 from .methods.flow.graph import attention_graph as attention_graph
 from .methods.rollout import attention_rollout as attention_rollout
 from .methods.tokens import TokenLayout as TokenLayout
-from .models.answers import Answers as Answers
 from .models.loading import load_model as load_model
+from .models.outputs import Outputs as Outputs
+from .models.pairs import prompts as prompts
 from .recording.recorder import record_attention as record_attention
 from .recording.trace import Trace as Trace
 from .text.generating import explain_generation as explain_generation

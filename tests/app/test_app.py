@@ -131,9 +131,13 @@ def test_methods_stand_side_by_side_and_the_page_says_how_far_they_agree(ask):
 
 def test_prompts_are_asked_of_a_model_of_pictures_and_texts(ask, siglip):
     *_, files, code, _, classes, notes = ask("explain", SAMPLE, siglip, "gae", "a dog", "a dog\n a cat \n\n")
-    own = vitflow.Explainer(siglip, prompts=["a dog", "a cat"]).explain(SAMPLE, method="gae", target="a dog")
+    own = vitflow.Explainer(siglip, outputs=vitflow.prompts(["a dog", "a cat"])).explain(
+        SAMPLE, method="gae", target="a dog"
+    )
     np.testing.assert_array_equal(grid_of(files), own.grid)
-    assert "prompts=['a dog', 'a cat']" in code and ["a cat", "a cat"] in classes["choices"] and not notes
+    assert (
+        "outputs=vitflow.prompts(['a dog', 'a cat'])" in code and ["a cat", "a cat"] in classes["choices"] and not notes
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from itertools import count, islice
 
 import numpy as np
 
+import vitflow
 from vitflow import Explainer, load_model
 from vitflow.demo import Scene, Sentence, draw_scene, falsified
 from vitflow.evaluation.gridding import score_object
@@ -50,7 +51,7 @@ def measure(pictures: int, name: str, methods: list[str]) -> None:
             for word in ("colour", "shape")
         ]
         for alone in (False, True):
-            explainer = Explainer(model, prompts=prompts, alone=alone)
+            explainer = Explainer(model, outputs=vitflow.prompts(prompts, raw=alone))
             found = explainer.explain_batch([scene.image], methods=methods, targets=list(range(len(prompts))))
             for method in methods:
                 maps = [saliency for saliency in found if saliency.method == method]
@@ -61,7 +62,7 @@ def measure(pictures: int, name: str, methods: list[str]) -> None:
                 shares = [blocks(mask, found[0].grid.shape).mean(axis=(1, 3)) for mask in scene.masks]
                 exact = [replace(found[0], grid=share.astype(np.float32)).heatmap for share in shares]
                 scores["exact", alone].append(scored(exact, scene.masks))
-        read(Explainer(model, prompts=list(dict.fromkeys(wrong)), alone=True), scene, absent)
+        read(Explainer(model, outputs=vitflow.prompts(list(dict.fromkeys(wrong)), raw=True)), scene, absent)
         print(f"\r{number + 1} of {pictures}", end="", flush=True)
     print("\n\n| map | of | in the named thing | of what lies in things | named thing wins |\n|---|---|---:|---:|---:|")
     for (method, alone), rows in scores.items():
@@ -89,10 +90,10 @@ def blocks(mask: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
     return mask.reshape(grid[0], -1, grid[1], mask.shape[1] // grid[1])
 
 
-def read(explainer: Explainer, scene: Scene, answers: list[float]) -> None:
+def read(explainer: Explainer, scene: Scene, outputs: list[float]) -> None:
     """Add the probabilities of all prompts."""
-    asked = list(range(len(explainer.answers.names)))
-    answers += [one.probability for one in explainer.explain_batch([scene.image], methods=["gae"], targets=asked)]
+    asked = list(range(len(explainer.outputs.names)))
+    outputs += [one.probability for one in explainer.explain_batch([scene.image], methods=["gae"], targets=asked)]
 
 
 def main() -> None:

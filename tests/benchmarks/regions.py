@@ -50,12 +50,12 @@ def explainer_of(name: str, checkpoint: str | None = None) -> Explainer:
     side, config = backbone.patch_embed.grid_size[0], backbone.pretrained_cfg
     cells = quarters(side)
 
-    def answers(output: Tensor) -> Tensor:
+    def outputs(output: Tensor) -> Tensor:
         best = output.mean(dim=1).argmax(dim=1)
         chosen = output[torch.arange(len(output)), :, best]  # [batch, patches]
         return torch.stack([chosen[:, cell].mean(dim=1) for cell in cells], dim=1)
 
-    return Explainer(Dense(backbone), data_config=config, answers=answers)
+    return Explainer(Dense(backbone), data_config=config, outputs=outputs)
 
 
 def measure(explainer: Explainer, images: list, methods: list = METHODS) -> dict[tuple[str, str, str], np.ndarray]:

@@ -102,7 +102,7 @@ def test_a_method_tells_its_question_its_options_and_their_source():
     record, of_texts = json.loads(told("methods", "rollout", "--json"))
     assert (record["input"], of_texts["input"]) == ("image", "text")
     assert record["values"]["head_fusion"] == "mean|max|min" and record["presets"]["paper"]["discard_ratio"] == 0.0
-    assert all(method.answers.endswith("?") for method in list_methods())
+    assert all(method.question.endswith("?") for method in list_methods())
 
 
 def test_an_unknown_method_is_told_in_one_line():

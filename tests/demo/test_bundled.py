@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from vitflow import Explainer, VitflowWarning
+from vitflow import Explainer, VitflowWarning, prompts
 from vitflow.demo import DEMO_CAPTION, DEMO_TEXT, FIRST_TRAINING_SEED, Scene, draw_scenes
 
 transformers = pytest.importorskip("transformers")
@@ -98,15 +98,16 @@ def test_of_ten_sentences_the_right_one_is_found_and_what_is_not_there_reads_low
 def test_the_pair_is_asked_by_its_name(scenes: list[Scene]) -> None:
     scene = next(scene for scene in scenes if len(scene.things) == 2)
     absent = next(str(other.things[0].phrase) for other in scenes if not scene.holds(str(other.things[0].phrase)))
-    prompts = [*(str(thing.phrase) for thing in scene.things), absent]
-    read = Explainer("demo-text", prompts=prompts).explain_batch([scene.image], methods=["gae"], targets=[0, 1, 2])
+    texts = [*(str(thing.phrase) for thing in scene.things), absent]
+    explainer = Explainer("demo-text", outputs=prompts(texts))
+    read = explainer.explain_batch([scene.image], methods=["gae"], targets=[0, 1, 2])
     assert read[0].model == "demo-text"
     assert min(one.probability for one in read[:2]) > 0.5 > read[2].probability
 
 
 def test_words_that_it_does_not_know_are_told() -> None:
     with pytest.warns(VitflowWarning, match="does not know the words 'grey', 'circle'.*It knows: .*disc.*heart"):
-        Explainer("demo-text", prompts=["a red heart", "a grey circle"])
+        Explainer("demo-text", outputs=prompts(["a red heart", "a grey circle"]))
 
 
 @pytest.mark.parametrize("name", ["text", "caption"])

@@ -359,5 +359,5 @@ def test_blank_out_finds_the_asked_object():
 
 def test_the_demo_is_multi_label():
     kept = Explainer(load_demo_model())
-    assert kept.answers.reading == "sigmoid"
+    assert kept.outputs.activation == "sigmoid"
     assert kept.class_names == list(CLASS_NAMES)

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 
 import vitflow
+from vitflow import prompts, similarity_to
 from vitflow.demo import sample_pictures
 from vitflow.errors import OptionError
 from vitflow.explaining.choices import choose_methods
@@ -40,11 +41,11 @@ def test_the_one_shot_function_and_several_targets_follow_the_same_rule(demo):
 
 
 def test_reference_pictures_prompts_and_functions_are_targets(demo):
-    like = Explainer(demo.model, like=[sample_pictures()[1]])
+    like = Explainer(demo.model, outputs=similarity_to([sample_pictures()[1]]))
     assert like.explain(PICTURE).method == "gae"
-    function = Explainer(demo.model, answers=lambda output: output[:, :2])
+    function = Explainer(demo.model, outputs=lambda output: output[:, :2])
     assert function.explain(PICTURE).method == "gae"
-    assert Explainer("demo-text", prompts=["a disc", "a ring"]).explain(PICTURE).method == "gae"
+    assert Explainer("demo-text", outputs=prompts(["a disc", "a ring"])).explain(PICTURE).method == "gae"
 
 
 def test_an_option_that_the_chosen_method_has_not_is_refused_with_the_reason(demo):
@@ -68,14 +69,14 @@ def test_a_folder_follows_the_rule_and_resumes(demo, tmp_path, target, method):
 
 
 def test_a_folder_explained_by_a_function_that_makes_an_explainer_follows_the_rule(demo, tmp_path):
-    like = Explainer(demo.model, like=[sample_pictures()[1]])
+    like = Explainer(demo.model, outputs=similarity_to([sample_pictures()[1]]))
     vitflow.explain_folder(PICTURE, tmp_path, model=lambda: like)
     assert (tmp_path / f"{PICTURE.stem}-gae.jpg").exists()
 
 
 def test_a_batch_explainer_follows_the_rule_or_asks_for_the_method(demo):
     assert BatchExplainer("demo").labels == ["rollout"] and BatchExplainer("demo", target=0).labels == ["gae"]
-    like = Explainer(demo.model, like=[sample_pictures()[1]])
+    like = Explainer(demo.model, outputs=similarity_to([sample_pictures()[1]]))
     batch = {"image": [str(PICTURE)], "id": ["one"]}
     with pytest.raises(OptionError, match=r"Expected methods with an explainer that is asked .*methods=\['gae'\]"):
         BatchExplainer(lambda: like)(batch)

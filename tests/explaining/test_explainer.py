@@ -277,7 +277,7 @@ def test_a_single_logit_is_read_by_a_sigmoid(around, activation, tmp_path):
     for score in ("log-odds", "probability"):
         hidden = explaining.explain(PICTURES[0], method="occlusion", score=score, refine=0)
         assert np.abs(hidden.grid).max() > 0
-    with pytest.raises(OptionError, match="Expected several answers to set one against the rest, got one"):
+    with pytest.raises(OptionError, match="Expected several outputs for a contrast with the rest, got one"):
         explaining.explain(PICTURES[0], method="gae", target=Contrast(0, against="rest"))
     (tmp_path / "in").mkdir()
     Image.fromarray(PICTURES[1]).save(tmp_path / "in" / "1.png")
@@ -376,9 +376,9 @@ def test_an_output_without_logits_is_answered_with_an_example_that_works(pack, t
         with pytest.raises(ModelError, match="Expected Two to return one tensor of logits") as caught:
             ask()
         assert [words for words in told if words not in str(caught.value)] == [], str(caught.value)
-        assert f"answers=lambda output: {example}." in str(caught.value)
-    answers = eval(f"lambda output: {example}")
-    assert Explainer(model, answers=answers, data_config=DATA).explain(image, method="gae").grid.any()
+        assert f"outputs=lambda output: {example}." in str(caught.value)
+    outputs = eval(f"lambda output: {example}")
+    assert Explainer(model, outputs=outputs, data_config=DATA).explain(image, method="gae").grid.any()
 
 
 def test_an_output_without_tensors_is_refused_in_words():

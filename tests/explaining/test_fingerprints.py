@@ -14,7 +14,7 @@ from PIL import Image
 from tests.folder.test_run import fill, tiny_model
 from tests.folder.test_run import run as run_folder
 from tests.pairs import DATA, Words, pair
-from vitflow import Explainer, explain_folder
+from vitflow import Explainer, explain_folder, prompts, similarity_to
 from vitflow.demo import draw_picture
 from vitflow.errors import OptionError
 from vitflow.evaluation import Labelled, Sample, evaluate, results
@@ -54,7 +54,6 @@ def explainer(**changed) -> Explainer:
 OTHERS = {
     "model": [own_model(num_classes=4), own_model(num_heads=4), own_model(global_pool="avg", fc_norm=False)],
     "device": ["meta"],
-    "answers": [lambda output: output, lambda output: output * 2],
     "dtype": ["bfloat16", "float16"],
     "fit": ["squash", "pad", "native"],
     "class_names": [["a", "b", "c", "d", "e"]],
@@ -72,20 +71,26 @@ OTHERS = {
     "layout": [TokenLayout(1, 4, 4)],
     "activation": ["sigmoid"],
     "name": ["mine"],
-    "like": [[np.zeros((8, 8, 3), np.uint8)], [np.full((8, 8, 3), 200, np.uint8)]],
+    "outputs": [
+        similarity_to(np.zeros((8, 8, 3), np.uint8)),
+        similarity_to(np.full((8, 8, 3), 200, np.uint8)),
+        lambda output: output,
+        lambda output: output * 2,
+    ],
 }
-# The same of those that go with prompts.
-OF_PROMPTS = {
-    "prompts": [["a", "b"], ["b", "a"]],
-    "templates": ["the {}"],
-    "processor": [lambda texts, **options: Words()([text[::-1] for text in texts], **options)],
-    "alone": [True],
-}
+PROMPTS = [
+    {},
+    {"texts": ["a", "b"]},
+    {"texts": ["b", "a"]},
+    {"templates": ["the {}"]},
+    {"processor": lambda texts, **options: Words()([text[::-1] for text in texts], **options)},
+    {"raw": True},
+]
 
 
 def test_every_argument_of_the_explainer_changes_its_fingerprint(monkeypatch):
     arguments = [name for name in inspect.signature(Explainer.__init__).parameters if name != "self"]
-    assert sorted(arguments) == sorted(OTHERS | OF_PROMPTS), "an argument of Explainer without a case here"
+    assert sorted(arguments) == sorted(OTHERS), "an argument of Explainer without a case here"
     usual = explainer().fingerprint()
     assert usual == explainer().fingerprint() == json.loads(json.dumps(usual)) | {"input": usual["input"]}
     seen = [json.dumps(usual)]
@@ -99,9 +104,9 @@ def test_every_argument_of_the_explainer_changes_its_fingerprint(monkeypatch):
             else:
                 other = explainer(**{name: value})
             seen.append(json.dumps(other.fingerprint()))
-    asked = {"prompts": ["a dog", "red"], "processor": Words(), "data_config": DATA}
-    several = [asked, *(asked | {name: value} for name, values in OF_PROMPTS.items() for value in values)]
-    seen += [json.dumps(Explainer(pair("clip"), **options).fingerprint()) for options in several]
+    for options in PROMPTS:
+        outputs = prompts(**{"texts": ["a dog", "red"], "processor": Words(), **options})
+        seen.append(json.dumps(Explainer(pair("clip"), outputs=outputs, data_config=DATA).fingerprint()))
     assert len(set(seen)) == len(seen)
     assert set(usual["input"]) == {*InputSpec.__dataclass_fields__}
 

@@ -50,7 +50,7 @@ def test_legrad_is_the_positive_gradient_of_each_layers_own_answer(readout, pool
 
 def test_a_function_of_the_output_is_asked_of_every_layer():
     model = literal_vit.timm_model()
-    explainer = Explainer(model, data_config=CONFIG, answers=lambda output: (output[:, :2] - output[:, 2:4]) ** 2)
+    explainer = Explainer(model, data_config=CONFIG, outputs=lambda output: (output[:, :2] - output[:, 2:4]) ** 2)
     found = explainer.explain(picture(), method="legrad", target=1).grid
     wanted = written_out(model, explainer.pixels(picture())[0], lambda logits: (logits[1] - logits[3]) ** 2, True)
     assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6 * wanted.max())

@@ -87,10 +87,10 @@ def test_a_picture_on_which_the_model_fails_fails_alone():
 def test_a_picture_of_the_class_that_it_is_set_against_fails_alone():
     pictures = [picture_bytes(n) for n in range(4)]
     explainer = Explainer(tiny_model())
-    answers = [one.predicted for one in explainer.explain_batch(pictures)]
-    made = BatchExplainer(tiny_model, ["gae"], target=Contrast(None, against=answers[0]))
+    outputs = [one.predicted for one in explainer.explain_batch(pictures)]
+    made = BatchExplainer(tiny_model, ["gae"], target=Contrast(None, against=outputs[0]))
     found = made({"id": list("abcd"), "image": pictures})
-    assert found["error"].tolist() == ["SameClassError" if answer == answers[0] else "" for answer in answers]
+    assert found["error"].tolist() == ["SameClassError" if answer == outputs[0] else "" for answer in outputs]
 
 
 PLACEMENT = '{"image_size": [4, 4], "resized_size": [4, 4], "offset": [0, 0], "input_size": [4, 4]}'

@@ -800,9 +800,9 @@ def test_cells_larger_than_a_small_picture_are_that_picture_s_row(tmp_path):
 
 def test_a_picture_of_the_class_that_its_answer_is_set_against_fails_alone(tmp_path):
     source, explainer = fill(tmp_path / "in", 6), vitflow.Explainer(tiny_model())
-    answers = {path.name: explainer.explain(path).predicted for path in source.iterdir()}
-    own = answers["0.jpg"]
-    same = sorted(name for name, answer in answers.items() if answer == own)
+    outputs = {path.name: explainer.explain(path).predicted for path in source.iterdir()}
+    own = outputs["0.jpg"]
+    same = sorted(name for name, answer in outputs.items() if answer == own)
     (source / "white.png").write_bytes(b"no picture")
     options = {"model": explainer, "methods": ["gae"], "target": Contrast(None, against=own)}
     summary = run(source, tmp_path / "out", **options)

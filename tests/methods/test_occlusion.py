@@ -13,7 +13,7 @@ from tests import literal_vit, references
 from vitflow import Contrast, Explainer
 from vitflow.errors import NoAttentionError, OptionError, ShapeError
 from vitflow.methods.cells import occlusion
-from vitflow.models import answers
+from vitflow.models import outputs
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 PICTURES = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
@@ -74,7 +74,7 @@ def test_log_odds_are_exact_however_sure_the_answer_is(activation):
     rows = torch.tensor(
         [[0.3, -1.0, 2.0], [2.0, 2.0, 2.0], [700.0, 0.5, -3.0], [-50.0, -90.0, -90.0], [1e4, 1e4, -1e4]]
     )
-    for given, found in zip(rows, answers.log_odds(rows, activation).tolist(), strict=True):
+    for given, found in zip(rows, outputs.log_odds(rows, activation).tolist(), strict=True):
         with localcontext(prec=60):
             exact = [Decimal(value) for value in given.tolist()]
             for number, value in enumerate(exact):

@@ -382,7 +382,7 @@ def test_what_was_saved_beside_the_weights_is_found(tmp_path):
     assert (spec.size, spec.patch_size, spec.crop_mode, spec.interpolation) == ((32, 32), (8, 8), "squash", "bilinear")
     assert (spec.mean, spec.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     assert explainer.class_names == list(names.values())
-    assert explainer.answers.reading == "sigmoid"
+    assert explainer.outputs.activation == "sigmoid"
     assert explainer.model_id == str(tmp_path)
     found = explainer.explain(picture(), method="rollout", target="cattle")
     assert found.target == 2

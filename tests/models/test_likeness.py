@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from torch.nn.functional import cosine_similarity
 
 from tests import literal_vit
-from tests.pairs import DATA, VISION, Words, pair, picture
-from vitflow import Explainer, compare, evaluate, explain_folder, explore
+from tests.pairs import DATA, VISION, pair, picture
+from vitflow import Explainer, compare, evaluate, explain_folder, explore, similarity_to
 from vitflow.cli import cli
 from vitflow.errors import ModelError, OptionError
 from vitflow.models.libraries import headless
@@ -55,7 +55,7 @@ def features(name: str, model: torch.nn.Module, pixels: torch.Tensor) -> torch.T
 def asked(request):
     model = backbone(request.param)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    yield request.param, model, Explainer(model, like=[OTHER, THIRD], data_config=DATA, processor=Words())
+    yield request.param, model, Explainer(model, outputs=similarity_to([OTHER, THIRD]), data_config=DATA)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -101,7 +101,7 @@ def test_other_pictures_are_another_run(tmp_path):
     model = backbone("timm")
     write_image(tmp_path / "in" / "0.png", picture())
     for number, like in enumerate([[OTHER], [THIRD]]):
-        own = Explainer(model, like=like, data_config=DATA)
+        own = Explainer(model, outputs=similarity_to(like), data_config=DATA)
         if number:
             with pytest.raises(OptionError, match="other options"):
                 explain_folder(tmp_path / "in", tmp_path / "out", model=own, methods=["gae"])
@@ -119,21 +119,21 @@ def test_a_head_is_left_out_of_a_copy_alone():
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("build", "told"),
     [
-        ({"like": []}, "a list of one"),
-        ({"like": "a.jpg"}, "a list of one"),
-        ({"like": [OTHER], "prompts": ["a"]}, "alone"),
+        (lambda: similarity_to([]), "at least one picture"),
+        (lambda: Explainer(backbone("timm"), outputs=similarity_to(OTHER), class_names=["a"]), "leave out class_names"),
+        (lambda: Explainer(backbone("timm"), outputs="a.jpg", data_config=DATA), "outputs as"),
     ],
 )
-def test_what_is_wrong_with_it_is_told(options, told):
+def test_invalid_outputs_are_refused(build, told):
     with pytest.raises(OptionError, match=told):
-        Explainer(backbone("timm"), data_config=DATA, **options)
+        build()
 
 
 def test_a_model_without_features_is_told():
     with pytest.raises(ModelError, match="ends in features"):
-        Explainer(torch.nn.Conv2d(3, 2, 3), like=[OTHER], data_config=DATA)
+        Explainer(torch.nn.Conv2d(3, 2, 3), outputs=similarity_to([OTHER]), data_config=DATA)
 
 
 def test_the_command_line_shows_both_pictures(tmp_path):

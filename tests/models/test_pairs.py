@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn.functional import layer_norm, linear, normalize
 
 from tests.pairs import DATA, KINDS, PROMPTS, Words, pair, picture
-from vitflow import Contrast, Explainer, compare, evaluate, explain_folder, explore, load_model
+from vitflow import Contrast, Explainer, compare, evaluate, explain_folder, explore, load_model, prompts
 from vitflow.cli import cli
 from vitflow.demo import draw_picture
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.explaining.method_table import get_method, list_methods
-from vitflow.models.pairs import pair_of, prompt_answers
+from vitflow.models.pairs import pair_of, prompt_outputs
 from vitflow.pictures.geometry import place
 from vitflow.pictures.images import write_image
 from vitflow.recording.recorder import record_attention
@@ -25,11 +25,11 @@ from vitflow.recording.recorder import record_attention
 OPTIONS = {"masks": 8, "occlusion_batch": 16}
 
 
-def explainer(kind: str, prompts=PROMPTS, **options) -> Explainer:
+def explainer(kind: str, texts=PROMPTS, **options) -> Explainer:
     if kind == "open_clip":
         pytest.importorskip("open_clip", reason="open_clip is not installed (extra clip)")
     crop = {"crop_mode": "patches"} if kind == "siglip2" else {}
-    return Explainer(pair(kind), prompts=prompts, processor=Words(), data_config=DATA | crop, **options)
+    return Explainer(pair(kind), outputs=prompts(texts, processor=Words(), **options), data_config=DATA | crop)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -75,7 +75,7 @@ def test_the_numbers_are_those_of_the_model(kind):
     own = explainer(kind)
     pixels = own.pixels(picture())
     torch.testing.assert_close(own.logits(pixels).detach(), its_own(kind, pixels), rtol=1e-5, atol=1e-5)
-    with torch.no_grad(), record_attention(own.model, answers=own.answers.numbers) as trace:
+    with torch.no_grad(), record_attention(own.model, outputs=own.outputs.numbers) as trace:
         own.forward(pixels)
     torch.testing.assert_close(trace.logits, its_own(kind, pixels), rtol=1e-5, atol=1e-5)
     assert trace.pooling == ("class token" if "clip" in kind else "attention pooling")
@@ -133,14 +133,14 @@ def by_hand(model: nn.Module, pixels: torch.Tensor, vectors: torch.Tensor) -> to
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
-@pytest.mark.parametrize("alone", [True, False])
-def test_the_gradient_of_a_prompt_is_that_of_a_model_by_hand(kind, alone):
+@pytest.mark.parametrize("raw", [True, False])
+def test_the_gradient_of_a_prompt_is_that_of_a_model_by_hand(kind, raw):
     model = copy.deepcopy(pair(kind)).double()
     found = pair_of(model, Words())
-    answers = prompt_answers(found, PROMPTS, alone=alone)
-    asked = answers if alone else answers.against_rest()
+    outputs = prompt_outputs(found, prompts(PROMPTS, raw=raw))
+    asked = outputs if raw else outputs.against_rest()
     pixels = torch.randn(2, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    with record_attention(found.tower, gradients=True, answers=asked.numbers) as trace:
+    with record_attention(found.tower, gradients=True, outputs=asked.numbers) as trace:
         found.tower(pixels)
     read = Words()(PROMPTS, padding="longest" if kind == "clip" else "max_length")
     if kind != "clip":
@@ -149,8 +149,8 @@ def test_the_gradient_of_a_prompt_is_that_of_a_model_by_hand(kind, alone):
         vectors = normalize(model.get_text_features(**read).pooler_output, dim=1)
     own = pixels.clone().requires_grad_()
     numbers = by_hand(model, own, vectors)
-    torch.testing.assert_close(answers.numbers(trace.output), numbers, rtol=1e-6, atol=1e-6)
-    wanted = numbers[:, 1] if alone else numbers[:, 1] - (numbers[:, 0] + numbers[:, 2]) / 2
+    torch.testing.assert_close(outputs.numbers(trace.output), numbers, rtol=1e-6, atol=1e-6)
+    wanted = numbers[:, 1] if raw else numbers[:, 1] - (numbers[:, 0] + numbers[:, 2]) / 2
     (expected,) = torch.autograd.grad(wanted.sum(), own)
     torch.testing.assert_close(trace.backward(torch.tensor([1, 1])).pixels, expected, rtol=1e-6, atol=1e-6)
 
@@ -170,7 +170,7 @@ class Applied(nn.Module):
 @pytest.fixture(scope="module")
 def both():
     """CLIP asked by prompts, and the same as a module."""
-    own = explainer("clip", alone=True)
+    own = explainer("clip", raw=True)
     model = pair("clip")
     with torch.no_grad():
         texts = normalize(model.get_text_features(**Words()(PROMPTS, padding="longest")).pooler_output, dim=1)
@@ -194,7 +194,7 @@ def test_prompts_are_what_a_module_with_their_vectors_is(both, method):
 def test_a_map_is_of_the_number_less_the_others(asked):
     pixels = asked.pixels(picture())
     numbers = asked.logits(pixels).detach()
-    less = asked.answers.against_rest().numbers(asked.forward(pixels)).detach()
+    less = asked.outputs.against_rest().numbers(asked.forward(pixels)).detach()
     for one in range(3):
         others = [other for other in range(3) if other != one]
         torch.testing.assert_close(less[:, one], numbers[:, one] - numbers[:, others].mean(1), rtol=1e-4, atol=1e-5)
@@ -202,7 +202,7 @@ def test_a_map_is_of_the_number_less_the_others(asked):
     assert found.facts["against"] == "the mean of the other prompts"
     assert any("less the mean of the other prompts" in line for line in found._notes())
     assert "against" not in asked.explain(picture(), method="rollout").facts
-    plain = explainer("clip", alone=True).explain(picture(), method="gae")
+    plain = explainer("clip", raw=True).explain(picture(), method="gae")
     assert "against" not in plain.facts
 
 
@@ -211,7 +211,7 @@ def test_one_prompt_alone_is_set_against_an_empty_one():
     found = own.explain(picture(), method="gae")
     assert found.answer.unit == "cosine" and found.answer.told.startswith("cosine ")
     assert found.facts["against"] == "that of an empty prompt"
-    two = explainer("clip", ["red", "nothing"], alone=True)
+    two = explainer("clip", ["red", "nothing"], raw=True)
     assert two.explain(picture(), target="red").facts["cosine"] == pytest.approx(found.answer.number, abs=1e-4)
     sigmoid = explainer("siglip", ["red"]).explain(picture())
     assert sigmoid.answer.unit == "probability" and 0 < sigmoid.probability < 1
@@ -257,7 +257,7 @@ def test_every_kind_of_run_takes_prompts(asked, tmp_path):
 def test_other_prompts_are_another_run(tmp_path):
     write_image(tmp_path / "in" / "0.png", picture())
     explain_folder(tmp_path / "in", tmp_path / "out", model=explainer("clip"), methods=["gae"])
-    others = [explainer("clip", PROMPTS[::-1]), explainer("clip", alone=True), explainer("clip", templates="a {}")]
+    others = [explainer("clip", PROMPTS[::-1]), explainer("clip", raw=True), explainer("clip", templates="a {}")]
     for other in others:
         with pytest.raises(OptionError, match="other options"):
             explain_folder(tmp_path / "in", tmp_path / "out", model=other, methods=["gae"])
@@ -268,11 +268,11 @@ def test_other_prompts_are_another_run(tmp_path):
 
 def test_texts_are_read_as_the_models_were_trained():
     words = Words()
-    Explainer(pair("siglip"), prompts=["A Dog"], processor=words, data_config=DATA)
+    Explainer(pair("siglip"), outputs=prompts(["A Dog"], processor=words), data_config=DATA)
     [(texts, options)] = words.calls
     assert texts == ["a dog", ""] and (options["padding"], options["max_length"]) == ("max_length", 16)
     words = Words()
-    Explainer(pair("clip"), prompts=["A Dog"], processor=words, templates=["a {}", "the {}"], data_config=DATA)
+    Explainer(pair("clip"), outputs=prompts(["A Dog"], processor=words, templates=["a {}", "the {}"]), data_config=DATA)
     [(texts, options)] = words.calls
     assert texts == ["a A Dog", "the A Dog", "a ", "the "] and options["padding"] is True
 
@@ -283,7 +283,7 @@ def test_a_template_is_a_mean_of_unit_vectors():
     mean = normalize(normalize(sentences, dim=1).mean(0, keepdim=True), dim=1)
     features = torch.randn(2, 24)
     expected = normalize(features, dim=1) @ mean.T * found.scale
-    told = prompt_answers(found, ["red"], ["a {}", "the {}"]).numbers(features)
+    told = prompt_outputs(found, prompts(["red"], templates=["a {}", "the {}"])).numbers(features)
     torch.testing.assert_close(told, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -294,7 +294,7 @@ def test_text_features_may_be_a_tensor():
 
     earlier = Earlier(pair("clip").config).eval()
     earlier.load_state_dict(pair("clip").state_dict())
-    own = Explainer(earlier, prompts=PROMPTS, processor=Words(), data_config=DATA)
+    own = Explainer(earlier, outputs=prompts(PROMPTS, processor=Words()), data_config=DATA)
     pixels = own.pixels(picture())
     torch.testing.assert_close(own.logits(pixels), explainer("clip").logits(pixels))
 
@@ -305,7 +305,7 @@ def test_as_many_patches_as_the_processor_takes(size):
     theirs = processor(picture(*size), return_tensors="pt")
     placed = place(size, (32, 32), crop_mode="patches", patch_size=8).input_size
     assert [side // 8 for side in placed] == theirs["spatial_shapes"][0].tolist()
-    own = Explainer(pair("siglip2"), prompts=PROMPTS, processor=Both(processor))
+    own = Explainer(pair("siglip2"), outputs=prompts(PROMPTS, processor=Both(processor)))
     patches, rows, cols = cut(own.pixels(picture(*size)))
     ours, expected = patches[0], theirs["pixel_values"][0][: rows * cols]
     assert (ours - expected).abs().max() <= 2.1 / 127.5  # levels of 8 bits, rounded by two libraries
@@ -323,44 +323,47 @@ class Both(Words):
 
 
 def test_a_pair_that_is_asked_nothing_says_what_to_write():
-    with pytest.raises(UnsupportedModelError, match=r'Explainer\(model, prompts=\["a dog", "a cat"\]\)'):
+    with pytest.raises(UnsupportedModelError, match=r'outputs=vitflow.prompts\(\["a dog", "a cat"\]\)'):
         Explainer(pair("clip"), data_config=DATA)
 
 
 def test_a_tower_without_its_texts_says_what_to_load():
     with pytest.raises(UnsupportedModelError, match=r"transformers\.CLIPModel\.from_pretrained"):
-        Explainer(pair("clip").vision_model, prompts=PROMPTS, data_config=DATA)
+        Explainer(pair("clip").vision_model, outputs=prompts(PROMPTS), data_config=DATA)
     with pytest.raises(UnsupportedModelError, match="has no text side"):
-        Explainer("demo", prompts=PROMPTS)
+        Explainer("demo", outputs=prompts(PROMPTS))
 
 
 def test_a_tower_without_a_head_is_refused():
     vision = pair("siglip").config.vision_config.to_dict() | {"vision_use_head": False}
     config = transformers.SiglipConfig(vision_config=vision, text_config=pair("siglip").config.text_config.to_dict())
     with pytest.raises(UnsupportedModelError, match="no pooling head"):
-        Explainer(transformers.SiglipModel(config), prompts=PROMPTS, processor=Words(), data_config=DATA)
+        Explainer(transformers.SiglipModel(config), outputs=prompts(PROMPTS, processor=Words()), data_config=DATA)
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"prompts": "a dog"}, "as a list of texts"),
-        ({"prompts": []}, "as a list of texts"),
-        ({"prompts": ["a dog", " "]}, "as a list of texts"),
-        ({"prompts": ["red", "red"]}, "every prompt once"),
+        ({"texts": "a dog"}, "as a list of texts"),
+        ({"texts": []}, "as a list of texts"),
+        ({"texts": ["a dog", " "]}, "as a list of texts"),
+        ({"texts": ["red", "red"]}, "every prompt once"),
         ({"templates": ["a photo"]}, "templates with one {}"),
-        ({"answers": lambda output: output}, "prompts or like alone"),
-        ({"class_names": ["a"]}, "prompts or like alone"),
     ],
 )
-def test_what_is_wrong_with_prompts_is_told(options, told):
+def test_invalid_prompts_are_refused(options, told):
     with pytest.raises(OptionError, match=told):
-        Explainer(pair("clip"), **{"prompts": PROMPTS, "processor": Words(), "data_config": DATA, **options})
+        prompts(**{"texts": PROMPTS, **options})
+
+
+def test_prompts_take_no_class_names():
+    with pytest.raises(OptionError, match="leave out class_names"):
+        Explainer(pair("clip"), outputs=prompts(PROMPTS, processor=Words()), class_names=["a"], data_config=DATA)
 
 
 def test_a_tokenizer_that_is_not_at_hand_is_told():
     with pytest.raises(ModelError, match="processor=transformers"):
-        Explainer(pair("clip"), prompts=PROMPTS, data_config=DATA)
+        Explainer(pair("clip"), outputs=prompts(PROMPTS), data_config=DATA)
 
 
 # --- by name ---------------------------------------------------------------------------------------------------------
@@ -383,14 +386,14 @@ def folder(tmp_path_factory):
 
 
 def test_a_folder_of_transformers_is_loaded(folder, tmp_path):
-    own = Explainer(str(folder), prompts=["a dog", "red"])
+    own = Explainer(str(folder), outputs=prompts(["a dog", "red"]))
     assert own.model_id == str(folder) and own.class_names == ["a dog", "red"] and own.spec.mean == (0.5,) * 3
     write_image(tmp_path / "one.png", picture())
     path, model = str(tmp_path / "one.png"), ["--model", str(folder), "--prompt", "a dog", "--prompt", "red"]
     for command, options in {
         "explain": ["-o", f"{tmp_path}/1.png"],
         "compare": ["-o", f"{tmp_path}/2.png", "--method", "gae", "--method", "random"],
-        "explore": ["-o", f"{tmp_path}/3.html", "--method", "gae", "--alone"],
+        "explore": ["-o", f"{tmp_path}/3.html", "--method", "gae", "--raw"],
         "folder": ["-o", f"{tmp_path}/4", "--template", "a {}"],
     }.items():
         done = CliRunner().invoke(cli, [command, path, *model, *options], catch_exceptions=False)
@@ -427,4 +430,4 @@ def test_open_clip_knows_its_models():
     with pytest.raises(ModelError, match="its weights are .*openai"):
         load_model("open_clip:ViT-B-32")
     with pytest.raises(ModelError, match="processor=open_clip"):
-        Explainer(pair("open_clip"), prompts=PROMPTS)
+        Explainer(pair("open_clip"), outputs=prompts(PROMPTS))

@@ -208,8 +208,8 @@ def test_an_own_module_that_averages_patches_has_the_maps_of_timms_average_pooli
 
 def test_maps_of_two_regions_start_at_their_own_patches():
     model = Around(lambda tokens: tokens[:, 1:])
-    answers = lambda output: torch.stack([output[:, :4, 1].mean(dim=1), output[:, 12:, 1].mean(dim=1)], dim=1)  # noqa: E731
-    explainer = Explainer(model, data_config=CONFIG, answers=answers, class_names=["top", "bottom"])
+    outputs = lambda output: torch.stack([output[:, :4, 1].mean(dim=1), output[:, 12:, 1].mean(dim=1)], dim=1)  # noqa: E731
+    explainer = Explainer(model, data_config=CONFIG, outputs=outputs, class_names=["top", "bottom"])
     for method in QUICK:
         top, bottom = explainer.explain_batch([picture()], methods=[method], targets=["top", "bottom"], refine=0)
         assert top.facts["readout"] == "4 patches, from the gradient of the output"
@@ -312,11 +312,11 @@ def test_an_output_of_several_blocks_is_refused_by_their_names():
 
 @pytest.mark.parametrize("function", ["detached", "behind a ReLU"])
 def test_a_gradient_of_zero_is_an_error_and_no_map(function):
-    def answers(output: Tensor) -> Tensor:
+    def outputs(output: Tensor) -> Tensor:
         second = output[:, 1].detach() if function == "detached" else (output[:, 1] - 1e4).relu()
         return torch.stack([output[:, 0], second], dim=1)
 
-    explainer = Explainer(timm_vit(), data_config=CONFIG, answers=answers)
+    explainer = Explainer(timm_vit(), data_config=CONFIG, outputs=outputs)
     assert explainer.explain(picture(), method="gae", target=0).grid.max() > 0
     for method in ("gae", "gradient_rollout", "input_gradient", "rollout"):
         with pytest.raises(UnsupportedModelError, match=r"gradient of the output .*zero"):
@@ -370,8 +370,8 @@ def test_a_frozen_backbone_under_no_grad_and_a_checkpointed_one_have_rollouts():
 
 def test_trailing_tokens_are_no_patches_and_may_be_what_is_read():
     model = transformers_model("Yolos", num_detection_tokens=5, image_size=[SIZE, SIZE])
-    answers = lambda output: output.logits[:, 2, :5]  # noqa: E731
-    explainer = Explainer(model, data_config=CONFIG, answers=answers)
+    outputs = lambda output: output.logits[:, 2, :5]  # noqa: E731
+    explainer = Explainer(model, data_config=CONFIG, outputs=outputs)
     trace = explainer.record(picture())
     assert trace.layout == TokenLayout(1, 4, 4, num_suffix_tokens=5)
     np.testing.assert_allclose(trace.readout.detach()[0], np.eye(22)[1 + 16 + 2], atol=1e-6)

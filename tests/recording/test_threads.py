@@ -157,24 +157,24 @@ def test_another_thread_may_run_the_model_in_the_middle_of_a_recording(where):
         expected = model(others)
         with record_attention(model, features=["blocks.1"]) as alone:
             model(pixels)
-    answers = []
+    outputs = []
 
     def run() -> Tensor:
         with torch.no_grad():
             return model(others)
 
     def interrupt(module: nn.Module, args: object, output: object) -> None:
-        if not answers:
-            answers.append(None)
-            answers.append(elsewhere(run))
+        if not outputs:
+            outputs.append(None)
+            outputs.append(elsewhere(run))
 
     with torch.no_grad(), record_attention(model, features=["blocks.1"]) as trace:
         handle = model.get_submodule(where).register_forward_hook(interrupt)
         model(pixels)
         handle.remove()
-        answers.append(elsewhere(run))
-    assert torch.equal(answers[1], expected)
-    assert torch.equal(answers[2], expected)
+        outputs.append(elsewhere(run))
+    assert torch.equal(outputs[1], expected)
+    assert torch.equal(outputs[2], expected)
     assert torch.equal(trace.pixels, pixels)
     assert torch.equal(trace.logits, alone.logits)
     assert torch.equal(trace.features["blocks.1"], alone.features["blocks.1"])

@@ -164,10 +164,10 @@ def test_a_model_that_pools_otherwise_by_now_and_answers_that_read_patches_need_
     def largest_of_patches(output: Tensor) -> Tensor:
         return seen.pop()[:, 1:].amax(dim=1)
 
-    droppable_tokens(model, pixels, answers=largest_of_patches)
-    answers = run_on_patches(model, pixels, KEPT, answers=largest_of_patches)
+    droppable_tokens(model, pixels, outputs=largest_of_patches)
+    outputs = run_on_patches(model, pixels, KEPT, outputs=largest_of_patches)
     by_hand(model, pixels, KEPT[0].tolist(), 1)
-    torch.testing.assert_close(answers[0], seen.pop()[0, 1:].amax(dim=0), rtol=0, atol=1e-12)
+    torch.testing.assert_close(outputs[0], seen.pop()[0, 1:].amax(dim=0), rtol=0, atol=1e-12)
 
 
 def test_pictures_of_other_sizes():
@@ -181,8 +181,8 @@ def test_pictures_of_other_sizes():
 
 
 def test_only_what_pools_prefix_tokens_can_do_without_patches():
-    answers = {name: needs_patches(literal_vit.timm_model(name), p) for name, (_, p) in literal_vit.READOUTS.items()}
-    assert answers == {
+    outputs = {name: needs_patches(literal_vit.timm_model(name), p) for name, (_, p) in literal_vit.READOUTS.items()}
+    assert outputs == {
         "class token": False,
         "class token and registers": False,
         "distilled": False,

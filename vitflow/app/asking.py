@@ -26,6 +26,7 @@ from vitflow.models.hub import bundled
 from vitflow.models.languages import load_language_model, load_processor
 from vitflow.models.loading import load_model
 from vitflow.models.pairs import is_pair
+from vitflow.models.pairs import prompts as prompt_scores
 from vitflow.pictures.figures import save_figure
 from vitflow.recording.isolation import default_device
 
@@ -52,7 +53,7 @@ class Models:
 
     def _explainer(self, name: str, fit: str, prompts: tuple[str, ...]) -> Explainer:
         model = self._kept(self._load, name, self.pictures)
-        return Explainer(model, device=default_device(), fit=fit, prompts=list(prompts) or None)
+        return Explainer(model, device=default_device(), fit=fit, outputs=prompt_scores(prompts) if prompts else None)
 
     def takes_prompts(self, name: str) -> bool:
         """Whether a model for photographs is asked by prompts."""

@@ -46,9 +46,8 @@ class _Asked:
         own = [option for option in _OPTIONS if given[option.name] and self.method.accepts(option.name)]
         self.options = {option.name: _read(option, given[option.name]) for option in own}
         fit = None if given["fit"] == "crop" else given["fit"]
-        made = python_call(
-            "vitflow.Explainer", models.in_python(given["model"]), prompts=list(prompts) or None, fit=fit
-        )
+        outputs = python_call("vitflow.prompts", list(prompts)) if prompts else None
+        made = python_call("vitflow.Explainer", models.in_python(given["model"]), outputs=outputs, fit=fit)
         self.code = f"import vitflow\n\nexplainer = {made}"
 
 
@@ -102,7 +101,7 @@ class _Answers:
         found, name = compare(asked.path, model=asked.explainer, targets=asked.targets), f"{asked.path.stem}-compare"
         picture, files = drawn(found.figure(**asked.drawing), name)
         made = python_call("vitflow.compare", asked.path.name, targets=asked.targets, model=Code("explainer"))
-        code = f"{asked.code}\nfound = {made}\n{_written('found.strip', name, asked)}"
+        code = f"{asked.code}\nfound = {made}\n{_written('found.figure', name, asked)}"
         return gr.update(value=picture, visible=True), files, code, [" ".join(str(found.agreement()).splitlines()[:2])]
 
     def _method(self, name: str) -> tuple[Any, ...]:
@@ -134,7 +133,7 @@ def pictures_tab(models: Models, samples: Sequence[str | Path]) -> None:
         with gr.Column(scale=2, min_width=320):
             picture, examples = photograph(samples)
             model = gr.Dropdown(models.pictures, label="Model")
-            methods = [(f"{one.title}: {one.answers}", one.name) for one in list_methods()]
+            methods = [(f"{one.title}: {one.question}", one.name) for one in list_methods()]
             method = gr.Dropdown(methods, value=_METHOD, label="Method")
             told = "Name or number; empty: the likeliest."
             target = gr.Dropdown([""], value="", label="Class", info=told, allow_custom_value=True)

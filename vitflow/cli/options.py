@@ -225,10 +225,10 @@ question_options = _together(
         help="Ask what makes a picture like this one; repeatable. For any model: the cosine of its pooled features.",
     ),
     click.option(
-        "--alone",
+        "--raw",
         panel="Question",
         is_flag=True,
-        help="Show what speaks for a prompt as it is, and not less the mean of the other prompts.",
+        help="Explain the score of a prompt, not its difference from the mean of the other prompts.",
     ),
 )
 
@@ -360,6 +360,19 @@ def make_explainer(given: Mapping[str, Any]) -> Any:
         dynamic_img_size=given["fit"] == "native",
     )
     device = given["device"] or default_device()
-    asked: dict[str, Any] = {name: given.get(name) or None for name in ("prompts", "templates", "like")}
-    own = {name: given[name] for name in ("dtype", "fit", "name")}
-    return Explainer(model, device=device, alone=bool(given.get("alone")), **asked, **own)
+    settings = {name: given[name] for name in ("dtype", "fit", "name")}
+    return Explainer(model, device=device, outputs=_outputs(given), **settings)
+
+
+def _outputs(given: Mapping[str, Any]) -> Any:
+    """The outputs that the options request; None for the model's classes."""
+    from vitflow.explaining.picture_model import similarity_to
+    from vitflow.models.pairs import prompts
+
+    if given.get("prompts") and given.get("like"):
+        raise OptionError("--prompt and --like cannot be used together.")
+    if given.get("prompts"):
+        return prompts(given["prompts"], templates=given["templates"] or None, raw=given["raw"])
+    if given.get("templates") or given.get("raw"):
+        raise OptionError("--template and --raw require --prompt.")
+    return similarity_to(given["like"]) if given.get("like") else None

@@ -238,7 +238,7 @@ def _first_grid(known: Sequence[tuple[Sample, int, frozenset[int]]]) -> list[tup
 
 def _knows(explainer: Explainer, picture: Labelled, target: int) -> bool:
     with torch.no_grad():
-        probabilities = explainer.answers.told(explainer.logits(explainer.pixels(picture.image)))[0]
+        probabilities = explainer.outputs.told(explainer.logits(explainer.pixels(picture.image)))[0]
     return int(probabilities.argmax()) == target and float(probabilities[target]) > _KNOWN
 
 

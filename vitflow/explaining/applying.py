@@ -17,9 +17,9 @@ from vitflow.explaining.method_table import ROLLOUT
 from vitflow.explaining.refining import make_maps
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Answer, doubt
-from vitflow.models.answers import Answers
 from vitflow.models.blocks import block_norm, block_paths, layer_output
 from vitflow.models.facts import ModelFacts
+from vitflow.models.outputs import Outputs
 
 
 def needs_gradients(chosen: Chosen) -> bool:
@@ -85,14 +85,14 @@ def probabilities_of(logits: object, facts: ModelFacts) -> Tensor | None:
     """
     if not isinstance(logits, Tensor):
         raise ModelError(f"Expected {facts.id} to return one tensor of logits, got none.")
-    if facts.answers.count == 0 or logits.ndim != 2:
+    if facts.outputs.count == 0 or logits.ndim != 2:
         return None
     if not torch.isfinite(logits).all():
         raise ModelError(
             f"{facts.id} returned NaN or infinite logits for this picture: its weights or its precision "
             f"({logits.dtype}) are at fault, and no map of it would mean anything."
         )
-    return facts.answers.told(logits)
+    return facts.outputs.told(logits)
 
 
 def apply_methods(trace: AskedTrace, chosen: Chosen, wanted: Sequence[Tensor | None]) -> list[list[Saliency]]:
@@ -135,7 +135,7 @@ def _apply(one: ChosenMethod, trace: AskedTrace, seconds: float) -> list[Salienc
     grids = _check_grids(maps.grids, method, batch)
     seconds = (seconds + time.perf_counter() - started) / batch
     assert trace.facts is not None
-    told, found = trace.facts.answers, []
+    told, found = trace.facts.outputs, []
     readouts = trace.readout_words(trace.targets) if starts_at_readout(one) else []
     for index, picture in enumerate(trace.pictures):
         answer = Answer()
@@ -169,7 +169,7 @@ def _apply(one: ChosenMethod, trace: AskedTrace, seconds: float) -> list[Salienc
     return found
 
 
-def _beside(answer: Answer, method: Method, trace: AskedTrace, told: Answers, index: int) -> dict[str, Any]:
+def _beside(answer: Answer, method: Method, trace: AskedTrace, told: Outputs, index: int) -> dict[str, Any]:
     """What else is to be known of an answer: that the model all but rules the class out, where it was asked for; the
     cosine behind a share of a softmax; and what the map's number is less.
     """
@@ -177,9 +177,9 @@ def _beside(answer: Answer, method: Method, trace: AskedTrace, told: Answers, in
     if method.class_specific and trace.probabilities is not None and not answer.is_predicted:
         note = None if answer.probability is None else doubt(answer.probability, trace.probabilities.shape[1])
         facts |= {} if note is None else {"note": note}
-    if told.reading == "softmax" and told.scale != 1.0 and trace.numbers is not None and answer.index is not None:
+    if told.activation == "softmax" and told.scale != 1.0 and trace.numbers is not None and answer.index is not None:
         facts["cosine"] = round(float(trace.numbers[index, answer.index]) / told.scale, 4)
-    if method.class_specific and trace.answers is not told:
+    if method.class_specific and trace.outputs is not told:
         facts["against"] = told.against
     return facts
 

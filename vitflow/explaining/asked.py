@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import OptionError
-from vitflow.models.answers import Answers, activate, log_odds
 from vitflow.models.facts import ModelFacts
+from vitflow.models.outputs import Outputs, activate, log_odds
 from vitflow.pictures.geometry import Placement
 from vitflow.recording.trace import Backward, Trace
 
@@ -34,7 +34,7 @@ class AskedTrace(Trace):
     Attributes:
         targets: the class that each picture is explained for, [batch]; None where there are no classes.
         run: maps model inputs to the numbers [batch, classes] that are asked for, by running the model again.
-        answers: what is asked of the model's output; what a map is of, which need not be what is told beside it.
+        outputs: what is asked of the model's output; what a map is of, which need not be what is told beside it.
         facts: what the model says of itself.
         pictures: those that the pass was for.
         numbers: what the model answered, [batch, classes].
@@ -52,7 +52,7 @@ class AskedTrace(Trace):
 
     targets: Tensor | None = None
     run: Callable[[Tensor], Tensor] | None = None
-    answers: Answers = field(default_factory=Answers)
+    outputs: Outputs = field(default_factory=Outputs)
     facts: ModelFacts | None = None
     pictures: Sequence[PlacedPicture] = ()
     numbers: Tensor | None = None
@@ -73,7 +73,7 @@ class AskedTrace(Trace):
         if self.targets is None:
             raise OptionError(
                 "A class-specific method needs a target class for each picture, and this model has no classes. "
-                "Use one that is not class-specific, such as rollout, or pass answers= to explain other numbers."
+                "Use one that is not class-specific, such as rollout, or pass outputs= to explain other numbers."
             )
         return self.targets
 
@@ -88,11 +88,11 @@ class AskedTrace(Trace):
 
     def predict(self, pixels: Tensor) -> Tensor:
         """The probabilities [batch, classes] of model inputs, by running the model again."""
-        return activate(self._run_again(pixels), self.answers.reading)
+        return activate(self._run_again(pixels), self.outputs.activation)
 
     def log_odds(self, pixels: Tensor) -> Tensor:
         """Likewise, the log-odds [batch, classes], which keep apart what rounds to a probability of 1."""
-        return log_odds(self._run_again(pixels), self.answers.reading)
+        return log_odds(self._run_again(pixels), self.outputs.activation)
 
     def _run_again(self, pixels: Tensor) -> Tensor:
         assert self.run is not None

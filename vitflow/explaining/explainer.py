@@ -34,7 +34,7 @@ from vitflow.explaining.targets import (
     is_per_picture,
     resolve_targets,
 )
-from vitflow.models.answers import Answers
+from vitflow.models.outputs import Outputs
 from vitflow.pictures.images import ImageSource
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.trace import Trace
@@ -103,15 +103,9 @@ class Explainer(PictureModel):
             A single logit is read by a sigmoid instead of a softmax.
         name: what to call the model in figures and rows; by default the id that `load_model` loaded its weights by, and
             of weights that it does not know the architecture.
-        prompts: texts to ask about, which become the names of the answers: of CLIP, SigLIP and SigLIP 2 of
-            transformers, and of models of open_clip. A map is of a prompt's number less the mean of the other prompts'.
-        templates: sentences that each prompt is put into in the place of {}, such as "a photo of {}".
-        processor: of the model with prompts, where it was not loaded by a name that its processor lies under.
-        alone: maps are of a prompt's number as it is.
-        like: pictures to compare with, which become the answers: the cosines to their pooled features. A classifier is
-            asked without its head.
-        answers: what to ask instead of the model's classes: a function of its output that gives numbers [pictures, k],
-            through which gradients pass, with `class_names` as their names; or `Answers`.
+        outputs: what to explain instead of the model's classes: `prompts([...])` for an image–text model,
+            `similarity_to([...])` for reference images, or a function of the model's output that returns scores
+            [images, k] and passes gradients, with `class_names` as their names; or `Outputs`, which also has a unit.
 
     Attributes:
         model, device: the module itself, and where it runs.
@@ -126,7 +120,7 @@ class Explainer(PictureModel):
 
     def asks(self, targets: Any) -> bool:
         """Whether anything but the predicted class is asked: targets, or answers other than the model's classes."""
-        return is_asked(targets) or self.answers.function is not None
+        return is_asked(targets) or self.outputs.function is not None
 
     @takes_method_options
     def explain(
@@ -186,12 +180,12 @@ class Explainer(PictureModel):
             check_class_specific(chosen)
             if not contrasts[0].against_rest:
                 sides = [side for one in contrasts for side in one.sides]
-                maps = self._explain_asked(sources, chosen, sides, names, self.answers, readout)
+                maps = self._explain_asked(sources, chosen, sides, names, self.outputs, readout)
                 pairs = zip(maps[::2], maps[1::2], strict=True)
-                return [contrasted(first, second, self.answers.reading) for first, second in pairs]
+                return [contrasted(first, second, self.outputs.activation) for first, second in pairs]
             return self._explain_asked(sources, chosen, [one.target for one in contrasts], names, self._apart, readout)
-        answers = self._apart if self.answers.apart else self.answers
-        return self._explain_asked(sources, chosen, targets, names, answers, readout)
+        outputs = self._apart if self.outputs.apart else self.outputs
+        return self._explain_asked(sources, chosen, targets, names, outputs, readout)
 
     def _explain_asked(
         self,
@@ -199,7 +193,7 @@ class Explainer(PictureModel):
         chosen: Chosen,
         targets: Any,
         names: Sequence[str] | None,
-        answers: Answers,
+        outputs: Outputs,
         readout: Tensor | NDArray[Any] | None,
     ) -> list[Saliency]:
         """Explain several pictures with maps of these answers."""
@@ -210,7 +204,7 @@ class Explainer(PictureModel):
         if len(names) != len(sources):
             raise OptionError(f"Expected one name for each of {len(sources)} pictures, got {len(names)}.")
         pictures = [self.placed(image, name) for image, name in zip(sources, names, strict=True)]
-        explain = partial(self._explain_read, answers=answers, readout=readout)
+        explain = partial(self._explain_read, outputs=outputs, readout=readout)
         found = explain(pictures, chosen, targets)
         if any(one.options.get("shifts") for one in chosen):
             found = [
@@ -220,7 +214,7 @@ class Explainer(PictureModel):
         return [saliency for maps in found for saliency in maps]
 
     def _explain_read(
-        self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, answers: Answers, readout: Any
+        self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, outputs: Outputs, readout: Any
     ) -> list[list[Saliency]]:
         """Explain pictures that were read, those of one input size as one batch: [pictures][methods and targets]."""
         results: list[list[Saliency]] = [[] for _ in pictures]
@@ -229,7 +223,7 @@ class Explainer(PictureModel):
             groups.setdefault(picture.placement.input_size, []).append(index)
         for members in groups.values():
             wanted = targets[members] if is_per_picture(targets) else targets
-            found_by_picture = self._run([pictures[i] for i in members], chosen, wanted, answers, readout)
+            found_by_picture = self._run([pictures[i] for i in members], chosen, wanted, outputs, readout)
             for index, found in zip(members, found_by_picture, strict=True):
                 results[index] = found
         return results
@@ -247,7 +241,7 @@ class Explainer(PictureModel):
         return found
 
     def _run(
-        self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, answers: Answers, readout: Any
+        self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, outputs: Outputs, readout: Any
     ) -> list[list[Saliency]]:
         """Explain pictures of one input size: [pictures][methods and targets]."""
         gradients = needs_gradients(chosen)
@@ -256,19 +250,19 @@ class Explainer(PictureModel):
         # Leaving inference mode lets a caller's torch.inference_mode() stand around this.
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(self.model):
             started = time.perf_counter()
-            trace, chosen = self._record(pixels := self._tensor(pictures), chosen, answers, readout)
+            trace, chosen = self._record(pixels := self._tensor(pictures), chosen, outputs, readout)
             if trace.logits is None:
                 self.logits(pixels)  # raises an error that describes the output
-            own = trace.logits if answers is self.answers else self.answers.numbers(trace.output)
+            own = trace.logits if outputs is self.outputs else self.outputs.numbers(trace.output)
             probabilities = probabilities_of(own, self.facts)
             seconds = time.perf_counter() - started
-            wanted = resolve_targets(targets, probabilities, self.facts.answers.names)
+            wanted = resolve_targets(targets, probabilities, self.facts.outputs.names)
             numbers = None if own is None else own.detach()
             asked = AskedTrace.of(
                 trace,
                 None,
-                run=partial(self.logits, answers=answers),
-                answers=answers,
+                run=partial(self.logits, outputs=outputs),
+                outputs=outputs,
                 facts=self.facts,
                 pictures=pictures,
                 numbers=numbers,
@@ -277,7 +271,7 @@ class Explainer(PictureModel):
             )
             return apply_methods(asked, chosen, wanted)
 
-    def _record(self, pixels: Tensor, chosen: Chosen, answers: Answers, readout: Any) -> tuple[Trace, Chosen]:
+    def _record(self, pixels: Tensor, chosen: Chosen, outputs: Outputs, readout: Any) -> tuple[Trace, Chosen]:
         """One forward pass that keeps no more than the methods need; and these without what does not apply.
 
         That is value weighting, or the refining of maps of no attention where there is none: what was asked for is
@@ -290,7 +284,7 @@ class Explainer(PictureModel):
             kept = recorded_for(chosen, self.model)
             try:
                 reads = any(starts_at_readout(one) for one in chosen)
-                return self._recorded(pixels, answers, reads=reads, readout=readout, **kept), chosen
+                return self._recorded(pixels, outputs, reads=reads, readout=readout, **kept), chosen
             except NoAttentionError:
                 plain = [
                     one.but(refine=0) if one.method.needs == {"predict"} and "refine" not in one.asked else one

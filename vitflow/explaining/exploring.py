@@ -127,7 +127,7 @@ class _Explorer:
         image, path = picture.image, str(source) if isinstance(source, str | Path) else None
         found = ExploredPicture(picture.name, path, image, picture.placement.window)
         trace = self._record(image, found)
-        self._answers(trace, found)
+        self._outputs(trace, found)
         self._features(trace, found)
         if found.layout is not None:
             self._affinities(trace, found)
@@ -170,15 +170,15 @@ class _Explorer:
             found.attention[fusion, weighting] = torch.stack([layer[0].float().cpu() for layer in layers]).numpy()
         return trace
 
-    def _answers(self, trace: Trace, found: ExploredPicture) -> None:
+    def _outputs(self, trace: Trace, found: ExploredPicture) -> None:
         """The most probable classes."""
         logits = trace.logits
         if not isinstance(logits, Tensor) or logits.ndim != 2 or not self.explainer.num_classes:
             return
-        answers = self.explainer.answers
-        told = answers.told(logits)[0]
+        outputs = self.explainer.outputs
+        told = outputs.told(logits)[0]
         for index in told.topk(min(_ANSWERS, len(told))).indices.tolist():
-            answer = Answer.of(told, index, answers)
+            answer = Answer.of(told, index, outputs)
             found.answers.append({"name": answer.name, "probability": answer.probability, "told": answer.told})
 
     def _features(self, trace: Trace, found: ExploredPicture) -> None:

@@ -296,7 +296,7 @@ def _answer_of(trace: AskedTrace, tokens: Tensor, last: str, pooled: str) -> Ten
     with torch.inference_mode(False), torch.enable_grad():
         if pooled == "mean":
             tokens = _with_mean(trace, tokens)
-        numbers = trace.answers.numbers(answer_from(trace.model, trace.pixels, last, tokens))
+        numbers = trace.outputs.numbers(answer_from(trace.model, trace.pixels, last, tokens))
         assert numbers is not None
         return numbers.gather(1, trace.wanted.to(numbers.device).view(-1, 1))
 

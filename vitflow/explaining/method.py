@@ -38,7 +38,7 @@ class Method:
         refined: "after" its function, by the step that all methods have in common; "positive": likewise, without what
             is below 0; "within" its function, which is given the options of that step; or "never". Else `refine`,
             `affinity` and `shifts` are among its options.
-        answers: the question that its map answers.
+        question: the question that its map answers.
         title: what figures and pages call it; by default its name.
 
     Raises:
@@ -55,7 +55,7 @@ class Method:
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     implies: Mapping[tuple[str, Any], str] = field(default_factory=dict)
     refined: Refined = "after"
-    answers: str = ""
+    question: str = ""
     title: str = ""
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """A model for pictures that is kept: what it says of itself, how pictures become its input, and what it answers."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from vitflow.explaining.asked import PlacedPicture
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models import DTYPES
 from vitflow.models.anatomy import no_logits, unwrap
-from vitflow.models.answers import Answers, features_of, likeness
 from vitflow.models.checkpoints import ClassNames, check_name_count, weights_sha256
 from vitflow.models.facts import read_facts
 from vitflow.models.libraries import forward_options, headless, library_data_config
 from vitflow.models.loading import load_model
-from vitflow.models.pairs import is_pair, pair_of, prompt_answers, refuse_without_prompts
+from vitflow.models.outputs import Outputs, features_of, similarity_outputs
+from vitflow.models.pairs import Prompts, is_pair, pair_of, prompt_outputs, refuse_without_prompts
 from vitflow.pictures import FITS
 from vitflow.pictures.images import ImageSource, image_name, read_image
 from vitflow.pictures.preprocessing import InputSpec
@@ -35,8 +35,36 @@ from vitflow.recording.trace import Trace
 _NAMES_SHOWN = 12
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SimilarityTo:
+    """Similarity to reference images as the outputs of a model; see `similarity_to`."""
+
+    images: tuple[ImageSource, ...]
+
+
+def similarity_to(images: ImageSource | Sequence[ImageSource]) -> SimilarityTo:
+    """Explain the similarity to reference images: `Explainer(model, outputs=similarity_to([...]))`.
+
+    Each reference is one output: the cosine of the pooled features of the two images. A classifier is run without its
+    head.
+
+    Args:
+        images: one reference image, or several: paths, bytes, PIL images or RGB arrays.
+
+    Raises:
+        OptionError: no image.
+
+    >>> from vitflow import Explainer, similarity_to
+    >>> from vitflow.demo import sample_pictures
+    >>> explainer = Explainer("demo", outputs=similarity_to(sample_pictures()[:1]))
+    >>> explainer.explain(sample_pictures()[0]).answer.told
+    'cosine 1.000'
+    """
+    return SimilarityTo(tuple(at_least_one(images)))
+
+
 class PictureModel:
-    """A model with all that it takes to run it on pictures; an `Explainer` is one, and tells of the arguments."""
+    """A model with its preprocessing and outputs. Base class of `Explainer`, which documents the arguments."""
 
     def __init__(
         self,
@@ -50,12 +78,7 @@ class PictureModel:
         layout: TokenLayout | None = None,
         activation: str | None = None,
         name: str | None = None,
-        answers: Answers | Callable[[Any], Tensor] | None = None,
-        prompts: Sequence[str] | None = None,
-        templates: str | Sequence[str] | None = None,
-        processor: Any = None,
-        alone: bool = False,
-        like: Sequence[ImageSource] | None = None,
+        outputs: Outputs | Callable[[Any], Tensor] | Prompts | SimilarityTo | None = None,
     ) -> None:
         if fit not in FITS:  # before a model is loaded
             raise OptionError(unknown_name("fit", fit, FITS))
@@ -65,15 +88,17 @@ class PictureModel:
             model = load_model(model, dynamic_img_size=fit == "native")
             device = device or default_device()
         self.model = unwrap(model)
-        if (prompts is not None or like is not None) and [prompts, like, answers, class_names].count(None) != 3:
-            raise OptionError("Expected prompts or like alone, which name the answers themselves, got more than that.")
-        if prompts is not None or (like is not None and is_pair(self.model)):
-            pair = pair_of(self.model, processor)
+        references = outputs.images if isinstance(outputs, SimilarityTo) else None
+        named = isinstance(outputs, Prompts | SimilarityTo)
+        if named and class_names is not None:
+            raise OptionError("Prompts and reference images are the names of the outputs: leave out class_names.")
+        if isinstance(outputs, Prompts) or (references is not None and is_pair(self.model)):
+            pair = pair_of(self.model, getattr(outputs, "processor", None))
             self.model, data_config, name = pair.tower, data_config or pair.data_config, name or pair.name
-            answers = answers if prompts is None else prompt_answers(pair, prompts, templates, alone=alone)
-        if like is not None:
+            outputs = prompt_outputs(pair, outputs) if isinstance(outputs, Prompts) else outputs
+        if references is not None:
             data_config = data_config or library_data_config(self.model)
-            self.model, answers = headless(self.model), Answers(count=0)
+            self.model, outputs = headless(self.model), Outputs(count=0)
         refuse_without_prompts(self.model)
         self._heads: dict[bool, Head | None] = {}  # of the outputs, and of these minus what they are set against
         self.device = move_to(self.model, device, None if dtype is None else getattr(torch, dtype))
@@ -84,30 +109,28 @@ class PictureModel:
             activation=activation,
             layout=layout,
             name=name,
-            answers=answers,
+            outputs=outputs,
         )
         self.preprocessing = self.facts.preprocessing(fit)
-        if like is not None:
-            self.facts = replace(self.facts, answers=self._likeness(like))
-        elif callable(answers) or isinstance(answers, Answers):  # what is wrong is told before the first picture
+        if references is not None:
+            self.facts = replace(self.facts, outputs=self._similarities(references))
+        elif outputs is not None:  # errors come before the first image
             with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
-                tried = self.answers.tried(self.forward, self._two_pictures(), alone=prompts is None)
-            self.facts = replace(self.facts, answers=tried)
-        if class_names is not None and self.facts.answers.count is None:
-            check_name_count(self.facts.answers.names or (), self.num_classes)
+                tried = self.outputs.tried(self.forward, self._two_pictures(), alone=not named)
+            self.facts = replace(self.facts, outputs=tried)
+        if class_names is not None and self.facts.outputs.count is None:
+            check_name_count(self.facts.outputs.names or (), self.num_classes)
 
-    def _likeness(self, like: Sequence[ImageSource]) -> Answers:
-        """The answers that reference pictures make."""
-        if isinstance(like, str | bytes | Path) or not len(like):
-            raise OptionError(f"Expected like as a list of one picture or several, got {like!r:.80}.")
-        names = [str(image_name(name_of(one, number))) for number, one in enumerate(like, start=1)]
-        pictures = [self.placed(one, name) for one, name in zip(like, names, strict=True)]
+    def _similarities(self, references: Sequence[ImageSource]) -> Outputs:
+        """The outputs of `similarity_to`."""
+        names = [str(image_name(name_of(one, number))) for number, one in enumerate(references, start=1)]
+        pictures = [self.placed(one, name) for one, name in zip(references, names, strict=True)]
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
             vectors = [features_of(self.forward(self._tensor([one]))) for one in pictures]
-        return likeness(torch.cat(vectors), names, [one.image for one in pictures])
+        return similarity_outputs(torch.cat(vectors), names, [one.image for one in pictures])
 
     def __repr__(self) -> str:
-        count = "" if self.facts.answers.count is None else f", {self.facts.answers.count} classes"
+        count = "" if self.facts.outputs.count is None else f", {self.facts.outputs.count} classes"
         height, width = self.spec.size
         return f"Explainer({printable(self.model_id)}{count}, input {width} × {height}, fit={self.fit}, {self.device})"
 
@@ -120,8 +143,8 @@ class PictureModel:
         rows = [
             ("model", f"{self.model_id} ({type(self.model).__name__}, {self.device})"),
             ("input", f"{spec.size[1]} × {spec.size[0]} pixels, fit={self.fit}"),
-            ("classes", ", ".join(names[:_NAMES_SHOWN]) + more if names else self.answers.count),
-            ("answers by", self.answers.reading),
+            ("classes", ", ".join(names[:_NAMES_SHOWN]) + more if names else self.outputs.count),
+            ("answers by", self.outputs.activation),
         ]
         return bundle(repr(self), tables=[html_table(rows)])
 
@@ -131,19 +154,19 @@ class PictureModel:
         return self.facts.id
 
     @property
-    def answers(self) -> Answers:
+    def outputs(self) -> Outputs:
         """What the model can be asked about."""
-        return self.facts.answers
+        return self.facts.outputs
 
     @cached_property
-    def _apart(self) -> Answers:
+    def _apart(self) -> Outputs:
         """The answers, each less what stands against it."""
-        return self.answers.against_rest()
+        return self.outputs.against_rest()
 
     @property
     def class_names(self) -> list[str] | None:
         """Names by class index, where known."""
-        names = self.facts.answers.names
+        names = self.facts.outputs.names
         return None if names is None else list(names)
 
     @property
@@ -183,10 +206,10 @@ class PictureModel:
     @property
     def num_classes(self) -> int:
         """How many classes the model has, 0 where it ends in features; one that does not say is tried."""
-        if self.facts.answers.count is not None:
-            return self.facts.answers.count
+        if self.facts.outputs.count is not None:
+            return self.facts.outputs.count
         with torch.no_grad(), evaluating(self.model):
-            answer = self.answers.numbers(self.forward(self.pixels(self.grey())))
+            answer = self.outputs.numbers(self.forward(self.pixels(self.grey())))
         return 0 if answer is None or answer.ndim != 2 else answer.shape[1]
 
     def grey(self) -> NDArray[np.uint8]:
@@ -233,49 +256,49 @@ class PictureModel:
             torch.set_grad_enabled(bool(options.get("gradients"))),
             evaluating(self.model),
         ):
-            return self._recorded(self.pixels(image), self.answers, reads=True, **options)
+            return self._recorded(self.pixels(image), self.outputs, reads=True, **options)
 
-    def _recorded(self, pixels: Tensor, answers: Answers, *, reads: bool, **options: Any) -> Trace:
+    def _recorded(self, pixels: Tensor, outputs: Outputs, *, reads: bool, **options: Any) -> Trace:
         """One forward pass, recorded; a second one if the readout turns out to need gradients in the head.
 
         Args:
             pixels: model inputs [batch, channels, height, width].
-            answers: the outputs that are explained.
+            outputs: the outputs that are explained.
             reads: whether the readout is needed.
             options: as for `record_attention`.
         """
-        against = answers is not self.answers
+        against = outputs is not self.outputs
         head = None if options.get("gradients") or not reads else self._heads.get(against)
         while True:
             if head is not None:
                 refuse_inference_tensors(self.model)
             with torch.set_grad_enabled(torch.is_grad_enabled() or head is not None):
                 recording = record_attention(
-                    self.model, layout=self.layout, answers=self.answers.read, head=head, **options
+                    self.model, layout=self.layout, outputs=self.outputs.read, head=head, **options
                 )
                 with recording as trace:
                     self.forward(pixels)
                 if against:  # maps are of other numbers than those that are reported
-                    trace.logits, trace.read = answers.numbers(trace.output), answers.read
+                    trace.logits, trace.read = outputs.numbers(trace.output), outputs.read
             if not reads or options.get("gradients") or trace.refusal is not None or not trace.reads_target:
                 return trace
             if trace.head == head:
                 return trace
             head = self._heads[against] = trace.head
 
-    def logits(self, pixels: Tensor, answers: Answers | None = None) -> Tensor:
+    def logits(self, pixels: Tensor, outputs: Outputs | None = None) -> Tensor:
         """What the model answers in eval mode to model inputs [pictures, channels, height, width]: [pictures, classes].
 
         Args:
             pixels: the inputs.
-            answers: what is asked, by default the explainer's own answers.
+            outputs: what is asked, by default the explainer's own answers.
 
         Raises:
             ModelError: it answers with something else than a tensor, or an output that has one.
         """
         with evaluating(self.model):
             output = self.forward(pixels)
-            logits = (answers or self.answers).numbers(output)
+            logits = (outputs or self.outputs).numbers(output)
         if logits is None:
             raise no_logits(output, self.model_id)
         return logits
@@ -283,8 +306,8 @@ class PictureModel:
     def _probed(self, pixels: Tensor) -> Any:
         """What the model returns; or its answers and what stands against them, if a function computes either."""
         output = self.forward(pixels)
-        classes = self.answers.function is None and self.answers.rest is None
-        return output if classes else self.answers.with_rest(output)
+        classes = self.outputs.function is None and self.outputs.rest is None
+        return output if classes else self.outputs.with_rest(output)
 
 
 def several(images: Any) -> Any:

@@ -14,7 +14,7 @@ from vitflow.explaining.refining import make_maps
 from vitflow.methods.cells import cell_owners, draw_masks, halves, mean_differences
 from vitflow.methods.ranks import spearman
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.answers import log_odds
+from vitflow.models.outputs import log_odds
 from vitflow.recording.token_dropping import droppable_tokens, run_on_patches
 
 
@@ -23,9 +23,9 @@ def sampling(trace: AskedTrace, *, masks: int, keep: float, cells: int, random_s
     batch, targets = whole_number("occlusion_batch", occlusion_batch, 1), trace.wanted
     layout, grid, hidden = _ways(trace)
     kept = draw_masks(*grid, masks=masks, keep=keep, cells=cells, seed=random_seed)
-    answers = _answers(trace, kept, layout, grid, batch, ("sampling", keep, cells, random_seed))
+    outputs = _outputs(trace, kept, layout, grid, batch, ("sampling", keep, cells, random_seed))
     grids, facts = [], []
-    for scores, target in zip(answers, targets.tolist(), strict=True):
+    for scores, target in zip(outputs, targets.tolist(), strict=True):
         scores_of_target = scores[:, target]
         grids.append(mean_differences(kept, scores_of_target).reshape(grid))
         reliability = spearman(*(half.numpy() for half in halves(kept, scores_of_target)))
@@ -33,7 +33,7 @@ def sampling(trace: AskedTrace, *, masks: int, keep: float, cells: int, random_s
     return Maps(torch.stack(grids), facts)
 
 
-def _answers(
+def _outputs(
     trace: AskedTrace, kept: Tensor, layout: TokenLayout | None, grid: tuple[int, int], batch: int, key: tuple[Any, ...]
 ) -> list[Tensor]:
     """The log-odds [masks, classes] of each picture without some patches; what was answered before is not asked again.
@@ -55,14 +55,14 @@ def _answers(
         if before < masks:
             if layout is not None:
                 batch = batch * layout.num_tokens // (layout.num_prefix_tokens + int(kept[0].sum()))
-            answers = []
+            outputs = []
             for picture, own in zip(pictures, known, strict=True):
                 found = [own] if before else []
                 for part in kept[before:].split(batch):
                     found.append(_ask(trace, picture, part, layout, grid))
                     progress(len(part))
-                answers.append(torch.cat(found))
-            known = trace.answered[key] = answers
+                outputs.append(torch.cat(found))
+            known = trace.answered[key] = outputs
     return [own[:masks] for own in known]
 
 
@@ -71,7 +71,7 @@ def _ways(trace: AskedTrace) -> tuple[TokenLayout | None, tuple[int, int], str]:
     assert trace.pixels is not None
     assert trace.facts is not None
     try:
-        layout = droppable_tokens(trace.model, trace.pixels, trace.facts.layout, trace.answers.read)
+        layout = droppable_tokens(trace.model, trace.pixels, trace.facts.layout, trace.outputs.read)
         return layout, (layout.rows, layout.cols), "tokens dropped"
     except UnsupportedModelError as error:
         hidden = f"patches blanked, for their tokens cannot be dropped: {error}"
@@ -85,10 +85,10 @@ def _ask(trace: AskedTrace, picture: Tensor, kept: Tensor, layout: TokenLayout |
     """The log-odds [masks, classes] of one picture with the kept patches alone."""
     if layout is not None:
         numbers = kept.nonzero()[:, 1].reshape(len(kept), -1)
-        read = trace.answers.read
+        read = trace.outputs.read
         with torch.no_grad():
-            logits = run_on_patches(trace.model, picture, numbers, layout=layout, answers=read)
-        return log_odds(logits, trace.answers.reading)
+            logits = run_on_patches(trace.model, picture, numbers, layout=layout, outputs=read)
+        return log_odds(logits, trace.outputs.activation)
     owners = cell_owners(picture.shape[-2], picture.shape[-1], *grid)
     visible = kept[:, owners].unsqueeze(1).to(picture.device)  # [masks, 1, height, width]
     return trace.log_odds(torch.where(visible, picture, picture.mean(dim=(2, 3), keepdim=True)))

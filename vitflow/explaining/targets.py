@@ -14,8 +14,8 @@ from torch import Tensor
 
 from vitflow.errors import OptionError
 from vitflow.explaining.choices import Chosen
-from vitflow.models.answers import Answers
 from vitflow.models.facts import wordnet_of
+from vitflow.models.outputs import Outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +46,18 @@ class Answer:
     single: bool = False
 
     @classmethod
-    def of(cls, told: Tensor, index: int, answers: Answers) -> "Answer":
+    def of(cls, told: Tensor, index: int, outputs: Outputs) -> "Answer":
         """The answer for one class, of what is told of all [classes].
 
         >>> import torch
-        >>> answer = Answer.of(torch.tensor([0.25, 0.75]), 0, Answers(names=("cat", "dog"), reading="softmax"))
+        >>> answer = Answer.of(torch.tensor([0.25, 0.75]), 0, Outputs(names=("cat", "dog"), activation="softmax"))
         >>> answer.name, answer.told
         ('cat', '25.0%')
         """
-        name = answers.names[index] if answers.names else f"class {index}"
-        unit = {"value": answers.unit, "cosine": "cosine"}.get(answers.reading, "probability")
+        name = outputs.names[index] if outputs.names else f"class {index}"
+        unit = {"value": outputs.unit, "cosine": "cosine"}.get(outputs.activation, "probability")
         single = unit == "probability" and len(told) == 1
-        return cls(name, float(told[index]), unit, index, int(told.argmax()), bool(answers.names), single=single)
+        return cls(name, float(told[index]), unit, index, int(told.argmax()), bool(outputs.names), single=single)
 
     @property
     def class_name(self) -> str | None:

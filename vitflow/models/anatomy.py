@@ -131,8 +131,8 @@ def logits_of(output: Any) -> Tensor | None:
     found = next((one for one in fields if one is not None), None)
     if found is None and isinstance(output, tuple | list):
         tensors = [one for one in output if isinstance(one, Tensor)]
-        answers = [one for one in tensors if one.ndim == 2] or tensors[:1]
-        found = answers[0] if len(answers) == 1 else None
+        outputs = [one for one in tensors if one.ndim == 2] or tensors[:1]
+        found = outputs[0] if len(outputs) == 1 else None
     return found if isinstance(found, Tensor) else None
 
 
@@ -321,12 +321,12 @@ _TENSORS_LISTED = 8
 
 
 def no_logits(output: Any, model: str) -> ModelError:
-    """The error for a model whose output has no logits, with an example of `answers` that fits this output."""
+    """The error for a model whose output has no logits, with an example of `outputs` that fits this output."""
     tensors = [(path, one) for path, one in _tensors_by_path(output) if one.is_floating_point() and one.ndim > 0]
     remedy = "Make the model return its logits as a tensor [batch, classes]"
     if tensors:
         path, one = min(tensors, key=lambda found: _AXES.index(min(found[1].ndim, 5)))
-        remedy = f"Pass answers= to name the numbers to explain, such as answers=lambda output: output{path}"
+        remedy = f"Pass outputs= to name the numbers to explain, such as outputs=lambda output: output{path}"
         remedy += {1: "[:, None]", 2: "", 3: ".mean(1)"}.get(one.ndim, f".mean({tuple(range(2, one.ndim))})")
     return ModelError(
         f"Expected {model} to return one tensor of logits, or an output with logits, got {in_words(output)}. {remedy}."

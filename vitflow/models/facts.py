@@ -16,7 +16,6 @@ from torch import nn
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, printable
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.models.anatomy import transformer_of, unwrap
-from vitflow.models.answers import Answers, answers_of
 from vitflow.models.checkpoints import ClassNames, told_class_names
 from vitflow.models.libraries import (
     class_count,
@@ -26,6 +25,7 @@ from vitflow.models.libraries import (
     library_id,
     library_reading,
 )
+from vitflow.models.outputs import Outputs, outputs_of
 from vitflow.models.processors import told_data_config
 from vitflow.pictures import Fit
 from vitflow.pictures.preprocessing import InputSpec, Preprocessing
@@ -38,27 +38,27 @@ class ModelFacts:
     Attributes:
         id: the name that it goes by.
         input: what it wants to see.
-        answers: what it can be asked about, by default its classes.
+        outputs: what it can be asked about, by default its classes.
         layout: prefix tokens and patch grid, where the caller told them.
         note: what a reader of its maps must know, such as "knows eight drawn shapes only": see `model_note`.
     """
 
     id: str
     input: InputSpec
-    answers: Answers
+    outputs: Outputs
     layout: TokenLayout | None = None
     note: str = ""
 
     def fingerprint(self) -> dict[str, Any]:
         """The facts, ready for JSON; the class names as a hash."""
-        names = None if self.answers.names is None else json.dumps(self.answers.names).encode()
+        names = None if self.outputs.names is None else json.dumps(self.outputs.names).encode()
         return {
             "model": self.id,
             "input": asdict(self.input),
-            "activation": self.answers.reading,
+            "activation": self.outputs.activation,
             "class_names_sha256": None if names is None else hashlib.sha256(names).hexdigest(),
             "layout": None if self.layout is None else asdict(self.layout),
-            **({"answers": own} if (own := self.answers.fingerprint()) else {}),
+            **({"outputs": own} if (own := self.outputs.fingerprint()) else {}),
             **({"note": self.note} if self.note else {}),
         }
 
@@ -85,7 +85,7 @@ def read_facts(
     activation: str | None = None,
     layout: TokenLayout | None = None,
     name: str | None = None,
-    answers: Any = None,
+    outputs: Any = None,
 ) -> ModelFacts:
     """Ask a model what it is; what the caller tells goes before what it says.
 
@@ -96,30 +96,30 @@ def read_facts(
 
     >>> import timm
     >>> facts = read_facts(timm.create_model("vit_tiny_patch16_224", num_classes=5))
-    >>> facts.id, facts.input.size, facts.answers.count, facts.answers.reading
+    >>> facts.id, facts.input.size, facts.outputs.count, facts.outputs.activation
     ('vit_tiny_patch16_224', (224, 224), 5, 'softmax')
     """
     spec = read_input_spec(model, data_config)
     check_layout(layout)
-    answers = _answers(model, answers, class_names, activation)
+    outputs = _outputs(model, outputs, class_names, activation)
     called = model_id(model) if name is None else check_name(name)
-    return ModelFacts(called, spec, answers, layout, model_note(model))
+    return ModelFacts(called, spec, outputs, layout, model_note(model))
 
 
-def _answers(model: nn.Module, told: Any, class_names: ClassNames | None, activation: str | None) -> Answers:
+def _outputs(model: nn.Module, told: Any, class_names: ClassNames | None, activation: str | None) -> Outputs:
     """What a model can be asked about: what the caller tells, or its classes."""
     count = class_count(model) if told is None else None
     names = None if class_names is None else tuple(told_class_names(class_names, count))
-    if isinstance(told, Answers):
-        return replace(told, names=names or told.names, reading=activation or told.reading)
+    if isinstance(told, Outputs):
+        return replace(told, names=names or told.names, activation=activation or told.activation)
     if told is not None:
-        return answers_of(told, names, activation)
+        return outputs_of(told, names, activation)
     if class_names is None:
         own_names = class_names_of(model)
         names = None if own_names is None else tuple(own_names)
     config: Any = getattr(model, "pretrained_cfg", None) or {}
     own = config.get("activation") or library_reading(model) or "softmax"
-    return Answers(None, names, count, activation or own)
+    return Outputs(None, names, count, activation or own)
 
 
 def check_name(name: str) -> str:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowWarning
-from vitflow.models.answers import Answers, cosines
 from vitflow.models.facts import model_note
 from vitflow.models.libraries import embedding_of, library_data_config, library_id
+from vitflow.models.outputs import Outputs, cosines
 from vitflow.models.processors import from_processor
 
 # What open_clip calls a resize mode, in timm's words.
@@ -31,7 +31,7 @@ class Pair:
         tower: maps pictures [batch, channels, height, width] to features [batch, width], projected.
         embed: maps texts to features [texts, width], projected.
         scale, bias: the answer to a text is cos · scale + bias.
-        reading: "softmax" over the prompts, or "sigmoid" for each by itself.
+        activation: "softmax" over the prompts, or "sigmoid" for each by itself.
         data_config: what the tower wants to see.
         name: that the model was loaded by, or of its class.
     """
@@ -40,7 +40,7 @@ class Pair:
     embed: Callable[[list[str]], Tensor]
     scale: float
     bias: float
-    reading: str
+    activation: str
     data_config: Any
     name: str
 
@@ -103,7 +103,7 @@ def pair_of(model: nn.Module, processor: Any = None) -> Pair:
     numbers: dict[str, Any] = {
         "scale": float(owner.logit_scale.detach().double().exp()),
         "bias": 0.0 if bias is None else float(bias.detach()),
-        "reading": "softmax" if bias is None else "sigmoid",
+        "activation": "softmax" if bias is None else "sigmoid",
     }
     if hasattr(owner, "visual"):
         return Pair(owner.visual, _open_clip_texts(owner, processor), **numbers, **_open_clip_facts(owner))
@@ -139,9 +139,9 @@ def refuse_without_prompts(model: nn.Module) -> None:
     """Raise UnsupportedModelError for a model that reads texts as well, of which nothing was asked."""
     if is_pair(model):
         raise UnsupportedModelError(
-            f"{type(model).__name__} compares pictures with texts, so ask it something: "
-            'vitflow.Explainer(model, prompts=["a dog", "a cat"]), or --prompt "a dog" --prompt "a cat". The part that '
-            f"sees is model.{'visual' if hasattr(model, 'visual') else 'vision_model'}."
+            f"{type(model).__name__} compares images with texts and requires prompts: "
+            'vitflow.Explainer(model, outputs=vitflow.prompts(["a dog", "a cat"])), or --prompt "a dog" --prompt '
+            f'"a cat". Its image encoder is model.{"visual" if hasattr(model, "visual") else "vision_model"}.'
         )
 
 
@@ -233,25 +233,53 @@ def _open_clip_facts(model: Any) -> dict[str, Any]:
     return {"data_config": seen, "name": _called(model)}
 
 
-# -- answers ----------------------------------------------------------------------------------------------------------
+# -- outputs ----------------------------------------------------------------------------------------------------------
 
 
-def prompt_answers(
-    pair: Pair, prompts: Sequence[str], templates: str | Sequence[str] | None = None, *, alone: bool = False
-) -> Answers:
-    """What a pair answers to prompts: cos · scale + bias of each, of unit vectors.
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompts:
+    """Prompts as the outputs of an image–text model; see `prompts`."""
+
+    texts: tuple[str, ...]
+    templates: tuple[str, ...]
+    processor: Any
+    raw: bool
+
+
+def prompts(
+    texts: Sequence[str],
+    *,
+    templates: str | Sequence[str] | None = None,
+    processor: Any = None,
+    raw: bool = False,
+) -> Prompts:
+    """Explain the scores of an image for prompts: `Explainer(model, outputs=prompts([...]))`.
+
+    The model is CLIP, SigLIP or SigLIP 2 of transformers, or a model of open_clip. The score of a prompt is
+    cos · scale + bias of the embeddings.
 
     Args:
-        pair: the model.
-        prompts: texts, which are the names of the answers, too.
-        templates: sentences that each prompt is put into in the place of {}; a prompt's vector is the mean over them.
-        alone: maps are of a prompt's number as it is; by default less the mean of the other prompts' numbers, and of
-            one prompt alone less that of an empty one.
+        texts: the prompts, which are the names of the outputs.
+        templates: sentences with {} in the place of the prompt, such as "a photo of {}"; embeddings are averaged.
+        processor: processor or tokenizer of the model; by default found by the name that the model was loaded by.
+        raw: explain the score of a prompt; by default the score minus the mean score of the other prompts, or, for a
+            single prompt, minus the score of an empty prompt.
 
     Raises:
-        OptionError: there is no prompt, one stands there twice, or a template has no {}.
+        OptionError: no prompt, the same prompt twice, or a template without {}.
+
+    >>> from vitflow import Explainer, prompts
+    >>> from vitflow.demo import sample_pictures
+    >>> explainer = Explainer("demo-text", outputs=prompts(["a purple ring", "a green triangle"]))
+    >>> explainer.explain(sample_pictures()[1], target="a purple ring").target
+    0
     """
-    texts, frames = tuple(prompts), _checked(prompts, templates)
+    return Prompts(tuple(texts), _checked(texts, templates), processor, raw)
+
+
+def prompt_outputs(pair: Pair, asked: Prompts) -> Outputs:
+    """The outputs of an image–text model for prompts: cos · scale + bias of unit vectors."""
+    texts, frames, raw = asked.texts, asked.templates, asked.raw
     with torch.inference_mode(False), torch.no_grad():
         vectors = _embedded(pair, [*texts, ""], frames)
     vectors, empty = vectors[:-1], vectors[-1:]
@@ -260,17 +288,17 @@ def prompt_answers(
         return lambda features: cosines(features, of) * pair.scale + pair.bias
 
     one = len(texts) == 1
-    return Answers(
+    return Outputs(
         numbers(vectors),
         texts,
         len(texts),
         # Among one prompt alone, a softmax gives it 100 % whatever it sees.
-        "cosine" if one and pair.reading == "softmax" else pair.reading,
-        scale=pair.scale if pair.reading == "softmax" else 1.0,
-        made_of={"prompts": list(texts), "templates": list(frames), "alone": alone},
+        "cosine" if one and pair.activation == "softmax" else pair.activation,
+        scale=pair.scale if pair.activation == "softmax" else 1.0,
+        made_of={"prompts": list(texts), "templates": list(frames), "raw": raw},
         rest=numbers(empty) if one else None,
         against="that of an empty prompt" if one else "the mean of the other prompts",
-        apart=not alone,
+        apart=not raw,
     )
 
 

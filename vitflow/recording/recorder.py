@@ -76,7 +76,7 @@ class record_attention:
         residual: above 0, keep no attention but what rollout makes of it: the layers that attend between all tokens, as
             the product of three each, with that share of the residual connection and nothing discarded. It takes one
             fusion, and a third of the memory.
-        answers: maps what the model returns to the numbers whose gradients are asked for, [batch, classes]; by default
+        outputs: maps what the model returns to the numbers whose gradients are asked for, [batch, classes]; by default
             to its logits.
         readout: weights to use as `trace.readout` instead of the model's: of the top layer's tokens, [tokens] or
             [batch, tokens], or of its patches, [rows, cols]; rows are divided by their sums.
@@ -115,7 +115,7 @@ class record_attention:
         visible: bool = False,
         on_layer: Callable[[AttentionLayer], None] | None = None,
         residual: float = 0.0,
-        answers: Callable[[Any], Tensor | None] = logits_of,
+        outputs: Callable[[Any], Tensor | None] = logits_of,
         readout: Tensor | None = None,
         head: Head | None = None,
         within: str = "",
@@ -130,7 +130,7 @@ class record_attention:
         values = values or bool(value_weighted) or any(weighting for _, weighting in kept)
         self._listening = Listening(self._model, kept, gradients, values, keys, visible, on_layer, residual, within)
         self._features = {path: _submodule(self._model, path) for path in features}
-        self._attention, self._answers = attention, answers
+        self._attention, self._outputs = attention, outputs
         self._layout, self._readout, self._head, self._within = layout, readout, head, within
         if gradients:
             refuse_checkpointing(self._model)
@@ -240,7 +240,7 @@ class record_attention:
                 listening.ended(name)
             if not name:
                 with self._pass:  # at its end the model may change
-                    if output is not None and (logits := self._answers(output)) is not None:
+                    if output is not None and (logits := self._outputs(output)) is not None:
                         self.trace.output = output
                         self._finish(logits)
 
@@ -287,7 +287,7 @@ class record_attention:
             return args, kwargs
         pixels = _pixels_among(args, kwargs)
         self._ran = pixels is not None
-        read, again = self._answers, None if pixels is None else Call(self._model, args, kwargs, pixels)
+        read, again = self._outputs, None if pixels is None else Call(self._model, args, kwargs, pixels)
         if pixels is not None and 0 in pixels.shape:
             raise ShapeError(f"Expected at least one picture, got an empty model input {tuple(pixels.shape)}.")
         self._listening.batch = 1 if pixels is None else len(pixels)

@@ -29,7 +29,7 @@ def run_on_patches(
     kept: Tensor,
     *,
     layout: TokenLayout | None = None,
-    answers: Read = logits_of,
+    outputs: Read = logits_of,
 ) -> Tensor:
     """Logits of one picture for several choices of its patches, in one forward pass.
 
@@ -45,10 +45,10 @@ def run_on_patches(
         pixels: the model input of one picture, [1, channels, height, width].
         kept: numbers of the patches that stay, 0 for the top left, in raster order, [choices, patches].
         layout: prefix tokens and patch grid, for a model that does not tell its own.
-        answers: maps what the model returns to the numbers that are asked for.
+        outputs: maps what the model returns to the numbers that are asked for.
 
     Returns:
-        The model's logits, or what `answers` makes of its output, [choices, classes].
+        The model's logits, or what `outputs` makes of its output, [choices, classes].
 
     Raises:
         ShapeError: pixels or kept have the wrong shape.
@@ -68,17 +68,17 @@ def run_on_patches(
             "Expected pixels [1, channels, height, width] and whole numbers kept [choices, patches], got "
             f"{tuple(pixels.shape)} and {kept.dtype} {tuple(kept.shape)}."
         )
-    known = _known(model, pixels, layout, answers)
+    known = _known(model, pixels, layout, outputs)
     readout_alone = (
         isinstance(known, _Droppable)
         and known.readout_alone
         and not needs_patches(model, known.layout.num_prefix_tokens)  # it may pool otherwise by now
     )
-    return _run(model, pixels, kept.to(pixels.device), layout, answers, readout_alone)
+    return _run(model, pixels, kept.to(pixels.device), layout, outputs, readout_alone)
 
 
 def droppable_tokens(
-    model: nn.Module, pixels: Tensor, layout: TokenLayout | None = None, answers: Read = logits_of
+    model: nn.Module, pixels: Tensor, layout: TokenLayout | None = None, outputs: Read = logits_of
 ) -> TokenLayout:
     """The layout of the tokens that the model can do without; it is tried once for each size of input, on noise.
 
@@ -86,7 +86,7 @@ def droppable_tokens(
         model: any model.
         pixels: model inputs of the size that counts, [batch, channels, height, width].
         layout: prefix tokens and patch grid, for a model that does not tell its own.
-        answers: as for `run_on_patches`.
+        outputs: as for `run_on_patches`.
 
     Raises:
         UnsupportedModelError: the model cannot run on some of its patches; the message says why.
@@ -96,12 +96,12 @@ def droppable_tokens(
     10
     """
     model = unwrap(model)
-    verdict = _known(model, pixels, layout, answers)
+    verdict = _known(model, pixels, layout, outputs)
     if verdict is None:
-        verdict = _try(model, pixels, layout, answers)
+        verdict = _try(model, pixels, layout, outputs)
         verdicts = _verdicts.setdefault(model, {})
         for given in {layout, layout if isinstance(verdict, str) else verdict.layout}:
-            verdicts[_key(pixels, given, answers)] = ref(_owner(answers)), verdict
+            verdicts[_key(pixels, given, outputs)] = ref(_owner(outputs)), verdict
     if isinstance(verdict, str):
         raise UnsupportedModelError(verdict)
     return verdict.layout
@@ -186,7 +186,7 @@ class _Shortening:
 
 
 def _run(
-    model: nn.Module, pixels: Tensor, kept: Tensor, layout: TokenLayout | None, answers: Read, readout_alone: bool
+    model: nn.Module, pixels: Tensor, kept: Tensor, layout: TokenLayout | None, outputs: Read, readout_alone: bool
 ) -> Tensor:
     """Logits [choices, classes]; `readout_alone` leaves out of the last MLP what the readout does not need."""
     shortening, blocks = _Shortening(model, (pixels.shape[-2], pixels.shape[-1]), kept, layout), _blocks(model)
@@ -197,7 +197,7 @@ def _run(
             mlp: Any = blocks[-1].mlp
             stack.callback(Hook(mlp, shortening.take_prefix, before=True).remove)
             stack.callback(Hook(mlp, shortening.fill_up, before=False).remove)
-        logits = answers(_forward(model, pixels))
+        logits = outputs(_forward(model, pixels))
     if logits is None:
         raise UnsupportedModelError(_NO_LOGITS)
     return logits
@@ -231,21 +231,21 @@ Verdict = _Droppable | str  # or why a model cannot
 _verdicts: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], tuple[ref[Any], Verdict]]] = WeakKeyDictionary()
 
 
-def _owner(answers: Read) -> Any:
-    return getattr(answers, "__self__", answers)  # a method is made anew each time
+def _owner(outputs: Read) -> Any:
+    return getattr(outputs, "__self__", outputs)  # a method is made anew each time
 
 
-def _key(pixels: Tensor, layout: TokenLayout | None, answers: Read) -> tuple[Any, ...]:
-    return tuple(pixels.shape[1:]), layout, id(_owner(answers))
+def _key(pixels: Tensor, layout: TokenLayout | None, outputs: Read) -> tuple[Any, ...]:
+    return tuple(pixels.shape[1:]), layout, id(_owner(outputs))
 
 
-def _known(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, answers: Read) -> Verdict | None:
+def _known(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, outputs: Read) -> Verdict | None:
     """The verdict of before, if there is one."""
-    owner, verdict = _verdicts.get(model, {}).get(_key(pixels, layout, answers), (None, None))
-    return verdict if owner is not None and owner() is _owner(answers) else None
+    owner, verdict = _verdicts.get(model, {}).get(_key(pixels, layout, outputs), (None, None))
+    return verdict if owner is not None and owner() is _owner(outputs) else None
 
 
-def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, answers: Read) -> Verdict:
+def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, outputs: Read) -> Verdict:
     """Run noise whole and with all patches kept, and half the patches in two orders: each pair must agree.
 
     Windows, relative position biases and convolutions between tokens either refuse a shorter sequence or, with the
@@ -258,16 +258,16 @@ def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, answers: 
     try:
         with torch.no_grad(), evaluating(model):
             output, seen = _seen_layout(model, noise)
-            whole = answers(output)
+            whole = outputs(output)
             layout = layout or seen
             every = torch.randperm(layout.num_patches, generator=random)
             half = every[: max(layout.num_patches // 2, 1)].to(noise.device)
             every = every.sort().values[None].to(noise.device)
-            kept = _run(model, noise, every, layout, answers, False)
-            halves = _run(model, noise, torch.stack([half, half.flip(0)]), layout, answers, False)
+            kept = _run(model, noise, every, layout, outputs, False)
+            halves = _run(model, noise, torch.stack([half, half.flip(0)]), layout, outputs, False)
             if hasattr(_blocks(model)[-1], "mlp") and not needs_patches(model, layout.num_prefix_tokens):
                 with suppress(RuntimeError):  # an MLP may need all tokens
-                    readout_alone = _agree(kept, _run(model, noise, every, layout, answers, True))
+                    readout_alone = _agree(kept, _run(model, noise, every, layout, outputs, True))
     except torch.OutOfMemoryError:
         raise
     except UnsupportedModelError as error:

@@ -15,11 +15,11 @@ _KINDS = {"evaluation": "an evaluation", "folder": "a folder run", "captions": "
 _IN_WORDS = {
     "weights_sha256": "the model has other weights",
     "class_names_sha256": "the classes have other names",
-    "answers.code_sha256": "the function of the answers was edited",
-    "answers.weights_sha256": "the function of the answers has other weights",
-    "answers.rest.code_sha256": "the function of what is subtracted from the answers was edited",
-    "answers.rest.weights_sha256": "the function of what is subtracted from the answers has other weights",
-    "answers.vectors_sha256": "what is asked has other embeddings",
+    "outputs.code_sha256": "the function of the outputs was edited",
+    "outputs.weights_sha256": "the function of the outputs has other weights",
+    "outputs.rest.code_sha256": "the function of what is subtracted from the outputs was edited",
+    "outputs.rest.weights_sha256": "the function of what is subtracted from the outputs has other weights",
+    "outputs.vectors_sha256": "what is asked has other embeddings",
 }
 
 

@@ -77,7 +77,7 @@ _ROWS = (
         "vitflow.text.read_rows:logit_lens",
         title="Logit lens",
         summary="Logit lens: the tokens whose hidden states speak for the word.",
-        answers="Which tokens' hidden states would be read as this word?",
+        question="Which tokens' hidden states would be read as this word?",
         defaults={"layer": -1},
         needs=frozenset({"features"}),
         class_specific=True,

@@ -77,9 +77,12 @@ def _call(given: dict[str, Any]) -> Any:
     for name, values in {**{name: [value] for name, value in loading.items()}, **asking}.items():
         flag = shared.flag_of(name.removesuffix("s") if name in asking else name)
         arguments += [word for value in values for word in (flag, str(value))]
-    arguments += [*(["--alone"] if given["alone"] else []), *(["--fit", fit] if fit else [])]
+    arguments += [*(["--raw"] if given["raw"] else []), *(["--fit", fit] if fit else [])]
     loaded = python_call("vitflow.load_model", model, **loading, dynamic_img_size=native)
-    made = python_call(
-        "vitflow.Explainer", loaded if loading or native else model, **asking, alone=given["alone"], fit=fit
-    )
+    outputs = None
+    if prompts := asking.pop("prompts", None):
+        outputs = python_call("vitflow.prompts", prompts, **asking, raw=given["raw"])
+    elif asking:
+        outputs = python_call("vitflow.similarity_to", asking["like"])
+    made = python_call("vitflow.Explainer", loaded if loading or native else model, outputs=outputs, fit=fit)
     return ModelCall(arguments, made)

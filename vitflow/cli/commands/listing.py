@@ -58,7 +58,7 @@ def _record(method: Method, text: bool) -> dict[str, Any]:
         "name": method.name,
         "input": "text" if text else "image",
         "summary": method.summary,
-        "answers": method.answers,
+        "answers": method.question,
         "class_specific": method.class_specific,
         "options": dict(method.defaults),
         "values": {name: _values(method, name) for name in method.defaults if name in OPTIONS},
@@ -70,7 +70,7 @@ def _record(method: Method, text: bool) -> dict[str, Any]:
 def _all_of(method: Method, text: bool) -> str:
     """The question that a method answers, its source, and each of its options with what it can be."""
     rows = [
-        ("answers", method.answers or "(its author does not say)"),
+        ("answers", method.question or "(its author does not say)"),
         ("its map is", "another for each class" if method.class_specific else "the same whatever class is asked for"),
         ("source", method.paper or "vitflow's own"),
     ]

@@ -40,7 +40,7 @@ def check_can_drop(explainer: Explainer, input_size: tuple[int, int]) -> TokenLa
     parameter = next(explainer.model.parameters(), torch.zeros(()))
     pixels = torch.empty(1, explainer.spec.channels, *input_size, dtype=parameter.dtype, device=explainer.device)
     try:
-        return droppable_tokens(explainer.model, pixels, explainer.layout, explainer.answers.read)
+        return droppable_tokens(explainer.model, pixels, explainer.layout, explainer.outputs.read)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"{explainer.model_id} cannot drop patches from its sequence. {error} Hide patches in the picture "
@@ -162,8 +162,8 @@ class _Dropped:
         if length == 0 and needs_patches(explainer.model, self.layout.num_prefix_tokens):
             return _finite(explainer, explainer.logits(blank(self.pixels))).expand(len(kept), -1)
         chosen = torch.from_numpy(kept)
-        read = explainer.answers.read
-        found = run_on_patches(explainer.model, self.pixels, chosen, layout=self.layout, answers=read)
+        read = explainer.outputs.read
+        found = run_on_patches(explainer.model, self.pixels, chosen, layout=self.layout, outputs=read)
         return _finite(explainer, found)
 
 

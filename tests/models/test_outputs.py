@@ -15,7 +15,7 @@ from vitflow import Contrast, Explainer, compare, explain_folder, explore
 from vitflow.errors import ModelError, OptionError
 from vitflow.evaluation import evaluate
 from vitflow.explaining.method_table import list_methods
-from vitflow.models.answers import Answers, activate, log_odds
+from vitflow.models.outputs import Outputs, activate, log_odds
 from vitflow.pictures.images import write_image
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
@@ -61,7 +61,7 @@ def dense():
 
 @pytest.fixture(scope="module")
 def asked(dense):
-    return Explainer(dense, answers=corner, class_names=LABELS, data_config=DATA)
+    return Explainer(dense, outputs=corner, class_names=LABELS, data_config=DATA)
 
 
 @pytest.fixture(scope="module")
@@ -112,12 +112,12 @@ def test_every_kind_of_run_takes_it(asked, picture, tmp_path):
 def test_another_function_is_another_run(dense, picture, tmp_path):
     write_image(tmp_path / "in" / "one.png", picture)
     run = partial(explain_folder, tmp_path / "in", tmp_path / "out", methods=["gae"])
-    run(model=Explainer(dense, answers=corner, data_config=DATA))
-    other = Explainer(dense, answers=_renamed, data_config=DATA)
-    with pytest.raises(OptionError, match="the function of the answers was edited"):
+    run(model=Explainer(dense, outputs=corner, data_config=DATA))
+    other = Explainer(dense, outputs=_renamed, data_config=DATA)
+    with pytest.raises(OptionError, match="the function of the outputs was edited"):
         run(model=other)
     scaled = {
-        scale: Explainer(dense, answers=partial(_times, scale=scale), data_config=DATA).fingerprint()
+        scale: Explainer(dense, outputs=partial(_times, scale=scale), data_config=DATA).fingerprint()
         for scale in (1, 2)
     }
     assert scaled[1]["probe"] != scaled[2]["probe"]
@@ -134,28 +134,28 @@ def _mean(output):
 OTHER = np.full((8, 8, 3), 9, np.uint8)
 BASE = {"apart": True, "rest": partial(_share, part=0.5), "unit": "m"}
 CHANGED = {
-    "no rest": ({"rest": None}, r"answers\.rest"),
-    "another rest": ({"rest": _mean}, "the function of what is subtracted from the answers was edited"),
+    "no rest": ({"rest": None}, r"outputs\.rest"),
+    "another rest": ({"rest": _mean}, "the function of what is subtracted from the outputs was edited"),
     "another value in rest": ({"rest": partial(_share, part=0.6)}, "the model answers otherwise"),
-    "not apart": ({"apart": False}, r"answers\.apart"),
-    "unit": ({"unit": "km"}, r"answers\.unit was 'm' and is 'km'"),
-    "scale": ({"scale": 10.0}, r"answers\.scale"),
-    "reading": ({"reading": "sigmoid"}, "activation was 'value' and is 'sigmoid'"),
+    "not apart": ({"apart": False}, r"outputs\.apart"),
+    "unit": ({"unit": "km"}, r"outputs\.unit was 'm' and is 'km'"),
+    "scale": ({"scale": 10.0}, r"outputs\.scale"),
+    "activation": ({"activation": "sigmoid"}, "activation was 'value' and is 'sigmoid'"),
     "names": ({"names": ("sky", "road", "tree")}, "the classes have other names"),
-    "against": ({"against": "half of it"}, r"answers\.against"),
-    "made of": ({"made_of": {"file": 2}}, r"answers\.file"),
-    "pictures": ({"pictures": (OTHER,) * 3}, r"answers\.pictures"),
-    "function": ({"function": partial(_share, part=2)}, "the function of the answers was edited"),
+    "against": ({"against": "half of it"}, r"outputs\.against"),
+    "made of": ({"made_of": {"file": 2}}, r"outputs\.file"),
+    "pictures": ({"pictures": (OTHER,) * 3}, r"outputs\.pictures"),
+    "function": ({"function": partial(_share, part=2)}, "the function of the outputs was edited"),
 }
 
 
 @pytest.mark.parametrize("what", CHANGED)
 def test_other_answers_are_another_run(dense, picture, tmp_path, what):
     write_image(tmp_path / "in" / "one.png", picture)
-    own = Answers(corner, tuple(LABELS), 3, **BASE)
+    own = Outputs(corner, tuple(LABELS), 3, **BASE)
     changed, told = CHANGED[what]
     first, same, other = (
-        Explainer(dense, answers=answers, data_config=DATA) for answers in (own, replace(own), replace(own, **changed))
+        Explainer(dense, outputs=outputs, data_config=DATA) for outputs in (own, replace(own), replace(own, **changed))
     )
     run = partial(explain_folder, tmp_path / "in", tmp_path / "out", methods=["gae"], target=1)
     assert run(model=first).explained == 1
@@ -169,12 +169,12 @@ def test_an_evaluation_of_other_answers_is_another_run(dense, picture, tmp_path)
     write_image(tmp_path / "in" / "one.png", picture)
     (tmp_path / "in" / "labels.csv").write_text("file,label\none.png,tree\n")
     options = {"methods": ["gae"], "metrics": ["deletion_auc"], "points": 3, "resamples": 10}
-    own = Answers(corner, tuple(LABELS), 3, **BASE)
+    own = Outputs(corner, tuple(LABELS), 3, **BASE)
     run = partial(evaluate, tmp_path / "in", output=tmp_path / "out", **options)
-    run(model=Explainer(dense, answers=own, data_config=DATA))
-    run(model=Explainer(dense, answers=own, data_config=DATA))
-    with pytest.raises(OptionError, match=r"answers\.apart"):
-        run(model=Explainer(dense, answers=replace(own, apart=False), data_config=DATA))
+    run(model=Explainer(dense, outputs=own, data_config=DATA))
+    run(model=Explainer(dense, outputs=own, data_config=DATA))
+    with pytest.raises(OptionError, match=r"outputs\.apart"):
+        run(model=Explainer(dense, outputs=replace(own, apart=False), data_config=DATA))
 
 
 def test_a_closure_beside_a_large_output_is_another_run(dense, picture, tmp_path):
@@ -191,9 +191,9 @@ def test_a_closure_beside_a_large_output_is_another_run(dense, picture, tmp_path
             return self.dense(pixels) | {"pixels": 1e6 * pixels}
 
     run = partial(explain_folder, tmp_path / "in", tmp_path / "out", methods=["gae"])
-    run(model=Explainer(Loud(), answers=partial(_share, part=1.0), data_config=DATA))
+    run(model=Explainer(Loud(), outputs=partial(_share, part=1.0), data_config=DATA))
     with pytest.raises(OptionError, match="the model answers otherwise"):
-        run(model=Explainer(Loud(), answers=partial(_share, part=1.5), data_config=DATA))
+        run(model=Explainer(Loud(), outputs=partial(_share, part=1.5), data_config=DATA))
 
 
 def _whole(output):
@@ -211,14 +211,14 @@ def _times(output, scale):
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        (lambda output: output["logits"], r"\[pictures, 3, one for each name\].*logits.\] \(2, 3, 4, 4\)"),
+        (lambda output: output["logits"], r"\[images, 3, one for each name\].*logits.\] \(2, 3, 4, 4\)"),
         (lambda output: output["logits"].mean(), "got shape"),
-        (lambda output: corner(output).mean(0, keepdim=True), "2 pictures"),
+        (lambda output: corner(output).mean(0, keepdim=True), "2 images"),
         (lambda output: corner(output)[0].tolist(), "got \\["),
         (lambda output: corner(output).topk(3).indices, "floating-point"),
         (lambda output: output.logits, "AttributeError.*logits"),
-        (lambda output: corner(output)[:, :2], r"\[pictures, 3, one"),
-        (lambda output: corner(output)[:, : 3 if len(output["logits"]) > 1 else 2], r"\[pictures, 3, one"),
+        (lambda output: corner(output)[:, :2], r"\[images, 3, one"),
+        (lambda output: corner(output)[:, : 3 if len(output["logits"]) > 1 else 2], r"\[images, 3, one"),
         (lambda output: corner(output) * torch.nan, "NaN"),
         (lambda output: corner(output).detach(), "No gradient passes"),
         (lambda output: torch.from_numpy(corner(output).detach().numpy()), "No gradient passes"),
@@ -226,7 +226,7 @@ def _times(output, scale):
 )
 def test_what_is_wrong_with_a_function_is_told(dense, picture, function, told):
     with pytest.raises(ModelError, match=told):
-        Explainer(dense, answers=function, class_names=LABELS, data_config=DATA).explain(picture, method="gae")
+        Explainer(dense, outputs=function, class_names=LABELS, data_config=DATA).explain(picture, method="gae")
 
 
 class Moody(nn.Module):
@@ -269,23 +269,23 @@ def test_a_function_that_mixes_the_images_of_a_batch_is_refused(dense, kind, dty
     function = (MIXING | HONEST)[kind]
     options = {"data_config": DATA, "dtype": dtype}
     asks = [
-        lambda: Explainer(copy.deepcopy(dense), answers=lambda output: function(corner(output)), **options),
-        lambda: Explainer(Pooled(copy.deepcopy(dense)), answers=Answers(rest=function), **options),
+        lambda: Explainer(copy.deepcopy(dense), outputs=lambda output: function(corner(output)), **options),
+        lambda: Explainer(Pooled(copy.deepcopy(dense)), outputs=Outputs(rest=function), **options),
     ]
     for ask in asks:
         if kind in HONEST:
             assert ask().num_classes == 3
         else:
-            with pytest.raises(ModelError, match="mixes the images of a batch.*output.softmax|row of answers|rest to"):
+            with pytest.raises(ModelError, match="mixes the images of a batch.*output.softmax|row of outputs|rest to"):
                 ask()
 
 
 def test_rounding_by_the_size_of_a_batch_is_no_mixing(dense):
     moody = Moody(dense).eval()
-    assert Explainer(moody, answers=lambda output: output, data_config=DATA).num_classes == 3
+    assert Explainer(moody, outputs=lambda output: output, data_config=DATA).num_classes == 3
     for function in MIXING.values():
         with pytest.raises(ModelError):
-            Explainer(moody, answers=function, data_config=DATA)
+            Explainer(moody, outputs=function, data_config=DATA)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_rounding_by_the_size_of_a_batch_is_no_mixing(dense):
 )
 def test_what_is_wrong_with_rest_is_told(dense, rest, told):
     with pytest.raises(ModelError, match=told):
-        Explainer(dense, answers=Answers(corner, rest=rest), data_config=DATA)
+        Explainer(dense, outputs=Outputs(corner, rest=rest), data_config=DATA)
 
 
 def test_without_a_function_construction_runs_no_model(dense):
@@ -311,24 +311,24 @@ def test_without_a_function_construction_runs_no_model(dense):
     try:
         Explainer(dense, data_config=DATA)
         assert runs == []
-        Explainer(dense, answers=corner, data_config=DATA)
+        Explainer(dense, outputs=corner, data_config=DATA)
         assert runs == [2, 1, 1]
     finally:
         hook.remove()
 
 
 def test_what_is_no_function_is_told(dense):
-    with pytest.raises(OptionError, match="as a function of the model's output"):
-        Explainer(dense, answers=["a dog"], data_config=DATA)
-    with pytest.raises(OptionError, match=r"reading \(activation\)"):
-        Explainer(dense, answers=corner, activation="logits", data_config=DATA)
+    with pytest.raises(OptionError, match="a function of the model's output"):
+        Explainer(dense, outputs=["a dog"], data_config=DATA)
+    with pytest.raises(OptionError, match="activation"):
+        Explainer(dense, outputs=corner, activation="logits", data_config=DATA)
 
 
 def test_a_frozen_model_has_gradients(dense, picture):
     for weight in dense.parameters():
         weight.requires_grad_(False)
     try:
-        found = Explainer(dense, answers=corner, data_config=DATA).explain(picture, method="gae")
+        found = Explainer(dense, outputs=corner, data_config=DATA).explain(picture, method="gae")
     finally:
         for weight in dense.parameters():
             weight.requires_grad_(True)
@@ -337,14 +337,14 @@ def test_a_frozen_model_has_gradients(dense, picture):
 
 def test_numbers_are_read_as_they_are_said_to_be(dense, picture):
     numbers = torch.tensor([[2.0, -1.0]])
-    cosine = Answers(reading="cosine", scale=10.0)
+    cosine = Outputs(activation="cosine", scale=10.0)
     assert cosine.told(numbers).tolist() == [[0.2, -0.1]]
     assert torch.equal(activate(numbers, "value"), numbers.double())
     assert torch.equal(log_odds(numbers, "cosine"), numbers.double())
-    sigmoid = Explainer(dense, answers=corner, data_config=DATA, activation="sigmoid").explain(picture)
+    sigmoid = Explainer(dense, outputs=corner, data_config=DATA, activation="sigmoid").explain(picture)
     assert 0 < sigmoid.probability < 1
-    own = Answers(corner, LABELS, unit="degrees")
-    assert Explainer(dense, answers=own, data_config=DATA).explain(picture).answer.told.endswith(" degrees")
+    own = Outputs(corner, LABELS, unit="degrees")
+    assert Explainer(dense, outputs=own, data_config=DATA).explain(picture).answer.told.endswith(" degrees")
 
 
 def test_two_of_them_are_set_against_each_other(asked, picture):

@@ -1,4 +1,4 @@
-"""What a model answers: k numbers a picture, each with a name, and a way to read them. Its classes are one case."""
+"""Outputs that are explained: k scores an image, each with a name and a unit. The classes of a model are one case."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,45 +17,45 @@ from vitflow.models.anatomy import in_words, logits_of, no_logits, tensors_in
 from vitflow.models.checkpoints import code_sha256, source_of, weights_sha256
 
 #: How numbers are read: as probabilities that sum to 1, as one probability each, as cosines, or as they are.
-READINGS = ("softmax", "sigmoid", "cosine", "value")
+ACTIVATIONS = ("softmax", "sigmoid", "cosine", "value")
 
 # By how much two computations of one row may differ, as a share of the largest number: in batches of the same size, by
 # the precision of the model; and in batches of different sizes, in any precision.
 _ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 _OF_ANOTHER_SIZE = 0.25
 
-_NO_REST = "Expected several answers to set one against the rest, got one: leave out against."
+_NO_REST = "Expected several outputs for a contrast with the rest, got one: leave out against."
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Answers:
+class Outputs:
     """What a picture can be asked about: numbers that are computed from what a model returns.
 
     Attributes:
         function: maps the output of the model to numbers [batch, k], through which gradients pass; None for the logits
             that it returns.
-        names: of the k answers; None where they are not known.
+        names: of the k outputs; None if unknown.
         count: k; 0 where the model ends in features, None where that is not known before it runs.
-        reading: one of `READINGS`; a softmax of one number is read as a sigmoid.
+        activation: one of `ACTIVATIONS`; a softmax of one number is read as a sigmoid.
         unit: of numbers that are read as they are, such as "years".
         scale: what cosines were multiplied by to become the numbers.
         made_of: what the numbers come from, beside the model and the functions, ready for JSON: a folder run or an
             evaluation is resumed only with the same.
         rest: maps the output to what stands against each answer, [batch, k] or [batch, 1]; None for the mean of the
-            other answers.
+            other outputs.
         against: what that is, in words.
         pictures: what each answer compares with, uint8 RGB [height, width, 3], to be shown beside the map.
         apart: whether maps are of each answer less what stands against it, where nothing else is asked for.
 
-    >>> answers = Answers(lambda output: output[:, :2] - output[:, 2:], ("left", "right"), 2)
-    >>> answers.numbers(torch.tensor([[1.0, 2.0, 3.0, 5.0]]))
+    >>> outputs = Outputs(lambda output: output[:, :2] - output[:, 2:], ("left", "right"), 2)
+    >>> outputs.numbers(torch.tensor([[1.0, 2.0, 3.0, 5.0]]))
     tensor([[-2., -3.]])
     """
 
     function: Callable[[Any], Tensor] | None = None
     names: tuple[str, ...] | None = None
     count: int | None = None
-    reading: str = "value"
+    activation: str = "value"
     unit: str = ""
     scale: float = 1.0
     made_of: Mapping[str, Any] = field(default_factory=dict)
@@ -65,9 +65,9 @@ class Answers:
     apart: bool = False
 
     def __post_init__(self) -> None:
-        check_known("reading (activation)", self.reading, READINGS)
-        if self.count == 1 and self.reading == "softmax":  # which would be 100 % for every image
-            object.__setattr__(self, "reading", "sigmoid")
+        check_known("activation", self.activation, ACTIVATIONS)
+        if self.count == 1 and self.activation == "softmax":  # which would be 100 % for every image
+            object.__setattr__(self, "activation", "sigmoid")
 
     def numbers(self, output: Any) -> Tensor | None:
         """The numbers [batch, k] of what a model returned; of its own classes what it returned, which may be None.
@@ -78,28 +78,28 @@ class Answers:
         if self.function is None:
             return logits_of(output)
         found = _called(self.function, output)
-        k = "answers" if self.count is None else f"{self.count}, one for each name" if self.names else str(self.count)
+        k = "outputs" if self.count is None else f"{self.count}, one for each name" if self.names else str(self.count)
         if not isinstance(found, Tensor) or found.ndim != 2 or self.count not in (None, found.shape[1]):
             got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"{found!r:.60}"
             raise ModelError(
-                f"Expected the function of the answers to give a tensor [pictures, {k}] of what the model returned "
+                f"Expected `outputs` to return a tensor [images, {k}] for the output of the model "
                 f"({in_words(output)}), got {got}."
             )
         if not found.is_floating_point():
-            raise ModelError(f"Expected floating-point numbers from the function of the answers, got {found.dtype}.")
+            raise ModelError(f"Expected floating-point scores from `outputs`, got {found.dtype}.")
         if torch.is_grad_enabled() and not found.requires_grad and any(one.requires_grad for one in tensors_in(output)):
             raise ModelError(
-                "No gradient passes the function of the answers: leave out detach(), torch.no_grad(), NumPy, argmax "
-                "and comparisons, or use methods that need no gradient, such as rollout or occlusion."
+                "`outputs` is not differentiable: remove detach(), torch.no_grad(), NumPy calls, argmax and "
+                "comparisons, or use a method without gradients, such as rollout or occlusion."
             )
         return found
 
     def fingerprint(self) -> dict[str, Any]:
-        """Everything in which these answers differ from a model's own classes, ready for JSON.
+        """Every difference between these outputs and the classes of the model, ready for JSON.
 
         Reading and names are left out: they belong to those, too.
         """
-        usual = Answers()
+        usual = Outputs()
         settings = {name: getattr(self, name) for name in ("unit", "against", "apart")}
         settings["scale"] = float(f"{self.scale:.5g}")  # of a model with prompts it may be rounded otherwise elsewhere
         return {
@@ -131,15 +131,15 @@ class Answers:
         """`numbers`; of a model's own classes what they are read by for every model."""
         return logits_of if self.function is None else self.numbers
 
-    def against_rest(self) -> "Answers":
-        """The same answers, each less what stands against it: the mean of the others, unless something else is told.
+    def against_rest(self) -> "Outputs":
+        """The same outputs, each minus its reference: the mean of the others, unless `rest` is given.
 
         Raises:
             OptionError: there is one answer, and nothing stands against it.
         """
         if self.rest is None and self.count in (0, 1):
             raise OptionError(_NO_REST)
-        return replace(self, function=self._less_the_rest, reading="value", rest=None)
+        return replace(self, function=self._less_the_rest, activation="value", rest=None)
 
     def _less_the_rest(self, output: Any) -> Tensor:
         numbers, *rest = self.with_rest(output) or [torch.empty(0)]
@@ -153,10 +153,10 @@ class Answers:
 
     def told(self, numbers: Tensor) -> Tensor:
         """The numbers [..., k] as they are told: probabilities, cosines, or as they are; float64 on the CPU."""
-        return activate(numbers, self.reading) / (self.scale if self.reading == "cosine" else 1.0)
+        return activate(numbers, self.activation) / (self.scale if self.activation == "cosine" else 1.0)
 
-    def tried(self, run: Callable[[Tensor], Any], pixels: Tensor, *, alone: bool = True) -> "Answers":
-        """Try the answers on two different images, and return them with their count.
+    def tried(self, run: Callable[[Tensor], Any], pixels: Tensor, *, alone: bool = True) -> "Outputs":
+        """Test the outputs on two different images, and return them with their count.
 
         Args:
             run: maps model inputs to the output of the model.
@@ -169,7 +169,7 @@ class Answers:
         together = self._rows(run, pixels)
         if alone and any(self._mixed(run, pixels, together, index) for index in range(2)):
             raise ModelError(
-                "Expected answers that are the same for an image alone and in a batch, got others: the function mixes "
+                "Expected outputs that are the same for an image alone and in a batch, got others: the function mixes "
                 "the images of a batch. Compute each row from its own image only, such as output.softmax(1) instead "
                 "of output.softmax(0), and output - output.mean(1, keepdim=True) instead of output - output.mean(0)."
             )
@@ -195,7 +195,7 @@ class Answers:
             raise no_logits(output, "the model")
         if found[0].shape[0] != len(pixels):
             raise ModelError(
-                f"Expected a row of answers for each picture, got {found[0].shape[0]} for {len(pixels)} pictures."
+                f"Expected a row of outputs for each image, got {found[0].shape[0]} for {len(pixels)} images."
             )
         return found
 
@@ -206,20 +206,23 @@ def _near(one: Tensor, other: Tensor, share: float) -> bool:
     return torch.allclose(one, other, 0.0, share * float(size), equal_nan=True)
 
 
-def answers_of(function: Callable[[Any], Tensor], names: tuple[str, ...] | None, reading: str | None) -> Answers:
-    """The answers that a caller's function makes of the output of a model.
+def outputs_of(function: Callable[[Any], Tensor], names: tuple[str, ...] | None, activation: str | None) -> Outputs:
+    """The outputs that a caller's function computes from what a model returns.
 
     Raises:
         OptionError: it is no function.
     """
     if not callable(function):
-        raise OptionError(f"Expected answers as a function of the model's output, or Answers, got {function!r:.80}.")
+        raise OptionError(
+            f"Expected outputs as prompts(…), similarity_to(…), a function of the model's output or Outputs, "
+            f"got {function!r:.80}."
+        )
     count = None if names is None else len(names)
-    return Answers(function, names, count, reading or "value", against="the mean of the other answers")
+    return Outputs(function, names, count, activation or "value", against="the mean of the other outputs")
 
 
-def likeness(vectors: Tensor, names: Sequence[str], pictures: Sequence[NDArray[np.uint8]]) -> Answers:
-    """The cosines of a picture's features to those of reference pictures.
+def similarity_outputs(vectors: Tensor, names: Sequence[str], pictures: Sequence[NDArray[np.uint8]]) -> Outputs:
+    """The cosines of an image's features to those of reference images.
 
     Args:
         vectors: features of the references, [pictures, width].
@@ -228,12 +231,12 @@ def likeness(vectors: Tensor, names: Sequence[str], pictures: Sequence[NDArray[n
     """
     called = [name if list(names).count(name) == 1 else f"{name} ({n})" for n, name in enumerate(names, start=1)]
     units = normalize(vectors.detach().to(torch.promote_types(vectors.dtype, torch.float32)).cpu(), dim=-1)
-    return Answers(
+    return Outputs(
         lambda output: cosines(features_of(output), units),
         tuple(called),
         len(called),
         "cosine",
-        made_of={"like": [_sha256(one) for one in pictures]},
+        made_of={"similarity_to": [_sha256(one) for one in pictures]},
         against="the mean of the other pictures",
         pictures=tuple(pictures),
     )
@@ -264,7 +267,7 @@ def _sha256(picture: NDArray[np.uint8]) -> str:
 def _made_of(function: Any) -> dict[str, Any]:
     """A function by its name and the hash of its source; a module by the hash of its weights, too.
 
-    Functions of vitflow itself are described by `Answers.made_of` alone.
+    Functions of vitflow itself are described by `Outputs.made_of` alone.
     """
     while isinstance(function, partial):
         function = function.func
@@ -286,13 +289,13 @@ def _called(function: Callable[[Any], Tensor], output: Any) -> Any:
         raise
     except Exception as error:
         raise ModelError(
-            f"The function of the answers failed on what the model returned ({in_words(output)}): "
+            f"The function of `outputs` failed on the output of the model ({in_words(output)}): "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
-def activate(logits: Tensor, reading: str) -> Tensor:
-    """The numbers [..., answers] as they are read, float64 on the CPU: logits as probabilities, others as they are.
+def activate(logits: Tensor, activation: str) -> Tensor:
+    """The scores [..., outputs] after the activation, float64 on the CPU: logits as probabilities, others as they are.
 
     A single logit is read by a sigmoid, as a softmax of it would always be 1.
 
@@ -301,12 +304,12 @@ def activate(logits: Tensor, reading: str) -> Tensor:
     """
     # In float64, or what a hidden patch costs would be lost in the rounding of a probability near 1.
     logits = logits.detach().cpu().double()
-    if reading == "softmax" and logits.shape[-1] > 1:
+    if activation == "softmax" and logits.shape[-1] > 1:
         return logits.softmax(dim=-1)
-    return logits.sigmoid() if reading in ("softmax", "sigmoid") else logits
+    return logits.sigmoid() if activation in ("softmax", "sigmoid") else logits
 
 
-def log_odds(logits: Tensor, reading: str) -> Tensor:
+def log_odds(logits: Tensor, activation: str) -> Tensor:
     """The log-odds of each class against all others that logits [..., classes] stand for, float64 on the CPU.
 
     Of a softmax `z_t − logsumexp` of the other logits; those of a sigmoid are log-odds as they are, and so is the one
@@ -317,7 +320,7 @@ def log_odds(logits: Tensor, reading: str) -> Tensor:
     tensor([[ 40., -40.]], dtype=torch.float64)
     """
     logits = logits.detach().cpu().double()
-    if reading != "softmax" or logits.shape[-1] == 1:
+    if activation != "softmax" or logits.shape[-1] == 1:
         return logits
     top = logits.argmax(dim=-1, keepdim=True)
     below = logits.scatter(-1, top, -torch.inf).logsumexp(dim=-1, keepdim=True)
