@@ -1,12 +1,21 @@
-"""Write files so that nothing half-written ever stands under a final name."""
+"""Write files so that nothing half-written ever stands under a final name; find the images of a folder."""
 
 import errno
 import os
+import re
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from vitflow.errors import ImageError
+
+#: What files of pictures are called.
+READ_SUFFIXES = frozenset(
+    {".avif", ".bmp", ".dib", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg"}
+    | {".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"}
+)
 
 
 @contextmanager
@@ -101,3 +110,37 @@ def remove_leftovers(folder: Path) -> None:
         for name in names:
             if name.startswith(".vitflow-") and name.endswith(".part"):
                 Path(place, name).unlink(missing_ok=True)
+
+
+def find_images(path: str | os.PathLike[str]) -> list[Path]:
+    """Find the pictures that lie in a folder by their suffix, in natural order (2.png before 10.png).
+
+    Hidden files are skipped. A path to a file is returned as it is, whatever its suffix.
+
+    Raises:
+        ImageError: there is nothing at this path, or the folder cannot be read.
+    """
+    root = Path(path)
+    if is_file(root):
+        return [root]
+    if not is_folder(root):
+        raise ImageError(f"Expected a folder or a picture, but there is nothing at {str(root)!r}.")
+    try:
+        found = [file for file in root.iterdir() if is_image_name(file.name) and is_file(file)]
+    except OSError as error:
+        raise ImageError(f"Could not read the folder {str(root)!r}: {error.strerror}.") from error
+    return sorted(found, key=lambda file: (natural_order(file.name), file.name))
+
+
+def is_image_name(name: str) -> bool:
+    """Whether a file is called like a picture, and is not hidden."""
+    return not name.startswith(".") and Path(name).suffix.lower() in READ_SUFFIXES
+
+
+def natural_order(name: str) -> list[str | int]:
+    """Sort key that compares runs of digits as numbers; Python makes none of more than some thousand digits.
+
+    >>> sorted(["10.jpg", "9.jpg", "a2", "A10"], key=natural_order)
+    ['9.jpg', '10.jpg', 'a2', 'A10']
+    """
+    return [int(part) if part.isdecimal() else part.casefold() for part in re.split(r"(\d{1,300})", name)]

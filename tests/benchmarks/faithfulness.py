@@ -31,7 +31,7 @@ from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.perturbation import REPLACEMENTS
 from vitflow.explaining.comparison import mean_of_defined, spearman
 from vitflow.explaining.saliency import Saliency
-from vitflow.pictures.images import find_images
+from vitflow.files import find_images
 
 METHODS = ("rollout", "attention", "flow", "gradient_rollout", "gae", "gradcam", "input_gradient", "random", "centre")
 FIRST_SEED = 800_000  # far from the pictures of other tests, and below those that the demo model was trained on

@@ -41,7 +41,7 @@ from PIL import Image
 
 import vitflow
 from vitflow.explaining.saliency import Saliency
-from vitflow.pictures.images import find_images
+from vitflow.files import find_images
 from vitflow.pictures.overlay import blend, has_two_sides, is_soft, scale_range
 from vitflow.pictures.upsampling import upsample
 

@@ -15,8 +15,8 @@ from tests.recording.test_recorder import generators, state_of
 from vitflow import Explainer, record_attention
 from vitflow.errors import OptionError
 from vitflow.evaluation import RankCorrelation, rank_correlation
+from vitflow.pictures import FIGURE_FORMATS
 from vitflow.pictures.images import write_image
-from vitflow.pictures.options import FIGURE_FORMATS
 
 OWN = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9}

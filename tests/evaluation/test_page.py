@@ -15,8 +15,8 @@ from vitflow.evaluation.metrics import METRICS
 from vitflow.evaluation.page import _best
 from vitflow.evaluation.tables import Tables
 from vitflow.explaining.method_table import _METHODS
+from vitflow.pictures import DPI
 from vitflow.pictures.charts import DARK, LIGHT, darkened
-from vitflow.pictures.options import DPI
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 METHOD = "</style><script>alert(2)</script>"

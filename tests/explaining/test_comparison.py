@@ -31,8 +31,7 @@ from vitflow.errors import ImageError, NoAttentionError, OptionError, ShapeError
 from vitflow.explaining import method_table
 from vitflow.explaining.comparison import DEFAULT_METHODS, Agreement, compare, measure_agreement, spearman, top_overlap
 from vitflow.explaining.options import COMMON
-from vitflow.pictures import figures, overlay
-from vitflow.pictures.options import DPI
+from vitflow.pictures import DPI, figures, overlay
 from vitflow.pictures.pen import Pen, panel_size
 from vitflow.pictures.typesetting import readable
 

@@ -15,10 +15,9 @@ from matplotlib.text import Text
 from PIL import Image
 
 from vitflow.errors import OptionError, ShapeError
-from vitflow.pictures import typesetting
+from vitflow.pictures import FIGURE_FORMATS, typesetting
 from vitflow.pictures.charts import Series, draw_lines
 from vitflow.pictures.figures import Cell, Column, draw_bands, save_figure
-from vitflow.pictures.options import FIGURE_FORMATS
 from vitflow.pictures.pen import Bar, panel_size
 
 NAMES = [

@@ -17,10 +17,9 @@ from PIL import ExifTags, Image
 
 from tests.references import patch_box, seen_mask
 from vitflow.errors import OptionError, ShapeError
-from vitflow.pictures import preprocessing
+from vitflow.pictures import FITS, preprocessing
 from vitflow.pictures.geometry import CROP_MODES, FILTERS, Placement, place
 from vitflow.pictures.images import read_image
-from vitflow.pictures.options import FITS
 from vitflow.pictures.preprocessing import InputSpec, Preprocessing
 from vitflow.pictures.upsampling import upsample
 

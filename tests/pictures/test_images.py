@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from PIL import ExifTags, Image, ImageOps
 
 from vitflow.errors import ImageError, ShapeError
-from vitflow.pictures import images
-from vitflow.pictures.images import find_images, image_name, read_image, write_image
+from vitflow.files import find_images, natural_order
+from vitflow.pictures.images import image_name, read_image, write_image
 
 RGB = np.random.default_rng(0).integers(0, 256, (17, 23, 3), dtype=np.uint8)
 SMOOTH = np.stack(np.broadcast_arrays(*np.ogrid[0:200:40j, 30:250:48j], 90), axis=-1).astype(np.uint8)
@@ -654,8 +654,8 @@ def test_a_folder_that_may_not_be_read(tmp_path, monkeypatch):
 
 def test_digits_of_any_script_and_none():
     names = ["", "1", "٣", "²", "a1", "a٢", "a10", "1a", "-1", "01"]
-    assert sorted(names, key=images.natural_order) == ["", "1", "01", "1a", "٣", "-1", "a1", "a٢", "a10", "²"]
-    assert len(images.natural_order("1" * 5000)) > 3
+    assert sorted(names, key=natural_order) == ["", "1", "01", "1a", "٣", "-1", "a1", "a٢", "a10", "²"]
+    assert len(natural_order("1" * 5000)) > 3
 
 
 def test_names_to_show(tmp_path):

@@ -10,9 +10,8 @@ from hypothesis.extra import numpy as hnp
 
 from tests.references import seen_mask
 from vitflow.errors import OptionError, ShapeError
-from vitflow.pictures import overlay
+from vitflow.pictures import BACKGROUNDS, INTERPOLATIONS, overlay
 from vitflow.pictures.geometry import Placement, place
-from vitflow.pictures.options import BACKGROUNDS, INTERPOLATIONS
 from vitflow.pictures.overlay import blend, has_two_sides, mass_level, scale_range
 from vitflow.pictures.upsampling import upsample
 

@@ -14,8 +14,8 @@ from vitflow.explaining.comparison import compare
 from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.explaining.options import METHOD_OPTIONS, Option, shown
 from vitflow.explaining.targets import Contrast
+from vitflow.pictures import BACKGROUNDS, FITS, INTERPOLATIONS
 from vitflow.pictures.map_figure import picture_box
-from vitflow.pictures.options import BACKGROUNDS, FITS, INTERPOLATIONS
 
 # The method that is chosen first, and what answers for a patch where the chosen one does not.
 _METHOD, _OF_PATCHES = "gae", "rollout"

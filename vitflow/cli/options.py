@@ -14,7 +14,7 @@ from vitflow.explaining.method_table import list_methods
 from vitflow.explaining.options import OPTIONS, Option, Scope, options_of, shown
 from vitflow.files import is_remote
 from vitflow.models import DTYPES
-from vitflow.pictures.options import FITS
+from vitflow.pictures import FITS
 from vitflow.text.method_table import TEXT_METHODS
 
 _Command = Callable[..., None]

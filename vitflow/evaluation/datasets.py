@@ -27,8 +27,8 @@ from vitflow.evaluation.annotations import (
     read_annotations,
     unreadable,
 )
-from vitflow.files import is_file, is_folder, is_there
-from vitflow.pictures.images import find_images, read_image, read_mask
+from vitflow.files import find_images, is_file, is_folder, is_there
+from vitflow.pictures.images import read_image, read_mask
 
 _DEMO = re.compile(r"demo(?::(\d+))?(?::(\d+))?")
 _MASK_ENDINGS = ("_mask", "-mask", ".mask")

@@ -20,8 +20,7 @@ from vitflow.evaluation.statistics import Estimate, defined_means, markdown_tabl
 from vitflow.evaluation.tables import Tables
 from vitflow.evaluation.verdict import verdict
 from vitflow.files import write_atomically
-from vitflow.pictures import notebook
-from vitflow.pictures.figures import figure_bytes, save_figure
+from vitflow.pictures.figures import bundle, html_table, save_figure
 from vitflow.runs.columns import kinds_in, plain_cell
 
 # Columns of the CSV files.
@@ -45,9 +44,9 @@ class Evaluation(Tables):
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """What a notebook shows: a table for each group of metrics, and the first group as bars."""
-        tables = [notebook.html_table(rows, head) for head, *rows in map(self._group_rows, self.groups)]
-        bars = figure_bytes(draw_bars(self, [self.groups[0]]), ".png") if self.groups else None
-        return notebook.bundle(repr(self), picture=bars, tables=tables)
+        tables = [html_table(rows, head) for head, *rows in map(self._group_rows, self.groups)]
+        bars = draw_bars(self, [self.groups[0]]) if self.groups else None
+        return bundle(repr(self), bars, tables)
 
     def to_dict(self) -> dict[str, Any]:
         """Every table, all pairs and the mean curves, ready for JSON; without the values of each picture."""

@@ -24,7 +24,7 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import columns_of, draw_comparison
 from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_picture
 from vitflow.methods.ranks import Values, spearman, top_overlap
-from vitflow.pictures import figures, notebook
+from vitflow.pictures import figures
 from vitflow.pictures.figures import FigureResult, file_too
 from vitflow.pictures.images import ImageSource
 from vitflow.pictures.pen import Pen, takes_drawing_options
@@ -233,8 +233,8 @@ class Comparison(FigureResult):
         """What a notebook shows: the strip of the first pictures, in the size of a page."""
         left_out = len(self.pictures) - _SHOWN
         text = f"{self!r}{f'; {left_out} more pictures are not shown' if left_out > 0 else ''}"
-        figure = Comparison(self.pictures[:_SHOWN]).figure(dpi=notebook.DPI)
-        return notebook.bundle(text, picture=figures.figure_bytes(figure, ".png"))
+        figure = Comparison(self.pictures[:_SHOWN]).figure(dpi=figures.NOTEBOOK_DPI)
+        return figures.bundle(text, figure)
 
     @property
     def saliencies(self) -> tuple[Saliency, ...]:

@@ -23,11 +23,10 @@ from vitflow.explaining.strips import in_rows
 from vitflow.methods.features import Components, principal_components
 from vitflow.methods.fusion import check_layer
 from vitflow.models.blocks import block_norms, block_paths, layer_output
-from vitflow.pictures import figures, overlay
+from vitflow.pictures import DPI, Interpolation, figures, overlay
 from vitflow.pictures.figures import Cell, Column, FigureResult, file_too
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.images import ImageSource, image_name
-from vitflow.pictures.options import DPI, Interpolation
 from vitflow.pictures.pen import Pen
 
 _MOST_COLUMNS = 6

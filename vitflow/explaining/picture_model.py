@@ -22,9 +22,8 @@ from vitflow.models.libraries import forward_options, headless, library_data_con
 from vitflow.models.loading import load_model
 from vitflow.models.outputs import Outputs, features_of, similarity_outputs
 from vitflow.models.pairs import Prompts, is_pair, pair_of, prompt_outputs, refuse_without_prompts
-from vitflow.pictures import notebook
+from vitflow.pictures import FITS
 from vitflow.pictures.images import ImageSource, image_name, read_image
-from vitflow.pictures.options import FITS
 from vitflow.pictures.preprocessing import InputSpec
 from vitflow.recording.isolation import default_device, evaluating, move_to, refuse_inference_tensors
 from vitflow.recording.probing import probe
@@ -137,6 +136,8 @@ class PictureModel:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """What a notebook shows: what is known of the model."""
+        from vitflow.pictures.figures import bundle, html_table  # loads matplotlib
+
         names, spec = self.class_names or [], self.spec
         more = f", … ({len(names)})" if len(names) > _NAMES_SHOWN else ""
         rows = [
@@ -145,7 +146,7 @@ class PictureModel:
             ("classes", ", ".join(names[:_NAMES_SHOWN]) + more if names else self.outputs.count),
             ("answers by", self.outputs.activation),
         ]
-        return notebook.bundle(repr(self), tables=[notebook.html_table(rows)])
+        return bundle(repr(self), tables=[html_table(rows)])
 
     @property
     def model_id(self) -> str:

@@ -17,10 +17,9 @@ from vitflow.explaining.method import Method
 from vitflow.explaining.method_table import get_method
 from vitflow.explaining.targets import Answer, Contrast
 from vitflow.files import write_atomically
-from vitflow.pictures import notebook, overlay
+from vitflow.pictures import Interpolation, overlay
 from vitflow.pictures.geometry import Placement
 from vitflow.pictures.images import image_name, write_image
-from vitflow.pictures.options import Interpolation
 from vitflow.pictures.pen import Pen, takes_drawing_options
 from vitflow.pictures.upsampling import upsample
 
@@ -70,9 +69,9 @@ class Saliency:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """What a notebook shows: the figure that stands alone."""
-        from vitflow.pictures.figures import figure_bytes
+        from vitflow.pictures.figures import NOTEBOOK_DPI, bundle
 
-        return notebook.bundle(repr(self), picture=figure_bytes(self.figure(dpi=notebook.DPI), ".png"))
+        return bundle(repr(self), self.figure(dpi=NOTEBOOK_DPI))
 
     @property
     def model_note(self) -> str:

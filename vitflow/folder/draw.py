@@ -34,9 +34,9 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.files import is_remote, write_inside
 from vitflow.folder.decoders import decode_file
 from vitflow.folder.work import encode_overlay
-from vitflow.pictures import notebook
+from vitflow.pictures import OVERLAY_FORMATS
 from vitflow.pictures.images import read_image
-from vitflow.pictures.options import OVERLAY_FORMATS
+from vitflow.pictures.pen import Pen
 from vitflow.runs.columns import Maps, Row, placement_of
 from vitflow.runs.saved import FILE, SavedRun
 
@@ -329,23 +329,23 @@ def _departures(run: Mapping[str, Any], label: str) -> str:
 
 #: Pictures that are shown.
 SHOWN = 6
-_LONGEST = 180  # pixels of a picture's longer side
+_WIDTH = 1.5  # of a picture, in inches
 
 
 def show_run(text: str, output: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """The first overlay of each row's picture, as one figure, and what the rows say."""
-    from vitflow.pictures.figures import Cell, Column, draw_bands, figure_bytes  # loads matplotlib
+    from vitflow.pictures.figures import NOTEBOOK_DPI, Cell, Column, bundle, draw_bands, html_table  # loads matplotlib
 
-    cells, columns, overlays = [], [], []
+    pen, cells, columns, overlays = Pen(_WIDTH, NOTEBOOK_DPI), [], [], []
     for row in rows:
         probability = row.get("probability")
         told = (row.get("class_name") or row.get("class_index"), "" if probability is None else f"{probability:.1%}")
         cells.append((printable(row["input"]), row["status"], *(told if row["status"] == "explained" else ("", ""))))
         for label, file in list(row.get("outputs", {}).items())[:1]:
             with contextlib.suppress(ImageError):  # it may have been moved away since
-                overlay = notebook.shrink(read_image(output / file), _LONGEST)
+                overlay = pen.photograph(read_image(output / file))
                 columns.append(Column(Path(row["input"]).name, label))
                 overlays.append([Cell(overlay, (str(row["class_name"] or ""),))])
-    sheet = figure_bytes(draw_bands([(columns, [overlays])], dpi=notebook.DPI), ".png") if columns else None
+    sheet = draw_bands([(columns, [overlays])], dpi=NOTEBOOK_DPI) if columns else None
     head = ("picture", "status", "class", "probability")
-    return notebook.bundle(text, picture=sheet, tables=[notebook.html_table(cells, head)])
+    return bundle(text, sheet, [html_table(cells, head)])

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitflow.errors import ImageError, OptionError, printable
-from vitflow.files import is_folder, is_remote, remove_inside
+from vitflow.files import is_folder, is_image_name, is_remote, natural_order, remove_inside
 from vitflow.folder.decoders import file_system
-from vitflow.pictures.images import is_image_name, natural_order
 from vitflow.runs.columns import Row
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from vitflow import errors
 from vitflow.errors import OptionError, VitflowError, check_known, load_extra
 from vitflow.folder.decoders import Child, ChildDied, Decoded, answer_requests, decode_file
 from vitflow.folder.plan import Input
-from vitflow.pictures.options import ENGINES
+from vitflow.pictures import ENGINES
 from vitflow.runs.columns import Maps, Row, failed_row, grid_columns, load_pyarrow, pack_half, unpack_half
 
 if TYPE_CHECKING:

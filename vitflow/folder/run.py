@@ -38,8 +38,8 @@ from vitflow.folder.work import (
     make_job,
     sides_of,
 )
+from vitflow.pictures import MANIFEST_FORMATS
 from vitflow.pictures.images import MAX_PIXELS
-from vitflow.pictures.options import MANIFEST_FORMATS
 from vitflow.pictures.overlay import blend
 from vitflow.runs.batches import RunProgress, Tally
 from vitflow.runs.columns import load_pyarrow, write_manifest

@@ -30,7 +30,7 @@ from vitflow.explaining.targets import (
 )
 from vitflow.folder.decoders import Decoded
 from vitflow.methods.cells import cell_grid
-from vitflow.pictures.options import OVERLAY_FORMATS, WRITE_OPTIONS
+from vitflow.pictures import OVERLAY_FORMATS, WRITE_OPTIONS
 from vitflow.runs.batches import Batches
 from vitflow.runs.columns import Maps, Row, failed_row
 

@@ -27,7 +27,7 @@ from vitflow.models.libraries import (
 )
 from vitflow.models.outputs import Outputs, outputs_of
 from vitflow.models.processors import told_data_config
-from vitflow.pictures.options import Fit
+from vitflow.pictures import Fit
 from vitflow.pictures.preprocessing import InputSpec, Preprocessing
 
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from vitflow.errors import printable
-from vitflow.pictures.options import DPI
+from vitflow.pictures import DPI
 from vitflow.pictures.typesetting import BODY, GREY, LEADING, MARGIN, SMALL, TITLE, QuietFigure, plain, wrap
 
 

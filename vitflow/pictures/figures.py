@@ -3,11 +3,13 @@
 Nothing here touches pyplot, so no window opens and no global state of the caller changes.
 """
 
+import base64
 import io
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, unknown_name
 from vitflow.files import write_atomically
-from vitflow.pictures import notebook
-from vitflow.pictures.options import DPI, FIGURE_FORMATS
+from vitflow.pictures import DPI, FIGURE_FORMATS
 from vitflow.pictures.pen import Bar
 from vitflow.pictures.typesetting import (
     BODY,
@@ -36,6 +37,9 @@ from vitflow.pictures.typesetting import (
     words,
     wrap,
 )
+
+#: Pixels per inch of figures in a notebook: a strip is as wide as the page then.
+NOTEBOOK_DPI = 100
 
 # Lengths in inches.
 _MARGIN, _COLUMN_GAP = 0.08, 0.07
@@ -248,7 +252,7 @@ class FigureResult:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """The figure at the size of a notebook page."""
-        return notebook.bundle(repr(self), picture=figure_bytes(self.figure(dpi=notebook.DPI), ".png"))
+        return bundle(repr(self), self.figure(dpi=NOTEBOOK_DPI))
 
 
 def file_too(path: str | os.PathLike[str] | None, draw: Callable[[], Figure]) -> Figure:
@@ -259,3 +263,27 @@ def file_too(path: str | os.PathLike[str] | None, draw: Callable[[], Figure]) ->
     if path is not None:
         save_figure(figure, path)
     return figure
+
+
+def bundle(text: str, figure: Figure | None = None, tables: Sequence[str] = ()) -> dict[str, str]:
+    """Return what `_repr_mimebundle_` returns: the text, a figure as PNG, and tables in HTML with the figure below."""
+    found = {"text/plain": text}
+    encoded = "" if figure is None else base64.b64encode(figure_bytes(figure, ".png")).decode()
+    if encoded:
+        found["image/png"] = encoded
+    if tables:
+        shown = f'<img src="data:image/png;base64,{encoded}" alt="">' if encoded else ""
+        found["text/html"] = f"<p>{escape(text)}</p>{''.join(tables)}{shown}"
+    return found
+
+
+def html_table(rows: Iterable[Sequence[object]], head: Sequence[object] = ()) -> str:
+    """A table in HTML; every cell is text, whatever it says.
+
+    >>> html_table([("model", "a<b")])
+    '<table><tr><th>model</th><td>a&lt;b</td></tr></table>'
+    """
+    lines = ["".join(f"<th>{escape(str(cell))}</th>" for cell in head)] if head else []
+    for first, *cells in rows:
+        lines.append(f"<th>{escape(str(first))}</th>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}")
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, check_known
-from vitflow.pictures.options import FITS, Fit
+from vitflow.pictures import FITS, Fit
 
 CropMode = Literal["center", "squash", "border", "patches"]
 # Those of timm.

@@ -1,8 +1,12 @@
-"""Read pictures as RGB and masks, write pictures without half-written files, and find the pictures of a folder."""
+"""Read pictures as RGB and masks, and write pictures without half-written files."""
 
+import contextlib
 import io
 import os
 import re
+import threading
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from vitflow.errors import ImageError, ShapeError, VitflowError
 from vitflow.files import is_file, is_folder, is_remote, is_there, write_atomically
-from vitflow.pictures.options import WRITE_OPTIONS
-from vitflow.pictures.pillow_settings import pillow_settings
+from vitflow.pictures import WRITE_OPTIONS
 
 ImageSource = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
 
@@ -22,11 +25,6 @@ MAX_PIXELS = 178_956_970
 
 # Raster formats only: Pillow also opens EPS through Ghostscript, and formats without a signature.
 _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "HEIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
-#: What files of pictures are called.
-READ_SUFFIXES = frozenset(
-    {".avif", ".bmp", ".dib", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg"}
-    | {".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"}
-)
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -36,6 +34,44 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+
+
+class _PillowSettings:
+    """Pillow's global size limit and its warnings, set while any thread reads a picture and restored afterwards.
+
+    Both are global to the process, so that threads which read at the same time must share them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._limits: list[int] = []
+        self._restore = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def __call__(self, max_pixels: int) -> Iterator[None]:
+        with self._lock:
+            if not self._limits:
+                self._restore.callback(setattr, Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
+                self._restore.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", module=r"PIL\.")
+            self._limits.append(max_pixels)
+            self._set_limit()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._limits.remove(max_pixels)
+                if self._limits:
+                    self._set_limit()
+                else:
+                    self._restore.close()
+
+    def _set_limit(self) -> None:
+        # Pillow warns above its limit and refuses above twice its limit.
+        Image.MAX_IMAGE_PIXELS = max(-(-max(self._limits) // 2), 1)
+
+
+_pillow_settings = _PillowSettings()
 
 
 def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: bytes | None = None) -> NDArray[np.uint8]:
@@ -71,7 +107,7 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: by
     try:
         if isinstance(source, str | os.PathLike) and not (content is not None and is_remote(source)):
             _check_file(Path(source))
-        with pillow_settings(max_pixels):
+        with _pillow_settings(max_pixels):
             if isinstance(source, Image.Image):
                 return _from_pillow(source, max_pixels, image_name(source))
             with _open(source if content is None else content) as opened:
@@ -98,7 +134,7 @@ def read_mask(path: str | os.PathLike[str], size: tuple[int, int]) -> NDArray[An
     path = Path(path)
     try:
         _check_file(path)
-        with pillow_settings(MAX_PIXELS), _open(path) as opened:
+        with _pillow_settings(MAX_PIXELS), _open(path) as opened:
             check_mask_size((opened.height, opened.width), size)
             values = np.asarray(opened)
             transparent = opened.getbands()[-1] in ("A", "a")
@@ -153,31 +189,6 @@ def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
         ) from error
 
 
-def find_images(path: str | os.PathLike[str]) -> list[Path]:
-    """Find the pictures that lie in a folder by their suffix, in natural order (2.png before 10.png).
-
-    Hidden files are skipped. A path to a file is returned as it is, whatever its suffix.
-
-    Raises:
-        ImageError: there is nothing at this path, or the folder cannot be read.
-    """
-    root = Path(path)
-    if is_file(root):
-        return [root]
-    if not is_folder(root):
-        raise ImageError(f"Expected a folder or a picture, but there is nothing at {str(root)!r}.")
-    try:
-        found = [file for file in root.iterdir() if is_image_name(file.name) and is_file(file)]
-    except OSError as error:
-        raise ImageError(f"Could not read the folder {str(root)!r}: {error.strerror}.") from error
-    return sorted(found, key=lambda file: (natural_order(file.name), file.name))
-
-
-def is_image_name(name: str) -> bool:
-    """Whether a file is called like a picture, and is not hidden."""
-    return not name.startswith(".") and Path(name).suffix.lower() in READ_SUFFIXES
-
-
 def image_name(source: object) -> str:
     """A short name to show for a picture: the file's name where there is one.
 
@@ -191,15 +202,6 @@ def image_name(source: object) -> str:
         # Names that are not valid UTF-8 cannot be printed as they are.
         return os.path.basename(name).decode("utf-8", "replace") or name.decode("utf-8", "replace")  # noqa: PTH119
     return {np.ndarray: "array", bytes: "bytes"}.get(type(source), type(source).__name__)
-
-
-def natural_order(name: str) -> list[str | int]:
-    """Sort key that compares runs of digits as numbers; Python makes none of more than some thousand digits.
-
-    >>> sorted(["10.jpg", "9.jpg", "a2", "A10"], key=natural_order)
-    ['9.jpg', '10.jpg', 'a2', 'A10']
-    """
-    return [int(part) if part.isdecimal() else part.casefold() for part in re.split(r"(\d{1,300})", name)]
 
 
 def _open(source: str | os.PathLike[str] | bytes) -> Image.Image:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, check_known, unknown_name
+from vitflow.pictures import BACKGROUNDS, Background
 from vitflow.pictures.geometry import strips
-from vitflow.pictures.options import BACKGROUNDS, Background
 
 #: The lower and upper percentile between which robust scaling spreads the colours; the same as seaborn's.
 ROBUST_PERCENTILES = (2.0, 98.0)

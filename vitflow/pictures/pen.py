@@ -9,9 +9,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.pictures import overlay
+from vitflow.pictures import DPI, Interpolation, overlay
 from vitflow.pictures.geometry import Placement
-from vitflow.pictures.options import DPI, Interpolation
 from vitflow.pictures.upsampling import upsample
 
 #: Left, top, right and bottom, in pixels of a picture.

@@ -7,9 +7,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitflow.errors import OptionError, ShapeError, check_known
-from vitflow.pictures import geometry
+from vitflow.pictures import Fit, geometry
 from vitflow.pictures.geometry import FILTERS, CropMode, Placement, Size
-from vitflow.pictures.options import Fit
 
 # Above this many pixels only the part that the model sees is resized, not the whole picture: the short side of a
 # 1 × 10,000 picture resized to 256 makes a long side of 2,560,000.

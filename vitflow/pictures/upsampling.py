@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, check_known
+from vitflow.pictures import INTERPOLATIONS, Interpolation
 from vitflow.pictures.geometry import Placement, strips
-from vitflow.pictures.options import INTERPOLATIONS, Interpolation
 
 _OPENCV_FLAGS = {"linear": cv2.INTER_LINEAR, "cubic": cv2.INTER_CUBIC}
 

@@ -15,7 +15,7 @@ from matplotlib.text import Text
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError
-from vitflow.pictures.options import DPI
+from vitflow.pictures import DPI
 from vitflow.pictures.typesetting import GREY, INK, MARGIN, RULE, SMALL, TITLE, measure, page, plain, words
 from vitflow.text.labels import Label, labels_of, padded, width_of
 from vitflow.text.layout import Words

@@ -26,7 +26,7 @@ from PIL import Image
 
 from vitflow.errors import printable
 from vitflow.files import write_atomically
-from vitflow.pictures.options import Background
+from vitflow.pictures import Background
 from vitflow.pictures.overlay import CONTOURS, KEPT, KNEE, LUMINANCE, SEQUENTIAL, color_table
 from vitflow.pictures.typesetting import decimal
 

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, VitflowError, printable
-from vitflow.files import stays_inside, write_atomically
-from vitflow.pictures.images import natural_order
+from vitflow.files import natural_order, stays_inside, write_atomically
 from vitflow.pictures.overlay import is_soft, scale_range
 from vitflow.viewer.pages import FAILURES_SHOWN, drawing_of, one_table, write_html
 

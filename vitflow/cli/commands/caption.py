@@ -9,7 +9,7 @@ from vitflow.cli import options as shared
 from vitflow.cli.outputs import check_pictures, output_file, writing
 from vitflow.cli.saying import say, say_note_of, say_record
 from vitflow.errors import printable
-from vitflow.pictures.options import FIGURE_FORMATS
+from vitflow.pictures import FIGURE_FORMATS
 from vitflow.text.method_table import PICTURED, text_method
 
 

@@ -14,7 +14,7 @@ from vitflow.errors import OptionError
 from vitflow.explaining.choices import check_methods
 from vitflow.explaining.method import Method
 from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
-from vitflow.pictures.options import FIGURE_FORMATS
+from vitflow.pictures import FIGURE_FORMATS
 
 
 class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on

@@ -13,7 +13,7 @@ from vitflow.cli.outputs import CannotWrite, check_pictures, check_suffix, names
 from vitflow.cli.saying import say, say_model_note, say_notes, say_record
 from vitflow.errors import ImageError, OptionError, printable
 from vitflow.explaining.choices import choose_methods
-from vitflow.pictures.options import FIGURE_FORMATS, WRITE_OPTIONS
+from vitflow.pictures import FIGURE_FORMATS, WRITE_OPTIONS
 
 
 @click.command(short_help="Lay one method's map over pictures.", panel="Images")

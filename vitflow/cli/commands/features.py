@@ -8,7 +8,7 @@ import rich_click as click
 from vitflow.cli import options as shared
 from vitflow.cli.outputs import name_for, output_file, writing
 from vitflow.cli.saying import say, say_model_note, say_written
-from vitflow.pictures.options import FIGURE_FORMATS
+from vitflow.pictures import FIGURE_FORMATS
 
 
 @click.command(short_help="Show what patches hold: three components as colours.", panel="Images")

@@ -17,7 +17,7 @@ from vitflow.cli.saying import going_on, pictures_bar, say, say_model_note
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.choices import choose_methods
 from vitflow.files import is_link, is_there
-from vitflow.pictures.options import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS
+from vitflow.pictures import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS
 from vitflow.text.method_table import PICTURED, text_method
 
 _ASKED = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)

@@ -9,7 +9,7 @@ from vitflow.cli import options as shared
 from vitflow.cli.outputs import name_for, output_file, writing
 from vitflow.cli.saying import say_model_note, say_written
 from vitflow.explaining.choices import choose_methods, default_method
-from vitflow.pictures.options import FIGURE_FORMATS
+from vitflow.pictures import FIGURE_FORMATS
 
 
 @click.command(short_help="Show a picture's map layer by layer, and the heads of one.", panel="Images")

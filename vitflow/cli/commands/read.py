@@ -12,7 +12,7 @@ from vitflow.cli import options as shared
 from vitflow.cli.outputs import check_suffix, writing
 from vitflow.cli.saying import say, say_record
 from vitflow.errors import OptionError, printable
-from vitflow.pictures.options import FIGURE_FORMATS
+from vitflow.pictures import FIGURE_FORMATS
 from vitflow.text.method_table import PLAIN, text_method
 
 # What a text, or what was written, can be looked at as.

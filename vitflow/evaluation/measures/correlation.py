@@ -22,17 +22,16 @@ from vitflow.evaluation.statistics import markdown_table
 from vitflow.explaining.choices import MethodChoice, choose_methods
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Target
-from vitflow.files import is_folder, write_atomically
+from vitflow.files import find_images, is_folder, write_atomically
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.fusion import HeadFusion, check_layer, raw_attention
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.ranks import spearman
 from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import TokenLayout
-from vitflow.pictures import figures
+from vitflow.pictures import FIGURE_FORMATS, figures
 from vitflow.pictures.charts import Series, draw_lines
-from vitflow.pictures.images import ImageSource, find_images
-from vitflow.pictures.options import FIGURE_FORMATS
+from vitflow.pictures.images import ImageSource
 from vitflow.pictures.typesetting import decimal
 
 LAYER_METHODS = ("attention", "rollout", "flow")
