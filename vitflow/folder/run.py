@@ -26,7 +26,7 @@ from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.draw import SHOWN, Thumbnails, report_run, show_run
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, clear_outputs, done_before, list_inputs
-from vitflow.folder.ray_engine import Asked, check_engine, run_on_ray
+from vitflow.folder.ray_engine import Asked, check_engine, run_on_ray, take_parts
 from vitflow.folder.work import (
     Job,
     auto_batch,
@@ -125,6 +125,7 @@ class FolderRun:
         endings: Sequence[str],
         explain: Callable[[Run, list[Input], set[str], Tally], None],
         write: Callable[[Run], tuple[Path, Path | None]],
+        recover: Callable[[Run], None] = lambda _: None,
         **settings: Any,
     ) -> FolderSummary:
         """Explain what an earlier run has not, and write the manifest and run.json.
@@ -134,11 +135,13 @@ class FolderRun:
             endings: what is appended to an input's stem for each of its files.
             explain: puts a row into the run for each input that is not among the keys of those done.
             write: writes the manifest, and the report if there is one, and returns their paths.
+            recover: puts rows into the run that a killed run has left elsewhere.
             settings: further options, for run.json.
         """
         clear = partial(clear_outputs, listing=self.listing, endings=endings, overwrite=self._overwrite)
         with Run(self.folder, fingerprint, max_pixels=self._max_pixels, overwrite=self._overwrite, clear=clear) as run:
             inputs = self.listing.plan(endings, {row["input"]: row["stem"] for row in run.all_rows()})
+            recover(run)
             done = done_before(inputs, run)
             tally = Tally(self._progress, len(inputs), len(done))
             if len(done) < len(inputs):
@@ -307,7 +310,8 @@ def explain_folder(
         return table, report_run(folder, thumbnails=photographs) if report else None
 
     with closing(Thumbnails(folder)) if report else nullcontext() as photographs:
-        return driver.work(_fingerprint(root, job, known), job.endings, explain, write, manifest=manifest)
+        recover = {"recover": take_parts} if engine == "ray" else {}
+        return driver.work(_fingerprint(root, job, known), job.endings, explain, write, manifest=manifest, **recover)
 
 
 def _fingerprint(root: str, job: Job, model: Mapping[str, Any]) -> dict[str, Any]:
