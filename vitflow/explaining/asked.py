@@ -18,11 +18,21 @@ from vitflow.recording.trace import Backward, Trace
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedPicture:
-    """A picture that was read and placed, ready for the model."""
+    """An image that was read and placed, ready for the model.
+
+    Attributes:
+        name: its name in results.
+        image: uint8 RGB [height, width, 3].
+        placement: where the model input lies on it.
+        pixels: the model input itself, [channels, height, width], if the caller gave it; else it is cut from the image.
+        denormalised: whether the image was computed from that input, so that there is nothing around it.
+    """
 
     name: str
     image: NDArray[np.uint8]
     placement: Placement
+    pixels: Tensor | None = None
+    denormalised: bool = False
 
 
 @dataclass(slots=True)

@@ -19,14 +19,13 @@ from vitflow.explaining.choices import MethodChoice, check_methods, left_out
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
 from vitflow.explaining.options import takes_method_options
-from vitflow.explaining.picture_model import at_least_one, name_of
+from vitflow.explaining.picture_model import ImageInput, at_least_one, name_of
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import columns_of, draw_comparison
 from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_picture
 from vitflow.methods.ranks import Values, spearman, top_overlap
 from vitflow.pictures import figures
 from vitflow.pictures.figures import FigureResult, file_too
-from vitflow.pictures.images import ImageSource
 from vitflow.pictures.pen import Pen, takes_drawing_options
 from vitflow.pictures.typesetting import decimal
 
@@ -152,7 +151,7 @@ _SHOWN = 4
 
 @takes_method_options
 def compare(
-    images: ImageSource | Sequence[ImageSource],
+    images: ImageInput | Sequence[ImageInput],
     *,
     model: str | Path | nn.Module | Explainer,
     methods: Sequence[MethodChoice] | None = None,

@@ -22,7 +22,7 @@ from vitflow.explaining.applying import (
 from vitflow.explaining.asked import AskedTrace, PlacedPicture
 from vitflow.explaining.choices import Chosen, MethodChoice, choose_methods, is_asked
 from vitflow.explaining.options import takes_method_options
-from vitflow.explaining.picture_model import PictureModel, name_of, several
+from vitflow.explaining.picture_model import ImageInput, PictureModel, name_of, several
 from vitflow.explaining.refining import explain_shifted
 from vitflow.explaining.saliency import Saliency, contrasted
 from vitflow.explaining.targets import (
@@ -42,7 +42,7 @@ from vitflow.recording.trace import Trace
 
 @takes_method_options
 def explain(
-    image: ImageSource,
+    image: ImageSource | Tensor,
     *,
     model: str | Path | nn.Module,
     method: str | None = None,
@@ -56,7 +56,8 @@ def explain(
     """Explain one picture with one method. To explain several with the same model, keep an `Explainer`.
 
     Args:
-        image: a path, bytes, a PIL picture, or an RGB array.
+        image: a path, bytes, a PIL image, an RGB array, or the input of the model: a normalised float tensor
+            [3, height, width] or [1, 3, height, width]. The map lies on what the tensor shows.
         model: a model id (see `load_model`), or a module of your own.
         method: a name from `list_methods()`; by default gae with a target, and rollout without one.
         target: class index or name, or `Contrast(one, against=another)`; by default the predicted class.
@@ -125,18 +126,25 @@ class Explainer(PictureModel):
     @takes_method_options
     def explain(
         self,
-        image: ImageSource,
+        image: ImageSource | Tensor,
         *,
         method: str | None = None,
         target: Target | Contrast = None,
         readout: Tensor | NDArray[Any] | None = None,
+        original: ImageSource | None = None,
         **options: Any,
     ) -> Saliency:
-        """Explain one picture with one method; arguments as for `vitflow.explain`."""
+        """Explain one image with one method; arguments as for `vitflow.explain`.
+
+        `original` is the image of a tensor, which was placed on it as by this explainer: the map lies on it then.
+        """
         methods = None if method is None else [method]
         # tells of options that explain_batch has, and this one has not
         choose_methods(methods, options, asks=self.asks(target))
-        found = self.explain_batch([image], methods=methods, targets=target, readout=readout, **options)
+        originals = None if original is None else [original]
+        found = self.explain_batch(
+            [image], methods=methods, targets=target, readout=readout, originals=originals, **options
+        )
         if len(found) != 1:
             raise OptionError(f"One map was expected, and {target!r} asks for {len(found)}: use explain_batch.")
         return found[0]
@@ -144,18 +152,20 @@ class Explainer(PictureModel):
     @takes_method_options
     def explain_batch(
         self,
-        images: ImageSource | Sequence[ImageSource],
+        images: ImageInput | Sequence[ImageInput],
         *,
         methods: Sequence[MethodChoice] | None = None,
         targets: Targets | Contrast | Sequence[Contrast] = None,
         names: Sequence[str] | None = None,
         readout: Tensor | NDArray[Any] | None = None,
+        originals: Sequence[ImageSource] | None = None,
         **options: Any,
     ) -> list[Saliency]:
         """Explain several pictures with several methods: one forward pass, at most one backward pass per target.
 
         Args:
-            images: pictures, or one; those of one input size run as one batch.
+            images: images, or one; those of one input size run as one batch. A tensor [batch, 3, height, width] is a
+                batch of model inputs, normalised as the model expects, on any device.
             methods: names, or (name, options) pairs; by default gae with targets, prompts, reference pictures or a
                 function of answers, and rollout without.
             targets: one target for all; a list of targets that each class-specific method explains in turn, where
@@ -163,6 +173,7 @@ class Explainer(PictureModel):
             names: what to call each picture; by default its path, or "picture 1" and so on.
             readout: weights of the tokens that maps start at, [tokens], or of the patches, [rows, cols], for all
                 pictures; by default those that each output is computed from.
+            originals: the image of each tensor, which was placed on it as by this explainer: maps lie on these then.
             options: options for every method that has them.
 
         Returns:
@@ -172,6 +183,11 @@ class Explainer(PictureModel):
             VitflowError: a picture cannot be read, or an option is wrong; nothing is returned then.
         """
         sources = several(images)
+        if originals is not None:
+            if len(originals) != len(sources):
+                raise OptionError(f"Expected one original for each of {len(sources)} tensors, got {len(originals)}.")
+            named = [name_of(image, n) for n, image in enumerate(originals, start=1)] if names is None else names
+            sources = [self.placed(*each) for each in zip(sources, named, originals, strict=True)]
         chosen = choose_methods(methods, options, asks=self.asks(targets))
         if readout is not None and not any(starts_at_readout(one) for one in chosen):
             listed = ", ".join(one.name for one in chosen)
@@ -189,7 +205,7 @@ class Explainer(PictureModel):
 
     def _explain_asked(
         self,
-        sources: Sequence[ImageSource],
+        sources: Sequence[ImageInput],
         chosen: Chosen,
         targets: Any,
         names: Sequence[str] | None,

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import (
@@ -19,18 +17,18 @@ from vitflow.errors import (
     VitflowWarning,
     printable,
 )
+from vitflow.explaining.asked import PlacedPicture
 from vitflow.explaining.captions import departures, ends, python_call
 from vitflow.explaining.choices import MethodChoice, choose_methods, left_out
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_table import get_method
-from vitflow.explaining.picture_model import at_least_one, name_of
+from vitflow.explaining.picture_model import ImageInput, at_least_one, name_of
 from vitflow.explaining.refining import affinity_of
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.similarity import layer_features
 from vitflow.explaining.targets import Answer, Targets
 from vitflow.methods.refinement import AffinityName
 from vitflow.models.blocks import layer_output
-from vitflow.pictures.images import ImageSource
 from vitflow.recording.trace import Trace
 from vitflow.viewer.explorer import FUSED, ExploredPicture, ExplorerPage, ModelCall, make_explorer
 
@@ -39,13 +37,12 @@ READY_METHODS = ("gae", "gradient_rollout", "sampling", "consensus", "gradcam", 
 # What is made beforehand, too, where the browser cannot compute it.
 _OTHERWISE_LIVE = ("rollout", "attention")
 # A picture, RGB [height, width, 3].
-Pixels = NDArray[np.uint8]
 # Classes that the page names, and those for which class-specific maps are made by default.
 _ANSWERS, _TARGETS = 5, "top3"
 
 
 def explore(
-    images: ImageSource | Sequence[ImageSource],
+    images: ImageInput | Sequence[ImageInput],
     *,
     model: str | Path | nn.Module | Explainer,
     methods: Sequence[MethodChoice] | None = None,
@@ -121,22 +118,22 @@ class _Explorer:
     targets: Targets
     room: float
 
-    def picture(self, source: ImageSource, number: int) -> ExploredPicture:
+    def picture(self, source: ImageInput, number: int) -> ExploredPicture:
         """All that the page needs of a picture."""
         picture = self.explainer.placed(source, name_of(source, number))
         image, path = picture.image, str(source) if isinstance(source, str | Path) else None
         found = ExploredPicture(picture.name, path, image, picture.placement.window)
-        trace = self._record(image, found)
+        trace = self._record(picture, found)
         self._outputs(trace, found)
         self._features(trace, found)
         if found.layout is not None:
             self._affinities(trace, found)
-            self._heads(image, found)
-        saliencies = self._made(image, found)
+            self._heads(picture, found)
+        saliencies = self._made(picture, found)
         found.maps = [_map(saliency) for saliency in saliencies]
         return found
 
-    def _record(self, image: Pixels, found: ExploredPicture) -> Trace:
+    def _record(self, image: PlacedPicture, found: ExploredPicture) -> Trace:
         """Record what the browser computes with, or why it cannot."""
         explainer, weighted = self.explainer, True
         try:
@@ -205,7 +202,7 @@ class _Explorer:
             found.affinities[name] = affinity.matrix[0].cpu().numpy()
             found.uniform = found.uniform or (name == "attention" and bool(affinity.nearly_uniform[0]))
 
-    def _heads(self, image: Pixels, found: ExploredPicture) -> None:
+    def _heads(self, image: PlacedPicture, found: ExploredPicture) -> None:
         """Every head, if there may be room for them."""
         fused = next(iter(found.attention.values()))
         if fused.size > self.room:
@@ -214,7 +211,7 @@ class _Explorer:
         if len({len(layer) for layer in heads}) == 1:
             found.heads = torch.stack(heads).numpy()
 
-    def _made(self, image: Pixels, found: ExploredPicture) -> list[Saliency]:
+    def _made(self, image: PlacedPicture, found: ExploredPicture) -> list[Saliency]:
         """The maps that are made beforehand: unrefined where the browser can do that."""
         names: list[MethodChoice] = list(self.methods or READY_METHODS)
         if self.methods is None:

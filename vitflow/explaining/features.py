@@ -17,7 +17,7 @@ from vitflow.errors import OptionError
 from vitflow.explaining.asked import PlacedPicture
 from vitflow.explaining.captions import model_in_words
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.picture_model import at_least_one, name_of
+from vitflow.explaining.picture_model import ImageInput, at_least_one, name_of
 from vitflow.explaining.similarity import layer_features
 from vitflow.explaining.strips import in_rows
 from vitflow.methods.features import Components, principal_components
@@ -26,7 +26,7 @@ from vitflow.models.blocks import block_norms, block_paths, layer_output
 from vitflow.pictures import DPI, Interpolation, figures, overlay
 from vitflow.pictures.figures import Cell, Column, FigureResult, file_too
 from vitflow.pictures.geometry import Placement
-from vitflow.pictures.images import ImageSource, image_name
+from vitflow.pictures.images import image_name
 from vitflow.pictures.pen import Pen
 
 _MOST_COLUMNS = 6
@@ -171,7 +171,7 @@ class Features(FigureResult):
 
 
 def feature_maps(
-    images: ImageSource | Sequence[ImageSource],
+    images: ImageInput | Sequence[ImageInput],
     *,
     model: str | Path | nn.Module | Explainer,
     layer: int = -1,
@@ -225,7 +225,7 @@ def feature_maps(
 
 def _vectors(explainer: Explainer, picture: PlacedPicture, layer: int) -> torch.Tensor:
     """The features of the patches of a picture, [rows, cols, width]."""
-    trace = explainer.record(picture.image, attention=False, features=[layer_output(explainer.model, layer)[0]])
+    trace = explainer.record(picture, attention=False, features=[layer_output(explainer.model, layer)[0]])
     tokens, layout = layer_features(trace, layer)
     patches = tokens[0, layout.patches].cpu()
     return patches.view(layout.rows, layout.cols, -1)

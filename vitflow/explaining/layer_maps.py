@@ -15,13 +15,14 @@ from vitflow.explaining.choices import choose_methods, default_method, is_asked
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.explaining.options import OPTIONS, takes_method_options
+from vitflow.explaining.picture_model import ImageInput
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import bars_of, in_rows, map_cell
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.methods.fusion import check_layer
 from vitflow.pictures import figures
 from vitflow.pictures.figures import Block, Cell, Column, FigureResult, file_too
-from vitflow.pictures.images import ImageSource, image_name
+from vitflow.pictures.images import image_name
 from vitflow.pictures.pen import Pen, takes_drawing_options
 
 _MOST_COLUMNS = 6
@@ -127,7 +128,7 @@ class LayerMaps(FigureResult):
 
 @takes_method_options
 def layer_maps(
-    image: ImageSource,
+    image: ImageInput,
     *,
     model: str | Path | nn.Module | Explainer,
     method: str | None = None,

@@ -1,5 +1,6 @@
 """A model for pictures that is kept: what it says of itself, how pictures become its input, and what it answers."""
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, printable, unknown_name
+from vitflow.errors import OptionError, ShapeError, VitflowWarning, printable, unknown_name
 from vitflow.explaining.asked import PlacedPicture
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models import DTYPES
@@ -23,6 +24,7 @@ from vitflow.models.loading import load_model
 from vitflow.models.outputs import Outputs, features_of, similarity_outputs
 from vitflow.models.pairs import Prompts, is_pair, pair_of, prompt_outputs, refuse_without_prompts
 from vitflow.pictures import FITS
+from vitflow.pictures.geometry import place
 from vitflow.pictures.images import ImageSource, image_name, read_image
 from vitflow.pictures.preprocessing import InputSpec
 from vitflow.recording.isolation import default_device, evaluating, move_to, refuse_inference_tensors
@@ -33,6 +35,11 @@ from vitflow.recording.trace import Trace
 
 # Names of classes that a notebook shows.
 _NAMES_SHOWN = 12
+# How far beyond 0 and 1 the values of an image may lie: resizing overshoots.
+_BEYOND = 0.5
+
+#: An image, or the model input [channels, height, width] that it became.
+ImageInput = ImageSource | Tensor | PlacedPicture
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,6 +107,7 @@ class PictureModel:
             data_config = data_config or library_data_config(self.model)
             self.model, outputs = headless(self.model), Outputs(count=0)
         refuse_without_prompts(self.model)
+        self._warned = False  # that a tensor does not look normalised
         self._heads: dict[bool, Head | None] = {}  # of the outputs, and of these minus what they are set against
         self.device = move_to(self.model, device, None if dtype is None else getattr(torch, dtype))
         self.facts = read_facts(
@@ -221,26 +229,75 @@ class PictureModel:
         noise = np.random.RandomState(0).randint(0, 96, (2, *self.spec.size, 3), dtype=np.uint8)
         return torch.cat([self.pixels(noise[0]), self.pixels(noise[1] + 160)])
 
-    def pixels(self, image: ImageSource) -> Tensor:
-        """The model input that a picture becomes, [1, channels, height, width], on the explainer's device."""
+    def pixels(self, image: ImageInput) -> Tensor:
+        """The model input of an image, [1, channels, height, width], on the explainer's device."""
         return self._tensor([self.placed(image, "")])
 
-    def placed(self, source: ImageSource, name: str) -> PlacedPicture:
-        """A picture by the name that it is called, read and placed as the model sees it."""
+    def placed(self, source: ImageInput, name: str, original: ImageSource | None = None) -> PlacedPicture:
+        """An image, read and placed as the model sees it; `original` is the image of a model input."""
+        if isinstance(source, PlacedPicture):
+            return source
+        if isinstance(source, Tensor):
+            return self._placed_tensor(source, name, original)
+        if original is not None:
+            raise OptionError("original= is the image of a tensor, and was given with an image: leave it out.")
         image = read_image(source)
         return PlacedPicture(name, image, self.preprocessing.place((image.shape[0], image.shape[1])))
 
+    def _placed_tensor(self, pixels: Tensor, name: str, original: ImageSource | None) -> PlacedPicture:
+        """A model input, and the image that it shows: the original, or the input without its normalisation."""
+        pixels = pixels[0] if pixels.ndim == 4 and len(pixels) == 1 else pixels
+        channels, height, width = self.input_shape
+        size = (int(pixels.shape[1]), int(pixels.shape[2])) if pixels.ndim == 3 else (0, 0)
+        fits = pixels.ndim == 3 and len(pixels) == channels and (size == self.spec.size or self.spec.dynamic)
+        if not fits or not pixels.is_floating_point() or not torch.isfinite(pixels).all():
+            raise ShapeError(
+                f"Expected a finite float tensor [{channels}, {height}, {width}], normalised for {self.model_id}, or a "
+                f"batch of them, got {pixels.dtype} {list(pixels.shape)}."
+            )
+        pixels = pixels.detach()
+        values = pixels.float().cpu()
+        mean, std = (torch.tensor(each[:channels]).view(-1, 1, 1) for each in (self.spec.mean, self.spec.std))
+        shown = values * std + mean
+        if not self._warned and (
+            float(shown.min()) < -_BEYOND
+            or float(shown.max()) > 1 + _BEYOND
+            or (float(values.min()) >= 0 and float(values.max()) <= 1 < float(((1 - mean) / std).max()))
+        ):
+            self._warned = True
+            low, high = float((-mean / std).min()), float(((1 - mean) / std).max())
+            warnings.warn(
+                f"The tensor does not look normalised for {self.model_id}: its values are from {values.min():.3g} to "
+                f"{values.max():.3g}, and (image - mean) / std gives {low:.3g} to {high:.3g}, with "
+                f"mean={self.spec.mean} and std={self.spec.std}.",
+                VitflowWarning,
+                stacklevel=2,
+            )
+        if original is None:
+            image = (255 * shown).round().clamp(0, 255).to(torch.uint8).expand(3, -1, -1).permute(1, 2, 0).numpy()
+            return PlacedPicture(name, np.ascontiguousarray(image), place(size, size, fit="squash"), pixels, True)
+        image = read_image(original)
+        placement = self.preprocessing.place((image.shape[0], image.shape[1]))
+        if placement.input_size != size:
+            raise ShapeError(
+                f"Expected a tensor of {placement.input_size} pixels for this original and fit={self.fit!r}, "
+                f"got {size}."
+            )
+        return PlacedPicture(name, image, placement, pixels)
+
     def _tensor(self, pictures: Sequence[PlacedPicture]) -> Tensor:
-        arrays = [self.preprocessing.prepare(picture.image, picture.placement) for picture in pictures]
-        stacked = torch.from_numpy(np.stack(arrays))
-        parameter = next(self.model.parameters(), stacked)
-        return stacked.to(self.device, parameter.dtype)
+        inputs = [
+            torch.from_numpy(self.preprocessing.prepare(one.image, one.placement)) if one.pixels is None else one.pixels
+            for one in pictures
+        ]
+        parameter = next(self.model.parameters(), inputs[0])
+        return torch.stack([one.to(self.device, parameter.dtype) for one in inputs])
 
     def forward(self, pixels: Tensor) -> Any:
         """Run the model as it stands on model inputs [pictures, channels, height, width]; returns its own output."""
         return self.model(pixels, **forward_options(self.model, (pixels.shape[-2], pixels.shape[-1])))
 
-    def record(self, image: ImageSource, **options: Any) -> Trace:
+    def record(self, image: ImageInput, **options: Any) -> Trace:
         """Run the model on one picture and record its attention; options as for `record_attention`.
 
         Raises:
@@ -311,7 +368,9 @@ class PictureModel:
 
 
 def several(images: Any) -> Any:
-    """The pictures of a batch: a path, the bytes of a file, and an array [height, width] or [height, width, 3] are one.
+    """The images of a batch: a path, the bytes of a file, and an array [height, width] or [height, width, 3] are one.
+
+    So is a tensor [channels, height, width].
 
     >>> several("cats/tabby.jpg"), len(several(np.zeros((5, 9, 3)))), len(several(np.zeros((5, 9, 9, 3))))
     (['cats/tabby.jpg'], 1, 5)
@@ -319,7 +378,9 @@ def several(images: Any) -> Any:
     if isinstance(images, np.ndarray):
         one = images.ndim == 2 or (images.ndim == 3 and images.shape[2] in (3, 4))
         return [images] if one else images
-    if isinstance(images, str | bytes) or not isinstance(images, Iterable):
+    if isinstance(images, Tensor):
+        return [images] if images.ndim == 3 else list(images)
+    if isinstance(images, str | bytes | PlacedPicture) or not isinstance(images, Iterable):
         return [images]
     return images if isinstance(images, Sequence) else list(images)
 
@@ -331,6 +392,8 @@ def at_least_one(images: Any) -> Any:
     return sources
 
 
-def name_of(source: ImageSource, number: int) -> str:
-    """What a picture is called: by its path, or by its number."""
+def name_of(source: ImageInput, number: int) -> str:
+    """The name of an image: its path, or its number."""
+    if isinstance(source, PlacedPicture):
+        return source.name
     return str(source) if isinstance(source, str | Path) else f"picture {number}"

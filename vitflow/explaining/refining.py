@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from vitflow.errors import ShapeError, UnsupportedModelError, VitflowError, VitflowWarning, check_known
+from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError, VitflowWarning, check_known
 from vitflow.explaining.asked import AskedTrace, PlacedPicture
 from vitflow.explaining.choices import Chosen
 from vitflow.explaining.maps import Maps
@@ -161,8 +161,12 @@ def explain_shifted(
     Raises:
         UnsupportedModelError: as for `moves`.
     """
+    if picture.denormalised:
+        raise OptionError(
+            "shifts require an image to crop again, got a tensor: pass its image as original=, or shifts=0."
+        )
     pixels = moves(spec)
-    crops = [replace(picture, placement=moved(picture.placement, move)) for move in pixels]
+    crops = [replace(picture, placement=moved(picture.placement, move), pixels=None) for move in pixels]
     found = []
     for one in maps:
         if one.options.get("shifts"):

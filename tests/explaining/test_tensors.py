@@ -1,0 +1,149 @@
+"""Tensors as images: the batch of a DataLoader gives the maps that its images give."""
+
+import warnings
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torchvision
+import transformers
+
+import vitflow
+from vitflow import Explainer
+from vitflow.errors import OptionError, ShapeError, VitflowWarning
+
+DATA = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.25, 0.3), "crop_pct": 1.0}
+IMAGES = [np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8) for seed in range(3)]
+
+
+def model_of(library: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if library == "timm":
+        return timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=5).eval()
+    if library == "torchvision":
+        model = torchvision.models.VisionTransformer(32, 8, 2, 2, 24, 48, num_classes=5).eval()
+        torch.nn.init.normal_(model.heads.head.weight)  # which torchvision sets to 0
+        return model
+    config = transformers.ViTConfig(
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        image_size=32,
+        patch_size=8,
+        num_labels=5,
+        attn_implementation="eager",
+    )
+    return transformers.ViTForImageClassification(config).eval()
+
+
+def normalised(images: list[np.ndarray]) -> torch.Tensor:
+    pixels = torch.stack([torch.from_numpy(image).permute(2, 0, 1) / 255 for image in images])
+    return (pixels - torch.tensor(DATA["mean"]).view(3, 1, 1)) / torch.tensor(DATA["std"]).view(3, 1, 1)
+
+
+@pytest.mark.parametrize("library", ["timm", "transformers", "torchvision"])
+def test_the_batch_of_a_dataloader_is_explained_in_three_lines(library):
+    model, batch = model_of(library), normalised(IMAGES)
+
+    explainer = Explainer(model, data_config=DATA)
+    maps = explainer.explain_batch(batch, methods=["gae", "rollout"], targets=np.array([1, 2, 3]))
+    overlays = [one.overlay() for one in maps]
+
+    expected = explainer.explain_batch(IMAGES, methods=["gae", "rollout"], targets=np.array([1, 2, 3]))
+    assert [one.target for one in maps] == [one.target for one in expected]
+    for one, other, overlay in zip(maps, expected, overlays, strict=True):
+        np.testing.assert_allclose(one.grid, other.grid, rtol=0, atol=1e-5 * np.abs(other.grid).max())
+        np.testing.assert_array_equal(one.image, other.image)  # the normalisation is undone
+        assert overlay.shape == (32, 32, 3)
+
+
+@pytest.mark.parametrize("method", [method.name for method in vitflow.list_methods()])
+def test_every_method_explains_a_tensor_as_its_image(method):
+    explainer = Explainer(model_of("timm"), data_config=DATA)
+    options = {"masks": 8} if method in ("sampling", "consensus") else {}
+    if method == "similarity":
+        options["patch"] = (1, 2)
+    batch = normalised(IMAGES[:1])
+    kept = batch.clone()
+    tensor = explainer.explain(batch, method=method, **options)
+    image = explainer.explain(IMAGES[0], method=method, **options)
+    np.testing.assert_allclose(tensor.grid, image.grid, rtol=0, atol=1e-4 * np.abs(image.grid).max())
+    assert torch.equal(batch, kept) and not batch.requires_grad
+
+
+def test_one_tensor_with_or_without_a_batch_axis_is_one_image():
+    explainer, one = Explainer(model_of("timm"), data_config=DATA), normalised(IMAGES[:1])
+    first, second = explainer.explain(one), explainer.explain(one[0])
+    np.testing.assert_array_equal(first.grid, second.grid)
+    assert explainer.explain_batch(one[0])[0].source == "picture 1"
+
+
+def test_the_original_of_a_tensor_is_what_the_map_lies_on():
+    explainer = Explainer(model_of("timm"), data_config=DATA | {"crop_pct": 0.8})
+    original = np.random.default_rng(9).integers(0, 256, (50, 90, 3), dtype=np.uint8)
+    pixels = explainer.pixels(original)
+    found, expected = explainer.explain(pixels, original=original), explainer.explain(original)
+    np.testing.assert_allclose(found.grid, expected.grid, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(found.image, original)
+    assert found.placement == expected.placement != explainer.explain(pixels).placement
+    shifted = explainer.explain(pixels, original=original, shifts=4)
+    np.testing.assert_allclose(shifted.grid, explainer.explain(original, shifts=4).grid, rtol=0, atol=1e-6)
+    with pytest.raises(ShapeError, match="tensor of .* for this original"):
+        model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, dynamic_img_size=True)
+        Explainer(model, data_config=DATA, fit="squash").explain(pixels[..., :16], original=original)
+
+
+def test_layers_features_and_pages_take_tensors():
+    explainer, batch = Explainer(model_of("timm"), data_config=DATA | {"crop_pct": 0.5}), normalised(IMAGES)
+    exact = Explainer(model_of("timm"), data_config=DATA)
+    for found, expected in zip(
+        vitflow.layer_maps(batch[0], model=explainer).saliencies,
+        vitflow.layer_maps(IMAGES[0], model=exact).saliencies,
+        strict=True,
+    ):
+        np.testing.assert_allclose(found.grid, expected.grid, rtol=0, atol=1e-5)
+    found, expected = vitflow.feature_maps(batch, model=explainer), vitflow.feature_maps(IMAGES, model=exact)
+    np.testing.assert_allclose(found.components, expected.components, rtol=0, atol=1e-3)
+    assert len(vitflow.compare(batch, model=explainer, methods=["rollout", "centre"]).saliencies) == 6
+    assert "picture 2" in vitflow.explore(batch[:2], model=explainer).html
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [(torch.rand(3, 32, 32), "from .* to "), (torch.rand(3, 32, 32) * 255, "does not look normalised")],
+)
+def test_a_tensor_that_does_not_look_normalised_is_mentioned_once(values, told):
+    explainer = Explainer(model_of("timm"), data_config=DATA)
+    with pytest.warns(VitflowWarning, match=told):
+        explainer.explain(values)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        explainer.explain(values)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "told"),
+    [
+        (torch.zeros(3, 16, 16), r"float tensor \[3, 32, 32\].*got torch.float32 \[3, 16, 16\]"),
+        (torch.zeros(1, 32, 32), r"got torch.float32 \[1, 32, 32\]"),
+        (torch.zeros(32, 32), r"got torch.float32 \[32, 32\]"),
+        (torch.zeros(2, 3, 32, 32), r"got torch.float32 \[2, 3, 32, 32\]"),
+        (torch.zeros(3, 32, 32, dtype=torch.uint8), "got torch.uint8"),
+        (torch.full((3, 32, 32), torch.nan), "finite"),
+    ],
+)
+def test_a_tensor_that_is_no_input_of_the_model_is_refused(pixels, told):
+    with pytest.raises(ShapeError, match=told):
+        Explainer(model_of("timm"), data_config=DATA).explain(pixels)
+
+
+def test_shifts_and_originals_without_their_other_half_are_refused():
+    explainer = Explainer(model_of("timm"), data_config=DATA)
+    with pytest.raises(OptionError, match="shifts require an image"):
+        explainer.explain(normalised(IMAGES)[0], shifts=4)
+    with pytest.raises(OptionError, match="leave it out"):
+        explainer.explain(IMAGES[0], original=IMAGES[0])
+    with pytest.raises(OptionError, match="one original for each of 3"):
+        explainer.explain_batch(normalised(IMAGES), originals=IMAGES[:2])
