@@ -4,7 +4,7 @@
 
 A small encoder learns from drawn sentences whether the verb to come is singular or plural ("the key to the cabinets" →
 singular). Then, as in the paper, the [CLS] token's raw attention, rollout and flow of each layer are ranked against
-blank-out scores (how much the right answer loses without a word) and against input gradients. Some three minutes on one
+occlusion scores (how much the right answer loses without a word) and against input gradients. Some three minutes on one
 core; the paper's numbers are printed beside.
 """
 
@@ -35,7 +35,7 @@ PAD, UNK, CLS = 0, 1, 2
 
 # Tables 1 and 2 of the paper: mean Spearman correlation over 2,000 sentences, layers 1 to 6.
 PAPER = {
-    "blank-out": {
+    "occlusion": {
         "raw attention": (0.69, 0.10, -0.11, -0.09, 0.20, 0.29),
         "rollout": (0.32, 0.38, 0.51, 0.62, 0.70, 0.71),
         "flow": (0.32, 0.44, 0.70, 0.70, 0.71, 0.70),
@@ -112,7 +112,7 @@ def train(steps: int, batch: int = 64) -> nn.Module:
 
 
 def references(model: nn.Module, ids: Tensor, plural: int) -> dict[str, np.ndarray]:
-    """Blank-out and input gradient of each word of one sentence [1, tokens], without [CLS]."""
+    """Occlusion and input gradient of each word of one sentence [1, tokens], without [CLS]."""
     blanked = ids.repeat(ids.shape[1], 1)
     blanked[torch.arange(1, ids.shape[1]), torch.arange(1, ids.shape[1])] = UNK  # the first row stays whole
     with torch.no_grad():
@@ -120,7 +120,7 @@ def references(model: nn.Module, ids: Tensor, plural: int) -> dict[str, np.ndarr
     vectors = model.get_input_embeddings()(ids).detach().requires_grad_()
     [gradient] = torch.autograd.grad(model(inputs_embeds=vectors).logits.softmax(-1)[0, plural], vectors)
     return {
-        "blank-out": (probability[0] - probability[1:]).numpy(),
+        "occlusion": (probability[0] - probability[1:]).numpy(),
         "input gradient": gradient[0, 1:].norm(dim=-1).numpy(),
     }
 

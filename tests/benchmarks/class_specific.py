@@ -71,7 +71,7 @@ def localise(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pictures", type=int, default=500)
-    parser.add_argument("--occlusion", action="store_true", help="blank-out too: 145 forward passes per picture")
+    parser.add_argument("--occlusion", action="store_true", help="occlusion too: 145 forward passes per picture")
     parser.add_argument("--refine", type=int, help="steps, instead of each method's default")
     parser.add_argument("--affinity", choices=AFFINITIES, help="of the refinement, instead of each method's default")
     given = parser.parse_args()

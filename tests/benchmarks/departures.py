@@ -22,7 +22,7 @@ from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.files import find_images
 from vitflow.methods.ranks import spearman
 
-# Blank-out and sampling ask many times; what they leave of their publications is told in words.
+# Occlusion and sampling ask many times; what they leave of their publications is told in words.
 _IMPROVED: dict[str, dict[str, Any]] = {"attention": {"value_weighted": "output", "refine": 1}}
 
 

@@ -17,7 +17,7 @@ import torch
 import vitflow
 from vitflow.demo import sample_pictures
 
-# Blank-out of every patch takes a forward pass each: larger ones say as much here.
+# Occlusion of every patch takes a forward pass each: larger ones say as much here.
 _OPTIONS = {"occlusion": {"patch_size": 56}}
 
 

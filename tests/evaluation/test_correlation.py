@@ -174,7 +174,7 @@ def test_mean_and_standard_deviation_leave_undefined_pictures_out():
 
 def test_the_table_is_that_of_the_paper():
     assert result().to_markdown() == (
-        "| Spearman with blank-out | L1 | L2 |\n"
+        "| Spearman with occlusion | L1 | L2 |\n"
         "| --- | ---: | ---: |\n"
         "| raw attention | 0.40 ± 0.36 | −0.10 ± 0.14 |\n"
         "| attention flow | – | 0.50 |\n"
@@ -202,7 +202,7 @@ def test_the_chart_has_a_line_per_method_and_a_panel_per_reference(explainer):
         PICTURES, model=explainer, methods=["attention", "rollout"], references=["input_gradient", "occlusion"]
     )
     figure = found.figure()
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["with input gradient", "with blank-out"]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["with input gradient", "with occlusion"]
     for axes, reference in zip(figure.axes, found.references, strict=True):
         lines = [line for line in axes.get_lines() if line.get_marker() != "None"]
         for line, method in zip(lines, found.methods, strict=True):

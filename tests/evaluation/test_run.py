@@ -185,7 +185,7 @@ def test_rank_correlation_by_layer_is_a_group_of_its_own(explainer):
     found = evaluate("demo:2", model=explainer, methods=["centre"], metrics=["correlation"], sanity_pictures=1)
     assert found.correlation.values.shape == (2, 3, 6, 1)
     assert found.metrics == ()
-    assert "Spearman with blank-out" in found.to_markdown()
+    assert "Spearman with occlusion" in found.to_markdown()
 
 
 # --- What cannot be measured -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Blank-out against a literal loop, and on models without attention."""
+"""Occlusion against a literal loop, and on models without attention."""
 
 import math
 from decimal import Decimal, localcontext

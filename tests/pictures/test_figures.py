@@ -231,7 +231,7 @@ def test_a_chart_shows_values_bands_and_gaps(tmp_path):
         Series("rollout", x, [0.1, 0.4, None, 0.2], [0.1, 0.2, None, None]),
         Series("虎 $x", x, [0.5, 0.1, 0.3, -0.2], [0.1] * 4),
     ]
-    figure = draw_lines({"with blank-out": series, "with $y": series[:1]}, x_label="layer", y_label="ρ")
+    figure = draw_lines({"with occlusion": series, "with $y": series[:1]}, x_label="layer", y_label="ρ")
     first, second = figure.axes
     rollout, other = (line for line in first.get_lines() if line.get_marker() != "None")
     np.testing.assert_allclose(rollout.get_ydata(), [0.1, 0.4, np.nan, 0.2])

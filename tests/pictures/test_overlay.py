@@ -265,7 +265,7 @@ def test_constant_maps_draw_constant():
 
 
 def signed_grid() -> np.ndarray:
-    """What blank-out gives: a quarter of the patches below 0, one outlier, and four patches that cost nothing."""
+    """What occlusion gives: a quarter of the patches below 0, one outlier, and four patches that cost nothing."""
     grid = random_grid(14, 14) - 0.25
     grid[9, 9] = 5.0
     grid[:2, :2] = 0.0

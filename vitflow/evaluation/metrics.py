@@ -211,7 +211,7 @@ GROUPS = ("localisation", "faithfulness", "sanity", "grid", "correlation")
 DEFAULT_GROUPS = ("localisation", "faithfulness", "sanity")
 
 CORRELATION_SILENT = (
-    "Blank-out and input gradients are no ground truth either: that maps rank patches as these do says that they "
+    "Occlusion and input gradients are no ground truth either: that maps rank patches as these do says that they "
     "agree, not that they are right."
 )
 

@@ -83,7 +83,7 @@ def evaluate(
         data: drawn pictures ("demo:500"), annotations, a folder or list of pictures; see `open_dataset`.
         model: a model id (see `load_model`), a module, an Explainer, or a function that makes one when it is needed.
         methods: names, or (name, options) pairs; "all" for every method that applies to the model; by default all of
-            these but blank-out, sampling, consensus and LeGrad, which run the model many times (of "all" they are left
+            these but occlusion, sampling, consensus and LeGrad, which run the model many times (of "all" they are left
             out of the sanity checks), and similarity. The baselines `random` and `centre` are added.
         metrics: names or groups ("localisation", "faithfulness", "sanity", "grid", "correlation"), or "all" among them;
             by default the first three groups.

@@ -245,7 +245,7 @@ def occlusion(trace: AskedTrace, *, patch_size: int | None, occlusion_batch: int
     predict = trace.log_odds if score == "log-odds" else trace.predict
     assert trace.pixels is not None
     options = {"rows": rows, "cols": cols, "batch_size": occlusion_batch}
-    with tracking("blank-out", len(trace.pixels) * rows * cols) as progress:
+    with tracking("occlusion", len(trace.pixels) * rows * cols) as progress:
         maps = blank_out.occlusion(predict, trace.pixels, trace.wanted, progress=progress, **options)
     return Maps(maps)
 

@@ -10,19 +10,19 @@ from vitflow.errors import OptionError, check_known
 from vitflow.explaining.method import METHODS as _METHODS
 from vitflow.explaining.method import Method
 
-#: Maps that know nothing of the model's answer: a map that looks no better than these says nothing.
+#: Maps that do not depend on the model: a map that scores no better has no information.
 BASELINES = ("random", "centre")
-#: What is compared unless the caller chooses, as far as the model has classes; baselines last.
+#: The methods of a comparison by default; class-specific ones if the model has classes; baselines last.
 DEFAULT_METHODS = ("attention", "rollout", "flow", "gradient_rollout", "gae", "gradcam", *BASELINES)
 
 _PAPER = "Abnar & Zuidema, ACL 2020"
 
 
 def is_slow(name: str) -> bool:
-    """Whether a method takes long enough on a picture to tell its progress meanwhile.
+    """Return whether a method takes long enough on an image for a progress bar.
 
     Raises:
-        OptionError: there is no such method.
+        OptionError: unknown method.
     """
     return name == "flow" or "predict" in get_method(name).needs
 
@@ -49,7 +49,7 @@ def register_method(
 
 
 def get_method(name: str) -> Method:
-    """The method of that name; OptionError that lists the known ones if there is none."""
+    """Return the method of that name; OptionError lists the known ones."""
     check_known("method", name, _METHODS)
     return _METHODS[name]
 
@@ -59,23 +59,23 @@ def list_methods() -> list[Method]:
     return list(_METHODS.values())
 
 
-# How attention is weighted, where maps are refined by default; and likewise of those that depend on the class.
+# Value weighting and refinement by default, of all methods on attention and of class-specific ones.
 _WEIGHTED = {"value_weighted": "output", "patch": None, "refine": 1}
 _BY_CLASS = {**_WEIGHTED, "affinity": "both"}
-# What the papers on attention do in their place.
+# What the papers use instead.
 _PLAIN = {"head_fusion": "mean", "value_weighted": False}
-# What sampling draws and asks at once.
+# Options of sampling.
 _MASKS = {"masks": 256, "keep": 0.3, "cells": 7, "random_seed": 0, "occlusion_batch": 32}
 
-#: The function of rollout, of which the layers' product is enough to know.
+#: The function of rollout, which needs the product of the layers alone.
 ROLLOUT = "vitflow.explaining.maps:rollout"
 
 register_method(
     "rollout",
     ROLLOUT,
     title="Attention rollout",
-    summary="Attention rollout: attention as proportions, multiplied through the layers.",
-    question="How much of each patch arrives at the top, if attention mixes tokens in proportion?",
+    summary="Attention rollout: the product of the attention matrices of all layers, with residual connections.",
+    question="How much of each patch reaches the output, if attention mixes tokens in proportion?",
     defaults={
         "head_fusion": "max",
         "discard_ratio": 0.9,
@@ -93,7 +93,7 @@ register_method(
     "vitflow.explaining.maps:attention",
     title="Raw attention",
     summary="Raw attention of one layer, fused or of one head.",
-    question="What does the readout attend to in one layer?",
+    question="What do the readout tokens attend to in one layer?",
     defaults={
         "head_fusion": "mean",
         "layer": -1,
@@ -110,8 +110,8 @@ register_method(
     "flow",
     "vitflow.explaining.maps:flow",
     title="Attention flow",
-    summary="Attention flow: attention as capacities, and the maximum flow from the answer to each patch.",
-    question="How much of each patch could arrive at the top at most, if attention is capacity?",
+    summary="Attention flow: the maximum flow from the output to each patch, with attention as capacity.",
+    question="How much of each patch can reach the output at most, if attention is capacity?",
     defaults={
         "layers": 4,
         "below": "rollout",
@@ -132,7 +132,7 @@ register_method(
     "vitflow.explaining.maps:gradient_rollout",
     title="Gradient rollout",
     summary="Gradient rollout: rollout over attention times its gradient for the class.",
-    question="Along which ways of attention does each patch raise this class?",
+    question="Along which attention paths does each patch increase the score of this class?",
     defaults={"head_fusion": "max", "discard_ratio": 0.0, "residual": 0.5, "start_layer": 1, **_BY_CLASS},
     needs={"heads", "gradients"},
     class_specific=True,
@@ -143,8 +143,8 @@ register_method(
     "gae",
     "vitflow.explaining.maps:gae",
     title="GAE",
-    summary="Generic attention explainability: attention times its gradient, added up through the layers.",
-    question="Which attention raises this class?",
+    summary="Generic attention explainability: attention times its gradient, accumulated over the layers.",
+    question="Which attention increases the score of this class?",
     defaults={"head_fusion": "max", "start_layer": 1, **_BY_CLASS},
     needs={"heads", "gradients"},
     class_specific=True,
@@ -155,8 +155,8 @@ register_method(
     "legrad",
     "vitflow.explaining.maps:legrad",
     title="LeGrad",
-    summary="LeGrad: positive gradients of each layer's own answer by its attention, averaged.",
-    question="Which attention raises the answer that each layer's own tokens would give?",
+    summary="LeGrad: positive gradients of the output of each layer with respect to its attention, averaged.",
+    question="Which attention increases the output that the tokens of each layer would give?",
     defaults={"start_layer": 1, "pooled": "mean"},
     needs={"heads", "gradients", "tokens", "predict"},
     class_specific=True,
@@ -167,7 +167,7 @@ register_method(
     "vitflow.explaining.maps:gradcam",
     title="Grad-CAM",
     summary="Grad-CAM on the tokens of one block.",
-    question="Which patch features raise this class?",
+    question="Which patch features increase the score of this class?",
     defaults={"layer": -1},
     needs={"features", "gradients"},
     class_specific=True,
@@ -177,8 +177,8 @@ register_method(
     "input_gradient",
     "vitflow.explaining.maps:input_gradient",
     title="Input gradient",
-    summary="Absolute gradient of the class by the pixels, summed per patch.",
-    question="Which pixels change this class?",
+    summary="Absolute gradient of the class score with respect to the pixels, summed per patch.",
+    question="Which pixels change the score of this class?",
     defaults={"patch_size": None},
     needs={"gradients"},
     class_specific=True,
@@ -187,9 +187,9 @@ register_method(
 register_method(
     "occlusion",
     "vitflow.explaining.maps:occlusion",
-    title="Blank-out",
-    summary="Blank-out: what the class's log-odds lose when a patch is hidden.",
-    question="Which patches does this class lose most without?",
+    title="Occlusion",
+    summary="Occlusion: the drop in the log-odds of the class when a patch is hidden.",
+    question="Which patches does the score of this class depend on most?",
     defaults={"patch_size": None, "occlusion_batch": 32, "score": "log-odds"},
     needs={"predict"},
     class_specific=True,
@@ -200,8 +200,8 @@ register_method(
     "sampling",
     "vitflow.explaining.sampling:sampling",
     title="Sampling",
-    summary="Sampling: the class's log-odds with a patch less those without it, over random choices of the others.",
-    question="Which patches raise this class, wherever the others are?",
+    summary="Sampling: the log-odds of the class with a patch minus without it, over random choices of the others.",
+    question="Which patches increase the score of this class, whatever other patches are visible?",
     defaults={**_MASKS, "refine": 1, "affinity": "both"},
     needs={"predict"},
     class_specific=True,
@@ -212,8 +212,8 @@ register_method(
     "consensus",
     "vitflow.explaining.sampling:consensus",
     title="Consensus",
-    summary="Consensus: the geometric mean of GAE and sampling, each refined; sampling weighs twice as much.",
-    question="Which patches raise this class both by the model's gradients and by trial?",
+    summary="Consensus: the geometric mean of GAE and sampling, each refined; sampling has twice the weight.",
+    question="Which patches increase the score of this class by gradients and by sampling?",
     defaults={"head_fusion": "signed_mean", "value_weighted": "output", **_MASKS, "refine": 1, "affinity": "both"},
     needs={"heads", "gradients", "predict"},
     class_specific=True,
@@ -223,8 +223,8 @@ register_method(
     "similarity",
     "vitflow.explaining.similarity:similarity",
     title="Similar patches",
-    summary="Similarity: the cosine of each patch's features to those of a patch, a box, or the class token.",
-    question="Which patches hold what this one, or this box, holds?",
+    summary="Similarity: the cosine of the features of each patch and those of a patch, a box, or the class token.",
+    question="Which patches have features similar to this patch or box?",
     defaults={"layer": -1, "patch": None, "box": None},
     needs={"tokens"},
     refined="never",
@@ -235,7 +235,7 @@ register_method(
     "vitflow.explaining.maps:random",
     title="Random map",
     summary="Baseline: random numbers.",
-    question="What does a map look like that knows nothing?",
+    question="What does a map without information look like?",
     defaults={"random_seed": 0},
     refined="never",
 )
@@ -243,8 +243,8 @@ register_method(
     "centre",
     "vitflow.explaining.maps:centre",
     title="Centre prior",
-    summary="Baseline: a bump in the middle of the picture.",
-    question="What does a map look like that only knows where photographers put things?",
+    summary="Baseline: a Gaussian at the centre of the image.",
+    question="What does a map look like that always points to the centre?",
     defaults={"sigma": 0.25},
     refined="never",
 )

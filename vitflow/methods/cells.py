@@ -91,7 +91,7 @@ def occlusion(
     batch_size: int = 32,
     progress: Callable[[int], object] = lambda _: None,
 ) -> Tensor:
-    """Blank-out: the drop in the target's score when one patch is replaced by the picture's mean colour.
+    """Occlusion: the drop in the target's score when one patch is replaced by the picture's mean colour.
 
     The mean is each picture's own, per channel, over its whole model input. A negative value says that the model is
     surer without the patch. The map is in the unit of the scores.
@@ -113,7 +113,7 @@ def occlusion(
         OptionError: batch_size is less than 1.
         ShapeError: pixels or targets have the wrong shape, or there are more patches than pixels.
 
-    Source: Zeiler & Fergus, "Visualizing and Understanding Convolutional Networks", ECCV 2014, §3; the blank-out scores
+    Source: Zeiler & Fergus, "Visualizing and Understanding Convolutional Networks", ECCV 2014, §3; the occlusion scores
     of Abnar & Zuidema, ACL 2020, §4.
 
     >>> brightness = lambda pixels: pixels.mean(dim=(1, 2, 3)).unsqueeze(1)

@@ -82,8 +82,8 @@ def draw_lines(
         bottom: the lowest y that is shown; by default as far as the lines go.
 
     >>> series = Series("rollout", [1, 2], [0.1, 0.4], [0.1, None])
-    >>> [axes.get_title(loc="left") for axes in draw_lines({"blank-out": [series]}, x_label="layer", y_label="ρ").axes]
-    ['blank-out']
+    >>> [axes.get_title(loc="left") for axes in draw_lines({"occlusion": [series]}, x_label="layer", y_label="ρ").axes]
+    ['occlusion']
     """
     labels = list(dict.fromkeys(one.label for series in charts.values() for one in series))
     panel = 4.2 if len(charts) == 1 else 3.0

@@ -37,7 +37,7 @@ class _MethodOrAll(MethodWithOptions):
     metavar="NAME[:OPTION=VALUE,…]|all",
     help="A method to measure, also with options of its own: rollout:preset=paper. Repeat it for more; all: every "
     "method that applies to the model. The baselines are always there.  [default: all but similarity and those that "
-    "run the model many times: blank-out, sampling, consensus, LeGrad]",
+    "run the model many times: occlusion, sampling, consensus, LeGrad]",
 )
 @click.option(
     "--metric",

@@ -1,6 +1,6 @@
 """The evidence of the paper, on images: do attention, rollout and flow rank patches as blanking them out does?
 
-Abnar & Zuidema report, layer by layer, how raw attention, attention rollout and attention flow correlate with blank-out
+Abnar & Zuidema report, layer by layer, how raw attention, attention rollout and attention flow correlate with occlusion
 scores and with input gradients (their Tables 1 to 3, on sentences). This is the same for pictures.
 """
 
@@ -41,7 +41,6 @@ _WORDS = {
     "attention": "raw attention",
     "rollout": "attention rollout",
     "flow": "attention flow",
-    "occlusion": "blank-out",
     "input_gradient": "input gradient",
 }
 

@@ -93,7 +93,7 @@ def faithfulness_curves(
     - "drop": nothing. Its token leaves the sequence behind the patch and position embedding. With everything removed
       the prefix tokens answer alone; a model that pools patches is shown the blank picture there, for of no patches
       there is no average.
-    - "blank": the picture's mean colour over its model input, as in blank-out.
+    - "blank": the picture's mean colour over its model input, as in occlusion.
     - "blur": the picture blurred by a Gaussian with a σ of a quarter of its shorter side.
 
     Args:

@@ -109,7 +109,7 @@ def patch_order(grid: NDArray[np.floating[Any]]) -> Numbers:
 
 
 def blank(pixels: Tensor) -> Tensor:
-    """The picture's mean colour over its whole model input, as in blank-out, [1, channels, height, width]."""
+    """The picture's mean colour over its whole model input, as in occlusion, [1, channels, height, width]."""
     return pixels.mean(dim=(2, 3), keepdim=True).expand_as(pixels)
 
 
