@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -516,8 +517,23 @@ def test_a_saved_evaluation_holds_every_number(saved):
 
 def test_no_cell_of_a_csv_is_a_formula(saved):
     found = replace(saved[0], pictures=tuple({**one, "class_name": "=1+2"} for one in saved[0].pictures))
-    text = results.results_csv(found)
+    text = found.results().to_csv()
     assert ",'=1+2," in text and ",=1+2," not in text
+
+
+def test_tables_for_other_programs(saved, monkeypatch):
+    found, place = saved
+    pandas = pytest.importorskip("pandas")
+    for name, table in (("results", found.results()), ("summary", found.summary()), ("differences", found.pairs())):
+        assert (place / f"{name}.csv").read_text(encoding="utf-8") == table.to_csv()
+        frame, records = table.to_pandas(), table.to_dicts()
+        assert tuple(frame.columns) == table.columns and len(frame) == len(records) == len(table.rows)
+        pandas.testing.assert_frame_equal(frame, pandas.DataFrame(records))
+    best = found.summary().to_pandas().query("metric == 'roc_auc' and method in @found.asked")["mean"].max()
+    assert found.ranking("roc_auc")[0][1] == best
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(OptionError, match="pip install pandas"):
+        found.summary().to_pandas()
 
 
 def test_tables_alone(saved, tmp_path):

@@ -135,12 +135,8 @@ def _rows(evaluation: Tables, metrics: Sequence[Metric]) -> list[dict[str, Any]]
 
 def _best(evaluation: Tables, metric: Metric) -> list[str]:
     """The methods with the best mean, as it is written; baselines and blurred twins do not compete."""
-    means = {row.method: row.estimate.mean for row in evaluation.table(metric.name) if row.method in evaluation.asked}
-    known = {name: mean for name, mean in means.items() if mean is not None}
-    if not known:
-        return []
-    best = (max if metric.better == "higher" else min)(known.values())
-    return [name for name, mean in known.items() if decimal(mean) == decimal(best)]
+    ranking = evaluation.ranking(metric.name)
+    return [name for name, mean in ranking if decimal(mean) == decimal(ranking[0][1])]
 
 
 def _level_with_random(evaluation: Tables, metric: Metric) -> set[str]:

@@ -1,11 +1,8 @@
 """Evaluation: what was measured on all pictures, as tables, differences between methods, files and a page."""
 
-import csv
-import io
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, astuple, fields
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +13,11 @@ from vitflow.errors import OptionError, unknown_name
 from vitflow.evaluation.charts import draw_bars, save_charts
 from vitflow.evaluation.metrics import Metric
 from vitflow.evaluation.page import write_page
-from vitflow.evaluation.statistics import Estimate, defined_means, markdown_table
+from vitflow.evaluation.statistics import defined_means, markdown_table
 from vitflow.evaluation.tables import Tables
 from vitflow.evaluation.verdict import verdict
 from vitflow.files import write_atomically
 from vitflow.pictures.figures import bundle, html_table, save_figure
-from vitflow.runs.columns import kinds_in, plain_cell
-
-# Columns of the CSV files.
-_PICTURE = tuple(kinds_in("results"))
-_ESTIMATE = [field.name for field in fields(Estimate)]
 
 
 class Evaluation(Tables):
@@ -78,27 +70,22 @@ class Evaluation(Tables):
         return record
 
     def _metric_record(self, metric: Metric) -> dict[str, Any]:
-        rows = [
-            {"method": row.method, "baseline": row.baseline, **asdict(row.estimate)} for row in self.table(metric.name)
-        ]
-        pairs = [
-            {
-                "first": one.first,
-                "second": one.second,
-                **asdict(one.estimate),
-                "above": one.above,
-                "clear": one.is_clear,
-            }
-            for one in self.differences(metric.name)
-        ]
+        tables = {"table": self.summary(), "differences": self.pairs()}
+        rows = {
+            name: [
+                {key: value for key, value in row.items() if key not in ("metric", "better")}
+                for row in table.to_dicts()
+                if row["metric"] == metric.name
+            ]
+            for name, table in tables.items()
+        }
         return {
             "title": metric.title,
             "group": metric.group,
             "better": metric.better,
             "says": metric.says,
             "does_not_show": metric.silent,
-            "table": rows,
-            "differences": pairs,
+            **rows,
         }
 
     def to_markdown(self, group: str | None = None) -> str:
@@ -143,15 +130,14 @@ class Evaluation(Tables):
         writers: dict[str, Callable[[], str]] = {
             ".json": self._summary_json,
             ".md": self.to_markdown,
-            ".csv": lambda: summary_csv(self),
+            ".csv": lambda: self.summary().to_csv(),
         }
         if suffix in writers:
             return _write(path, writers[suffix]())
         if suffix and not path.is_dir() and suffix in (".html", ".txt", ".png", ".pdf", ".svg", ".jsonl", ".parquet"):
             raise OptionError(unknown_name("file type", suffix, writers) + " A name without a suffix is a folder.")
-        _write(path / "results.csv", results_csv(self))
-        _write(path / "summary.csv", summary_csv(self))
-        _write(path / "differences.csv", differences_csv(self))
+        for name, table in {"results": self.results(), "summary": self.summary(), "differences": self.pairs()}.items():
+            _write(path / f"{name}.csv", table.to_csv())
         _write(path / "summary.json", self._summary_json())
         for number, figure in enumerate(self.grids, start=1):
             save_figure(figure, path / "figures" / f"grid-{number}.png")
@@ -165,48 +151,6 @@ class Evaluation(Tables):
 def _mean_curves(values: NDArray[np.float64]) -> list[list[float | None]]:
     """The mean over pictures of [pictures, methods, points], NaN left out; None where nothing is left."""
     return [[None if np.isnan(mean) else mean for mean in row] for row in defined_means(values).tolist()]
-
-
-def results_csv(evaluation: Tables) -> str:
-    """A row per picture, method and metric; the value is empty where it is not defined."""
-    rows: list[Sequence[Any]] = [[*_PICTURE, "method", "metric", "value"]]
-    for number, picture in enumerate(evaluation.pictures):
-        known = [picture.get(name) for name in _PICTURE]
-        metrics = [metric for metric in evaluation.metrics if metric.group in picture["groups"]]
-        for place, method in enumerate(evaluation.methods):
-            for metric in metrics:
-                value = evaluation.values[metric.name][number, place]
-                rows.append([*known, method, metric.name, "" if np.isnan(value) else float(value)])
-    return _csv(rows)
-
-
-def summary_csv(evaluation: Tables) -> str:
-    """A row per metric and method: mean, standard error, interval, how many pictures have a value."""
-    rows: list[Sequence[Any]] = [["metric", "better", "method", "baseline", *_ESTIMATE]]
-    for metric in evaluation.metrics:
-        rows += [
-            [metric.name, metric.better, row.method, row.baseline, *astuple(row.estimate)]
-            for row in evaluation.table(metric.name)
-        ]
-    return _csv(rows)
-
-
-def differences_csv(evaluation: Tables) -> str:
-    """A row per metric and pair of methods: first − second on the same pictures."""
-    rows: list[Sequence[Any]] = [["metric", "first", "second", *_ESTIMATE, "above", "clear"]]
-    for metric in evaluation.metrics:
-        rows += [
-            [metric.name, one.first, one.second, *astuple(one.estimate), one.above, one.is_clear]
-            for one in evaluation.differences(metric.name)
-        ]
-    return _csv(rows)
-
-
-def _csv(rows: Iterable[Sequence[Any]]) -> str:
-    """CSV in which no cell starts a formula, whatever it says."""
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows(map(plain_cell, row) for row in rows)
-    return text.getvalue()
 
 
 def _write(path: Path, text: str) -> Path:

@@ -152,7 +152,7 @@ def evaluate(
     if output is not None:
         with finishing(output):
             if grids:
-                best = _apart(evaluation)
+                best = [name for name, _ in evaluation.ranking("grid_auc")] if "grid_auc" in evaluation.values else []
                 evaluation = replace(evaluation, grids=draw_grids(grids, explainer, protocol.methods, best))
             evaluation.save(Path(output))
     return evaluation
@@ -171,13 +171,6 @@ def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol, sanity
         **removing,
     }
     return run_fingerprint("evaluation", data, explainer.fingerprint(), protocol.methods, measured)
-
-
-def _apart(evaluation: Evaluation) -> list[str]:
-    """The methods that tell classes apart, the best first."""
-    rows = evaluation.table("grid_auc") if "grid_auc" in evaluation.values else []
-    known = {row.method: row.estimate.mean for row in rows if row.estimate.mean is not None and not row.baseline}
-    return sorted(known, key=lambda method: -known[method])
 
 
 def _questions(explainer: Explainer) -> Callable[[Labelled], Question]:

@@ -1,7 +1,9 @@
 """Tables of an evaluation: what was measured on all pictures, and what follows from it for each metric."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import combinations
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from vitflow.errors import check_known
+from vitflow.errors import OptionError, check_known
 from vitflow.evaluation.choices import is_twin, twin_of
 from vitflow.evaluation.measures.correlation import RankCorrelation
 from vitflow.evaluation.measures.localisation import accumulated_iou
@@ -18,6 +20,56 @@ from vitflow.evaluation.statistics import RESAMPLES, Difference, Estimate, estim
 from vitflow.explaining.captions import departures_from_paper
 from vitflow.explaining.method import METHODS
 from vitflow.explaining.method_table import BASELINES
+from vitflow.runs.columns import kinds_in, plain_cell
+
+# Columns of the tables: what is known of an image, and an estimate.
+_PICTURE = tuple(kinds_in("results"))
+_ESTIMATE = tuple(field.name for field in fields(Estimate))
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows with named columns, for other programs.
+
+    Attributes:
+        columns: their names.
+        rows: the values of each row; None or NaN if a value is undefined.
+
+    >>> print(Table(("method", "mean"), [("rollout", 0.5), ("random", None)]).to_csv(), end="")
+    method,mean
+    rollout,0.5
+    random,
+    """
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """The rows as dicts, ready for JSON; None for undefined values."""
+        return [dict(zip(self.columns, map(_defined, row), strict=True)) for row in self.rows]
+
+    def to_csv(self) -> str:
+        """The rows as CSV; undefined values are empty, and no cell starts a formula."""
+        text = io.StringIO(newline="")
+        rows = [["" if _defined(value) is None else value for value in row] for row in self.rows]
+        csv.writer(text, lineterminator="\n").writerows(map(plain_cell, row) for row in [self.columns, *rows])
+        return text.getvalue()
+
+    def to_pandas(self) -> Any:
+        """The rows as a pandas DataFrame.
+
+        Raises:
+            OptionError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise OptionError("to_pandas() requires pandas: pip install pandas, or use to_csv().") from error
+        return pandas.DataFrame(self.to_dicts(), columns=list(self.columns))
+
+
+def _defined(value: Any) -> Any:
+    return None if isinstance(value, float) and np.isnan(value) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +186,41 @@ class Tables:
                 list(self.methods), self._values_of(metric), self._pairs, resamples=self._resamples, seed=self._seed
             )
         return list(self._known["differences", metric])
+
+    def ranking(self, metric: str, methods: Sequence[str] | None = None) -> list[tuple[str, float]]:
+        """Methods with their means, the best first; by default all but baselines and blurred twins."""
+        means = {row.method: row.estimate.mean for row in self.table(metric)}
+        known = [(name, mean) for name in methods or self.asked if (mean := means.get(name)) is not None]
+        return sorted(known, key=lambda one: one[1], reverse=METRICS[metric].better == "higher")
+
+    def results(self) -> Table:
+        """A row per image, method and metric."""
+        rows = [
+            (*map(picture.get, _PICTURE), method, metric.name, float(self.values[metric.name][number, place]))
+            for number, picture in enumerate(self.pictures)
+            for place, method in enumerate(self.methods)
+            for metric in self.metrics
+            if metric.group in picture["groups"]
+        ]
+        return Table((*_PICTURE, "method", "metric", "value"), rows)
+
+    def summary(self) -> Table:
+        """A row per metric and method: mean, standard error, interval, and the number of images with a value."""
+        rows = [
+            (metric.name, metric.better, row.method, row.baseline, *astuple(row.estimate))
+            for metric in self.metrics
+            for row in self.table(metric.name)
+        ]
+        return Table(("metric", "better", "method", "baseline", *_ESTIMATE), rows)
+
+    def pairs(self) -> Table:
+        """A row per metric and pair of methods: first − second on the same images."""
+        rows = [
+            (metric.name, one.first, one.second, *astuple(one.estimate), one.above, one.is_clear)
+            for metric in self.metrics
+            for one in self.differences(metric.name)
+        ]
+        return Table(("metric", "first", "second", *_ESTIMATE, "above", "clear"), rows)
 
     @property
     def _pairs(self) -> list[tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from vitflow.evaluation.metrics import METRICS
 from vitflow.evaluation.tables import Tables
 from vitflow.explaining.method_table import get_method, is_slow
 
@@ -33,9 +32,9 @@ def verdict(evaluation: Tables) -> str:
     winners: dict[str, list[str]] = {}
     nothing: list[str] = []
     for question, metric in asked.items():
-        best = _best(evaluation, metric, methods)
-        if best is None:
+        if not (ranking := evaluation.ranking(metric, methods)):
             continue
+        best = ranking[0][0]
         if _is_level(evaluation, metric, best, "random"):
             nothing.append(question)
         else:
@@ -43,7 +42,7 @@ def verdict(evaluation: Tables) -> str:
     parts = [f"{_title(method)} for {_listed(questions)}" for method, questions in winners.items()]
     quick = [name for name in methods if not is_slow(name.partition(":")[0])]
     first = next(iter(asked.values()), None)
-    fast = None if first is None or nothing else _best(evaluation, first, quick)
+    fast = None if first is None or nothing else next((name for name, _ in evaluation.ranking(first, quick)), None)
     if fast is not None and fast not in winners and any(name not in quick for name in winners):
         parts.append(f"{_title(fast)} where seconds count")
     if nothing:
@@ -57,13 +56,6 @@ def verdict(evaluation: Tables) -> str:
     ]
     count = len(evaluation.pictures)
     return f"On your {count} picture{'' if count == 1 else 's'}: {'; '.join([', '.join(parts), *alike])}."
-
-
-def _best(evaluation: Tables, metric: str, methods: Sequence[str]) -> str | None:
-    """The one of these methods with the best mean."""
-    known = {row.method: row.estimate.mean for row in evaluation.table(metric) if row.estimate.mean is not None}
-    sign = 1.0 if METRICS[metric].better == "higher" else -1.0
-    return max((name for name in methods if name in known), key=lambda name: sign * (known[name] or 0.0), default=None)
 
 
 def _is_level(evaluation: Tables, metric: str, first: str, second: str) -> bool:
