@@ -38,6 +38,7 @@ SETS = {
         "pyarrow==17.0",
         "pycocotools==2.0.8",
         "ray[data]==2.40",
+        "rich-click==1.9.9",
         "safetensors==0.5",
         "scikit-image==0.25",
         "scipy==1.14",
