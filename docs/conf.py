@@ -38,7 +38,7 @@ default_role = "py:obj"
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!vitflow\.[\w.]+$).*"),
-    (r"py:class", r"vitflow\..*\.(Balanced|Coordinate|ModuleAttention|Panel|ShownPicture|Values)"),
+    (r"py:class", r"vitflow\..*\.(Balanced|Coordinate|ModuleAttention|Panel|ShownImage|Values)"),
 ]
 
 

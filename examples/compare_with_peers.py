@@ -1,7 +1,7 @@
-"""Put other toolkits' maps beside vitflow's: any method that gives a map per picture can be a column.
+"""Put other toolkits' maps beside vitflow's: any method that gives a map per image can be a column.
 
     pip install vitflow grad-cam captum
-    python examples/compare_with_peers.py -o peers.png                       # the bundled model and pictures
+    python examples/compare_with_peers.py -o peers.png                       # the bundled model and images
     python examples/compare_with_peers.py cat.jpg --model vit_base_patch16_224.augreg2_in21k_ft_in1k --class tabby
 
 A method is a function that takes what was recorded (the model, its input, the classes asked for, the layout of its
@@ -20,7 +20,7 @@ from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
 from torch import Tensor, nn
 
 import vitflow
-from vitflow.demo import sample_pictures
+from vitflow.demo import sample_images
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def peer_gradcam(trace: vitflow.Trace, *, block: int) -> Tensor:
 
 
 def integrated_gradients(trace: vitflow.Trace, *, steps: int) -> Tensor:
-    """Captum's integrated gradients from the mean picture, the evidence for the class summed over channels."""
+    """Captum's integrated gradients from the mean image, the evidence for the class summed over channels."""
     with own_gradients(trace.model):
         found = IntegratedGradients(trace.model).attribute(
             trace.pixels.detach(), target=trace.targets, n_steps=steps, internal_batch_size=16
@@ -91,14 +91,14 @@ def register_peers() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare vitflow's maps with those of grad-cam and captum.")
-    parser.add_argument("pictures", nargs="*", type=Path, help="by default three of the bundled ones")
+    parser.add_argument("images", nargs="*", type=Path, help="by default three of the bundled ones")
     parser.add_argument("--model", default="demo", help="a timm id, or the bundled model")
     parser.add_argument("--class", dest="targets", action="append", help="class to explain; repeat it for more")
     parser.add_argument("-o", "--output", type=Path, default=Path("peers.png"), help=".png, .pdf or .svg")
     given = parser.parse_args()
     methods = ["rollout", "gae", "gradcam", *register_peers(), "random", "centre"]
-    pictures = given.pictures or sample_pictures()[:3]
-    comparison = vitflow.compare(pictures, model=given.model, methods=methods, targets=given.targets)
+    images = given.images or sample_images()[:3]
+    comparison = vitflow.compare(images, model=given.model, methods=methods, targets=given.targets)
     print(comparison.agreement())
     print(comparison.save(given.output))
 

@@ -3,7 +3,7 @@
     pip install vitflow datasets
     python examples/datasets_map.py --dataset uoft-cs/cifar10 --split test --image img --limit 32 -o maps.parquet
 
-Each row keeps its columns and gets those of the explanation; a picture that cannot be read is a row with its error.
+Each row keeps its columns and gets those of the explanation; an image that cannot be read is a row with its error.
 """
 
 import argparse
@@ -17,7 +17,7 @@ Rows = datasets.Dataset | datasets.IterableDataset
 
 def explain(rows: Rows, model: str, image: str = "image", batch_size: int = 16) -> Rows:
     explainer = BatchExplainer(model, ["rollout"], image=image, batch_size=batch_size)
-    # Undecoded, so that a damaged picture fails alone, and not the batch that it is in.
+    # Undecoded, so that a damaged image fails alone, and not the batch that it is in.
     rows = rows.cast_column(image, datasets.Image(decode=False))
     return rows.map(explainer, batched=True, batch_size=batch_size, remove_columns=[image])
 
@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--split", default="test")
-    parser.add_argument("--image", default="image", help="the column of the pictures")
+    parser.add_argument("--image", default="image", help="the column of the images")
     parser.add_argument("--model", default="vit_small_patch16_224.augreg_in21k_ft_in1k")
     parser.add_argument("--limit", type=int, default=32)
     parser.add_argument("-o", "--output", default="maps.parquet")

@@ -1,4 +1,4 @@
-"""Drawn scenes in memory, as the two scripts that train the picture–text models see them."""
+"""Drawn scenes in memory, as the two scripts that train the image–text models see them."""
 
 import os
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Batch:
 
     Attributes:
         pixels: float32 [count, 3, SIZE, SIZE] in -1 to 1.
-        things: of each picture.
+        things: of each image.
         patches: [count, GRID²], 0 for ground, else 1 + the number of the thing there.
         covered: float32 [count, GRID², PATCH²], 1 where a pixel of a patch shows a thing.
     """
@@ -65,7 +65,7 @@ class Scenes:
                 middles[number, place] = thing.middle
                 shown[number][scene.masks[place]] = 1 + place
             if (number + 1) % 5000 == 0:
-                print(f"{number + 1:>8} pictures drawn", flush=True)
+                print(f"{number + 1:>8} images drawn", flush=True)
         return cls(images, kinds, middles, shown)
 
     @classmethod
@@ -107,7 +107,7 @@ class Scenes:
 
 
 def things_of(kinds: NDArray[np.int8], middles: NDArray[np.float32]) -> list[tuple[Thing, ...]]:
-    """The things of pictures, from what `Scenes` keeps of them."""
+    """The things of images, from what `Scenes` keeps of them."""
     return [
         tuple(
             Thing(phrase_of(kind), (float(x), float(y))) for kind, (x, y) in zip(own, places, strict=True) if kind >= 0

@@ -1,7 +1,7 @@
-"""What the two scripts that train the picture–text models share: options, turns, writing, and the picture tower.
+"""What the two scripts that train the image–text models share: options, turns, writing, and the image tower.
 
 The tower learns first what each of its patches shows: the colour and the shape of the thing there, or ground. The pair
-of pictures and sentences, and the captioner, both start from it.
+of images and sentences, and the captioner, both start from it.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from transformers import PreTrainedTokenizerFast, SiglipImageProcessor, SiglipVi
 
 from vitflow.demo import COLOURS, FIRST_TRAINING_SEED, SHAPES, SIDES
 
-FRESH_PICTURES = 2000  # of the seeds 0, 1, …, all below FIRST_TRAINING_SEED
+FRESH_IMAGES = 2000  # of the seeds 0, 1, …, all below FIRST_TRAINING_SEED
 SEEN_PATCHES = 24  # of all: while it learns what patches show, the tower leaves out much of the ground
-WHOLE_SHARE = 0.15  # of the time, at the end, whole pictures are seen
+WHOLE_SHARE = 0.15  # of the time, at the end, whole images are seen
 BATCH = 16
 TOWER_SHARE = 0.6  # of the learning rate, once the tower learns with the rest
 PATCHES_SHARE = 0.3  # of the loss of what patches show, beside what is learned then
@@ -52,17 +52,17 @@ WORDS = ("a", "an", "something", *COLOURS, *SHAPES, *" ".join(SIDES).replace("of
 
 
 def parser_of(
-    description: str | None, pictures: int, minutes: float, workers: int, output: Path
+    description: str | None, images: int, minutes: float, workers: int, output: Path
 ) -> argparse.ArgumentParser:
     """The options that both scripts have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pictures", type=int, default=pictures, help="how many pictures to draw and to learn from")
+    parser.add_argument("--images", type=int, default=images, help="how many images to draw and to learn from")
     parser.add_argument("--minutes", type=float, default=minutes, help="how long to learn")
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the pictures")
+    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the images")
     parser.add_argument("--workers", type=int, default=workers, help="how many processes learn at once, a thread each")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--fresh-pictures", type=int, default=FRESH_PICTURES, help="how many pictures to measure on")
-    parser.add_argument("--kept", type=Path, help="a folder that keeps drawn pictures and the tower for the next run")
+    parser.add_argument("--fresh-images", type=int, default=FRESH_IMAGES, help="how many images to measure on")
+    parser.add_argument("--kept", type=Path, help="a folder that keeps drawn images and the tower for the next run")
     parser.add_argument("--start", type=Path, help="a folder with an earlier such model, to go on from its weights")
     parser.add_argument("--only-measure", action="store_true", help="measure what lies in the output folder")
     parser.add_argument("--output", type=Path, default=output)
@@ -85,7 +85,7 @@ class Step:
     def tell(self, what: str, loss: Tensor, how_good: str) -> None:
         """Now and then a line about how it goes, of the first worker."""
         if self.worker == 0 and self.number % 100 == 0:
-            seen = f"{self.number * BATCH:>7} pictures a worker"
+            seen = f"{self.number * BATCH:>7} images a worker"
             print(f"{what:8} {seen}  loss {loss.item():.4f}  {how_good}  {self.seconds:.0f} s", flush=True)
 
 
@@ -109,10 +109,10 @@ def together(learn: Callable[[int], None], shared: Sequence[Module], workers: in
 def turns(
     count_of: int, size: int, minutes: float, options: argparse.Namespace, worker: int, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[int, float, NDArray[np.int64]]]:
-    """The numbers of `size` of so many pictures, turn by turn until the time is over; sets the learning rate.
+    """The numbers of `size` of so many images, turn by turn until the time is over; sets the learning rate.
 
     Yields:
-        The number of the turn, the seconds since the first, and the pictures.
+        The number of the turn, the seconds since the first, and the images.
     """
     torch.manual_seed(1000 * options.seed + worker)
     random = np.random.default_rng((options.seed, worker))
@@ -195,7 +195,7 @@ def waves(channels: int) -> Tensor:
 
 
 def tower_of(options: argparse.Namespace, scenes: Scenes) -> tuple[SiglipVisionModel, Linear]:
-    """A picture tower that knows what each patch shows, and what reads it; from the kept folder where they lie there.
+    """An image tower that knows what each patch shows, and what reads it; from the kept folder where they lie there.
 
     The second block is also asked which pixels of its patches show a thing: edges come before shapes.
     """
@@ -234,7 +234,7 @@ def patch_loss(answers: Tensor, step: Step) -> tuple[Tensor, str]:
 
     Args:
         answers: [batch, seen, 18], what is read from the patches: nine colours and nine shapes, the first is none.
-        step: whose pictures they are of.
+        step: whose images they are of.
     """
     kinds = np.zeros((len(step.batch.things), 4), dtype=np.int64)
     for row, things in enumerate(step.batch.things):
@@ -309,7 +309,7 @@ def write(model: Any, processor: Any, told: dict[str, str], output: Path) -> Non
 
 
 def first_seed(options: argparse.Namespace) -> int:
-    """A million seeds for each training seed, so that no two trainings and no evaluation share a picture."""
+    """A million seeds for each training seed, so that no two trainings and no evaluation share an image."""
     return FIRST_TRAINING_SEED * (1 + options.seed)
 
 
@@ -326,7 +326,7 @@ def train_and_measure(
     if options.only_measure:
         print(*(f"{name}: {value:.4f}" for name, value in measure(options).items()), sep="\n")
         return
-    words = [f"python examples/{script}.py", f"--pictures {options.pictures}", f"--seed {options.seed}"]
+    words = [f"python examples/{script}.py", f"--images {options.images}", f"--seed {options.seed}"]
     spent = {name: getattr(options, name.replace("-", "_"), None) for name in ("workers", "tower-minutes", "minutes")}
     words += [f"--{name} {value:g}" for name, value in spent.items() if value is not None]
     told["trained_by"] = " ".join([*words, f"--learning-rate {options.learning_rate:g}"])
@@ -336,7 +336,7 @@ def train_and_measure(
     model, processor = train(options)
     write(model, processor, told, options.output)
     found = measure(options)
-    told["measured_on"] = f"{options.fresh_pictures} fresh pictures"
+    told["measured_on"] = f"{options.fresh_images} fresh images"
     write(model, processor, told | {name: f"{value:.5f}" for name, value in found.items()}, options.output)
     print(*(f"{name}: {value:.4f}" for name, value in found.items()), options.output, sep="\n")
 

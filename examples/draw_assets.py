@@ -1,4 +1,4 @@
-"""Draw the sample pictures and masks that vitflow bundles; the same pixels every time.
+"""Draw the sample images and masks that vitflow bundles; the same pixels every time.
 
 python examples/draw_assets.py [--output FOLDER]
 """
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitflow.demo import SAMPLE_FOLDER, DemoPicture, draw_picture
+from vitflow.demo import SAMPLE_FOLDER, DemoImage, draw_image
 
 # Name, seed, and (height, width).
 SAMPLES: tuple[tuple[str, int, tuple[int, int]], ...] = (
@@ -42,18 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = parser.parse_args(arguments).output
     (folder / "masks").mkdir(parents=True, exist_ok=True)
     for name, seed, size in SAMPLES:
-        picture = draw_picture(seed, size)
-        Image.fromarray(picture.image).save(folder / f"{name}.png", optimize=True)
-        mask = Image.fromarray(index_mask(picture))
+        image = draw_image(seed, size)
+        Image.fromarray(image.image).save(folder / f"{name}.png", optimize=True)
+        mask = Image.fromarray(index_mask(image))
         mask.putpalette([value for colour in PALETTE for value in colour])
         mask.save(folder / "masks" / f"{name}.png", optimize=True)
         print(folder / f"{name}.png")
 
 
-def index_mask(picture: DemoPicture) -> NDArray[np.uint8]:
-    """All masks of a picture as one: 0 is ground, else 1 + the class index; uint8 [height, width]."""
-    indices = np.zeros(picture.image.shape[:2], dtype=np.uint8)
-    for label, mask in zip(picture.labels, picture.masks, strict=True):
+def index_mask(image: DemoImage) -> NDArray[np.uint8]:
+    """All masks of an image as one: 0 is ground, else 1 + the class index; uint8 [height, width]."""
+    indices = np.zeros(image.image.shape[:2], dtype=np.uint8)
+    for label, mask in zip(image.labels, image.masks, strict=True):
         indices[mask] = 1 + label
     return indices
 

@@ -15,7 +15,7 @@ from vitflow.evaluation import Evaluation, evaluate
 from vitflow.evaluation.charts import draw_bars
 from vitflow.evaluation.choices import is_twin, twin_of
 from vitflow.evaluation.statistics import markdown_table
-from vitflow.pictures.figures import save_figure
+from vitflow.images.figures import save_figure
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 DRAWN = ["pointing_game", "roc_auc", "deletion_auc", "gap", "randomisation", "class_sensitivity"]
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--data", default="demo:500")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--checkpoint", type=Path)
-    parser.add_argument("--sanity-pictures", type=int, default=24)
+    parser.add_argument("--sanity-images", type=int, default=24)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--table-only", action="store_true", help="leave the chart as it is")
     given = parser.parse_args()
@@ -61,7 +61,7 @@ def main() -> None:
         given.data,
         model=vitflow.load_model(given.model, checkpoint=given.checkpoint),
         methods="all",
-        sanity_pictures=given.sanity_pictures,
+        sanity_images=given.sanity_images,
         output=given.output,
         progress=lambda state: print(f"\r{state.done} of {state.total}", end="", file=sys.stderr),
     )

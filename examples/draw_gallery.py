@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/gallery.md and of some how-to pages: python examples/draw_gallery.py [--only NAME]
+"""Draw the images of docs/gallery.md and of some how-to pages: python examples/draw_gallery.py [--only NAME]
 
 The photographs come with scikit-image: pip install "vitflow[examples]" or scikit-image. Without --checkpoint the
 model's weights come from the hub.
@@ -14,21 +14,21 @@ from typing import Any
 import torch
 import torchvision
 import transformers
-from draw_readme_pictures import STRIP_QUALITY, load_photographs, parse, strip_bytes, write_jpeg
+from draw_readme_images import STRIP_QUALITY, load_photographs, parse, strip_bytes, write_jpeg
 from drawn import Choice, keep
 from PIL import Image
 from timm.data import resolve_model_data_config
 from torch import nn
 
 import vitflow
-from vitflow.demo import draw_pictures, draw_scene, load_demo_model, sample_pictures
+from vitflow.demo import draw_images, draw_scene, load_demo_model, sample_images
 from vitflow.explaining.strips import draw_words
-from vitflow.pictures.figures import figure_bytes
+from vitflow.images.figures import figure_bytes
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture of the gallery: how it is drawn, as PNG, by which methods, and the quality of its JPEG."""
+    """An image of the gallery: how it is drawn, as PNG, by which methods, and the quality of its JPEG."""
 
     draw: Callable[[], bytes]
     methods: Sequence[Choice]
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def gallery(model: nn.Module, desk: Path) -> dict[str, Drawing]:
-    """The pictures of photographs by their names; each is drawn when it is asked for.
+    """The images of photographs by their names; each is drawn when it is asked for.
 
     Args:
         model: a timm model that knows ImageNet.
@@ -92,19 +92,19 @@ TUNED = ["gae", "gradient_rollout"]
 
 
 def draw_fine_tune() -> bytes:
-    """One bundled picture by a model that was asked to tell two classes of its own apart."""
+    """One bundled image by a model that was asked to tell two classes of its own apart."""
     sides = vitflow.Contrast("round", against="with corners")
-    return strip_bytes(vitflow.compare(sample_pictures()[1], model=fine_tune(), methods=TUNED, targets=sides))
+    return strip_bytes(vitflow.compare(sample_images()[1], model=fine_tune(), methods=TUNED, targets=sides))
 
 
 def draw_caption() -> bytes:
     """A drawn scene with the words of the bundled captioner, a map for each."""
     with tempfile.TemporaryDirectory() as desk:
-        picture = Path(desk) / "drawn.png"
-        Image.fromarray(draw_scene(4).image).save(picture)
-        found = vitflow.explain_generation("demo-caption", "<image> here is", image=picture, do_sample=False)
+        image = Path(desk) / "drawn.png"
+        Image.fromarray(draw_scene(4).image).save(image)
+        found = vitflow.explain_generation("demo-caption", "<image> here is", image=image, do_sample=False)
     words, left_out = found.words()
-    strip = draw_words([found.picture(places) for places in words.values()], left_out=left_out)
+    strip = draw_words([found.image(places) for places in words.values()], left_out=left_out)
     strip.set_dpi(125)
     return figure_bytes(strip, ".png")
 
@@ -120,7 +120,7 @@ def fine_tune() -> vitflow.Explainer:
     rounded = {"red heart", "orange disc", "purple ring", "pink crescent"}
     model.reset_classifier(2)
     explainer = vitflow.Explainer(model, class_names=["with corners", "round"], activation="softmax")
-    drawn = [one for one in draw_pictures(400) if len(one.labels) == 1]
+    drawn = [one for one in draw_images(400) if len(one.labels) == 1]
     labels = torch.tensor([int(names[one.labels[0]] in rounded) for one in drawn])
     with torch.no_grad():
         pixels = torch.cat([explainer.pixels(one.image) for one in drawn])

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from draw_readme_pictures import load_photographs, parse, write_jpeg
+from draw_readme_images import load_photographs, parse, write_jpeg
 from drawn import keep
 from playwright.sync_api import Page, sync_playwright
 
@@ -51,9 +51,9 @@ def draw_app(page: Page) -> bytes:
     figure.click(position={"x": 0.37 * box["width"], "y": 0.6 * box["height"]})
     page.locator(f"img[src*='-gae.png']:not([src='{before}'])").wait_for()
     page.wait_for_timeout(1000)
-    picture = page.screenshot()
+    image = page.screenshot()
     served.close(verbose=False)
-    return picture
+    return image
 
 
 def ask_about_a_patch(page: Page) -> None:

@@ -1,8 +1,8 @@
-"""What the pictures of the documentation were drawn by: kept beside them, so that a test notices an old one.
+"""What the images of the documentation were drawn by: kept beside them, so that a test notices an old one.
 
-Each picture is kept with the methods that it shows: every option that they had when it was drawn, and what they gave
-then for one bundled picture by the bundled model. Where an option has another default today, or the map or its colours
-are others, the documentation's picture is an old one. This needs neither photographs nor weights that are not bundled.
+Each image is kept with the methods that it shows: every option that they had when it was drawn, and what they gave
+then for one bundled image by the bundled model. Where an option has another default today, or the map or its colours
+are others, the documentation's image is an old one. This needs neither photographs nor weights that are not bundled.
 """
 
 import json
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import vitflow
-from vitflow.demo import sample_pictures
+from vitflow.demo import sample_images
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 NAME = "drawn.json"
@@ -38,7 +38,7 @@ def _explainer() -> vitflow.Explainer:
 def _print_of(method: str, options: str) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", vitflow.VitflowWarning)  # a flow through all layers is saturated
-        found = _explainer().explain(sample_pictures()[0], method=method, **json.loads(options))
+        found = _explainer().explain(sample_images()[0], method=method, **json.loads(options))
     means = _means(found.grid)
     low, high = means.min(), means.max()
     return {
@@ -57,24 +57,24 @@ def _means(values: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def print_of(choice: Choice) -> dict[str, Any]:
-    """What a method does today: its options, and map and colours for the bundled picture, averaged over squares."""
+    """What a method does today: its options, and map and colours for the bundled image, averaged over squares."""
     method, options = (choice, {}) if isinstance(choice, str) else choice
     return _print_of(method, json.dumps(dict(options)))
 
 
-def keep(picture: Path, choices: Sequence[Choice], folder: Path) -> Path:
-    """Keep, in a file of the folder, by what a picture of it was drawn."""
-    kept = kept_in(folder) | {picture.relative_to(folder).as_posix(): [print_of(choice) for choice in choices]}
+def keep(image: Path, choices: Sequence[Choice], folder: Path) -> Path:
+    """Keep, in a file of the folder, by what an image of it was drawn."""
+    kept = kept_in(folder) | {image.relative_to(folder).as_posix(): [print_of(choice) for choice in choices]}
     lines = []
     for name in sorted(kept):
         own = ",\n".join(f"  {json.dumps(one)}" for one in kept[name])
         lines.append(f" {json.dumps(name)}: [\n{own}\n ]")
     (folder / NAME).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    return picture
+    return image
 
 
 def kept_in(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """By what each picture of a folder was drawn."""
+    """By what each image of a folder was drawn."""
     file = folder / NAME
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 

@@ -1,11 +1,11 @@
 """How deep may attention flow go? Saturated share and ROC-AUC against objects, by the number of layers.
 
-    python examples/flow_saturation.py                     # the demo model on 100 drawn pictures with exact masks
+    python examples/flow_saturation.py                     # the demo model on 100 drawn images with exact masks
     python examples/flow_saturation.py --model ID --checkpoint FILE --boxes FOLDER
 
 FOLDER holds photographs and boxes.json: a list of {"file": name, "boxes_xyxy": [[left, top, right, bottom], …]}.
 Prints a Markdown table, and draws it to --figure. The ROC-AUC is taken over 56 × 56 points of what the model saw,
-without smoothing over pictures: the share of (object, background) pairs of points that the map ranks rightly.
+without smoothing over images: the share of (object, background) pairs of points that the map ranks rightly.
 """
 
 import argparse
@@ -19,16 +19,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import vitflow
-from vitflow.demo import draw_pictures
-from vitflow.pictures.images import read_image
-from vitflow.pictures.upsampling import upsample
+from vitflow.demo import draw_images
+from vitflow.images.reading import read_image
+from vitflow.images.upsampling import upsample
 
 POINTS = 56
 
 
 def drawn(count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for picture in draw_pictures(count, seed=500):
-        yield picture.image, picture.masks.any(axis=0)
+    for image in draw_images(count, seed=500):
+        yield image.image, image.masks.any(axis=0)
 
 
 def boxed(folder: Path, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -83,7 +83,7 @@ def measure(explainer: vitflow.Explainer, data: Iterator[tuple[np.ndarray, np.nd
             row.append([float(flow.saturated_share[0]), *scores])
         rows.append(np.array(row))
     saturated, plain, carried = np.moveaxis(np.mean(rows, axis=0), -1, 0)
-    return {"saturated": saturated, "flow": plain, "carried": carried, "pictures": np.array(len(rows))}
+    return {"saturated": saturated, "flow": plain, "carried": carried, "images": np.array(len(rows))}
 
 
 def draw(found: dict[str, np.ndarray], path: Path, name: str) -> None:
@@ -95,7 +95,7 @@ def draw(found: dict[str, np.ndarray], path: Path, name: str) -> None:
     axes.plot(depths, found["carried"], marker="o", color="#1f6fb2", label="ROC-AUC, carried on by rollout")
     axes.axhline(0.5, color="#888888", linewidth=0.8, linestyle=":")
     axes.set(xlabel="layers that the flow runs through, from the top", ylim=(0, 1.02), xticks=depths)
-    axes.set_title(f"{name}, {found['pictures']} pictures", loc="left", fontsize=10)
+    axes.set_title(f"{name}, {found['images']} images", loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="lower left")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--boxes", type=Path, help="folder with photographs and boxes.json")
-    parser.add_argument("--count", type=int, default=100, help="pictures at most")
+    parser.add_argument("--count", type=int, default=100, help="images at most")
     parser.add_argument("--figure", type=Path, default=Path("flow-saturation.png"))
     given = parser.parse_args()
     explainer = vitflow.Explainer(vitflow.load_model(given.model, checkpoint=given.checkpoint))

@@ -1,4 +1,4 @@
-"""Explain pictures with Ray Data: an actor pool, one model an actor, the maps as Parquet.
+"""Explain images with Ray Data: an actor pool, one model an actor, the maps as Parquet.
 
     pip install 'vitflow[ray]'
     python examples/ray_data.py photographs/ maps/ --model vit_small_patch16_224.augreg_in21k_ft_in1k
@@ -14,8 +14,8 @@ from ray.data import ActorPoolStrategy
 from vitflow import BatchExplainer
 
 
-def explain(pictures: str, output: str, model: str, actors: int = 1) -> None:
-    found = ray.data.read_binary_files(pictures, include_paths=True).map_batches(
+def explain(images: str, output: str, model: str, actors: int = 1) -> None:
+    found = ray.data.read_binary_files(images, include_paths=True).map_batches(
         BatchExplainer,  # the class: each actor makes one, and loads the model once
         fn_constructor_args=(model, ["rollout"]),
         fn_constructor_kwargs={"image": "bytes", "id": "path"},
@@ -28,12 +28,12 @@ def explain(pictures: str, output: str, model: str, actors: int = 1) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("pictures")
+    parser.add_argument("images")
     parser.add_argument("output")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--actors", type=int, default=1)
     given = parser.parse_args()
-    explain(given.pictures, given.output, given.model, given.actors)
+    explain(given.images, given.output, given.model, given.actors)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Execute a notebook of the documentation in place, with the bundled model: python examples/run_notebook.py [FILE]
 
-The notebook is kept with its outputs, so that it can be read where it cannot be run: its pictures in 256 colours, for
+The notebook is kept with its outputs, so that it can be read where it cannot be run: its images in 256 colours, for
 the file's size. What changes from run to run (when it ran, on which versions) is not kept.
 """
 
@@ -43,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def shrink(data: dict[str, str]) -> None:
-    """Give the picture of an output, and its copy in HTML, a palette of 256 colours."""
+    """Give the image of an output, and its copy in HTML, a palette of 256 colours."""
     before, file = data["image/png"].strip(), io.BytesIO()
-    with Image.open(io.BytesIO(base64.b64decode(before))) as picture:
-        picture.convert("RGB").quantize(256).save(file, "PNG", optimize=True)
+    with Image.open(io.BytesIO(base64.b64decode(before))) as image:
+        image.convert("RGB").quantize(256).save(file, "PNG", optimize=True)
     after = base64.b64encode(file.getvalue()).decode()
     data["image/png"] = after
     if "text/html" in data:

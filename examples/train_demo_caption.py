@@ -1,11 +1,11 @@
-"""Train the small captioner that vitflow bundles, from nothing but pictures that vitflow draws.
+"""Train the small captioner that vitflow bundles, from nothing but images that vitflow draws.
 
 The bundled weights come from this command, on one busy CPU core:
 
     python examples/train_demo_caption.py --kept drawn
 
-The picture tower first learns what each patch shows (the pair of pictures and sentences takes that tower). Then a
-small decoder, in whose sequence the patches stand before the words, learns to write the one caption of each picture.
+The image tower first learns what each patch shows (the pair of images and sentences takes that tower). Then a
+small decoder, in whose sequence the patches stand before the words, learns to write the one caption of each image.
 `--only-measure` prints how good the bundled weights are.
 """
 
@@ -61,8 +61,8 @@ DECODER = {
     "initializer_range": 0.1,  # about 1 / sqrt(hidden_size): with smaller first weights it looks at nothing for long
 }
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-PICTURE = "<image>"
-PROMPT = f"{PICTURE} here is"
+IMAGE = "<image>"
+PROMPT = f"{IMAGE} here is"
 LONGEST = 16  # words of a caption and the end
 IGNORED = -100
 
@@ -72,15 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = parser_of(__doc__, pictures=20_000, minutes=40.0, workers=3, output=DEMO_CAPTION)
-    parser.add_argument("--tower-minutes", type=float, default=18.0, help="how long the picture tower learns before")
+    parser = parser_of(__doc__, images=20_000, minutes=40.0, workers=3, output=DEMO_CAPTION)
+    parser.add_argument("--tower-minutes", type=float, default=18.0, help="how long the image tower learns before")
     return parser.parse_args(arguments)
 
 
 def build() -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
     """The captioner with random weights, and its processor."""
     tokenizer = word_tokenizer(
-        (PICTURE, "here", "is", *WORDS),
+        (IMAGE, "here", "is", *WORDS),
         SPECIAL,
         "<s> $A",
         padding_side="left",
@@ -91,7 +91,7 @@ def build() -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
     config = LlavaConfig(
         vision_config=SiglipVisionConfig(**TOWER, vision_use_head=False),
         text_config=LlamaConfig(**DECODER, **numbers, vocab_size=len(tokenizer), tie_word_embeddings=False),
-        image_token_index=tokenizer.convert_tokens_to_ids(PICTURE),
+        image_token_index=tokenizer.convert_tokens_to_ids(IMAGE),
         image_seq_length=GRID * GRID,
         vision_feature_layer=-1,
         vision_feature_select_strategy="full",
@@ -113,7 +113,7 @@ def build() -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
 
 
 def train(options: argparse.Namespace) -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
-    scenes = Scenes.kept(options.kept, first_seed(options), options.pictures)
+    scenes = Scenes.kept(options.kept, first_seed(options), options.images)
     model, processor = build()
     tower, projector, decoder = model.model.vision_tower, model.model.multi_modal_projector, model.model.language_model
     learned, reading = tower_of(options, scenes)
@@ -149,7 +149,7 @@ def train(options: argparse.Namespace) -> tuple[LlavaForConditionalGeneration, L
 
 def to_tokens(tokenizer: PreTrainedTokenizerFast, captions: Sequence[str]) -> Tensor:
     """The prompt's words, the caption and the end, [captions, tokens], filled up at the right."""
-    written = [f"{PROMPT.removeprefix(PICTURE)} {said} {SPECIAL['eos_token']}" for said in captions]
+    written = [f"{PROMPT.removeprefix(IMAGE)} {said} {SPECIAL['eos_token']}" for said in captions]
     ids = [torch.tensor(one) for one in tokenizer(written).input_ids]
     return pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id)
 
@@ -171,8 +171,8 @@ def decode(decoder: Module, patches: Tensor, places: Tensor, written: Tensor) ->
 
 @torch.inference_mode()
 def measure(options: argparse.Namespace) -> dict[str, float]:
-    """The share of captions that are right in every word, of all pictures and by the number of things."""
-    scenes = Scenes.kept(options.kept, 0, options.fresh_pictures)
+    """The share of captions that are right in every word, of all images and by the number of things."""
+    scenes = Scenes.kept(options.kept, 0, options.fresh_images)
     model = LlavaForConditionalGeneration.from_pretrained(options.output, dtype=torch.float32).eval()
     processor = LlavaProcessor.from_pretrained(options.output)
     right = []
@@ -191,7 +191,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 def write_captions(
     model: LlavaForConditionalGeneration, processor: LlavaProcessor, images: Sequence[NDArray[np.uint8]]
 ) -> list[str]:
-    """What the captioner writes of pictures, each RGB uint8 [height, width, 3]."""
+    """What the captioner writes of images, each RGB uint8 [height, width, 3]."""
     inputs = processor(text=[PROMPT] * len(images), images=list(images), return_tensors="pt")
     written = model.generate(**inputs)[:, inputs["input_ids"].shape[1] :]
     return processor.batch_decode(written, skip_special_tokens=True)

@@ -1,9 +1,9 @@
-"""Train the small pair of pictures and sentences that vitflow bundles, from nothing but pictures that vitflow draws.
+"""Train the small pair of images and sentences that vitflow bundles, from nothing but images that vitflow draws.
 
     python examples/train_demo_text.py --kept drawn
 
-The picture tower is that of the bundled captioner (train_demo_caption.py), and is left as it is. What it gives of each
-picture is kept; the head that pools it, and the sentences, learn which sentences are true of a picture, with a sigmoid
+The image tower is that of the bundled captioner (train_demo_caption.py), and is left as it is. What it gives of each
+image is kept; the head that pools it, and the sentences, learn which sentences are true of an image, with a sigmoid
 for each: whole sentences beside false ones that differ in one respect, the colour, the shape or the side, and phrases
 for one thing ("a red heart", "a heart", "something red"). What the head gives is also asked which things are there, and
 where. `--only-measure` prints how good the bundled weights are.
@@ -48,9 +48,9 @@ from transformers import (
 from vitflow.demo import COLOURS, DEMO_CAPTION, DEMO_TEXT, SHAPES, Phrase, Sentence, Thing, caption, falsified, turned
 
 LENGTH = 16  # tokens of a sentence
-DRAWN_TOGETHER = 20_000  # pictures in a file of the kept folder
-TOGETHER = 100  # pictures that the tower sees at once
-PICTURES = 64  # of a step, which are asked what is where
+DRAWN_TOGETHER = 20_000  # images in a file of the kept folder
+TOGETHER = 100  # images that the tower sees at once
+IMAGES = 64  # of a step, which are asked what is where
 KINDS = len(COLOURS) * len(SHAPES)
 TOWARDS = {"left of": (-1.0, 0.0), "above": (0.0, -1.0), "right of": (1.0, 0.0), "below": (0.0, 1.0)}  # x, y
 TEXT = {
@@ -65,10 +65,8 @@ SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 OPENINGS = ("a picture of", "a photo of", "a drawing of")
 OPENED_SHARE = 0.15  # of the sentences
 WRONG = ("side", "colour", "shape")
-SHORT_SHARE = 0.6  # of the pictures of several things whose sentences name colours alone or shapes alone
-ASKED = (
-    16  # pictures of a step about which sentences are made, and phrases for one thing that are asked of each of them
-)
+SHORT_SHARE = 0.6  # of the images of several things whose sentences name colours alone or shapes alone
+ASKED = 16  # images of a step about which sentences are made, and phrases for one thing that are asked of each of them
 CHOICES = 10  # sentences among which the right one is to be found
 
 
@@ -77,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    return parser_of(__doc__, pictures=40_000, minutes=15.0, workers=1, output=DEMO_TEXT).parse_args(arguments)
+    return parser_of(__doc__, images=40_000, minutes=15.0, workers=1, output=DEMO_TEXT).parse_args(arguments)
 
 
 # --- Sentences ------------------------------------------------------------------------------------------------------
@@ -126,8 +124,8 @@ def all_phrases() -> list[Sentence]:
 
 
 def train(options: argparse.Namespace) -> tuple[SiglipModel, SiglipProcessor]:
-    first, parts = first_seed(options), range(0, options.pictures, DRAWN_TOGETHER)
-    counts = [min(DRAWN_TOGETHER, options.pictures - start) for start in parts]
+    first, parts = first_seed(options), range(0, options.images, DRAWN_TOGETHER)
+    counts = [min(DRAWN_TOGETHER, options.images - start) for start in parts]
     drawn = [Scenes.kept(options.kept, first + start, count) for start, count in zip(parts, counts, strict=True)]
     scenes = Scenes.joined(drawn)
     before = sorted({word for words in OPENINGS for word in words.split()} - set(WORDS))
@@ -145,7 +143,7 @@ def train(options: argparse.Namespace) -> tuple[SiglipModel, SiglipProcessor]:
     model.logit_scale.data.fill_(np.log(10.0))
     model.logit_bias.data.fill_(-3.0)
     width = TOWER["hidden_size"]
-    # The same weights ask a picture and a sentence what they speak of, so that both come to say it in the same way.
+    # The same weights ask an image and a sentence what they speak of, so that both come to say it in the same way.
     vision, asking = model.vision_model, Linear(width, KINDS * 3)
     reading = Linear(
         TEXT["hidden_size"], KINDS * 3
@@ -165,15 +163,15 @@ def train(options: argparse.Namespace) -> tuple[SiglipModel, SiglipProcessor]:
         optimizer = adam([(module, 1.0) for module in (vision.head, model.text_model, asking, reading)])
         optimizer.add_param_group({"params": [model.logit_scale, model.logit_bias], "weight_decay": 0.0, "share": 3.0})
         phrases, right, diagonal = all_phrases(), np.full(3, 0.5), torch.arange(ASKED)
-        for number, seconds, chosen in turns(len(seen.tokens), PICTURES, options.minutes, options, worker, optimizer):
+        for number, seconds, chosen in turns(len(seen.tokens), IMAGES, options.minutes, options, worker, optimizer):
             things = seen.things(chosen[:ASKED])
             about = [sentences_about(own, random) for own in things]
             parts = [[phrases[place]] for place in random.permutation(len(phrases))[:ASKED]]
             said = [opening(sentence, random) for several in (*about, *parts) for sentence in several]
             told = to_tokens(tokenizer, [*(f"{words}{sentence}" for words, sentence in said), ""])
-            pictures = normalize(vision.head(seen.tokens[chosen].float()), dim=-1)
+            images = normalize(vision.head(seen.tokens[chosen].float()), dim=-1)
             texts = normalize(model.text_model(input_ids=told).pooler_output, dim=-1)
-            logits = pictures[:ASKED] @ texts.T * model.logit_scale.exp() + model.logit_bias  # [pictures, sentences]
+            logits = images[:ASKED] @ texts.T * model.logit_scale.exp() + model.logit_bias  # [images, sentences]
             own = logits[:, : -ASKED - 1].unflatten(1, (ASKED, -1))[diagonal, diagonal]
             named = logits[:, -ASKED - 1 : -1]
             there = torch.tensor([[phrase.holds(shown) for [phrase] in parts] for shown in things])
@@ -183,8 +181,8 @@ def train(options: argparse.Namespace) -> tuple[SiglipModel, SiglipProcessor]:
                 balanced(own, torch.arange(own.shape[1]).expand_as(own) == 0),
                 balanced(named, there),
                 cross_entropy(own, torch.zeros(ASKED, dtype=torch.long)),  # the true one is the highest
-                0.1 * logits[:, -1].square().mean(),  # an empty prompt says nothing of any picture
-                asking_loss(asking(width**0.5 * pictures), *seen.truth(chosen)),
+                0.1 * logits[:, -1].square().mean(),  # an empty prompt says nothing of any image
+                asking_loss(asking(width**0.5 * images), *seen.truth(chosen)),
                 asking_loss(asking(width**0.5 * texts[:-1]), *(truth.sum(1).clamp(-1, 1) for truth in meaning)),
                 asking_loss(reading(words)[by_word[0]], *by_word[1:]),
             ]
@@ -202,7 +200,7 @@ def train(options: argparse.Namespace) -> tuple[SiglipModel, SiglipProcessor]:
 
 @dataclass
 class Seen:
-    """What the picture tower gives of all scenes, as they are and mirrored, and what they show.
+    """What the image tower gives of all scenes, as they are and mirrored, and what they show.
 
     Attributes:
         tokens: float16 [2 · scenes, patches, channels], the mirrored ones last.
@@ -274,7 +272,7 @@ def see(vision: Module, scenes: Scenes) -> Seen:
             given = vision.encoder(inputs_embeds=vision.embeddings(batch.pixels)).last_hidden_state
             half[numbers] = vision.post_layernorm(given).half()
             if start % 10_000 == 0:
-                print(f"{start + mirrored * len(scenes):>8} pictures seen", flush=True)
+                print(f"{start + mirrored * len(scenes):>8} images seen", flush=True)
     turned_round = np.stack([scenes.middles, scenes.middles])
     turned_round[1, ..., 0] = 1.0 - turned_round[1, ..., 0]
     return Seen(tokens.flatten(0, 1), np.concatenate([scenes.kinds, scenes.kinds]), turned_round.reshape(-1, 3, 2))
@@ -333,7 +331,7 @@ def choices(things: tuple[Thing, ...], random: np.random.Generator) -> list[str]
 @torch.inference_mode()
 def measure(options: argparse.Namespace) -> dict[str, float]:
     """How often the right one of ten sentences is found, and how true and false prompts for one thing are read."""
-    scenes = Scenes.kept(options.kept, 0, options.fresh_pictures)
+    scenes = Scenes.kept(options.kept, 0, options.fresh_images)
     model = SiglipModel.from_pretrained(options.output, dtype=torch.float32).eval()
     processor = SiglipProcessor.from_pretrained(options.output)
     random = np.random.default_rng((options.seed, 2))

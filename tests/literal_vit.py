@@ -1,4 +1,4 @@
-"""A tiny Vision Transformer written out by hand, one picture and one head at a time: no timm, no hooks, no patches.
+"""A tiny Vision Transformer written out by hand, one image and one head at a time: no timm, no hooks, no patches.
 
 It takes its weights from the `state_dict` of a timm model, and keeps every attention matrix on the path to the logits,
 so that `torch.autograd.grad` alone says what the gradients of the probabilities are. And the class-specific methods
@@ -47,7 +47,7 @@ def timm_model(readout: str = "class token", seed: int = 0, **options) -> nn.Mod
 
 @dataclass
 class Pass:
-    """What one picture's forward pass showed; everything is on the path to the logits."""
+    """What one image's forward pass showed; everything is on the path to the logits."""
 
     logits: Tensor
     attention: list[list[Tensor]] = field(default_factory=list)  # [layers][heads] of [tokens, tokens]
@@ -57,7 +57,7 @@ class Pass:
 
 
 def run(model: nn.Module, pixels: Tensor, depth: int = TINY["depth"], mean: bool = False) -> Pass:
-    """Run one picture [3, height, width] with the model's weights.
+    """Run one image [3, height, width] with the model's weights.
 
     With fewer blocks the answer is that of the last one's tokens; with `mean` class tokens hold the mean of all tokens.
     """
@@ -128,7 +128,7 @@ def run(model: nn.Module, pixels: Tensor, depth: int = TINY["depth"], mean: bool
 
 @dataclass(eq=False)
 class Explained:
-    """One picture with its target: attention, gradients and values as arrays [layers][heads, tokens, …]."""
+    """One image with its target: attention, gradients and values as arrays [layers][heads, tokens, …]."""
 
     attention: list[Array]
     gradients: list[Array]
@@ -141,14 +141,14 @@ class Explained:
     pooling: Array | None  # (A ⊙ ∇A)⁺ of the pooling query, [heads, tokens]
     prefix: int
 
-    @cache  # noqa: B019 - a test's worth of pictures
+    @cache  # noqa: B019 - a test's worth of images
     def weighted(self, how: bool | str) -> list[Array]:
         """Each layer's heads, weighted."""
         return [weigh(*layer, how) for layer in zip(self.attention, self.values, self.projections, strict=True)]
 
 
 def differentiate(model: nn.Module, pixels: Tensor, target: int, readout: str) -> Explained:
-    """The gradients of one logit of one picture, by torch.autograd.grad and nothing else."""
+    """The gradients of one logit of one image, by torch.autograd.grad and nothing else."""
     pixels = pixels.clone().requires_grad_()
     seen = run(model, pixels)
     heads = [matrix for layer in seen.attention for matrix in layer]

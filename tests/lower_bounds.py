@@ -51,9 +51,9 @@ SETS = {
 }
 CORE = [
     f"tests/{name}"
-    for name in ("methods", "pictures", "models", "recording", "explaining", "cli", "test_documentation.py")
+    for name in ("methods", "images", "models", "recording", "explaining", "cli", "test_documentation.py")
 ]
-# These take minutes, and what they hold is held by others for fewer models and pictures.
+# These take minutes, and what they hold is held by others for fewer models and images.
 LONG = ("recording/test_families.py", "recording/test_threads.py", "models/test_checkpoint_fuzz.py")
 # Old libraries warn of newer ones beside them, which is their own affair.
 WARNINGS = ("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -55,9 +55,9 @@ def try_wheel(wheel: Path) -> None:
         tools = place / "env" / ("Scripts" if os.name == "nt" else "bin")
         run(tools / "python", "-m", "pip", "install", "--quiet", wheel)
         alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
-        for words in (["--version"], ["doctor"], ["demo", "-o", "pictures"]):
+        for words in (["--version"], ["doctor"], ["demo", "-o", "images"]):
             run(tools / "vitflow", *words, cwd=place, env=alone)
-        drawn = sorted(file.name for file in (place / "pictures").iterdir())
+        drawn = sorted(file.name for file in (place / "images").iterdir())
         print(f"the demo drew {len(drawn)} files: {', '.join(drawn)}")
 
 

@@ -1,4 +1,4 @@
-"""Small models of pictures and texts with random weights, each of the kinds that prompts are asked of."""
+"""Small models of images and texts with random weights, each of the kinds that prompts are asked of."""
 
 import functools
 from typing import Any
@@ -54,6 +54,6 @@ def pair(kind: str) -> torch.nn.Module:
     return model.eval()
 
 
-def picture(height: int = 40, width: int = 56) -> np.ndarray:
-    """A picture of random colours."""
+def photo(height: int = 40, width: int = 56) -> np.ndarray:
+    """An image of random colours."""
     return np.random.default_rng(0).integers(0, 255, (height, width, 3), np.uint8)

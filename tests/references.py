@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 
 from vitflow import Explainer
-from vitflow.pictures.geometry import Placement
+from vitflow.images.geometry import Placement
 
 Array = NDArray[np.float64]
 
@@ -102,7 +102,7 @@ def seen_mask(placement: Placement) -> NDArray[np.bool_]:
 
 
 def patch_box(placement: Placement, row: int, col: int, rows: int, cols: int) -> tuple[float, float, float, float]:
-    """(left, top, right, bottom) of one patch of a rows × cols grid, in pixels of the original picture."""
+    """(left, top, right, bottom) of one patch of a rows × cols grid, in pixels of the original image."""
     height, width = placement.input_size
     top, left = placement.to_image(row * height / rows, col * width / cols)
     bottom, right = placement.to_image((row + 1) * height / rows, (col + 1) * width / cols)
@@ -137,10 +137,10 @@ def relative(found: Array, reference: Array, own: list[int] | None = None) -> Ar
     return result
 
 
-def logit_rounding(explainer: Explainer, picture: NDArray[np.uint8]) -> float:
-    """How far differences of a picture's float32 logits may lie apart where only the order of sums differs."""
+def logit_rounding(explainer: Explainer, image: NDArray[np.uint8]) -> float:
+    """How far differences of an image's float32 logits may lie apart where only the order of sums differs."""
     with torch.no_grad():
-        logits = explainer.logits(explainer.pixels(picture))
+        logits = explainer.logits(explainer.pixels(image))
     return 100 * torch.finfo(torch.float32).eps * float(logits.abs().max())
 
 

@@ -25,7 +25,7 @@ import vitflow
 from tests.models.vision_language import family
 from tests.text.test_reading import wordpiece_tokenizer
 from vitflow.cli import cli
-from vitflow.demo import sample_pictures
+from vitflow.demo import sample_images
 from vitflow.errors import VitflowWarning
 from vitflow.explaining.method_table import get_method
 
@@ -101,14 +101,12 @@ def by_page(found) -> list:
 
 @pytest.fixture
 def desk(tmp_path, monkeypatch) -> Path:
-    """The folder that a reader types in: some pictures, and weights of their own."""
+    """The folder that a reader types in: some images, and weights of their own."""
     monkeypatch.chdir(tmp_path)
-    pictures = sample_pictures()
+    images = sample_images()
     (tmp_path / "photographs").mkdir()
-    for name, picture in zip(
-        ("cat.jpg", "photo.jpg", "photographs/1.jpg", "photographs/2.jpg"), pictures, strict=False
-    ):
-        Image.open(picture).convert("RGB").save(name)
+    for name, image in zip(("cat.jpg", "photo.jpg", "photographs/1.jpg", "photographs/2.jpg"), images, strict=False):
+        Image.open(image).convert("RGB").save(name)
     (tmp_path / "names.txt").write_text("tabby\ntiger cat\nPersian cat\n")
     return tmp_path
 

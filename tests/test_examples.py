@@ -1,4 +1,4 @@
-"""The scripts that draw the documentation's pictures."""
+"""The scripts that draw the documentation's images."""
 
 import importlib
 import sys
@@ -19,21 +19,21 @@ def script(monkeypatch):
     return importlib.import_module
 
 
-def test_the_readmes_pictures_are_drawn_by_one_command(script, tmp_path, capsys):
-    script("draw_readme_pictures").main(
+def test_the_readmes_images_are_drawn_by_one_command(script, tmp_path, capsys):
+    script("draw_readme_images").main(
         ["--model", "demo", "--classes", "orange disc", "yellow star", "--output", str(tmp_path)]
     )
     files = capsys.readouterr().out.split()
     assert [Path(file).name for file in files] == ["two-things.jpg", "classes.jpg"]
     for file in files:
-        with Image.open(file) as picture:
-            assert picture.width > 500
+        with Image.open(file) as image:
+            assert image.width > 500
 
 
 def test_without_scikit_image_the_script_says_what_to_install(script, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "skimage", None)
     with pytest.raises(SystemExit, match=r'pip install "vitflow\[examples\]"'):
-        script("draw_readme_pictures").load_photographs(tmp_path)
+        script("draw_readme_images").load_photographs(tmp_path)
 
 
 @pytest.mark.parametrize("library", ["as_torchvision", "as_transformers"])
@@ -46,7 +46,7 @@ def test_the_gallery_shows_the_same_weights_in_other_libraries(script, library):
         torch.testing.assert_close(getattr(logits, "logits", logits), model(pixels), atol=1e-4, rtol=1e-4)
 
 
-def test_the_pictures_of_the_documentation_are_small():
+def test_the_images_of_the_documentation_are_small():
     sizes = {file.name: file.stat().st_size for file in (ROOT / "assets").rglob("*.*")}
     assert len(sizes) >= 10
     assert {name: size for name, size in sizes.items() if size > 200_000} == {}

@@ -1,4 +1,4 @@
-"""What results show of themselves in a notebook: a picture, words, and tables in which nothing is markup but ours."""
+"""What results show of themselves in a notebook: an image, words, and tables in which nothing is markup but ours."""
 
 import base64
 import io
@@ -10,7 +10,7 @@ import timm
 from PIL import Image
 
 import vitflow
-from vitflow.demo import sample_pictures
+from vitflow.demo import sample_images
 from vitflow.evaluation.metrics import METRICS
 
 HOSTILE = "<script>alert('1')</script>&"
@@ -24,16 +24,16 @@ def explainer() -> vitflow.Explainer:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> object:
-    """A folder with a hostile name, two pictures, one of them large, and a file that is no picture."""
+    """A folder with a hostile name, two images, one of them large, and a file that is no image."""
     folder = tmp_path_factory.mktemp("in")
-    Image.open(sample_pictures()[0]).resize((1500, 900)).save(folder / "large <b>&.png")
-    Image.open(sample_pictures()[1]).save(folder / "one.png")
-    (folder / "three.png").write_bytes(b"no picture")
+    Image.open(sample_images()[0]).resize((1500, 900)).save(folder / "large <b>&.png")
+    Image.open(sample_images()[1]).save(folder / "one.png")
+    (folder / "three.png").write_bytes(b"no image")
     return folder
 
 
 def shown(result: object) -> tuple[dict[str, str], tuple[int, int] | None]:
-    """What a result shows, and the size of its picture."""
+    """What a result shows, and the size of its image."""
     bundle = result._repr_mimebundle_(include=None, exclude=None)
     assert bundle["text/plain"] == repr(result) or bundle["text/plain"].startswith(repr(result))
     assert set(bundle) <= {"text/plain", "text/html", "image/png"}
@@ -41,9 +41,9 @@ def shown(result: object) -> tuple[dict[str, str], tuple[int, int] | None]:
     assert set(re.findall(r"<(\w+)", html)) <= {"p", "table", "tr", "th", "td", "img"}
     if "image/png" not in bundle:
         return bundle, None
-    with Image.open(io.BytesIO(base64.b64decode(bundle["image/png"]))) as picture:
-        assert picture.format == "PNG" and (not html or bundle["image/png"] in html)
-        return bundle, picture.size
+    with Image.open(io.BytesIO(base64.b64decode(bundle["image/png"]))) as image:
+        assert image.format == "PNG" and (not html or bundle["image/png"] in html)
+        return bundle, image.size
 
 
 def test_a_saliency_and_its_layers_show_their_figures_in_the_size_of_a_cell(explainer, folder):
@@ -51,13 +51,13 @@ def test_a_saliency_and_its_layers_show_their_figures_in_the_size_of_a_cell(expl
     for result in (explainer.explain(folder / "large <b>&.png"), sheet):
         bundle, (width, height) = shown(result)
         assert 200 < max(width, height) <= 1000
-        assert "text/html" not in bundle  # a front end would show it instead of the picture
+        assert "text/html" not in bundle  # a front end would show it instead of the image
 
 
-def test_a_comparison_shows_the_strip_of_its_first_pictures(explainer, folder):
+def test_a_comparison_shows_the_strip_of_its_first_images(explainer, folder):
     comparison = vitflow.compare([folder / "one.png"] * 6, model=explainer, methods=["rollout", "centre"])
     bundle, (width, _) = shown(comparison)
-    assert "2 more pictures are not shown" in bundle["text/plain"] and width < 700
+    assert "2 more images are not shown" in bundle["text/plain"] and width < 700
     few = vitflow.compare(folder / "one.png", model=explainer, methods=["rollout", "centre"])
     assert shown(few)[0]["text/plain"] == repr(few)
 
@@ -70,7 +70,7 @@ def test_an_explainer_shows_its_model(explainer):
     assert "0 classes" in shown(vitflow.Explainer(headless))[0]["text/html"]
 
 
-def test_a_folder_run_shows_its_first_pictures_and_what_failed(explainer, folder, tmp_path):
+def test_a_folder_run_shows_its_first_images_and_what_failed(explainer, folder, tmp_path):
     summary = vitflow.explain_folder(folder, tmp_path / "out", model=explainer, workers=0)
     bundle, size = shown(summary)
     assert "2 explained, 1 failed" in bundle["text/plain"]
@@ -82,8 +82,8 @@ def test_a_folder_run_shows_its_first_pictures_and_what_failed(explainer, folder
 
 
 def test_an_evaluation_shows_its_tables_and_bars(explainer):
-    pictures = [np.asarray(Image.open(path).convert("RGB")) for path in sample_pictures()[:2]]
-    found = vitflow.evaluate(pictures, model=explainer, methods=["rollout"], metrics=["deletion_auc"], resamples=50)
+    images = [np.asarray(Image.open(path).convert("RGB")) for path in sample_images()[:2]]
+    found = vitflow.evaluate(images, model=explainer, methods=["rollout"], metrics=["deletion_auc"], resamples=50)
     bundle, size = shown(found)
     assert size is not None
     assert bundle["text/html"].count("<table>") == 1 and "<th>rollout</th>" in bundle["text/html"]

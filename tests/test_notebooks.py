@@ -1,4 +1,4 @@
-"""The notebooks of the documentation run as they stand, show pictures, and are kept with what they show."""
+"""The notebooks of the documentation run as they stand, show images, and are kept with what they show."""
 
 import base64
 import io
@@ -13,7 +13,7 @@ from PIL import Image
 
 pytestmark = pytest.mark.slow  # each runs in a process of its own
 ROOT = Path(__file__).resolve().parent.parent
-# What a reader finds in each, by words of the cell that shows it; and whether that is a picture.
+# What a reader finds in each, by words of the cell that shows it; and whether that is an image.
 SHOWN = {
     "docs/first_steps.ipynb": {
         'vitflow.Explainer("demo")': False,
@@ -74,9 +74,9 @@ def test_each_cell_shows_what_it_is_about(name, executed):
         if isinstance(expected, str):
             assert expected in data["text/plain"], words
         elif expected:
-            with Image.open(io.BytesIO(base64.b64decode(data["image/png"]))) as picture:
-                assert min(picture.size) >= 100
-                low, high = zip(*picture.convert("RGB").getextrema(), strict=True)
+            with Image.open(io.BytesIO(base64.b64decode(data["image/png"]))) as image:
+                assert min(image.size) >= 100
+                low, high = zip(*image.convert("RGB").getextrema(), strict=True)
                 assert max(high) - min(low) > 100  # no blank
 
 

@@ -8,10 +8,10 @@ from .explaining.explainer import explain as explain
 from .explaining.exploring import explore as explore
 from .explaining.features import Features as Features
 from .explaining.features import feature_maps as feature_maps
+from .explaining.image_model import similarity_to as similarity_to
 from .explaining.layer_maps import LayerMaps as LayerMaps
 from .explaining.layer_maps import layer_maps as layer_maps
 from .explaining.method_table import register_method as register_method
-from .explaining.picture_model import similarity_to as similarity_to
 from .explaining.saliency import Saliency as Saliency
 from .explaining.targets import Contrast as Contrast
 from .folder.batch_explainer import BatchExplainer as BatchExplainer
@@ -32,11 +32,11 @@ from .recording.recorder import record_attention as record_attention
 from .recording.trace import Trace as Trace
 from .text.generating import explain_generation as explain_generation
 from .text.generation import Generation as Generation
+from .text.image_tokens import ImageTokens as ImageTokens
 from .text.labels import layouts_of as layouts_of
 from .text.layout import SequenceLayout as SequenceLayout
 from .text.layout import Words as Words
 from .text.method_table import list_methods as list_methods
-from .text.picture_tokens import PictureTokens as PictureTokens
 from .text.reading import Reading as Reading
 from .text.reading import explain_text as explain_text
 

@@ -19,15 +19,15 @@ class OptionError(VitflowError, ValueError):
 
 
 class OutsideGridError(OptionError):
-    """A patch was asked for that the picture's grid does not have."""
+    """A patch was asked for that the image's grid does not have."""
 
 
-class OutsidePictureError(OptionError):
-    """A box was asked for that lies beside what the model saw of the picture."""
+class OutsideImageError(OptionError):
+    """A box was asked for that lies beside what the model saw of the image."""
 
 
 class SameClassError(OptionError):
-    """Both sides of a contrast are one class: of every picture, or of one that the model answers with that class."""
+    """Both sides of a contrast are one class: of every image, or of one that the model answers with that class."""
 
 
 class ShapeError(VitflowError, ValueError):
@@ -35,7 +35,7 @@ class ShapeError(VitflowError, ValueError):
 
 
 class ImageError(VitflowError):
-    """A picture could not be read, or is not a picture."""
+    """An image could not be read, or is not an image."""
 
 
 class ModelError(VitflowError):
@@ -62,8 +62,8 @@ class NoAttentionError(UnsupportedModelError):
 
 
 def stops_all(error: Exception, fit: str) -> bool:
-    """Whether an error is that of every picture; where each has a grid or a size of its own, others may do."""
-    if isinstance(error, SameClassError | OutsidePictureError) or (
+    """Whether an error is that of every image; where each has a grid or a size of its own, others may do."""
+    if isinstance(error, SameClassError | OutsideImageError) or (
         isinstance(error, OutsideGridError) and fit == "native"
     ):
         return False

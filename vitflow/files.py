@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from vitflow.errors import ImageError
 
-#: What files of pictures are called.
+#: What files of images are called.
 READ_SUFFIXES = frozenset(
     {".avif", ".bmp", ".dib", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg"}
     | {".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"}
@@ -113,7 +113,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def find_images(path: str | os.PathLike[str]) -> list[Path]:
-    """Find the pictures that lie in a folder by their suffix, in natural order (2.png before 10.png).
+    """Find the images that lie in a folder by their suffix, in natural order (2.png before 10.png).
 
     Hidden files are skipped. A path to a file is returned as it is, whatever its suffix.
 
@@ -124,7 +124,7 @@ def find_images(path: str | os.PathLike[str]) -> list[Path]:
     if is_file(root):
         return [root]
     if not is_folder(root):
-        raise ImageError(f"Expected a folder or a picture, but there is nothing at {str(root)!r}.")
+        raise ImageError(f"Expected a folder or an image, but there is nothing at {str(root)!r}.")
     try:
         found = [file for file in root.iterdir() if is_image_name(file.name) and is_file(file)]
     except OSError as error:
@@ -133,7 +133,7 @@ def find_images(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a file is called like a picture, and is not hidden."""
+    """Whether a file is called like an image, and is not hidden."""
     return not name.startswith(".") and Path(name).suffix.lower() in READ_SUFFIXES
 
 

@@ -21,11 +21,11 @@ from tests.app.served import serving
 from tests.pairs import pair
 from vitflow.app import serve
 from vitflow.cli import cli
-from vitflow.demo import sample_pictures
+from vitflow.demo import sample_images
 from vitflow.errors import OptionError
 
 ROOT = Path(__file__).resolve().parents[2]
-SAMPLE = sample_pictures()[0]
+SAMPLE = sample_images()[0]
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,9 @@ def ask(page, tmp_path):
     """Ask one of its functions as a program would, each time as another visitor."""
     from gradio_client import Client, handle_file
 
-    def call(function: str, picture: object, *fields: object, first: tuple = ()) -> tuple:
+    def call(function: str, image: object, *fields: object, first: tuple = ()) -> tuple:
         client = Client(page.local_url, verbose=False, analytics_enabled=False, download_files=str(tmp_path))
-        given = None if picture is None else handle_file(str(picture))
+        given = None if image is None else handle_file(str(image))
         return client.predict(*first, given, *fields, api_name=f"/{function}")
 
     return call
@@ -129,7 +129,7 @@ def test_methods_stand_side_by_side_and_the_page_says_how_far_they_agree(ask):
     assert "vitflow.compare" in code and "How far the methods agree" in notes and len(files) == 2
 
 
-def test_prompts_are_asked_of_a_model_of_pictures_and_texts(ask, siglip):
+def test_prompts_are_asked_of_a_model_of_images_and_texts(ask, siglip):
     *_, files, code, _, classes, notes = ask("explain", SAMPLE, siglip, "gae", "a dog", "a dog\n a cat \n\n")
     own = vitflow.Explainer(siglip, outputs=vitflow.prompts(["a dog", "a cat"])).explain(
         SAMPLE, method="gae", target="a dog"
@@ -158,7 +158,7 @@ def test_what_is_wrong_stands_in_the_page(ask, fields, expected):
     assert told(ask("explain", SAMPLE, *fields)).startswith(expected)
 
 
-def test_a_file_that_is_no_picture_is_told_as_the_command_line_tells_it(ask, tmp_path):
+def test_a_file_that_is_no_image_is_told_as_the_command_line_tells_it(ask, tmp_path):
     wrong = tmp_path / "letter.png"
     wrong.write_text("Dear all,")
     by_command = CliRunner().invoke(cli, ["explain", str(wrong), "--model", "demo"])
@@ -166,7 +166,7 @@ def test_a_file_that_is_no_picture_is_told_as_the_command_line_tells_it(ask, tmp
     assert told(ask("explain", None)).startswith("error: Expected a photograph, got none")
 
 
-def test_a_picture_of_too_many_pixels_is_refused(ask, tmp_path, monkeypatch):
+def test_an_image_of_too_many_pixels_is_refused(ask, tmp_path, monkeypatch):
     Image.fromarray(np.zeros((20_000, 10_000), np.uint8)).save(tmp_path / "large.png")
     assert "to have at most 178,956,970 pixels" in told(ask("explain", tmp_path / "large.png"))
 
@@ -174,23 +174,23 @@ def test_a_picture_of_too_many_pixels_is_refused(ask, tmp_path, monkeypatch):
 def test_a_file_of_too_many_bytes_is_not_taken(page, tmp_path):
     from gradio_client import Client
 
-    from vitflow.pictures.images import MAX_PIXELS
+    from vitflow.images.reading import MAX_PIXELS
 
     config = Client(page.local_url, verbose=False, analytics_enabled=False).config
     assert config["max_file_size"] == MAX_PIXELS
 
 
 QUESTIONS = {
-    "What is in a picture": (SAMPLE, "", ["yellow", "star"]),
+    "What is in an image": (SAMPLE, "", ["yellow", "star"]),
     "What a word rests on": (None, "a red heart left of a yellow star", ["red", "star"]),
     "What is written next": (None, "here is", ["here", "is"]),
 }
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_words_are_read_written_and_said_of_a_picture(ask, question):
-    picture, text, expected = QUESTIONS[question]
-    words, figure, _, code, notes = ask("words", picture, text, first=(question, "demo-caption"))
+def test_words_are_read_written_and_said_of_an_image(ask, question):
+    image, text, expected = QUESTIONS[question]
+    words, figure, _, code, notes = ask("words", image, text, first=(question, "demo-caption"))
     assert set(expected) <= {word["token"].strip() for word in words} and not notes
     assert {word["class_or_confidence"] for word in words} <= {*map(str, range(9)), "asked"}
     assert "vitflow.explain_" in code
@@ -199,7 +199,7 @@ def test_words_are_read_written_and_said_of_a_picture(ask, question):
 
 
 def test_a_text_that_cannot_be_read_is_told(ask):
-    assert told(ask("words", None, "", first=("What is in a picture", "demo-caption"))).startswith(
+    assert told(ask("words", None, "", first=("What is in an image", "demo-caption"))).startswith(
         "error: Expected a pho"
     )
     assert told(ask("words", None, "a heart", first=("What a word rests on", "demo"))).startswith(
@@ -208,9 +208,9 @@ def test_a_text_that_cannot_be_read_is_told(ask):
 
 
 def test_captions_take_the_method_of_the_command_line_and_texts_theirs(ask):
-    for question, (picture, text, _) in QUESTIONS.items():
-        code = ask("words", picture, text, first=(question, "demo-caption"))[3]
-        assert f"method='{'gae' if picture else 'rollout'}'" in code, question
+    for question, (image, text, _) in QUESTIONS.items():
+        code = ask("words", image, text, first=(question, "demo-caption"))[3]
+        assert f"method='{'gae' if image else 'rollout'}'" in code, question
 
 
 # --- what a click means ----------------------------------------------------------------------------------------------
@@ -220,15 +220,15 @@ def test_captions_take_the_method_of_the_command_line_and_texts_theirs(ask):
 def tabs():
     """What the buttons of both tabs do."""
     pytest.importorskip("gradio", reason="Gradio is not installed (extra app)")
-    from vitflow.app import pictures, words
+    from vitflow.app import images, words
     from vitflow.app.asking import Models
 
     models = Models(["demo"], ["demo-caption"])
-    return SimpleNamespace(pictures=pictures._Answers(models), words=words._Answers(models), names=pictures._NAMES)
+    return SimpleNamespace(images=images._Answers(models), words=words._Answers(models), names=images._NAMES)
 
 
 def fields(tabs, **given) -> list:
-    usual = {"picture": {"path": str(SAMPLE)}, "model": "demo", "method": "gradcam", "fit": "crop"}
+    usual = {"image": {"path": str(SAMPLE)}, "model": "demo", "method": "gradcam", "fit": "crop"}
     usual |= {"background": "grey", "interpolation": "smooth", "contours": False}
     return [(dict.fromkeys(tabs.names, "") | usual | given)[name] for name in tabs.names]
 
@@ -237,30 +237,30 @@ def test_a_click_on_each_patch_of_the_figure_is_that_patch(tabs, tmp_path, monke
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
     wide = tmp_path / "wide.png"
     Image.open(SAMPLE).convert("RGB").resize((300, 190)).save(wide)
-    asked = fields(tabs, picture={"path": str(wide)}, method="rollout")
-    _, click, *_ = tabs.pictures.explain(*asked)
+    asked = fields(tabs, image={"path": str(wide)}, method="rollout")
+    _, click, *_ = tabs.images.explain(*asked)
     (left, top, right, bottom), placement, (rows, cols) = click
     clicked: list[tuple[int, int]] = []
-    monkeypatch.setattr(tabs.pictures, "_map", lambda asked, patch: clicked.append(patch))
+    monkeypatch.setattr(tabs.images, "_map", lambda asked, patch: clicked.append(patch))
     height, width = (side / count for side, count in zip(placement.input_size, (rows, cols), strict=True))
     for row in range(rows):
         for col in range(cols):
             y, x = placement.to_image((row + 0.5) * height, (col + 0.5) * width)
             at = left + x / 300 * (right - left), top + y / 190 * (bottom - top)
-            tabs.pictures._patch(SimpleNamespace(index=at), click, *asked)
+            tabs.images._patch(SimpleNamespace(index=at), click, *asked)
     assert clicked == [(row, col) for row in range(rows) for col in range(cols)]
     middle = (top + bottom) / 2
     for at, words in {(left - 5, middle): "beside it", (left + 3, middle): "did not see"}.items():
         with pytest.raises(OptionError, match=words):
-            tabs.pictures._patch(SimpleNamespace(index=at), click, *asked)
+            tabs.images._patch(SimpleNamespace(index=at), click, *asked)
 
 
 def test_a_patch_is_answered_by_rollout_where_the_method_has_none(tabs, tmp_path, monkeypatch):
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
-    _, click, *_ = tabs.pictures.explain(*fields(tabs))
+    _, click, *_ = tabs.images.explain(*fields(tabs))
     (left, top, right, bottom), *_ = click
     event = SimpleNamespace(index=((left + right) / 2, (top + bottom) / 2))
-    _, _, files, code, method, *_ = tabs.pictures._patch(event, click, *fields(tabs))
+    _, _, files, code, method, *_ = tabs.images._patch(event, click, *fields(tabs))
     own = vitflow.Explainer("demo").explain(SAMPLE, method="rollout", patch=(6, 6))
     np.testing.assert_array_equal(grid_of(files), own.grid)
     assert method == "rollout" and "patch=(6, 6)" in code
@@ -278,10 +278,10 @@ def test_a_click_on_a_word_is_that_word(tabs, tmp_path, monkeypatch):
     read = tabs.words.words("What a word rests on", "demo-caption", None, "a red heart", "rollout", 8)
     words, *_, code, _ = clicked(read, 2)
     assert [number for number, (_, shade) in enumerate(words) if shade == "asked"] == [2] and "token=2" in code
-    seen = tabs.words.words("What is in a picture", "demo-caption", {"path": str(SAMPLE)}, "", "rollout", 30)
+    seen = tabs.words.words("What is in an image", "demo-caption", {"path": str(SAMPLE)}, "", "rollout", 30)
     star = [text for text, _ in seen[0]].index(" star")
     words, *_, code, _ = clicked(seen, star)
-    assert words[star] == (" star", "asked") and "picture((" in code
+    assert words[star] == (" star", "asked") and "image((" in code
     with pytest.raises(OptionError, match="a word that has a map"):
         clicked(seen, 0)
     written = tabs.words.words("What is written next", "demo-caption", None, "here is", "rollout", 8)
@@ -298,7 +298,7 @@ def test_the_first_model_has_the_weights_and_the_names_that_were_given(tmp_path,
     import torch
     from safetensors.torch import save_file
 
-    from vitflow.app import pictures
+    from vitflow.app import images
     from vitflow.app.asking import Models
 
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "gradio"))
@@ -308,9 +308,9 @@ def test_the_first_model_has_the_weights_and_the_names_that_were_given(tmp_path,
     Path("names.txt").write_text("ash\nbirch\ncedar\n")
     shutil.copy(SAMPLE, tmp_path)
     models = Models(["test_vit", "demo"], [], checkpoint="own.safetensors", class_names=Path("names.txt"))
-    tab = SimpleNamespace(names=pictures._NAMES)
-    given = fields(tab, picture={"path": SAMPLE.name}, model="test_vit", method="gae", target="birch")
-    _, _, files, code, _, classes, _ = pictures._Answers(models).explain(*given)
+    tab = SimpleNamespace(names=images._NAMES)
+    given = fields(tab, image={"path": SAMPLE.name}, model="test_vit", method="gae", target="birch")
+    _, _, files, code, _, classes, _ = images._Answers(models).explain(*given)
     names: dict = {}
     exec(code, names)
     np.testing.assert_array_equal(grid_of(files), names["saliency"].grid)
@@ -383,7 +383,7 @@ def test_a_class_and_a_wrong_file_in_a_browser(visit, page, tmp_path):
     with tab.expect_file_chooser() as chooser:
         tab.get_by_text("Click to Upload").first.click()
     chooser.value.set_files(str(tmp_path / "letter.png"))
-    error = tab.get_by_text("error: Expected 'letter.png' to be a picture")
+    error = tab.get_by_text("error: Expected 'letter.png' to be an image")
     error.wait_for()
     tab.get_by_role("button", name="Compare methods").scroll_into_view_if_needed()
     assert 0 <= error.bounding_box()["y"] < 900  # it is seen wherever the page is scrolled to

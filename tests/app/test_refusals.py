@@ -7,11 +7,11 @@ import httpx
 import pytest
 
 from tests.app.served import serving
-from vitflow.demo import sample_pictures
+from vitflow.demo import sample_images
 from vitflow.errors import OptionError
 
 pytest.importorskip("gradio", reason="Gradio is not installed (extra app)")
-SAMPLE = sample_pictures()[0]
+SAMPLE = sample_images()[0]
 META = {"_type": "gradio.FileData"}
 LIMIT = 5.0  # seconds that a question may take
 
@@ -47,20 +47,19 @@ def answer(web, function: str, data: list, **headers: str) -> tuple[int, str]:
     return found.status_code, found.text.replace("event: heartbeat\ndata: null\n\n", "")
 
 
-def pictured(picture: object, **given: object) -> list:
+def image_fields(image: object, **given: object) -> list:
     """The fields of the tab for photographs."""
-    from vitflow.app.pictures import _NAMES
+    from vitflow.app.images import _NAMES
 
     usual = {"model": "demo", "method": "gae", "fit": "crop", "background": "grey", "interpolation": "smooth"}
     return [
-        ({**dict.fromkeys(_NAMES, ""), **usual, "contours": False} | given | {"picture": picture})[one]
-        for one in _NAMES
+        ({**dict.fromkeys(_NAMES, ""), **usual, "contours": False} | given | {"image": image})[one] for one in _NAMES
     ]
 
 
 def worded(**given: object) -> list:
     """The fields of the tab for words."""
-    usual = {"question": "What a word rests on", "model": "demo-caption", "picture": None, "text": "a red heart"}
+    usual = {"question": "What a word rests on", "model": "demo-caption", "image": None, "text": "a red heart"}
     return list((usual | {"method": "", "count": 8} | given).values())
 
 
@@ -77,7 +76,7 @@ def said(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory, page, uploaded) -> dict:
-    """Files that nobody uploaded, in ways that a program can name them; each is a picture, or nothing at all."""
+    """Files that nobody uploaded, in ways that a program can name them; each is an image, or nothing at all."""
     folder = tmp_path_factory.mktemp("private")
     private = folder / "private.png"
     private.write_bytes(SAMPLE.read_bytes())
@@ -114,7 +113,7 @@ def foreign(tmp_path_factory, page, uploaded) -> dict:
 
 @pytest.mark.parametrize("function", ["explain", "compare", "words"])
 def test_a_file_that_nobody_uploaded_is_refused_whether_it_is_there_or_not(web, page, foreign, function):
-    made = (lambda file: worded(question="What is in a picture", picture=file)) if function == "words" else pictured
+    made = (lambda file: worded(question="What is in an image", image=file)) if function == "words" else image_fields
     answers = {name: answer(web, function, made(file)) for name, file in foreign.items()}
     [(status, text)] = set(answers.values())  # one and the same, to the letter
     assert status == 200 and "that was uploaded to this page" in said(text)
@@ -123,16 +122,16 @@ def test_a_file_that_nobody_uploaded_is_refused_whether_it_is_there_or_not(web, 
 
 def test_no_other_field_takes_a_file(web, foreign, uploaded):
     for field in ("target", "prompts", "model"):
-        status, text = answer(web, "explain", pictured(uploaded, **{field: foreign["plain, as Gradio's"]}))
+        status, text = answer(web, "explain", image_fields(uploaded, **{field: foreign["plain, as Gradio's"]}))
         assert status == 200 and "expected a text" in said(text)
 
 
 def test_what_was_uploaded_and_samples_are_explained(web, uploaded):
-    assert '"error"' not in answer(web, "explain", pictured(uploaded))[1]
+    assert '"error"' not in answer(web, "explain", image_fields(uploaded))[1]
     status, text = answer(web, "load_example", [0])
     [sample] = json.loads(text.rpartition("data: ")[2])
     shown = sample.get("value", sample)
-    assert status == 200 and "-gae.npz" in answer(web, "explain", pictured(shown))[1], sample
+    assert status == 200 and "-gae.npz" in answer(web, "explain", image_fields(shown))[1], sample
 
 
 def test_the_page_fetches_nothing_for_others(web, page, uploaded):
@@ -157,7 +156,7 @@ def test_a_foreign_name_is_refused(web, page, uploaded):
     ):
         refused = web.get("/config", headers={"Host": host})
         assert refused.status_code == 403 and "not served by that name" in refused.text, host
-        assert answer(web, "explain", pictured(uploaded), Host=host)[0] == 403
+        assert answer(web, "explain", image_fields(uploaded), Host=host)[0] == 403
     for host in (f"127.0.0.1{at}", f"localhost{at}", f"LOCALHOST{at}", f"[::1]{at}", "photos.example"):
         assert web.get("/config", headers={"Host": host}).status_code == 200, host
 
@@ -165,9 +164,9 @@ def test_a_foreign_name_is_refused(web, page, uploaded):
 def test_a_foreign_page_is_refused(web, page, uploaded):
     own = page.local_url.strip("/")
     for origin in ("http://evil.example", "null", "http://localhost:3000", f"{own}.evil.example", "file://", "http://"):
-        assert answer(web, "explain", pictured(uploaded), Origin=origin)[0] == 403, origin
+        assert answer(web, "explain", image_fields(uploaded), Origin=origin)[0] == 403, origin
     for origin in (own, "https://photos.example"):  # itself, and behind a proxy by the name that was allowed
-        assert answer(web, "explain", pictured(uploaded), Origin=origin)[0] == 200, origin
+        assert answer(web, "explain", image_fields(uploaded), Origin=origin)[0] == 200, origin
 
 
 def test_which_names_a_page_has_follows_from_where_it_is_served():
@@ -214,7 +213,7 @@ def test_which_names_a_page_has_follows_from_where_it_is_served():
     ],
 )
 def test_what_is_asked_of_a_photograph_has_bounds(web, uploaded, given, expected):
-    body = json.dumps({"data": pictured(uploaded, **given)})
+    body = json.dumps({"data": image_fields(uploaded, **given)})
     started = time.monotonic()
     joined = web.post("/gradio_api/call/explain", content=body, headers={"Content-Type": "application/json"})
     found = web.get(f"/gradio_api/call/explain/{joined.json()['event_id']}")
@@ -238,8 +237,8 @@ def test_what_is_asked_of_words_has_bounds(web, given, expected):
     assert expected in said(answer(web, "words", worded(**given))[1])
 
 
-def test_a_prompt_that_cannot_be_joined_with_a_picture_is_an_error_in_words(web, uploaded):
-    asked = worded(question="What is in a picture", picture=uploaded, text="<image><image>")
+def test_a_prompt_that_cannot_be_joined_with_an_image_is_an_error_in_words(web, uploaded):
+    asked = worded(question="What is in an image", image=uploaded, text="<image><image>")
     assert "Expected a prompt that" in said(answer(web, "words", asked)[1])
 
 
@@ -253,7 +252,7 @@ def test_malformed_requests_are_answered_in_words(web, uploaded):
     outside = {"data": [], "fn_index": 999, "session_hash": "any"}
     assert web.post("/gradio_api/queue/join", json=outside).status_code == 404
     for route in ("api", "run"):  # without the queue
-        assert web.post(f"/gradio_api/{route}/explain", json={"data": pictured(uploaded)}).status_code == 404
+        assert web.post(f"/gradio_api/{route}/explain", json={"data": image_fields(uploaded)}).status_code == 404
 
 
 def events(web, session: str):
@@ -267,7 +266,7 @@ def events(web, session: str):
 def test_clicks_on_nothing_are_answered_in_words(web, uploaded):
     functions = web.get("/config").json()["dependencies"]
     numbers = {one["api_name"]: one["id"] for one in functions if one["api_name"] in ("_patch", "_word")}
-    for name, given in {"_patch": pictured(uploaded), "_word": []}.items():
+    for name, given in {"_patch": image_fields(uploaded), "_word": []}.items():
         for click in (
             None,
             {},
@@ -288,7 +287,7 @@ def test_the_queue_says_who_waits_and_a_slow_question_ends(web, uploaded):
     [explain] = [one["id"] for one in web.get("/config").json()["dependencies"] if one["api_name"] == "explain"]
 
     def join(session: str, **given: object) -> None:
-        body = {"data": pictured(uploaded, **given), "fn_index": explain, "session_hash": session}
+        body = {"data": image_fields(uploaded, **given), "fn_index": explain, "session_hash": session}
         assert web.post("/gradio_api/queue/join", json=body).status_code == 200
 
     started = time.monotonic()

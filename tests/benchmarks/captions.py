@@ -110,20 +110,20 @@ def rows_of(
                 rows, _ = method.load()(ReadText(trace, visible, readout[numbers], mine, hidden), **options)
             whole = np.zeros((n, m + n - 1, len(rows)), np.float32)
             whole[numbers] = array_of(rows.permute(1, 2, 0))
-            neutral = tuple(whole[0, list(part.positions)] for part in found.pictures.parts)
+            neutral = tuple(whole[0, list(part.positions)] for part in found.images.parts)
             made[key] = replace(
                 found,
                 values=whole[:, :m],
                 among_generated=np.pad(whole[:, m:], ((0, 0), (0, 1), (0, 0))),
                 method=name,
                 options=options,
-                pictures=replace(found.pictures, neutral=neutral),
+                images=replace(found.images, neutral=neutral),
             )
         one = made[key]
         if "mean of layers" in label:
             means = {part: getattr(one, part).mean(axis=-1, keepdims=True) for part in ("values", "among_generated")}
-            neutral = tuple(part.mean(axis=-1, keepdims=True) for part in one.pictures.neutral)
-            one = replace(one, **means, pictures=replace(one.pictures, neutral=neutral))
+            neutral = tuple(part.mean(axis=-1, keepdims=True) for part in one.images.neutral)
+            one = replace(one, **means, images=replace(one.images, neutral=neutral))
         yield label, one
 
 
@@ -157,9 +157,9 @@ def scene_values(
         for index, (places, mask) in enumerate(regions):
             for way, options in WAYS.items():
                 options = {"through_tower": False, **options, "without_earlier": less}
-                measure(index, (label, way), one.picture(places, **options), mask)
+                measure(index, (label, way), one.image(places, **options), mask)
     for index, (places, mask) in enumerate(regions):
-        plain = found.picture(places, through_tower=False)
+        plain = found.image(places, through_tower=False)
         grids = {"random": random.random(plain.grid.shape), "centre": centre_prior(*plain.grid.shape)}
         for name, grid in grids.items():
             measure(index, (name, ""), replace(plain, grid=np.asarray(grid, np.float32)), mask)

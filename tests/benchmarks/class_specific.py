@@ -1,9 +1,9 @@
-"""Whether class-specific maps light up the object that was asked for, on freshly drawn pictures with exact masks.
+"""Whether class-specific maps light up the object that was asked for, on freshly drawn images with exact masks.
 
-    python -m tests.benchmarks.class_specific [--pictures 500] [--occlusion] [--refine 0 | --affinity keys]
+    python -m tests.benchmarks.class_specific [--images 500] [--occlusion] [--refine 0 | --affinity keys]
 
-Every picture has two objects or three, of different classes; each method explains two of them. The table shows, with
-standard errors over pictures: the share of the map's energy (its mass above its minimum, or above 0 where that lies
+Every image has two objects or three, of different classes; each method explains two of them. The table shows, with
+standard errors over images: the share of the map's energy (its mass above its minimum, or above 0 where that lies
 below) inside the mask of the asked object and inside that of the other one, over pixels; how often the brightest pixel
 lies in the asked object; and how much of the map moves when the other class is asked for (0: nothing, 1: all of it).
 """
@@ -15,17 +15,17 @@ from itertools import islice
 import numpy as np
 
 from vitflow import Explainer
-from vitflow.demo import DemoPicture, draw_pictures, load_demo_model
+from vitflow.demo import DemoImage, draw_images, load_demo_model
 from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.methods.refinement import AFFINITIES
 
 BATCH = 10
-FIRST_SEED = 500_000  # far from the pictures of other tests, and below those that the model was trained on
+FIRST_SEED = 500_000  # far from the images of other tests, and below those that the model was trained on
 
 
-def several_objects(count: int, seed: int = FIRST_SEED) -> Iterator[DemoPicture]:
-    """Pictures with at least two objects."""
-    found = (picture for picture in draw_pictures(20 * count, seed) if len(picture.labels) > 1)
+def several_objects(count: int, seed: int = FIRST_SEED) -> Iterator[DemoImage]:
+    """Images with at least two objects."""
+    found = (image for image in draw_images(20 * count, seed) if len(image.labels) > 1)
     for _ in range(count):
         yield next(found)
 
@@ -45,20 +45,20 @@ def density(values: np.ndarray) -> np.ndarray:
 def localise(
     count: int, methods: Sequence[str], seed: int = FIRST_SEED, **options: object
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Per method: "own", "other" and "pointing" as [pictures, 2 classes], "change" as [pictures]."""
-    explainer, pictures = Explainer(load_demo_model()), several_objects(count, seed)
+    """Per method: "own", "other" and "pointing" as [images, 2 classes], "change" as [images]."""
+    explainer, photos = Explainer(load_demo_model()), several_objects(count, seed)
     rows: dict[str, dict[str, list]] = {
         name: {key: [] for key in ("own", "other", "pointing", "change")} for name in methods
     }
-    while batch := list(islice(pictures, BATCH)):
-        images = [picture.image for picture in batch]
+    while batch := list(islice(photos, BATCH)):
+        images = [image.image for image in batch]
         found = []
         for which in (0, 1):  # one class after the other, also where the method does not care
-            targets = np.array([picture.labels[which] for picture in batch])
+            targets = np.array([image.labels[which] for image in batch])
             heatmaps = [s.heatmap for s in explainer.explain_batch(images, methods=methods, targets=targets, **options)]
             found.append([heatmaps[start : start + len(methods)] for start in range(0, len(heatmaps), len(methods))])
-        for number, picture in enumerate(batch):
-            masks = [picture.mask_of(label) for label in picture.labels[:2]]
+        for number, image in enumerate(batch):
+            masks = [image.mask_of(label) for label in image.labels[:2]]
             for place, name in enumerate(methods):
                 maps, row = [found[which][number][place] for which in (0, 1)], rows[name]
                 row["own"].append([share(maps[k], masks[k]) for k in (0, 1)])
@@ -70,21 +70,21 @@ def localise(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pictures", type=int, default=500)
-    parser.add_argument("--occlusion", action="store_true", help="occlusion too: 145 forward passes per picture")
+    parser.add_argument("--images", type=int, default=500)
+    parser.add_argument("--occlusion", action="store_true", help="occlusion too: 145 forward passes per image")
     parser.add_argument("--refine", type=int, help="steps, instead of each method's default")
     parser.add_argument("--affinity", choices=AFFINITIES, help="of the refinement, instead of each method's default")
     given = parser.parse_args()
     options = {"refine": given.refine, "affinity": given.affinity}
     names = [method.name for method in list_methods() if given.occlusion or method.name != "occlusion"]
-    found = localise(given.pictures, names, **options)
-    print(f"{given.pictures} fresh pictures with two or three objects, two classes asked of each.\n")
+    found = localise(given.images, names, **options)
+    print(f"{given.images} fresh images with two or three objects, two classes asked of each.\n")
     print("| method | class-specific | energy in the asked object | in the other | pointing | change with the class |")
     print("|---|---|---|---|---|---|")
     for name in names:
         columns = []
         for key in ("own", "other", "pointing", "change"):
-            values = found[name][key].reshape(given.pictures, -1).mean(1)
+            values = found[name][key].reshape(given.images, -1).mean(1)
             columns.append(f"{values.mean():.3f} ± {values.std(ddof=1) / len(values) ** 0.5:.3f}")
         print(f"| {name} | {'yes' if get_method(name).class_specific else 'no'} | {' | '.join(columns)} |")
 

@@ -1,13 +1,13 @@
-"""Which refinement the methods have by default: chosen on half of the pictures by a rule, told for the other half.
+"""Which refinement the methods have by default: chosen on half of the images by a rule, told for the other half.
 
     python -m tests.benchmarks.defaults --checkpoint FILE --boxes DATA -o FOLDER [--methods …] [--drawn demo:100:2000]
 
 The rule, written down before anything was measured by it:
 
-1. Two models: the trained ViT-Tiny on photographs with boxes, the demo model on drawn pictures that no table shows. Two
+1. Two models: the trained ViT-Tiny on photographs with boxes, the demo model on drawn images that no table shows. Two
    measures: ROC-AUC (where the object is) and deletion AUC (whether the answer goes with it, patches dropped, curves of
    6 points).
-2. The pictures of each are split in halves by the SHA-256 of their names: even first byte, to choose on; odd, to tell.
+2. The images of each are split in halves by the SHA-256 of their names: even first byte, to choose on; odd, to tell.
 3. Candidates are refine=1 with each affinity. The gain of a candidate in a measure is its paired difference from
    refine=0, counted so that more is better. One candidate is chosen for all methods: the one with the largest sum of
    mean gains over models, measures and methods, on the choosing halves.
@@ -47,7 +47,7 @@ CHECKPOINT = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
 
 
 def choosing(name: str) -> bool:
-    """Whether a picture belongs to the half that is chosen on."""
+    """Whether an image belongs to the half that is chosen on."""
     return hashlib.sha256(Path(name).name.encode()).digest()[0] % 2 == 0
 
 
@@ -73,8 +73,8 @@ def measured(data: str, model: object, methods: list, output: Path) -> Evaluatio
 
 
 def gains(found: Evaluation, first: str, base: str, half: bool) -> dict[str, object]:
-    """The gain of one label over another in each measure, on one half of the pictures."""
-    rows = [number for number, picture in enumerate(found.pictures) if choosing(picture["input"]) is half]
+    """The gain of one label over another in each measure, on one half of the images."""
+    rows = [number for number, image in enumerate(found.images) if choosing(image["input"]) is half]
     one, other = found.methods.index(first), found.methods.index(base)
     return {
         name: estimate_means((sign * (found.values[name][rows, one] - found.values[name][rows, other]))[:, None])[0]
@@ -112,7 +112,7 @@ def choose(runs: dict[str, Evaluation], methods: list[str], base: dict, candidat
 
 
 def means(found: Evaluation) -> None:
-    """All labels on all pictures."""
+    """All labels on all images."""
     print("| map | ROC-AUC ↑ | deletion AUC ↓ |\n|---|---|---|")
     for number, name in enumerate(found.methods):
         print(f"| {name} | " + " | ".join(f"{np.nanmean(found.values[m][:, number]):.3f}" for m in MEASURES) + " |")
@@ -148,7 +148,7 @@ def main() -> None:
     }
     choose(runs, methods, base, candidates)
     for name, found in runs.items():
-        print(f"\nAll pictures, {name}:\n")
+        print(f"\nAll images, {name}:\n")
         means(found)
 
 

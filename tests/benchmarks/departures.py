@@ -36,16 +36,16 @@ def main() -> None:
     warnings.simplefilter("ignore", vitflow.VitflowWarning)  # the paper's flow is saturated
     torch.set_num_threads(1)
     explainer = vitflow.Explainer(vitflow.load_model(given.model, checkpoint=given.checkpoint))
-    pictures = find_images(given.photos)[: given.limit]
+    images = find_images(given.photos)[: given.limit]
     names = [one.name for one in list_methods() if one.presets and "predict" not in one.needs]
     pairs = [(name, {}) for name in names] + [(name, own) for name, own in _IMPROVED.items() if name in names]
     found: list[list[float | None]] = [[] for _ in pairs]
-    for picture in pictures:
+    for image in images:
         both = chain.from_iterable(((name, own), (name, {"preset": "paper"})) for name, own in pairs)
-        grids = [one.grid for one in explainer.explain_batch([picture], methods=list(both))]
+        grids = [one.grid for one in explainer.explain_batch([image], methods=list(both))]
         for values, shown, published in zip(found, grids[::2], grids[1::2], strict=True):
             values.append(spearman(shown, published))
-    print(f"| method | departs from the publication by | median of {len(pictures)} | lowest | highest |")
+    print(f"| method | departs from the publication by | median of {len(images)} | lowest | highest |")
     print("|---|---|---|---|---|")
     for (name, own), values in zip(pairs, found, strict=True):
         method = get_method(name)

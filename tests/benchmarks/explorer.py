@@ -19,7 +19,7 @@ import torch
 from playwright.sync_api import Browser, sync_playwright
 
 from vitflow import Explainer, explore
-from vitflow.demo import sample_pictures
+from vitflow.demo import sample_images
 
 SHARED = Path(os.environ.get("VITFLOW_SHARED", Path(__file__).resolve().parents[3] / "shared")) / "data"
 CHECKPOINT = SHARED / "vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
@@ -50,13 +50,13 @@ SLIDER = """async () => {
 def measure(browser: Browser, name: str, model: Any, **options: Any) -> None:
     """Print one line."""
     begun = time.perf_counter()
-    page = explore(picture(), model=Explainer(model), methods=["gradcam"], **options)
+    page = explore(photo(), model=Explainer(model), methods=["gradcam"], **options)
     made = time.perf_counter() - begun
     with TemporaryDirectory() as folder:
         shown = browser.new_page()
         shown.goto(page.save(Path(folder) / "page.html").as_uri())
         shown.evaluate("async () => { await begin({}); drawn++; }")
-        grid = shown.evaluate("gridOf(pictures[0])")
+        grid = shown.evaluate("gridOf(images[0])")
         patches = [[(5 * k) % grid[0], (3 * k + 2) % grid[1]] for k in range(9)]
         found = {ratio: sorted(shown.evaluate(CLICKS, [patches, ratio])) for ratio in (0.0, 0.9)}
         slider = shown.evaluate(SLIDER)
@@ -69,10 +69,10 @@ def measure(browser: Browser, name: str, model: Any, **options: Any) -> None:
         print(f"    {note}")
 
 
-def picture() -> Any:
-    """A photograph, where there are some; else a drawn picture."""
+def photo() -> Any:
+    """A photograph, where there are some; else a drawn image."""
     photographs = sorted((SHARED / "photos").glob("*.png"))
-    return photographs[3] if photographs else sample_pictures()[0]
+    return photographs[3] if photographs else sample_images()[0]
 
 
 def main() -> None:

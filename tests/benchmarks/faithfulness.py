@@ -1,15 +1,15 @@
 """Deletion by dropping tokens beside hiding patches: how much faster, and whether they rank methods alike.
 
-    python -m tests.benchmarks.faithfulness [--model ID --checkpoint FILE --pictures FOLDER] [--count N] [--methods …]
-    python -m tests.benchmarks.faithfulness --parts --methods rollout gae gradcam --count 20 [--model … --pictures …]
+    python -m tests.benchmarks.faithfulness [--model ID --checkpoint FILE --images FOLDER] [--count N] [--methods …]
+    python -m tests.benchmarks.faithfulness --parts --methods rollout gae gradcam --count 20 [--model … --images …]
 
-First the time of the curves of every method's map of one picture, at equal points, for each way to take patches away,
-in turn, so that a busy machine slows all of them. Then means over pictures of the area between the curves (least − most
+First the time of the curves of every method's map of one image, at equal points, for each way to take patches away,
+in turn, so that a busy machine slows all of them. Then means over images of the area between the curves (least − most
 relevant removed first, higher is better), how the ways agree about the order of the methods, and about the order of
-methods picture by picture (Spearman's ρ). Without --pictures these are drawn by the demo, for its model.
+methods image by image (Spearman's ρ). Without --images these are drawn by the demo, for its model.
 
 With --parts it prints instead where the time of a whole `vitflow.evaluate` goes, in seconds and in plain forward passes
-of one picture, timed in the same run.
+of one image, timed in the same run.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import torch
 
 import vitflow
 from vitflow import Explainer
-from vitflow.demo import draw_pictures
+from vitflow.demo import draw_images
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.perturbation import REPLACEMENTS
 from vitflow.explaining.comparison import mean_of_defined, spearman
@@ -34,7 +34,7 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.files import find_images
 
 METHODS = ("rollout", "attention", "flow", "gradient_rollout", "gae", "gradcam", "input_gradient", "random", "centre")
-FIRST_SEED = 800_000  # far from the pictures of other tests, and below those that the demo model was trained on
+FIRST_SEED = 800_000  # far from the images of other tests, and below those that the demo model was trained on
 
 
 def time_curves(explainer: Explainer, maps: Sequence[Saliency], points: int, rounds: int) -> np.ndarray:
@@ -52,7 +52,7 @@ def time_curves(explainer: Explainer, maps: Sequence[Saliency], points: int, rou
 
 def print_times(name: str, seconds: np.ndarray, count: int, points: int) -> None:
     """A row per way, with medians over the rounds, and how many times as long as dropping it takes."""
-    print(f"{name}: curves of {count} map{'s' * (count > 1)} of one picture, {points} points each\n")
+    print(f"{name}: curves of {count} map{'s' * (count > 1)} of one image, {points} points each\n")
     print("| removed by | seconds | × dropping | processor seconds | × dropping |\n|---|---:|---:|---:|---:|")
     times, ratios = np.median(seconds, axis=1), np.median(seconds / seconds[:, :, :1], axis=1)  # [2, ways]
     for column, how in enumerate(REPLACEMENTS):
@@ -61,11 +61,11 @@ def print_times(name: str, seconds: np.ndarray, count: int, points: int) -> None
     print()
 
 
-def measure(explainer: Explainer, pictures: Sequence[object], methods: Sequence[str], points: int) -> np.ndarray:
-    """The area between the curves, [pictures, ways, methods]."""
+def measure(explainer: Explainer, images: Sequence[object], methods: Sequence[str], points: int) -> np.ndarray:
+    """The area between the curves, [images, ways, methods]."""
     rows = []
-    for picture in pictures:
-        maps = explainer.explain_batch([picture], methods=methods)
+    for image in images:
+        maps = explainer.explain_batch([image], methods=methods)
         rows.append(
             [[c.gap for c in faithfulness_curves(explainer, maps, replace=how, points=points)] for how in REPLACEMENTS]
         )
@@ -79,7 +79,7 @@ def print_gaps(gaps: np.ndarray, methods: Sequence[str]) -> None:
     for column, method in enumerate(methods):
         cells = (f"{m:.3f} ± {e:.3f}" for m, e in zip(means[:, column], errors[:, column], strict=True))
         print(f"| {method} | {' | '.join(cells)} |".replace("-0.", "−0."))
-    print("\n| ways | ρ of the methods' means | ρ within a picture, mean | same best method |\n|---|---:|---:|---:|")
+    print("\n| ways | ρ of the methods' means | ρ within an image, mean | same best method |\n|---|---:|---:|---:|")
     for a, b in combinations(range(len(REPLACEMENTS)), 2):
         within = mean_of_defined(spearman(one[a], one[b]) for one in gaps)
         best = float((gaps[:, a].argmax(1) == gaps[:, b].argmax(1)).mean())
@@ -88,7 +88,7 @@ def print_gaps(gaps: np.ndarray, methods: Sequence[str]) -> None:
     print()
 
 
-def print_parts(explainer: Explainer, pictures: Sequence[object], methods: Sequence[str], points: int) -> None:
+def print_parts(explainer: Explainer, images: Sequence[object], methods: Sequence[str], points: int) -> None:
     """Where the time of an evaluation goes: maps, faithfulness, sanity, and what is written."""
 
     def clocked(work: Callable[[], object]) -> np.ndarray:
@@ -99,13 +99,13 @@ def print_parts(explainer: Explainer, pictures: Sequence[object], methods: Seque
 
     def evaluated(*metrics: str, output: Path | None = None) -> np.ndarray:
         options = {"model": explainer, "methods": methods, "metrics": metrics, "points": points, "output": output}
-        return clocked(lambda: vitflow.evaluate(pictures, **options))
+        return clocked(lambda: vitflow.evaluate(images, **options))
 
     def mapped() -> np.ndarray:
         every = [*methods, "random", "centre"]
         return sum(
-            clocked(lambda part=pictures[start : start + 8]: explainer.explain_batch(part, methods=every))
-            for start in range(0, len(pictures), 8)
+            clocked(lambda part=images[start : start + 8]: explainer.explain_batch(part, methods=every))
+            for start in range(0, len(images), 8)
         )
 
     def plain() -> None:
@@ -113,7 +113,7 @@ def print_parts(explainer: Explainer, pictures: Sequence[object], methods: Seque
             for _ in range(5):
                 explainer.model(batch)
 
-    batch = torch.cat([explainer.pixels(picture) for picture in pictures[:8]])
+    batch = torch.cat([explainer.pixels(image) for image in images[:8]])
     evaluated("faithfulness", "sanity")  # warms up
     plain()
     one = clocked(plain) / (5 * len(batch))
@@ -122,12 +122,10 @@ def print_parts(explainer: Explainer, pictures: Sequence[object], methods: Seque
         whole = evaluated("faithfulness", "sanity", output=Path(folder))
     parts = {"maps": maps, "faithfulness": faithfulness - maps, "sanity": sanity - maps}
     parts["tables, figures, page and files"] = whole - sum(parts.values())
-    print(
-        f"{explainer.model_id}: {len(pictures)} pictures, {', '.join(methods)}; a forward pass takes {one[0]:.4f} s\n"
-    )
-    print("| part | s | of all | forward passes a picture | in processor time |\n|---|---:|---:|---:|---:|")
+    print(f"{explainer.model_id}: {len(images)} images, {', '.join(methods)}; a forward pass takes {one[0]:.4f} s\n")
+    print("| part | s | of all | forward passes an image | in processor time |\n|---|---:|---:|---:|---:|")
     for name, seconds in (*parts.items(), ("all", whole)):
-        passes = seconds / one / len(pictures)
+        passes = seconds / one / len(images)
         print(f"| {name} | {seconds[0]:.1f} | {seconds[0] / whole[0]:.0%} | {passes[0]:.0f} | {passes[1]:.0f} |")
 
 
@@ -135,8 +133,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="vit_tiny_patch16_224.augreg_in21k_ft_in1k")
     parser.add_argument("--checkpoint", type=Path, help="its weights; without, it is timed with random ones")
-    parser.add_argument("--pictures", type=Path, help="folder of photographs to rank the methods on, with --checkpoint")
-    parser.add_argument("--count", type=int, default=40, help="pictures")
+    parser.add_argument("--images", type=Path, help="folder of photographs to rank the methods on, with --checkpoint")
+    parser.add_argument("--count", type=int, default=40, help="images")
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--points", type=int, default=11)
     parser.add_argument("--rounds", type=int, default=5)
@@ -144,25 +142,25 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore", vitflow.VitflowWarning)
     demo = Explainer("demo")
-    drawn = [picture.image for picture in draw_pictures(2 * given.count, FIRST_SEED) if picture.labels][: given.count]
+    drawn = [image.image for image in draw_images(2 * given.count, FIRST_SEED) if image.labels][: given.count]
     if given.checkpoint:
         other = Explainer(vitflow.load_model(given.model, checkpoint=given.checkpoint))
     else:
         other = Explainer(timm.create_model(given.model, pretrained=False).eval())
-    photographs = find_images(given.pictures)[: given.count] if given.pictures else drawn[:1]
+    photographs = find_images(given.images)[: given.count] if given.images else drawn[:1]
     if given.parts:
-        print_parts(other, photographs if given.pictures else drawn, given.methods, given.points)
+        print_parts(other, photographs if given.images else drawn, given.methods, given.points)
         return
-    for name, explainer, picture in (("demo", demo, drawn[0]), (other.model_id, other, photographs[0])):
+    for name, explainer, image in (("demo", demo, drawn[0]), (other.model_id, other, photographs[0])):
         for methods in (given.methods, given.methods[:1]):
-            maps = explainer.explain_batch([picture], methods=methods)
+            maps = explainer.explain_batch([image], methods=methods)
             print_times(name, time_curves(explainer, maps, given.points, given.rounds), len(maps), given.points)
     ranked = [("demo", demo, drawn)]
-    if given.checkpoint and given.pictures:
+    if given.checkpoint and given.images:
         ranked.append((other.model_id, other, photographs))
-    for name, explainer, pictures in ranked:
-        print(f"{name}, {len(pictures)} pictures: area between the curves, mean ± standard error\n")
-        print_gaps(measure(explainer, pictures, given.methods, given.points), given.methods)
+    for name, explainer, images in ranked:
+        print(f"{name}, {len(images)} images: area between the curves, mean ± standard error\n")
+        print_gaps(measure(explainer, images, given.methods, given.points), given.methods)
 
 
 if __name__ == "__main__":

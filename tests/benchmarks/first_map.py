@@ -1,9 +1,9 @@
-"""What the first map costs: `vitflow explain` beside a script that runs the same model on the same picture.
+"""What the first map costs: `vitflow explain` beside a script that runs the same model on the same image.
 
-    python -m tests.benchmarks.first_map [--picture FILE --model ID --checkpoint FILE --rounds 5]
+    python -m tests.benchmarks.first_map [--image FILE --model ID --checkpoint FILE --rounds 5]
 
 Each round starts both as processes of their own, in turn. The script imports torch and timm, makes the model, prepares
-the picture and runs it; `vitflow explain` also makes the map and writes the overlay. Prints the wall and the processor
+the image and runs it; `vitflow explain` also makes the map and writes the overlay. Prints the wall and the processor
 time of each round, and the ratios of the medians. A first round, in which bytecode and what the system caches come to
 lie ready, is not counted. Without a checkpoint the script's weights are random, and `vitflow explain` loads a file of
 such weights, which is written for it.
@@ -36,15 +36,15 @@ with torch.inference_mode():
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--image", type=Path)
     parser.add_argument("--model", default="vit_tiny_patch16_224")
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        picture = given.picture or _noise(Path(folder) / "picture.jpg")
+        image = given.image or _noise(Path(folder) / "image.jpg")
         checkpoint = given.checkpoint or _weights(given.model, Path(folder) / "weights.safetensors")
-        common = [str(picture), given.model, str(checkpoint)]
+        common = [str(image), given.model, str(checkpoint)]
         explain = [common[0], "--model", common[1], "--checkpoint", common[2], "-o", str(Path(folder) / "map.png")]
         commands = {
             "script": [sys.executable, "-c", _SCRIPT, *common],

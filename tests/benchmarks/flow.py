@@ -9,7 +9,7 @@ recorded from the trained ViT-Tiny/16 where its checkpoint is there (VITFLOW_SHA
 Random graphs are softmax rows of normal logits times a sharpness, averaged over heads.
 
 `--default` takes the graphs of the default map: the last 4 layers, 0.9 discarded, real attention weighted by value and
-recorded from several photographs, its model's positions interpolated to the larger pictures. The column of cuts says
+recorded from several photographs, its model's positions interpolated to the larger images. The column of cuts says
 which share of the sinks has its minimum cut in which layer, the sink's own edges first, the source's capacity last.
 """
 
@@ -34,7 +34,7 @@ from timm.data import create_transform, resolve_model_data_config
 from torch import Tensor
 
 from vitflow import record_attention
-from vitflow.demo import load_demo_model, sample_pictures
+from vitflow.demo import load_demo_model, sample_images
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.flow.graph import graph_of
 from vitflow.methods.flow.layers import layer_capacities, parse_window
@@ -80,27 +80,27 @@ class Case:
 
 @cache
 def recorder(pixels: int) -> tuple[str, torch.nn.Module, list[Path]]:
-    """The trained model for pictures of this size and some photographs, or the bundled model and its pictures."""
+    """The trained model for images of this size and some photographs, or the bundled model and its images."""
     checkpoint = SHARED / f"{TINY}.safetensors"
     if not checkpoint.is_file():
-        return "real demo model", load_demo_model(), list(sample_pictures())
+        return "real demo model", load_demo_model(), list(sample_images())
     model = timm.create_model(TINY, checkpoint_path=str(checkpoint)).eval()
     model.set_input_size(img_size=pixels)
     return "real ViT-Tiny/16", model, sorted((SHARED / "photos").glob("*.png"))[:3]
 
 
-def recorded(fusion: str, *, pixels: int = 224, picture: int = 0, weighted: bool = False) -> tuple[str, list[Tensor]]:
-    """Fused attention of a trained model in a photograph or a drawn picture."""
-    name, model, pictures = recorder(pixels)
-    return name, fused(model, pictures[picture], fusion, weighted)
+def recorded(fusion: str, *, pixels: int = 224, image: int = 0, weighted: bool = False) -> tuple[str, list[Tensor]]:
+    """Fused attention of a trained model in a photograph or a drawn image."""
+    name, model, images = recorder(pixels)
+    return name, fused(model, images[image], fusion, weighted)
 
 
-def fused(model: torch.nn.Module, picture: Path, fusion: str, weighted: bool) -> list[Tensor]:
+def fused(model: torch.nn.Module, photo: Path, fusion: str, weighted: bool) -> list[Tensor]:
     config = resolve_model_data_config(model)
     if hasattr(model, "patch_embed"):
         config["input_size"] = (3, *model.patch_embed.img_size)  # type: ignore[misc]
     transform = create_transform(**config, is_training=False)
-    with Image.open(picture) as image, record_attention(model, values=weighted) as trace, torch.no_grad():
+    with Image.open(photo) as image, record_attention(model, values=weighted) as trace, torch.no_grad():
         model(transform(image.convert("RGB"))[None])
     return trace.fused(fusion, value_weighted="output" if weighted else False)
 
@@ -136,14 +136,14 @@ def cases() -> Iterator[Case]:
 def default_cases() -> Iterator[Case]:
     """What the default options make of attention: the last 4 layers, 0.9 discarded."""
     own: dict[str, Any] = {"layers": 4, "options": {"discard_ratio": 0.9}, "peers": False}
-    demo = [fused(load_demo_model(), picture, "mean", True) for picture in list(sample_pictures())[:2]]
+    demo = [fused(load_demo_model(), image, "mean", True) for image in list(sample_images())[:2]]
     for number, attention in enumerate(demo, start=1):
-        yield Case(f"demo model, picture {number}", attention, **own)
+        yield Case(f"demo model, image {number}", attention, **own)
     for pixels, tokens in ((224, 197), (384, 577), (592, 1370)):
-        name, _, pictures = recorder(pixels)
-        for picture in range(len(pictures) if name != "real demo model" else 0):
-            attention = recorded("mean", pixels=pixels, picture=picture, weighted=True)[1]
-            yield Case(f"{name}, photograph {picture + 1}", attention, **own)
+        name, _, images = recorder(pixels)
+        for image in range(len(images) if name != "real demo model" else 0):
+            attention = recorded("mean", pixels=pixels, image=image, weighted=True)[1]
+            yield Case(f"{name}, photograph {image + 1}", attention, **own)
         for sharpness, heads in ((1, 4), (4, 4), (4, 1), (8, 1)):
             yield Case(f"random {sharpness}, {heads} heads", drawn(tokens, sharpness, heads), **own)
 

@@ -1,14 +1,14 @@
 """What a folder run costs beside the bare model, in one run, and whether its memory grows with the folder.
 
-    python -m tests.benchmarks.folder [--pictures 500] [--models …] [--skip-memory] [--fuzz 3000] [--large 10000]
+    python -m tests.benchmarks.folder [--images 500] [--models …] [--skip-memory] [--fuzz 3000] [--large 10000]
     python -m tests.benchmarks.folder --brief
 
 Bare: forward passes over random input in batches, nothing else. Ours: decode, preprocess, rollout, overlay at the
-original size, encode as JPEG, write, manifest. The pictures are drawn here: JPEGs of about 500 × 375 pixels with the
+original size, encode as JPEG, write, manifest. The images are drawn here: JPEGs of about 500 × 375 pixels with the
 detail of photographs. The two are timed in turn, twice, so that a noisy machine meets both alike; the best counts.
 Rollout runs with its defaults, with them but not refined, and as published (mean over heads, nothing discarded). A
 last run of each model tells where the CPU time of the default rollout goes, part by part. As in `vitflow folder`,
-waiting threads of OpenMP do not spin, in the bare forward neither. CPU seconds per picture, summed over all threads
+waiting threads of OpenMP do not spin, in the bare forward neither. CPU seconds per image, summed over all threads
 and decoders, tell more than the rates where other programs share the machine.
 """
 
@@ -49,7 +49,7 @@ VARIANTS = (("default", {}), ("default, not refined", {"refine": 0}), ("paper", 
 BATCH = 16
 # What the default rollout, not refined, should reach at least on two quiet cores: rate and CPU beside the bare model.
 GOALS = {"vit_tiny_patch16_224": (0.58, 0.62), "vit_base_patch16_224": (0.82, 0.87)}
-# So many pictures are enough for a first look, in about five minutes.
+# So many images are enough for a first look, in about five minutes.
 BRIEF = {"vit_tiny_patch16_224": 320, "vit_base_patch16_224": 80}
 
 
@@ -68,23 +68,23 @@ def draw_photographs(folder: Path, count: int) -> int:
                 Image.fromarray(small[..., c]).resize((width, height), Image.Resampling.BICUBIC) for c in range(3)
             ]
             values += weight * np.stack([np.asarray(channel) for channel in scaled], axis=2)
-        picture = Image.fromarray(np.clip(values + 128, 0, 255).astype(np.uint8))
+        image = Image.fromarray(np.clip(values + 128, 0, 255).astype(np.uint8))
         file = io.BytesIO()
-        picture.save(file, "JPEG", quality=90)
+        image.save(file, "JPEG", quality=90)
         (folder / f"{number:05}.jpg").write_bytes(file.getvalue())
         total += len(file.getvalue())
     return total // count
 
 
 @contextmanager
-def measured(pictures: int) -> Iterator[list[float]]:
-    """Fills in pictures per second, and CPU milliseconds per picture of this process and its ended children."""
+def measured(images: int) -> Iterator[list[float]]:
+    """Fills in images per second, and CPU milliseconds per image of this process and its ended children."""
     found: list[float] = []
     before = os.times()
     yield found
     after = os.times()
     cpu = sum(after[:4]) - sum(before[:4])
-    found += [pictures / (after.elapsed - before.elapsed), 1000 * cpu / pictures]
+    found += [images / (after.elapsed - before.elapsed), 1000 * cpu / images]
 
 
 def bare(model: torch.nn.Module, batches: int) -> list[float]:
@@ -143,7 +143,7 @@ PARTS = (
 )
 
 
-def print_parts(name: str, source: Path, pictures: int) -> None:
+def print_parts(name: str, source: Path, images: int) -> None:
     """One more run, slower by the clocks in it: where its CPU time goes."""
     torch.manual_seed(0)
     model = timm.create_model(name).eval()
@@ -153,17 +153,17 @@ def print_parts(name: str, source: Path, pictures: int) -> None:
             own = parts.timed(label, getattr(owner, attribute))
             stack.enter_context(mock.patch.object(owner, attribute, own))
         torch_before, before = torch_seconds(), os.times()
-        run.explain_folder(source, Path(output) / "out", model=model, batch_size=BATCH, limit=pictures)
+        run.explain_folder(source, Path(output) / "out", model=model, batch_size=BATCH, limit=images)
         after, torch_after = os.times(), torch_seconds()
     parts.seconds["forward pass and recording, torch's other threads"] = torch_after - torch_before
     parts.seconds["decode, in processes of its own"] = sum(after[2:4]) - sum(before[2:4])
     total = sum(after[:4]) - sum(before[:4])
     told = sum(parts.seconds.values())
-    # Rollout and refinement work picture by picture in threads that end with them.
+    # Rollout and refinement work image by image in threads that end with them.
     parts.seconds["rollout and refinement, threads of their own (the remainder)"] = total - told
-    print(f"\n{name}, default rollout: {1000 * total / pictures:.1f} ms of CPU a picture")
+    print(f"\n{name}, default rollout: {1000 * total / images:.1f} ms of CPU an image")
     for part, seconds in sorted(parts.seconds.items(), key=lambda pair: -pair[1]):
-        print(f"  {1000 * seconds / pictures:6.2f}  {part}")
+        print(f"  {1000 * seconds / images:6.2f}  {part}")
     print(f"  {told / total:6.0%}  of it measured part by part")
 
 
@@ -190,22 +190,22 @@ def ours(model: torch.nn.Module, source: Path, limit: int, options: dict[str, An
 
 
 def compare_rates(source: Path, counts: dict[str, int], rounds: int) -> None:
-    print("| model | rollout | pictures | bare, pictures/s | folder run, pictures/s | ratio | CPU ms | CPU ratio |")
+    print("| model | rollout | images | bare, images/s | folder run, images/s | ratio | CPU ms | CPU ratio |")
     print("|---|---|---|---|---|---|---|---|")
     reached = []
-    for name, pictures in counts.items():
+    for name, images in counts.items():
         torch.manual_seed(0)
         model = timm.create_model(name).eval()
         for label, options in VARIANTS:
             plain, full = [], []
             for _ in range(rounds):
-                plain.append(bare(model, max(1, pictures // BATCH // 4)))
-                full.append(ours(model, source, pictures, options))
+                plain.append(bare(model, max(1, images // BATCH // 4)))
+                full.append(ours(model, source, images, options))
             rates = [max(rate for rate, _ in measured) for measured in (plain, full)]
             cpu = [min(cpu for _, cpu in measured) for measured in (plain, full)]
             ratios = rates[1] / rates[0], cpu[0] / cpu[1]
             print(
-                f"| {name} | {label} | {pictures} | {rates[0]:.1f} | {rates[1]:.1f} | {ratios[0]:.2f} "
+                f"| {name} | {label} | {images} | {rates[0]:.1f} | {rates[1]:.1f} | {ratios[0]:.2f} "
                 f"| {cpu[0]:.0f} → {cpu[1]:.0f} | {ratios[1]:.2f} |",
                 flush=True,
             )
@@ -218,7 +218,7 @@ def compare_rates(source: Path, counts: dict[str, int], rounds: int) -> None:
 
 def peak_mib(source: Path, limit: int) -> tuple[float, str]:
     """Peak resident memory of a fresh process that runs the demo model over a folder, and the counts."""
-    command = [sys.executable, "-m", "tests.benchmarks.folder", "--memory-of", str(source), "--pictures", str(limit)]
+    command = [sys.executable, "-m", "tests.benchmarks.folder", "--memory-of", str(source), "--images", str(limit)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     peak, counts = done.stdout.split(maxsplit=1)
     return float(peak), counts.strip()
@@ -245,7 +245,7 @@ def large_run(place: Path, count: int) -> None:
     started = time.perf_counter()
     summary = explain_folder(source, place / "large-out", model="demo", batch_size=64)
     failed = {row["input"] for row in summary.failures()}
-    assert failed == {f"{number:06}.jpg" for number in bad}, "the wrong pictures failed"
+    assert failed == {f"{number:06}.jpg" for number in bad}, "the wrong images failed"
     assert len(list((place / "large-out").glob("*-rollout.jpg"))) == summary.explained == count - len(bad)
     totals = json.loads((place / "large-out" / "run.json").read_text())["totals"]
     print(f"\n{count} files, {len(bad)} of them bad: {totals} in {time.perf_counter() - started:.0f} s")
@@ -266,34 +266,34 @@ def fuzz(place: Path, count: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--pictures", type=int, default=500)
+    parser.add_argument("--images", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--skip-memory", action="store_true")
-    parser.add_argument("--brief", action="store_true", help="fewer pictures and no memory: about five minutes")
+    parser.add_argument("--brief", action="store_true", help="fewer images and no memory: about five minutes")
     parser.add_argument("--fuzz", type=int, default=0, metavar="N", help="also run N mutated files")
     parser.add_argument("--large", type=int, default=0, metavar="N", help="also run N files, 2 %% of them bad")
     parser.add_argument("--memory-of", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.memory_of:
-        print_peak(given.memory_of, given.pictures)
+        print_peak(given.memory_of, given.images)
         return
-    counts = {name: BRIEF.get(name, 80) if given.brief else given.pictures for name in given.models}
+    counts = {name: BRIEF.get(name, 80) if given.brief else given.images for name in given.models}
     if given.brief:
-        given.skip_memory, given.pictures = True, max(counts.values())
+        given.skip_memory, given.images = True, max(counts.values())
     with tempfile.TemporaryDirectory() as place:
         source = Path(place) / "photographs"
-        largest = 2000 if not given.skip_memory else given.pictures
-        size = draw_photographs(source, max(largest, given.pictures))
+        largest = 2000 if not given.skip_memory else given.images
+        size = draw_photographs(source, max(largest, given.images))
         print(f"torch {torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores; ", end="")
         print(f"JPEGs of 500 × 375 pixels, {size / 1000:.0f} kB each\n")
         if given.models != ["none"]:
             compare_rates(source, counts, given.rounds)
-            for name, pictures in counts.items():
-                print_parts(name, source, min(pictures, 160))
+            for name, images in counts.items():
+                print_parts(name, source, min(images, 160))
         if not given.skip_memory:
             for limit in (200, 2000):
                 peak, counts = peak_mib(source, limit)
-                print(f"\ndemo model, {limit} pictures: peak {peak:.0f} MiB ({counts})")
+                print(f"\ndemo model, {limit} images: peak {peak:.0f} MiB ({counts})")
         if given.fuzz:
             fuzz(Path(place), given.fuzz)
         if given.large:

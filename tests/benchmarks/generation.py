@@ -60,7 +60,7 @@ class Text:
 
 
 class Captioner:
-    """A model of GPT-2's size that sees, and a drawn picture."""
+    """A model of GPT-2's size that sees, and a drawn image."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         torch.manual_seed(0)
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--captioner", action="store_true", help="a model that sees, and a picture as its prompt")
+    parser.add_argument("--captioner", action="store_true", help="a model that sees, and an image as its prompt")
     parser.add_argument("--memory-of", choices=list(WORK), help=argparse.SUPPRESS)
     given = parser.parse_args()
     transformers.logging.set_verbosity_error()

@@ -1,11 +1,11 @@
 """All that is worth knowing of vitflow on a GPU, in one command.
 
-    python -m tests.benchmarks.gpu [--device cuda] [--models …] [--batch-sizes 1 32] [--pictures 2000]
+    python -m tests.benchmarks.gpu [--device cuda] [--models …] [--batch-sizes 1 32] [--images 2000]
 
 One after the other: the forward pass with rollout beside the fused forward pass in float32 and bfloat16, with its
-memory; seconds a picture of each method; how far the maps lie from those of the processor (the largest difference as a
+memory; seconds an image of each method; how far the maps lie from those of the processor (the largest difference as a
 share of the map's largest value; at most 1e-3 is asked for); a folder run beside the model's own rate, and the same
-through Ray with one actor, where Ray is installed. Weights are random, pictures are drawn. With --device cpu it is
+through Ray with one actor, where Ray is installed. Weights are random, images are drawn. With --device cpu it is
 tried without a GPU, on small numbers. The tests for a GPU are run by `pytest -m gpu`.
 """
 
@@ -74,22 +74,22 @@ def forward_passes(name: str, batch: int, dtype: str, device: str, repeats: int)
 
 
 def methods_beside_the_processor(name: str, device: str) -> None:
-    """Seconds a picture of each method, and the distance of its map from the processor's."""
+    """Seconds an image of each method, and the distance of its map from the processor's."""
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=10).eval()
     size = model.pretrained_cfg["input_size"][-2:]
-    pictures = [np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8) for seed in range(2)]
+    images = [np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8) for seed in range(2)]
     here, there = Explainer(model), Explainer(timm.create_model(name, num_classes=10).eval(), device=device)
     there.model.load_state_dict(model.state_dict())
-    print(f"\n| {name}, float32 | ms a picture | largest difference from the processor |\n|---|---|---|")
+    print(f"\n| {name}, float32 | ms an image | largest difference from the processor |\n|---|---|---|")
     for method in METHODS:
-        ours = here.explain_batch(pictures, methods=[method], targets=[0])
-        there.explain_batch(pictures, methods=[method], targets=[0])  # kernels are chosen
+        ours = here.explain_batch(images, methods=[method], targets=[0])
+        there.explain_batch(images, methods=[method], targets=[0])  # kernels are chosen
         theirs: list = []
         seconds = settled(
             device,
             lambda method=method, theirs=theirs: theirs.extend(
-                there.explain_batch(pictures, methods=[method], targets=[0])
+                there.explain_batch(images, methods=[method], targets=[0])
             ),
         )
         apart = max(
@@ -97,7 +97,7 @@ def methods_beside_the_processor(name: str, device: str) -> None:
             for a, b in zip(ours, theirs, strict=True)
         )
         verdict = "" if apart <= ASKED else f", more than the {ASKED:g} that is asked for"
-        print(f"| {method} | {1000 * seconds / len(pictures):.1f} | {apart:.1e}{verdict} |", flush=True)
+        print(f"| {method} | {1000 * seconds / len(images):.1f} | {apart:.1e}{verdict} |", flush=True)
 
 
 def explainer_of(name: str, device: str) -> Explainer:
@@ -105,17 +105,17 @@ def explainer_of(name: str, device: str) -> Explainer:
     return Explainer(prepare(name, 1)[0], device=device)
 
 
-def folder_runs(name: str, device: str, pictures: int, batch: int) -> None:
+def folder_runs(name: str, device: str, images: int, batch: int) -> None:
     """A folder run beside the model's own rate, and through Ray."""
     model, pixels = prepare(name, batch)
     model, pixels = model.to(device), pixels.to(device)
-    count = max(pictures // batch, 1)
+    count = max(images // batch, 1)
     with torch.inference_mode():
         model(pixels)
         alone = settled(device, lambda: [model(pixels) for _ in range(count)]) / (count * batch)
-    print(f"\n{name}, float32, batches of {batch}: the bare model takes {1 / alone:.0f} pictures/s")
+    print(f"\n{name}, float32, batches of {batch}: the bare model takes {1 / alone:.0f} images/s")
     with tempfile.TemporaryDirectory() as folder:
-        draw_photographs(Path(folder, "in"), pictures)
+        draw_photographs(Path(folder, "in"), images)
         engines = ["local"] + (["ray"] if find_spec("ray") else [])
         for engine in engines:
             for overlays in (False, True):
@@ -124,9 +124,9 @@ def folder_runs(name: str, device: str, pictures: int, batch: int) -> None:
                 output = Path(folder, f"{engine}-{overlays}")
                 started = time.perf_counter()
                 explain_folder(Path(folder, "in"), output, overlays=overlays, engine=engine, **kept)
-                rate = pictures / (time.perf_counter() - started)
+                rate = images / (time.perf_counter() - started)
                 kind = "with" if overlays else "without"
-                print(f"  {engine}, {kind} overlays: {rate:.0f} pictures/s, {rate * alone:.2f} of it", flush=True)
+                print(f"  {engine}, {kind} overlays: {rate:.0f} images/s, {rate * alone:.2f} of it", flush=True)
 
 
 def main() -> None:
@@ -135,13 +135,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 32])
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--pictures", type=int, default=2000, help="of the folder runs; 0 leaves them out")
+    parser.add_argument("--images", type=int, default=2000, help="of the folder runs; 0 leaves them out")
     given = parser.parse_args()
     if given.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("torch finds no GPU here: --device cpu tries the benchmark without one.")
     where = torch.cuda.get_device_name() if given.device.startswith("cuda") else given.device
     print(f"torch {torch.__version__}, timm {timm.__version__}, {where}\n")
-    print("| model | batch | precision | fused, pictures/s | with rollout as published × | by default × | peak MiB |")
+    print("| model | batch | precision | fused, images/s | with rollout as published × | by default × | peak MiB |")
     print("|---|---|---|---|---|---|---|")
     for name in given.models:
         for batch in given.batch_sizes:
@@ -149,9 +149,9 @@ def main() -> None:
                 forward_passes(name, batch, dtype, given.device, given.repeats)
     for name in given.models:
         methods_beside_the_processor(name, given.device)
-    if given.pictures:
+    if given.images:
         for name in given.models:
-            folder_runs(name, given.device, given.pictures, max(given.batch_sizes))
+            folder_runs(name, given.device, given.images, max(given.batch_sizes))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 The run is made up: random maps of 14 × 14 patches for JPEGs of about 500 × 375 pixels, of which as many are there as
 are drawn. Drawing is held against its parts, one after the other: reading the rows and the grids, and for the same
-pictures reading and decoding the file, the overlay, encoding it, and writing it. CPU seconds are of this process, over
+images reading and decoding the file, the overlay, encoding it, and writing it. CPU seconds are of this process, over
 all threads.
 """
 
@@ -24,8 +24,8 @@ from vitflow.explaining.targets import Answer
 from vitflow.files import write_inside
 from vitflow.folder.decoders import decode_file
 from vitflow.folder.draw import draw_run, read_grids
-from vitflow.folder.work import Decoded, Job, Picture, PictureMaps, describe, encode_overlay, make_job
-from vitflow.pictures.geometry import place
+from vitflow.folder.work import Decoded, ImageMaps, InputImage, Job, describe, encode_overlay, make_job
+from vitflow.images.geometry import place
 from vitflow.runs.saved import FILE
 from vitflow.runs.store import Run
 
@@ -50,7 +50,7 @@ def made_up(source: Path, number: int, count: int, drawn: int, dice: np.random.G
     grid = dice.random((14, 14), np.float32)
     answer = Answer("class 1", number / count, index=1, named=False)
     maps = [Saliency(grid, placement, pixels, name, "m", "rollout", {}, answer=answer)]
-    row = describe(Picture(name, name[:-4], decoded or Decoded(size=1, mtime_ns=1)), PictureMaps(maps), job)
+    row = describe(InputImage(name, name[:-4], decoded or Decoded(size=1, mtime_ns=1)), ImageMaps(maps), job)
     return row | {"outputs": {}, "maps": None, "written": {}}, {"rollout": grid}
 
 
@@ -62,7 +62,7 @@ def timed(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def parts_of(source: Path, output: Path, drawn: int) -> dict[str, tuple[float, float]]:
-    """What drawing consists of, each part alone over all the pictures."""
+    """What drawing consists of, each part alone over all the images."""
     every = list(islice(read_grids(output), drawn))
     decoded: list = []
     overlays: list = []

@@ -123,14 +123,14 @@ def python_cost(repeats: int) -> dict[str, float]:
 
 
 def sampling_cost(name: str, masks: int, repeats: int) -> tuple[float, float]:
-    """The processor time of a whole map by sampling in forward passes of its picture; and of ten classes in one's."""
+    """The processor time of a whole map by sampling in forward passes of its image; and of ten classes in one's."""
     model, pixels = prepare(name, 1)
     explainer = Explainer(model)
-    picture = np.random.default_rng(0).integers(0, 256, (*pixels.shape[-2:], 3), dtype=np.uint8)
+    image = np.random.default_rng(0).integers(0, 256, (*pixels.shape[-2:], 3), dtype=np.uint8)
     work = (
         lambda count: plain(model, pixels),
-        lambda count: explainer.explain(picture, method="sampling", target=0, masks=count),
-        lambda count: explainer.explain_batch([picture], methods=["sampling"], targets=list(range(10)), masks=count),
+        lambda count: explainer.explain(image, method="sampling", target=0, masks=count),
+        lambda count: explainer.explain_batch([image], methods=["sampling"], targets=list(range(10)), masks=count),
     )
     rounds = []
     with torch.inference_mode():

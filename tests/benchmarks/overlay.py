@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.overlay PHOTOS --model ID --checkpoint FILE [--count N] [--methods …] [--sheet FILE]
 
-**The map's share.** An overlay gives a colour to a photograph's pixel and a map's value. For one picture let every
+**The map's share.** An overlay gives a colour to a photograph's pixel and a map's value. For one image let every
 pixel p that the model saw lend its own colour and every pixel q, independently, its value: c(p, q) is the colour of
 that pair, in CIELAB (D65), where distances are about as large as they look. The share is
 
@@ -10,7 +10,7 @@ that pair, in CIELAB (D65), where distances are about as large as they look. The
 
 that part of all variation in colour which a value brings whatever it lies on. It is 0 where nothing of the map shows
 and 1 where nothing of the photograph does. Pixels and values are paired independently, so that a yellow flower below
-the highest values counts for the photograph. 300 pixels and 300 values of each picture, by a fixed seed, stand for all.
+the highest values counts for the photograph. 300 pixels and 300 values of each image, by a fixed seed, stand for all.
 
 **The rule for choosing.** An opaque map would have a share of 1, so there are conditions: of the ways to draw that
 
@@ -18,7 +18,7 @@ the highest values counts for the photograph. 300 pixels and 300 values of each 
   photograph itself) and 0.3 of it where the map is highest (its highest tenth), in the mean over maps,
 - draw no higher value fainter: the distance in colour from the bare background does not fall from one twentieth of the
   values to the next by more than 0.5 (less than that cannot be seen), in the mean over maps,
-- draw no hundredth of a picture, or more, in one flat colour at the top,
+- draw no hundredth of an image, or more, in one flat colour at the top,
 
 take the one whose share is the largest for the kind of sight for which it is the least: normal, without red cones, or
 without green ones (as simulated by Machado, Oliveira & Fernandes 2009, severity 1). Maps with two signs are judged
@@ -42,13 +42,13 @@ from PIL import Image
 import vitflow
 from vitflow.explaining.saliency import Saliency
 from vitflow.files import find_images
-from vitflow.pictures.overlay import blend, has_two_sides, is_soft, scale_range
-from vitflow.pictures.upsampling import upsample
+from vitflow.images.overlay import blend, has_two_sides, is_soft, scale_range
+from vitflow.images.upsampling import upsample
 
 METHODS = ("rollout", "attention", "gae", ("occlusion", {"preset": "paper"}))
 PAIRED = 300
 
-# (picture, heatmap, lowest limit, highest limit) → overlay.
+# (image, heatmap, lowest limit, highest limit) → overlay.
 Drawing = Callable[[NDArray[np.uint8], NDArray[np.float32], float, float], NDArray[np.uint8]]
 
 #: What linear RGB becomes for who lacks a kind of cones.
@@ -159,10 +159,10 @@ def print_table(title: str, maps: Sequence[Saliency], ways: Sequence[str]) -> No
     print(flush=True)
 
 
-def draw_sheet(pictures: Sequence[Sequence[Saliency]], path: Path, gap: int = 6) -> None:
-    """A row for each picture: the photograph, then each map before and after, in the photograph's first row's size."""
+def draw_sheet(images: Sequence[Sequence[Saliency]], path: Path, gap: int = 6) -> None:
+    """A row for each image: the photograph, then each map before and after, in the photograph's first row's size."""
     rows = []
-    for maps in pictures:
+    for maps in images:
         cells = [maps[0].image]
         for one in maps:
             limits = scale_range(one.grid)
@@ -191,17 +191,17 @@ def main() -> None:
     warnings.simplefilter("ignore", vitflow.VitflowWarning)
     explainer = vitflow.Explainer(vitflow.load_model(given.model, checkpoint=given.checkpoint))
     files = find_images(given.photographs)[: given.count]
-    pictures = [explainer.explain_batch([file], methods=given.methods) for file in files]
-    half = len(pictures) // 2
-    for title, part in (("chosen on", pictures[:half]), ("the others", pictures[half:])):
-        maps = [one for picture in part for one in picture]
+    images = [explainer.explain_batch([file], methods=given.methods) for file in files]
+    half = len(images) // 2
+    for title, part in (("chosen on", images[:half]), ("the others", images[half:])):
+        maps = [one for image in part for one in image]
         signed = [has_two_sides(*scale_range(one.grid)) for one in maps]
         plain = [way for way in WAYS if not way.endswith(_TWO_SIDED)]
         print_table(f"{title}, one side", [one for one, two in zip(maps, signed, strict=True) if not two], plain)
         two_sided = [way for way in WAYS if way not in plain or "but" not in way or "98th" in way]
         print_table(f"{title}, two sides", [one for one, two in zip(maps, signed, strict=True) if two], two_sided)
     if given.sheet:
-        draw_sheet(pictures, given.sheet)
+        draw_sheet(images, given.sheet)
 
 
 if __name__ == "__main__":

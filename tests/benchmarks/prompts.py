@@ -1,10 +1,10 @@
-"""Whether the map of a prompt lies on the thing that it names, on freshly drawn pictures of two or three things.
+"""Whether the map of a prompt lies on the thing that it names, on freshly drawn images of two or three things.
 
-    python -m tests.benchmarks.prompts [--pictures 500] [--model demo-text] [--methods gae sampling …]
+    python -m tests.benchmarks.prompts [--images 500] [--model demo-text] [--methods gae sampling …]
 
-Each thing of a picture is asked for by its phrase ("a red heart"). Beside it stand the phrases of the picture's other
+Each thing of an image is asked for by its phrase ("a red heart"). Beside it stand the phrases of the image's other
 things; the map is either of the prompt's number alone, or of it less the mean of the others' (the default). Told are,
-with 95 % intervals over pictures: of the map's mass (above its minimum, or above 0 where that lies below), the share in
+with 95 % intervals over images: of the map's mass (above its minimum, or above 0 where that lies below), the share in
 the named thing, and the share in it of what lies in all things; and how often the named thing has the largest mean.
 
 "exact" is no method: it has the share of each patch that the named thing covers, and shows what the patches allow.
@@ -28,7 +28,7 @@ from vitflow.evaluation.measures.localisation import energy_in_region
 from vitflow.evaluation.statistics import estimate_means
 
 METHODS = ["gae", "sampling", "consensus", "gradcam", "legrad", "gradient_rollout", "rollout", "random", "centre"]
-FIRST_SEED = 700_000  # far from the pictures that other tables show, and below those that the model was trained on
+FIRST_SEED = 700_000  # far from the images that other tables show, and below those that the model was trained on
 SIDE = 256  # pixels
 
 
@@ -36,14 +36,14 @@ def several_things(first_seed: int = FIRST_SEED) -> Iterator[Scene]:
     return (scene for scene in (draw_scene(seed, SIDE) for seed in count(first_seed)) if len(scene.things) > 1)
 
 
-def measure(pictures: int, name: str, methods: list[str]) -> None:
+def measure(images: int, name: str, methods: list[str]) -> None:
     model, random = load_model(name), np.random.default_rng(0)
     scores: dict[tuple[str, bool], list[np.ndarray]] = {
         (method, alone): [] for method in methods for alone in (False, True)
     } | {("exact", True): []}
     there: list[float] = []
     absent: list[float] = []
-    for number, scene in enumerate(islice(several_things(), pictures)):
+    for number, scene in enumerate(islice(several_things(), images)):
         prompts = [str(thing.phrase) for thing in scene.things]
         wrong = [
             str(falsified(Sentence((thing.phrase,)), word, scene.things, random))
@@ -63,7 +63,7 @@ def measure(pictures: int, name: str, methods: list[str]) -> None:
                 exact = [replace(found[0], grid=share.astype(np.float32)).heatmap for share in shares]
                 scores["exact", alone].append(scored(exact, scene.masks))
         read(Explainer(model, outputs=vitflow.prompts(list(dict.fromkeys(wrong)), raw=True)), scene, absent)
-        print(f"\r{number + 1} of {pictures}", end="", flush=True)
+        print(f"\r{number + 1} of {images}", end="", flush=True)
     print("\n\n| map | of | in the named thing | of what lies in things | named thing wins |\n|---|---|---:|---:|---:|")
     for (method, alone), rows in scores.items():
         told = (f"{one.mean:.3f} [{one.low:.3f}, {one.high:.3f}]" for one in estimate_means(np.array(rows)))
@@ -77,7 +77,7 @@ def measure(pictures: int, name: str, methods: list[str]) -> None:
 
 
 def scored(heatmaps: Sequence[np.ndarray], masks: np.ndarray) -> np.ndarray:
-    """Means over the things of a picture, each by its own map: the three numbers of the table."""
+    """Means over the things of an image, each by its own map: the three numbers of the table."""
     own = [
         (energy_in_region(one, mask), *score_object(one, list(masks), asked))
         for asked, (one, mask) in enumerate(zip(heatmaps, masks, strict=True))
@@ -98,11 +98,11 @@ def read(explainer: Explainer, scene: Scene, outputs: list[float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pictures", type=int, default=500)
+    parser.add_argument("--images", type=int, default=500)
     parser.add_argument("--model", default="demo-text")
     parser.add_argument("--methods", nargs="+", default=METHODS)
     given = parser.parse_args()
-    measure(given.pictures, given.model, given.methods)
+    measure(given.images, given.model, given.methods)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow import Explainer, load_model
-from vitflow.demo import draw_picture
+from vitflow.demo import draw_image
 from vitflow.evaluation.measures.localisation import roc_auc
 from vitflow.explaining.method_table import get_method
 
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=15)
     given = parser.parse_args()
     files = [] if given.photographs is None else sorted(given.photographs.glob("*.*g"))[: given.images]
-    images = files or [draw_picture(FIRST_SEED + number).image for number in range(given.images)]
+    images = files or [draw_image(FIRST_SEED + number).image for number in range(given.images)]
     found = measure(explainer_of(given.model, given.checkpoint), images)
     print(f"{given.model}, {len(images)} images, {4 * len(images)} questions\n")
     print("| method | options | readout | wins | ROC-AUC |\n|---|---|---|---|---|")

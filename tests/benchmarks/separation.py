@@ -3,18 +3,18 @@
     python -m tests.benchmarks.separation --checkpoint FILE --boxes DATA -o FOLDER [--methods gae sampling …]
     python -m tests.benchmarks.separation --checkpoint FILE --boxes DATA -o FOLDER --as-they-are [--drawn demo:200]
 
-The second measures methods by their defaults alone, and tells all pictures and both halves, with 95 % intervals.
+The second measures methods by their defaults alone, and tells all images and both halves, with 95 % intervals.
 
 The rule, written down before anything was measured by it:
 
-1. Two models: the trained ViT-Tiny on photographs with boxes, the demo model on drawn pictures that no table shows.
+1. Two models: the trained ViT-Tiny on photographs with boxes, the demo model on drawn images that no table shows.
    Three seats: *single objects* (the mean gain in ROC-AUC and in deletion AUC, patches dropped, curves of 6 points,
    over both models), *grids* of the photographs (the mean gain in the asked cell's ROC-AUC and in its wins), and
-   *objects of one picture* (of the drawn ones with several: the mean gain in the asked object's energy among all, and
+   *objects of one image* (of the drawn ones with several: the mean gain in the asked object's energy among all, and
    in its wins). A gain is the paired difference from what the method does today, counted so that more is better.
-2. The pictures of each are split in halves by the SHA-256 of their names: even first byte, to choose on; odd, to tell.
+2. The images of each are split in halves by the SHA-256 of their names: even first byte, to choose on; odd, to tell.
 3. On the choosing halves a candidate is out if, on either model, it loses more than 0.01 ROC-AUC, or if its energy in
-   the object on the drawn pictures lies more than 0.1 below that of the same candidate unrefined.
+   the object on the drawn images lies more than 0.1 below that of the same candidate unrefined.
 4. Of the others that one is chosen whose sum of the three seats is largest, today's among them. Where candidates differ
    in the number of masks alone, the fewest are taken whose sum is within 0.01 of that of the most.
 5. It does not hold if on the telling halves it loses more than 0.01 ROC-AUC on either model, or if its gain in both
@@ -103,8 +103,8 @@ def measured(kind: str, data: str, model: object, methods: list, output: Path) -
 
 
 def mean(found: Evaluation, metric: str, first: str, half: bool, base: str | None = None) -> float:
-    """The mean of a metric over one half of the pictures, less that of the base on the same."""
-    rows = [number for number, picture in enumerate(found.pictures) if choosing(picture["input"]) is half]
+    """The mean of a metric over one half of the images, less that of the base on the same."""
+    rows = [number for number, image in enumerate(found.images) if choosing(image["input"]) is half]
     values = found.values[metric][rows, found.methods.index(first)]
     if base is not None:
         values = values - found.values[metric][rows, found.methods.index(base)]
@@ -166,22 +166,22 @@ def choose(runs: dict[str, Evaluation], method: str, candidates: list[dict]) -> 
 
 
 def table(runs: dict[str, Evaluation]) -> None:
-    """All labels on all pictures."""
+    """All labels on all images."""
     for name, found in runs.items():
         metrics = [metric for metric in SHOWN[name] if metric in found.values]
-        print(f"{name}: {len(found.pictures)} pictures\n\n| map | {' | '.join(metrics)} | seconds |")
+        print(f"{name}: {len(found.images)} images\n\n| map | {' | '.join(metrics)} | seconds |")
         print("|---" * (len(metrics) + 2) + "|")
         for number, one in enumerate(found.methods):
             values = [f"{np.nanmean(found.values[metric][:, number]):.3f}" for metric in metrics]
-            seconds = np.mean([picture["seconds"][one] for picture in found.pictures])
+            seconds = np.mean([image["seconds"][one] for image in found.images])
             print(f"| {one} | {' | '.join(values)} | {seconds:.2f} |")
         print(flush=True)
 
 
 def halves_table(found: Evaluation, metrics: list[str]) -> None:
-    """Means with intervals, of all pictures and of both halves."""
-    halves = np.array([choosing(picture["input"]) for picture in found.pictures])
-    print(f"| map | pictures | {' | '.join(metrics)} |\n" + "|---" * (len(metrics) + 2) + "|")
+    """Means with intervals, of all images and of both halves."""
+    halves = np.array([choosing(image["input"]) for image in found.images])
+    print(f"| map | images | {' | '.join(metrics)} |\n" + "|---" * (len(metrics) + 2) + "|")
     for number, one in enumerate(found.methods):
         for words, rows in (("all", halves | True), ("chosen on", halves), ("other", ~halves)):
             values = np.stack([found.values[metric][rows, number] for metric in metrics], axis=1)

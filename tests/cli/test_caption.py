@@ -9,7 +9,7 @@ from PIL import Image
 
 from tests.models.vision_language import family
 from vitflow.cli import cli
-from vitflow.demo import sample_pictures
+from vitflow.demo import sample_images
 
 ANSWER = ["a", "red", "heart", "left", "of", "heart", "."]
 
@@ -26,8 +26,8 @@ def captioner(tmp_path_factory):
 @pytest.fixture
 def run(tmp_path, monkeypatch, captioner):
     monkeypatch.chdir(tmp_path)
-    picture = np.random.default_rng(0).integers(0, 255, (40, 64, 3), dtype=np.uint8)
-    Image.fromarray(picture).save("photo.png")
+    image = np.random.default_rng(0).integers(0, 255, (40, 64, 3), dtype=np.uint8)
+    Image.fromarray(image).save("photo.png")
     numbers = family("llava").processor.tokenizer.convert_tokens_to_ids(ANSWER)
     from transformers import LlavaForConditionalGeneration
 
@@ -51,13 +51,13 @@ def test_the_answer_is_told_with_a_strip_of_its_words(run, tmp_path):
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert lines[0] == "a red heart left of heart ." and lines[-1] == "photo-caption.png"
-    words = [line.split("  ")[0] for line in lines if "on the picture" in line]
+    words = [line.split("  ")[0] for line in lines if "on the image" in line]
     assert words == ["red", "heart", "left", "heart (2)"] and "No map: a, of, ." in lines
     with Image.open(tmp_path / "photo-caption.png") as strip:
         assert strip.width > 900
 
 
-def test_the_page_shows_the_picture_and_the_maps_of_the_strip(run, tmp_path, captioner):
+def test_the_page_shows_the_image_and_the_maps_of_the_strip(run, tmp_path, captioner):
     done = run("--html", "words.html", "--neutral", "the square", "--json")
     assert done.exit_code == 0 and "written: words.html" in done.stderr, done.output
     page = (tmp_path / "words.html").read_text()
@@ -67,7 +67,7 @@ def test_the_page_shows_the_picture_and_the_maps_of_the_strip(run, tmp_path, cap
     assert told["words"][0]["model"] == captioner.name  # a folder by its name, whatever it lies in
     assert str(captioner.parent) not in page
     over = run("--html", "photo.png")
-    assert over.exit_code != 0 and "overwrite the picture" in over.stderr
+    assert over.exit_code != 0 and "overwrite the image" in over.stderr
 
 
 def test_json_holds_the_map_of_each_word(run, tmp_path):
@@ -86,13 +86,13 @@ def test_what_is_wrong_is_told(run, tmp_path):
     unknown = run("--layers", "2")
     assert (unknown.exit_code != 0 and "no option" in unknown.stderr.lower()) or "option" in unknown.stderr
     over = run("-o", "photo.png")
-    assert over.exit_code != 0 and "overwrite the picture" in over.stderr
+    assert over.exit_code != 0 and "overwrite the image" in over.stderr
 
 
 def test_the_bundled_captioner_finds_each_drawn_thing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    picture = next(one for one in sample_pictures() if "ring_heart_and_star" in one.name)
-    done = CliRunner().invoke(cli, ["caption", str(picture), "--model", "demo-caption", "--json"])
+    image = next(one for one in sample_images() if "ring_heart_and_star" in one.name)
+    done = CliRunner().invoke(cli, ["caption", str(image), "--model", "demo-caption", "--json"])
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     assert {"yellow", "star", "purple", "ring", "red", "heart"} <= set(told["answer"].split())

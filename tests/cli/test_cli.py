@@ -15,7 +15,7 @@ from PIL import Image
 
 import vitflow
 from tests.typed import typed_here
-from vitflow.demo import sample_pictures
+from vitflow.demo import sample_images
 
 
 def in_a_process_of_its_own(*arguments: str | bytes) -> subprocess.CompletedProcess[bytes]:
@@ -47,8 +47,8 @@ def run(here, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def pictures():
-    return sample_pictures()[:2]
+def images():
+    return sample_images()[:2]
 
 
 @pytest.mark.parametrize(
@@ -88,32 +88,32 @@ def test_every_public_name_exists():
         _ = vitflow.nonsense
 
 
-def test_explaining_two_pictures(pictures, tmp_path):
-    asked = ["explain", "--model", "demo", *map(str, pictures), "-o", str(tmp_path / "out"), "--save-map"]
+def test_explaining_two_images(images, tmp_path):
+    asked = ["explain", "--model", "demo", *map(str, images), "-o", str(tmp_path / "out"), "--save-map"]
     done = in_a_process_of_its_own(*asked)
     told = done.stderr.decode()
     assert done.returncode == 0, told
     files = done.stdout.decode().splitlines()
     assert len(files) == 4
-    for picture, overlay, saved in zip(pictures, files[::2], files[1::2], strict=True):
-        with Image.open(overlay) as image, Image.open(picture) as original:
+    for photo, overlay, saved in zip(images, files[::2], files[1::2], strict=True):
+        with Image.open(overlay) as image, Image.open(photo) as original:
             assert image.size == original.size
         with np.load(saved) as arrays:
             assert arrays["grid"].shape == (12, 12)
             assert json.loads(str(arrays["metadata"]))["method"] == "rollout"
-        assert f"{picture}: " in told
+        assert f"{photo}: " in told
         assert "%" in told
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(f.split("/")[-1] for f in files)
 
 
-def test_json_is_data_on_stdout(run, pictures, tmp_path):
+def test_json_is_data_on_stdout(run, images, tmp_path):
     output = tmp_path / "own name.jpg"
     done = run(
-        "explain", "--model", "demo", pictures[0], "--json", "-o", output, "--head-fusion", "max", "--patch", "3,4"
+        "explain", "--model", "demo", images[0], "--json", "-o", output, "--head-fusion", "max", "--patch", "3,4"
     )
     assert done.returncode == 0, done.stderr
     [record] = [json.loads(line) for line in done.stdout.splitlines()]
-    assert record["input"] == str(pictures[0])
+    assert record["input"] == str(images[0])
     assert record["output"] == str(output)
     assert output.exists()
     assert record["options"]["head_fusion"] == "max"
@@ -121,10 +121,10 @@ def test_json_is_data_on_stdout(run, pictures, tmp_path):
     assert {"class_index", "class_name", "probability", "method"} <= record.keys()
 
 
-def test_a_class_that_was_asked_for_is_reported(run, pictures, tmp_path):
-    done = run("explain", "--model", "demo", pictures[0], "--class", "0", "-o", tmp_path, "--json")
+def test_a_class_that_was_asked_for_is_reported(run, images, tmp_path):
+    done = run("explain", "--model", "demo", images[0], "--class", "0", "-o", tmp_path, "--json")
     assert json.loads(done.stdout)["class_index"] == 0
-    wrong = run("explain", "--model", "demo", pictures[0], "--class", "zebra", "-o", tmp_path)
+    wrong = run("explain", "--model", "demo", images[0], "--class", "zebra", "-o", tmp_path)
     assert wrong.returncode == 2
     assert "Unknown class 'zebra'" in wrong.stderr
 
@@ -132,11 +132,11 @@ def test_a_class_that_was_asked_for_is_reported(run, pictures, tmp_path):
 @pytest.mark.parametrize(
     ("asked", "classes"), [(["--class", "0", "--class", "orange disc"], {0, 1}), (["--class", "top3"], {1, 2, 7})]
 )
-def test_several_classes_make_a_strip_of_one_map_each(here, pictures, asked, classes):
-    given = ["explain", pictures[0], "--model", "demo", "--method", "gae", *asked]
+def test_several_classes_make_a_strip_of_one_map_each(here, images, asked, classes):
+    given = ["explain", images[0], "--model", "demo", "--method", "gae", *asked]
     code, out, err = here(*given, "--save-map", "-o", "maps/")
     strip, *maps = out.splitlines()
-    assert code == 0 and strip == str(Path("maps") / f"{pictures[0].stem}-gae.png"), err
+    assert code == 0 and strip == str(Path("maps") / f"{images[0].stem}-gae.png"), err
     assert {int(Path(file).stem.rpartition("-")[2]) for file in maps} == classes
     with Image.open(strip) as file:
         assert file.height > len(classes) * 200
@@ -151,8 +151,8 @@ def test_several_classes_make_a_strip_of_one_map_each(here, pictures, asked, cla
     assert (code, out) == (2, "") and "ends in .png, .pdf, .svg" in err
 
 
-def test_several_classes_of_a_map_that_knows_none_make_one(here, pictures):
-    given = ["explain", pictures[0], "--model", "demo", "--method", "rollout", "--class", "top2"]
+def test_several_classes_of_a_map_that_knows_none_make_one(here, images):
+    given = ["explain", images[0], "--model", "demo", "--method", "rollout", "--class", "top2"]
     code, _, err = here(*given, "-o", "one.png")
     assert code == 0 and err.count("rollout does not depend on the class") == 1
 
@@ -166,9 +166,9 @@ def test_several_classes_of_a_map_that_knows_none_make_one(here, pictures):
         (["--like", "REFERENCE"], "gae"),
     ],
 )
-def test_the_default_method_follows_what_is_asked_and_is_told(here, pictures, asked, method):
-    asked = [str(pictures[1]) if word == "REFERENCE" else word for word in asked]
-    given = ["explain", pictures[0], "--model", "demo", *asked]
+def test_the_default_method_follows_what_is_asked_and_is_told(here, images, asked, method):
+    asked = [str(images[1]) if word == "REFERENCE" else word for word in asked]
+    given = ["explain", images[0], "--model", "demo", *asked]
     code, out, err = here(*given, "--json")
     record = json.loads(out)
     assert code == 0 and {one["method"] for one in record.get("maps", [record])} == {method}
@@ -176,32 +176,32 @@ def test_the_default_method_follows_what_is_asked_and_is_told(here, pictures, as
     _, _, err = here(*given, "--method", "gae")
     assert "method: " not in err
     for _ in range(2):  # the second resumes the first
-        code, _, err = here("folder", pictures[0], "--model", "demo", *asked, "-o", "all")
+        code, _, err = here("folder", images[0], "--model", "demo", *asked, "-o", "all")
         assert code == 0 and f"method: {method} (--method takes another)" in err
     assert "1 of them before" in err and list(Path("all").rglob(f"*-{method}.jpg"))
 
 
-def test_an_option_that_the_default_method_has_not_is_refused_with_the_way_out(here, pictures):
+def test_an_option_that_the_default_method_has_not_is_refused_with_the_way_out(here, images):
     for command in (["explain"], ["folder", "-o", "out"]):
-        given = [*command, pictures[0], "--model", "demo", "--class", "0", "--discard-ratio", "0.5"]
+        given = [*command, images[0], "--model", "demo", "--class", "0", "--discard-ratio", "0.5"]
         code, _, err = here(*given)
         assert code == 2 and "gae was chosen because there is a target" in err and "--method" in err
 
 
-def test_the_sheet_of_layers_follows_the_class(here, pictures):
-    code, out, err = here("layers", pictures[0], "--model", "demo", "--class", "0", "--json")
+def test_the_sheet_of_layers_follows_the_class(here, images):
+    code, out, err = here("layers", images[0], "--model", "demo", "--class", "0", "--json")
     assert code == 0 and "method: gae (--method takes another)" in err
     assert "gae" in {one["method"] for one in json.loads(out)["maps"]}
 
 
-def test_bad_pictures_fail_and_the_others_go_on(run, pictures, tmp_path):
-    (tmp_path / "bad.png").write_bytes(b"no picture")
+def test_bad_images_fail_and_the_others_go_on(run, images, tmp_path):
+    (tmp_path / "bad.png").write_bytes(b"no image")
     done = run(
         "explain",
         "--model",
         "demo",
         tmp_path / "bad.png",
-        pictures[0],
+        images[0],
         tmp_path / "missing.png",
         "-o",
         tmp_path / "out",
@@ -212,25 +212,25 @@ def test_bad_pictures_fail_and_the_others_go_on(run, pictures, tmp_path):
     assert len(done.stdout.splitlines()) == len(list((tmp_path / "out").iterdir())) == 1
 
 
-def test_two_pictures_never_claim_one_output(run, pictures, tmp_path):
+def test_two_images_never_claim_one_output(run, images, tmp_path):
     twins = []
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         twins.append(tmp_path / folder / "same.png")
-        twins[-1].write_bytes(pictures[0].read_bytes())
+        twins[-1].write_bytes(images[0].read_bytes())
     done = run("explain", "--model", "demo", *twins, "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert len(set(done.stdout.splitlines())) == 2 == len(list((tmp_path / "out").iterdir()))
 
 
-def test_a_picture_is_never_overwritten(run, pictures, tmp_path):
+def test_an_image_is_never_overwritten(run, images, tmp_path):
     mine = tmp_path / "mine.png"
-    mine.write_bytes(pictures[0].read_bytes())
+    mine.write_bytes(images[0].read_bytes())
     done = run("explain", "--model", "demo", mine, "-o", mine)
     assert done.returncode == 2
-    assert "would overwrite the picture" in done.stderr
-    assert mine.read_bytes() == pictures[0].read_bytes()
-    assert run("explain", "--model", "demo", mine, pictures[0], "-o", tmp_path / "one.png").returncode == 2
+    assert "would overwrite the image" in done.stderr
+    assert mine.read_bytes() == images[0].read_bytes()
+    assert run("explain", "--model", "demo", mine, images[0], "-o", tmp_path / "one.png").returncode == 2
 
 
 @pytest.mark.parametrize(
@@ -245,8 +245,8 @@ def test_a_picture_is_never_overwritten(run, pictures, tmp_path):
         (["--cmap", "rainbows"], "Unknown colormap 'rainbows'. Did you mean 'rainbow'"),
     ],
 )
-def test_usage_errors_are_one_line_and_exit_2(run, pictures, tmp_path, arguments, message):
-    done = run("explain", "--model", "demo", pictures[0], "-o", tmp_path / "out", *arguments)
+def test_usage_errors_are_one_line_and_exit_2(run, images, tmp_path, arguments, message):
+    done = run("explain", "--model", "demo", images[0], "-o", tmp_path / "out", *arguments)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -267,18 +267,18 @@ def test_folder_is_asked_for_one_class(here):
 
 
 @pytest.mark.parametrize("command", ["explain", "layers", "compare", "explore", "folder", "evaluate"])
-def test_a_model_goes_by_the_name_that_the_user_gives_it(command, here, pictures, tmp_path):
-    picture, output = pictures[0], {"explain": "o.png", "layers": "o.png", "explore": "o.html"}.get(command, "out")
+def test_a_model_goes_by_the_name_that_the_user_gives_it(command, here, images, tmp_path):
+    image, output = images[0], {"explain": "o.png", "layers": "o.png", "explore": "o.html"}.get(command, "out")
     arguments = ["--model", "demo", "--name", "my shapes", "--method", "rollout"]
     if command == "evaluate":
         code, out, err = here(command, "demo:1", *arguments, "--metric", "localisation", "--json")
     elif command == "compare":
-        code, out, err = here(command, picture, *arguments, "--json")
+        code, out, err = here(command, image, *arguments, "--json")
     elif command == "folder":
-        code, out, err = here(command, picture, *arguments, "-o", output)
+        code, out, err = here(command, image, *arguments, "-o", output)
         out = (tmp_path / "out/run.json").read_text()
     else:
-        code, out, err = here(command, picture, *arguments, "-o", output, *(["--json"] * (command != "explore")))
+        code, out, err = here(command, image, *arguments, "-o", output, *(["--json"] * (command != "explore")))
         out = out if command != "explore" else (tmp_path / output).read_text()
     assert code == 0, err
     assert "my shapes" in out and "vitflow_demo" not in out
@@ -287,41 +287,41 @@ def test_a_model_goes_by_the_name_that_the_user_gives_it(command, here, pictures
 
 
 @pytest.mark.parametrize("command", ["explain", "compare"])
-def test_a_folder_among_the_pictures_names_the_command_for_folders(command, here, tmp_path):
+def test_a_folder_among_the_images_names_the_command_for_folders(command, here, tmp_path):
     (tmp_path / "cats").mkdir()
     code, out, err = here(command, "--model", "demo", "cats")
     assert (code, out) == (2, "")
-    assert err.startswith("error: Expected pictures, got the folder cats: vitflow folder cats -o OUTPUT explains every")
+    assert err.startswith("error: Expected images, got the folder cats: vitflow folder cats -o OUTPUT explains every")
 
 
-def test_layers_are_told_in_the_words_of_the_command_line(here, pictures):
+def test_layers_are_told_in_the_words_of_the_command_line(here, images):
     for layers in ("99", "3:x", "0", "5:2", "most"):
-        code, _, err = here("explain", "--model", "demo", pictures[0], "--method", "flow", "--layers", layers)
+        code, _, err = here("explain", "--model", "demo", images[0], "--method", "flow", "--layers", layers)
         expected = "all, a number from 1 to 6 (the last ones), or FIRST:LAST from 1 to 6, such as 3:6"
         assert (code, err) == (2, f"error: Expected layers as {expected}, got {layers}.\n")
-    code, _, err = here("explain", "--model", "demo", pictures[0], "--layers", "3")
+    code, _, err = here("explain", "--model", "demo", images[0], "--layers", "3")
     assert code == 2 and "Method rollout has no option 'layers'" in err and "flow" in err
 
 
-def test_an_output_with_an_unknown_suffix_is_no_folder(here, pictures, tmp_path):
-    code, out, err = here("explain", "--model", "demo", pictures[0], "-o", "foo.xyz")
+def test_an_output_with_an_unknown_suffix_is_no_folder(here, images, tmp_path):
+    code, out, err = here("explain", "--model", "demo", images[0], "-o", "foo.xyz")
     assert (code, out, list(tmp_path.iterdir())) == (2, "", [])
     assert "Expected an output that ends in .png, .jpg, .jpeg, .webp, or a folder (with / at its end" in err
     assert "got 'foo.xyz'" in err
     (tmp_path / "run.2").mkdir()
-    assert here("explain", "--model", "demo", pictures[0], "-o", "run.2")[0] == 0
+    assert here("explain", "--model", "demo", images[0], "-o", "run.2")[0] == 0
     assert [file.suffix for file in (tmp_path / "run.2").iterdir()] == [".png"]
 
 
 @pytest.mark.parametrize("command", ["explain", "layers", "compare", "explore"])
-def test_an_output_into_a_folder_that_is_not_there_yet(command, here, pictures, tmp_path):
+def test_an_output_into_a_folder_that_is_not_there_yet(command, here, images, tmp_path):
     for folder in ("new.folder/", "new.folder", "other/below/"):  # the second time it is there
-        code, out, err = here(command, "--model", "demo", pictures[0], "--method", "rollout", "-o", folder)
+        code, out, err = here(command, "--model", "demo", images[0], "--method", "rollout", "-o", folder)
         assert code == 0, err
         [file] = out.splitlines()
         assert (tmp_path / file).is_file() and file.startswith(folder.rstrip("/"))
     if command != "explain":
-        code, _, err = here(command, "--model", "demo", pictures[0], "--method", "rollout", "-o", "nowhere")
+        code, _, err = here(command, "--model", "demo", images[0], "--method", "rollout", "-o", "nowhere")
         assert code == 2 and "or a folder with / at its end, got 'nowhere'" in err
 
 
@@ -340,29 +340,29 @@ def test_an_output_that_cannot_be_written_is_told_in_one_line_with_its_own_name_
         assert (code, out) == (1, "") and ".part" not in err and "unfinished" not in err
         assert "Choose another place" in line
         if command == "explain":
-            assert "a picture of 50 × 20 pixels (width × height)" in line
+            assert "an image of 50 × 20 pixels (width × height)" in line
 
 
 def refuse_to_replace(self, target):
     raise PermissionError(13, "Permission denied", str(self))
 
 
-def test_a_map_that_cannot_be_written_names_the_map(here, pictures, tmp_path, monkeypatch):
+def test_a_map_that_cannot_be_written_names_the_map(here, images, tmp_path, monkeypatch):
     (tmp_path / "one.npz").mkdir()
-    code, out, err = here("explain", "--model", "demo", pictures[0], "-o", "one.png", "--save-map")
+    code, out, err = here("explain", "--model", "demo", images[0], "-o", "one.png", "--save-map")
     assert (code, out) == (1, "") and "error: Cannot write one.npz: " in err and ".part" not in err
 
 
 @pytest.mark.parametrize("command", ["explain", "compare"])
-def test_a_missing_picture_is_named_once(command, here):
+def test_a_missing_image_is_named_once(command, here):
     code, _, err = here(command, "--model", "demo", "no-such-cat.png")
     assert code == 1 and err.splitlines()[0].count("no-such-cat.png") == 1
-    assert err.startswith("error: Expected a picture at 'no-such-cat.png', but there is no such file.")
+    assert err.startswith("error: Expected an image at 'no-such-cat.png', but there is no such file.")
 
 
 @pytest.mark.parametrize("command", ["explain", "compare"])
-def test_a_class_that_the_model_all_but_rules_out_gets_a_note(command, here, pictures):
-    code, _, err = here(command, "--model", "demo", pictures[0], "--method", "gae", "--class", "purple ring")
+def test_a_class_that_the_model_all_but_rules_out_gets_a_note(command, here, images):
+    code, _, err = here(command, "--model", "demo", images[0], "--method", "gae", "--class", "purple ring")
     assert code == 0
     [note] = [line for line in err.splitlines() if line.startswith("note: ")]
     assert (
@@ -370,13 +370,13 @@ def test_a_class_that_the_model_all_but_rules_out_gets_a_note(command, here, pic
         and "shows what would raise it, not what it saw" in note
     )
     for arguments in (["--method", "gae"], ["--method", "rollout", "--class", "purple ring"]):
-        assert "note: " not in here(command, "--model", "demo", pictures[0], *arguments)[2]
+        assert "note: " not in here(command, "--model", "demo", images[0], *arguments)[2]
 
 
-def test_a_folder_run_keeps_the_note_with_the_map(pictures, tmp_path):
+def test_a_folder_run_keeps_the_note_with_the_map(images, tmp_path):
     run = {"model": "demo", "methods": ["gae", "rollout"], "limit": 1, "workers": 0}
     for target, noted in (("purple ring", {"gae"}), (None, set())):
-        [row] = vitflow.explain_folder(pictures[0], tmp_path / str(target), target=target, **run)
+        [row] = vitflow.explain_folder(images[0], tmp_path / str(target), target=target, **run)
         assert {name for name, facts in row["facts"].items() if "note" in facts} == noted
 
 
@@ -403,20 +403,20 @@ def test_the_help_says_how_layers_heads_and_patches_count(here):
 
 
 @pytest.mark.parametrize("command", ["explain", "compare", "layers", "explore", "evaluate", "folder"])
-def test_names_that_no_file_can_have_are_told_in_one_line(command, here, pictures):
+def test_names_that_no_file_can_have_are_told_in_one_line(command, here, images):
     long, own = "x" * 300, ["--method", "rollout", "--model", "demo"]
     own += {"folder": ["-o", "out"], "evaluate": ["--metric", "faithfulness"]}.get(command, [])
     code, _, told = here(command, long, *own)
     assert code in (1, 2) and "error: " in told and long in told
     suffix = {"explore": ".html", "evaluate": "", "folder": ""}.get(command, ".png")
     own = own[: own.index("-o")] if "-o" in own else own
-    code, _, told = here(command, pictures[0], *own, "-o", long + suffix)
+    code, _, told = here(command, images[0], *own, "-o", long + suffix)
     assert code in (1, 2) and "File name too long" in told
 
 
-def test_a_picture_with_the_longest_name_is_told_to_need_an_output(here, pictures, tmp_path):
+def test_an_image_with_the_longest_name_is_told_to_need_an_output(here, images, tmp_path):
     longest = tmp_path / f"{'x' * 251}.png"
-    longest.write_bytes(pictures[0].read_bytes())
+    longest.write_bytes(images[0].read_bytes())
     code, _, told = here("explain", longest, "--model", "demo")
     assert code == 1 and "File name too long. Choose another place" in told
     assert here("explain", longest, "--model", "demo", "-o", "own.png")[0] == 0
@@ -424,9 +424,9 @@ def test_a_picture_with_the_longest_name_is_told_to_need_an_output(here, picture
     assert code == 0 and len([*(tmp_path / "out").glob("*xxx*")]) == 1, [*(tmp_path / "out").iterdir()]
 
 
-def test_json_names_what_is_no_text_by_escapes(here, pictures, tmp_path):
+def test_json_names_what_is_no_text_by_escapes(here, images, tmp_path):
     odd = os.fsdecode(b"caf\xe9 \xc2\x9b31m \xe2\x80\xae.png")
-    (tmp_path / odd).write_bytes(pictures[0].read_bytes())
+    (tmp_path / odd).write_bytes(images[0].read_bytes())
     for command in ("explain", "compare", "layers"):
         code, out, _ = here(command, odd, "--method", "rollout", "--model", "demo", "--json", "-o", "a.png")
         assert code == 0 and out.isascii() and json.loads(out)["input"] == odd
@@ -441,8 +441,8 @@ def test_json_names_what_is_no_text_by_escapes(here, pictures, tmp_path):
     ],
 )
 @pytest.mark.parametrize("command", ["explain", "folder"])
-def test_values_that_nothing_can_be_made_with_are_usage_errors(command, arguments, message, here, pictures):
-    code, out, told = here(command, pictures[0], "-o", "out", "--model", "demo", *arguments)
+def test_values_that_nothing_can_be_made_with_are_usage_errors(command, arguments, message, here, images):
+    code, out, told = here(command, images[0], "-o", "out", "--model", "demo", *arguments)
     assert (code, out) == (2, "") and message in told
 
 
@@ -454,15 +454,15 @@ def test_values_that_nothing_can_be_made_with_are_usage_errors(command, argument
         (["--method", "occlusion", "--patch-size", "0"], "patch_size"),
     ],
 )
-def test_a_folder_run_refuses_numbers_that_are_none(arguments, message, here, pictures):
-    code, out, told = here("folder", pictures[0], "-o", "out", "--model", "demo", "--workers", 0, *arguments)
+def test_a_folder_run_refuses_numbers_that_are_none(arguments, message, here, images):
+    code, out, told = here("folder", images[0], "-o", "out", "--model", "demo", "--workers", 0, *arguments)
     assert (code, out) == (2, "") and message in told
 
 
-def test_names_that_terminals_cannot_print(pictures, tmp_path):
+def test_names_that_terminals_cannot_print(images, tmp_path):
     odd = os.fsencode(tmp_path) + b"/new\nline \xff.png"
     with open(odd, "wb") as file:  # noqa: PTH123 - a name that is not text
-        file.write(pictures[0].read_bytes())
+        file.write(images[0].read_bytes())
     done = in_a_process_of_its_own("explain", odd, "--model", "demo", "-o", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1
@@ -495,7 +495,7 @@ def test_the_demo_writes_overlays_and_a_strip(run, tmp_path):
     done = run("demo", "-o", tmp_path / "demo")
     assert done.returncode == 0, done.stderr
     files = done.stdout.splitlines()
-    assert len(files) == len(sample_pictures()) + 1
+    assert len(files) == len(sample_images()) + 1
     for file in files:
         with Image.open(file) as image:
             image.verify()

@@ -13,7 +13,7 @@ from PIL import Image
 import vitflow
 from tests.typed import typed_here
 from vitflow.cli.options import DEFAULT_MODEL
-from vitflow.demo import sample_pictures
+from vitflow.demo import sample_images
 from vitflow.errors import ModelError
 from vitflow.models import hub
 
@@ -26,7 +26,7 @@ def here(monkeypatch, capsys, tmp_path):
     """A command in this process and in an empty folder: its exit code, stdout and stderr."""
 
     def call(verb: str, *arguments: object) -> tuple[int, str, str]:
-        words = [verb, sample_pictures()[0], "--method", "centre", *VERBS[verb], *arguments]
+        words = [verb, sample_images()[0], "--method", "centre", *VERBS[verb], *arguments]
         return typed_here(monkeypatch, capsys, tmp_path, *words)
 
     return call

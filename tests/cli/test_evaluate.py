@@ -16,7 +16,7 @@ from PIL import Image
 from tests.folder.test_run import count_rows
 from tests.typed import Typed
 from vitflow.cli import cli
-from vitflow.demo import draw_picture
+from vitflow.demo import draw_image
 
 SHORT = ["--method", "gae", "--metric", "localisation"]
 
@@ -30,8 +30,8 @@ def folder(tmp_path) -> Path:
     place = tmp_path / "in"
     place.mkdir()
     for seed in range(3):
-        Image.fromarray(draw_picture(seed).image).save(place / f"{seed}.png")
-        mask = draw_picture(seed).masks.any(axis=0)
+        Image.fromarray(draw_image(seed).image).save(place / f"{seed}.png")
+        mask = draw_image(seed).masks.any(axis=0)
         Image.fromarray(mask.astype(np.uint8)).save(place / f"{seed}-mask.png")
     return place
 
@@ -56,7 +56,7 @@ def test_data_is_given_once(arguments):
 def test_json_is_one_object():
     result = invoke("demo:2", *SHORT, "--metric", "gap", "--json", "--no-blurred-twin")
     record = json.loads(result.stdout)
-    assert (record["pictures"], record["methods"]) == (2, ["gae", "random", "centre"])
+    assert (record["images"], record["methods"]) == (2, ["gae", "random", "centre"])
     assert set(record["metrics"]) == {
         *("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou", "gap"),
     }
@@ -92,13 +92,13 @@ def test_a_folder_with_an_output(folder, tmp_path):
     )
 
 
-def test_a_failed_picture_makes_the_exit_code_1(folder, tmp_path):
+def test_a_failed_image_makes_the_exit_code_1(folder, tmp_path):
     (folder / "1.png").write_bytes(b"nothing")
     result = invoke(folder, "--model", "demo", *SHORT, "-o", tmp_path / "out")
     assert result.exit_code == 1
     assert "| gae |" in result.stdout
-    assert "error: ImageError: Expected '1.png' to be a picture" in result.stderr
-    assert "1 of the pictures failed" in result.stderr
+    assert "error: ImageError: Expected '1.png' to be an image" in result.stderr
+    assert "1 of the images failed" in result.stderr
 
 
 def test_no_masks_are_told(folder):
@@ -152,4 +152,4 @@ def test_ctrl_c_keeps_what_is_done(tmp_path):
     kept = count_rows(out)
     assert 2 <= kept < 400
     result = invoke("demo:5", *SHORT, "-o", out)
-    assert "5 drawn pictures with exact masks, all measured" in result.stdout
+    assert "5 drawn images with exact masks, all measured" in result.stdout

@@ -1,4 +1,4 @@
-"""`vitflow read` as a user meets it: words in the terminal, pages, pictures, JSON, and errors that say what to do."""
+"""`vitflow read` as a user meets it: words in the terminal, pages, images, JSON, and errors that say what to do."""
 
 import json
 import pickle
@@ -135,8 +135,8 @@ def test_a_user_reads_a_word(encoder, tmp_path):
     assert lines[0] == "What “is” rests on" and re.fullmatch(r"  \S+ +[\d.]+ %  \(\d+\)", lines[1])
     assert re.search(r"special tokens \d+ % · first token \d+ % · its own token \d+ % · entropy", done.stdout)
     assert done.stderr.splitlines() == [f"written: {tmp_path / 'o.png'}"]
-    with Image.open(tmp_path / "o.png") as picture:
-        assert picture.width > 500
+    with Image.open(tmp_path / "o.png") as image:
+        assert image.width > 500
 
 
 def test_a_model_goes_by_the_name_that_the_user_gives_it(encoder, decoder):
@@ -230,14 +230,14 @@ def test_an_unknown_word_lists_the_tokens_and_a_repeated_one_asks_which(encoder)
     assert twice.exit_code == 2 and "stands at 1, 4: give its number" in twice.stderr
 
 
-def test_models_for_pictures_are_refused_with_a_remedy(tmp_path):
+def test_models_for_images_are_refused_with_a_remedy(tmp_path):
     ViTModel(ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)).save_pretrained(
         tmp_path
     )
     for name in (tmp_path, "vit_tiny_patch16_224", "demo"):
         done = read("a", "--model", name)
         assert done.exit_code == 2
-        assert f"which reads pictures: vitflow explain PICTURE --model {name} explains it" in done.stderr
+        assert f"which reads images: vitflow explain IMAGE --model {name} explains it" in done.stderr
 
 
 def test_help_and_usage_errors_of_read_load_no_torch():

@@ -16,12 +16,12 @@ from vitflow.demo import DEMO_CAPTION, DEMO_TEXT, FIRST_TRAINING_SEED, Scene, dr
 transformers = pytest.importorskip("transformers")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TINY = ["--pictures", "40", "--minutes", "0.03", "--workers", "1", "--fresh-pictures", "12"]
+TINY = ["--images", "40", "--minutes", "0.03", "--workers", "1", "--fresh-images", "12"]
 
 
 @pytest.fixture(scope="module")
 def scenes() -> list[Scene]:
-    """Pictures that no training has seen, and that the measured numbers are not of."""
+    """Images that no training has seen, and that the measured numbers are not of."""
     return list(draw_scenes(64, seed=FIRST_TRAINING_SEED // 2))
 
 
@@ -44,8 +44,8 @@ def test_a_bundled_model_is_small_half_precision_and_says_what_it_is(name: str) 
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.float16}  # noqa: SIM118
     told = header(folder)
-    assert told["trained_by"].startswith(f"python examples/train_demo_{name}.py --pictures ")
-    assert told["measured_on"] == "2000 fresh pictures" and told["license"] == "MIT"
+    assert told["trained_by"].startswith(f"python examples/train_demo_{name}.py --images ")
+    assert told["measured_on"] == "2000 fresh images" and told["license"] == "MIT"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_captions_are_right(scenes: list[Scene]) -> None:
     processor = transformers.AutoProcessor.from_pretrained(DEMO_CAPTION, local_files_only=True)
     told = header(DEMO_CAPTION)
     inputs = processor(text=[told["prompt"]] * 64, images=[scene.image for scene in scenes], return_tensors="pt")
-    assert (inputs["input_ids"] == model.config.image_token_index).sum() == 64 * 64  # pictures × patches
+    assert (inputs["input_ids"] == model.config.image_token_index).sum() == 64 * 64  # images × patches
     written = model.generate(**inputs)[:, inputs["input_ids"].shape[1] :]
     said = processor.batch_decode(written, skip_special_tokens=True)
     right = np.mean([one == scene.caption for one, scene in zip(said, scenes, strict=True)])

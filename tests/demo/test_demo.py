@@ -1,4 +1,4 @@
-"""The demo: drawn pictures and their exact masks, the bundled model, the training script, the sample pictures."""
+"""The demo: drawn images and their exact masks, the bundled model, the training script, the sample images."""
 
 import importlib.util
 import json
@@ -17,7 +17,7 @@ from timm.data import create_transform, resolve_model_data_config
 from timm.models.vision_transformer import VisionTransformer
 
 from vitflow import demo
-from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_ground, draw_picture, draw_pictures
+from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_ground, draw_image, draw_images
 from vitflow.errors import ModelError, OptionError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -40,50 +40,50 @@ def model() -> VisionTransformer:
 # --- Drawing --------------------------------------------------------------------------------------------------------
 
 
-def test_the_seed_alone_decides_the_picture() -> None:
-    first = draw_picture(11)
+def test_the_seed_alone_decides_the_image() -> None:
+    first = draw_image(11)
     for other in range(5):
-        draw_picture(other)  # what was drawn before must not matter
-    second = draw_picture(11)
+        draw_image(other)  # what was drawn before must not matter
+    second = draw_image(11)
     np.testing.assert_array_equal(first.image, second.image)
     np.testing.assert_array_equal(first.masks, second.masks)
     assert first.labels == second.labels
-    assert not np.array_equal(first.image, draw_picture(12).image)
+    assert not np.array_equal(first.image, draw_image(12).image)
 
 
-def test_many_pictures_are_those_of_consecutive_seeds() -> None:
-    for offset, picture in enumerate(draw_pictures(3, seed=40, size=48)):
-        np.testing.assert_array_equal(picture.image, draw_picture(40 + offset, 48).image)
+def test_many_images_are_those_of_consecutive_seeds() -> None:
+    for offset, image in enumerate(draw_images(3, seed=40, size=48)):
+        np.testing.assert_array_equal(image.image, draw_image(40 + offset, 48).image)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_shapes_and_types(size: int | tuple[int, int]) -> None:
     expected = (size, size) if isinstance(size, int) else size
-    for picture in draw_pictures(20, seed=100, size=size):
-        assert picture.image.shape == (*expected, 3) and picture.image.dtype == np.uint8
-        assert picture.masks.shape == (len(picture.labels), *expected) and picture.masks.dtype == np.bool_
-        assert 1 <= len(picture.labels) <= 3
-        assert len(set(picture.labels)) == len(picture.labels)
-        assert all(0 <= label < len(CLASS_NAMES) for label in picture.labels)
+    for image in draw_images(20, seed=100, size=size):
+        assert image.image.shape == (*expected, 3) and image.image.dtype == np.uint8
+        assert image.masks.shape == (len(image.labels), *expected) and image.masks.dtype == np.bool_
+        assert 1 <= len(image.labels) <= 3
+        assert len(set(image.labels)) == len(image.labels)
+        assert all(0 <= label < len(CLASS_NAMES) for label in image.labels)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_masks_are_exact(size: int | tuple[int, int]) -> None:
-    """Without its objects a picture is the same outside the masks, and another inside them."""
+    """Without its objects an image is the same outside the masks, and another inside them."""
     changed_share = []
     for seed in range(200, 240):
-        picture, ground = draw_picture(seed, size), draw_ground(seed, size)
-        changed = (picture.image != ground).any(axis=-1)
-        assert not (changed & ~picture.masks.any(axis=0)).any()
-        changed_share += [changed[mask].mean() for mask in picture.masks]
+        image, ground = draw_image(seed, size), draw_ground(seed, size)
+        changed = (image.image != ground).any(axis=-1)
+        assert not (changed & ~image.masks.any(axis=0)).any()
+        changed_share += [changed[mask].mean() for mask in image.masks]
     # A pixel at the rim of an object may take so little of its colour that nothing is left after rounding.
     assert min(changed_share) > 0.9 and np.mean(changed_share) > 0.98
 
 
-def test_objects_lie_apart_and_whole_in_the_picture() -> None:
-    for picture in draw_pictures(100, seed=300):
-        assert picture.masks.sum(axis=0).max() == 1
-        for mask in picture.masks:
+def test_objects_lie_apart_and_whole_in_the_image() -> None:
+    for image in draw_images(100, seed=300):
+        assert image.masks.sum(axis=0).max() == 1
+        for mask in image.masks:
             assert mask.sum() > 100
             border = np.concatenate([mask[0], mask[-1], mask[:, 0], mask[:, -1]])
             assert not border.any()
@@ -92,9 +92,9 @@ def test_objects_lie_apart_and_whole_in_the_picture() -> None:
 def test_objects_have_the_colour_of_their_class() -> None:
     """The hue in the middle of each mask, computed from RGB by hand, lies in the class's colour family."""
     middle = {0: 0, 1: 27, 2: 54, 3: 122, 4: 183, 5: 222, 6: 272, 7: 328}
-    for picture in draw_pictures(60, seed=400):
-        for label, mask in zip(picture.labels, picture.masks, strict=True):
-            red, green, blue = np.median(picture.image[mask], axis=0) / 255.0
+    for image in draw_images(60, seed=400):
+        for label, mask in zip(image.labels, image.masks, strict=True):
+            red, green, blue = np.median(image.image[mask], axis=0) / 255.0
             hue = np.degrees(np.arctan2(np.sqrt(3.0) * (green - blue), 2.0 * red - green - blue))
             away = abs((hue - middle[label] + 180.0) % 360.0 - 180.0)
             assert away < 30.0, (CLASS_NAMES[label], hue)
@@ -102,7 +102,7 @@ def test_objects_have_the_colour_of_their_class() -> None:
 
 def test_the_same_scene_at_every_size() -> None:
     for seed in range(500, 520):
-        small, large = draw_picture(seed, 96), draw_picture(seed, 384)
+        small, large = draw_image(seed, 96), draw_image(seed, 384)
         assert small.labels == large.labels
         for mask, fine in zip(small.masks, large.masks, strict=True):
             shrunk = fine.reshape(96, 4, 96, 4).mean(axis=(1, 3)) >= 0.5
@@ -112,17 +112,17 @@ def test_the_same_scene_at_every_size() -> None:
 
 
 def test_mask_of_a_class() -> None:
-    picture = draw_picture(0)
-    for label, mask in zip(picture.labels, picture.masks, strict=True):
-        np.testing.assert_array_equal(picture.mask_of(label), mask)
-    absent = next(label for label in range(len(CLASS_NAMES)) if label not in picture.labels)
-    assert not picture.mask_of(absent).any()
-    assert picture.mask_of(absent).shape == (96, 96)
+    image = draw_image(0)
+    for label, mask in zip(image.labels, image.masks, strict=True):
+        np.testing.assert_array_equal(image.mask_of(label), mask)
+    absent = next(label for label in range(len(CLASS_NAMES)) if label not in image.labels)
+    assert not image.mask_of(absent).any()
+    assert image.mask_of(absent).shape == (96, 96)
 
 
 def test_bad_seed_and_size_are_told() -> None:
     with pytest.raises(OptionError, match="seed of at least 0, got -1"):
-        draw_picture(-1)
+        draw_image(-1)
     with pytest.raises(OptionError, match="at least 16 x 16 pixels, got 8 x 40"):
         draw_ground(0, (8, 40))
 
@@ -138,9 +138,9 @@ def test_the_file_is_small_half_precision_and_says_what_it_is() -> None:
     assert tuple(json.loads(metadata["class_names"])) == CLASS_NAMES
     assert json.loads(metadata["input_size"]) == [3, 96, 96]
     assert metadata["activation"] == "sigmoid" and metadata["license"] == "MIT"
-    assert metadata["trained_by"].startswith("python examples/train_demo_model.py --pictures ")
+    assert metadata["trained_by"].startswith("python examples/train_demo_model.py --images ")
     assert float(metadata["accuracy"]) >= 0.99
-    assert int(metadata["pictures"]) > 0
+    assert int(metadata["images"]) > 0
 
 
 def test_the_model_is_a_stock_timm_model_ready_to_use(model: VisionTransformer) -> None:
@@ -155,24 +155,24 @@ def test_the_model_is_a_stock_timm_model_ready_to_use(model: VisionTransformer) 
     assert tuple(model.pretrained_cfg["label_names"]) == CLASS_NAMES
 
 
-def test_fresh_pictures_are_read_right(model: VisionTransformer) -> None:
+def test_fresh_images_are_read_right(model: VisionTransformer) -> None:
     right = []
     with torch.inference_mode():
-        for picture in draw_pictures(300, seed=FIRST_TRAINING_SEED // 2):
-            image = torch.from_numpy(picture.image).permute(2, 0, 1)[None].float() / 127.5 - 1.0
+        for photo in draw_images(300, seed=FIRST_TRAINING_SEED // 2):
+            image = torch.from_numpy(photo.image).permute(2, 0, 1)[None].float() / 127.5 - 1.0
             present = (model(image)[0].sigmoid() > 0.5).nonzero().flatten().tolist()
-            right += [(label in present) == (label in picture.labels) for label in range(len(CLASS_NAMES))]
+            right += [(label in present) == (label in photo.labels) for label in range(len(CLASS_NAMES))]
     assert np.mean(right) >= 0.985
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_sample_pictures_are_read_right_through_timms_own_preprocessing(dynamic: bool) -> None:
+def test_sample_images_are_read_right_through_timms_own_preprocessing(dynamic: bool) -> None:
     model = demo.load_demo_model(dynamic_img_size=dynamic)
     config = resolve_model_data_config(model)
     transform = create_transform(**config)
-    for picture_path, mask_path in zip(demo.sample_pictures(), demo.sample_masks(), strict=True):
-        image = Image.open(picture_path)
-        if dynamic:  # the whole picture, its sides a multiple of the patches
+    for image_path, mask_path in zip(demo.sample_images(), demo.sample_masks(), strict=True):
+        image = Image.open(image_path)
+        if dynamic:  # the whole image, its sides a multiple of the patches
             image = image.resize((round(image.width / 32) * 8, round(image.height / 32) * 8), Image.Resampling.BICUBIC)
             tensor = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1).float() / 127.5 - 1.0
         else:
@@ -180,7 +180,7 @@ def test_sample_pictures_are_read_right_through_timms_own_preprocessing(dynamic:
         with torch.inference_mode():
             probabilities = model(tensor[None])[0].sigmoid()
         present = {int(value) - 1 for value in np.unique(np.asarray(Image.open(mask_path))) if value}
-        assert {int(label) for label in (probabilities > 0.5).nonzero()} == present, picture_path.name
+        assert {int(label) for label in (probabilities > 0.5).nonzero()} == present, image_path.name
 
 
 def test_dynamic_size_changes_nothing_at_the_native_size(model: VisionTransformer) -> None:
@@ -201,7 +201,7 @@ def test_a_missing_or_foreign_file_is_told(tmp_path: Path) -> None:
 
 # --- Scripts and samples --------------------------------------------------------------------------------------------
 
-TINY_TRAINING = ["--pictures", "48", "--batch-size", "16", "--evaluation-pictures", "10", "--workers", "0"]
+TINY_TRAINING = ["--images", "48", "--batch-size", "16", "--evaluation-images", "10", "--workers", "0"]
 
 
 def test_training_writes_a_file_that_loads_and_repeats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,7 +220,7 @@ def test_training_writes_a_file_that_loads_and_repeats(tmp_path: Path, capsys: p
     assert list(first.parent.iterdir()) == [first]  # nothing else is left behind
     trained = demo.load_demo_model(weights=first)
     assert trained(torch.zeros(1, 3, 96, 96)).shape == (1, len(CLASS_NAMES))
-    assert demo.demo_metadata(first)["trained_by"].endswith("--pictures 48 --seed 0 --batch-size 16")
+    assert demo.demo_metadata(first)["trained_by"].endswith("--images 48 --seed 0 --batch-size 16")
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,16 +239,16 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_training_and_evaluation_share_no_picture() -> None:
+def test_training_and_evaluation_share_no_image() -> None:
     script = load_example("train_demo_model")
-    assert script.EVALUATION_PICTURES < FIRST_TRAINING_SEED
+    assert script.EVALUATION_IMAGES < FIRST_TRAINING_SEED
     with pytest.raises(SystemExit):
-        script.parse(["--pictures", str(FIRST_TRAINING_SEED + 1)])  # would reach the next training seed's pictures
+        script.parse(["--images", str(FIRST_TRAINING_SEED + 1)])  # would reach the next training seed's images
 
 
-def test_sample_pictures_can_be_drawn_again(tmp_path: Path) -> None:
+def test_sample_images_can_be_drawn_again(tmp_path: Path) -> None:
     load_example("draw_assets").main(["--output", str(tmp_path)])
-    shipped = [*demo.sample_pictures(), *demo.sample_masks()]
+    shipped = [*demo.sample_images(), *demo.sample_masks()]
     assert len(shipped) == 12 and sum(path.stat().st_size for path in shipped) < 700_000
     for path in shipped:
         again = tmp_path / path.relative_to(demo.SAMPLE_FOLDER)
@@ -261,13 +261,13 @@ def test_sample_masks_name_the_classes() -> None:
     samples = load_example("draw_assets").SAMPLES
     for path, (name, seed, size) in zip(demo.sample_masks(), samples, strict=True):
         assert path.stem == name
-        picture, mask = draw_picture(seed, size), np.asarray(Image.open(path))
+        image, mask = draw_image(seed, size), np.asarray(Image.open(path))
         for label in range(len(CLASS_NAMES)):
-            assert ((mask == 1 + label) != picture.mask_of(label)).mean() < 1e-4
+            assert ((mask == 1 + label) != image.mask_of(label)).mean() < 1e-4
 
 
 def test_importing_the_demo_loads_no_torch() -> None:
-    code = "import sys, vitflow.demo as demo; demo.draw_picture(0); assert 'torch' not in sys.modules"
+    code = "import sys, vitflow.demo as demo; demo.draw_image(0); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

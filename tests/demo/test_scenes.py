@@ -1,4 +1,4 @@
-"""Scenes: pictures in which colour, shape and side are free, their exact masks, and the sentences about them."""
+"""Scenes: images in which colour, shape and side are free, their exact masks, and the sentences about them."""
 
 from itertools import permutations
 
@@ -14,7 +14,7 @@ from vitflow.demo import (
     Thing,
     caption,
     draw_ground,
-    draw_picture,
+    draw_image,
     draw_scene,
     draw_scenes,
     falsified,
@@ -108,8 +108,8 @@ def test_mask_of_a_sentence_is_that_of_all_things_that_it_names() -> None:
     assert not scene.mask_of(f"something {absent}").any()
 
 
-def test_bad_seeds_and_sizes_are_told_as_for_other_drawn_pictures() -> None:
-    for draw in (draw_scene, draw_picture):
+def test_bad_seeds_and_sizes_are_told_as_for_other_drawn_images() -> None:
+    for draw in (draw_scene, draw_image):
         with pytest.raises(OptionError, match="seed of at least 0, got -1"):
             draw(-1)
 

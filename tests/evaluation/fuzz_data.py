@@ -44,8 +44,8 @@ NUMBERS = [
 TEXTS = ["x" * 100_000, "\0", "..", "", "²", "%s", "a\nb", "=1+1", "\udcff", "Ω" * 300, "tabby", "cat.jpg", "1" * 5000]
 
 
-def pictures(place: Path) -> Path:
-    """A folder with three pictures, and links that lead to a fourth outside."""
+def photos(place: Path) -> Path:
+    """A folder with three images, and links that lead to a fourth outside."""
     data, outside = place / "data", place / "outside"
     for folder in (data, outside):
         folder.mkdir(parents=True)
@@ -59,7 +59,7 @@ def pictures(place: Path) -> Path:
 
 
 def leading_out(place: Path) -> list[str]:
-    """Names that lead to the picture outside."""
+    """Names that lead to the image outside."""
     there = place / "outside" / "secret.png"
     return [
         str(there),
@@ -239,7 +239,7 @@ class Counts(dict):
 
 
 def read(data: Path, images: Path | None, counts: Counts) -> None:
-    """As an evaluation reads: what is no VitflowError (or OSError of one picture) would end it with a traceback."""
+    """As an evaluation reads: what is no VitflowError (or OSError of one image) would end it with a traceback."""
     try:
         dataset = open_dataset(data, images=images)
     except VitflowError as error:
@@ -251,18 +251,18 @@ def read(data: Path, images: Path | None, counts: Counts) -> None:
         sample.stamp()
         sample.name.encode("utf-8", "surrogateescape")
         try:
-            picture = sample.read()
-            ask(picture, len(NAMES), NAMES)
+            image = sample.read()
+            ask(image, len(NAMES), NAMES)
         except (VitflowError, OSError) as error:
             counts.add("rows with an error")
             assert len(str(error)) < 10_000
         else:
             counts.add("rows")
-            assert tuple(picture.image[0, 0]) != (255, 0, 255), "a picture outside was read"
+            assert tuple(image.image[0, 0]) != (255, 0, 255), "an image outside was read"
 
 
 def run(place: Path, annotations: int, masks: int, class_names: int) -> dict:
-    data, out = pictures(place), leading_out(place)
+    data, out = photos(place), leading_out(place)
     os.chdir(data)
     failures: list[str] = []
     totals: dict[str, Counts] = {name: Counts() for name in ("annotations", "masks", "class names")}

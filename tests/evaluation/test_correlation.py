@@ -15,8 +15,8 @@ from tests.recording.test_recorder import generators, state_of
 from vitflow import Explainer, record_attention
 from vitflow.errors import OptionError
 from vitflow.evaluation import RankCorrelation, rank_correlation
-from vitflow.pictures import FIGURE_FORMATS
-from vitflow.pictures.images import write_image
+from vitflow.images import FIGURE_FORMATS
+from vitflow.images.reading import write_image
 
 OWN = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9}
@@ -36,7 +36,7 @@ def explainer() -> Explainer:
     return Explainer(own_model(), data_config=DATA)
 
 
-PICTURES = [np.random.default_rng(seed).integers(0, 256, (40, 50, 3), dtype=np.uint8) for seed in range(3)]
+IMAGES = [np.random.default_rng(seed).integers(0, 256, (40, 50, 3), dtype=np.uint8) for seed in range(3)]
 
 
 def literal_map(
@@ -74,13 +74,13 @@ def literal_map(
 def test_each_value_is_spearman_of_literal_maps(model, options):
     explaining = Explainer(own_model(**model), data_config=DATA)
     held = ["input_gradient", "occlusion"]
-    found = rank_correlation(PICTURES[:2], model=explaining, references=held, **options)
+    found = rank_correlation(IMAGES[:2], model=explaining, references=held, **options)
     how, ratio, start = (
         options.get(k, d) for k, d in [("head_fusion", "mean"), ("discard_ratio", 0.0), ("start_layer", 1)]
     )
     assert found.layers == tuple(range(start, 4))
     assert found.values.shape == (2, len(found.methods), 4 - start, 2)
-    for number, image in enumerate(PICTURES[:2]):
+    for number, image in enumerate(IMAGES[:2]):
         with record_attention(explaining.model) as trace, torch.no_grad():
             explaining.model(explaining.pixels(image))
         heads = [layer[0].double().numpy() for layer in trace.attentions]
@@ -97,9 +97,9 @@ def test_each_value_is_spearman_of_literal_maps(model, options):
 
 def test_layers_and_methods_can_be_chosen_and_progress_is_told(explainer):
     told = []
-    everything = rank_correlation(PICTURES, model=explainer, references=["input_gradient"], target=2)
+    everything = rank_correlation(IMAGES, model=explainer, references=["input_gradient"], target=2)
     some = rank_correlation(
-        PICTURES,
+        IMAGES,
         model=explainer,
         layers=[3, 1, -2],
         methods=["rollout"],
@@ -114,20 +114,18 @@ def test_layers_and_methods_can_be_chosen_and_progress_is_told(explainer):
 
 def test_the_class_of_the_references_can_be_chosen(explainer):
     by_class = [
-        rank_correlation(
-            PICTURES[0], model=explainer, methods=["rollout"], references=["input_gradient"], target=target
-        )
+        rank_correlation(IMAGES[0], model=explainer, methods=["rollout"], references=["input_gradient"], target=target)
         for target in (0, 1, 2, 3, 4)
     ]
     assert len({float(found.values[0, 0, -1, 0]) for found in by_class}) > 1
 
 
 def test_a_folder_is_taken_whole(explainer, tmp_path):
-    for number, image in enumerate(PICTURES):
+    for number, image in enumerate(IMAGES):
         write_image(tmp_path / f"{number}.png", image)
     options = {"model": explainer, "methods": ["attention"], "references": ["input_gradient"]}
     np.testing.assert_array_equal(
-        rank_correlation(tmp_path, **options).values, rank_correlation(PICTURES, **options).values
+        rank_correlation(tmp_path, **options).values, rank_correlation(IMAGES, **options).values
     )
     (tmp_path / "empty").mkdir()
     with pytest.raises(OptionError, match="without any"):
@@ -144,12 +142,12 @@ def test_a_folder_is_taken_whole(explainer, tmp_path):
         ("Expected layers from 1 to 3", {"layers": [4]}),
         (r"Expected layers from 2 \(start_layer\) to 3", {"layers": [1], "start_layer": 2}),
         ("start_layer from 1 to 3", {"start_layer": 4}),
-        ("at least one picture", {"images": []}),
+        ("at least one image", {"images": []}),
     ],
 )
 def test_faults_are_named(explainer, message, arguments):
     with pytest.raises(OptionError, match=message):
-        rank_correlation(**{"images": PICTURES[:1], "model": explainer, "references": ["input_gradient"], **arguments})
+        rank_correlation(**{"images": IMAGES[:1], "model": explainer, "references": ["input_gradient"], **arguments})
 
 
 # --- The result ------------------------------------------------------------------------------------------------------
@@ -162,9 +160,9 @@ def result() -> RankCorrelation:
     return RankCorrelation("a model", ("attention", "flow"), ("occlusion",), (1, 2), values)
 
 
-def test_mean_and_standard_deviation_leave_undefined_pictures_out():
+def test_mean_and_standard_deviation_leave_undefined_images_out():
     found = result()
-    assert found.pictures == 3
+    assert found.images == 3
     assert found.mean("occlusion", "attention", 1) == pytest.approx(0.4)
     assert found.spread("occlusion", "attention", 1) == pytest.approx(np.std([0.1, 0.3, 0.8], ddof=1))
     assert found.mean("occlusion", "attention", 2) == pytest.approx(-0.1)
@@ -179,7 +177,7 @@ def test_the_table_is_that_of_the_paper():
         "| raw attention | 0.40 ± 0.36 | −0.10 ± 0.14 |\n"
         "| attention flow | – | 0.50 |\n"
         "\n"
-        "Mean ± standard deviation over 3 pictures, a model.\n"
+        "Mean ± standard deviation over 3 images, a model.\n"
     )
 
 
@@ -199,7 +197,7 @@ def test_it_is_saved_as_chart_table_and_numbers(tmp_path):
 
 def test_the_chart_has_a_line_per_method_and_a_panel_per_reference(explainer):
     found = rank_correlation(
-        PICTURES, model=explainer, methods=["attention", "rollout"], references=["input_gradient", "occlusion"]
+        IMAGES, model=explainer, methods=["attention", "rollout"], references=["input_gradient", "occlusion"]
     )
     figure = found.figure()
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["with input gradient", "with occlusion"]
@@ -213,10 +211,10 @@ def test_the_chart_has_a_line_per_method_and_a_panel_per_reference(explainer):
 
 def test_a_model_in_training_mode_is_asked_in_eval_mode_and_left_as_it_was():
     model = own_model(proj_drop_rate=0.5).train()
-    picture = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    image = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
     before = state_of(model), generators()
     found = [
-        rank_correlation([picture], model=Explainer(model.train(training), data_config=DATA)).values
+        rank_correlation([image], model=Explainer(model.train(training), data_config=DATA)).values
         for training in (True, True, False)
     ]
     assert np.array_equal(found[0], found[1])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from vitflow.demo import CLASS_NAMES, draw_picture
+from vitflow.demo import CLASS_NAMES, draw_image
 from vitflow.errors import ImageError, OptionError, ShapeError
 from vitflow.evaluation import Region, open_dataset
 from vitflow.evaluation.annotations import Labelled, union
@@ -18,7 +18,7 @@ SIZE = (30, 40)  # height, width
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three pictures, of 30 × 40 pixels each."""
+    """Three images, of 30 × 40 pixels each."""
     for name in ("cat.jpg", "dog.jpg", "two birds.png"):
         values = np.random.default_rng(len(name)).integers(0, 256, (*SIZE, 3), dtype=np.uint8)
         Image.fromarray(values).save(tmp_path / name)
@@ -36,18 +36,18 @@ def painted(*boxes) -> np.ndarray:
     return mask
 
 
-def union_of(picture: Labelled) -> np.ndarray:
-    return union(picture.regions, picture.image.shape[:2])
+def union_of(image: Labelled) -> np.ndarray:
+    return union(image.regions, image.image.shape[:2])
 
 
-# --- Drawn pictures --------------------------------------------------------------------------------------------------
+# --- Drawn images --------------------------------------------------------------------------------------------------
 
 
-def test_drawn_pictures_have_their_exact_masks():
+def test_drawn_images_have_their_exact_masks():
     dataset = open_dataset("demo:3:7")
     assert (len(dataset), dataset.has_regions) == (3, True)
     for sample, seed in zip(dataset.samples, (7, 8, 9), strict=True):
-        found, truth = sample.read(), draw_picture(seed)
+        found, truth = sample.read(), draw_image(seed)
         assert (found.image == truth.image).all()
         assert [region.label for region in found.regions] == [CLASS_NAMES[label] for label in truth.labels]
         assert all((r.mask(truth.image.shape[:2]) == m).all() for r, m in zip(found.regions, truth.masks, strict=True))
@@ -61,7 +61,7 @@ def test_a_folder_called_demo_is_a_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("data", ["demo:0", "demo:2000000", "demo:10:999995"])
-def test_the_demo_models_training_pictures_are_refused(data):
+def test_the_demo_models_training_images_are_refused(data):
     with pytest.raises(OptionError, match="was not trained on"):
         open_dataset(data)
 
@@ -70,16 +70,16 @@ def test_the_demo_models_training_pictures_are_refused(data):
 
 
 @pytest.mark.parametrize("place", ["cat_mask.png", "cat-mask.png", "cat.mask.png", "masks/cat.png"])
-def test_masks_stand_beside_their_pictures(folder, place):
+def test_masks_stand_beside_their_images(folder, place):
     mask = painted((5, 4, 20, 12))
     (folder / "masks").mkdir()
     Image.fromarray(mask.astype(np.uint8) * 255).save(folder / place)
     dataset = open_dataset(folder)
     assert [sample.name for sample in dataset.samples] == ["cat.jpg", "dog.jpg", "two birds.png"]
     assert dataset.has_regions
-    pictures = by_name(dataset)
-    assert (union_of(pictures["cat.jpg"]) == mask).all()
-    assert pictures["dog.jpg"].regions is None
+    images = by_name(dataset)
+    assert (union_of(images["cat.jpg"]) == mask).all()
+    assert images["dog.jpg"].regions is None
 
 
 def test_masks_with_classes(folder):
@@ -118,7 +118,7 @@ def test_a_mask_of_another_size_is_told(folder):
 
 
 def test_a_broken_mask_is_told(folder):
-    (folder / "cat_mask.png").write_bytes(b"no picture")
+    (folder / "cat_mask.png").write_bytes(b"no image")
     with pytest.raises(ImageError, match="the mask 'cat_mask.png'"):
         by_name(open_dataset(folder))
 
@@ -127,7 +127,7 @@ def test_classes_alone(folder):
     (folder / "labels.csv").write_text("file,label_index,label\ncat.jpg,281,tabby\ntwo birds.png,,hen\n")
     dataset = open_dataset(folder)
     assert not dataset.has_regions
-    assert {name: picture.label for name, picture in by_name(dataset).items()} == {
+    assert {name: image.label for name, image in by_name(dataset).items()} == {
         "cat.jpg": 281,
         "dog.jpg": None,
         "two birds.png": "hen",
@@ -142,7 +142,7 @@ def test_a_class_index_that_is_none_is_its_images_error(folder):
         cat.read()
 
 
-def test_pictures_alone(folder):
+def test_images_alone(folder):
     dataset = open_dataset(folder)
     assert not dataset.has_regions
     assert (len(dataset), len(open_dataset(folder, limit=2))) == (3, 2)
@@ -150,7 +150,7 @@ def test_pictures_alone(folder):
     assert len(open_dataset(folder / "dog.jpg")) == 1
     in_memory = open_dataset([np.zeros((20, 30, 3), np.uint8), folder / "dog.jpg"])
     assert [sample.read().image.shape for sample in in_memory.samples] == [(20, 30, 3), (30, 40, 3)]
-    with pytest.raises(OptionError, match="at least one picture"):
+    with pytest.raises(OptionError, match="at least one image"):
         open_dataset([])
 
 
@@ -162,15 +162,15 @@ def test_json_of_boxes(folder, key):
     entry = {"file": "cat.jpg", "label_index": 281, "size": [40, 30], key: [[5, 4, 20, 12], [0, 0, 2, 3]]}
     (folder / "boxes.json").write_text(json.dumps([entry]))
     for data in (folder, folder / "boxes.json", str(folder)):
-        pictures = by_name(open_dataset(data))
-        assert list(pictures) == ["cat.jpg"]
-        assert (union_of(pictures["cat.jpg"]) == painted((5, 4, 20, 12), (0, 0, 2, 3))).all()
-        assert pictures["cat.jpg"].label == 281
+        images = by_name(open_dataset(data))
+        assert list(images) == ["cat.jpg"]
+        assert (union_of(images["cat.jpg"]) == painted((5, 4, 20, 12), (0, 0, 2, 3))).all()
+        assert images["cat.jpg"].label == 281
 
 
-def test_annotations_for_a_picture_of_another_size_are_told(folder):
+def test_annotations_for_an_image_of_another_size_are_told(folder):
     (folder / "boxes.json").write_text(json.dumps([{"file": "cat.jpg", "size": [30, 40], "boxes": []}]))
-    with pytest.raises(OptionError, match=r"for a picture of 40 × 30 .* has 30 × 40"):
+    with pytest.raises(OptionError, match=r"for an image of 40 × 30 .* has 30 × 40"):
         by_name(open_dataset(folder))
 
 
@@ -273,13 +273,13 @@ def test_annotations_that_cannot_be_read_are_told(folder, name, text):
     (folder / name).write_text(text)
     with pytest.raises(OptionError, match=r"Could not read the annotations 'a\.") as caught:
         open_dataset(folder / name)
-    assert "Expected" in str(caught.value) or "list no pictures" in str(caught.value)
+    assert "Expected" in str(caught.value) or "list no images" in str(caught.value)
 
 
-def test_pictures_that_are_nowhere_are_told(folder, tmp_path_factory):
+def test_images_that_are_nowhere_are_told(folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("elsewhere") / "boxes.json"
     path.write_text(json.dumps([{"file": "cow.jpg", "boxes": []}]))
-    with pytest.raises(OptionError, match=r"None of the 1 pictures .* --images"):
+    with pytest.raises(OptionError, match=r"None of the 1 images .* --images"):
         open_dataset(path)
     path.write_text(json.dumps([{"file": "cat.jpg", "boxes": []}, {"file": "cow.jpg", "boxes": []}]))
     found, missing = open_dataset(path, images=folder).samples
@@ -298,13 +298,13 @@ def test_two_annotation_files_are_one_too_many(folder):
 def test_nothing_there(tmp_path):
     with pytest.raises(OptionError, match="there is nothing at"):
         open_dataset(tmp_path / "photos")
-    with pytest.raises(ImageError, match="at least one picture"):
+    with pytest.raises(ImageError, match="at least one image"):
         open_dataset(tmp_path)
     with pytest.raises(OptionError, match="limit of at least 1"):
         open_dataset("demo:3", limit=0)
 
 
-def test_the_same_picture_twice_has_two_names(folder):
+def test_the_same_image_twice_has_two_names(folder):
     (folder / "boxes.json").write_text(json.dumps([{"file": "cat.jpg", "boxes": []}] * 2))
     assert [sample.name for sample in open_dataset(folder).samples] == ["cat.jpg", "cat.jpg (2)"]
 
@@ -322,7 +322,7 @@ def test_a_changed_file_has_another_stamp(folder):
 # --- The question ----------------------------------------------------------------------------------------------------
 
 
-def picture(*regions: Region, label=None) -> Labelled:
+def photo(*regions: Region, label=None) -> Labelled:
     return Labelled(np.zeros((*SIZE, 3), np.uint8), regions, label)
 
 
@@ -335,44 +335,44 @@ def test_the_class_that_covers_most_is_asked_for_with_all_its_objects():
         Region("tabby", (20, 0, 28, 8)),
         Region("tabby", (20, 10, 28, 18)),
     ]
-    question = ask(picture(*regions), 3, NAMES)
+    question = ask(photo(*regions), 3, NAMES)
     assert question.target == 0  # 128 pixels in two objects against 81 in one
     assert (question.region == painted((20, 0, 28, 8), (20, 10, 28, 18))).all()
 
 
-def test_the_pictures_own_class_goes_first():
+def test_the_images_own_class_goes_first():
     regions = [Region("pug", (0, 0, 9, 9)), Region("tabby", (20, 0, 23, 3))]
-    question = ask(picture(*regions, label="tabby"), 3, NAMES)
+    question = ask(photo(*regions, label="tabby"), 3, NAMES)
     assert question.target == 0
     assert (question.region == painted((20, 0, 23, 3))).all()
-    question = ask(picture(Region(None, (1, 1, 4, 4)), label=2), 3, None)
+    question = ask(photo(Region(None, (1, 1, 4, 4)), label=2), 3, None)
     assert (question.target, int(question.region.sum())) == (2, 9)
 
 
 def test_classes_that_the_model_does_not_have_leave_the_question_to_its_answer():
     regions = [Region("zebra", (0, 0, 9, 9)), Region("tram", (20, 0, 23, 3))]
-    question = ask(picture(*regions), 3, NAMES)
+    question = ask(photo(*regions), 3, NAMES)
     assert question.target is None
     assert (question.region == painted((0, 0, 9, 9), (20, 0, 23, 3))).all()
-    assert ask(picture(*regions, label=99), 3, NAMES).target is None
-    assert ask(picture(*regions), 0, None).target is None
+    assert ask(photo(*regions, label=99), 3, NAMES).target is None
+    assert ask(photo(*regions), 0, None).target is None
 
 
 def test_of_some_known_classes_one_is_asked_for():
     regions = [Region("zebra", (0, 0, 20, 20)), Region("HEN", (30, 0, 33, 3))]
-    question = ask(picture(*regions), 3, NAMES)
+    question = ask(photo(*regions), 3, NAMES)
     assert (question.target, int(question.region.sum())) == (2, 9)
 
 
 def test_unknown_pixels_are_those_that_no_object_claims():
     own, crowd = np.zeros(SIZE, bool), np.zeros(SIZE, bool)
     own[:10], crowd[5:20] = True, True
-    question = ask(picture(Region("hen", own), Region(None, crowd, unknown=True)), 3, NAMES)
+    question = ask(photo(Region("hen", own), Region(None, crowd, unknown=True)), 3, NAMES)
     assert (question.unknown == (crowd & ~own)).all()
 
 
-def test_a_picture_without_objects_asks_for_the_answer_and_nothing_is_right():
-    question = ask(picture(), 3, NAMES)
+def test_an_image_without_objects_asks_for_the_answer_and_nothing_is_right():
+    question = ask(photo(), 3, NAMES)
     assert question.target is None
     assert not question.region.any()
     assert ask(Labelled(np.zeros((*SIZE, 3), np.uint8), None, "pug"), 3, NAMES).region is None

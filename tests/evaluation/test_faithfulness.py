@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tests import literal_vit
 from vitflow import Explainer, load_model
-from vitflow.demo import draw_pictures
+from vitflow.demo import draw_images
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
 from vitflow.evaluation.measures.faithfulness import Curves, faithfulness_curves, removed_counts
 from vitflow.evaluation.measures.perturbation import patch_order
@@ -25,12 +25,12 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Answer
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
-PICTURE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+IMAGE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
 SIDE = 8
 
 
 def maps_of(explainer: Explainer, *grids: np.ndarray, target: int | None = None) -> list[Saliency]:
-    saliency = explainer.explain(PICTURE, method="centre", target=target)
+    saliency = explainer.explain(IMAGE, method="centre", target=target)
     return [changed(saliency, grid=np.asarray(grid, dtype=np.float32)) for grid in grids]
 
 
@@ -56,17 +56,17 @@ def literal_logits(model: nn.Module, pixels: Tensor, gone: list[tuple[int, int]]
         x = model._pos_embed(model.patch_embed(pixels))
         x = model.blocks(torch.cat([x[:, :prefix], x[:, [prefix + patch for patch in kept]]], dim=1))
         return model.forward_head(model.norm(x))[0]
-    picture = pixels[0].clone()
-    height, width = picture.shape[1] // rows, picture.shape[2] // cols
+    image = pixels[0].clone()
+    height, width = image.shape[1] // rows, image.shape[2] // cols
     if how == "blur":
         filler = np.stack([gaussian_filter(plane, 32 / 4, mode="mirror", truncate=4.0) for plane in pixels[0].numpy()])
         filler = torch.from_numpy(filler)
     else:
-        filler = torch.stack([torch.full_like(plane, float(plane.mean())) for plane in picture])
+        filler = torch.stack([torch.full_like(plane, float(plane.mean())) for plane in image])
     for r, c in gone:
         where = (slice(None), slice(r * height, (r + 1) * height), slice(c * width, (c + 1) * width))
-        picture[where] = filler[where]
-    return model(picture[None])[0]
+        image[where] = filler[where]
+    return model(image[None])[0]
 
 
 def literal_curves(model, pixels, grid, target, how, points, prefix, activation):
@@ -83,7 +83,7 @@ def literal_curves(model, pixels, grid, target, how, points, prefix, activation)
     for point in range(points):
         ask(literal_removed(grid, points, point, most=True), "deletion", "correct_most")
         ask(literal_removed(grid, points, point, most=False), "least_first", "correct_least")
-        # Inserted are as many as are not removed at the mirrored point: the most relevant ones, into an empty picture.
+        # Inserted are as many as are not removed at the mirrored point: the most relevant ones, into an empty image.
         count = len(every) - removed_counts(len(every), points)[points - 1 - point]
         inserted = literal_removed(grid, len(every) + 1, count, most=True)
         ask([patch for patch in every if patch not in inserted], "insertion")
@@ -98,7 +98,7 @@ def test_curves_equal_a_loop(readout, how):
     grids, points = random_grids(2), 6
     maps = maps_of(explainer, *grids)
     maps[1] = changed(maps[1], answer=changed(maps[1].answer, index=(maps[0].target + 1) % 5))
-    pixels = explainer.pixels(PICTURE)
+    pixels = explainer.pixels(IMAGE)
     if how == "drop" and prefix:
         with torch.no_grad():  # everything removed: the prefix tokens alone
             alone = model._pos_embed(model.patch_embed(pixels))[:, :prefix]
@@ -114,7 +114,7 @@ def test_curves_equal_a_loop(readout, how):
             expected["correct_most"][-1] = expected["correct_least"][-1] = correct
         assert expected["deletion"].std() > 1e-3
         np.testing.assert_allclose(found.fractions, [0, 0.2, 0.4, 0.6, 0.8, 1.0], atol=1e-12)
-        # The blurred picture is made in float32.
+        # The blurred image is made in float32.
         atol = 1e-6 if how == "blur" else 1e-12
         for name, values in expected.items():
             np.testing.assert_allclose(getattr(found, name), values, rtol=0, atol=atol, err_msg=name)
@@ -126,7 +126,7 @@ def test_sigmoid_models_are_followed_by_their_own_probability():
     maps = maps_of(explainer, random_grids(1)[0], target=3)
     (found,) = faithfulness_curves(explainer, maps, replace="blank", points=4)
     expected = literal_curves(
-        model, explainer.pixels(PICTURE), maps[0].grid, 3, "blank", 4, 1, lambda logits: logits.sigmoid()
+        model, explainer.pixels(IMAGE), maps[0].grid, 3, "blank", 4, 1, lambda logits: logits.sigmoid()
     )
     np.testing.assert_allclose(found.deletion, expected["deletion"], rtol=0, atol=1e-12)
 
@@ -200,10 +200,10 @@ def test_removal_equals_that_of_grad_cam(remove, curve):
     grid = np.random.default_rng(2).permutation(16).reshape(4, 4) / 16 + 1 / 32
     maps = maps_of(explainer, grid, target=1)
     (found,) = faithfulness_curves(explainer, maps, replace="blank", points=17)
-    pixels, pixel_map = explainer.pixels(PICTURE), np.kron(grid, np.ones((SIDE, SIDE)))[None]
+    pixels, pixel_map = explainer.pixels(IMAGE), np.kron(grid, np.ones((SIDE, SIDE)))[None]
 
-    def imputer(picture: Tensor, visible: Tensor) -> Tensor:
-        return torch.where(visible.bool(), picture, picture.mean(dim=(1, 2), keepdim=True))
+    def imputer(image: Tensor, visible: Tensor) -> Tensor:
+        return torch.where(visible.bool(), image, image.mean(dim=(1, 2), keepdim=True))
 
     for point in (1, 3, 8, 15):
         # The middle between two cells' values, so that rounding decides nothing.
@@ -234,7 +234,7 @@ def test_the_true_map_has_the_least_deletion_and_the_greatest_insertion():
     weights = np.random.default_rng(3).uniform(0.1, 1.0, (4, 4))
     model = Additive(weights)
     explainer = Explainer(model, data_config=DATA)
-    pixels = explainer.pixels(PICTURE)[0]
+    pixels = explainer.pixels(IMAGE)[0]
     brightness = nn.functional.avg_pool2d(pixels.mean(0)[None, None], SIDE)[0, 0].numpy()
     truth = weights * (brightness - float(pixels.mean()))  # what the logit loses with each patch
     others = [-truth, *random_grids(20)]
@@ -251,10 +251,10 @@ def test_the_true_map_has_the_least_deletion_and_the_greatest_insertion():
 def test_the_mask_of_the_object_is_more_faithful_than_chance(how):
     explainer = Explainer(load_model("demo"))
     gaps = []
-    for picture in (p for p in draw_pictures(30, 700_000) if len(p.labels) == 1):
-        saliency = explainer.explain(picture.image, method="random", target=picture.labels[0])
+    for image in (p for p in draw_images(30, 700_000) if len(p.labels) == 1):
+        saliency = explainer.explain(image.image, method="random", target=image.labels[0])
         rows, cols = saliency.grid.shape
-        mask = picture.mask_of(picture.labels[0]).reshape(rows, -1, cols, picture.image.shape[1] // cols)
+        mask = image.mask_of(image.labels[0]).reshape(rows, -1, cols, image.image.shape[1] // cols)
         covered = mask.mean(axis=(1, 3)).astype(np.float32)
         maps = [changed(saliency, grid=grid) for grid in (covered, saliency.grid, -covered)]
         gaps.append([found.gap for found in faithfulness_curves(explainer, maps, replace=how, points=6)])
@@ -319,7 +319,7 @@ def test_maps_of_other_grids_hide_their_own_cells():
     for saliency, one in zip(maps, found, strict=True):
         expected = literal_curves(
             explainer.model,
-            explainer.pixels(PICTURE),
+            explainer.pixels(IMAGE),
             saliency.grid,
             saliency.target,
             "blank",
@@ -332,10 +332,10 @@ def test_maps_of_other_grids_hide_their_own_cells():
         faithfulness_curves(explainer, maps)
 
 
-def test_models_without_tokens_are_asked_in_pictures():
+def test_models_without_tokens_are_asked_in_images():
     torch.manual_seed(0)
     explainer = Explainer(timm.create_model("test_convnext", num_classes=5).eval(), data_config=DATA)
-    maps = [explainer.explain(PICTURE, method="occlusion")]
+    maps = [explainer.explain(IMAGE, method="occlusion")]
     for how in ("blank", "blur"):
         (found,) = faithfulness_curves(explainer, maps, replace=how)
         assert found.deletion.std() > 0
@@ -373,13 +373,13 @@ def test_infinite_logits_are_an_error():
 def test_faults_are_named():
     explainer = Explainer(literal_vit.timm_model(), data_config=DATA)
     maps = maps_of(explainer, random_grids(1)[0])
-    other = changed(maps[0], image=PICTURE[::-1])
+    other = changed(maps[0], image=IMAGE[::-1])
     faults = [
         ("Unknown replacement 'dropp'. Did you mean 'drop'", maps, {"replace": "dropp"}),
         ("at least 2 points", maps, {"points": 1}),
         ("batch_size of at least 1", maps, {"batch_size": 0}),
         ("at least one map, got none", [], {}),
-        ("one and the same picture", [*maps, other], {}),
+        ("one and the same image", [*maps, other], {}),
         ("no target class", [changed(maps[0], answer=Answer())], {}),
     ]
     for message, given, options in faults:

@@ -1,4 +1,4 @@
-"""The grid pointing game and the objects of one picture: scores by definition, which pictures make grids, the run."""
+"""The grid pointing game and the objects of one image: scores by definition, which images make grids, the run."""
 
 import sqlite3
 from contextlib import closing
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from vitflow import Explainer
-from vitflow.demo import CLASS_NAMES, draw_picture
+from vitflow.demo import CLASS_NAMES, draw_image
 from vitflow.errors import OptionError, ShapeError
 from vitflow.evaluation import evaluate, open_dataset
 from vitflow.evaluation.annotations import Labelled
@@ -15,7 +15,7 @@ from vitflow.evaluation.datasets import Dataset, Sample
 from vitflow.evaluation.gridding import make_grids, score_cell, score_object, tile
 from vitflow.evaluation.run import _questions
 from vitflow.evaluation.verdict import verdict
-from vitflow.pictures.images import write_image
+from vitflow.images.reading import write_image
 
 DICE = np.random.default_rng(0)
 
@@ -89,10 +89,10 @@ def test_grids_are_of_four_known_classes_of_which_none_shows_another(demo):
     for name, grid in grids.items():
         assert name in grid.names and len(set(grid.classes)) == 4
         for sample, own in zip(grid.samples, grid.classes, strict=True):
-            picture = sample.read()
-            saliency = demo.explain(picture.image, method="centre")
-            assert saliency.predicted == own and demo.explain(picture.image, target=own).probability > 0.5
-            shown = {CLASS_NAMES.index(region.label) for region in picture.regions}
+            photo = sample.read()
+            saliency = demo.explain(photo.image, method="centre")
+            assert saliency.predicted == own and demo.explain(photo.image, target=own).probability > 0.5
+            shown = {CLASS_NAMES.index(region.label) for region in photo.regions}
             assert shown & set(grid.classes) == {own}
         image = grid.image(demo)
         assert image.shape == (*demo.spec.size, 3) and image.dtype == np.uint8
@@ -116,8 +116,8 @@ def test_an_evaluation_tells_classes_apart_and_goes_on_where_it_was(demo, tmp_pa
         assert means["grid_wins"][name] == pytest.approx(0.25)
     assert means["grid_wins"]["gae"] > 0.5 and means["separation_wins"]["gae"] > 0.8
     assert means["separation"]["gae"] > means["separation"]["rollout"]
-    grids = {tuple(picture["grid"]) for picture in found.pictures if picture["grid"]}
-    assert f"of {len(grids)} grids, four pictures each" in " ".join(found.notes)
+    grids = {tuple(image["grid"]) for image in found.images if image["grid"]}
+    assert f"of {len(grids)} grids, four images each" in " ".join(found.notes)
 
     page = (tmp_path / "out" / "report.html").read_text()
     drawn = sorted(path.name for path in (tmp_path / "out" / "figures").glob("grid-*.png"))
@@ -131,7 +131,7 @@ def test_an_evaluation_tells_classes_apart_and_goes_on_where_it_was(demo, tmp_pa
     again = evaluate("demo:16:3000", **options)
     for name in means:
         np.testing.assert_array_equal(again.values[name], found.values[name])
-    # Of fewer pictures other grids are made: what was measured in another one counts no more.
+    # Of fewer images other grids are made: what was measured in another one counts no more.
     fewer = evaluate("demo:16:3000", **{**options, "limit": 10})
     fresh = evaluate("demo:16:3000", **{**options, "limit": 10, "output": None})
     np.testing.assert_array_equal(fewer.values["grid_auc"], fresh.values["grid_auc"])
@@ -139,20 +139,20 @@ def test_an_evaluation_tells_classes_apart_and_goes_on_where_it_was(demo, tmp_pa
 
 def test_without_labels_there_is_no_grid_and_that_is_said(demo, tmp_path):
     for number in range(3):
-        write_image(tmp_path / f"{number}.png", draw_picture(number).image)
+        write_image(tmp_path / f"{number}.png", draw_image(number).image)
     found = evaluate(tmp_path, model=demo, methods=["gae"], metrics=["grid"])
-    assert "No grid of four pictures could be made" in " ".join(found.notes)
+    assert "No grid of four images could be made" in " ".join(found.notes)
     assert all(row.estimate.mean is None for row in found.table("grid_auc"))
 
 
-def test_a_picture_that_cannot_be_read_takes_no_grid_along(demo):
+def test_an_image_that_cannot_be_read_takes_no_grid_along(demo):
     def broken() -> Labelled:
         raise OSError("gone")
 
     dataset = open_dataset("demo:16:3000")
     samples = [*dataset.samples, Sample("broken", broken, fixed=True)]
-    found = evaluate(Dataset("mine", "17 pictures", samples, True), model=demo, methods=["gae"], metrics=["grid_wins"])
-    assert len(found.failures) == 1 and len(found.pictures) == 16
+    found = evaluate(Dataset("mine", "17 images", samples, True), model=demo, methods=["gae"], metrics=["grid_wins"])
+    assert len(found.failures) == 1 and len(found.images) == 16
     assert found.table("grid_wins")[0].estimate.count % 4 == 0
 
 

@@ -20,8 +20,8 @@ from vitflow.errors import ImageError, ModelError, OptionError, ShapeError, Vitf
 from vitflow.evaluation import Region, evaluate, open_dataset
 from vitflow.evaluation.choices import ask
 from vitflow.folder.decoders import decode_file
+from vitflow.images.reading import read_image
 from vitflow.models.checkpoints import read_class_names
-from vitflow.pictures.images import read_image
 
 HEIGHT, WIDTH = 30, 40
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 30\n%%EndComments\nshowpage\n%%EOF\n"
@@ -30,7 +30,7 @@ BOX = [[5, 4, 20, 12]]
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two pictures, and beside their folder a third that no annotation may reach."""
+    """Two images, and beside their folder a third that no annotation may reach."""
     (tmp_path / "data").mkdir()
     for place in ("data/cat.jpg", "data/dog.jpg", "secret.png"):
         Image.new("RGB", (WIDTH, HEIGHT), (9, 90, 200)).save(tmp_path / place)
@@ -54,18 +54,18 @@ def annotate(folder: Path, content, name="boxes.json") -> Path:
     return folder / name
 
 
-# --- Pictures and masks ----------------------------------------------------------------------------------------------
+# --- Images and masks ----------------------------------------------------------------------------------------------
 
 
-def test_no_picture_and_no_mask_starts_a_program(folder, monkeypatch):
+def test_no_image_and_no_mask_starts_a_program(folder, monkeypatch):
     started = []
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *arguments: started.append(arguments))
     for name in ("cat.jpg", "dog_mask.png"):
         (folder / name).write_bytes(EPS)
-    assert all("to be a picture (" in told for told in results(open_dataset(folder)).values())
-    assert "to be a picture" in decode_file(str(folder / "cat.jpg")).message
+    assert all("to be an image (" in told for told in results(open_dataset(folder)).values())
+    assert "to be an image" in decode_file(str(folder / "cat.jpg")).message
     for source in (EPS, Image.open(io.BytesIO(EPS))):
-        with pytest.raises(ImageError, match="to be a picture"):
+        with pytest.raises(ImageError, match="to be an image"):
             read_image(source)
     assert not started
 
@@ -181,7 +181,7 @@ def runs(counts, size=(HEIGHT, WIDTH)):
         ({"category_id": [1]}, "unhashable"),
     ],
 )
-def test_a_hostile_object_costs_its_pictures_row(folder, annotation, told):
+def test_a_hostile_object_costs_its_images_row(folder, annotation, told):
     found = results(open_dataset(annotate(folder, coco_file(annotation))))
     assert found["dog.jpg"] is None
     assert told in found["cat.jpg"]
@@ -257,7 +257,7 @@ def test_names_below_a_linked_folder_and_absolute_ones_inside_are_found(folder, 
     for images in (folder, tmp_path / "linked"):
         entries = [{"file": name, "boxes": BOX} for name in ("cat.jpg", str(folder / "dog.jpg"))]
         assert set(results(open_dataset(annotate(folder, entries), images=images)).values()) == {None}
-    with pytest.raises(OptionError, match=r"folder with the pictures, but there is none at '.*nowhere'"):
+    with pytest.raises(OptionError, match=r"folder with the images, but there is none at '.*nowhere'"):
         open_dataset(folder / "boxes.json", images=folder / "nowhere")
 
 
@@ -328,7 +328,7 @@ def test_an_evaluation_loses_only_the_rows_of_bad_entries(folder, tmp_path):
     path = annotate(folder, [*bad, {"file": "dog.jpg", "boxes": BOX}])
     output = tmp_path / "out"
     found = evaluate(path, model=explainer, methods=["rollout"], metrics=["localisation"], images=folder, output=output)
-    assert [picture["input"] for picture in found.pictures] == ["dog.jpg"]
+    assert [image["input"] for image in found.images] == ["dog.jpg"]
     assert [row["input"] for row in found.failures] == ["entry 1", "../secret.png", "cat.jpg"]
     assert all(row["error"] == "OptionError" for row in found.failures)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import rankdata
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from vitflow.demo import draw_picture
+from vitflow.demo import draw_image
 from vitflow.errors import ShapeError
 from vitflow.evaluation import (
     accumulated_iou,
@@ -94,7 +94,7 @@ def test_the_functions_alone_give_what_all_together_give():
         disc(),
         disc() ^ disc(radius=5),  # a ring: the middle of its pixels lies in its hole
         disc(centre=(8, 8), radius=4) | disc(centre=(30, 40), radius=4),  # two objects: the middle lies between them
-        draw_picture(3).masks.any(axis=0),
+        draw_image(3).masks.any(axis=0),
     ],
     ids=["disc", "ring", "two", "drawn"],
 )
@@ -173,10 +173,10 @@ def test_a_plateau_is_asked_for_its_middle():
 
 def test_accumulated_iou_adds_up_before_it_divides():
     random = np.random.default_rng(4)
-    pictures = [(random.random((20, 20)), random.random((20, 20)) < share) for share in (0.1, 0.7)]
-    found = [localise(*picture) for picture in pictures]
-    heat = np.concatenate([heatmap - heatmap.mean() for heatmap, _ in pictures]) > 0
-    truth = np.concatenate([region for _, region in pictures])
+    images = [(random.random((20, 20)), random.random((20, 20)) < share) for share in (0.1, 0.7)]
+    found = [localise(*image) for image in images]
+    heat = np.concatenate([heatmap - heatmap.mean() for heatmap, _ in images]) > 0
+    truth = np.concatenate([region for _, region in images])
     literal_value = np.mean(
         [(heat & truth).sum() / (heat | truth).sum(), (~heat & ~truth).sum() / (~heat | ~truth).sum()]
     )

@@ -9,14 +9,14 @@ import torch
 from PIL import Image
 
 from vitflow import Explainer, register_method
-from vitflow.demo import draw_picture
+from vitflow.demo import draw_image
 from vitflow.evaluation import Evaluation, evaluate
 from vitflow.evaluation.metrics import METRICS
 from vitflow.evaluation.page import _best
 from vitflow.evaluation.tables import Tables
 from vitflow.explaining.method_table import _METHODS
-from vitflow.pictures import DPI
-from vitflow.pictures.charts import DARK, LIGHT, darkened
+from vitflow.images import DPI
+from vitflow.images.charts import DARK, LIGHT, darkened
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 METHOD = "</style><script>alert(2)</script>"
@@ -28,8 +28,8 @@ def saved(tmp_path_factory) -> tuple[Evaluation, Path]:
     place.mkdir()
     for seed in range(3):
         name = f"{HOSTILE}{seed}.png"
-        Image.fromarray(draw_picture(seed).image).save(place / name)
-        Image.fromarray(draw_picture(seed).masks.any(axis=0).astype(np.uint8)).save(place / f"{HOSTILE}{seed}_mask.png")
+        Image.fromarray(draw_image(seed).image).save(place / name)
+        Image.fromarray(draw_image(seed).masks.any(axis=0).astype(np.uint8)).save(place / f"{HOSTILE}{seed}_mask.png")
     (place / f"{HOSTILE}bad.png").write_bytes(b"nothing")
     register_method(METHOD, lambda trace: torch.zeros(len(trace.pixels), *trace.grid()))
     try:
@@ -38,7 +38,7 @@ def saved(tmp_path_factory) -> tuple[Evaluation, Path]:
             model=Explainer("demo"),
             methods=["gae", METHOD],
             metrics=["localisation", "faithfulness", "sanity", "correlation"],
-            sanity_pictures=1,
+            sanity_images=1,
             output=place.parent / "out",
         )
     finally:
@@ -117,14 +117,14 @@ def test_the_page_counts_the_methods_that_were_asked_for_and_answers_its_title(o
     found, page = saved[0], open_page("light")
     assert found.asked == ["gae", METHOD] and "2 methods," in repr(found)
     assert "2 methods beside 2 baselines" in page.locator("header .summary").inner_text()
-    assert page.locator("header .answer").inner_text().startswith("On your 3 pictures: GAE for ")
+    assert page.locator("header .answer").inner_text().startswith("On your 3 images: GAE for ")
 
 
 def test_the_best_are_all_methods_whose_means_are_equal_and_never_a_baseline():
     values = np.array([[0.5, 0.5001, 0.2, 0.9, 0.9]] * 4)
     methods = ("gae", "gradcam", "rollout", "random", "gae (blurred)")
-    pictures = tuple({"groups": ["localisation"]} for _ in values)
-    tables = Tables("data", "model", methods, (METRICS["roc_auc"],), pictures, values={"roc_auc": values})
+    images = tuple({"groups": ["localisation"]} for _ in values)
+    tables = Tables("data", "model", methods, (METRICS["roc_auc"],), images, values={"roc_auc": values})
     assert sorted(_best(tables, METRICS["roc_auc"])) == ["gae", "gradcam"]
 
 
@@ -170,7 +170,7 @@ def test_differences_open_and_tell_their_interval(open_page, saved):
     text = f"+{difference.estimate.mean:.3f}"
     assert text in cells.all_inner_texts()
     place = cells.all_inner_texts().index(text)
-    assert "of 3 pictures" in cells.nth(place).get_attribute("title")
+    assert "of 3 images" in cells.nth(place).get_attribute("title")
     assert cells.nth(place).get_attribute("class") == ("better" if difference.is_clear else "unclear")
 
 

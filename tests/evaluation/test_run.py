@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.folder.test_run import tiny_model
 from vitflow import Explainer, register_method
-from vitflow.demo import draw_picture
+from vitflow.demo import draw_image
 from vitflow.errors import OptionError, VitflowError
 from vitflow.evaluation import (
     METRICS,
@@ -43,13 +43,13 @@ def explainer() -> Explainer:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Four drawn pictures with masks of all their objects."""
+    """Four drawn images with masks of all their objects."""
     place = tmp_path / "in"
     place.mkdir()
     for seed in range(4):
-        picture = draw_picture(seed)
-        Image.fromarray(picture.image).save(place / f"{seed}.png")
-        Image.fromarray(picture.masks.any(axis=0).astype(np.uint8) * 255).save(place / f"{seed}_mask.png")
+        image = draw_image(seed)
+        Image.fromarray(image.image).save(place / f"{seed}.png")
+        Image.fromarray(image.masks.any(axis=0).astype(np.uint8) * 255).save(place / f"{seed}_mask.png")
     return place
 
 
@@ -64,17 +64,17 @@ def constant_method():
 
 
 def test_the_values_are_those_of_the_parts(explainer):
-    found = evaluate("demo:2", model=explainer, methods=QUICK, sanity_pictures=2, blurred_twin=False)
+    found = evaluate("demo:2", model=explainer, methods=QUICK, sanity_images=2, blurred_twin=False)
     assert found.methods == ("rollout", "gae", "random", "centre")
     assert [metric.name for metric in found.metrics] == [one.name for one in METRICS.values() if one.group != "grid"]
     for number in range(2):
-        picture = draw_picture(number)
-        largest = picture.labels[int(picture.masks.sum(axis=(1, 2)).argmax())]
-        maps = explainer.explain_batch([picture.image], methods=list(found.methods), targets=largest)
+        image = draw_image(number)
+        largest = image.labels[int(image.masks.sum(axis=(1, 2)).argmax())]
+        maps = explainer.explain_batch([image.image], methods=list(found.methods), targets=largest)
         curves = faithfulness_curves(explainer, maps)
-        flips = flip_stability(explainer, picture.image, list(found.methods), maps=maps)
+        flips = flip_stability(explainer, image.image, list(found.methods), maps=maps)
         for place, (one, curve, flip) in enumerate(zip(maps, curves, flips, strict=True)):
-            truth = localise(one.heatmap, picture.mask_of(largest))
+            truth = localise(one.heatmap, image.mask_of(largest))
             for name in ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou"):
                 assert found.values[name][number, place] == pytest.approx(getattr(truth, name), abs=1e-5)
             for name in ("deletion_auc", "insertion_auc", "gap", "positive_perturbation", "negative_perturbation"):
@@ -103,14 +103,14 @@ def test_tables_and_differences_follow_from_the_values(explainer):
 def test_each_method_has_a_blurred_twin_beside_it(explainer):
     found = evaluate("demo:2", model=explainer, methods=QUICK, metrics=["roc_auc", "deletion_auc", "flip_stability"])
     assert found.methods == ("rollout", "rollout (blurred)", "gae", "gae (blurred)", "random", "centre")
-    largest = draw_picture(1).labels[int(draw_picture(1).masks.sum(axis=(1, 2)).argmax())]
-    [one] = explainer.explain_batch([draw_picture(1).image], methods=["gae"], targets=largest)
+    largest = draw_image(1).labels[int(draw_image(1).masks.sum(axis=(1, 2)).argmax())]
+    [one] = explainer.explain_batch([draw_image(1).image], methods=["gae"], targets=largest)
     grid = np.pad(one.grid.astype(np.float64), 4, mode="symmetric")
     bell = np.exp(-0.5 * np.arange(-4, 5) ** 2)
     for axis in (0, 1):
         grid = np.apply_along_axis(lambda line: np.convolve(line, bell / bell.sum(), "valid"), axis, grid)
     twin = replace(one, grid=grid.astype(np.float32))
-    truth = localise(twin.heatmap, draw_picture(1).mask_of(largest))
+    truth = localise(twin.heatmap, draw_image(1).mask_of(largest))
     assert found.values["roc_auc"][1, 3] == pytest.approx(truth.roc_auc, abs=1e-4)
     [curve] = faithfulness_curves(explainer, [twin])
     assert found.values["deletion_auc"][1, 3] == pytest.approx(curve.deletion_auc, abs=1e-3)
@@ -127,7 +127,7 @@ def test_class_specific_methods_find_the_asked_object_and_baselines_do_not(expla
     found = evaluate("demo:12", model=explainer, methods=["gae"], metrics=["localisation"])
     means = {row.method: row.estimate.mean for row in found.table("roc_auc")}
     assert means["gae"] > 0.9 > 0.65 > means["random"] > 0.35
-    assert all(picture["asked"] == "label" for picture in found.pictures)
+    assert all(image["asked"] == "label" for image in found.images)
     assert found.accumulated_mean_iou()["gae"] > found.accumulated_mean_iou()["random"]
 
 
@@ -158,20 +158,20 @@ def test_options_reach_the_methods_and_name_them(explainer):
         evaluate("demo:2", model=explainer, methods=["rollout", "rollout"])
 
 
-def test_sanity_is_measured_on_some_pictures_the_same_in_every_run(explainer):
-    found = evaluate("demo:6", model=explainer, methods=["input_gradient"], metrics=["sanity"], sanity_pictures=2)
-    checked = ["sanity" in picture["groups"] for picture in found.pictures]
+def test_sanity_is_measured_on_some_images_the_same_in_every_run(explainer):
+    found = evaluate("demo:6", model=explainer, methods=["input_gradient"], metrics=["sanity"], sanity_images=2)
+    checked = ["sanity" in image["groups"] for image in found.images]
     assert sum(checked) == 2
     assert (~np.isnan(found.values["flip_stability"][:, 0]) == checked).all()
     row = found.table("flip_stability")[0]
     assert (row.estimate.count, row.estimate.undefined) == (2, 0)
-    assert any("2 pictures" in note for note in found.notes)
-    again = evaluate("demo:6", model=explainer, methods=["centre"], metrics=["flip_stability"], sanity_pictures=2)
-    assert ["sanity" in picture["groups"] for picture in again.pictures] == checked
+    assert any("2 images" in note for note in found.notes)
+    again = evaluate("demo:6", model=explainer, methods=["centre"], metrics=["flip_stability"], sanity_images=2)
+    assert ["sanity" in image["groups"] for image in again.images] == checked
 
 
 def test_all_methods_are_all_and_slow_ones_are_not_checked_for_sanity(explainer):
-    found = evaluate("demo:1", model=explainer, methods="all", metrics=["roc_auc", "sanity"], sanity_pictures=1)
+    found = evaluate("demo:1", model=explainer, methods="all", metrics=["roc_auc", "sanity"], sanity_images=1)
     assert found.methods[-2:] == ("random", "centre")
     assert {"rollout", "occlusion", "gradcam"} < set(found.methods)
     place = found.methods.index("occlusion")
@@ -183,7 +183,7 @@ def test_all_methods_are_all_and_slow_ones_are_not_checked_for_sanity(explainer)
 
 
 def test_rank_correlation_by_layer_is_a_group_of_its_own(explainer):
-    found = evaluate("demo:2", model=explainer, methods=["centre"], metrics=["correlation"], sanity_pictures=1)
+    found = evaluate("demo:2", model=explainer, methods=["centre"], metrics=["correlation"], sanity_images=1)
     assert found.correlation.values.shape == (2, 3, 6, 1)
     assert found.metrics == ()
     assert "Spearman with occlusion" in found.to_markdown()
@@ -192,7 +192,7 @@ def test_rank_correlation_by_layer_is_a_group_of_its_own(explainer):
 # --- What cannot be measured -----------------------------------------------------------------------------------------
 
 
-def test_pictures_without_regions_leave_localisation_out_and_say_so(folder, explainer):
+def test_images_without_regions_leave_localisation_out_and_say_so(folder, explainer):
     for mask in folder.glob("*_mask.png"):
         mask.unlink()
     found = evaluate(folder, model=explainer, methods=["gae"], metrics=["localisation", "faithfulness"])
@@ -203,20 +203,20 @@ def test_pictures_without_regions_leave_localisation_out_and_say_so(folder, expl
         evaluate(folder, model=explainer, metrics=["roc_auc"])
 
 
-def test_pictures_without_objects_are_left_out_and_counted(folder, explainer):
+def test_images_without_objects_are_left_out_and_counted(folder, explainer):
     Image.fromarray(np.zeros((96, 96), np.uint8)).save(folder / "1_mask.png")
     Image.fromarray(np.ones((96, 96), np.uint8)).save(folder / "2_mask.png")
     (folder / "3_mask.png").unlink()
     found = evaluate(folder, model=explainer, methods=["gae"], metrics=["localisation"])
     assert (found.table("roc_auc")[0].estimate.count, found.table("energy")[0].estimate.undefined) == (1, 3)
-    assert any("Localisation is not defined on 3 pictures" in note for note in found.notes)
+    assert any("Localisation is not defined on 3 images" in note for note in found.notes)
     assert found.accumulated_mean_iou()["gae"] == pytest.approx(found.values["mean_iou"][0, 0])
 
 
 def test_a_model_without_classes_has_no_answer_to_follow(folder):
     model = tiny_model()
     model.reset_classifier(0)
-    found = evaluate(folder, model=model, methods=["rollout"], sanity_pictures=1)
+    found = evaluate(folder, model=model, methods=["rollout"], sanity_images=1)
     assert found.groups == ["localisation", "sanity"]
     assert np.isnan(found.values["class_sensitivity"]).all()
     assert any("Left out: faithfulness, for the model has no classes" in note for note in found.notes)
@@ -224,31 +224,31 @@ def test_a_model_without_classes_has_no_answer_to_follow(folder):
 
 def test_constant_maps_are_counted_and_told(explainer, constant_method):
     methods = [constant_method, "gae"]
-    found = evaluate("demo:3", model=explainer, methods=methods, sanity_pictures=1, blurred_twin=False)
+    found = evaluate("demo:3", model=explainer, methods=methods, sanity_images=1, blurred_twin=False)
     for name in ("deletion_auc", "gap", "negative_perturbation"):
         estimate = found.table(name)[0].estimate
         assert (estimate.mean, estimate.undefined) == (None, 3)
     assert found.table("roc_auc")[0].estimate.mean == 0.5
-    assert any("Constant maps rank no patches: nothing on 3 pictures." in note for note in found.notes)
-    assert any("No value for flip stability" in note and "nothing on 1 picture." in note for note in found.notes)
+    assert any("Constant maps rank no patches: nothing on 3 images." in note for note in found.notes)
+    assert any("No value for flip stability" in note and "nothing on 1 image." in note for note in found.notes)
     assert "| nothing | – |" in found.to_markdown("faithfulness")
     json.dumps(found.to_dict(), allow_nan=False)
 
 
-def test_a_picture_that_cannot_be_read_is_a_row_and_the_others_go_on(folder, explainer, tmp_path, no_drawing):
+def test_an_image_that_cannot_be_read_is_a_row_and_the_others_go_on(folder, explainer, tmp_path, no_drawing):
     (folder / "1.png").write_bytes(b"nothing")
     (folder / "2_mask.png").write_bytes(b"nothing")
     found = evaluate(folder, model=explainer, methods=["gae"], metrics=["roc_auc"], output=tmp_path / "out")
-    assert [picture["input"] for picture in found.pictures] == ["0.png", "3.png"]
+    assert [image["input"] for image in found.images] == ["0.png", "3.png"]
     assert [row["input"] for row in found.failures] == ["1.png", "2.png"]
-    assert "picture" in found.failures[0]["message"]
+    assert "image" in found.failures[0]["message"]
     assert "the mask '2_mask.png'" in found.failures[1]["message"]
     assert "2 failed" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_a_picture_that_the_model_fails_on_does_not_take_its_batch_along(explainer, monkeypatch):
+def test_an_image_that_the_model_fails_on_does_not_take_its_batch_along(explainer, monkeypatch):
     whole = explainer.explain_batch
-    poison = draw_picture(2).image
+    poison = draw_image(2).image
 
     def fragile(images, **options):
         if any(np.array_equal(image, poison) for image in images):
@@ -257,18 +257,18 @@ def test_a_picture_that_the_model_fails_on_does_not_take_its_batch_along(explain
 
     monkeypatch.setattr(explainer, "explain_batch", fragile)
     found = evaluate("demo:5", model=explainer, methods=["rollout"], metrics=["roc_auc"])
-    assert len(found.pictures) == 4
+    assert len(found.images) == 4
     assert [(row["input"], row["error"], row["message"]) for row in found.failures] == [
         ("demo-2", "RuntimeError", "cannot add")
     ]
 
 
-def test_a_metric_that_fails_on_one_picture_fails_that_picture(explainer, monkeypatch):
+def test_a_metric_that_fails_on_one_image_fails_that_image(explainer, monkeypatch):
     honest = scoring.localise
     calls = iter(range(100))
 
     def fragile(heatmap, region):
-        if next(calls) == 4:  # the second picture's second map: three methods each
+        if next(calls) == 4:  # the second image's second map: three methods each
             raise ZeroDivisionError("by hand")
         return honest(heatmap, region)
 
@@ -288,7 +288,7 @@ def test_a_batch_that_does_not_fit_is_halved(explainer, monkeypatch):
 
     monkeypatch.setattr(explainer, "explain_batch", small)
     found = evaluate("demo:6", model=explainer, methods=["rollout"], metrics=["roc_auc"])
-    assert (len(found.pictures), len(found.failures)) == (6, 0)
+    assert (len(found.images), len(found.failures)) == (6, 0)
     assert sizes[0] == 6
     assert max(sizes[2:]) <= 3
 
@@ -296,7 +296,7 @@ def test_a_batch_that_does_not_fit_is_halved(explainer, monkeypatch):
 def test_nothing_to_measure_is_an_error(folder, explainer):
     for path in folder.glob("?.png"):
         path.write_bytes(b"nothing")
-    with pytest.raises(VitflowError, match=r"None of the 4 pictures .* '0.png': UnidentifiedImageError|None of the 4"):
+    with pytest.raises(VitflowError, match=r"None of the 4 images .* '0.png': UnidentifiedImageError|None of the 4"):
         evaluate(folder, model=explainer, methods=["gae"], metrics=["roc_auc"])
 
 
@@ -323,7 +323,7 @@ def test_methods_that_do_not_apply_are_left_out_of_all_and_refused_by_name(expla
     [
         ({"points": 1}, "points of at least 2"),
         ({"batch_size": 0}, "batch_size of at least 1"),
-        ({"sanity_pictures": -1}, "sanity_pictures of at least 0"),
+        ({"sanity_images": -1}, "sanity_images of at least 0"),
         ({"replace_by": "grey"}, "replace_by of drop, blank, blur, got 'grey'"),
         ({"metrics": ["auc"]}, "Unknown metric 'auc'"),
         ({"metrics": []}, "at least one metric"),
@@ -340,12 +340,10 @@ def test_wrong_options_are_told_before_a_model_is_loaded(options, message):
 
 
 def test_own_data_in_python(explainer):
-    picture = draw_picture(5)
-    dataset = Dataset(
-        "mine", "1 picture", [Sample("five", lambda: Labelled(picture.image, None, "orange disc"))], False
-    )
+    image = draw_image(5)
+    dataset = Dataset("mine", "1 image", [Sample("five", lambda: Labelled(image.image, None, "orange disc"))], False)
     found = evaluate(dataset, model=explainer, methods=["gae"], metrics=["faithfulness"], replace_by="blur", points=4)
-    assert found.pictures[0]["class_name"] == "orange disc"
+    assert found.images[0]["class_name"] == "orange disc"
     assert found.fractions.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
     assert any("blurred" in note for note in found.notes)
 
@@ -360,7 +358,7 @@ def no_drawing(monkeypatch):
 
 
 def counting(monkeypatch) -> list[str]:
-    """The names of the pictures that are measured from now on."""
+    """The names of the images that are measured from now on."""
     measured: list[str] = []
     honest = scoring._row
 
@@ -377,7 +375,7 @@ def tables(place: Path) -> dict[str, str]:
 
 
 def test_an_interrupted_run_goes_on_and_ends_with_the_same_tables(explainer, tmp_path, monkeypatch, no_drawing):
-    options = {"model": explainer, "methods": ["gae"], "metrics": ["localisation", "sanity"], "sanity_pictures": 1}
+    options = {"model": explainer, "methods": ["gae"], "metrics": ["localisation", "sanity"], "sanity_images": 1}
     options |= {"batch_size": 2}
     evaluate("demo:7", output=tmp_path / "whole", **options)
 
@@ -401,8 +399,8 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_tables(explainer, tmp
     assert measured == []
 
 
-def test_more_pictures_are_added_to_a_run(explainer, tmp_path, monkeypatch, no_drawing):
-    options = {"model": explainer, "methods": ["gae"], "sanity_pictures": 1}
+def test_more_images_are_added_to_a_run(explainer, tmp_path, monkeypatch, no_drawing):
+    options = {"model": explainer, "methods": ["gae"], "sanity_images": 1}
     options |= {"metrics": ["roc_auc", "sanity"]}
     evaluate("demo:4", output=tmp_path / "whole", **options)
     evaluate("demo:2", output=tmp_path / "grown", **options)
@@ -411,7 +409,7 @@ def test_more_pictures_are_added_to_a_run(explainer, tmp_path, monkeypatch, no_d
     assert {"demo-2", "demo-3"} <= set(measured) <= {f"demo-{number}" for number in range(4)}
     assert tables(tmp_path / "grown") == tables(tmp_path / "whole")
     found = evaluate("demo:2", output=tmp_path / "grown", **options)  # and fewer are fewer
-    assert (len(found.pictures), found.table("flip_stability")[0].estimate.count) == (2, 1)
+    assert (len(found.images), found.table("flip_stability")[0].estimate.count) == (2, 1)
 
 
 def test_other_options_are_another_run(explainer, tmp_path, no_drawing):
@@ -429,13 +427,13 @@ def test_other_options_are_another_run(explainer, tmp_path, no_drawing):
         evaluate("demo:2", methods=["gae"], head_fusion="mean", **(options | {"model": other}))
 
 
-def test_changed_and_failed_pictures_are_measured_again(folder, explainer, tmp_path, monkeypatch, no_drawing):
+def test_changed_and_failed_images_are_measured_again(folder, explainer, tmp_path, monkeypatch, no_drawing):
     options = {"model": explainer, "methods": ["gae"], "metrics": ["roc_auc"], "output": tmp_path / "out"}
     good = (folder / "2.png").read_bytes()
     (folder / "2.png").write_bytes(good[:100])
     assert len(evaluate(folder, **options).failures) == 1
     (folder / "2.png").write_bytes(good)
-    Image.fromarray(draw_picture(1).masks[0].astype(np.uint8)).save(folder / "1_mask.png")
+    Image.fromarray(draw_image(1).masks[0].astype(np.uint8)).save(folder / "1_mask.png")
     measured = counting(monkeypatch)
     found = evaluate(folder, **options)
     assert (measured, found.failures) == (["1.png", "2.png"], ())
@@ -457,7 +455,7 @@ def test_an_output_that_cannot_be_written_is_told(explainer, tmp_path, no_drawin
     monkeypatch.undo()
     measured = counting(monkeypatch)
     monkeypatch.setattr(results, "save_charts", lambda *_: {})
-    assert len(evaluate("demo:1", output=tmp_path / "out", **options).pictures) == 1
+    assert len(evaluate("demo:1", output=tmp_path / "out", **options).images) == 1
     assert measured == []
     assert not list((tmp_path / "out").glob("*.part"))
 
@@ -481,7 +479,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, explainer) -> tuple[Evaluation, Path]:
     place = tmp_path_factory.mktemp("saved") / "out"
-    own = {"methods": QUICK, "sanity_pictures": 2, "blurred_twin": False}
+    own = {"methods": QUICK, "sanity_images": 2, "blurred_twin": False}
     return evaluate("demo:4", model=explainer, output=place, **own), place
 
 
@@ -516,7 +514,7 @@ def test_a_saved_evaluation_holds_every_number(saved):
 
 
 def test_no_cell_of_a_csv_is_a_formula(saved):
-    found = replace(saved[0], pictures=tuple({**one, "class_name": "=1+2"} for one in saved[0].pictures))
+    found = replace(saved[0], images=tuple({**one, "class_name": "=1+2"} for one in saved[0].images))
     text = found.results().to_csv()
     assert ",'=1+2," in text and ",=1+2," not in text
 
@@ -577,4 +575,4 @@ def test_the_boxed_photographs_by_one_call(shared_data):
     found = evaluate(shared_data / "boxes", model=model, methods=["gae"], metrics=["localisation"], limit=8)
     means = {row.method: row.estimate.mean for row in found.table("roc_auc")}
     assert means["gae"] > 0.8 > means["random"]
-    assert all(picture["asked"] == "label" for picture in found.pictures)
+    assert all(image["asked"] == "label" for image in found.images)

@@ -30,7 +30,7 @@ from vitflow.explaining import method_table
 from vitflow.methods.cells import sum_cells
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "std": (0.25,) * 3, "crop_pct": 0.8}
-PICTURE = np.random.default_rng(0).integers(0, 256, (45, 61, 3), dtype=np.uint8)
+IMAGE = np.random.default_rng(0).integers(0, 256, (45, 61, 3), dtype=np.uint8)
 STAGES = ["head", "block 3", "block 2", "block 1", "embedding"]
 
 
@@ -40,7 +40,7 @@ def explainer() -> Explainer:
 
 
 def brightness(trace) -> Tensor:
-    """Moves and mirrors with the picture, whatever the weights."""
+    """Moves and mirrors with the image, whatever the weights."""
     rows, cols = trace.grid()
     return sum_cells(trace.pixels.double().sum(1).round(decimals=3), rows, cols)
 
@@ -141,7 +141,7 @@ def test_a_model_without_blocks_is_cut_at_its_top_level_modules():
     names = stage_names(model)
     assert names == ["fc", "layer4", "layer3", "layer2", "layer1", "bn1", "conv1"]
     explainer = Explainer(model, data_config={**DATA, "input_size": (3, 64, 64)})
-    found = cascading_randomisation(explainer, PICTURE, ["input_gradient"], stages=["conv1"])
+    found = cascading_randomisation(explainer, IMAGE, ["input_gradient"], stages=["conv1"])
     assert found[0][0] == "conv1" and abs(found[0][1][0]) < 0.6
 
 
@@ -155,10 +155,10 @@ def test_models_of_torchvision_are_checked_too():
     drawn = {name for name, value in new.items() if not torch.equal(value, trained[name])}
     assert {name.split(".")[0] for name in drawn} == {"encoder", "heads"}
     assert all("encoder_layer_2" in name or "encoder.ln" in name for name in drawn if name.startswith("encoder"))
-    assert len(cascading_randomisation(explainer, PICTURE, ["rollout"])) == 5
-    assert class_sensitivity(explainer, PICTURE, ["input_gradient"])[0] > 0
+    assert len(cascading_randomisation(explainer, IMAGE, ["rollout"])) == 5
+    assert class_sensitivity(explainer, IMAGE, ["input_gradient"])[0] > 0
     assert can_drop_tokens(explainer)
-    (found,) = faithfulness_curves(explainer, [explainer.explain(PICTURE)], replace="drop")
+    (found,) = faithfulness_curves(explainer, [explainer.explain(IMAGE)], replace="drop")
     assert found.deletion.std() > 0
 
 
@@ -183,13 +183,13 @@ def test_a_wrapped_model_keeps_its_own_layers_in_the_right_order():
 
 def test_each_value_is_spearman_of_the_map_of_the_randomised_model_for_the_trained_class(explainer):
     methods = ["rollout", ("gae", {"head_fusion": "mean"}), "random", "centre", "flat"]
-    found = cascading_randomisation(explainer, PICTURE, methods, stages=STAGES, discard_ratio=0.5, seed=3)
-    original = explainer.explain_batch([PICTURE], methods=methods, discard_ratio=0.5)
+    found = cascading_randomisation(explainer, IMAGE, methods, stages=STAGES, discard_ratio=0.5, seed=3)
+    original = explainer.explain_batch([IMAGE], methods=methods, discard_ratio=0.5)
     assert [stage for stage, _ in found] == STAGES
     for (stage, values), (same, randomised) in zip(found, randomised_copies(explainer, STAGES, seed=3), strict=True):
         assert stage == same
         target = np.array([original[0].target])
-        others = randomised.explain_batch([PICTURE], methods=methods, targets=target, discard_ratio=0.5)
+        others = randomised.explain_batch([IMAGE], methods=methods, targets=target, discard_ratio=0.5)
         for value, before, after in zip(values[:2], original, others, strict=False):
             rho = spearmanr(before.grid.ravel(), after.grid.ravel()).statistic
             assert value == pytest.approx(rho, abs=1e-12)
@@ -213,23 +213,23 @@ def test_trained_maps_do_not_survive_the_weights(shared_data):
 
 def test_stages_can_be_counted_named_and_left_out(explainer):
     def stages(wanted):
-        return [stage for stage, _ in cascading_randomisation(explainer, PICTURE, ["rollout"], stages=wanted)]
+        return [stage for stage, _ in cascading_randomisation(explainer, IMAGE, ["rollout"], stages=wanted)]
 
     assert stages(None) == STAGES
     assert stages(2) == ["head", "embedding"] and stages(1) == ["embedding"]
     assert stages(3) == ["head", "block 2", "embedding"]
     assert stages(["embedding", "block 2"]) == ["block 2", "embedding"]
-    everything = dict(cascading_randomisation(explainer, PICTURE, ["gae"], stages=5))
-    some = dict(cascading_randomisation(explainer, PICTURE, ["gae"], stages=["block 1"]))
+    everything = dict(cascading_randomisation(explainer, IMAGE, ["gae"], stages=5))
+    some = dict(cascading_randomisation(explainer, IMAGE, ["gae"], stages=["block 1"]))
     assert some["block 1"] == everything["block 1"]  # the same weights, whichever stages are chosen
     deep = vitflow.load_model("demo")
-    names = [stage for stage, _ in cascading_randomisation(Explainer(deep), PICTURE, ["centre"])]
+    names = [stage for stage, _ in cascading_randomisation(Explainer(deep), IMAGE, ["centre"])]
     assert names == ["head", "block 5", "block 3", "block 2", "embedding"]
 
 
 def test_seeds_decide_and_global_random_numbers_stay(explainer):
     def run(seed):
-        return cascading_randomisation(explainer, PICTURE, ["gae"], stages=2, seed=seed)
+        return cascading_randomisation(explainer, IMAGE, ["gae"], stages=2, seed=seed)
 
     torch.manual_seed(5)
     expected = torch.randn(3)
@@ -241,8 +241,8 @@ def test_seeds_decide_and_global_random_numbers_stay(explainer):
 
 def test_the_class_can_be_chosen_and_maps_that_are_there_are_used(explainer, monkeypatch):
     methods = ["gae", "rollout"]
-    maps = explainer.explain_batch([PICTURE], methods=methods, targets=2)
-    by_target = cascading_randomisation(explainer, PICTURE, methods, stages=2, target=2)
+    maps = explainer.explain_batch([IMAGE], methods=methods, targets=2)
+    by_target = cascading_randomisation(explainer, IMAGE, methods, stages=2, target=2)
     asked = []
     run = Explainer.explain_batch
 
@@ -251,21 +251,21 @@ def test_the_class_can_be_chosen_and_maps_that_are_there_are_used(explainer, mon
         return run(self, *args, **options)
 
     monkeypatch.setattr(Explainer, "explain_batch", watched)
-    assert cascading_randomisation(explainer, PICTURE, methods, stages=2, maps=maps) == by_target
+    assert cascading_randomisation(explainer, IMAGE, methods, stages=2, maps=maps) == by_target
     assert [own for own, _ in asked] == [False, False] and all(list(t) == [2] for _, t in asked)
     with pytest.raises(OptionError, match="one map by each of gae, rollout"):
-        cascading_randomisation(explainer, PICTURE, methods, maps=maps[::-1])
+        cascading_randomisation(explainer, IMAGE, methods, maps=maps[::-1])
     with pytest.raises(OptionError, match="all of one class"):
         flip_stability(
-            explainer, PICTURE, methods, maps=[maps[0], changed(maps[1], answer=changed(maps[1].answer, index=1))]
+            explainer, IMAGE, methods, maps=[maps[0], changed(maps[1], answer=changed(maps[1].answer, index=1))]
         )
     with pytest.raises(OptionError, match="stands for several"):
-        shift_stability(explainer, PICTURE, methods, target="top2")
+        shift_stability(explainer, IMAGE, methods, target="top2")
 
 
 def test_a_model_without_classes_has_a_cascade_too():
     model = literal_vit.timm_model(num_classes=0).float()
-    found = cascading_randomisation(Explainer(model, data_config=DATA), PICTURE, ["rollout"], stages=2)
+    found = cascading_randomisation(Explainer(model, data_config=DATA), IMAGE, ["rollout"], stages=2)
     assert len(found) == 2 and found[1][1][0] < 0.999
 
 
@@ -274,13 +274,13 @@ def test_the_model_is_left_as_it_was(explainer, check):
     model = explainer.model.train()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     explain, spec, fit = explainer.model, explainer.spec, explainer.fit
-    check(explainer, PICTURE, ["gae", "rollout"])
+    check(explainer, IMAGE, ["gae", "rollout"])
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert all(module.training for module in model.modules())
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
     assert (explainer.model, explainer.spec, explainer.fit) == (explain, spec, fit)
     with torch.inference_mode():
-        check(explainer, PICTURE, ["gae"])
+        check(explainer, IMAGE, ["gae"])
 
 
 def test_wrong_stages_are_named(explainer):
@@ -292,7 +292,7 @@ def test_wrong_stages_are_named(explainer):
         ("list of stages", []),
     ]:
         with pytest.raises(OptionError, match=message):
-            cascading_randomisation(explainer, PICTURE, ["rollout"], stages=stages)
+            cascading_randomisation(explainer, IMAGE, ["rollout"], stages=stages)
 
 
 # --- Shifts and flips -----------------------------------------------------------------------------------------------
@@ -311,11 +311,11 @@ def test_the_window_is_the_model_input_to_the_bit(fit, size):
     assert torch.equal(own.pixels(window[8:-8, 8:-8].copy()), explainer.pixels(image))
 
 
-def test_margins_show_the_picture_where_it_goes_on_and_its_mirror_image_where_it_ends():
+def test_margins_show_the_image_where_it_goes_on_and_its_mirror_image_where_it_ends():
     explainer = Explainer(literal_vit.timm_model().float(), data_config=DATA)
-    window = _wide_window(explainer, PICTURE, (8, 8))
+    window = _wide_window(explainer, IMAGE, (8, 8))
     width = int(40 * 61 / 45)  # 32 pixels are 0.8 of 40
-    whole = np.asarray(Image.fromarray(PICTURE).resize((width, 40), Image.Resampling.BICUBIC))
+    whole = np.asarray(Image.fromarray(IMAGE).resize((width, 40), Image.Resampling.BICUBIC))
     left = round((width - 32) / 2)
     assert 40 - 36 == 4 and left >= 8
     np.testing.assert_array_equal(window[4:-4], whole[:, left - 8 : left + 40])
@@ -327,24 +327,24 @@ def test_margins_show_the_picture_where_it_goes_on_and_its_mirror_image_where_it
 def test_a_map_of_the_content_moves_and_mirrors_exactly_and_one_of_the_place_does_not(fit):
     model = literal_vit.timm_model(dynamic_img_size=fit == "native").float()
     explainer = Explainer(model, data_config=DATA, fit=fit)
-    rows, cols = explainer.explain(PICTURE, method="place").grid.shape
-    moved = shift_stability(explainer, PICTURE, ["brightness", "flat", "place"])
+    rows, cols = explainer.explain(IMAGE, method="place").grid.shape
+    moved = shift_stability(explainer, IMAGE, ["brightness", "flat", "place"])
     assert moved == [pytest.approx(1.0), None, pytest.approx(1.0)]  # ranks of the place are the same in every part
-    mirrored = flip_stability(explainer, PICTURE, ["brightness", "flat", "place"])
+    mirrored = flip_stability(explainer, IMAGE, ["brightness", "flat", "place"])
     grid = np.arange(rows)[:, None] ** 2 + 10.0 * np.arange(cols)
     rho = spearmanr(grid.ravel(), grid[:, ::-1].ravel()).statistic
     assert mirrored == [pytest.approx(1.0), None, pytest.approx(rho)]
     assert rho < 0
-    both = flip_stability(explainer, PICTURE, ["brightness"]), shift_stability(explainer, PICTURE, ["brightness"])
+    both = flip_stability(explainer, IMAGE, ["brightness"]), shift_stability(explainer, IMAGE, ["brightness"])
     assert both == ([pytest.approx(1.0)], [pytest.approx(1.0)])
 
 
 def test_stability_is_spearman_of_the_common_patches():
     explainer = Explainer(literal_vit.timm_model(), data_config=DATA)
     methods = ["gae", "input_gradient"]
-    target = (explainer.explain(PICTURE).predicted + 1) % 5  # the class is asked for, not what is predicted
-    original = explainer.explain_batch([PICTURE], methods=methods, targets=target)
-    window = _wide_window(explainer, PICTURE, (16, 16))
+    target = (explainer.explain(IMAGE).predicted + 1) % 5  # the class is asked for, not what is predicted
+    original = explainer.explain_batch([IMAGE], methods=methods, targets=target)
+    window = _wide_window(explainer, IMAGE, (16, 16))
     own = Explainer(explainer.model, data_config=DATA, fit="squash")
     for number, method in enumerate(methods):
         grid = original[number].grid
@@ -355,29 +355,29 @@ def test_stability_is_spearman_of_the_common_patches():
         along = [(grid[r, c], down[r + 2, c]) for r in range(2) for c in range(4)]
         turned = [(grid[r, c], flipped[r, 3 - c]) for r in range(4) for c in range(4)]
         rho = [spearmanr(*np.transpose(pairs)).statistic for pairs in (across, along, turned)]
-        found = shift_stability(explainer, PICTURE, methods, pixels=16, target=target)[number]
+        found = shift_stability(explainer, IMAGE, methods, pixels=16, target=target)[number]
         assert found == pytest.approx((rho[0] + rho[1]) / 2, abs=1e-6)
-        mirrored = flip_stability(explainer, PICTURE, methods, target=target)[number]
+        mirrored = flip_stability(explainer, IMAGE, methods, target=target)[number]
         assert mirrored == pytest.approx(rho[2], abs=1e-6)
 
 
 def test_cells_that_the_shift_cuts_are_not_compared(explainer):
     methods = [("input_gradient", {"patch_size": size}) for size in (4, 8, 16)]
-    found = shift_stability(explainer, PICTURE, methods)
+    found = shift_stability(explainer, IMAGE, methods)
     assert found[0] is not None and found[1] is not None and found[2] is None
 
 
 @pytest.mark.parametrize("pixels", [0, -8, 4, 12, 32, 40])
 def test_a_shift_is_by_whole_patches(explainer, pixels):
     with pytest.raises(OptionError, match=r"whole patches of 8 × 8 pixels.*got -?\d+"):
-        shift_stability(explainer, PICTURE, ["rollout"], pixels=pixels)
+        shift_stability(explainer, IMAGE, ["rollout"], pixels=pixels)
 
 
 def test_models_without_patches_and_grey_ones_are_shifted_by_cells():
     model = timm.create_model("test_convnext", num_classes=5, in_chans=1).eval()
     explainer = Explainer(model, data_config={**DATA, "input_size": (1, 56, 56), "mean": (0.5,), "std": (0.5,)} | {})
-    assert shift_stability(explainer, PICTURE, ["input_gradient"])[0] is not None
-    assert flip_stability(explainer, PICTURE, ["input_gradient"])[0] is not None
+    assert shift_stability(explainer, IMAGE, ["input_gradient"])[0] is not None
+    assert flip_stability(explainer, IMAGE, ["input_gradient"])[0] is not None
 
 
 # --- Classes --------------------------------------------------------------------------------------------------------
@@ -386,28 +386,28 @@ def test_models_without_patches_and_grey_ones_are_shifted_by_cells():
 @pytest.mark.parametrize("other", ["second", "least"])
 def test_class_sensitivity_is_one_minus_spearman_between_two_classes(explainer, other):
     with torch.no_grad():
-        ranked = explainer.model(explainer.pixels(PICTURE))[0].argsort(descending=True).tolist()
+        ranked = explainer.model(explainer.pixels(IMAGE))[0].argsort(descending=True).tolist()
     classes = ranked[0], ranked[1] if other == "second" else ranked[-1]
-    found = class_sensitivity(explainer, PICTURE, ["rollout", "gae", "random", "gradcam"], other=other)
+    found = class_sensitivity(explainer, IMAGE, ["rollout", "gae", "random", "gradcam"], other=other)
     for method, value in zip(["gae", "gradcam"], [found[1], found[3]], strict=True):
-        first, second = (explainer.explain(PICTURE, method=method, target=target).grid for target in classes)
+        first, second = (explainer.explain(IMAGE, method=method, target=target).grid for target in classes)
         assert value == pytest.approx(1 - spearmanr(first.ravel(), second.ravel()).statistic, abs=1e-6)
     assert found[0] == found[2] == 0.0 and found[1] > 0.01
 
 
 def test_what_is_not_class_specific_is_not_run(explainer, monkeypatch):
     monkeypatch.setattr(Explainer, "explain_batch", lambda *args, **options: pytest.fail("was run"))
-    assert class_sensitivity(explainer, PICTURE, ["rollout", "centre"]) == [0.0, 0.0]
+    assert class_sensitivity(explainer, IMAGE, ["rollout", "centre"]) == [0.0, 0.0]
 
 
 def test_a_constant_map_has_no_class_sensitivity(explainer):
     vitflow.register_method("flat_by_class", flat, class_specific=True)
-    assert class_sensitivity(explainer, PICTURE, ["flat_by_class", "rollout"]) == [None, 0.0]
+    assert class_sensitivity(explainer, IMAGE, ["flat_by_class", "rollout"]) == [None, 0.0]
 
 
 def test_faults_of_class_sensitivity_are_named(explainer):
     with pytest.raises(OptionError, match="Unknown other class 'third'"):
-        class_sensitivity(explainer, PICTURE, ["gae"], other="third")
+        class_sensitivity(explainer, IMAGE, ["gae"], other="third")
     single = Explainer(literal_vit.timm_model(num_classes=1), data_config=DATA)
     with pytest.raises(OptionError, match="at least two classes"):
-        class_sensitivity(single, PICTURE, ["gae"])
+        class_sensitivity(single, IMAGE, ["gae"])

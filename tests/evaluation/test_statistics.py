@@ -42,7 +42,7 @@ def test_the_interval_is_scipys_within_the_resampling():
 
 def test_intervals_hold_the_truth_about_as_often_as_they_say():
     random = np.random.default_rng(3)
-    data = random.normal(0.5, 1.0, size=(60, 400))  # 400 studies of 60 pictures
+    data = random.normal(0.5, 1.0, size=(60, 400))  # 400 studies of 60 images
     held = np.mean([estimate.low <= 0.5 <= estimate.high for estimate in estimate_means(data, resamples=1000)])
     assert 0.89 < held < 0.98
 
@@ -56,13 +56,13 @@ def test_the_same_seed_gives_the_same_interval_and_blocks_change_nothing(monkeyp
     assert [one.low for one in estimate_means(values, seed=1)] == pytest.approx([one.low for one in first])
 
 
-def test_every_resample_draws_as_many_pictures():
+def test_every_resample_draws_as_many_images():
     blocks = list(resampled_counts(9, resamples=100))
     assert sum(len(block) for block in blocks) == 100
     assert all((block.sum(axis=1) == 9).all() and (block >= 0).all() for block in blocks)
 
 
-def test_few_pictures_give_no_interval():
+def test_few_images_give_no_interval():
     nothing, one = estimate_means(np.array([[np.nan, 0.3], [np.nan, np.nan]]))
     assert nothing == Estimate(None, None, None, None, 0, 2)
     assert one == Estimate(0.3, None, None, None, 1, 1)
@@ -76,7 +76,7 @@ def test_estimates_are_told_with_their_error():
 
 def test_pairing_finds_what_two_means_hide():
     random = np.random.default_rng(5)
-    hardness = random.normal(size=200)  # pictures differ far more than methods do
+    hardness = random.normal(size=200)  # images differ far more than methods do
     values = np.stack([hardness + 0.05, hardness + 0.02 * random.normal(size=200)], axis=1)
     first, second = estimate_means(values)
     assert first.low < second.high  # the intervals of the two means overlap …
@@ -86,7 +86,7 @@ def test_pairing_finds_what_two_means_hide():
     assert difference.above == pytest.approx((values[:, 0] > values[:, 1]).mean())
 
 
-def test_pairs_use_the_pictures_where_both_are_defined():
+def test_pairs_use_the_images_where_both_are_defined():
     values = np.array([[1.0, 0.0, np.nan], [np.nan, 5.0, 2.0], [3.0, 3.0, np.nan], [4.0, 1.0, np.nan]])
     ab, ac, bc = paired_differences(["a", "b", "c"], values)
     assert (ab.first, ab.second, ab.estimate.mean, ab.estimate.count) == ("a", "b", pytest.approx(4 / 3), 3)
@@ -102,11 +102,11 @@ def test_equal_methods_differ_clearly_about_as_often_as_chance():
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ShapeError, match=r"\[pictures, columns\]"):
+    with pytest.raises(ShapeError, match=r"\[images, columns\]"):
         estimate_means(np.zeros(3))
-    with pytest.raises(ShapeError, match=r"\[pictures, 2 methods\]"):
+    with pytest.raises(ShapeError, match=r"\[images, 2 methods\]"):
         paired_differences(["a", "b"], np.zeros((3, 3)))
     with pytest.raises(OptionError, match="0 < confidence < 1"):
         estimate_means(np.zeros((3, 1)), confidence=95)
-    with pytest.raises(OptionError, match="at least 1 picture"):
+    with pytest.raises(OptionError, match="at least 1 image"):
         next(resampled_counts(0))

@@ -16,9 +16,9 @@ def measured(count: int = 40, **means: dict[str, float]) -> Tables:
         metric: np.stack([own[name] + 0.02 * DICE.normal(size=count) for name in methods], axis=1)
         for metric, own in means.items()
     }
-    pictures = tuple({"groups": ["localisation", "faithfulness", "sanity", "grid"]} for _ in range(count))
+    images = tuple({"groups": ["localisation", "faithfulness", "sanity", "grid"]} for _ in range(count))
     metrics = tuple(METRICS[name] for name in means)
-    return Tables("data", "model", methods, metrics, pictures, values=values, settings={"resamples": 200})
+    return Tables("data", "model", methods, metrics, images, values=values, settings={"resamples": 200})
 
 
 def test_each_question_has_its_best_map_and_haste_its_own():
@@ -27,7 +27,7 @@ def test_each_question_has_its_best_map_and_haste_its_own():
         grid_auc={"gae": 0.70, "gradient_rollout": 0.60, "consensus": 0.90, "random": 0.5},
     )
     assert verdict(found) == (
-        "On your 40 pictures: Consensus for where the object is and one class against another, GAE where seconds count."
+        "On your 40 images: Consensus for where the object is and one class against another, GAE where seconds count."
     )
 
 
@@ -37,21 +37,21 @@ def test_what_nothing_separates_is_told():
     found.values["gap"][:, 0] = 0.5 + 0.02 * same
     found.values["gap"][:, 1] = 0.5 + 0.02 * same[::-1] - 1e-6
     assert verdict(found) == (
-        "On your 40 pictures: GAE for what the answer rests on; nothing separates GAE from Gradient rollout."
+        "On your 40 images: GAE for what the answer rests on; nothing separates GAE from Gradient rollout."
     )
 
 
 def test_lower_may_be_better_and_options_are_named():
     found = measured(deletion_auc={"gae:refine=0": 0.4, "gae": 0.1, "random": 0.6})
-    assert verdict(found) == "On your 40 pictures: GAE for what the answer rests on."
+    assert verdict(found) == "On your 40 images: GAE for what the answer rests on."
     found = measured(deletion_auc={"gae:refine=0": 0.1, "gae": 0.4, "random": 0.6})
-    assert verdict(found) == "On your 40 pictures: GAE (refine=0) for what the answer rests on."
+    assert verdict(found) == "On your 40 images: GAE (refine=0) for what the answer rests on."
 
 
 def test_where_no_map_is_better_than_a_random_one_none_is_named():
     found = measured(roc_auc={"gae": 0.5, "random": 0.5})
     found.values["roc_auc"][:, 1] = found.values["roc_auc"][::-1, 0]
-    told = "On your 40 pictures: no map is clearly better than a random one for where the object is."
+    told = "On your 40 images: no map is clearly better than a random one for where the object is."
     assert verdict(found) == told
 
 

@@ -45,8 +45,8 @@ NONE = {
     "efficientvit_b0": "linear attention, which never makes a matrix between tokens",
     "crossvit_tiny_240": "two branches of tokens at two scales, which exchange only their class tokens",
     "vit_dwee_patch16_reg1_gap_256": "the difference of two attention matrices, which has negative entries",
-    "efficientvit_m0": "its windows cannot be followed to the picture",
-    "halonet26t": "its windows cannot be followed to the picture",
+    "efficientvit_m0": "its windows cannot be followed to the image",
+    "halonet26t": "its windows cannot be followed to the image",
 }
 NONE = {name: reason for name, reason in NONE.items() if timm.is_model(name)}
 
@@ -90,7 +90,7 @@ def test_windows_that_are_said_to_be_untraced_are_refused_by_the_recorder(name):
     assert any(not is_traced(module) for module in model.modules())
     with record_attention(model) as trace, torch.no_grad():
         model(torch.randn(1, *model.pretrained_cfg["input_size"]))
-    with pytest.raises(UnsupportedModelError, match="cannot be told which parts of the picture"):
+    with pytest.raises(UnsupportedModelError, match="cannot be told which parts of the image"):
         trace.layout  # noqa: B018
 
 
@@ -165,7 +165,7 @@ def test_an_architecture_is_looked_at_once_for_all_its_tags(monkeypatch):
     assert (first["input_size"], first["num_classes"], first["grid"]) == ([3, 224, 224], 21843, [14, 14])
 
 
-def test_tags_with_pictures_of_another_size_have_another_grid():
+def test_tags_with_images_of_another_size_have_another_grid():
     rows = {row["model"]: row for row in list_models(matching("mobilenetv4_hybrid_medium"))}
     by_size = {tuple(row["input_size"][1:]): tuple(row["grid"]) for row in rows.values()}
     assert by_size[224, 224] == (14, 14)

@@ -16,7 +16,7 @@ from vitflow.explaining.method_table import Method, get_method, list_methods, re
 from vitflow.methods.ranks import centre_prior, random_map
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
-PICTURES = list(np.random.default_rng(0).integers(0, 256, (4, 32, 32, 3), dtype=np.uint8))
+IMAGES = list(np.random.default_rng(0).integers(0, 256, (4, 32, 32, 3), dtype=np.uint8))
 SPECIFIC = ["gradient_rollout", "gae", "gradcam", "input_gradient", "occlusion"]
 AGNOSTIC = ["attention", "rollout", "random", "centre"]
 
@@ -40,12 +40,12 @@ def test_the_table_says_which_methods_are_class_specific():
 
 @pytest.mark.parametrize("method", SPECIFIC + AGNOSTIC)
 def test_two_classes_in_either_order_give_what_each_gives_alone(method):
-    alone = {target: explainer().explain(PICTURES[0], method=method, target=target).grid for target in (1, 3)}
+    alone = {target: explainer().explain(IMAGES[0], method=method, target=target).grid for target in (1, 3)}
     for first, second in ((1, 3), (3, 1)):
         kept = explainer()
         for target in (first, second, first):
-            np.testing.assert_array_equal(kept.explain(PICTURES[0], method=method, target=target).grid, alone[target])
-        both = kept.explain_batch([PICTURES[0]], methods=[method], targets=[first, second])
+            np.testing.assert_array_equal(kept.explain(IMAGES[0], method=method, target=target).grid, alone[target])
+        both = kept.explain_batch([IMAGES[0]], methods=[method], targets=[first, second])
         if get_method(method).class_specific:
             assert [saliency.target for saliency in both] == [first, second]
             for saliency in both:
@@ -58,62 +58,62 @@ def test_two_classes_in_either_order_give_what_each_gives_alone(method):
 
 def test_the_most_probable_classes_each_have_their_map():
     kept = explainer()
-    found = kept.explain_batch(PICTURES[:2], methods=["gae", "rollout", "occlusion"], targets="top3")
+    found = kept.explain_batch(IMAGES[:2], methods=["gae", "rollout", "occlusion"], targets="top3")
     assert [saliency.method for saliency in found] == (["gae"] * 3 + ["rollout"] + ["occlusion"] * 3) * 2
-    for number, picture in enumerate(PICTURES[:2]):
+    for number, image in enumerate(IMAGES[:2]):
         own = found[7 * number : 7 * number + 7]
         assert own[0].probability > own[1].probability > own[2].probability
         assert own[0].target == own[0].predicted
         for saliency in own:
-            alone = kept.explain(picture, method=saliency.method, target=saliency.target)
+            alone = kept.explain(image, method=saliency.method, target=saliency.target)
             assert_close(saliency.grid, alone.grid)
             assert saliency.probability == pytest.approx(alone.probability)
     with pytest.raises(OptionError, match="asks for 3: use explain_batch"):
-        kept.explain(PICTURES[0], method="gae", target="top3")
-    assert kept.explain(PICTURES[0], method="gae", target="top1").target == found[0].target
+        kept.explain(IMAGES[0], method="gae", target="top3")
+    assert kept.explain(IMAGES[0], method="gae", target="top1").target == found[0].target
 
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor], ids=["numpy", "torch"])
-def test_each_picture_of_a_batch_has_its_own_target(kind):
+def test_each_image_of_a_batch_has_its_own_target(kind):
     kept, targets = explainer(), [3, 0, 1, 3]
-    sizes = [PICTURES[0], np.repeat(PICTURES[1], 2, axis=1), PICTURES[2], PICTURES[3]]
+    sizes = [IMAGES[0], np.repeat(IMAGES[1], 2, axis=1), IMAGES[2], IMAGES[3]]
     found = kept.explain_batch(sizes, methods=SPECIFIC, targets=kind(targets))
-    for (picture, target), method in itertools.product(zip(sizes, targets, strict=True), SPECIFIC):
+    for (image, target), method in itertools.product(zip(sizes, targets, strict=True), SPECIFIC):
         saliency = found.pop(0)
         assert (saliency.method, saliency.target) == (method, target)
-        assert_close(saliency.grid, kept.explain(picture, method=method, target=target).grid)
+        assert_close(saliency.grid, kept.explain(image, method=method, target=target).grid)
 
 
 def test_own_targets_survive_groups_of_different_sizes():
     model = literal_vit.timm_model(dynamic_img_size=True).float()
     kept = Explainer(model, data_config=DATA, fit="native")
-    pictures = [PICTURES[0], np.repeat(PICTURES[1], 2, axis=1), PICTURES[2], np.repeat(PICTURES[3], 2, axis=1)]
-    found = kept.explain_batch(pictures, methods=["gae"], targets=np.array([0, 1, 2, 3]))
+    images = [IMAGES[0], np.repeat(IMAGES[1], 2, axis=1), IMAGES[2], np.repeat(IMAGES[3], 2, axis=1)]
+    found = kept.explain_batch(images, methods=["gae"], targets=np.array([0, 1, 2, 3]))
     assert [saliency.target for saliency in found] == [0, 1, 2, 3]
     assert len({saliency.grid.shape for saliency in found}) == 2
-    for picture, saliency in zip(pictures, found, strict=True):
-        assert_close(saliency.grid, kept.explain(picture, method="gae", target=saliency.target).grid)
+    for image, saliency in zip(images, found, strict=True):
+        assert_close(saliency.grid, kept.explain(image, method="gae", target=saliency.target).grid)
 
 
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (np.array([0, 1, 2]), "one class index for each of 2 pictures, got 3"),
+        (np.array([0, 1, 2]), "one class index for each of 2 images, got 3"),
         (np.array([0, 9]), r"class indices from 0 to 4, got \[0, 9\]"),
-        (np.array([0.5, 1.0]), "an array of 2 class indices, one for each picture"),
+        (np.array([0.5, 1.0]), "an array of 2 class indices, one for each image"),
         ("class one", "names of this model's classes are not known"),
         ([0, 7], "class index from 0 to 4, got 7"),
     ],
 )
 def test_wrong_targets_are_named(targets, message):
     with pytest.raises(OptionError, match=message):
-        explainer().explain_batch(PICTURES[:2], methods=["gae"], targets=targets)
+        explainer().explain_batch(IMAGES[:2], methods=["gae"], targets=targets)
 
 
 def test_numbers_of_any_kind_are_class_indices():
-    expected = explainer().explain(PICTURES[0], method="gae", target=2)
+    expected = explainer().explain(IMAGES[0], method="gae", target=2)
     for target in (np.int64(2), "2", torch.tensor(2)):
-        found = explainer().explain(PICTURES[0], method="gae", target=target)
+        found = explainer().explain(IMAGES[0], method="gae", target=target)
         assert found.target == 2
         np.testing.assert_array_equal(found.grid, expected.grid)
 
@@ -122,12 +122,12 @@ def test_numbers_of_any_kind_are_class_indices():
 def test_a_model_without_classes_has_no_class_specific_maps(method):
     model = literal_vit.timm_model(num_classes=0).float()
     with pytest.raises(OptionError, match=r"needs a target class.*such as rollout"):
-        Explainer(model, data_config=DATA).explain(PICTURES[0], method=method)
+        Explainer(model, data_config=DATA).explain(IMAGES[0], method=method)
 
 
 @pytest.mark.parametrize("readout", literal_vit.READOUTS)
 def test_every_method_works_on_every_readout(readout):
-    found = explainer(readout).explain_batch(PICTURES[:2], methods=SPECIFIC + AGNOSTIC)
+    found = explainer(readout).explain_batch(IMAGES[:2], methods=SPECIFIC + AGNOSTIC)
     assert len(found) == 2 * 9
     for saliency in found:
         assert saliency.grid.shape == (4, 4)
@@ -140,7 +140,7 @@ def test_every_method_works_on_every_readout(readout):
 
 def test_one_forward_pass_and_one_backward_pass_per_class(monkeypatch):
     kept, passes = explainer(), {"forward": 0, "backward": 0}
-    kept.explain(PICTURES[0], method="rollout")  # which observes the model's head, once
+    kept.explain(IMAGES[0], method="rollout")  # which observes the model's head, once
     kept.model.register_forward_hook(lambda *_: passes.update(forward=passes["forward"] + 1))
     differentiate = torch.autograd.grad
 
@@ -150,9 +150,9 @@ def test_one_forward_pass_and_one_backward_pass_per_class(monkeypatch):
 
     monkeypatch.setattr(torch.autograd, "grad", counted)
     methods = ["attention", "rollout", "gradient_rollout", "gae", "gradcam", "input_gradient", "random", "centre"]
-    kept.explain_batch(PICTURES, methods=methods, targets=[0, 1, 2])
+    kept.explain_batch(IMAGES, methods=methods, targets=[0, 1, 2])
     assert passes == {"forward": 1, "backward": 3}
-    kept.explain_batch(PICTURES, methods=["attention", "rollout", "centre"])
+    kept.explain_batch(IMAGES, methods=["attention", "rollout", "centre"])
     assert passes == {"forward": 2, "backward": 3}
 
 
@@ -171,7 +171,7 @@ def test_nothing_is_left_behind_and_the_models_state_does_not_matter(state):
     model = literal_vit.timm_model().float()
     expected = [
         saliency.grid
-        for saliency in Explainer(model, data_config=DATA).explain_batch(PICTURES[:2], methods=SPECIFIC, targets=[1, 2])
+        for saliency in Explainer(model, data_config=DATA).explain_batch(IMAGES[:2], methods=SPECIFIC, targets=[1, 2])
     ]
     if state == "with gradients":
         for parameter in itertools.islice(model.parameters(), 0, None, 2):
@@ -185,7 +185,7 @@ def test_nothing_is_left_behind_and_the_models_state_does_not_matter(state):
         model.train()
         model.blocks[0].eval()
     before = state_of(model)
-    found = Explainer(model, data_config=DATA).explain_batch(PICTURES[:2], methods=SPECIFIC, targets=[1, 2])
+    found = Explainer(model, data_config=DATA).explain_batch(IMAGES[:2], methods=SPECIFIC, targets=[1, 2])
     after = state_of(model)
     for ours, theirs in zip(after, before, strict=True):
         for one, other in zip(ours, theirs, strict=True):
@@ -197,10 +197,10 @@ def test_nothing_is_left_behind_and_the_models_state_does_not_matter(state):
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_a_callers_autograd_mode_does_not_matter(context):
     kept = explainer()
-    expected = [saliency.grid for saliency in kept.explain_batch(PICTURES[:2], methods=SPECIFIC)]
+    expected = [saliency.grid for saliency in kept.explain_batch(IMAGES[:2], methods=SPECIFIC)]
     with context():
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        found = kept.explain_batch(PICTURES[:2], methods=SPECIFIC)
+        found = kept.explain_batch(IMAGES[:2], methods=SPECIFIC)
         assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == modes
     for saliency, grid in zip(found, expected, strict=True):
         np.testing.assert_array_equal(saliency.grid, grid)
@@ -210,10 +210,10 @@ def test_weights_made_in_inference_mode_are_named():
     with torch.inference_mode():
         model = literal_vit.timm_model().float()
     kept = Explainer(model, data_config=DATA)
-    assert kept.explain(PICTURES[0], method="rollout").grid.std() > 0
-    assert kept.explain(PICTURES[0], method="occlusion").grid.std() > 0
+    assert kept.explain(IMAGES[0], method="rollout").grid.std() > 0
+    assert kept.explain(IMAGES[0], method="occlusion").grid.std() > 0
     with pytest.raises(ModelError, match=r"were made under torch\.inference_mode"):
-        kept.explain(PICTURES[0], method="gae")
+        kept.explain(IMAGES[0], method="gae")
 
 
 def test_an_error_in_a_method_leaves_the_model_as_it_was():
@@ -221,7 +221,7 @@ def test_an_error_in_a_method_leaves_the_model_as_it_was():
     before = state_of(model)
     kept = Explainer(model, data_config=DATA)
     with pytest.raises(OptionError, match="start_layer from 1 to 3"):
-        kept.explain(PICTURES[0], method="gae", start_layer=9)
+        kept.explain(IMAGES[0], method="gae", start_layer=9)
     after = state_of(model)
     assert [ours[0] for ours in after] == [theirs[0] for theirs in before]
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -243,13 +243,13 @@ def test_the_papers_definition_is_one_option_away():
     rollout = get_method("rollout").complete({"preset": "paper", "start_layer": 2})
     assert (rollout["head_fusion"], rollout["discard_ratio"], rollout["value_weighted"]) == ("mean", 0.0, False)
     assert rollout["start_layer"] == 2
-    saliency = explainer().explain(PICTURES[0], method="gae", preset="paper")
+    saliency = explainer().explain(IMAGES[0], method="gae", preset="paper")
     assert saliency.options["value_weighted"] is False
     assert "preset" not in saliency.options
     with pytest.raises(OptionError, match="Unknown preset of method gae 'papers'. Did you mean 'paper'"):
-        explainer().explain(PICTURES[0], method="gae", preset="papers")
+        explainer().explain(IMAGES[0], method="gae", preset="papers")
     with pytest.raises(OptionError, match="Unknown option of method gradcam 'preset'"):
-        explainer().explain(PICTURES[0], method="gradcam", preset="paper")
+        explainer().explain(IMAGES[0], method="gradcam", preset="paper")
 
 
 def test_a_method_of_ones_own_is_given_gradients_and_features(monkeypatch):
@@ -264,7 +264,7 @@ def test_a_method_of_ones_own_is_given_gradients_and_features(monkeypatch):
         "mine", gradient_times_feature, defaults={"layer": 2}, needs=["gradients", "features"], class_specific=True
     )
     assert isinstance(method, Method)
-    found = explainer().explain_batch([PICTURES[0]], methods=["mine"], targets=[0, 1])
+    found = explainer().explain_batch([IMAGES[0]], methods=["mine"], targets=[0, 1])
     assert [saliency.target for saliency in found] == [0, 1]
     assert (found[0].grid != found[1].grid).any()
 
@@ -272,20 +272,20 @@ def test_a_method_of_ones_own_is_given_gradients_and_features(monkeypatch):
 # --- Baselines ---
 
 
-def test_random_maps_are_a_pictures_own_and_the_same_every_time():
+def test_random_maps_are_an_images_own_and_the_same_every_time():
     kept = explainer()
-    together = [saliency.grid for saliency in kept.explain_batch(PICTURES, methods=["random"])]
-    for picture, grid in zip(PICTURES, together, strict=True):
-        np.testing.assert_array_equal(kept.explain(picture, method="random").grid, grid)
+    together = [saliency.grid for saliency in kept.explain_batch(IMAGES, methods=["random"])]
+    for image, grid in zip(IMAGES, together, strict=True):
+        np.testing.assert_array_equal(kept.explain(image, method="random").grid, grid)
         assert ((grid >= 0) & (grid < 1)).all()
     assert len({grid.tobytes() for grid in together}) == 4
-    other = kept.explain(PICTURES[0], method="random", random_seed=1).grid
+    other = kept.explain(IMAGES[0], method="random", random_seed=1).grid
     assert (other != together[0]).any()
     many = random_map(torch.arange(400.0).reshape(400, 1, 1, 1), rows=8, cols=8).numpy()
     assert many.mean() == pytest.approx(0.5, abs=0.01)
     assert abs(np.corrcoef(many[:200].ravel(), many[200:].ravel())[0, 1]) < 0.03
     with pytest.raises(OptionError, match="seed of at least 0"):
-        kept.explain(PICTURES[0], method="random", random_seed=-1)
+        kept.explain(IMAGES[0], method="random", random_seed=-1)
 
 
 def test_the_centre_prior_is_its_formula():
@@ -309,7 +309,7 @@ def test_the_centre_prior_of_any_width_is_finite(sigma, edge):
 
 @pytest.fixture(scope="module")
 def localised() -> dict[str, dict[str, np.ndarray]]:
-    """60 drawn pictures with several objects, each explained for two of its classes by every method."""
+    """60 drawn images with several objects, each explained for two of its classes by every method."""
     # As the methods make them: refined, a map is spread over what is like the object, too.
     return localise(60, methods=[name for name in (*SPECIFIC, *AGNOSTIC) if name != "occlusion"], refine=0)
 
@@ -318,7 +318,7 @@ def localised() -> dict[str, dict[str, np.ndarray]]:
     ("method", "least", "right"), [("gae", 0.65, 0.95), ("gradient_rollout", 0.6, 0.95), ("gradcam", 0.5, 0.75)]
 )
 def test_the_asked_class_has_more_than_half_of_the_energy(localised, method, least, right):
-    """In the asked object's own pixels, not around it; for the first class of each picture and for the second."""
+    """In the asked object's own pixels, not around it; for the first class of each image and for the second."""
     found = localised[method]
     for which in (0, 1):
         own, other = found["own"][:, which], found["other"][:, which]
@@ -346,7 +346,7 @@ def test_other_methods_do_not_change_with_the_class(localised, method):
 
 @pytest.mark.parametrize("method", ["gae", "gradient_rollout", "gradcam"])
 def test_class_specific_methods_change_with_the_class(localised, method):
-    """The two maps of a picture have less than a quarter of their energy in common."""
+    """The two maps of an image have less than a quarter of their energy in common."""
     assert localised[method]["change"].min() > 0.0
     assert localised[method]["change"].mean() > 0.75
 

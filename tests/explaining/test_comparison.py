@@ -26,14 +26,14 @@ from torch import nn
 import vitflow
 from tests.typed import typed_here
 from vitflow import Comparison, Explainer
-from vitflow.demo import sample_pictures
+from vitflow.demo import sample_images
 from vitflow.errors import ImageError, NoAttentionError, OptionError, ShapeError, VitflowWarning
 from vitflow.explaining import method_table
 from vitflow.explaining.comparison import DEFAULT_METHODS, Agreement, compare, measure_agreement, spearman, top_overlap
 from vitflow.explaining.options import COMMON
-from vitflow.pictures import DPI, figures, overlay
-from vitflow.pictures.pen import Pen, panel_size
-from vitflow.pictures.typesetting import readable
+from vitflow.images import DPI, figures, overlay
+from vitflow.images.pen import Pen, panel_size
+from vitflow.images.typesetting import readable
 
 OWN = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9}
@@ -54,11 +54,11 @@ def explainer() -> Explainer:
     return Explainer(own_model(), data_config=DATA, class_names=NAMES)
 
 
-def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
+def photo(height: int, width: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-PICTURES = [picture(40, 60), picture(80, 35, 1), picture(9, 70, 2)]
+IMAGES = [photo(40, 60), photo(80, 35, 1), photo(9, 70, 2)]
 
 
 def words(compared: Comparison, tmp_path: Path, **options) -> list[str]:
@@ -86,9 +86,9 @@ def drawn(monkeypatch):
 
 def test_the_maps_are_those_that_the_explainer_gives_alone(explainer):
     methods = ["rollout", ("rollout", {"head_fusion": "min"}), "gae", "random"]
-    compared = compare(PICTURES, model=explainer, methods=methods, targets=[1, 3], discard_ratio=0.37)
-    assert [len(maps) for maps in compared.pictures] == [5, 5, 5]
-    for image, maps in zip(PICTURES, compared.pictures, strict=True):
+    compared = compare(IMAGES, model=explainer, methods=methods, targets=[1, 3], discard_ratio=0.37)
+    assert [len(maps) for maps in compared.images] == [5, 5, 5]
+    for image, maps in zip(IMAGES, compared.images, strict=True):
         expected = [
             explainer.explain(image, method="rollout", discard_ratio=0.37),
             explainer.explain(image, method="rollout", discard_ratio=0.37, head_fusion="min"),
@@ -105,50 +105,50 @@ def test_the_maps_are_those_that_the_explainer_gives_alone(explainer):
         "gae",
         "random",
     )
-    assert [maps[0].source for maps in compared.pictures] == ["picture 1", "picture 2", "picture 3"]
+    assert [maps[0].source for maps in compared.images] == ["image 1", "image 2", "image 3"]
     assert len(compared.saliencies) == 15
-    assert "3 pictures" in repr(compared)
+    assert "3 images" in repr(compared)
 
 
 def test_a_preset_is_told_by_its_name(explainer):
-    compared = compare(PICTURES[0], model=explainer, methods=["rollout", ("rollout", {"preset": "paper"})])
+    compared = compare(IMAGES[0], model=explainer, methods=["rollout", ("rollout", {"preset": "paper"})])
     assert compared.labels == ("rollout", "rollout (as in the paper)")
     paper = {"head_fusion": "mean", "discard_ratio": 0.0, "value_weighted": False, "refine": 0}
-    spelled = compare(PICTURES[0], model=explainer, methods=[("rollout", paper)])
+    spelled = compare(IMAGES[0], model=explainer, methods=[("rollout", paper)])
     assert spelled.labels == ("rollout (as in the paper)",)
 
 
 def test_by_default_there_are_all_quick_methods_and_both_baselines(explainer):
-    compared = compare(PICTURES[0], model=explainer, layers=2)
+    compared = compare(IMAGES[0], model=explainer, layers=2)
     assert tuple(saliency.method for saliency in compared.saliencies) == DEFAULT_METHODS
     assert DEFAULT_METHODS[-2:] == ("random", "centre")
     without = Explainer(own_model(num_classes=0), data_config=DATA)
-    methods = [saliency.method for saliency in compare(PICTURES[0], model=without, layers=2).saliencies]
+    methods = [saliency.method for saliency in compare(IMAGES[0], model=without, layers=2).saliencies]
     assert methods == ["attention", "rollout", "flow", "random", "centre"]
 
 
 def test_a_class_asked_for_twice_appears_once(explainer):
-    top = explainer.explain(PICTURES[0], method="gae").target
-    compared = compare(PICTURES[0], model=explainer, methods=["gae", "rollout"], targets=["top2", top, "狗", 1])
+    top = explainer.explain(IMAGES[0], method="gae").target
+    compared = compare(IMAGES[0], model=explainer, methods=["gae", "rollout"], targets=["top2", top, "狗", 1])
     targets = [saliency.target for saliency in compared.saliencies if saliency.method == "gae"]
     assert targets[0] == top
     assert len(targets) == len(set(targets)) == len({top, 1, targets[1]})
     assert [saliency.method for saliency in compared.saliencies].count("rollout") == 1
 
 
-def test_each_picture_may_have_a_class_of_its_own(explainer):
+def test_each_image_may_have_a_class_of_its_own(explainer):
     own = np.array([3, 0, 4])
-    compared = compare(PICTURES, model=explainer, methods=["gae"], targets=own)
+    compared = compare(IMAGES, model=explainer, methods=["gae"], targets=own)
     assert [saliency.target for saliency in compared.saliencies] == own.tolist()
-    with pytest.raises(OptionError, match="each of 3 pictures"):
-        compare(PICTURES, model=explainer, methods=["gae"], targets=own[:2])
+    with pytest.raises(OptionError, match="each of 3 images"):
+        compare(IMAGES, model=explainer, methods=["gae"], targets=own[:2])
 
 
 def test_a_model_of_ones_own_and_a_model_by_name_work_as_an_explainer_does():
-    found = compare(sample_pictures()[0], model="demo", methods=["rollout"]).saliencies[0]
-    assert found.source == str(sample_pictures()[0])
+    found = compare(sample_images()[0], model="demo", methods=["rollout"]).saliencies[0]
+    assert found.source == str(sample_images()[0])
     own = timm.create_model("test_vit", pretrained=False).eval()
-    assert compare(PICTURES[0], model=own, methods=["rollout"], fit="squash").saliencies[0].placement.sees_everything
+    assert compare(IMAGES[0], model=own, methods=["rollout"], fit="squash").saliencies[0].placement.sees_everything
 
 
 @pytest.mark.parametrize(
@@ -160,13 +160,13 @@ def test_a_model_of_ones_own_and_a_model_by_name_work_as_an_explainer_does():
         (OptionError, "Unknown option", {"methods": ["rollout"], "layer": 3}),
         (OptionError, "Unknown option", {"nonsense": 3}),
         (OptionError, "Unknown class", {"methods": ["gae"], "targets": ["cta"]}),
-        (OptionError, "at least one picture", {"images": []}),
+        (OptionError, "at least one image", {"images": []}),
         (ImageError, "no such file", {"images": ["no-such-file.png"]}),
     ],
 )
 def test_faults_are_named(explainer, error, message, arguments):
     with pytest.raises(error, match=message):
-        compare(**{"images": PICTURES[0], "model": explainer, **arguments})
+        compare(**{"images": IMAGES[0], "model": explainer, **arguments})
 
 
 # --- How they are drawn ----------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_faults_are_named(explainer, error, message, arguments):
 
 def test_rows_are_classes_and_maps_without_a_class_stand_apart_so_that_nothing_is_blank(explainer, drawn):
     compared = compare(
-        PICTURES[:2], model=explainer, methods=["attention", "gae", "gradcam", "random"], targets=[0, 1, 2]
+        IMAGES[:2], model=explainer, methods=["attention", "gae", "gradcam", "random"], targets=[0, 1, 2]
     )
     compared.figure()
     (above, first, _), (below, second, _) = drawn
@@ -184,23 +184,23 @@ def test_rows_are_classes_and_maps_without_a_class_stand_apart_so_that_nothing_i
     assert [column.group for column in below] == ["", "class-specific", "class-specific"]
     assert [[len(cells) for cells in block] for block in first] == [[1, 1, 1]] * 2
     assert [[len(cells) for cells in block] for block in second] == [[3, 3, 3]] * 2
-    for block, maps in zip(second, compared.pictures, strict=True):
+    for block, maps in zip(second, compared.images, strict=True):
         told = [cell.caption[0].partition(",")[0] for cell in block[0]]
         assert told == [saliency.label for saliency in maps if saliency.method == "gae"]
 
 
 def test_more_columns_than_can_be_read_stand_in_two_rows_each_beside_the_photograph(explainer, drawn):
-    figure = compare(PICTURES[0], model=explainer, layers=2).figure()
+    figure = compare(IMAGES[0], model=explainer, layers=2).figure()
     assert [len(columns) for columns, _, _ in drawn] == [5, 5]
     assert [columns[0].title for columns, _, _ in drawn] == ["Photograph"] * 2
     assert figure.get_size_inches()[0] < 8.5
     drawn.clear()
-    compare(PICTURES[0], model=explainer, methods=["rollout", "gae", "gradcam", "random", "centre"]).figure()
+    compare(IMAGES[0], model=explainer, methods=["rollout", "gae", "gradcam", "random", "centre"]).figure()
     assert [len(columns) for columns, _, _ in drawn] == [6]
 
 
 def test_a_strip_tells_times_only_where_they_are_asked_for(explainer, tmp_path):
-    compared = compare(PICTURES[0], model=explainer, methods=["rollout"])
+    compared = compare(IMAGES[0], model=explainer, methods=["rollout"])
     assert not any(re.search(r"\d m?s$", word) for word in words(compared, tmp_path))
     assert any(re.search(r"^\d+(\.\d)? m?s$", word) for word in words(compared, tmp_path, timings=True))
 
@@ -210,7 +210,7 @@ def test_every_caption_says_what_it_must(explainer, tmp_path):
         ("rollout", {"head_fusion": "min", "discard_ratio": 0.37, "patch": (1, 2)}),
         "gae",
     ]
-    two = compare(PICTURES[0], model=explainer, methods=methods, targets=[0, 2])
+    two = compare(IMAGES[0], model=explainer, methods=methods, targets=[0, 2])
     found = words(two, tmp_path)
     joined = " ".join(found)
     for saliency in two.saliencies[1:]:
@@ -227,16 +227,16 @@ def test_every_caption_says_what_it_must(explainer, tmp_path):
         assert told in joined
     assert two.saliencies[0].model in joined
     assert "The line bounds what the model saw" in joined
-    one = compare(PICTURES[0], model=explainer, methods=["gae"], targets=1)
+    one = compare(IMAGES[0], model=explainer, methods=["gae"], targets=1)
     assert f"狗, {one.saliencies[0].probability:.1%}" in words(one, tmp_path)
-    long = compare(PICTURES[0], model=explainer, methods=["gae"], targets=4)
+    long = compare(IMAGES[0], model=explainer, methods=["gae"], targets=4)
     assert f"{long.saliencies[0].probability:.1%}" in words(long, tmp_path), "a long name must not push it out"
-    seen = compare(PICTURES[0], model=Explainer(own_model(), data_config=DATA, fit="squash"), methods=["rollout"])
+    seen = compare(IMAGES[0], model=Explainer(own_model(), data_config=DATA, fit="squash"), methods=["rollout"])
     assert "The line" not in " ".join(words(seen, tmp_path))
 
 
 def test_a_saturated_flow_says_so(explainer, tmp_path):
-    [saliency] = compare(PICTURES[0], model=explainer, methods=["flow"], layers=2).saliencies
+    [saliency] = compare(IMAGES[0], model=explainer, methods=["flow"], layers=2).saliencies
     share = next(value for key, value in saliency.facts.items() if "saturated" in key)
     for told, expected in ((max(share, 0.01), True), (0.009, False)):
         one = replace(saliency, facts={**saliency.facts, "saturated": told})
@@ -250,8 +250,8 @@ def limits_of(cell) -> tuple[str, str]:
 
 
 def test_each_map_has_its_own_colours_unless_a_method_has_one_scale_and_the_caption_states_them(explainer, drawn):
-    compared = compare(PICTURES[:2], model=explainer, methods=["rollout", "gae"], targets=[0, 3])
-    grids = [[s.grid for s in maps if s.method == "gae"] for maps in compared.pictures]
+    compared = compare(IMAGES[:2], model=explainer, methods=["rollout", "gae"], targets=[0, 3])
+    grids = [[s.grid for s in maps if s.method == "gae"] for maps in compared.images]
     for same_scale, shared in ((True, [[np.stack([*grids[0], *grids[1]])] * 2] * 2), (False, grids)):
         for robust in (True, False):
             drawn.clear()
@@ -263,7 +263,7 @@ def test_each_map_has_its_own_colours_unless_a_method_has_one_scale_and_the_capt
                     values = shared[number][row].astype(float)
                     low, high = np.percentile(values, [2, 98]) if robust else (values.min(), values.max())
                     assert limits_of(cell) == readable(low, high)[0]
-                    one = [s for s in compared.pictures[number] if s.method == "gae"][row]
+                    one = [s for s in compared.images[number] if s.method == "gae"][row]
                     expected = Pen(1.5, robust=robust).overlay(one.grid, one.placement, one.image, (low, high))
                     assert np.abs(cell.image.astype(int) - expected).max() <= 1
     drawn.clear()
@@ -272,7 +272,7 @@ def test_each_map_has_its_own_colours_unless_a_method_has_one_scale_and_the_capt
 
 
 def test_maps_with_negative_values_have_colours_on_both_sides_of_0_and_a_bar_of_their_own(explainer, drawn, tmp_path):
-    compared = compare(PICTURES[0], model=explainer, methods=["rollout", "occlusion"])
+    compared = compare(IMAGES[0], model=explainer, methods=["rollout", "occlusion"])
     signed = compared.saliencies[1].grid
     assert signed.min() < 0 < signed.max()
     text = " ".join(words(compared, tmp_path))
@@ -294,9 +294,9 @@ def test_maps_with_negative_values_have_colours_on_both_sides_of_0_and_a_bar_of_
 
 @pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
 @pytest.mark.parametrize("size", [(600, 900), (1100, 500), (40, 60)])
-def test_a_map_lies_in_the_strip_where_it_lies_on_the_picture(fit, size):
+def test_a_map_lies_in_the_strip_where_it_lies_on_the_image(fit, size):
     explaining = Explainer(own_model(), data_config=DATA, fit=fit)
-    saliency = explaining.explain(cv2.GaussianBlur(picture(*size), (0, 0), 5), method="rollout")
+    saliency = explaining.explain(cv2.GaussianBlur(photo(*size), (0, 0), 5), method="rollout")
     limits = overlay.scale_range(saliency.grid)
     pen = Pen.of(1.5, {"mark_unseen": False})
     small = pen.overlay(saliency.grid, saliency.placement, saliency.image, limits)
@@ -312,7 +312,7 @@ def test_a_map_lies_in_the_strip_where_it_lies_on_the_picture(fit, size):
 def test_a_constant_map_is_drawn_and_agrees_with_nothing(explainer, monkeypatch, tmp_path):
     monkeypatch.setattr(method_table, "_METHODS", dict(method_table._METHODS))
     vitflow.register_method("flat", lambda trace: torch.full((len(trace.pixels), 4, 4), 0.25))
-    compared = compare(PICTURES[0], model=explainer, methods=["rollout", "flat"])
+    compared = compare(IMAGES[0], model=explainer, methods=["rollout", "flat"])
     compared.save(tmp_path / "strip.png")
     found = compared.agreement()
     assert found.spearman == ((1.0, None), (None, 1.0))
@@ -324,7 +324,7 @@ def test_a_constant_map_is_drawn_and_agrees_with_nothing(explainer, monkeypatch,
 
 @pytest.mark.parametrize("suffix", ["png", "pdf", "svg"])
 def test_a_strip_is_written_in_every_format_and_names_are_no_formulas(explainer, suffix, tmp_path):
-    compared = compare(PICTURES, model=explainer, methods=["rollout", "gae"], targets=[1, 2, 3, 4])
+    compared = compare(IMAGES, model=explainer, methods=["rollout", "gae"], targets=[1, 2, 3, 4])
     path = compared.save(tmp_path / "deep" / f"strip.{suffix}", cmap="inferno", alpha=0.5, interpolation="nearest")
     assert path.stat().st_size > 5000
     assert [file.name for file in path.parent.iterdir()] == [path.name]
@@ -332,7 +332,7 @@ def test_a_strip_is_written_in_every_format_and_names_are_no_formulas(explainer,
 
 
 def test_other_formats_and_drawing_options_are_refused(explainer, tmp_path):
-    compared = compare(PICTURES[0], model=explainer, methods=["rollout"])
+    compared = compare(IMAGES[0], model=explainer, methods=["rollout"])
     with pytest.raises(OptionError, match=r"'\.gif'.*\.json"):
         compared.save(tmp_path / "strip.gif")
     with pytest.raises(OptionError, match="no drawing options, got cmap"):
@@ -343,7 +343,7 @@ def test_other_formats_and_drawing_options_are_refused(explainer, tmp_path):
 
 
 def test_json_holds_every_value(explainer, tmp_path):
-    compared = compare(PICTURES[:2], model=explainer, methods=["rollout", "gae"], targets=[0, 1])
+    compared = compare(IMAGES[:2], model=explainer, methods=["rollout", "gae"], targets=[0, 1])
     read = json.loads(compared.save(tmp_path / "strip.json").read_text(encoding="utf-8"))
     assert read == json.loads(json.dumps(compared.to_dict()))
     assert len(read["maps"]) == 6 and read["methods"] == ["rollout", "gae"]
@@ -434,11 +434,11 @@ def test_maps_that_cannot_be_compared_are_refused(bad):
             measure_agreement(["one"], [[good]], top=top)
 
 
-def test_agreement_is_the_mean_over_pictures_and_classes(explainer):
-    compared = compare(PICTURES, model=explainer, methods=["attention", "gae", "centre"], targets=[0, 2])
+def test_agreement_is_the_mean_over_images_and_classes(explainer):
+    compared = compare(IMAGES, model=explainer, methods=["attention", "gae", "centre"], targets=[0, 2])
     found = compared.agreement(top=0.2)
     rho, share, between = [], [], []
-    for maps in compared.pictures:
+    for maps in compared.images:
         attention, first, second, centre = (one.grid.ravel() for one in maps)
         rho += [spearmanr(attention, first).statistic, spearmanr(attention, second).statistic]
         share += [top_overlap(centre, first, 0.2), top_overlap(centre, second, 0.2)]
@@ -500,9 +500,9 @@ def peers(monkeypatch) -> ModuleType:
 
 def test_peers_become_columns_with_their_own_numbers(explainer, peers, tmp_path):
     names = peers.register_peers()
-    compared = compare(PICTURES[0], model=explainer, methods=["gae", *names, "centre"], targets=[1, 4])
+    compared = compare(IMAGES[0], model=explainer, methods=["gae", *names, "centre"], targets=[1, 4])
     assert compared.labels == ("gae", *names, "centre")
-    model, pixels = explainer.model, explainer.pixels(PICTURES[0])
+    model, pixels = explainer.model, explainer.pixels(IMAGES[0])
     for target in (1, 4):
         found = {s.method: s.grid for s in compared.saliencies if s.target == target}
         with GradCAM(
@@ -524,7 +524,7 @@ def test_peers_leave_the_gradients_of_the_parameters_alone(peers):
     for number, (name, parameter) in enumerate(model.named_parameters()):
         parameter.grad = torch.full_like(parameter, float(number)) if number % 2 else None
         before[name] = parameter.grad
-    compare(PICTURES[0], model=Explainer(model, data_config=DATA), methods=peers.register_peers())
+    compare(IMAGES[0], model=Explainer(model, data_config=DATA), methods=peers.register_peers())
     for name, parameter in model.named_parameters():
         assert parameter.grad is before[name]
         if before[name] is not None:
@@ -533,7 +533,7 @@ def test_peers_leave_the_gradients_of_the_parameters_alone(peers):
 
 def test_the_example_runs_with_the_demo_model(peers, monkeypatch, capsys, tmp_path):
     path = tmp_path / "peers.png"
-    monkeypatch.setattr(sys, "argv", ["compare_with_peers.py", str(sample_pictures()[0]), "-o", str(path)])
+    monkeypatch.setattr(sys, "argv", ["compare_with_peers.py", str(sample_images()[0]), "-o", str(path)])
     peers.main()
     told = capsys.readouterr().out
     assert told.splitlines()[-1] == str(path)
@@ -553,32 +553,32 @@ def run(monkeypatch, capsys, tmp_path):
 
 
 def test_the_command_writes_a_strip_and_prints_its_path_and_the_agreement(run, tmp_path):
-    image = sample_pictures()[0]
+    image = sample_images()[0]
     methods = ["--method", "rollout:head-fusion=min,discard_ratio=0.37,patch=3,7", "--method", "gae"]
     code, out, err = run(image, *methods, "--class", "top2", "--residual", "0.4")
     assert code == 0, err
     assert out == f"{image.stem}-compare.png\n"
     assert (tmp_path / out.strip()).is_file()
     assert "1  rollout (min over heads, 37% discarded, residual 0.4, patch (3, 7))" in err
-    assert "between the classes of a picture" in err
+    assert "between the classes of an image" in err
 
 
-def test_a_strip_of_several_pictures_is_named_after_them(run, tmp_path):
-    images = sample_pictures()[:3]
+def test_a_strip_of_several_images_is_named_after_them(run, tmp_path):
+    images = sample_images()[:3]
     code, out, err = run(*images, "--method", "centre")
     assert (code, out) == (0, f"{images[0].stem}-and-2-more-compare.png\n"), err
     assert (tmp_path / out.strip()).is_file()
 
 
 def test_the_command_reads_whole_numbers_of_a_method(run):
-    code, out, err = run(sample_pictures()[0], "--method", "gae:refine=1,affinity=keys", "--json")
+    code, out, err = run(sample_images()[0], "--method", "gae:refine=1,affinity=keys", "--json")
     assert code == 0, err
     options = json.loads(out)["maps"][0]["options"]
     assert (options["refine"], options["affinity"]) == (1, "keys")
 
 
-def test_the_command_prints_an_object_per_picture(run, tmp_path):
-    images = sample_pictures()[:2]
+def test_the_command_prints_an_object_per_image(run, tmp_path):
+    images = sample_images()[:2]
     methods = ["--method", "gae", "--method", "random"]
     code, out, err = run(*images, *methods, "--class", "0", "--json", "-o", "out/a.svg", "--same-scale")
     assert code == 0, err
@@ -594,17 +594,17 @@ def test_the_command_prints_an_object_per_picture(run, tmp_path):
 
 
 def test_the_command_writes_numbers(run, tmp_path):
-    code, out, err = run(sample_pictures()[0], "--method", "rollout", "-o", "numbers.json", "--cmap", "jet")
+    code, out, err = run(sample_images()[0], "--method", "rollout", "-o", "numbers.json", "--cmap", "jet")
     assert (code, out) == (0, "numbers.json\n"), err
     assert np.shape(json.loads((tmp_path / "numbers.json").read_text(encoding="utf-8"))["maps"][0]["grid"]) == (12, 12)
 
 
 def test_options_of_a_registered_method_are_read_as_their_defaults_are(peers, run):
     peers.register_peers()
-    code, out, err = run(sample_pictures()[0], "--method", "Integrated gradients (captum):steps=3", "--json")
+    code, out, err = run(sample_images()[0], "--method", "Integrated gradients (captum):steps=3", "--json")
     assert code == 0, err
     assert json.loads(out)["maps"][0]["options"] == {"steps": 3, **COMMON}
-    assert run(sample_pictures()[0], "--method", "Integrated gradients (captum):steps=many")[0] == 2
+    assert run(sample_images()[0], "--method", "Integrated gradients (captum):steps=many")[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -618,12 +618,12 @@ def test_options_of_a_registered_method_are_read_as_their_defaults_are(peers, ru
         (["--method", "rollout", "--method", "rollout"], "rollout twice"),
         (["--method", "random", "--head-fusion", "max"], "Unknown option of method random"),
         (["-o", "strip.gif"], "ends in .png, .pdf, .svg, .json"),
-        (["-o", "cat.png"], "would overwrite the picture"),
+        (["-o", "cat.png"], "would overwrite the image"),
         (["--method", "rollout", "--class", "no such class"], "Unknown class"),
     ],
 )
 def test_wrong_usage_says_so_and_writes_nothing(arguments, message, run, tmp_path):
-    Image.fromarray(picture(20, 20)).save(tmp_path / "cat.png")
+    Image.fromarray(photo(20, 20)).save(tmp_path / "cat.png")
     code, out, err = run("cat.png", *arguments)
     assert code == 2, err
     assert message in err
@@ -631,8 +631,8 @@ def test_wrong_usage_says_so_and_writes_nothing(arguments, message, run, tmp_pat
     assert [file.name for file in tmp_path.iterdir()] == ["cat.png"]
 
 
-def test_a_picture_that_cannot_be_read_or_a_place_that_cannot_be_written_fails_with_one_line(run, tmp_path):
-    for arguments in (["missing.png"], [sample_pictures()[0], "-o", "file/strip.png"]):
+def test_an_image_that_cannot_be_read_or_a_place_that_cannot_be_written_fails_with_one_line(run, tmp_path):
+    for arguments in (["missing.png"], [sample_images()[0], "-o", "file/strip.png"]):
         (tmp_path / "file").write_text("not a folder")
         code, out, err = run(*arguments, "--method", "rollout")
         assert (code, out) == (1, "")
@@ -654,9 +654,9 @@ def test_usage_errors_load_no_torch():
 def test_default_methods_that_do_not_apply_to_the_model_are_left_out_and_told():
     torch.manual_seed(0)
     model = timm.create_model("convnext_atto", num_classes=4).eval()
-    picture = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
+    image = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
     with pytest.warns(VitflowWarning, match="Left out: attention, rollout, flow, gradient_rollout, gae. No attention"):
-        comparison = compare(picture, model=model)
+        comparison = compare(image, model=model)
     assert [saliency.method for saliency in comparison.saliencies] == ["gradcam", "random", "centre"]
     with pytest.raises(NoAttentionError):
-        compare(picture, model=model, methods=["rollout"])
+        compare(image, model=model, methods=["rollout"])

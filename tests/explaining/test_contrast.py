@@ -10,16 +10,16 @@ from click.testing import CliRunner
 
 from vitflow import Contrast, Explainer, compare
 from vitflow.cli import cli
-from vitflow.demo import draw_picture, sample_pictures
+from vitflow.demo import draw_image, sample_images
 from vitflow.errors import OptionError
 from vitflow.explaining.method_table import list_methods
 from vitflow.explaining.saliency import contrasted
 from vitflow.folder.decoders import Decoded
-from vitflow.folder.work import Picture, PictureMaps, draw_files, make_job
-from vitflow.pictures.images import write_image
+from vitflow.folder.work import ImageMaps, InputImage, draw_files, make_job
+from vitflow.images.reading import write_image
 
-PICTURE = draw_picture(0)
-FIRST, SECOND = PICTURE.labels[:2]
+IMAGE = draw_image(0)
+FIRST, SECOND = IMAGE.labels[:2]
 SPECIFIC = [method.name for method in list_methods() if method.class_specific]
 #: What makes the methods that ask the model hundreds of times ask it less often.
 FEWER = {"occlusion": {"patch_size": 24}, "sampling": {"masks": 64}, "consensus": {"masks": 64}}
@@ -33,26 +33,26 @@ def demo():
 @pytest.mark.parametrize("method", SPECIFIC)
 def test_a_contrast_is_the_difference_of_the_two_maps_scaled(demo, method):
     asked = {"method": method, **FEWER.get(method, {})}
-    found = demo.explain(PICTURE.image, target=Contrast(FIRST, against=SECOND), **asked)
+    found = demo.explain(IMAGE.image, target=Contrast(FIRST, against=SECOND), **asked)
     shares = []
     for target in (FIRST, SECOND):
-        grid = demo.explain(PICTURE.image, target=target, **asked).grid.astype(np.float64)
+        grid = demo.explain(IMAGE.image, target=target, **asked).grid.astype(np.float64)
         shares.append(grid / np.abs(grid).sum())
     np.testing.assert_allclose(found.grid, shares[0] - shares[1], rtol=0, atol=1e-6)
-    turned = demo.explain(PICTURE.image, target=Contrast(SECOND, against=FIRST), **asked)
+    turned = demo.explain(IMAGE.image, target=Contrast(SECOND, against=FIRST), **asked)
     np.testing.assert_allclose(turned.grid, -found.grid, rtol=0, atol=1e-6)
 
 
 def test_it_lies_on_the_first_object_and_off_the_second(demo):
-    grid = demo.explain(PICTURE.image, method="gae", target=Contrast(FIRST, against=SECOND)).heatmap
-    first, second = (np.nanmean(grid[PICTURE.mask_of(label)]) for label in (FIRST, SECOND))
+    grid = demo.explain(IMAGE.image, method="gae", target=Contrast(FIRST, against=SECOND)).heatmap
+    first, second = (np.nanmean(grid[IMAGE.mask_of(label)]) for label in (FIRST, SECOND))
     assert first > 0 > second
 
 
 def test_its_number_is_the_difference_of_the_logits_and_it_has_a_name(demo):
-    found = demo.explain(PICTURE.image, method="gae", target=Contrast(FIRST, against=SECOND))
+    found = demo.explain(IMAGE.image, method="gae", target=Contrast(FIRST, against=SECOND))
     with torch.no_grad():
-        logits = demo.logits(demo.pixels(PICTURE.image))[0]
+        logits = demo.logits(demo.pixels(IMAGE.image))[0]
     assert found.answer.number == found.contrast.value
     assert found.answer.number == pytest.approx(float(logits[FIRST] - logits[SECOND]), abs=1e-4)
     names = demo.class_names
@@ -61,24 +61,24 @@ def test_its_number_is_the_difference_of_the_logits_and_it_has_a_name(demo):
     record = json.loads(json.dumps(found.to_dict()))
     assert (record["class_index"], record["class_name"], record["probability"]) == (None, None, None)
     assert (record["target"], record["value"]) == (found.answer.name, found.answer.number)
-    plain = demo.explain(PICTURE.image, method="gae", target=FIRST)
+    plain = demo.explain(IMAGE.image, method="gae", target=FIRST)
     assert (plain.to_dict()["target"], plain.to_dict()["value"]) == (names[FIRST], plain.probability)
     assert plain.answer.told == f"{plain.probability:.1%}"
 
 
 def test_of_a_multi_label_model_the_number_is_the_difference_of_the_logits_too(demo):
     sigmoid = Explainer(demo.model, activation="sigmoid")
-    found = sigmoid.explain(PICTURE.image, method="gradcam", target=Contrast(FIRST, against=SECOND))
+    found = sigmoid.explain(IMAGE.image, method="gradcam", target=Contrast(FIRST, against=SECOND))
     with torch.no_grad():
-        logits = demo.logits(demo.pixels(PICTURE.image))[0]
+        logits = demo.logits(demo.pixels(IMAGE.image))[0]
     assert found.contrast.value == pytest.approx(float(logits[FIRST] - logits[SECOND]), abs=1e-4)
 
 
 def test_names_several_contrasts_and_the_predicted_class(demo):
-    predicted = demo.explain(PICTURE.image).predicted
+    predicted = demo.explain(IMAGE.image).predicted
     other = next(index for index in range(demo.num_classes) if index != predicted)
     contrasts = [Contrast(None, against=other), Contrast(demo.class_names[other].upper(), against="top1")]
-    found = demo.explain_batch([PICTURE.image] * 2, methods=["gae", "gradcam"], targets=contrasts)
+    found = demo.explain_batch([IMAGE.image] * 2, methods=["gae", "gradcam"], targets=contrasts)
     assert [one.method for one in found] == ["gae", "gae", "gradcam", "gradcam"] * 2
     assert [(one.contrast.target, one.contrast.against) for one in found] == [
         (predicted, other),
@@ -98,11 +98,11 @@ def test_names_several_contrasts_and_the_predicted_class(demo):
 )
 def test_what_makes_no_sense_is_refused(demo, method, targets, words):
     with pytest.raises(OptionError, match=words):
-        demo.explain_batch([PICTURE.image], methods=[method], targets=targets)
+        demo.explain_batch([IMAGE.image], methods=[method], targets=targets)
 
 
 def test_a_comparison_shows_contrasts_in_two_colours(demo, tmp_path):
-    found = compare(sample_pictures()[0], model=demo, targets=[Contrast(1, 2), Contrast(1, 3)])
+    found = compare(sample_images()[0], model=demo, targets=[Contrast(1, 2), Contrast(1, 3)])
     assert {one.method for one in found.saliencies} == {"gradient_rollout", "gae", "gradcam"}
     assert len(found.saliencies) == 6
     assert all(one.grid.min() < 0 < one.grid.max() for one in found.saliencies)
@@ -110,35 +110,35 @@ def test_a_comparison_shows_contrasts_in_two_colours(demo, tmp_path):
 
 
 def test_the_command_line_sets_a_class_against_the_class(tmp_path, demo):
-    picture = tmp_path / "one.png"
-    write_image(picture, PICTURE.image)
+    image = tmp_path / "one.png"
+    write_image(image, IMAGE.image)
     names = demo.class_names
-    own = [str(picture), "--against", str(SECOND), "-o", str(tmp_path / "map.png"), "--json"]
+    own = [str(image), "--against", str(SECOND), "-o", str(tmp_path / "map.png"), "--json"]
     result = CliRunner().invoke(cli, ["explain", "--model", "demo", "--method", "gae", "--class", names[FIRST], *own])
     assert result.exit_code == 0, result.stderr
     record = json.loads(result.stdout)
     assert record["target"] == f"{names[FIRST]} against {names[SECOND]}"
     assert record["class_index"] is None and record["value"] == pytest.approx(record["value"])
     assert "in logits" in result.stderr
-    own = [str(picture), "--against", str(SECOND), "--method", "gae", "-o", str(tmp_path / "strip.png"), "--json"]
+    own = [str(image), "--against", str(SECOND), "--method", "gae", "-o", str(tmp_path / "strip.png"), "--json"]
     result = CliRunner().invoke(cli, ["compare", "--model", "demo", "--class", str(FIRST), *own])
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["maps"][0]["target"] == f"{names[FIRST]} against {names[SECOND]}"
     own = ["--method", "rollout", "--against", "1", "-o", str(tmp_path / "x.png")]
-    refused = CliRunner().invoke(cli, ["explain", "--model", "demo", str(picture), *own])
+    refused = CliRunner().invoke(cli, ["explain", "--model", "demo", str(image), *own])
     assert refused.exit_code == 2 and "class-specific" in refused.stderr
 
 
 def test_a_folder_and_its_report_show_contrasts(tmp_path, demo):
     (tmp_path / "in").mkdir()
-    write_image(tmp_path / "in" / "one.png", PICTURE.image)
+    write_image(tmp_path / "in" / "one.png", IMAGE.image)
     own = [str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--class", str(FIRST), "--against", str(SECOND)]
     result = CliRunner().invoke(cli, ["folder", "--model", "demo", *own, "--method", "gae", "--report"])
     assert result.exit_code == 0, result.output
     row = json.loads((tmp_path / "out" / "manifest.jsonl").read_text())
     assert row["target"] == f"{demo.class_names[FIRST]} against {demo.class_names[SECOND]}"
     assert (row["class_index"], row["probability"]) == (None, None)
-    contrast = demo.explain(PICTURE.image, method="gae", target=Contrast(FIRST, against=SECOND)).contrast
+    contrast = demo.explain(IMAGE.image, method="gae", target=Contrast(FIRST, against=SECOND)).contrast
     assert row["value"] == pytest.approx(contrast.value, abs=1e-3)
     assert row["target"] in (tmp_path / "out" / "report.html").read_text()
     result = CliRunner().invoke(
@@ -150,18 +150,18 @@ def test_a_folder_and_its_report_show_contrasts(tmp_path, demo):
 
 
 def test_a_probability_that_was_rounded_to_0_gives_no_number(demo):
-    first, second = demo.explain_batch([PICTURE.image], methods=["gae"], targets=[0, 1])
+    first, second = demo.explain_batch([IMAGE.image], methods=["gae"], targets=[0, 1])
     told = contrasted(first, replace(second, answer=replace(second.answer, number=0.0)))
     assert told.contrast.value is None and told.answer.told == ""
     assert json.loads(json.dumps(told.to_dict(), allow_nan=False))["value"] is None
 
 
 def test_the_row_of_such_a_contrast_has_no_number_rather_than_0(demo):
-    first, second = demo.explain_batch([PICTURE.image], methods=["gae"], targets=[0, 1])
+    first, second = demo.explain_batch([IMAGE.image], methods=["gae"], targets=[0, 1])
     told = contrasted(first, replace(second, answer=replace(second.answer, number=0.0)))
     job = make_job(["gae"], {}, target=Contrast(0, 1))
-    picture = Picture("one.png", "one", Decoded(image=PICTURE.image))
-    row, *_ = draw_files(picture, PictureMaps([told]), job)
+    image = InputImage("one.png", "one", Decoded(image=IMAGE.image))
+    row, *_ = draw_files(image, ImageMaps([told]), job)
     assert row["target"] == told.contrast.name and row["value"] is None
     told = replace(told, answer=replace(told.answer, number=0.0))
-    assert draw_files(picture, PictureMaps([told]), job)[0]["value"] == 0.0
+    assert draw_files(image, ImageMaps([told]), job)[0]["value"] == 0.0

@@ -6,14 +6,14 @@ import pytest
 
 import vitflow
 from vitflow import prompts, similarity_to
-from vitflow.demo import sample_pictures
+from vitflow.demo import sample_images
 from vitflow.errors import OptionError
 from vitflow.explaining.choices import choose_methods
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Contrast
 from vitflow.folder.batch_explainer import BatchExplainer
 
-PICTURE = sample_pictures()[0]
+IMAGE = sample_images()[0]
 
 
 @pytest.fixture(scope="module")
@@ -26,34 +26,34 @@ TARGETS = [(None, "rollout"), ("orange disc", "gae"), (0, "gae"), ("top1", "gae"
 
 @pytest.mark.parametrize(("target", "method"), TARGETS)
 def test_with_a_target_the_default_is_gae_and_without_one_rollout(demo, target, method):
-    one = demo.explain(PICTURE, target=target)
+    one = demo.explain(IMAGE, target=target)
     assert one.method == one.to_dict()["method"] == method
-    assert (one.grid == demo.explain(PICTURE, target=target, method=method).grid).all()
-    assert {found.method for found in demo.explain_batch([PICTURE], targets=target)} == {method}
+    assert (one.grid == demo.explain(IMAGE, target=target, method=method).grid).all()
+    assert {found.method for found in demo.explain_batch([IMAGE], targets=target)} == {method}
     if not isinstance(target, Contrast):  # a sheet of layers takes none
-        assert vitflow.layer_maps(PICTURE, model=demo, target=target).built_up[-1].method == method
+        assert vitflow.layer_maps(IMAGE, model=demo, target=target).built_up[-1].method == method
 
 
 def test_the_one_shot_function_and_several_targets_follow_the_same_rule(demo):
-    assert vitflow.explain(PICTURE, model="demo", target=0).method == "gae"
-    assert [one.method for one in demo.explain_batch([PICTURE], targets=[0, 1])] == ["gae", "gae"]
-    assert demo.explain(PICTURE, target=0, method="rollout").method == "rollout"
+    assert vitflow.explain(IMAGE, model="demo", target=0).method == "gae"
+    assert [one.method for one in demo.explain_batch([IMAGE], targets=[0, 1])] == ["gae", "gae"]
+    assert demo.explain(IMAGE, target=0, method="rollout").method == "rollout"
 
 
-def test_reference_pictures_prompts_and_functions_are_targets(demo):
-    like = Explainer(demo.model, outputs=similarity_to([sample_pictures()[1]]))
-    assert like.explain(PICTURE).method == "gae"
+def test_reference_images_prompts_and_functions_are_targets(demo):
+    like = Explainer(demo.model, outputs=similarity_to([sample_images()[1]]))
+    assert like.explain(IMAGE).method == "gae"
     function = Explainer(demo.model, outputs=lambda output: output[:, :2])
-    assert function.explain(PICTURE).method == "gae"
-    assert Explainer("demo-text", outputs=prompts(["a disc", "a ring"])).explain(PICTURE).method == "gae"
+    assert function.explain(IMAGE).method == "gae"
+    assert Explainer("demo-text", outputs=prompts(["a disc", "a ring"])).explain(IMAGE).method == "gae"
 
 
 def test_an_option_that_the_chosen_method_has_not_is_refused_with_the_reason(demo):
     reason = "Method gae has no option 'discard_ratio'. No method was named, and gae .* because there is a target"
     for explain in (demo.explain, partial(vitflow.layer_maps, model=demo)):
         with pytest.raises(OptionError, match=reason + ".*rollout"):
-            explain(PICTURE, target=0, discard_ratio=0.5)
-    assert demo.explain(PICTURE, discard_ratio=0.5).options["discard_ratio"] == 0.5
+            explain(IMAGE, target=0, discard_ratio=0.5)
+    assert demo.explain(IMAGE, discard_ratio=0.5).options["discard_ratio"] == 0.5
     with pytest.raises(
         OptionError, match="Method rollout has no option 'masks'.* because there is no target.*sampling"
     ):
@@ -63,21 +63,21 @@ def test_an_option_that_the_chosen_method_has_not_is_refused_with_the_reason(dem
 @pytest.mark.parametrize(("target", "method"), [(None, "rollout"), (0, "gae")])
 def test_a_folder_follows_the_rule_and_resumes(demo, tmp_path, target, method):
     for kept in (0, 1):
-        summary = vitflow.explain_folder(PICTURE, tmp_path, model=demo, target=target)
+        summary = vitflow.explain_folder(IMAGE, tmp_path, model=demo, target=target)
         assert (summary.explained, summary.kept) == (1, kept)
-    assert (tmp_path / f"{PICTURE.stem}-{method}.jpg").exists()
+    assert (tmp_path / f"{IMAGE.stem}-{method}.jpg").exists()
 
 
 def test_a_folder_explained_by_a_function_that_makes_an_explainer_follows_the_rule(demo, tmp_path):
-    like = Explainer(demo.model, outputs=similarity_to([sample_pictures()[1]]))
-    vitflow.explain_folder(PICTURE, tmp_path, model=lambda: like)
-    assert (tmp_path / f"{PICTURE.stem}-gae.jpg").exists()
+    like = Explainer(demo.model, outputs=similarity_to([sample_images()[1]]))
+    vitflow.explain_folder(IMAGE, tmp_path, model=lambda: like)
+    assert (tmp_path / f"{IMAGE.stem}-gae.jpg").exists()
 
 
 def test_a_batch_explainer_follows_the_rule_or_asks_for_the_method(demo):
     assert BatchExplainer("demo").labels == ["rollout"] and BatchExplainer("demo", target=0).labels == ["gae"]
-    like = Explainer(demo.model, outputs=similarity_to([sample_pictures()[1]]))
-    batch = {"image": [str(PICTURE)], "id": ["one"]}
+    like = Explainer(demo.model, outputs=similarity_to([sample_images()[1]]))
+    batch = {"image": [str(IMAGE)], "id": ["one"]}
     with pytest.raises(OptionError, match=r"Expected methods with an explainer that is asked .*methods=\['gae'\]"):
         BatchExplainer(lambda: like)(batch)
     assert BatchExplainer(lambda: like, ["gae"])(batch)["status"].tolist() == ["explained"]
@@ -96,4 +96,4 @@ def test_a_batch_explainer_follows_the_rule_or_asks_for_the_method(demo):
 )
 def test_singular_and_plural_names_say_the_right_call(demo, call, options, message):
     with pytest.raises(OptionError, match=message):
-        getattr(demo, call)(PICTURE, **options)
+        getattr(demo, call)(IMAGE, **options)

@@ -7,16 +7,16 @@ from matplotlib.text import Text
 
 import vitflow
 from vitflow import Explainer
-from vitflow.demo import sample_pictures
+from vitflow.demo import sample_images
 from vitflow.explaining.captions import departures, departures_from_paper, own_options
 from vitflow.explaining.method import Method
 from vitflow.explaining.method_table import BUILT_IN, get_method
 from vitflow.explaining.strips import draw_comparison
-from vitflow.pictures.pen import Pen
+from vitflow.images.pen import Pen
 from vitflow.text.labels import caption
 from vitflow.text.method_table import TEXT_METHODS, for_kind
 
-PICTURE = sample_pictures()[0]
+IMAGE = sample_images()[0]
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +80,8 @@ def test_own_options_are_told_beside_the_defaults_as_before():
 
 
 def test_raw_attention_is_raw(explainer):
-    found = explainer.explain(PICTURE, method="attention", layer=3)
-    trace = explainer.record(PICTURE)
+    found = explainer.explain(IMAGE, method="attention", layer=3)
+    trace = explainer.record(IMAGE)
     heads = trace.heads(value_weighted=False)[2].double()
     expected = trace.layout.to_grid(torch.einsum("bq,bhqk->bk", trace.readout.double(), heads) / heads.shape[1])
     np.testing.assert_allclose(found.grid, expected[0].cpu().numpy(), rtol=1e-5, atol=1e-8)
@@ -92,14 +92,14 @@ def test_figures_strips_sheets_and_json_tell_the_departure_under_the_name(explai
     told = "value-weighted, refined by both"
     for method in ("attention", "gae"):
         for given, line in (({"preset": "paper", **options}, told), ({"preset": "paper"}, "")):
-            saliency = explainer.explain(PICTURE, method=method, **given)
+            saliency = explainer.explain(IMAGE, method=method, **given)
             assert saliency.to_dict()["departures_from_paper"] == line
             for figure in (saliency.figure(), draw_comparison([[saliency]], Pen(2.5))):
                 words = [text.get_text() for text in figure.findobj(Text)]
                 assert (line in words) == bool(line)
                 if not line:
                     assert not any("weighted" in word or "refined" in word for word in words)
-    sheet = vitflow.layer_maps(PICTURE, model=explainer, method="gae", value_weighted="output")
+    sheet = vitflow.layer_maps(IMAGE, model=explainer, method="gae", value_weighted="output")
     words = " ".join(text.get_text() for text in sheet.figure().findobj(Text))
     assert "raw attention of each layer, value-weighted" in words
     assert "GAE (max over heads, value-weighted, refined by" in words

@@ -1,4 +1,4 @@
-"""From pictures to saliency: batches, fits, targets, wrappers, and errors that say what to do."""
+"""From images to saliency: batches, fits, targets, wrappers, and errors that say what to do."""
 
 import json
 from collections import UserDict, namedtuple
@@ -40,19 +40,19 @@ def explainer(fit: str = "crop", **options) -> Explainer:
     return Explainer(own_model(**options), fit=fit, data_config=DATA)
 
 
-def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
+def photo(height: int, width: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-PICTURES = [picture(40, 60), picture(80, 35, 1), picture(32, 32, 2), picture(33, 61, 3), picture(9, 7, 4)]
+IMAGES = [photo(40, 60), photo(80, 35, 1), photo(32, 32, 2), photo(33, 61, 3), photo(9, 7, 4)]
 
 
 @pytest.mark.parametrize("fit", ["crop", "squash", "pad", "native"])
-def test_a_batch_gives_what_single_pictures_give(fit):
+def test_a_batch_gives_what_single_images_give(fit):
     explaining = explainer(fit, dynamic_img_size=True)
-    together = explaining.explain_batch(PICTURES, methods=["rollout", ("attention", {"head": 1})], head_fusion="max")
+    together = explaining.explain_batch(IMAGES, methods=["rollout", ("attention", {"head": 1})], head_fusion="max")
     assert len(together) == 10
-    for index, image in enumerate(PICTURES):
+    for index, image in enumerate(IMAGES):
         for offset, (method, options) in enumerate([("rollout", {}), ("attention", {"head": 1})]):
             alone = explaining.explain(image, method=method, head_fusion="max", **options)
             found = together[2 * index + offset]
@@ -63,7 +63,7 @@ def test_a_batch_gives_what_single_pictures_give(fit):
 
 
 def test_native_keeps_the_aspect_ratio_and_sees_everything():
-    wide = explainer("native", dynamic_img_size=True).explain(picture(40, 120))
+    wide = explainer("native", dynamic_img_size=True).explain(photo(40, 120))
     assert wide.grid.shape[1] > 2 * wide.grid.shape[0]
     assert np.isfinite(wide.heatmap).all()
 
@@ -74,7 +74,7 @@ def test_native_needs_a_dynamic_model():
 
 
 def test_crop_shows_what_the_model_did_not_see():
-    saliency = explainer().explain(picture(40, 80))
+    saliency = explainer().explain(photo(40, 80))
     left, top, right, bottom = saliency.placement.seen_box
     heatmap, overlay = saliency.heatmap, saliency.overlay()
     assert 0 < left < right < 80
@@ -84,8 +84,8 @@ def test_crop_shows_what_the_model_did_not_see():
     assert (overlay[top:bottom, left:right] != saliency.image[top:bottom, left:right]).any()
 
 
-def test_rollout_of_a_picture_is_rollout_of_its_recorded_attention():
-    explaining, image = explainer(), picture(50, 50)
+def test_rollout_of_an_image_is_rollout_of_its_recorded_attention():
+    explaining, image = explainer(), photo(50, 50)
     pixels = explaining.pixels(image)
     with torch.no_grad(), vitflow.record_attention(explaining.model) as trace:
         explaining.model(pixels)
@@ -95,7 +95,7 @@ def test_rollout_of_a_picture_is_rollout_of_its_recorded_attention():
 
 
 def test_a_patch_can_be_asked_instead_of_the_answer():
-    explaining, image = explainer(), picture(50, 50)
+    explaining, image = explainer(), photo(50, 50)
     with torch.no_grad(), vitflow.record_attention(explaining.model) as trace:
         explaining.model(explaining.pixels(image))
     plain = {"value_weighted": False, "refine": 0}
@@ -106,31 +106,31 @@ def test_a_patch_can_be_asked_instead_of_the_answer():
         explaining.explain(image, patch=(4, 0))
 
 
-def test_pictures_are_called_by_their_names():
-    explaining, images = explainer(), [picture(40, 40), picture(40, 60)]
-    assert [found.source for found in explaining.explain_batch(images)] == ["picture 1", "picture 2"]
+def test_images_are_called_by_their_names():
+    explaining, images = explainer(), [photo(40, 40), photo(40, 60)]
+    assert [found.source for found in explaining.explain_batch(images)] == ["image 1", "image 2"]
     assert [found.source for found in explaining.explain_batch(images, names=["a", "b"])] == ["a", "b"]
-    with pytest.raises(OptionError, match="one name for each of 2 pictures, got 1"):
+    with pytest.raises(OptionError, match="one name for each of 2 images, got 1"):
         explaining.explain_batch(images, names=["a"])
 
 
-def test_one_picture_is_a_batch_of_one(tmp_path):
+def test_one_image_is_a_batch_of_one(tmp_path):
     explaining, path = explainer(), tmp_path / "p" / "cat.png"
     path.parent.mkdir()
-    Image.fromarray(picture(40, 60)).save(path)
-    expected = explaining.explain(picture(40, 60)).grid
+    Image.fromarray(photo(40, 60)).save(path)
+    expected = explaining.explain(photo(40, 60)).grid
     with Image.open(path) as opened:
         opened.load()
-    for one in (str(path), path, path.read_bytes(), opened, picture(40, 60)):
+    for one in (str(path), path, path.read_bytes(), opened, photo(40, 60)):
         [found] = explaining.explain_batch(one)
         np.testing.assert_array_equal(found.grid, expected)
-    assert len(explaining.explain_batch(np.stack([picture(40, 60)] * 2))) == 2
-    with pytest.raises(ImageError, match=r"got the folder .*\. vitflow\.explain_folder explains all pictures in it"):
+    assert len(explaining.explain_batch(np.stack([photo(40, 60)] * 2))) == 2
+    with pytest.raises(ImageError, match=r"got the folder .*\. vitflow\.explain_folder explains all images in it"):
         explaining.explain_batch(path.parent)
 
 
 def test_a_method_and_a_target_by_the_name_that_another_function_gives_them():
-    explaining, image = explainer(), picture(40, 40)
+    explaining, image = explainer(), photo(40, 40)
     for wrong, right in (({"method": "gae"}, r"methods=\['gae'\]"), ({"target": 3}, r"targets=3")):
         with pytest.raises(OptionError, match=f"Expected {right}, which takes .*, got {next(iter(wrong))}="):
             explaining.explain_batch([image], **wrong)
@@ -174,7 +174,7 @@ def test_imagenet_classes_by_any_of_their_names():
 
 def test_targets_by_index_and_by_name():
     explaining = Explainer(own_model(), data_config=DATA, class_names=["ant", "bee", "cow", "dog", "Emu"])
-    image = picture(40, 40)
+    image = photo(40, 40)
     predicted = explaining.explain(image)
     with torch.no_grad():
         probabilities = explaining.model(explaining.pixels(image)).softmax(-1)[0]
@@ -220,7 +220,7 @@ def test_a_model_goes_by_the_name_that_the_user_gives_it():
     model = timm.create_model("test_vit.r160_in1k")
     assert "test_vit, 1000 classes" in repr(Explainer(model))  # random weights, whatever tag timm writes
     explaining = Explainer(model, name="birds,\nepoch 40 ")
-    saliency = explaining.explain(picture(40, 40))
+    saliency = explaining.explain(photo(40, 40))
     assert saliency.model == saliency.to_dict()["model"] == explaining.model_id == "birds,\\nepoch 40"
     for name in ("", " ", 3):
         with pytest.raises(OptionError, match="Expected a name for the model, such as"):
@@ -241,7 +241,7 @@ def test_the_most_probable_classes():
 
 
 def test_multi_label_probabilities_are_sigmoids():
-    model, image = own_model(), picture(40, 40)
+    model, image = own_model(), photo(40, 40)
     saliency = Explainer(model, data_config=DATA, activation="sigmoid").explain(image, target=3)
     with torch.no_grad():
         expected = model(Explainer(model, data_config=DATA).pixels(image)).sigmoid()[0, 3]
@@ -264,7 +264,7 @@ class Headed(nn.Module):
 def test_a_single_logit_is_read_by_a_sigmoid(around, activation, tmp_path):
     model = Headed(own_model(num_classes=1)) if around else own_model(num_classes=1)
     explaining = Explainer(model, data_config=DATA, activation=activation)
-    for image in PICTURES[:2]:
+    for image in IMAGES[:2]:
         logit = explaining.logits(explaining.pixels(image))[0, 0].detach().double()
         expected = float(logit.sigmoid())
         assert 0.01 < expected < 0.99
@@ -275,12 +275,12 @@ def test_a_single_logit_is_read_by_a_sigmoid(around, activation, tmp_path):
             assert (found.target, found.predicted, found.facts.get("note")) == (0, 0, None)
             assert list(class_lines(found.answer)) == [f"class 0, {expected:.1%} (sigmoid)"]
     for score in ("log-odds", "probability"):
-        hidden = explaining.explain(PICTURES[0], method="occlusion", score=score, refine=0)
+        hidden = explaining.explain(IMAGES[0], method="occlusion", score=score, refine=0)
         assert np.abs(hidden.grid).max() > 0
     with pytest.raises(OptionError, match="Expected several outputs for a contrast with the rest, got one"):
-        explaining.explain(PICTURES[0], method="gae", target=Contrast(0, against="rest"))
+        explaining.explain(IMAGES[0], method="gae", target=Contrast(0, against="rest"))
     (tmp_path / "in").mkdir()
-    Image.fromarray(PICTURES[1]).save(tmp_path / "in" / "1.png")
+    Image.fromarray(IMAGES[1]).save(tmp_path / "in" / "1.png")
     vitflow.explain_folder(tmp_path / "in", tmp_path / "out", model=explaining)
     (row,) = map(json.loads, (tmp_path / "out" / "manifest.jsonl").read_text().splitlines())
     assert (row["probability"], row["predicted_index"]) == (pytest.approx(expected, rel=1e-4), 0)
@@ -288,8 +288,8 @@ def test_a_single_logit_is_read_by_a_sigmoid(around, activation, tmp_path):
 
 def test_a_single_logit_is_a_value_if_that_is_requested():
     explaining = Explainer(own_model(num_classes=1), data_config=DATA, activation="value")
-    found = explaining.explain(picture(40, 40))
-    logit = float(explaining.logits(explaining.pixels(picture(40, 40)))[0, 0].detach())
+    found = explaining.explain(photo(40, 40))
+    logit = float(explaining.logits(explaining.pixels(photo(40, 40)))[0, 0].detach())
     assert (found.answer.number, found.probability) == (pytest.approx(logit, rel=1e-5), None)
 
 
@@ -299,18 +299,18 @@ def test_a_regression_of_transformers_is_read_as_values(problem, count):
     config = ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=count, problem_type=problem)
     torch.manual_seed(0)
     explaining = Explainer(ViTForImageClassification(config).eval(), data_config=DATA)
-    found = explaining.explain(picture(40, 40), method="gae", target=0)
-    logit = explaining.logits(explaining.pixels(picture(40, 40)))[0, 0].detach().double()
+    found = explaining.explain(photo(40, 40), method="gae", target=0)
+    logit = explaining.logits(explaining.pixels(photo(40, 40)))[0, 0].detach().double()
     expected = logit if problem == "regression" else logit.sigmoid()
     assert found.answer.number == pytest.approx(float(expected), rel=1e-5)
     assert (found.probability is None) is (problem == "regression")
 
 
 def test_a_model_without_classes_is_explained_without_them():
-    saliency = explainer(num_classes=0).explain(picture(40, 40))
+    saliency = explainer(num_classes=0).explain(photo(40, 40))
     assert (saliency.target, saliency.probability, saliency.label) == (None, None, "")
     with pytest.raises(OptionError, match="no classes"):
-        explainer(num_classes=0).explain(picture(40, 40), target=1)
+        explainer(num_classes=0).explain(photo(40, 40), target=1)
 
 
 class Two(nn.Module):
@@ -347,7 +347,7 @@ class Fields:
     ids=["dict", "mapping", "transformers", "object", "namedtuple"],
 )
 def test_logits_are_taken_from_any_kind_of_output(pack):
-    image = picture(40, 40)
+    image = photo(40, 40)
     found = Explainer(Two(pack), data_config=DATA).explain(image, method="gae", target=2)
     expected = explainer().explain(image, method="gae", target=2)
     assert found.probability == pytest.approx(expected.probability)
@@ -368,7 +368,7 @@ def test_logits_are_taken_from_any_kind_of_output(pack):
     ],
 )
 def test_an_output_without_logits_is_answered_with_an_example_that_works(pack, told, example):
-    model, image = Two(pack), picture(40, 40)
+    model, image = Two(pack), photo(40, 40)
     for ask in (
         lambda: Explainer(model, data_config=DATA).explain(image),
         lambda: Explainer(model, data_config=DATA).logits(torch.zeros(1, 3, 32, 32)),
@@ -383,13 +383,13 @@ def test_an_output_without_logits_is_answered_with_an_example_that_works(pack, t
 
 def test_an_output_without_tensors_is_refused_in_words():
     with pytest.raises(ModelError, match="got NoneType with no tensors. Make the model return its logits as a tensor"):
-        Explainer(Two(lambda one, two: None), data_config=DATA).explain(picture(40, 40))
+        Explainer(Two(lambda one, two: None), data_config=DATA).explain(photo(40, 40))
 
 
 def test_grey_models_see_luminance():
     model = own_model(in_chans=1)
     explaining = Explainer(model, data_config={**DATA, "input_size": (1, 32, 32), "mean": (0.5,), "std": (0.25,)})
-    image = picture(32, 32)
+    image = photo(32, 32)
     pixels = explaining.pixels(image)
     assert pixels.shape == (1, 1, 32, 32)
     assert explaining.explain(image).grid.shape == (4, 4)
@@ -399,16 +399,16 @@ def test_the_users_model_is_left_as_it_is():
     model = own_model().train()
     model.blocks[1].eval()
     modes = [module.training for module in model.modules()]
-    Explainer(model, data_config=DATA).explain(picture(40, 40))
+    Explainer(model, data_config=DATA).explain(photo(40, 40))
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_a_callers_autograd_mode_does_not_matter(context):
-    expected = explainer().explain(picture(40, 40)).grid
+    expected = explainer().explain(photo(40, 40)).grid
     with context():
-        assert (explainer().explain(picture(40, 40)).grid == expected).all()
+        assert (explainer().explain(photo(40, 40)).grid == expected).all()
 
 
 def test_nan_logits_are_an_error_and_no_map():
@@ -416,7 +416,7 @@ def test_nan_logits_are_an_error_and_no_map():
     with torch.no_grad():
         model.head.bias.fill_(float("nan"))
     with pytest.raises(ModelError, match="NaN or infinite logits"):
-        Explainer(model, data_config=DATA).explain(picture(40, 40))
+        Explainer(model, data_config=DATA).explain(photo(40, 40))
 
 
 @pytest.mark.parametrize(
@@ -431,7 +431,7 @@ def test_nan_logits_are_an_error_and_no_map():
 )
 def test_wrong_options_are_named(options, message):
     with pytest.raises(OptionError, match=message):
-        explainer().explain(picture(40, 40), **options)
+        explainer().explain(photo(40, 40), **options)
 
 
 def test_wrong_set_ups_are_named():
@@ -444,11 +444,11 @@ def test_wrong_set_ups_are_named():
     with pytest.raises(OptionError, match="activation"):
         Explainer(own_model(), data_config=DATA, activation="tanh")
     with pytest.raises(ImageError):
-        explainer().explain(b"no picture")
+        explainer().explain(b"no image")
 
 
 def test_every_kind_of_source(tmp_path):
-    image = picture(48, 40)
+    image = photo(48, 40)
     path = tmp_path / "ünï 写真.png"
     Image.fromarray(image).save(path)
     expected = explainer().explain(image)
@@ -457,7 +457,7 @@ def test_every_kind_of_source(tmp_path):
 
 
 def test_a_saved_map_holds_all_that_made_it(tmp_path):
-    saliency = explainer().explain(picture(40, 60), head_fusion="max")
+    saliency = explainer().explain(photo(40, 60), head_fusion="max")
     with np.load(saliency.save(tmp_path / "deep" / "map.npz")) as saved:
         np.testing.assert_array_equal(saved["grid"], saliency.grid)
         np.testing.assert_array_equal(saved["heatmap"], saliency.heatmap)
@@ -469,7 +469,7 @@ def test_a_saved_map_holds_all_that_made_it(tmp_path):
 
 
 def test_nothing_half_written_is_left_behind(tmp_path, monkeypatch):
-    saliency = explainer().explain(picture(40, 60))
+    saliency = explainer().explain(photo(40, 60))
 
     def fail(*_args, **_kwargs):
         raise OSError("disk full")
@@ -490,12 +490,12 @@ def test_a_layout_of_ones_own():
         def forward(self, pixels):
             return self.attend(self.embed(pixels).flatten(2).transpose(1, 2)).mean(1)
 
-    saliency = Explainer(Own(), data_config=DATA, layout=TokenLayout(0, 4, 4)).explain(picture(40, 40))
+    saliency = Explainer(Own(), data_config=DATA, layout=TokenLayout(0, 4, 4)).explain(photo(40, 40))
     assert saliency.grid.shape == (4, 4)
 
 
 def test_the_result_describes_itself():
-    saliency = explainer().explain(picture(40, 60))
+    saliency = explainer().explain(photo(40, 60))
     assert "rollout, 4 × 4 patches on 60 × 40 pixels" in repr(saliency)
 
 

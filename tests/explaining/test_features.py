@@ -14,15 +14,15 @@ from tests import literal_vit
 from tests.models.test_libraries import FAMILIES, NORMALISATION, built
 from vitflow import Explainer
 from vitflow.cli import cli
-from vitflow.errors import OptionError, OutsideGridError, OutsidePictureError, ShapeError, UnsupportedModelError
+from vitflow.errors import OptionError, OutsideGridError, OutsideImageError, ShapeError, UnsupportedModelError
+from vitflow.images.pen import Pen
 from vitflow.methods import features as mathematics
 from vitflow.methods.rollout import attention_rollout
-from vitflow.pictures.pen import Pen
 
 CONFIG = {"input_size": (3, 32, 32), "crop_pct": 1.0, **NORMALISATION}
 
 
-def picture(height: int = 64, width: int = 64, seed: int = 0) -> np.ndarray:
+def photo(height: int = 64, width: int = 64, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
@@ -47,7 +47,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 @pytest.mark.parametrize(("readout", "prefix"), [("class token and registers", 4), ("average", 0), ("distilled", 2)])
 @pytest.mark.parametrize("layer", [3, 1])
 def test_similarity_is_the_cosine_to_a_patch_and_to_the_class_token(readout, prefix, layer):
-    explainer, image = explainer_of(readout), picture()
+    explainer, image = explainer_of(readout), photo()
     tokens = tokens_of(explainer, image, layer)
     whole = tokens[0] if prefix else tokens.mean(axis=0)
     for patch, other in (((1, 2), tokens[prefix + 1 * 4 + 2]), (None, whole)):
@@ -61,7 +61,7 @@ def test_similarity_is_the_cosine_to_a_patch_and_to_the_class_token(readout, pre
 
 @pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
 def test_a_box_is_compared_by_the_part_of_it_that_lies_in_each_patch(fit):
-    explainer, image, box = explainer_of(fit=fit), picture(60, 90), (33.0, 11.5, 61.0, 40.25)
+    explainer, image, box = explainer_of(fit=fit), photo(60, 90), (33.0, 11.5, 61.0, 40.25)
     found = explainer.explain(image, method="similarity", box=box)
     patches, total, reference = tokens_of(explainer, image)[1:], 0.0, np.zeros(24)
     # Points of the box, as many as make the parts exact to a thousandth.
@@ -75,8 +75,8 @@ def test_a_box_is_compared_by_the_part_of_it_that_lies_in_each_patch(fit):
     assert found.patch_box == box
 
 
-def test_a_picture_has_the_same_map_alone_and_in_a_batch():
-    explainer, images = explainer_of(), [picture(seed=seed) for seed in range(3)]
+def test_an_image_has_the_same_map_alone_and_in_a_batch():
+    explainer, images = explainer_of(), [photo(seed=seed) for seed in range(3)]
     options = {"methods": ["similarity", "gae"], "box": (8.0, 8.0, 40.0, 50.0)}
     together = explainer.explain_batch(images, **options)[::2]
     for image, found in zip(images, together, strict=True):
@@ -86,7 +86,7 @@ def test_a_picture_has_the_same_map_alone_and_in_a_batch():
 
 @pytest.mark.parametrize("name", ["Dinov2WithRegistersModel", "DINOv3ViTModel", "SiglipVisionModel", "CLIPVisionModel"])
 def test_models_of_transformers_are_compared_after_their_last_norm(name):
-    model, image = built(name), picture()
+    model, image = built(name), photo()
     explainer = Explainer(model, data_config={"input_size": (3, 32, 32), **NORMALISATION})
     found = explainer.explain(image, method="similarity", patch=(0, 1)).grid
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_models_of_transformers_are_compared_after_their_last_norm(name):
 
 def test_networks_without_tokens_are_compared_by_what_their_stages_give():
     explainer = Explainer(timm.create_model("test_resnet").eval(), data_config={"input_size": (3, 64, 64)})
-    found = explainer.explain(picture(), method="similarity", patch=(0, 0))
+    found = explainer.explain(photo(), method="similarity", patch=(0, 0))
     assert found.grid[0, 0] == pytest.approx(1.0, abs=1e-6) and found.facts["compared_with"] == "patch (0, 0)"
 
 
@@ -115,25 +115,25 @@ def test_networks_without_tokens_are_compared_by_what_their_stages_give():
         ({"box": (1, 2, 3)}, OptionError, "left, top, right, bottom"),
         ({"box": (5, 5, 5, 9)}, OptionError, "left < right"),
         ({"box": (float("nan"), 5, 6, 9)}, OptionError, "left < right"),
-        ({"box": (200, 0, 300, 9)}, OutsidePictureError, "90 × 60"),
-        ({"box": (0, 0, 9, 9)}, OutsidePictureError, "what the model saw"),
+        ({"box": (200, 0, 300, 9)}, OutsideImageError, "90 × 60"),
+        ({"box": (0, 0, 9, 9)}, OutsideImageError, "what the model saw"),
         ({"box": (30, 5, 40, 9), "patch": (0, 0)}, OptionError, "got both"),
     ],
 )
 def test_what_cannot_be_compared_with_is_said(options, error, words):
     with pytest.raises(error, match=words):
-        explainer_of().explain(picture(60, 90), method="similarity", **options)
+        explainer_of().explain(photo(60, 90), method="similarity", **options)
 
 
-def test_features_that_do_not_lie_on_the_picture_are_refused():
+def test_features_that_do_not_lie_on_the_image_are_refused():
     flat = nn.Sequential(nn.Conv2d(3, 16, (63, 8)), nn.Flatten(), nn.Linear(16 * 2 * 25, 2))
     explainer = Explainer(flat, data_config={"input_size": (3, 64, 32), **NORMALISATION})
     with pytest.raises(UnsupportedModelError, match="no patches to compare"):
-        explainer.explain(picture(), method="similarity")
+        explainer.explain(photo(), method="similarity")
 
 
 def test_rollout_ends_at_the_layer_that_is_asked_for():
-    explainer, image = explainer_of(), picture()
+    explainer, image = explainer_of(), photo()
     trace = explainer.record(image)
     options = {"discard_ratio": 0.0, "refine": 0, "value_weighted": False, "head_fusion": "mean"}
     for end in (1, 2, -1):
@@ -151,7 +151,7 @@ def test_rollout_of_stages_ends_where_their_answer_is_read():
         "swin_tiny_patch4_window7_224", img_size=64, window_size=2, depths=(1, 1, 1, 1), num_classes=3
     )
     with pytest.raises(UnsupportedModelError, match="end_layer=-1"):
-        Explainer(swin.eval()).explain(picture(), method="rollout", end_layer=2)
+        Explainer(swin.eval()).explain(photo(), method="rollout", end_layer=2)
 
 
 def test_a_box_takes_its_shares_from_the_patches_that_it_covers():
@@ -162,9 +162,9 @@ def test_a_box_takes_its_shares_from_the_patches_that_it_covers():
 
 
 def test_the_command_line_compares_with_a_box(tmp_path):
-    from vitflow.demo import sample_pictures
+    from vitflow.demo import sample_images
 
-    words = ["explain", str(sample_pictures()[0]), "--model", "demo", "--method", "similarity", "--json"]
+    words = ["explain", str(sample_images()[0]), "--model", "demo", "--method", "similarity", "--json"]
     done = CliRunner().invoke(cli, [*words, "--box", "40,20,120,100.5", "-o", str(tmp_path / "map.png")])
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
@@ -207,8 +207,8 @@ def test_what_does_not_differ_has_components_of_zero():
 
 
 @pytest.mark.parametrize(("readout", "prefix"), [("class token and registers", 4), ("attention pooling", 0)])
-def test_pictures_of_all_sizes_get_their_components_together(readout, prefix):
-    explainer, images = explainer_of(readout), [picture(64, 64, 1), picture(40, 90, 2), picture(70, 33, 3)]
+def test_images_of_all_sizes_get_their_components_together(readout, prefix):
+    explainer, images = explainer_of(readout), [photo(64, 64, 1), photo(40, 90, 2), photo(70, 33, 3)]
     found = vitflow.feature_maps(images, model=explainer, layer=2)
     patches = [tokens_of(explainer, image, 2)[prefix:] for image in images]
     mean = np.concatenate(patches).mean(axis=0)
@@ -222,11 +222,11 @@ def test_pictures_of_all_sizes_get_their_components_together(readout, prefix):
 
 
 def test_padding_has_no_part_in_the_components():
-    explainer, image = explainer_of(fit="pad"), picture(32, 64)
+    explainer, image = explainer_of(fit="pad"), photo(32, 64)
     found = vitflow.feature_maps(image, model=explainer)
-    patches = tokens_of(explainer, image)[1:].reshape(4, 4, 24)[1:3].reshape(8, 24)  # the picture's own rows
+    patches = tokens_of(explainer, image)[1:].reshape(4, 4, 24)[1:3].reshape(8, 24)  # the image's own rows
     wanted = mathematics.principal_components(torch.from_numpy(patches))
-    [components], [own] = found.components, found.pictures
+    [components], [own] = found.components, found.images
     assert np.isnan(components[[0, 3]]).all() and own.shown.tolist() == [
         [False] * 4,
         [True] * 4,
@@ -249,14 +249,14 @@ def test_the_foreground_is_the_side_that_has_less_of_the_edge():
         found = vitflow.feature_maps(image, model=explainer, foreground=True)
         wanted = np.zeros((4, 4), bool)
         wanted[1:3, 1:3] = True
-        assert (found.pictures[0].shown == wanted).all()
+        assert (found.images[0].shown == wanted).all()
         assert found.foreground and found.records()[0]["patches_shown"] == 4
 
 
 @pytest.mark.parametrize("name", ["Dinov2WithRegistersModel", "DINOv3ViTModel", "SiglipVisionModel"])
 def test_backbones_of_transformers_have_features(name, tmp_path):
     explainer = Explainer(built(name), data_config={"input_size": (3, 32, 32), **NORMALISATION})
-    found = vitflow.feature_maps([picture(), picture(40, 60, 5)], model=explainer)
+    found = vitflow.feature_maps([photo(), photo(40, 60, 5)], model=explainer)
     assert all(own.shape[2] == 3 and np.isfinite(own).all() for own in found.components)
     assert found.save(tmp_path / "features.png").stat().st_size > 1000
 
@@ -265,16 +265,16 @@ def test_backbones_of_timm_have_features():
     dino = {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 2, "num_classes": 0}
     for name in ("vit_small_patch14_reg4_dinov2", "vit_small_patch16_dinov3"):
         model = timm.create_model(name, **dino | ({"img_size": 56} if "14" in name else {})).eval()
-        found = vitflow.feature_maps(picture(), model=model, foreground=False)
+        found = vitflow.feature_maps(photo(), model=model, foreground=False)
         assert found.components[0].shape == (4, 4, 3), name
 
 
 @pytest.mark.parametrize(
     ("images", "options", "words"),
     [
-        ([], {}, "at least one picture"),
-        (picture(), {"layer": 9}, "layer from 1 to 3"),
-        (picture(), {"layer": 0}, "layer from 1 to 3"),
+        ([], {}, "at least one image"),
+        (photo(), {"layer": 9}, "layer from 1 to 3"),
+        (photo(), {"layer": 0}, "layer from 1 to 3"),
     ],
 )
 def test_features_that_cannot_be_shown_are_refused(images, options, words):
@@ -282,25 +282,25 @@ def test_features_that_cannot_be_shown_are_refused(images, options, words):
         vitflow.feature_maps(images, model=explainer_of(), **options)
 
 
-def test_a_picture_of_one_patch_tells_no_components():
+def test_an_image_of_one_patch_tells_no_components():
     model = literal_vit.timm_model(img_size=8)
     explainer = Explainer(model, data_config={**CONFIG, "input_size": (3, 8, 8)})
-    assert explainer.explain(picture(), method="similarity").grid.shape == (1, 1)
+    assert explainer.explain(photo(), method="similarity").grid.shape == (1, 1)
     with pytest.raises(OptionError, match="at least four patches"):
-        vitflow.feature_maps([picture()] * 3, model=explainer)
-    assert len(vitflow.feature_maps([picture(seed=seed) for seed in range(4)], model=explainer).components) == 4
+        vitflow.feature_maps([photo()] * 3, model=explainer)
+    assert len(vitflow.feature_maps([photo(seed=seed) for seed in range(4)], model=explainer).components) == 4
 
 
 def test_the_command_line_shows_features(tmp_path):
-    from vitflow.demo import sample_pictures
+    from vitflow.demo import sample_images
 
-    pictures = [str(path) for path in sample_pictures()[:2]]
-    words = ["features", *pictures, "--model", "demo", "--layer", "4", "--foreground"]
+    images = [str(path) for path in sample_images()[:2]]
+    words = ["features", *images, "--model", "demo", "--layer", "4", "--foreground"]
     done = CliRunner().invoke(cli, [*words, "--json", "-o", str(tmp_path / "found.json")])
     assert done.exit_code == 0, done.output
     told = [json.loads(line) for line in done.stdout.splitlines()]
     kept = json.loads((tmp_path / "found.json").read_text())["images"]
-    assert [one["input"] for one in told] == pictures == [one["input"] for one in kept]
+    assert [one["input"] for one in told] == images == [one["input"] for one in kept]
     assert told[0]["layer"] == 4 and np.array(kept[0]["components"]).shape == (12, 12, 3)
     done = CliRunner().invoke(cli, [*words, "--alpha", "0.5", "--interpolation", "nearest", "-o", f"{tmp_path}/"])
     assert done.exit_code == 0, done.output

@@ -12,12 +12,12 @@ from PIL import Image
 
 from vitflow import Comparison, Contrast, Explainer
 from vitflow.cli import main
-from vitflow.demo import sample_pictures
+from vitflow.demo import sample_images
 from vitflow.errors import OptionError
 from vitflow.explaining.saliency import Saliency
-from vitflow.pictures.geometry import place
-from vitflow.pictures.pen import Pen
-from vitflow.pictures.typesetting import readable
+from vitflow.images.geometry import place
+from vitflow.images.pen import Pen
+from vitflow.images.typesetting import readable
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +39,15 @@ def words(saliency: Saliency, tmp_path, **options) -> list[str]:
 
 
 def test_a_figure_says_what_it_shows(explainer, tmp_path):
-    picture = sample_pictures()[0]
+    image = sample_images()[0]
     for method in ("gae", "rollout"):
-        saliency = explainer.explain(picture, method=method, discard_ratio=0.3) if method == "rollout" else None
-        saliency = saliency or explainer.explain(picture, method=method)
+        saliency = explainer.explain(image, method=method, discard_ratio=0.3) if method == "rollout" else None
+        saliency = saliency or explainer.explain(image, method=method)
         found = words(saliency, tmp_path)
         joined = " ".join(found)
         assert found[0] == {"gae": "GAE", "rollout": "Attention rollout"}[method]
         assert found[1] == f"{saliency.label}, {saliency.probability:.1%}"
-        assert picture.name in joined and saliency.model in joined and "98th percentile" in joined
+        assert image.name in joined and saliency.model in joined and "98th percentile" in joined
         assert ("the same for every class" in joined) == (method == "rollout")
         assert ("30% discarded" in joined) == (method == "rollout")
         limits, unit = readable(*np.percentile(saliency.grid.astype(float), [2, 98]))
@@ -60,17 +60,17 @@ def test_a_figure_says_what_it_shows(explainer, tmp_path):
 def test_the_colours_of_the_bar_are_those_of_the_overlay(signed, background, limits):
     grid = np.random.default_rng(0).random((6, 6)) - 0.4 * signed
     figure = map_of(grid).figure(background=background, **limits)
-    picture, bar = (image.get_data() for image in figure.findobj(OffsetImage))
+    photo, bar = (image.get_data() for image in figure.findobj(OffsetImage))
     known = np.unique(bar.reshape(-1, 3), axis=0).astype(int)
     # The bar has a colour for each pixel of its length: no colour of the overlay lies far from all of these.
-    for color in np.unique(picture.reshape(-1, 3), axis=0).astype(int):
+    for color in np.unique(photo.reshape(-1, 3), axis=0).astype(int):
         assert np.abs(known - color).max(axis=1).min() <= 2
     assert len(known) > 40
 
 
 def test_the_bar_of_a_contrast_says_which_colour_is_which_class(explainer, tmp_path):
     saliency = explainer.explain(
-        sample_pictures()[1], method="gae", target=Contrast("orange disc", against="yellow star")
+        sample_images()[1], method="gae", target=Contrast("orange disc", against="yellow star")
     )
     first, second = saliency.answer.opposed
     found = words(saliency, tmp_path)
@@ -104,8 +104,8 @@ def test_a_constant_map_and_one_of_a_model_without_classes_have_figures(tmp_path
 
 
 def test_the_asked_patch_is_framed(explainer, tmp_path):
-    picture = sample_pictures()[3]
-    saliency = explainer.explain(picture, method="attention", patch=(2, 7))
+    image = sample_images()[3]
+    saliency = explainer.explain(image, method="attention", patch=(2, 7))
     left, top, right, bottom = saliency.patch_box
     middle = saliency.placement.to_input((top + bottom) / 2, (left + right) / 2)
     size = saliency.placement.input_size[0] / saliency.grid.shape[0]
@@ -152,18 +152,18 @@ def test_numbers_people_can_read(values, told):
 
 def test_the_command_writes_figures(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    picture = str(sample_pictures()[0])
+    image = str(sample_images()[0])
     for arguments, name in (
-        (["--figure"], f"{sample_pictures()[0].stem}-rollout.png"),
+        (["--figure"], f"{sample_images()[0].stem}-rollout.png"),
         (["--figure", "-o", "one.pdf", "--contours", "--background", "photo"], "one.pdf"),
     ):
-        monkeypatch.setattr(sys, "argv", ["vitflow", "explain", picture, "--model", "demo", *arguments])
+        monkeypatch.setattr(sys, "argv", ["vitflow", "explain", image, "--model", "demo", *arguments])
         main()
         assert capsys.readouterr().out == f"{name}\n"
         assert (tmp_path / name).stat().st_size > 5000
-    with Image.open(tmp_path / f"{sample_pictures()[0].stem}-rollout.png") as file:
-        assert file.height > 1.15 * file.width * 0.9  # words above and below a square picture
-    monkeypatch.setattr(sys, "argv", ["vitflow", "explain", picture, "--model", "demo", "-o", "one.pdf"])
+    with Image.open(tmp_path / f"{sample_images()[0].stem}-rollout.png") as file:
+        assert file.height > 1.15 * file.width * 0.9  # words above and below a square image
+    monkeypatch.setattr(sys, "argv", ["vitflow", "explain", image, "--model", "demo", "-o", "one.pdf"])
     with pytest.raises(SystemExit):
         main()
     assert "ends in .png, .jpg" in capsys.readouterr().err

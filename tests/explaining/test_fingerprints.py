@@ -15,7 +15,7 @@ from tests.folder.test_run import fill, tiny_model
 from tests.folder.test_run import run as run_folder
 from tests.pairs import DATA, Words, pair
 from vitflow import Explainer, explain_folder, prompts, similarity_to
-from vitflow.demo import draw_picture
+from vitflow.demo import draw_image
 from vitflow.errors import OptionError
 from vitflow.evaluation import Labelled, Sample, evaluate, results
 from vitflow.evaluation.choices import label_methods
@@ -27,8 +27,8 @@ from vitflow.explaining.options import METHOD_OPTIONS
 from vitflow.folder.draw import read_grids
 from vitflow.folder.run import _fingerprint
 from vitflow.folder.work import make_job
+from vitflow.images.preprocessing import InputSpec
 from vitflow.methods.tokens import TokenLayout
-from vitflow.pictures.preprocessing import InputSpec
 from vitflow.recording import probing
 from vitflow.runs.fingerprints import fingerprint_difference
 
@@ -138,7 +138,7 @@ def other_value(option, method):
 
 @pytest.mark.parametrize("name", METHOD_OPTIONS)
 def test_every_option_of_a_method_changes_both_fingerprints(name):
-    own, root = explainer(), Path("/pictures")
+    own, root = explainer(), Path("/images")
     known = own.fingerprint()
     for method in (method for method in list_methods() if method.accepts(name) and name in method.defaults):
         options = [{}, {name: other_value(METHOD_OPTIONS[name], method)}]
@@ -150,7 +150,7 @@ def test_every_option_of_a_method_changes_both_fingerprints(name):
         assert settings[0]["options"] != settings[1]["options"]
 
 
-# What may differ between two runs over one folder, for it changes no result of a picture.
+# What may differ between two runs over one folder, for it changes no result of an image.
 FREE = {"source", "output", "recursive", "glob", "limit", "batch_size", "workers", "overwrite", "manifest", "report"}
 FREE |= {"max_pixels", "progress", "command", "engine", "address", "actors"}
 
@@ -180,7 +180,7 @@ FREE_OF_EVALUATIONS = {"output", "images", "limit", "batch_size", "resamples", "
 def test_every_option_of_an_evaluation_changes_its_fingerprint(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "save_charts", lambda *_: {})
     usual = {"data": "demo:1", "model": explainer(), "methods": ["rollout"], "metrics": ["faithfulness", "sanity"]}
-    usual |= {"points": 3, "sanity_pictures": 0}
+    usual |= {"points": 3, "sanity_images": 0}
     others = {
         "data": "demo:1:5",
         "model": explainer(activation="sigmoid"),
@@ -189,7 +189,7 @@ def test_every_option_of_an_evaluation_changes_its_fingerprint(tmp_path, monkeyp
         "replace_by": "blur",
         "points": 4,
         "blurred_twin": False,
-        "sanity_pictures": 1,
+        "sanity_images": 1,
         "seed": 1,
         "options": {"residual": 0.3},
     }
@@ -222,7 +222,7 @@ def test_a_second_run_with_another_mean_is_refused_or_done_anew(tmp_path):
 
 
 class Holding(timm.models.VisionTransformer):
-    """Sees its pictures brighter by what it holds."""
+    """Sees its images brighter by what it holds."""
 
     def forward(self, x, **options):
         return super().forward(x * self.gain(), **options)
@@ -366,7 +366,7 @@ def test_every_answer_is_known_again_and_another_one_told(kind):
     assert probing.alike(first, probe_of(own)) is (kind in ("none", "not a number"))
 
 
-def test_a_model_that_fails_on_the_fixed_picture_has_no_probe():
+def test_a_model_that_fails_on_the_fixed_image_has_no_probe():
     model = tiny_model()
     model.blocks[0].register_forward_hook(lambda *_: 1 / 0)
     assert probe_of(Explainer(model)) is None
@@ -417,30 +417,30 @@ def test_an_evaluation_with_another_mean_is_refused(tmp_path, monkeypatch):
         evaluate("demo:2", model=other, **options)
 
 
-def test_pictures_in_memory_are_told_apart_by_their_pixels(tmp_path, monkeypatch):
+def test_images_in_memory_are_told_apart_by_their_pixels(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "save_charts", lambda *_: {})
     options = {"model": tiny_model(), "methods": ["rollout"], "metrics": ["faithfulness"], "points": 3}
-    pictures = [draw_picture(seed).image for seed in range(4)]
-    first = evaluate(pictures[:2], output=tmp_path / "out", **options)
-    assert (evaluate(pictures[:2], output=tmp_path / "out", **options).values["gap"] == first.values["gap"]).all()
-    others = evaluate(pictures[2:], output=tmp_path / "out", **options)
-    assert (others.values["gap"] == evaluate(pictures[2:], **options).values["gap"]).all()
+    images = [draw_image(seed).image for seed in range(4)]
+    first = evaluate(images[:2], output=tmp_path / "out", **options)
+    assert (evaluate(images[:2], output=tmp_path / "out", **options).values["gap"] == first.values["gap"]).all()
+    others = evaluate(images[2:], output=tmp_path / "out", **options)
+    assert (others.values["gap"] == evaluate(images[2:], **options).values["gap"]).all()
     assert (others.values["gap"] != first.values["gap"]).any()
-    as_pillow = evaluate([Image.fromarray(image) for image in pictures[:2]], output=tmp_path / "out", **options)
+    as_pillow = evaluate([Image.fromarray(image) for image in images[:2]], output=tmp_path / "out", **options)
     assert (as_pillow.values["gap"] == first.values["gap"]).all()
 
 
 def test_a_sample_of_ones_own_is_told_apart_by_its_pixels_and_its_truth():
-    images = [draw_picture(seed).image for seed in (0, 1)]
+    images = [draw_image(seed).image for seed in (0, 1)]
     drawn = open_dataset("demo:2").samples
-    pictures = [Labelled(images[0]), Labelled(images[1]), Labelled(images[0], None, 3), drawn[0].read()]
-    stamps = [Sample("own", lambda picture=picture: picture).stamp() for picture in pictures]
+    photos = [Labelled(images[0]), Labelled(images[1]), Labelled(images[0], None, 3), drawn[0].read()]
+    stamps = [Sample("own", lambda image=image: image).stamp() for image in photos]
     assert len({json.dumps(stamp) for stamp in stamps}) == 4
-    assert Dataset("d", "d", [Sample("own", lambda: pictures[0])], False).samples[0].stamp() == stamps[0]
+    assert Dataset("d", "d", [Sample("own", lambda: photos[0])], False).samples[0].stamp() == stamps[0]
 
 
 def test_a_run_with_other_methods_is_told_in_few_words():
-    own, root = explainer().fingerprint(), Path("/pictures")
+    own, root = explainer().fingerprint(), Path("/images")
     many = _fingerprint(root, make_job(["rollout", "gae"], {}), own)
     one = _fingerprint(root, make_job(["rollout"], {}), own)
     assert fingerprint_difference(many, one) == ["that run also had gae"]

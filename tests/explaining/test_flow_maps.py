@@ -1,4 +1,4 @@
-"""Attention flow on pictures: its window, what carries it on, and how saturation is told."""
+"""Attention flow on images: its window, what carries it on, and how saturation is told."""
 
 import json
 import warnings
@@ -18,33 +18,33 @@ def explainer():
 
 
 @pytest.fixture(scope="module")
-def picture():
-    from vitflow.demo import sample_pictures
+def image():
+    from vitflow.demo import sample_images
 
-    return sample_pictures()[0]
+    return sample_images()[0]
 
 
-def recorded(explainer, picture, **options):
+def recorded(explainer, image, **options):
     with torch.no_grad(), vitflow.record_attention(explainer.model, **options) as trace:
-        explainer.model(explainer.pixels(picture))
+        explainer.model(explainer.pixels(image))
     return trace
 
 
-def test_the_default_runs_through_the_upper_layers_and_is_carried_on_by_rollout(explainer, picture):
+def test_the_default_runs_through_the_upper_layers_and_is_carried_on_by_rollout(explainer, image):
     options = {"layers": 3, "head_fusion": "max", "discard_ratio": 0.5, "value_weighted": False, "refine": 0}
-    found = explainer.explain(picture, method="flow", **options)
-    fused = [layer[0].double() for layer in recorded(explainer, picture, head_fusion="max").attentions]
+    found = explainer.explain(image, method="flow", **options)
+    fused = [layer[0].double() for layer in recorded(explainer, image, head_fusion="max").attentions]
     flow = vitflow.attention_flow([layer[None] for layer in fused], layers=3, discard_ratio=0.5).values
     expected = (flow / flow.sum()) @ vitflow.attention_rollout([f[None] for f in fused[:3]], discard_ratio=0.5)[0]
     np.testing.assert_allclose(found.grid.ravel(), expected[0, 1:].numpy(), rtol=1e-4, atol=1e-7)
     assert found.facts["flow_layers"] == [4, 6]
 
 
-def test_nothing_below_gives_the_flow_itself(explainer, picture):
+def test_nothing_below_gives_the_flow_itself(explainer, image):
     found = explainer.explain(
-        picture, method="flow", layers="5:6", below="none", discard_ratio=0.0, value_weighted=False, refine=0
+        image, method="flow", layers="5:6", below="none", discard_ratio=0.0, value_weighted=False, refine=0
     )
-    trace = recorded(explainer, picture)
+    trace = recorded(explainer, image)
     expected = vitflow.attention_flow(trace.attentions, layers=2).values[0, 1:]
     np.testing.assert_allclose(found.grid.ravel(), expected.numpy(), rtol=1e-5)
     assert found.facts["saturated"] == pytest.approx(
@@ -52,12 +52,12 @@ def test_nothing_below_gives_the_flow_itself(explainer, picture):
     )
 
 
-def test_all_layers_are_the_papers_definition_and_their_saturation_is_told(explainer, picture, tmp_path):
+def test_all_layers_are_the_papers_definition_and_their_saturation_is_told(explainer, image, tmp_path):
     with pytest.warns(VitflowWarning, match=r"\d+% of the flows through layers 1 to 6 are saturated"):
-        found = explainer.explain(picture, method="flow", layers="all")
+        found = explainer.explain(image, method="flow", layers="all")
     assert found.options["discard_ratio"] == 0.0
     assert found.options["value_weighted"] is False
-    attentions = recorded(explainer, picture).attentions
+    attentions = recorded(explainer, image).attentions
     expected = vitflow.attention_flow(attentions)
     np.testing.assert_allclose(found.grid.ravel(), expected.values[0, 1:].numpy(), rtol=1e-5)
     columns = vitflow.methods.fusion.add_residual(attentions[0].mean(1))[0].sum(0)
@@ -68,31 +68,31 @@ def test_all_layers_are_the_papers_definition_and_their_saturation_is_told(expla
         assert json.loads(str(saved["metadata"]))["facts"]["saturated"] > 0.9
 
 
-def test_the_default_is_not_saturated(explainer, picture):
+def test_the_default_is_not_saturated(explainer, image):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert explainer.explain(picture, method="flow").facts["saturated"] < 0.5
+        assert explainer.explain(image, method="flow").facts["saturated"] < 0.5
 
 
-def test_options_beside_all_layers_still_count(explainer, picture):
+def test_options_beside_all_layers_still_count(explainer, image):
     with pytest.warns(VitflowWarning, match="saturated"):
-        found = explainer.explain(picture, method="flow", layers="all", head_fusion="max")
+        found = explainer.explain(image, method="flow", layers="all", head_fusion="max")
     assert found.options["head_fusion"] == "max"
 
 
-def test_saturation_stands_in_the_caption_of_a_strip(explainer, picture, tmp_path):
+def test_saturation_stands_in_the_caption_of_a_strip(explainer, image, tmp_path):
     with pytest.warns(VitflowWarning, match="saturated"):
-        strip = vitflow.compare(picture, model=explainer, methods=[("flow", {"layers": "all"})])
+        strip = vitflow.compare(image, model=explainer, methods=[("flow", {"layers": "all"})])
     assert "% saturated" in strip.save(tmp_path / "strip.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("layers", [0, 7, "0", "nine", "5:9", "4:3"])
-def test_wrong_windows_are_named(explainer, picture, layers):
+def test_wrong_windows_are_named(explainer, image, layers):
     with pytest.raises(OptionError, match="layers"):
-        explainer.explain(picture, method="flow", layers=layers)
+        explainer.explain(image, method="flow", layers=layers)
 
 
-def test_progress_is_told_flow_by_flow(explainer, picture):
+def test_progress_is_told_flow_by_flow(explainer, image):
     import contextlib
 
     seen: list[int] = []
@@ -103,7 +103,7 @@ def test_progress_is_told_flow_by_flow(explainer, picture):
         yield seen.append
 
     with shown_by(display):
-        explainer.explain(picture, method="flow")
+        explainer.explain(image, method="flow")
     assert sum(seen) == 145
 
 

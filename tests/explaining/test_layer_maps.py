@@ -13,10 +13,10 @@ from PIL import Image
 import vitflow
 from vitflow import Explainer
 from vitflow.cli import main
-from vitflow.demo import sample_pictures
+from vitflow.demo import sample_images
 from vitflow.errors import NoAttentionError, OptionError
 
-PICTURE = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
+IMAGE = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -27,27 +27,27 @@ def explainer() -> Explainer:
 
 @pytest.mark.parametrize("method", ["rollout", "gae"])
 def test_the_maps_are_those_of_each_layer_of_the_layers_together_and_of_each_head(explainer, method):
-    found = vitflow.layer_maps(PICTURE, model=explainer, method=method, layer=2, target=3)
+    found = vitflow.layer_maps(IMAGE, model=explainer, method=method, layer=2, target=3)
     assert isinstance(found, vitflow.LayerMaps) and found.layer == 2
     assert [len(maps) for maps in (found.alone, found.built_up, found.heads)] == [3, 3, 3]
-    expected = [explainer.explain(PICTURE, method="attention", layer=layer) for layer in (1, 2, 3)]
-    expected += [explainer.explain(PICTURE, method=method, target=3, start_layer=start) for start in (3, 2, 1)]
-    expected += [explainer.explain(PICTURE, method="attention", layer=2, head=head) for head in range(3)]
+    expected = [explainer.explain(IMAGE, method="attention", layer=layer) for layer in (1, 2, 3)]
+    expected += [explainer.explain(IMAGE, method=method, target=3, start_layer=start) for start in (3, 2, 1)]
+    expected += [explainer.explain(IMAGE, method="attention", layer=2, head=head) for head in range(3)]
     for one, alone in zip(found.saliencies, expected, strict=True):
         np.testing.assert_allclose(one.grid, alone.grid, rtol=1e-4, atol=1e-7)
-    whole = explainer.explain(PICTURE, method=method, target=3)
+    whole = explainer.explain(IMAGE, method=method, target=3)
     np.testing.assert_allclose(found.built_up[-1].grid, whole.grid, rtol=1e-4, atol=1e-7)
 
 
 def test_options_reach_the_methods_that_have_them(explainer):
-    found = vitflow.layer_maps(PICTURE, model=explainer, patch=(1, 2), residual=0.3)
+    found = vitflow.layer_maps(IMAGE, model=explainer, patch=(1, 2), residual=0.3)
     assert all(one.options["patch"] == (1, 2) for one in found.saliencies)
     assert all(one.options["residual"] == 0.3 for one in found.built_up)
     assert found.layer == 3
 
 
 def test_the_sheet_names_every_map(explainer, tmp_path):
-    figure = vitflow.layer_maps(PICTURE, model=explainer, layer=1).figure(tmp_path / "sheet.svg", contours=True)
+    figure = vitflow.layer_maps(IMAGE, model=explainer, layer=1).figure(tmp_path / "sheet.svg", contours=True)
     nodes = ET.parse(tmp_path / "sheet.svg").iter("{http://www.w3.org/2000/svg}text")
     words = ["".join(node.itertext()) for node in nodes]
     told = ["Layer 1", "Layer 2", "Layer 3", "Layers 2–3", "Layers 1–3", "Head 0", "Head 1", "Head 2", "Photograph"]
@@ -59,7 +59,7 @@ def test_the_sheet_names_every_map(explainer, tmp_path):
 
 
 def test_json_holds_the_grid_of_every_map(explainer, tmp_path):
-    found = vitflow.layer_maps(PICTURE, model=explainer, layer=1)
+    found = vitflow.layer_maps(IMAGE, model=explainer, layer=1)
     kept = json.loads(found.save(tmp_path / "sheet.json").read_text())
     maps = [one for part in ("layers", "built_up", "heads") for one in kept[part]]
     for one, saliency in zip(maps, found.saliencies, strict=True):
@@ -79,21 +79,19 @@ def test_json_holds_the_grid_of_every_map(explainer, tmp_path):
 )
 def test_what_makes_no_sheet_is_refused(explainer, options, message):
     with pytest.raises(OptionError, match=message):
-        vitflow.layer_maps(PICTURE, model=explainer, **options)
+        vitflow.layer_maps(IMAGE, model=explainer, **options)
 
 
 def test_a_model_without_attention_is_refused():
     with pytest.raises(NoAttentionError):
-        vitflow.layer_maps(PICTURE, model=timm.create_model("resnet10t", num_classes=3).eval())
+        vitflow.layer_maps(IMAGE, model=timm.create_model("resnet10t", num_classes=3).eval())
 
 
 def test_the_command_writes_a_sheet(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(
-            sys, "argv", ["vitflow", "layers", str(sample_pictures()[0]), "--model", "demo", *arguments]
-        )
+        monkeypatch.setattr(sys, "argv", ["vitflow", "layers", str(sample_images()[0]), "--model", "demo", *arguments])
         try:
             main()
             return 0, *capsys.readouterr()
@@ -101,7 +99,7 @@ def test_the_command_writes_a_sheet(monkeypatch, tmp_path, capsys):
             return int(stop.code or 0), *capsys.readouterr()
 
     code, out, err = run("--layer", "2")
-    assert (code, out) == (0, f"{sample_pictures()[0].stem}-layers.png\n"), err
+    assert (code, out) == (0, f"{sample_images()[0].stem}-layers.png\n"), err
     with Image.open(tmp_path / out.strip()) as file:
         assert file.width > 800
     code, out, err = run("--method", "gae", "-o", "sheet.svg", "--json")

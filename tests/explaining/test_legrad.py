@@ -18,12 +18,12 @@ from vitflow.recording.recorder import record_attention
 CONFIG = {"input_size": (3, 32, 32), "crop_pct": 1.0, **NORMALISATION}
 
 
-def picture(seed: int = 0) -> np.ndarray:
+def photo(seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
 
 
 def written_out(model: nn.Module, pixels: torch.Tensor, score, mean: bool, start: int = 1) -> np.ndarray:
-    """The map [4, 4] of one picture, layer by layer, head by head and query by query."""
+    """The map [4, 4] of one image, layer by layer, head by head and query by query."""
     total, layers = torch.zeros(16, dtype=torch.float64), range(start, literal_vit.TINY["depth"] + 1)
     for depth in layers:
         seen = literal_vit.run(model, pixels.clone().requires_grad_(), depth=depth, mean=mean)
@@ -38,7 +38,7 @@ def written_out(model: nn.Module, pixels: torch.Tensor, score, mean: bool, start
 @pytest.mark.parametrize("readout", literal_vit.READOUTS)
 def test_legrad_is_the_positive_gradient_of_each_layers_own_answer(readout, pooled):
     model = literal_vit.timm_model(readout)
-    explainer, images, targets = Explainer(model, data_config=CONFIG), [picture(1), picture(2)], np.array([3, 0])
+    explainer, images, targets = Explainer(model, data_config=CONFIG), [photo(1), photo(2)], np.array([3, 0])
     start = 2 if readout == "class token" else 1
     found = explainer.explain_batch(images, methods=["legrad"], targets=targets, pooled=pooled, start_layer=start)
     for image, target, saliency in zip(images, targets, found, strict=True):
@@ -51,8 +51,8 @@ def test_legrad_is_the_positive_gradient_of_each_layers_own_answer(readout, pool
 def test_a_function_of_the_output_is_asked_of_every_layer():
     model = literal_vit.timm_model()
     explainer = Explainer(model, data_config=CONFIG, outputs=lambda output: (output[:, :2] - output[:, 2:4]) ** 2)
-    found = explainer.explain(picture(), method="legrad", target=1).grid
-    wanted = written_out(model, explainer.pixels(picture())[0], lambda logits: (logits[1] - logits[3]) ** 2, True)
+    found = explainer.explain(photo(), method="legrad", target=1).grid
+    wanted = written_out(model, explainer.pixels(photo())[0], lambda logits: (logits[1] - logits[3]) ** 2, True)
     assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6 * wanted.max())
 
 
@@ -63,8 +63,8 @@ FAMILIES = ("ViTForImageClassification", "Dinov2WithRegistersForImageClassificat
 def test_the_rest_of_a_model_of_transformers_runs_on_other_tokens(name):
     model = built(name)
     explainer = Explainer(model, data_config={"input_size": (3, 32, 32), **NORMALISATION})
-    assert explainer.explain(picture(), method="legrad").grid.any()
-    pixels, last = explainer.pixels(picture()), block_paths(model)[-1]
+    assert explainer.explain(photo(), method="legrad").grid.any()
+    pixels, last = explainer.pixels(photo()), block_paths(model)[-1]
     with torch.no_grad(), record_attention(model, attention=False, features=[last]) as trace:
         wanted = model(pixels).logits
     tokens = trace.features[last].requires_grad_()
@@ -88,9 +88,7 @@ def test_the_model_is_left_as_it_was():
 
 def test_half_precision_gives_finite_maps():
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=3).eval()
-    grids = [
-        Explainer(model, dtype=dtype).explain(picture(), method="legrad").grid for dtype in ("float32", "bfloat16")
-    ]
+    grids = [Explainer(model, dtype=dtype).explain(photo(), method="legrad").grid for dtype in ("float32", "bfloat16")]
     assert np.corrcoef(grids[0].ravel(), grids[1].ravel())[0, 1] > 0.95
 
 
@@ -104,15 +102,15 @@ def test_half_precision_gives_finite_maps():
 def test_models_whose_layers_have_no_answer_of_their_own_are_refused_by_name(name, options):
     model = timm.create_model(name, num_classes=3, **options).eval()
     with pytest.raises(UnsupportedModelError, match=f"LeGrad.*{type(model).__name__}.*gae"):
-        Explainer(model).explain(picture(), method="legrad")
+        Explainer(model).explain(photo(), method="legrad")
 
 
 def test_what_legrad_cannot_be_asked_is_said():
     explainer = Explainer(literal_vit.timm_model(), data_config=CONFIG)
     for options, words in (({"start_layer": 4}, "from 1 to 3"), ({"pooled": "max"}, "Unknown pooled 'max'")):
         with pytest.raises(OptionError, match=words):
-            explainer.explain(picture(), method="legrad", **options)
+            explainer.explain(photo(), method="legrad", **options)
     with pytest.raises(OptionError, match="no classes"):
-        Explainer(literal_vit.timm_model(num_classes=0), data_config=CONFIG).explain(picture(), method="legrad")
+        Explainer(literal_vit.timm_model(num_classes=0), data_config=CONFIG).explain(photo(), method="legrad")
     with pytest.raises(ShapeError, match="of each layer"):
         legrad([])

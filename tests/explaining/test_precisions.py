@@ -9,7 +9,7 @@ import torch
 
 from vitflow import Explainer, load_model
 from vitflow.cli import main
-from vitflow.demo import SAMPLE_FOLDER, sample_pictures
+from vitflow.demo import SAMPLE_FOLDER, sample_images
 from vitflow.errors import OptionError
 
 METHODS = [("rollout", {}), ("rollout", {"preset": "paper"}), ("gae", {}), ("attention", {})]
@@ -17,11 +17,11 @@ METHODS = [("rollout", {}), ("rollout", {"preset": "paper"}), ("gae", {}), ("att
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.05), ("float16", 0.01)])
 def test_maps_are_those_of_full_precision_to_its_rounding(dtype, tolerance):
-    pictures = sample_pictures()[:2]
-    expected = Explainer("demo").explain_batch(pictures, methods=METHODS)
+    images = sample_images()[:2]
+    expected = Explainer("demo").explain_batch(images, methods=METHODS)
     explainer = Explainer(load_model("demo"), dtype=dtype)
     assert {parameter.dtype for parameter in explainer.model.parameters()} == {getattr(torch, dtype)}
-    found = explainer.explain_batch(pictures, methods=METHODS)
+    found = explainer.explain_batch(images, methods=METHODS)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.grid.dtype == np.float32
         assert ours.target == theirs.target

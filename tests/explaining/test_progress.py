@@ -1,4 +1,4 @@
-"""What a run over many pictures tells while it works: it moves soon, estimates, and tells a note once."""
+"""What a run over many images tells while it works: it moves soon, estimates, and tells a note once."""
 
 import io
 import itertools
@@ -14,7 +14,7 @@ from tests.folder.test_run import fill, tiny_model
 from tests.folder.test_run import run as run_folder
 from vitflow import Explainer
 from vitflow.cli import cli
-from vitflow.cli.saying import going_on, pictures_bar, talking
+from vitflow.cli.saying import going_on, images_bar, talking
 from vitflow.errors import VitflowWarning
 from vitflow.evaluation import evaluate
 from vitflow.explaining.method_table import is_slow, list_methods
@@ -49,7 +49,7 @@ def test_every_method_that_takes_long_says_so_and_no_other(tmp_path):
 
 
 @pytest.mark.parametrize("methods", [["occlusion"], ["occlusion", "flow"], ["rollout"]])
-def test_a_folder_run_moves_before_its_first_picture_is_done(tmp_path, methods):
+def test_a_folder_run_moves_before_its_first_image_is_done(tmp_path, methods):
     states = []
     options = {"methods": methods, "progress": states.append, "batch_size": 4}
     if "occlusion" in methods:
@@ -63,10 +63,10 @@ def test_a_folder_run_moves_before_its_first_picture_is_done(tmp_path, methods):
         assert max(after - before for before, after in itertools.pairwise(positions)) <= 1
 
 
-def test_an_evaluation_moves_before_its_first_picture_is_done():
+def test_an_evaluation_moves_before_its_first_image_is_done():
     states = []
     options = {"methods": ["occlusion"], "metrics": ["faithfulness", "sanity"], "points": 3, "occlusion_batch": 4}
-    evaluate("demo:2", model=Explainer(tiny_model()), sanity_pictures=1, progress=states.append, **options)
+    evaluate("demo:2", model=Explainer(tiny_model()), sanity_images=1, progress=states.append, **options)
     assert next(number for number, state in enumerate(states) if state.done) > 5
     assert 0 < states[2].under_way < 1
     assert states[-1].done == 2
@@ -80,7 +80,7 @@ class Terminal(io.StringIO):
 def test_a_terminal_shows_one_bar_with_an_estimate_and_a_file_none(monkeypatch):
     for shown in (Terminal(), io.StringIO()):
         monkeypatch.setattr(sys, "stderr", shown)
-        with pictures_bar() as show:
+        with images_bar() as show:
             show(RunProgress(0, 60, None))
             for share in (0.1, 0.2, 0.6):
                 time.sleep(0.25)
@@ -89,8 +89,8 @@ def test_a_terminal_shows_one_bar_with_an_estimate_and_a_file_none(monkeypatch):
         text = shown.getvalue()
         assert "error: E: of 'a.jpg'\n" in text
         if shown.isatty():
-            assert "0/60 pictures, 00:00 passed" in text and "1/60 pictures" in text
-            assert "s/picture" in text and "s/ " not in text and "? left" in text.split("\r")[1]
+            assert "0/60 images, 00:00 passed" in text and "1/60 images" in text
+            assert "s/image" in text and "s/ " not in text and "? left" in text.split("\r")[1]
             estimates = re.findall(r"passed, ([^ ]+) left", text)
             assert estimates[0] == "?" and all(":" in one for one in estimates[1:]) and len(estimates) > 2
         else:

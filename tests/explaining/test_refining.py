@@ -7,13 +7,13 @@ import torch
 
 from tests import references
 from vitflow import Explainer, explain_folder, register_method
-from vitflow.demo import draw_pictures, sample_pictures
+from vitflow.demo import draw_images, sample_images
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning
 from vitflow.explaining import method_table
 from vitflow.explaining.sampling import FLOOR, geometric_mean
 from vitflow.recording.recorder import record_attention
 
-PICTURES = sample_pictures()[:2]
+IMAGES = sample_images()[:2]
 KINDS = ("attention", "keys", "both")
 ALL = [method.name for method in method_table.list_methods()]
 METHODS = [method.name for method in method_table.list_methods() if method.refined == "after"]
@@ -56,7 +56,7 @@ def of_transformers(attention="sdpa"):
 
 
 def literal(explainer, affinity):
-    """The affinity of the first picture's patches by the definition, from all heads and the projected keys."""
+    """The affinity of the first image's patches by the definition, from all heads and the projected keys."""
     attended, keys, hooks = [], [], []
     for name, module in explainer.model.named_modules():
         if name.endswith(".qkv"):  # timm's: queries, keys and values of all heads by one projection
@@ -64,7 +64,7 @@ def literal(explainer, affinity):
         elif name.endswith((".key", ".k_proj")):
             hooks.append(module.register_forward_hook(lambda m, a, out: keys.append(out[0])))
     with torch.no_grad(), record_attention(explainer.model) as trace:
-        explainer.model(explainer.pixels(PICTURES[0]))
+        explainer.model(explainer.pixels(IMAGES[0]))
     for hook in hooks:
         hook.remove()
     patches = trace.layout.num_patches
@@ -79,8 +79,8 @@ def literal(explainer, affinity):
 @pytest.mark.parametrize("method", ["rollout", "gae"])  # one keeps fused matrices, the other every head
 def test_a_map_is_refined_by_the_definition(make, affinity, method):
     explainer = make()
-    plain = explainer.explain(PICTURES[0], method=method, refine=0).grid
-    refined = explainer.explain(PICTURES[0], method=method, refine=2, affinity=affinity)
+    plain = explainer.explain(IMAGES[0], method=method, refine=0).grid
+    refined = explainer.explain(IMAGES[0], method=method, refine=2, affinity=affinity)
     matrix = literal(explainer, affinity)
     expected = (matrix @ matrix @ plain.ravel().astype(np.float64)).reshape(plain.shape)
     np.testing.assert_allclose(refined.grid, expected, rtol=0, atol=1e-4 * plain.max())  # cosines in float32
@@ -92,42 +92,42 @@ def test_unfused_attention_shows_the_same_keys(affinity):
     fused, eager = of_transformers(), of_transformers("eager")
     for method in ("rollout", "gae"):
         own = {"method": method, "refine": 1, "affinity": affinity}
-        first, second = (one.explain(PICTURES[0], **own).grid for one in (fused, eager))
+        first, second = (one.explain(IMAGES[0], **own).grid for one in (fused, eager))
         np.testing.assert_allclose(first, second, rtol=0, atol=1e-5 * first.max())
     model = small().model
-    expected = Explainer(model).explain(PICTURES[0], method="rollout", refine=1, affinity=affinity).grid
+    expected = Explainer(model).explain(IMAGES[0], method="rollout", refine=1, affinity=affinity).grid
     for block in model.blocks:
         block.attn.fused_attn = False
-    found = Explainer(model).explain(PICTURES[0], method="rollout", refine=1, affinity=affinity).grid
+    found = Explainer(model).explain(IMAGES[0], method="rollout", refine=1, affinity=affinity).grid
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * expected.max())
 
 
 @pytest.mark.parametrize("affinity", KINDS)
 def test_the_order_of_heads_does_not_matter(affinity):
     explainer = small()
-    expected = explainer.explain(PICTURES[0], method="gae", refine=1, affinity=affinity).grid
+    expected = explainer.explain(IMAGES[0], method="gae", refine=1, affinity=affinity).grid
     order = [2, 0, 1]
     for block in explainer.model.blocks:
         for parameter in (block.attn.qkv.weight, block.attn.qkv.bias):
             parameter.data = parameter.data.unflatten(0, (3, 3, -1))[:, order].flatten(0, 2)
         block.attn.proj.weight.data = block.attn.proj.weight.data.unflatten(1, (3, -1))[:, order].flatten(1)
-    found = explainer.explain(PICTURES[0], method="gae", refine=1, affinity=affinity).grid
+    found = explainer.explain(IMAGES[0], method="gae", refine=1, affinity=affinity).grid
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * expected.max())  # cosines in float32
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_map_keeps_its_sum_and_a_batch_gives_what_its_pictures_give_alone(demo, method):
+def test_every_map_keeps_its_sum_and_a_batch_gives_what_its_images_give_alone(demo, method):
     explainer = small() if method == "occlusion" else demo  # which asks the model for each patch anew
-    plain = explainer.explain_batch(PICTURES, methods=[method], refine=0)
+    plain = explainer.explain_batch(IMAGES, methods=[method], refine=0)
     for affinity in KINDS:
-        together = explainer.explain_batch(PICTURES, methods=[method], refine=1, affinity=affinity)
-        for before, after, picture in zip(plain, together, PICTURES, strict=True):
+        together = explainer.explain_batch(IMAGES, methods=[method], refine=1, affinity=affinity)
+        for before, after, image in zip(plain, together, IMAGES, strict=True):
             # The recorded pass itself rounds otherwise; what is a difference of logits, as far as these do.
-            rounding = references.logit_rounding(explainer, picture) if method == "occlusion" else 0.0
+            rounding = references.logit_rounding(explainer, image) if method == "occlusion" else 0.0
             scale = 1e-5 * np.abs(before.grid).sum() + rounding * before.grid.size
             assert abs(after.grid.sum(dtype=np.float64) - before.grid.sum(dtype=np.float64)) < scale
             assert not np.allclose(after.grid, before.grid, rtol=0, atol=1e-3 * np.abs(before.grid).max())
-            alone = explainer.explain(picture, method=method, refine=1, affinity=affinity)
+            alone = explainer.explain(image, method=method, refine=1, affinity=affinity)
             tolerance = rounding or 1e-5 * np.abs(after.grid).max()
             np.testing.assert_allclose(alone.grid, after.grid, rtol=0, atol=tolerance)
 
@@ -144,17 +144,17 @@ def test_a_method_of_the_users_own_is_refined_and_signs_are_kept(demo, table):
         return grid
 
     register_method("signed", signed, defaults={"weight": 3.0})
-    plain, refined = (demo.explain(PICTURES[0], method="signed", refine=steps) for steps in (0, 1))
+    plain, refined = (demo.explain(IMAGES[0], method="signed", refine=steps) for steps in (0, 1))
     assert plain.options == {"weight": 3.0, "refine": 0, "affinity": "attention", "shifts": 0}
     assert np.count_nonzero(plain.grid) == 2 and refined.grid.min() < 0 < refined.grid.max()
     np.testing.assert_allclose(refined.grid.sum(), 0.0, atol=1e-6)
     constant = register_method("constant", lambda trace: torch.ones(len(trace.pixels), 12, 12)).name
-    np.testing.assert_allclose(demo.explain(PICTURES[0], method=constant, refine=3).grid, 1.0, rtol=0, atol=1e-7)
+    np.testing.assert_allclose(demo.explain(IMAGES[0], method=constant, refine=3).grid, 1.0, rtol=0, atol=1e-7)
 
 
 def test_a_patch_of_the_top_layer_is_explained_refined(demo):
     own = {"method": "rollout", "patch": (3, 4)}
-    plain, refined = (demo.explain(PICTURES[0], refine=steps, **own).grid for steps in (0, 1))
+    plain, refined = (demo.explain(IMAGES[0], refine=steps, **own).grid for steps in (0, 1))
     assert plain.sum() == pytest.approx(refined.sum(), rel=1e-6)
     assert not np.allclose(plain, refined)
 
@@ -170,40 +170,40 @@ def test_the_papers_definition_is_not_refined(demo, table):
     rollout = method_table.get_method("rollout")
     own = {"needs": rollout.needs, "presets": rollout.presets}
     register_method("eager", rollout.function, defaults={**rollout.defaults, "refine": 2}, **own)
-    assert demo.explain(PICTURES[0], method="eager").options["refine"] == 2
-    assert demo.explain(PICTURES[0], method="eager", preset="paper").options["refine"] == 0
-    assert demo.explain(PICTURES[0], method="eager", preset="paper", refine=1).options["refine"] == 1
+    assert demo.explain(IMAGES[0], method="eager").options["refine"] == 2
+    assert demo.explain(IMAGES[0], method="eager", preset="paper").options["refine"] == 0
+    assert demo.explain(IMAGES[0], method="eager", preset="paper", refine=1).options["refine"] == 1
     assert method_table.get_method("flow").complete({"layers": "all"})["refine"] == 0
 
 
 def test_where_it_does_not_apply_it_is_refused_if_asked_and_else_left_out_and_told(table):
     explainer = small("swin_tiny_patch4_window7_224", window_size=4, depths=(2, 2, 2, 2))
     with pytest.raises(UnsupportedModelError, match="in no layer of SwinTransformer do all 16 × 16 .* refine=0"):
-        explainer.explain(PICTURES[0], method="rollout", refine=1)
+        explainer.explain(IMAGES[0], method="rollout", refine=1)
     rollout = method_table.get_method("rollout")
     register_method("eager", rollout.function, defaults={**rollout.defaults, "refine": 1}, needs=rollout.needs)
-    found = explainer.explain(PICTURES[0], method="eager")
+    found = explainer.explain(IMAGES[0], method="eager")
     assert found.options["refine"] == 0
     assert found.facts["refinement"].startswith("left out: Refinement does not apply: in no layer of SwinTransformer")
-    np.testing.assert_array_equal(found.grid, explainer.explain(PICTURES[0], method="rollout", refine=0).grid)
+    np.testing.assert_array_equal(found.grid, explainer.explain(IMAGES[0], method="rollout", refine=0).grid)
 
 
 def test_a_run_leaves_out_what_is_only_a_default_as_a_single_map_does(tmp_path):
     """Runs over folders and evaluations hand over each method with all its options."""
     explainer = small("swin_tiny_patch4_window7_224", window_size=4, depths=(2, 2, 2, 2))
-    summary = explain_folder(PICTURES, tmp_path, model=explainer, methods=["rollout"])
+    summary = explain_folder(IMAGES, tmp_path, model=explainer, methods=["rollout"])
     assert [row["status"] for row in summary] == ["explained"] * 2
     assert all("left out" in row["facts"]["rollout"]["refinement"] for row in summary)
     with pytest.raises(UnsupportedModelError, match="Refinement does not apply"):
-        explain_folder(PICTURES, tmp_path / "asked", model=explainer, methods=["rollout"], refine=2)
+        explain_folder(IMAGES, tmp_path / "asked", model=explainer, methods=["rollout"], refine=2)
 
 
 def test_heads_that_are_mixed_are_left_out_and_their_keys_are_not():
     explainer = small("cait_xxs24_224", depth=2)  # its class token joins late, in attention of its own
     with pytest.raises(UnsupportedModelError, match="Cait mixes its heads .* affinity='keys'"):
-        explainer.explain(PICTURES[0], method="rollout", refine=1, value_weighted=False)
+        explainer.explain(IMAGES[0], method="rollout", refine=1, value_weighted=False)
     plain, refined = (
-        explainer.explain(PICTURES[0], method="rollout", value_weighted=False, refine=steps, affinity="keys").grid
+        explainer.explain(IMAGES[0], method="rollout", value_weighted=False, refine=steps, affinity="keys").grid
         for steps in (0, 1)
     )
     assert refined.shape == (4, 4)
@@ -212,7 +212,7 @@ def test_heads_that_are_mixed_are_left_out_and_their_keys_are_not():
 
 def test_maps_on_another_grid_are_refused_by_its_size(demo):
     with pytest.raises(UnsupportedModelError, match="do all 6 × 6 patches of the map attend to each other"):
-        demo.explain(PICTURES[0], method="input_gradient", patch_size=16, refine=1)
+        demo.explain(IMAGES[0], method="input_gradient", patch_size=16, refine=1)
 
 
 def test_patches_that_are_all_alike_are_told(table):
@@ -221,25 +221,25 @@ def test_patches_that_are_all_alike_are_told(table):
         torch.nn.init.zeros_(block.attn.qkv.weight[:384])  # queries and keys
     explainer = Explainer(model)
     with pytest.warns(VitflowWarning, match="treats all patches nearly alike"):
-        found = explainer.explain(PICTURES[0], method="input_gradient", refine=1)
+        found = explainer.explain(IMAGES[0], method="input_gradient", refine=1)
     assert found.facts["refinement"] == "the model treats all patches nearly alike"
     assert np.ptp(found.grid) < 1e-4 * found.grid.max()
     own = {"method": "consensus", "affinity": "attention"}  # the keys are nothing at all
-    consensus = explainer.explain(PICTURES[0], **own)  # only a default there
+    consensus = explainer.explain(IMAGES[0], **own)  # only a default there
     assert consensus.options["refine"] == 0
     assert consensus.facts["refinement"] == "left out: the model treats all patches nearly alike"
     with pytest.warns(VitflowWarning, match="treats all patches nearly alike"):
-        asked = explainer.explain(PICTURES[0], refine=1, **own)
+        asked = explainer.explain(IMAGES[0], refine=1, **own)
     assert asked.options["refine"] == 1
     assert asked.facts["refinement"] == "the model treats all patches nearly alike"
     assert np.ptp(asked.grid) < 1e-4 * asked.grid.max() < np.ptp(consensus.grid)
 
 
-def test_by_default_a_picture_that_is_much_alike_is_refined_as_if_asked(demo):
+def test_by_default_an_image_that_is_much_alike_is_refined_as_if_asked(demo):
     """The model's patches attend nearly evenly to this one, and refined its maps lie far better on the object."""
-    picture = next(draw_pictures(1, 8)).image
-    default = demo.explain(picture, method="gae")
-    asked = demo.explain(picture, method="gae", refine=1)
+    image = next(draw_images(1, 8)).image
+    default = demo.explain(image, method="gae")
+    asked = demo.explain(image, method="gae", refine=1)
     assert default.options == asked.options and default.facts == asked.facts
     np.testing.assert_array_equal(default.grid, asked.grid)
 
@@ -255,13 +255,13 @@ def test_by_default_a_picture_that_is_much_alike_is_refined_as_if_asked(demo):
 )
 def test_steps_and_affinity_are_checked(demo, options, words):
     with pytest.raises(OptionError, match=words):
-        demo.explain(PICTURES[0], method="rollout", **options)
+        demo.explain(IMAGES[0], method="rollout", **options)
 
 
 def test_baselines_are_never_refined(demo):
     with pytest.raises(OptionError, match="Unknown option of method random 'refine'"):
-        demo.explain(PICTURES[0], method="random", refine=1)
-    assert "refine" not in demo.explain(PICTURES[0], method="centre").options
+        demo.explain(IMAGES[0], method="random", refine=1)
+    assert "refine" not in demo.explain(IMAGES[0], method="centre").options
 
 
 def test_keys_are_recorded_only_when_asked():
@@ -280,9 +280,9 @@ def test_consensus_is_the_weighted_geometric_mean_of_its_parts_refined(demo):
     expected = 1.0
     for part, weight in {"gae": 1, "sampling": 2}.items():
         own = {"head_fusion": "signed_mean"} if part == "gae" else {}
-        grid = demo.explain(PICTURES[0], method=part, refine=1, affinity="both", **own).grid.astype(np.float64)
+        grid = demo.explain(IMAGES[0], method=part, refine=1, affinity="both", **own).grid.astype(np.float64)
         expected = expected * np.maximum(grid / grid.sum(), FLOOR / grid.size) ** (weight / 3)
-    found = demo.explain(PICTURES[0], method="consensus")
+    found = demo.explain(IMAGES[0], method="consensus")
     np.testing.assert_allclose(found.grid, expected, rtol=2e-4, atol=1e-9)
     assert found.class_specific and found.options["refine"] == 1
 

@@ -5,11 +5,11 @@ import pytest
 import timm
 
 from vitflow import Explainer
-from vitflow.demo import draw_picture
+from vitflow.demo import draw_image
 from vitflow.errors import OptionError, UnsupportedModelError
 from vitflow.explaining.refining import moved, realigned
 
-PICTURE = draw_picture(3).image
+IMAGE = draw_image(3).image
 
 
 @pytest.fixture(scope="module")
@@ -37,37 +37,37 @@ def test_a_moved_map_is_realigned_by_area(move):
 @pytest.mark.parametrize("method", ["rollout", "gae"])
 def test_the_map_is_the_mean_over_crops_that_are_moved(fit, method):
     explainer = Explainer("demo", fit=fit)
-    plain = explainer.explain(PICTURE, method=method)
-    found = explainer.explain(PICTURE, method=method, shifts=4)
-    picture = explainer.placed(PICTURE, "one")
+    plain = explainer.explain(IMAGE, method=method)
+    found = explainer.explain(IMAGE, method=method, shifts=4)
+    image = explainer.placed(IMAGE, "one")
     half, expected = explainer.spec.patch_size[0] // 2, []
     for down in (-1, 1):
         for right in (-1, 1):
             crop = Explainer("demo", fit=fit)
-            place = moved(picture.placement, (half * down, half * right))
-            crop.placed = lambda source, name, place=place: type(picture)(name, PICTURE, place)
-            grid = crop.explain(PICTURE, method=method, target=plain.target).grid
+            place = moved(image.placement, (half * down, half * right))
+            crop.placed = lambda source, name, place=place: type(image)(name, IMAGE, place)
+            grid = crop.explain(IMAGE, method=method, target=plain.target).grid
             expected.append(literal(grid, down / 2, right / 2))
     np.testing.assert_allclose(found.grid, np.mean(expected, axis=0), rtol=0, atol=1e-4 * found.grid.max())
     assert (found.target, found.placement, found.options["shifts"]) == (plain.target, plain.placement, 4)
 
 
-def test_each_class_and_picture_has_its_own_mean_and_baselines_have_none(demo):
-    pictures = [PICTURE, draw_picture(4).image]
-    found = demo.explain_batch(pictures, methods=["gae", "rollout", "random"], targets=[1, 2], shifts=4)
+def test_each_class_and_image_has_its_own_mean_and_baselines_have_none(demo):
+    images = [IMAGE, draw_image(4).image]
+    found = demo.explain_batch(images, methods=["gae", "rollout", "random"], targets=[1, 2], shifts=4)
     assert [(one.method, one.target) for one in found[:4]] == [("gae", 1), ("gae", 2), ("rollout", 1), ("random", 1)]
-    alone = demo.explain(pictures[1], method="gae", target=2, shifts=4)
+    alone = demo.explain(images[1], method="gae", target=2, shifts=4)
     np.testing.assert_allclose(found[5].grid, alone.grid, rtol=0, atol=1e-5 * alone.grid.max())
-    np.testing.assert_array_equal(found[3].grid, demo.explain(PICTURE, method="random").grid)
+    np.testing.assert_array_equal(found[3].grid, demo.explain(IMAGE, method="random").grid)
 
 
 @pytest.mark.parametrize("shifts", [1, 3, -4, True])
 def test_other_numbers_are_refused(demo, shifts):
     with pytest.raises(OptionError, match="shifts of 0 or 4"):
-        demo.explain(PICTURE, method="gae", shifts=shifts)
+        demo.explain(IMAGE, method="gae", shifts=shifts)
 
 
 def test_a_model_without_patches_is_refused():
     explainer = Explainer(timm.create_model("resnet10t", num_classes=3).eval())
     with pytest.raises(UnsupportedModelError, match="half a patch"):
-        explainer.explain(PICTURE, method="gradcam", shifts=4)
+        explainer.explain(IMAGE, method="gradcam", shifts=4)

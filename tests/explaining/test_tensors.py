@@ -77,7 +77,7 @@ def test_one_tensor_with_or_without_a_batch_axis_is_one_image():
     explainer, one = Explainer(model_of("timm"), data_config=DATA), normalised(IMAGES[:1])
     first, second = explainer.explain(one), explainer.explain(one[0])
     np.testing.assert_array_equal(first.grid, second.grid)
-    assert explainer.explain_batch(one[0])[0].source == "picture 1"
+    assert explainer.explain_batch(one[0])[0].source == "image 1"
 
 
 def test_the_original_of_a_tensor_is_what_the_map_lies_on():
@@ -107,7 +107,7 @@ def test_layers_features_and_pages_take_tensors():
     found, expected = vitflow.feature_maps(batch, model=explainer), vitflow.feature_maps(IMAGES, model=exact)
     np.testing.assert_allclose(found.components, expected.components, rtol=0, atol=1e-3)
     assert len(vitflow.compare(batch, model=explainer, methods=["rollout", "centre"]).saliencies) == 6
-    assert "picture 2" in vitflow.explore(batch[:2], model=explainer).html
+    assert "image 2" in vitflow.explore(batch[:2], model=explainer).html
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def tiny_model(kind=VisionTransformer) -> torch.nn.Module:
 
 
 class Deadly(VisionTransformer):
-    """A model that kills its process when it sees a white picture."""
+    """A model that kills its process when it sees a white image."""
 
     def forward(self, pixels):
         if (pixels.flatten(1).amin(dim=1) > 0.99).any():

@@ -8,34 +8,34 @@ import pytest
 from PIL import Image
 
 from examples.datasets_map import explain as explain_dataset
-from tests.folder.test_run import Picky, picture_bytes, tiny_model
+from tests.folder.test_run import Picky, image_bytes, tiny_model
 from vitflow import BatchExplainer, Contrast, Explainer
 from vitflow.errors import OptionError, ShapeError
 from vitflow.runs.columns import map_of, pack_half
 
-BAD = picture_bytes(3)[:400]
+BAD = image_bytes(3)[:400]
 
 
-def is_the_map_of(grid, picture, explainer, method="rollout", **options) -> bool:
-    expected = explainer.explain(picture, method=method, **options).grid
+def is_the_map_of(grid, image, explainer, method="rollout", **options) -> bool:
+    expected = explainer.explain(image, method=method, **options).grid
     return np.abs(grid - expected).max() <= 1e-3 * np.abs(expected).max()
 
 
 def test_a_row_for_every_input_with_its_id_its_fault_and_its_maps():
     explainer = Explainer(tiny_model())
-    array = np.asarray(Image.open(io.BytesIO(picture_bytes(5, "PNG"))))
-    images = [picture_bytes(1), BAD, array, {"bytes": picture_bytes(2), "path": None}, None]
-    batch = {"name": np.array([7, 8, 9, 10, 11]), "picture": images, "other": [0] * 5}
-    made = BatchExplainer(tiny_model, ["rollout", "gae"], image="picture", id="name", target=2)
+    array = np.asarray(Image.open(io.BytesIO(image_bytes(5, "PNG"))))
+    images = [image_bytes(1), BAD, array, {"bytes": image_bytes(2), "path": None}, None]
+    batch = {"name": np.array([7, 8, 9, 10, 11]), "image": images, "other": [0] * 5}
+    made = BatchExplainer(tiny_model, ["rollout", "gae"], image="image", id="name", target=2)
     found = made(batch)
     assert found["id"].tolist() == [7, 8, 9, 10, 11]
     assert found["status"].tolist() == ["explained", "failed", "explained", "explained", "failed"]
     assert found["error"][1] == "OSError" and "damaged" in found["message"][1] and found["error"][4] == "ImageError"
-    for row, picture in ((0, images[0]), (2, array), (3, images[3]["bytes"])):
+    for row, image in ((0, images[0]), (2, array), (3, images[3]["bytes"])):
         for method in ("rollout", "gae"):
             grid, placement = made.map_of(found, row, method)
-            assert is_the_map_of(grid, picture, explainer, method, target=2)
-            assert placement == explainer.explain(picture).placement
+            assert is_the_map_of(grid, image, explainer, method, target=2)
+            assert placement == explainer.explain(image).placement
         assert found["class_index"][row] == 2 and len(found["grid_gae"][row]) == 2 * 16
     with pytest.raises(ShapeError, match="which has none"):
         made.map_of(found, 1, "rollout")
@@ -44,10 +44,10 @@ def test_a_row_for_every_input_with_its_id_its_fault_and_its_maps():
 
 def test_it_is_small_to_send_and_loads_the_model_where_it_runs():
     made = BatchExplainer(tiny_model)
-    first = made({"id": ["a"], "image": [picture_bytes(1)]})
+    first = made({"id": ["a"], "image": [image_bytes(1)]})
     sent = pickle.dumps(made)
     assert len(sent) < 1000
-    second = pickle.loads(sent)({"id": ["a"], "image": [picture_bytes(1)]})
+    second = pickle.loads(sent)({"id": ["a"], "image": [image_bytes(1)]})
     assert {name: column.tolist() for name, column in first.items()} == {
         name: column.tolist() for name, column in second.items()
     }
@@ -77,19 +77,19 @@ def picky_model():
     return tiny_model(Picky)
 
 
-def test_a_picture_on_which_the_model_fails_fails_alone():
+def test_an_image_on_which_the_model_fails_fails_alone():
     white = np.full((40, 40, 3), 255, np.uint8)
-    batch = {"id": [1, 2, 3], "image": [picture_bytes(1), white, picture_bytes(2)]}
+    batch = {"id": [1, 2, 3], "image": [image_bytes(1), white, image_bytes(2)]}
     found = BatchExplainer(picky_model)(batch)
     assert found["error"].tolist() == ["", "ModelError", ""]
 
 
-def test_a_picture_of_the_class_that_it_is_set_against_fails_alone():
-    pictures = [picture_bytes(n) for n in range(4)]
+def test_an_image_of_the_class_that_it_is_set_against_fails_alone():
+    images = [image_bytes(n) for n in range(4)]
     explainer = Explainer(tiny_model())
-    outputs = [one.predicted for one in explainer.explain_batch(pictures)]
+    outputs = [one.predicted for one in explainer.explain_batch(images)]
     made = BatchExplainer(tiny_model, ["gae"], target=Contrast(None, against=outputs[0]))
-    found = made({"id": list("abcd"), "image": pictures})
+    found = made({"id": list("abcd"), "image": images})
     assert found["error"].tolist() == ["SameClassError" if answer == outputs[0] else "" for answer in outputs]
 
 
@@ -137,14 +137,14 @@ def test_a_damaged_record_is_told(change):
 def test_datasets_map_streaming_included(streaming):
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
-    pictures = [picture_bytes(n) for n in range(5)]
+    images = [image_bytes(n) for n in range(5)]
     # The first batch holds faults alone, so that no column has a type from its values.
-    rows = [{"bytes": content, "path": None} for content in (BAD, b"", *pictures)]
+    rows = [{"bytes": content, "path": None} for content in (BAD, b"", *images)]
     table = datasets.Dataset.from_dict({"id": list("abcdefg"), "label": list(range(7)), "image": rows})
     table = table.to_iterable_dataset() if streaming else table
     found = list(explain_dataset(table, tiny_model, batch_size=2))
     assert [(row["id"], row["label"]) for row in found] == list(zip("abcdefg", range(7), strict=True))
     assert [row["status"] for row in found] == ["failed"] * 2 + ["explained"] * 5
     explainer = Explainer(tiny_model())
-    for row, own in zip(found[2:], pictures, strict=True):
+    for row, own in zip(found[2:], images, strict=True):
         assert is_the_map_of(map_of(row, "rollout")[0], own, explainer)

@@ -1,4 +1,4 @@
-"""Captions of a folder as users meet them: words with a map each, a row for each picture, and what was done is kept."""
+"""Captions of a folder as users meet them: words with a map each, a row for each image, and what was done is kept."""
 
 import json
 import shutil
@@ -29,12 +29,12 @@ def captioner():
 
 
 @pytest.fixture
-def pictures(tmp_path):
+def images(tmp_path):
     folder = tmp_path / "in"
     (folder / "below").mkdir(parents=True)
     for seed, name in zip(SEEDS, ("a.png", "below/b.png"), strict=True):
         Image.fromarray(draw_scene(seed).image).save(folder / name)
-    (folder / "broken.png").write_bytes(b"no picture")
+    (folder / "broken.png").write_bytes(b"no image")
     return folder
 
 
@@ -42,9 +42,9 @@ def rows_of(output):
     return [json.loads(line) for line in (output / "manifest.jsonl").read_text().splitlines()]
 
 
-def test_each_picture_has_its_words_and_a_map_of_each(pictures, tmp_path, captioner):
+def test_each_image_has_its_words_and_a_map_of_each(images, tmp_path, captioner):
     out = tmp_path / "out"
-    summary = caption_folder(pictures, out, recursive=True, save_map=True, **captioner)
+    summary = caption_folder(images, out, recursive=True, save_map=True, **captioner)
     assert (summary.explained, summary.failed, summary.kept) == (2, 1, 0)
     first, below, broken = rows_of(out)
     assert [row["input"] for row in (first, below, broken)] == ["a.png", "below/b.png", "broken.png"]
@@ -59,7 +59,7 @@ def test_each_picture_has_its_words_and_a_map_of_each(pictures, tmp_path, captio
     assert [one["word"] for one in first["words"]] == list(words) and first["left_out"] == left_out
     with np.load(out / first["outputs"]["npz"]) as saved:
         assert saved["words"].tolist() == list(words)
-        np.testing.assert_array_equal(saved["maps"], [found.picture(places).grid for places in words.values()])
+        np.testing.assert_array_equal(saved["maps"], [found.image(places).grid for places in words.values()])
         assert json.loads(str(saved["metadata"]))["placement"]["image_size"] == [64, 64]
     with Image.open(out / "below/b-caption.png") as strip:
         assert strip.width > 500
@@ -67,7 +67,7 @@ def test_each_picture_has_its_words_and_a_map_of_each(pictures, tmp_path, captio
     assert json.loads((out / "run.json").read_text())["totals"] == {"total": 3, "explained": 2, "failed": 1}
 
 
-def test_a_second_run_does_what_is_missing_or_changed(pictures, tmp_path, captioner, monkeypatch):
+def test_a_second_run_does_what_is_missing_or_changed(images, tmp_path, captioner, monkeypatch):
     out, made = tmp_path / "out", []
     import vitflow.folder.captions as module
 
@@ -84,45 +84,45 @@ def test_a_second_run_does_what_is_missing_or_changed(pictures, tmp_path, captio
         if state.done:
             raise Ended
 
-    with pytest.raises(Ended):  # the run ends after its first picture
-        caption_folder(pictures, out, recursive=True, progress=end, **captioner)
+    with pytest.raises(Ended):  # the run ends after its first image
+        caption_folder(images, out, recursive=True, progress=end, **captioner)
     assert len(made) == 1 and not (out / "manifest.jsonl").exists()
-    summary = caption_folder(pictures, out, recursive=True, **captioner)
+    summary = caption_folder(images, out, recursive=True, **captioner)
     assert len(made) == 2 and (summary.kept, summary.explained) == (1, 2)
     (out / "a-caption.png").unlink()
-    shutil.copy(pictures / "a.png", pictures / "broken.png")
-    summary = caption_folder(pictures, out, recursive=True, **captioner)
+    shutil.copy(images / "a.png", images / "broken.png")
+    summary = caption_folder(images, out, recursive=True, **captioner)
     assert len(made) == 4 and (summary.kept, summary.explained, summary.failed) == (1, 3, 0)
     with pytest.raises(OptionError, match="holds a run with other options: .*prompt was"):
-        caption_folder(pictures, out, recursive=True, **captioner | {"prompt": "<image> is"})
-    assert caption_folder(pictures, out, overwrite=True, limit=1, **captioner).kept == 0
+        caption_folder(images, out, recursive=True, **captioner | {"prompt": "<image> is"})
+    assert caption_folder(images, out, overwrite=True, limit=1, **captioner).kept == 0
     assert not (out / "below/b-caption.png").exists()
 
 
-def test_pictures_at_a_url_are_described(pictures, tmp_path, captioner):
+def test_images_at_a_url_are_described(images, tmp_path, captioner):
     pytest.importorskip("fsspec")
-    summary = caption_folder(f"local://{pictures}", tmp_path / "out", limit=1, **captioner)  # a URL for fsspec
+    summary = caption_folder(f"local://{images}", tmp_path / "out", limit=1, **captioner)  # a URL for fsspec
     assert summary.explained == 1 and rows_of(tmp_path / "out")[0]["caption"] == draw_scene(SEEDS[0]).caption
 
 
-def test_files_that_no_run_made_stay(pictures, tmp_path, captioner):
+def test_files_that_no_run_made_stay(images, tmp_path, captioner):
     out = tmp_path / "out"
     out.mkdir()
     (out / "a-caption.png").write_bytes(b"mine")
     with pytest.raises(OptionError, match="already a file 'a-caption.png'"):
-        caption_folder(pictures, out, **captioner)
+        caption_folder(images, out, **captioner)
     assert (out / "a-caption.png").read_bytes() == b"mine"
 
 
-def test_what_stops_every_picture_stops_the_run(pictures, tmp_path, captioner):
+def test_what_stops_every_image_stops_the_run(images, tmp_path, captioner):
     with pytest.raises(OptionError, match="layer"):
-        caption_folder(pictures, tmp_path / "out", method="attention", layer=9, **captioner)
+        caption_folder(images, tmp_path / "out", method="attention", layer=9, **captioner)
     with pytest.raises(OptionError, match="max_new_tokens of at least 1"):
-        caption_folder(pictures, tmp_path / "out", max_new_tokens=0, **captioner)
+        caption_folder(images, tmp_path / "out", max_new_tokens=0, **captioner)
 
 
-def test_on_the_command_line(pictures, tmp_path):
-    line = ["folder", str(pictures), "-o", str(tmp_path / "out"), "--caption"]
+def test_on_the_command_line(images, tmp_path):
+    line = ["folder", str(images), "-o", str(tmp_path / "out"), "--caption"]
     for more, told in (
         ([], "Expected --model with --caption"),
         (["--model", "demo-caption", "--report", "--batch-size", "2"], "--caption takes no --batch-size, --report"),

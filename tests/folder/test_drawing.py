@@ -9,21 +9,21 @@ from PIL import Image
 
 import vitflow
 from vitflow.cli import main
-from vitflow.demo import sample_pictures
+from vitflow.demo import sample_images
 from vitflow.errors import OptionError, VitflowWarning
 from vitflow.folder.draw import read_grids, report_run
 
 
 def test_backgrounds_and_contours_reach_the_overlays_and_the_report(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    picture = sample_pictures()[0]
+    image = sample_images()[0]
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / picture.name).write_bytes(picture.read_bytes())
+    (tmp_path / "in" / image.name).write_bytes(image.read_bytes())
     words = ["folder", "in", "-o", "out", "--model", "demo", "--format", "png", "--workers", "0", "--report"]
     drawing = ["--background", "dim", "--contours", "--interpolation", "nearest"]
     monkeypatch.setattr(sys, "argv", ["vitflow", *words, *drawing])
     main()
-    saliency = vitflow.explain(picture, model="demo")
+    saliency = vitflow.explain(image, model="demo")
     [path] = (tmp_path / "out").glob("*-rollout.png")
     with Image.open(path) as file:
         drawn = np.asarray(file.convert("RGB")).astype(int)
@@ -38,16 +38,16 @@ def test_backgrounds_and_contours_reach_the_overlays_and_the_report(monkeypatch,
 @pytest.mark.parametrize("drawing", [{"background": "gray"}, {"contours": [2.0]}, {"cmap": "vridis"}])
 def test_wrong_drawing_stops_a_run_before_it_begins(drawing, tmp_path):
     with pytest.raises(OptionError):
-        vitflow.explain_folder(sample_pictures()[0], tmp_path / "out", model="demo", drawing=drawing)
+        vitflow.explain_folder(sample_images()[0], tmp_path / "out", model="demo", drawing=drawing)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_class_that_no_picture_has_is_told_with_what_was_meant(tmp_path, monkeypatch, capsys):
+def test_a_class_that_no_image_has_is_told_with_what_was_meant(tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
-    vitflow.explain_folder(sample_pictures()[:2], run, model="demo", workers=0)
+    vitflow.explain_folder(sample_images()[:2], run, model="demo", workers=0)
     for where, told in (
-        ("class_name = 'orang disc'", "No picture has the class 'orang disc'. Did you mean 'orange disc'? Known: "),
-        ("target IN ('orange disk')", "No picture has the class 'orange disk'. Did you mean 'orange disc'? Known: "),
+        ("class_name = 'orang disc'", "No image has the class 'orang disc'. Did you mean 'orange disc'? Known: "),
+        ("target IN ('orange disk')", "No image has the class 'orange disk'. Did you mean 'orange disc'? Known: "),
     ):
         monkeypatch.setattr(sys, "argv", ["vitflow", "draw", str(run), "-o", str(tmp_path / "drawn"), "--where", where])
         main()
@@ -55,30 +55,30 @@ def test_a_class_that_no_picture_has_is_told_with_what_was_meant(tmp_path, monke
         assert (out, err.splitlines()[-1]) == ("", "0 drawn") and f"note: {told}" in err and "orange disc" in err
     monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "class_name == 'orange disc' and probability < 0.0001"])
     main()
-    assert capsys.readouterr().err == "0 drawn\n"  # there are such pictures
+    assert capsys.readouterr().err == "0 drawn\n"  # there are such images
 
 
 def test_what_blank_out_costs_is_told_before_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr("vitflow.folder.work.WORTH_TELLING", 0.0)
     options = {"model": "demo", "methods": ["rollout", "occlusion"], "workers": 0}
-    with pytest.warns(VitflowWarning, match=r"144 passes through the model a picture, 288 in all, about .* each"):
-        vitflow.explain_folder(sample_pictures()[:2], tmp_path / "run", **options)
-    vitflow.explain_folder(sample_pictures()[:2], tmp_path / "run", **options)  # nothing is left to do, and to tell
+    with pytest.warns(VitflowWarning, match=r"144 passes through the model an image, 288 in all, about .* each"):
+        vitflow.explain_folder(sample_images()[:2], tmp_path / "run", **options)
+    vitflow.explain_folder(sample_images()[:2], tmp_path / "run", **options)  # nothing is left to do, and to tell
     with pytest.warns(VitflowWarning, match="about") as told:
-        vitflow.explain_folder(sample_pictures()[:1], tmp_path / "few", **options, patch_size=48, shifts=4)
-    assert "20 passes through the model a picture, 20 in all" in str(told[0].message)
+        vitflow.explain_folder(sample_images()[:1], tmp_path / "few", **options, patch_size=48, shifts=4)
+    assert "20 passes through the model an image, 20 in all" in str(told[0].message)
 
 
 def test_sampling_runs_over_a_folder_and_tells_what_it_costs(tmp_path, monkeypatch):
     monkeypatch.setattr("vitflow.folder.work.WORTH_TELLING", 0.0)
     options = {"model": "demo", "methods": ["sampling", "consensus"], "masks": 20, "workers": 0, "overlays": False}
-    with pytest.warns(VitflowWarning, match="leave out other patches 20 times: 6 passes .* a picture, 12 in all"):
-        summary = vitflow.explain_folder(sample_pictures()[:2], tmp_path / "run", **options)
+    with pytest.warns(VitflowWarning, match="leave out other patches 20 times: 6 passes .* an image, 12 in all"):
+        summary = vitflow.explain_folder(sample_images()[:2], tmp_path / "run", **options)
     assert summary.explained == 2
-    for (row, maps), picture in zip(read_grids(tmp_path / "run"), sample_pictures()[:2], strict=True):
+    for (row, maps), image in zip(read_grids(tmp_path / "run"), sample_images()[:2], strict=True):
         assert row["facts"]["sampling"]["hidden"] == "tokens dropped" and row["facts"]["sampling"]["reliability"]
         for method, grid in maps.items():
-            alone = vitflow.explain(picture, model="demo", method=method, masks=20).grid
+            alone = vitflow.explain(image, model="demo", method=method, masks=20).grid
             np.testing.assert_allclose(grid, alone, rtol=2e-3, atol=1e-3 * alone.max())
 
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from tests.folder.test_run import fill, picture_bytes, run, tiny_model
+from tests.folder.test_run import fill, image_bytes, run, tiny_model
 from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.errors import OptionError
@@ -31,11 +31,11 @@ def explainer():
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory, explainer):
-    """The same pictures with overlays and with grids alone."""
+    """The same images with overlays and with grids alone."""
     place = tmp_path_factory.mktemp("both")
     source = fill(place / "in", 7)
     (source / "bad.png").write_bytes(b"nothing")
-    (source / "caf\udce9.jpg").write_bytes(picture_bytes(9))
+    (source / "caf\udce9.jpg").write_bytes(image_bytes(9))
     options = {"model": explainer, "methods": ["rollout", "gae"], "format": "png"}
     run(source, place / "overlays", **options)
     run(source, place / "grids", overlays=False, **options)
@@ -90,13 +90,13 @@ def test_overlays_drawn_on_demand_are_those_of_the_run(both, tmp_path):
 
 
 def test_the_report_draws_from_the_grids(both):
-    def pictures(out):
+    def images(out):
         text = report_run(out).read_text()
-        block = text[text.index('{"alpha"') if '{"alpha"' in text else text.index('"pictures"') :]
+        block = text[text.index('{"alpha"') if '{"alpha"' in text else text.index('"images"') :]
         return block.count('"shape"'), text.count("png-rollout") + text.count("-rollout.png")
 
-    assert pictures(both / "grids") == (16, 0)
-    assert pictures(both / "overlays")[0] == 16
+    assert images(both / "grids") == (16, 0)
+    assert images(both / "overlays")[0] == 16
 
 
 # -- conditions and the command
@@ -107,7 +107,7 @@ def test_the_command_draws_what_is_asked_for_and_tells_what_it_could_not(both, t
     with closing(sqlite3.connect(place / "grids" / FILE)) as db:
         db.execute("UPDATE run SET value = replace(value, ?, ?)", (str(both), str(place)))
         db.commit()
-    (place / "in/1.jpg").write_bytes(picture_bytes(50))
+    (place / "in/1.jpg").write_bytes(image_bytes(50))
     (place / "in/2.jpg").unlink()
     command = ["draw", str(place / "grids"), "-o", str(tmp_path / "drawn"), "--method", "gae"]
     some = CliRunner().invoke(cli, [*command, "--where", "input in ('0.jpg', '3.jpg')", "--cmap", "viridis"])
@@ -129,11 +129,11 @@ def test_the_command_draws_what_is_asked_for_and_tells_what_it_could_not(both, t
 
 def test_drawing_replaces_no_photograph(tmp_path, explainer):
     source = fill(tmp_path / "in", 1)
-    (source / "0-rollout.jpg").write_bytes(picture_bytes(4))
+    (source / "0-rollout.jpg").write_bytes(image_bytes(4))
     run(source, tmp_path / "out", model=explainer, overlays=False)
     first, second = sorted(draw_run(tmp_path / "out", source), key=lambda one: one.input)
     assert "would replace a photograph" in str(first.error) + str(second.error)
-    assert (source / "0-rollout.jpg").read_bytes() == picture_bytes(4)
+    assert (source / "0-rollout.jpg").read_bytes() == image_bytes(4)
 
 
 # -- resume and faults

@@ -29,7 +29,7 @@ def explainer() -> Explainer:
     return Explainer(timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=64, depth=2).eval())
 
 
-def pictures(count: int) -> list[np.ndarray]:
+def photos(count: int) -> list[np.ndarray]:
     return [np.random.default_rng(number).integers(0, 256, (70, 64, 3), dtype=np.uint8) for number in range(count)]
 
 
@@ -46,7 +46,7 @@ def test_lanes_work_at_once_and_give_the_maps_of_one(two_threads, explainer, met
             explained.grid for one in parts for explained in batches.explainer.explain_batch([one], methods=[method])
         ]
 
-    parts = pictures(3)
+    parts = photos(3)
     found = [future.result() for future in [lanes.submit(work) for _ in range(2)]]
     lanes.close()
     assert {id(batches) for batches, _ in seen} == {id(one) for one in lanes.batches}
@@ -75,7 +75,7 @@ def test_a_model_that_cannot_be_copied_has_one_lane_in_the_thread_that_calls(two
     assert torch.get_num_threads() == 2
 
 
-# -- models whose copies would see each other's pictures
+# -- models whose copies would see each other's images
 
 SHARED: dict[str, torch.Tensor] = {}
 
@@ -204,7 +204,7 @@ MIXING += [Own, InTheModule, InADefault]
 
 
 @pytest.mark.parametrize("make", MIXING)
-def test_where_copies_would_mix_their_pictures_two_threads_give_what_one_gives(two_threads, tmp_path, make):
+def test_where_copies_would_mix_their_images_two_threads_give_what_one_gives(two_threads, tmp_path, make):
     source, model = fill(tmp_path / "in", 12), make().eval()
     found = []
     for threads in (2, 1):
@@ -218,7 +218,7 @@ def test_where_copies_would_mix_their_pictures_two_threads_give_what_one_gives(t
 
 
 @pytest.mark.parametrize("make", MIXING)
-def test_where_copies_would_mix_their_pictures_there_is_one_lane(two_threads, make):
+def test_where_copies_would_mix_their_images_there_is_one_lane(two_threads, make):
     lanes = Lanes(Explainer(make().eval()), 4)
     lanes.close()
     assert (lanes.count, torch.get_num_threads()) == (1, 2)

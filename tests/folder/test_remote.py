@@ -1,4 +1,4 @@
-"""Pictures behind fsspec: the rows of a local run, resumed, with faults as rows."""
+"""Images behind fsspec: the rows of a local run, resumed, with faults as rows."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.folder.test_run import fill, picture_bytes, run, tiny_model
+from tests.folder.test_run import fill, image_bytes, run, tiny_model
 from tests.typed import Typed
 from vitflow import Explainer
 from vitflow.cli import cli
@@ -49,10 +49,10 @@ def put_one(url: str, content: bytes) -> None:
 
 def put(store: str, count: int) -> None:
     for number in range(count):
-        put_one(f"{store}/in/{number}.jpg", picture_bytes(number))
-    put_one(f"{store}/in/below/0.jpg", picture_bytes(50))
+        put_one(f"{store}/in/{number}.jpg", image_bytes(number))
+    put_one(f"{store}/in/below/0.jpg", image_bytes(50))
     put_one(f"{store}/in/bad.png", b"nothing")
-    put_one(f"{store}/in/notes.txt", b"no picture")
+    put_one(f"{store}/in/notes.txt", b"no image")
 
 
 def facts(rows) -> list[dict]:
@@ -66,7 +66,7 @@ def test_a_run_on_a_store_is_that_of_a_folder_and_goes_on_where_it_was(tmp_path,
     put(store, 6)
     source = fill(tmp_path / "in", 6)
     fill(source / "below", 1)
-    (source / "below/0.jpg").write_bytes(picture_bytes(50))
+    (source / "below/0.jpg").write_bytes(image_bytes(50))
     (source / "bad.png").write_bytes(b"nothing")
     options, out = {"model": explainer, "recursive": True}, tmp_path / "remote"
     local, remote = run(source, tmp_path / "out", **options), run(f"{store}/in", out, **options)
@@ -76,8 +76,8 @@ def test_a_run_on_a_store_is_that_of_a_folder_and_goes_on_where_it_was(tmp_path,
         assert (own["rollout"] == its["rollout"]).all()
     names = [{str(path.relative_to(place)) for path in place.rglob("*")} for place in (local.output, out)]
     assert names[0] == names[1]
-    put_one(f"{store}/in/1.jpg", picture_bytes(77))
-    put_one(f"{store}/in/7.jpg", picture_bytes(78))
+    put_one(f"{store}/in/1.jpg", image_bytes(77))
+    put_one(f"{store}/in/7.jpg", image_bytes(78))
     again = run(f"{store}/in", out, **options)
     assert (again.total, again.explained, again.kept) == (9, 8, 6)
     two = {"where": "input in ('1.jpg', '7.jpg')", "images": f"{store}/in"}
@@ -268,7 +268,7 @@ def test_a_run_folder_does_not_say_what_is_fetched(tmp_path, explainer, web):
     url, place, asked = web
     source = fill(tmp_path / "in", 2)
     (place / "0.jpg").write_bytes((source / "0.jpg").read_bytes())
-    (place / "1.jpg").write_bytes(picture_bytes(9))
+    (place / "1.jpg").write_bytes(image_bytes(9))
     out = run(source, tmp_path / "out", model=explainer).output
     with closing(sqlite3.connect(out / FILE)) as db:
         db.execute("UPDATE run SET value = replace(value, ?, ?)", (str(source), url))

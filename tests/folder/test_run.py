@@ -32,13 +32,13 @@ from vitflow.folder import pipeline
 from vitflow.folder.decoders import DecoderPool, decode_file
 from vitflow.folder.draw import draw_run, report_run
 from vitflow.folder.plan import list_inputs
-from vitflow.folder.work import Picture, compute_maps, draw_files, make_job
+from vitflow.folder.work import InputImage, compute_maps, draw_files, make_job
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.runs.batches import Batches
 from vitflow.runs.saved import SavedRun
 
 
-def picture_bytes(seed: int, format: str = "JPEG", size=(48, 40)) -> bytes:
+def image_bytes(seed: int, format: str = "JPEG", size=(48, 40)) -> bytes:
     values = np.random.default_rng(seed).integers(0, 256, (5, 6, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(values).resize(size, Image.Resampling.BICUBIC).save(file, format)
@@ -48,7 +48,7 @@ def picture_bytes(seed: int, format: str = "JPEG", size=(48, 40)) -> bytes:
 def fill(place: Path, count: int) -> Path:
     place.mkdir(parents=True, exist_ok=True)
     for number in range(count):
-        (place / f"{number}.jpg").write_bytes(picture_bytes(number))
+        (place / f"{number}.jpg").write_bytes(image_bytes(number))
     return place
 
 
@@ -121,7 +121,7 @@ def test_the_results_are_those_of_the_explainer(tmp_path):
             expected = explainer.explain(source / row["input"], method=method, **options)
             with Image.open(tmp_path / "out" / row["outputs"][method]) as overlay:
                 difference = np.abs(np.asarray(overlay).astype(int) - expected.overlay())
-            assert difference.max() <= 1  # a picture alone and one of four may differ in the last bit
+            assert difference.max() <= 1  # an image alone and one of four may differ in the last bit
             assert row["class_index"] == expected.predicted
             assert row["probability"] == pytest.approx(expected.probability, abs=1e-5)
 
@@ -129,13 +129,13 @@ def test_the_results_are_those_of_the_explainer(tmp_path):
 def test_one_plain_function_does_the_work_of_a_batch(tmp_path):
     source = fill(tmp_path / "in", 3)
     summary = run(source, tmp_path / "out")
-    pictures = [
-        Picture(f"{n}.jpg", str(n), decode_file(str(source / name)))
+    images = [
+        InputImage(f"{n}.jpg", str(n), decode_file(str(source / name)))
         for n, name in enumerate(["0.jpg", "1.jpg", "2.jpg", "3.jpg"])
     ]
     job = make_job(["rollout"], {})
-    maps = compute_maps(Batches(vitflow.Explainer(tiny_model()), len(pictures)), pictures, job)
-    *explained, failed = [draw_files(picture, found, job) for picture, found in zip(pictures, maps, strict=True)]
+    maps = compute_maps(Batches(vitflow.Explainer(tiny_model()), len(images)), images, job)
+    *explained, failed = [draw_files(image, found, job) for image, found in zip(images, maps, strict=True)]
     for (own, _, files), row in zip(explained, summary, strict=True):
         assert {k: v for k, v in own.items() if k != "seconds"} == {k: v for k, v in row.items() if k != "seconds"}
         assert {path: (tmp_path / "out" / path).read_bytes() for path in files} == files
@@ -149,7 +149,7 @@ def test_no_two_inputs_claim_one_output(tmp_path):
     source = tmp_path / "in"
     source.mkdir()
     for name in ("a.jpg", "A.JPG", "a.png", "a-2.jpg", "\u00e4.jpg", "a\u0308.jpg"):
-        (source / name).write_bytes(picture_bytes(1, "PNG" if name.endswith("png") else "JPEG"))
+        (source / name).write_bytes(image_bytes(1, "PNG" if name.endswith("png") else "JPEG"))
     summary = run(source, tmp_path / "out")
     outputs = [row["outputs"]["rollout"].casefold() for row in summary]
     assert len(set(outputs)) == summary.explained == 6
@@ -171,7 +171,7 @@ def test_names_that_are_no_text_go_in_and_come_out_as_names_that_are(tmp_path):
         "日本.jpg".encode(),
     ]
     for name in names:
-        (source / os.fsdecode(name)).write_bytes(picture_bytes(1))
+        (source / os.fsdecode(name)).write_bytes(image_bytes(1))
     summary = run(source, tmp_path / "out", manifest="csv", workers=1)
     assert summary.explained == 5
     assert sorted(os.fsencode(row["input"]) for row in summary) == sorted(names)
@@ -184,7 +184,7 @@ def test_an_output_never_lands_on_an_input(tmp_path):
     source = tmp_path / "in"
     source.mkdir()
     for name in ("a.jpg", "a-rollout.jpg"):
-        (source / name).write_bytes(picture_bytes(1))
+        (source / name).write_bytes(image_bytes(1))
     with pytest.raises(OptionError, match="also read from"):
         run(source, source)
     before = tree(source)
@@ -208,7 +208,7 @@ def test_several_sources_keep_their_tree(tmp_path):
 
 def test_patterns_and_limits_choose(tmp_path):
     source = fill(tmp_path / "in", 12)
-    (source / "picture.data").write_bytes(picture_bytes(3))
+    (source / "image.data").write_bytes(image_bytes(3))
     assert run(source, tmp_path / "a", glob="1*").total == 3
     assert run(source, tmp_path / "b", glob="*.data").explained == 1
     assert run(str(tmp_path / "i*" / "1?.jpg"), tmp_path / "c").total == 2
@@ -230,8 +230,8 @@ def test_a_second_run_does_only_what_is_missing_or_changed(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in out.glob("*.jpg")}
     same = run(source, out)
     assert (same.explained, same.kept) == (10, 10)
-    (source / "3.jpg").write_bytes(picture_bytes(99))
-    (source / "new.jpg").write_bytes(picture_bytes(98))
+    (source / "3.jpg").write_bytes(image_bytes(99))
+    (source / "new.jpg").write_bytes(image_bytes(98))
     (out / "7-rollout.jpg").unlink()
     (source / "9.jpg").unlink()
     again = run(source, out)
@@ -279,8 +279,8 @@ def final_files(out: Path) -> list[Path]:
 @pytest.mark.slow
 def test_killed_at_random_moments_it_completes_to_the_same_tree(tmp_path):
     source = fill(tmp_path / "in", 40)
-    (source / "broken.jpg").write_bytes(picture_bytes(7)[:300])
-    (source / "17.png").write_bytes(picture_bytes(8, "PNG"))  # claims the name of 17.jpg
+    (source / "broken.jpg").write_bytes(image_bytes(7)[:300])
+    (source / "17.png").write_bytes(image_bytes(8, "PNG"))  # claims the name of 17.jpg
     process = forked(forked_run, source, tmp_path / "reference")
     process.join()
     assert process.exitcode == 0
@@ -354,12 +354,12 @@ def test_ctrl_c_ends_soon_keeps_what_is_done_and_leaves_no_process(tmp_path):
 
 def test_the_command_tells_counts_and_exit_codes(tmp_path):
     source = fill(tmp_path / "in", 3)
-    (source / "bad.png").write_bytes(b"no picture")
+    (source / "bad.png").write_bytes(b"no image")
     asked = ["folder", source, "--model", "demo", "-o", tmp_path / "out"]
     code, output, errors = Typed(*asked, "--manifest", "csv", "--method", "centre").ended(timeout=120)
     assert code == 1, errors
     assert output == f"{tmp_path / 'out' / 'manifest.csv'}\n"
-    assert "pictures/s" not in errors and "%|" not in errors  # no bar into a file
+    assert "images/s" not in errors and "%|" not in errors  # no bar into a file
     assert errors.splitlines()[-1] == f"3 explained, 1 failed (see {tmp_path / 'out' / 'manifest.csv'})"
     assert "error: UnidentifiedImageError: Expected 'bad.png'" in errors
     (source / "bad.png").unlink()
@@ -417,9 +417,9 @@ def test_a_folder_below_that_may_not_be_read_is_an_input_with_a_problem(tmp_path
 
 def test_every_fault_is_a_row_and_the_others_go_on(tmp_path):
     source = fill(tmp_path / "in", 6)
-    (source / "truncated.jpg").write_bytes(picture_bytes(1)[:400])
+    (source / "truncated.jpg").write_bytes(image_bytes(1)[:400])
     (source / "empty.jpg").write_bytes(b"")
-    (source / "mislabelled.jpg").write_bytes(picture_bytes(2, "PNG"))
+    (source / "mislabelled.jpg").write_bytes(image_bytes(2, "PNG"))
     (source / "text.png").write_text("hello")
     (source / "x.jpg").mkdir()
     (source / "loop.jpg").symlink_to("loop.jpg")
@@ -448,7 +448,7 @@ def test_every_fault_is_a_row_and_the_others_go_on(tmp_path):
     assert {row["input"] for row in summary.failures()} == set(errors)
 
 
-def test_pictures_that_vanish_or_may_not_be_read(tmp_path, monkeypatch):
+def test_images_that_vanish_or_may_not_be_read(tmp_path, monkeypatch):
     source = fill(tmp_path / "in", 8)
     real = decode_file
 
@@ -475,7 +475,7 @@ def test_pictures_that_vanish_or_may_not_be_read(tmp_path, monkeypatch):
     assert (again.total, again.explained, again.kept) == (7, 7, 6)
 
 
-def slow_picture(path: Path) -> Path:
+def slow_image(path: Path) -> Path:
     """A small file that takes seconds to decode."""
     Image.new("1", (13_000, 13_000)).save(path, "PNG")
     return path
@@ -483,7 +483,7 @@ def slow_picture(path: Path) -> Path:
 
 def test_a_decoder_that_crashes_or_hangs_costs_one_row(tmp_path):
     source = fill(tmp_path / "in", 3)
-    slow = slow_picture(tmp_path / "slow.png")
+    slow = slow_image(tmp_path / "slow.png")
     with DecoderPool(1, patience=0.3) as pool:
         assert pool.submit(str(source / "0.jpg")).result().image.shape == (40, 48, 3)
         hung = pool.submit(str(slow)).result()
@@ -520,7 +520,7 @@ print("too late")
 
 @pytest.mark.parametrize(("way", "code"), [("with a timer", -signal.SIGALRM), ("without a timer", 1)])
 def test_the_time_of_decoding_is_limited_on_every_platform(tmp_path, way, code):
-    command = [sys.executable, "-c", TIMED, way, slow_picture(tmp_path / "slow.png")]
+    command = [sys.executable, "-c", TIMED, way, slow_image(tmp_path / "slow.png")]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (found.stdout, found.returncode) == ("lifted\n", code)
 
@@ -583,7 +583,7 @@ def test_a_full_disk_fails_what_does_not_fit(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["manifest.jsonl", "report.html", "run.json"])
-def test_a_disk_that_is_full_at_the_end_costs_no_picture(tmp_path, monkeypatch, name):
+def test_a_disk_that_is_full_at_the_end_costs_no_image(tmp_path, monkeypatch, name):
     source, out = fill(tmp_path / "in", 2), tmp_path / "out"
     (replace, full) = Path.replace, []
 
@@ -626,7 +626,7 @@ def test_a_disk_that_is_really_full_ends_the_run_in_words_and_the_next_one_goes_
 
 
 class SmallMemory(VisionTransformer):
-    """Runs out of memory with more than three pictures."""
+    """Runs out of memory with more than three images."""
 
     largest = 3
     seen: list[int] = []  # noqa: RUF012
@@ -660,13 +660,13 @@ def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path, one_lane):
 
 
 class Picky(VisionTransformer):
-    """Has no finite answer for bright pictures."""
+    """Has no finite answer for bright images."""
 
     def forward(self, x, attn_mask=None):
         return super().forward(x) / (x.mean(dim=(1, 2, 3)) < 0.9).float()[:, None]
 
 
-def test_a_picture_on_which_the_model_fails_does_not_fail_its_batch(tmp_path):
+def test_an_image_on_which_the_model_fails_does_not_fail_its_batch(tmp_path):
     source = fill(tmp_path / "in", 6)
     Image.new("RGB", (40, 40), "white").save(source / "white.png")
     summary = run(source, tmp_path / "out", model=tiny_model(Picky), batch_size=4)
@@ -675,7 +675,7 @@ def test_a_picture_on_which_the_model_fails_does_not_fail_its_batch(tmp_path):
 
 
 class Counting(Picky):
-    """Notes how many pictures it gets at once."""
+    """Notes how many images it gets at once."""
 
     seen: list[int] = []  # noqa: RUF012
 
@@ -684,7 +684,7 @@ class Counting(Picky):
         return super().forward(x, attn_mask)
 
 
-def test_a_bad_picture_does_not_make_the_batches_after_its_own_smaller(tmp_path, one_lane):
+def test_a_bad_image_does_not_make_the_batches_after_its_own_smaller(tmp_path, one_lane):
     source = fill(tmp_path / "in", 12)
     Counting.seen.clear()
     Image.new("RGB", (40, 40), "white").save(source / "0.png")
@@ -716,7 +716,7 @@ def test_what_is_wrong_with_all_stops_the_run_and_writes_nothing(tmp_path, optio
     assert not (tmp_path / "out").exists()
 
 
-def test_no_more_decoders_start_than_there_are_cores_and_pictures(tmp_path, monkeypatch):
+def test_no_more_decoders_start_than_there_are_cores_and_images(tmp_path, monkeypatch):
     source, counts = fill(tmp_path / "in", 2), []
 
     class Counted(DecoderPool):
@@ -732,7 +732,7 @@ def test_no_more_decoders_start_than_there_are_cores_and_pictures(tmp_path, monk
     assert counts == [2, 1, 1]
 
 
-def test_mutated_pictures_never_crash_or_hang_and_each_has_its_row(tmp_path):
+def test_mutated_images_never_crash_or_hang_and_each_has_its_row(tmp_path):
     write_mutations(tmp_path / "in", 240)
     summary = run(tmp_path / "in", tmp_path / "out", workers=2, batch_size=16)
     assert summary.total == 240 == summary.explained + summary.failed == len(list(summary))
@@ -742,13 +742,13 @@ def test_mutated_pictures_never_crash_or_hang_and_each_has_its_row(tmp_path):
 
 
 def write_mutations(place: Path, count: int) -> None:
-    """Damage real picture files: bits flipped, parts cut out, repeated, overwritten, or the end cut off."""
+    """Damage real image files: bits flipped, parts cut out, repeated, overwritten, or the end cut off."""
     place.mkdir(parents=True)
     suffixes = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "TIFF": "tif"}
     for number in range(count):
         chance = random.Random(number)
         format = list(suffixes)[number % 4]
-        data = bytearray(picture_bytes(number % 7, format))
+        data = bytearray(image_bytes(number % 7, format))
         for _ in range(chance.choice([1, 1, 2, 8])):
             start, length = chance.randrange(len(data)), chance.choice([1, 1, 2, 4, 60])
             kind = chance.choice(["flip", "flip", "cut", "repeat", "random", "end"])
@@ -775,7 +775,7 @@ def test_the_weights_hash_depends_on_every_weight():
 
 
 def native_explainer() -> vitflow.Explainer:
-    """An explainer whose pictures have grids of their own."""
+    """An explainer whose images have grids of their own."""
     torch.manual_seed(0)
     model = VisionTransformer(
         img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=5, dynamic_img_size=True
@@ -784,9 +784,9 @@ def native_explainer() -> vitflow.Explainer:
     return vitflow.Explainer(model, fit="native")
 
 
-def test_cells_larger_than_a_small_picture_are_that_picture_s_row(tmp_path):
+def test_cells_larger_than_a_small_image_are_that_image_s_row(tmp_path):
     source, explainer = fill(tmp_path / "in", 2), native_explainer()
-    (source / "flat.jpg").write_bytes(picture_bytes(5, size=(160, 4)))
+    (source / "flat.jpg").write_bytes(image_bytes(5, size=(160, 4)))
     options = {"model": explainer, "methods": ["occlusion"]}
     summary = run(source, tmp_path / "out", patch_size=16, **options)
     assert summary.explained == 2
@@ -794,16 +794,16 @@ def test_cells_larger_than_a_small_picture_are_that_picture_s_row(tmp_path):
     assert (row["input"], row["error"]) == ("flat.jpg", "OptionError") and "patch_size from 1 to 8" in row["message"]
     again = run(source, tmp_path / "out", patch_size=16, **options)
     assert (again.kept, again.failed) == (2, 1)
-    with pytest.raises(OptionError, match="patch_size from 1"):  # no picture can have such cells
+    with pytest.raises(OptionError, match="patch_size from 1"):  # no image can have such cells
         run(source, tmp_path / "other", patch_size=64, **options)
 
 
-def test_a_picture_of_the_class_that_its_answer_is_set_against_fails_alone(tmp_path):
+def test_an_image_of_the_class_that_its_answer_is_set_against_fails_alone(tmp_path):
     source, explainer = fill(tmp_path / "in", 6), vitflow.Explainer(tiny_model())
     outputs = {path.name: explainer.explain(path).predicted for path in source.iterdir()}
     own = outputs["0.jpg"]
     same = sorted(name for name, answer in outputs.items() if answer == own)
-    (source / "white.png").write_bytes(b"no picture")
+    (source / "white.png").write_bytes(b"no image")
     options = {"model": explainer, "methods": ["gae"], "target": Contrast(None, against=own)}
     summary = run(source, tmp_path / "out", **options)
     failures = {row["input"]: row["error"] for row in summary.failures()}
@@ -815,16 +815,16 @@ def test_a_picture_of_the_class_that_its_answer_is_set_against_fails_alone(tmp_p
     assert not (tmp_path / "never").exists()
 
 
-def test_a_patch_that_a_picture_does_not_have_is_that_picture_s_row(tmp_path):
+def test_a_patch_that_an_image_does_not_have_is_that_image_s_row(tmp_path):
     source, explainer = fill(tmp_path / "in", 2), native_explainer()
-    (source / "wide.jpg").write_bytes(picture_bytes(5, size=(160, 40)))
+    (source / "wide.jpg").write_bytes(image_bytes(5, size=(160, 40)))
     summary = run(source, tmp_path / "out", model=explainer, patch=(0, 6))
     assert {row["input"]: row["error"] for row in summary.failures()} == {
         "0.jpg": "OutsideGridError",
         "1.jpg": "OutsideGridError",
     }
     assert summary.explained == 1 and "give a row from 0" in next(summary.failures())["message"]
-    with pytest.raises(OptionError, match="outside the grid"):  # of every picture where all have one grid
+    with pytest.raises(OptionError, match="outside the grid"):  # of every image where all have one grid
         run(source, tmp_path / "other", patch=(0, 6))
 
 
@@ -879,8 +879,8 @@ def test_the_tree_of_inputs_is_walked_once_and_each_file_read_once(tmp_path, mon
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
 def test_a_large_file_is_read_piece_by_piece_to_the_same_end(tmp_path, monkeypatch, format):
-    path = tmp_path / "picture"
-    path.write_bytes(picture_bytes(3, format))
+    path = tmp_path / "image"
+    path.write_bytes(image_bytes(3, format))
     whole = decode_file(str(path))
     monkeypatch.setattr("vitflow.folder.decoders._AT_ONCE", 10)
     pieces = decode_file(str(path))
@@ -891,7 +891,7 @@ def test_a_large_file_is_read_piece_by_piece_to_the_same_end(tmp_path, monkeypat
 def test_what_is_wrong_with_a_file_is_told_by_its_name_however_it_was_read(tmp_path, monkeypatch):
     Image.fromarray(np.full((4, 4), np.nan, np.float32)).save(tmp_path / "nan.tif")
     (tmp_path / "empty.png").write_bytes(b"")
-    (tmp_path / "short.jpg").write_bytes(picture_bytes(1)[:400])
+    (tmp_path / "short.jpg").write_bytes(image_bytes(1)[:400])
     told = [decode_file(str(path)).message for path in sorted(tmp_path.iterdir())]
     monkeypatch.setattr("vitflow.folder.decoders._AT_ONCE", -1)
     assert told == [decode_file(str(path)).message for path in sorted(tmp_path.iterdir())]
@@ -902,18 +902,18 @@ def test_a_photograph_that_was_replaced_is_never_shown_under_the_old_map(tmp_pat
     source, out = fill(tmp_path / "in", 3), tmp_path / "out"
     run(source, out)
 
-    def pictures():
+    def images():
         page = report_run(out).read_text()
         data = page.partition('<script type="application/json" id="data">')[2].partition("</script>")[0]
         return {
             one["name"]: (one["image"], one["maps"]["rollout"]["facts"].get("photograph"))
-            for one in json.loads(data)["pictures"]
+            for one in json.loads(data)["images"]
         }
 
-    assert all(image is not None and told is None for image, told in pictures().values())
-    (source / "1.jpg").write_bytes(picture_bytes(9))
+    assert all(image is not None and told is None for image, told in images().values())
+    (source / "1.jpg").write_bytes(image_bytes(9))
     (source / "2.jpg").unlink()
-    shown = pictures()
+    shown = images()
     assert shown["0.jpg"][0] is not None and shown["1.jpg"][0] is shown["2.jpg"][0] is None
     assert "has changed since the run" in shown["1.jpg"][1] and "Could not read" in shown["2.jpg"][1]
     drawn = {one.input: one.error for one in draw_run(out, tmp_path / "drawn")}

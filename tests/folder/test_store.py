@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.folder.test_run import fill, picture_bytes, run, stored, tiny_model, tree
+from tests.folder.test_run import fill, image_bytes, run, stored, tiny_model, tree
 from tests.typed import forked
 from vitflow import Explainer, explain_folder
 from vitflow.errors import OptionError, VitflowError
@@ -372,7 +372,7 @@ def test_a_file_that_no_run_has_made_is_not_removed(tmp_path, explainer):
     assert (out / "notes.jpg").read_text() == "mine"
 
 
-def test_two_pictures_never_share_an_output_whatever_a_run_says(tmp_path, explainer):
+def test_two_images_never_share_an_output_whatever_a_run_says(tmp_path, explainer):
     source, out = fill(tmp_path / "in", 3), tmp_path / "out"
     run(source, out, model=explainer)
     size = (out / "2-rollout.jpg").stat().st_size
@@ -547,5 +547,5 @@ def test_a_photograph_of_a_run_is_drawn_again(tmp_path, explainer):
     run(source, out, model=explainer)
     assert [one.error for one in draw_run(out, tmp_path / "drawn", where="input != '1.jpg'")] == [None, None]
     assert len(stored(out)) == 3
-    (source / "0.jpg").write_bytes(picture_bytes(50))
+    (source / "0.jpg").write_bytes(image_bytes(50))
     assert "has changed" in draw_run(out, tmp_path / "drawn")[0].error

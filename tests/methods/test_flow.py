@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests import references
 from tests.methods.certificates import Prover
-from vitflow.demo import load_demo_model, sample_pictures
+from vitflow.demo import load_demo_model, sample_images
 from vitflow.errors import OptionError, ShapeError
 from vitflow.methods.flow.attention_flow import FlowResult, attention_flow
 from vitflow.methods.flow.graph import attention_graph, token_label
@@ -149,7 +149,7 @@ def test_all_sources_is_the_papers_matrix() -> None:
         attention_flow(random_attention(12, 1, 1, 197), all_sources=True)
 
 
-def test_pictures_of_a_batch_do_not_mix() -> None:
+def test_images_of_a_batch_do_not_mix() -> None:
     layers = random_attention(4, 3, 2, 10)
     together = attention_flow(layers, discard_ratio=0.4)
     for index in range(3):
@@ -351,7 +351,7 @@ def test_labels_name_every_kind_of_token() -> None:
     assert token_label(0, 0) == "patch 0"
 
 
-def test_a_graph_of_another_picture_or_layout_is_refused() -> None:
+def test_a_graph_of_another_image_or_layout_is_refused() -> None:
     layers = random_attention(2, 1, 1, 7)
     with pytest.raises(OptionError, match="batch_index from 0 to 0, got 1"):
         attention_graph(layers, batch_index=1)
@@ -364,7 +364,7 @@ def test_a_graph_of_another_picture_or_layout_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def demo_attention() -> list[Tensor]:
-    """Attention of the bundled model in a sample picture, layers of [1, heads, tokens, tokens]."""
+    """Attention of the bundled model in a sample image, layers of [1, heads, tokens, tokens]."""
     from PIL import Image
     from timm.data import create_transform, resolve_model_data_config
 
@@ -374,7 +374,7 @@ def demo_attention() -> list[Tensor]:
         block.attn.fused_attn = False
         block.attn.attn_drop.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
     transform = create_transform(**resolve_model_data_config(model), is_training=False)
-    with Image.open(sample_pictures()[0]) as image, torch.no_grad():
+    with Image.open(sample_images()[0]) as image, torch.no_grad():
         model(transform(image.convert("RGB"))[None])
     return seen
 

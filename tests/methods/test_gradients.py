@@ -23,7 +23,7 @@ from vitflow.recording.trace import Trace
 BATCH, TARGETS = 3, [4, 0, 2]
 
 
-def pictures(dtype: torch.dtype = torch.float64) -> Tensor:
+def photos(dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(BATCH, 3, 32, 32, generator=torch.Generator().manual_seed(1), dtype=dtype)
 
 
@@ -49,17 +49,17 @@ def assert_equal(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-
 
 @pytest.mark.parametrize("readout", literal_vit.READOUTS)
 def test_the_hand_written_model_is_the_same_model(readout):
-    model, pixels = literal_vit.timm_model(readout), pictures()
+    model, pixels = literal_vit.timm_model(readout), photos()
     with torch.no_grad():
         expected = model(pixels)
-        found = torch.stack([literal_vit.run(model, picture).logits for picture in pixels])
+        found = torch.stack([literal_vit.run(model, image).logits for image in pixels])
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("readout", literal_vit.READOUTS)
 def test_every_gradient_method_equals_the_literal_reference(readout):
-    """A batch in which each picture has its own target, in float64, to 1e-6 of the map's maximum."""
-    model, pixels = literal_vit.timm_model(readout), pictures()
+    """A batch in which each image has its own target, in float64, to 1e-6 of the map's maximum."""
+    model, pixels = literal_vit.timm_model(readout), photos()
     trace = recorded(model, pixels)
     first = recorded(model, pixels, layer=1)
     for index, target in enumerate(TARGETS):
@@ -84,7 +84,7 @@ def test_every_gradient_method_equals_the_literal_reference(readout):
 
 def test_gradients_are_of_the_probabilities_and_not_of_the_scores_before_the_softmax():
     """The gradient of the scores sums to 0 over each row, weighted by nothing; that of the probabilities does not."""
-    trace = recorded(literal_vit.timm_model(), pictures())
+    trace = recorded(literal_vit.timm_model(), photos())
     for attention, gradient in zip(trace.heads(), trace.backward().attentions, strict=True):
         of_scores = attention * (gradient - (attention * gradient).sum(-1, keepdim=True))
         assert of_scores.sum(-1).abs().max() < 1e-12
@@ -92,7 +92,7 @@ def test_gradients_are_of_the_probabilities_and_not_of_the_scores_before_the_sof
 
 
 def test_from_a_patch_instead_of_the_answer():
-    model, pixels = literal_vit.timm_model(), pictures()
+    model, pixels = literal_vit.timm_model(), photos()
     trace = recorded(model, pixels)
     found = literal_vit.differentiate(model, pixels[0], TARGETS[0], "class token")
     found.readout = np.eye(17)[1 + 2 * 4 + 3]
@@ -104,7 +104,7 @@ def test_from_a_patch_instead_of_the_answer():
 def test_what_is_asked_is_not_written_onto_the_record():
     model = literal_vit.timm_model()
     with record_attention(model, gradients=True) as trace:
-        model(pictures())
+        model(photos())
     one, other = (AskedTrace.of(trace, torch.full((BATCH,), target)) for target in (1, 2))
     assert not hasattr(trace, "targets")
     for asked in (one, other):
@@ -116,7 +116,7 @@ def test_what_is_asked_is_not_written_onto_the_record():
 
 
 def test_unfused_attention_gives_the_same_gradients():
-    model, pixels = literal_vit.timm_model(), pictures()
+    model, pixels = literal_vit.timm_model(), photos()
     expected = [grid(recorded(model, pixels), name) for name in ("gae", "gradient_rollout", "gradcam")]
     for block in model.blocks:
         block.attn.fused_attn = False
@@ -135,7 +135,7 @@ def test_unfused_attention_gives_the_same_gradients():
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_gradients_are_near_those_of_float64(dtype, fused):
-    model, pixels = literal_vit.timm_model(), pictures()
+    model, pixels = literal_vit.timm_model(), photos()
     expected = {name: grid(recorded(model, pixels), name, preset="paper") for name in ("gae", "gradient_rollout")}
     half = model.to(dtype)
     for block in half.blocks:
@@ -151,7 +151,7 @@ def test_half_precision_gradients_are_near_those_of_float64(dtype, fused):
 
 def test_small_gradients_survive_float16():
     """Gradients of about 1e-7 lie below what float16 tells from 0, unless they are scaled on the way."""
-    model, pixels = literal_vit.timm_model(), pictures()
+    model, pixels = literal_vit.timm_model(), photos()
     with torch.no_grad():
         model.head.weight.mul_(2e-6)
     expected = recorded(model, pixels).backward().attentions[0]
@@ -171,14 +171,14 @@ def test_gradcam_equals_pytorch_grad_cam_before_its_scaling(readout):
     from pytorch_grad_cam import GradCAM
     from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
 
-    model, pixels = literal_vit.timm_model(readout).float(), pictures(torch.float32)
+    model, pixels = literal_vit.timm_model(readout).float(), photos(torch.float32)
     prefix = literal_vit.READOUTS[readout][1]
 
-    def to_picture(tokens: Tensor) -> Tensor:
+    def to_image(tokens: Tensor) -> Tensor:
         return tokens[:, prefix:].reshape(len(tokens), 4, 4, -1).permute(0, 3, 1, 2)
 
     targets = [ClassifierOutputTarget(target) for target in TARGETS]
-    with GradCAM(model, [model.blocks[-1].norm1], reshape_transform=to_picture) as cam:
+    with GradCAM(model, [model.blocks[-1].norm1], reshape_transform=to_image) as cam:
         logits = cam.activations_and_grads(pixels.clone().requires_grad_())
         sum(target(output) for target, output in zip(targets, logits, strict=True)).backward()
         [features], [gradients] = cam.activations_and_grads.activations, cam.activations_and_grads.gradients
@@ -194,7 +194,7 @@ def test_gradcam_equals_pytorch_grad_cam_before_its_scaling(readout):
 def test_input_gradient_equals_captums_saliency():
     from captum.attr import Saliency
 
-    model, pixels = literal_vit.timm_model().float(), pictures(torch.float32)
+    model, pixels = literal_vit.timm_model().float(), photos(torch.float32)
     theirs = Saliency(model).attribute(pixels.clone().requires_grad_(), target=torch.tensor(TARGETS), abs=True)
     expected = theirs.detach().numpy().reshape(BATCH, 3, 4, 8, 4, 8).sum((1, 3, 5))
     assert_equal(grid(recorded(model, pixels), "input_gradient"), expected, 1e-5)
@@ -313,10 +313,10 @@ def test_attention_without_a_part_in_the_logits_is_an_error_and_no_zero_map():
 
     model = Detached()
     with pytest.raises(UnsupportedModelError, match="has no part in the logits of Detached"):
-        recorded(model, pictures()).backward()
+        recorded(model, photos()).backward()
 
 
-def test_gradcam_needs_features_on_the_picture():
+def test_gradcam_needs_features_on_the_image():
     assert block_norm(literal_vit.timm_model(), -1) == "blocks.2.norm1"
     with pytest.raises(OptionError, match="layer from 1 to 3"):
         block_norm(literal_vit.timm_model(), 4)

@@ -11,7 +11,7 @@ from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModel
 
 ONE = torch.full((1, 2, 5, 5), 0.2)
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
-PICTURE = np.zeros((32, 32, 3), np.uint8)
+IMAGE = np.zeros((32, 32, 3), np.uint8)
 
 FUNCTIONS = {
     "rollout": attention_rollout,
@@ -20,7 +20,7 @@ FUNCTIONS = {
     "graph": attention_graph,
 }
 ATTENTIONS = {
-    "no pictures": ([ONE[:0]] * 2, "at least one picture"),
+    "no images": ([ONE[:0]] * 2, "at least one image"),
     "no heads": ([ONE[:, :0]] * 2, "head"),
     "no tokens": ([ONE[..., :0, :0]] * 2, "token"),
     "complex": ([ONE.to(torch.complex64)] * 2, "real numbers.*complex64"),
@@ -92,7 +92,7 @@ def test_layers_that_are_no_numbers_are_refused(start):
 
 
 @pytest.mark.parametrize("options", [{"batch_index": 0.5}, {"batch_index": "a"}, {"layout": (1, 2, 2)}], ids=str)
-def test_pictures_and_layouts_of_a_graph_are_checked(options):
+def test_images_and_layouts_of_a_graph_are_checked(options):
     with pytest.raises(OptionError, match=next(iter(options))):
         attention_graph([ONE, ONE], **options)
 
@@ -137,8 +137,8 @@ def test_options_of_a_recording_are_checked(options):
 
 
 @pytest.mark.parametrize("options", [{}, {"head_fusion": "max", "value_weighted": "output"}, {"attention": False}])
-def test_a_batch_of_no_pictures_is_refused(options):
-    with pytest.raises(ShapeError, match="at least one picture"), torch.no_grad():
+def test_a_batch_of_no_images_is_refused(options):
+    with pytest.raises(ShapeError, match="at least one image"), torch.no_grad():
         with record_attention(model := tiny(), **options):
             model(torch.zeros(0, 3, 32, 32))
 
@@ -148,10 +148,10 @@ def explainer() -> Explainer:
     return Explainer(tiny(), data_config=DATA)
 
 
-def test_no_pictures_give_no_maps(explainer):
+def test_no_images_give_no_maps(explainer):
     assert explainer.explain_batch([]) == []
     assert explainer.explain_batch([], methods=["gae"], targets=np.array([], int)) == []
-    assert len(explainer.explain_batch(picture for picture in [PICTURE] * 2)) == 2
+    assert len(explainer.explain_batch(image for image in [IMAGE] * 2)) == 2
 
 
 @pytest.mark.parametrize(
@@ -169,13 +169,13 @@ def test_no_pictures_give_no_maps(explainer):
 )
 def test_options_of_methods_are_checked(explainer, method, options):
     with pytest.raises(OptionError, match="Expected"):
-        explainer.explain(PICTURE, method=method, **options)
+        explainer.explain(IMAGE, method=method, **options)
 
 
 @pytest.mark.parametrize("name", ["class_", "class_index", "label"])
 def test_other_words_for_the_target_lead_to_it(name):
     with pytest.raises(OptionError, match=f"{name}.* target=3"):
-        vitflow.explain(PICTURE, model=tiny(), data_config=DATA, method="gae", **{name: 3})
+        vitflow.explain(IMAGE, model=tiny(), data_config=DATA, method="gae", **{name: 3})
 
 
 def test_an_explainer_is_told_what_is_no_layout_and_no_device():

@@ -16,7 +16,7 @@ from vitflow.methods.cells import occlusion
 from vitflow.models import outputs
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
-PICTURES = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
+IMAGES = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
 
 
 def log_odds(logits: Tensor, target: int, activation: str) -> float:
@@ -32,22 +32,22 @@ SCORES = {"log-odds": log_odds, "probability": probability}
 
 
 def literal(
-    model: nn.Module, picture: Tensor, target: int, size: int, activation: str = "softmax", of: str = "log-odds"
+    model: nn.Module, image: Tensor, target: int, size: int, activation: str = "softmax", of: str = "log-odds"
 ) -> np.ndarray:
-    """One picture [3, height, width], one patch after the other, one forward pass each."""
+    """One image [3, height, width], one patch after the other, one forward pass each."""
 
     def score(pixels: Tensor) -> float:
         with torch.no_grad():
             return SCORES[of](model(pixels[None])[0].double(), target, activation)
 
-    whole = score(picture)
-    rows, cols = picture.shape[1] // size, picture.shape[2] // size
+    whole = score(image)
+    rows, cols = image.shape[1] // size, image.shape[2] // size
     drops = np.zeros((rows, cols))
     for row in range(rows):
         for col in range(cols):
-            blanked = picture.clone()
+            blanked = image.clone()
             for channel in range(3):
-                mean = picture[channel].mean()
+                mean = image[channel].mean()
                 blanked[channel, row * size : (row + 1) * size, col * size : (col + 1) * size] = mean
             drops[row, col] = whole - score(blanked)
     return drops
@@ -55,14 +55,14 @@ def literal(
 
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
-def test_blank_out_equals_a_loop_for_each_pictures_own_target(activation, score):
+def test_blank_out_equals_a_loop_for_each_images_own_target(activation, score):
     model = literal_vit.timm_model("average")
     explainer = Explainer(model, data_config=DATA, activation=activation)
     targets = np.array([3, 0, 4])
     options = {"occlusion_batch": 7} | ({"score": score} if score == "probability" else {})
-    found = explainer.explain_batch(list(PICTURES), methods=["occlusion"], targets=targets, **options)
-    for picture, target, saliency in zip(PICTURES, targets, found, strict=True):
-        expected = literal(model, explainer.pixels(picture)[0], int(target), 8, activation, score)
+    found = explainer.explain_batch(list(IMAGES), methods=["occlusion"], targets=targets, **options)
+    for image, target, saliency in zip(IMAGES, targets, found, strict=True):
+        expected = literal(model, explainer.pixels(image)[0], int(target), 8, activation, score)
         assert np.abs(expected).max() > 1e-3
         np.testing.assert_allclose(saliency.grid, expected, rtol=0, atol=1e-6 * np.abs(expected).max() + 1e-9)
         assert saliency.target == target
@@ -86,7 +86,7 @@ def test_log_odds_are_exact_however_sure_the_answer_is(activation):
 def test_a_single_logit_is_scored_as_a_sigmoid(score):
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, num_classes=1).eval()
     asked = [Explainer(model, data_config=DATA, activation=activation) for activation in ("softmax", "sigmoid")]
-    grids = [one.explain(PICTURES[0], method="occlusion", score=score).grid for one in asked]
+    grids = [one.explain(IMAGES[0], method="occlusion", score=score).grid for one in asked]
     np.testing.assert_array_equal(*grids)
     assert np.isfinite(grids[0]).all() and grids[0].std() > 0
 
@@ -94,13 +94,13 @@ def test_a_single_logit_is_scored_as_a_sigmoid(score):
 def test_an_answer_that_is_sure_loses_as_much_as_one_that_is_not():
     """A probability of 1 − 1e-12 hides what a patch takes from it: less than float32 logits round to."""
     model = literal_vit.timm_model().float()
-    expected = literal(model.double(), Explainer(model, data_config=DATA).pixels(PICTURES[0])[0], 2, 8)
+    expected = literal(model.double(), Explainer(model, data_config=DATA).pixels(IMAGES[0])[0], 2, 8)
     with torch.no_grad():
         model.float().head.bias[2] += 30.0
     explainer = Explainer(model, data_config=DATA)
-    rounding = references.logit_rounding(explainer, PICTURES[0])
+    rounding = references.logit_rounding(explainer, IMAGES[0])
     for size in (1, 5, 16):
-        saliency = explainer.explain(PICTURES[0], method="occlusion", target=2, occlusion_batch=size)
+        saliency = explainer.explain(IMAGES[0], method="occlusion", target=2, occlusion_batch=size)
         assert 1 - saliency.probability < 1e-9
         assert np.abs(expected).max() > 100 * rounding
         np.testing.assert_allclose(saliency.grid, expected, rtol=0, atol=rounding)
@@ -111,11 +111,11 @@ def test_one_class_against_another_by_blank_out(score):
     model = literal_vit.timm_model()
     explainer = Explainer(model, data_config=DATA)
     own = {"method": "occlusion", "score": score}
-    found = explainer.explain(PICTURES[0], target=Contrast(1, 3), **own)
-    sides = [explainer.explain(PICTURES[0], target=target, **own).grid.astype(float) for target in (1, 3)]
+    found = explainer.explain(IMAGES[0], target=Contrast(1, 3), **own)
+    sides = [explainer.explain(IMAGES[0], target=target, **own).grid.astype(float) for target in (1, 3)]
     expected = sides[0] / np.abs(sides[0]).sum() - sides[1] / np.abs(sides[1]).sum()
     np.testing.assert_allclose(found.grid, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
-    logits = explainer.logits(explainer.pixels(PICTURES[0]))[0].detach()
+    logits = explainer.logits(explainer.pixels(IMAGES[0]))[0].detach()
     assert found.contrast.value == pytest.approx(float(logits[1] - logits[3]))
 
 
@@ -143,7 +143,7 @@ def test_small_drops_of_a_certain_answer_are_not_lost():
     with torch.no_grad():
         model.head.bias[2] += 30.0
     explainer = Explainer(model, data_config=DATA)
-    saliency = explainer.explain(PICTURES[0], method="occlusion", target=2, score="probability")
+    saliency = explainer.explain(IMAGES[0], method="occlusion", target=2, score="probability")
     assert 0 < np.abs(saliency.grid).max() < 1e-7
     assert len(np.unique(saliency.grid)) > 10
 
@@ -151,10 +151,10 @@ def test_small_drops_of_a_certain_answer_are_not_lost():
 def test_cells_of_another_size():
     model = literal_vit.timm_model()
     explainer = Explainer(model, data_config=DATA)
-    saliency = explainer.explain(PICTURES[0], method="occlusion", target=1, patch_size=16)
-    expected = literal(model, explainer.pixels(PICTURES[0])[0], 1, 16)
+    saliency = explainer.explain(IMAGES[0], method="occlusion", target=1, patch_size=16)
+    expected = literal(model, explainer.pixels(IMAGES[0])[0], 1, 16)
     np.testing.assert_allclose(saliency.grid, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
-    assert explainer.explain(PICTURES[0], method="input_gradient", patch_size=4).grid.shape == (8, 8)
+    assert explainer.explain(IMAGES[0], method="input_gradient", patch_size=4).grid.shape == (8, 8)
 
 
 @pytest.mark.parametrize("name", ["resnet10t", "convnext_atto"])
@@ -163,20 +163,20 @@ def test_models_without_attention_are_explained_too(name):
     model = timm.create_model(name, num_classes=5).eval()
     explainer = Explainer(model, data_config={"input_size": (3, 64, 96)})
     methods = ["input_gradient", "occlusion", "random", "centre"]
-    found = explainer.explain_batch([PICTURES[0]], methods=methods, targets=3)
+    found = explainer.explain_batch([IMAGES[0]], methods=methods, targets=3)
     assert [saliency.method for saliency in found] == methods
     for saliency in found:
         assert saliency.grid.shape == (14, 21)
         assert saliency.grid.std() > 0
         assert saliency.heatmap.shape == (32, 32)
-    expected = literal(model, explainer.pixels(PICTURES[0])[0], 3, 32)
-    coarse = explainer.explain(PICTURES[0], method="occlusion", target=3, patch_size=32)
-    rounding = references.logit_rounding(explainer, PICTURES[0])
+    expected = literal(model, explainer.pixels(IMAGES[0])[0], 3, 32)
+    coarse = explainer.explain(IMAGES[0], method="occlusion", target=3, patch_size=32)
+    rounding = references.logit_rounding(explainer, IMAGES[0])
     np.testing.assert_allclose(coarse.grid, expected, rtol=0, atol=rounding)
-    assert explainer.explain(PICTURES[0], method="gradcam").grid.shape == (2, 3)  # the last stage's own grid
+    assert explainer.explain(IMAGES[0], method="gradcam").grid.shape == (2, 3)  # the last stage's own grid
     for method in ("rollout", "gae"):
         with pytest.raises(NoAttentionError):
-            explainer.explain(PICTURES[0], method=method)
+            explainer.explain(IMAGES[0], method=method)
 
 
 def test_wrong_input_is_named():
@@ -187,11 +187,11 @@ def test_wrong_input_is_named():
 
     with pytest.raises(OptionError, match="batch_size of at least 1, got 0"):
         occlusion(predict, pixels, targets, rows=2, cols=2, batch_size=0)
-    with pytest.raises(ShapeError, match=r"one target per picture, got \(2, 3, 8, 8\) and targets \(1,\)"):
+    with pytest.raises(ShapeError, match=r"one target per image, got \(2, 3, 8, 8\) and targets \(1,\)"):
         occlusion(predict, pixels, targets[:1], rows=2, cols=2)
     with pytest.raises(ShapeError, match="1 to 8 cells on a side of 8 pixels, got 9"):
         occlusion(predict, pixels, targets, rows=9, cols=2)
     with pytest.raises(OptionError, match="Unknown score 'odds'"):
-        Explainer(literal_vit.timm_model(), data_config=DATA).explain(PICTURES[0], method="occlusion", score="odds")
+        Explainer(literal_vit.timm_model(), data_config=DATA).explain(IMAGES[0], method="occlusion", score="odds")
     with pytest.raises(OptionError, match="patch_size from 1 to 32 pixels, got 40"):
-        Explainer(literal_vit.timm_model(), data_config=DATA).explain(PICTURES[0], method="occlusion", patch_size=40)
+        Explainer(literal_vit.timm_model(), data_config=DATA).explain(IMAGES[0], method="occlusion", patch_size=40)

@@ -17,17 +17,17 @@ def attention(layers: int = 3, batch: int = 2, tokens: int = 13, sharpness: floa
 def test_co_attention_equals_the_literal_definition():
     layers = attention()
     found = co_attention(layers, 12).matrix
-    for picture in range(2):
-        expected = references.co_attention([layer[picture, 1:, 1:].numpy() for layer in layers])
-        np.testing.assert_allclose(found[picture], expected, rtol=0, atol=1e-9)
+    for image in range(2):
+        expected = references.co_attention([layer[image, 1:, 1:].numpy() for layer in layers])
+        np.testing.assert_allclose(found[image], expected, rtol=0, atol=1e-9)
 
 
 def test_the_affinity_of_keys_equals_the_literal_definition():
     keys = [torch.rand(2, 9, 6, dtype=torch.float64) - 0.2 for _ in range(3)]
     found = key_affinity(keys).matrix
-    for picture in range(2):
-        expected = references.key_affinity([layer[picture].numpy() for layer in keys])
-        np.testing.assert_allclose(found[picture], expected, rtol=0, atol=1e-9)
+    for image in range(2):
+        expected = references.key_affinity([layer[image].numpy() for layer in keys])
+        np.testing.assert_allclose(found[image], expected, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
@@ -75,12 +75,12 @@ def test_the_order_of_patches_does_not_matter():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_batch_gives_what_its_pictures_give_alone(dtype):
+def test_a_batch_gives_what_its_images_give_alone(dtype):
     layers = [layer.to(dtype) for layer in attention(batch=3)]
     grids = torch.rand(3, 3, 4, dtype=dtype)
     together = refine(grids, co_attention(layers, 12), 1)
-    for picture in range(3):
-        one = slice(picture, picture + 1)
+    for image in range(3):
+        one = slice(image, image + 1)
         alone = refine(grids[one], co_attention([layer[one] for layer in layers], 12), 1)
         assert torch.equal(together[one], alone)
 

@@ -65,7 +65,7 @@ def test_the_row_product_from_the_top_is_the_row_of_the_full_product():
     torch.testing.assert_close(shared[0], attention_rollout(attention, readout=readout)[0])
 
 
-def test_a_batch_gives_what_single_pictures_give():
+def test_a_batch_gives_what_single_images_give():
     attention = random_attention(4, 5, 3, 10)
     together = attention_rollout(attention, head_fusion="max", discard_ratio=0.9)
     for index in range(5):
@@ -126,10 +126,10 @@ def test_discard_takes_exactly_the_smallest_of_the_patch_columns():
         kept = discard_low(fused, ratio, num_prefix_tokens=2)
         assert (kept[..., :2] == fused[..., :2]).all()
         count = int(ratio * 8 * 6)
-        for picture in range(2):
-            assert int((kept[picture, :, 2:] == 0).sum()) == count
-            remaining = kept[picture, :, 2:][kept[picture, :, 2:] > 0]
-            assert remaining.min() >= fused[picture, :, 2:].flatten().sort().values[count - 1]
+        for image in range(2):
+            assert int((kept[image, :, 2:] == 0).sum()) == count
+            remaining = kept[image, :, 2:][kept[image, :, 2:] > 0]
+            assert remaining.min() >= fused[image, :, 2:].flatten().sort().values[count - 1]
 
 
 def test_discard_breaks_ties_by_position():
@@ -179,11 +179,11 @@ def test_value_weighting_multiplies_before_the_fusion_and_normalises_after_it():
     values = Values(norms.unsqueeze(-1), torch.eye(3, dtype=torch.float64))
     for fusion in FUSIONS:
         found = fuse_weighted(attention, fusion, True, values)
-        for picture in range(2):
-            heads = np.stack([attention[picture, h].numpy() * norms[picture, h].numpy() for h in range(3)])
+        for image in range(2):
+            heads = np.stack([attention[image, h].numpy() * norms[image, h].numpy() for h in range(3)])
             expected = references.fuse(heads, fusion)
             expected /= expected.sum(-1, keepdims=True)
-            np.testing.assert_allclose(found[picture].numpy(), expected, atol=1e-14)
+            np.testing.assert_allclose(found[image].numpy(), expected, atol=1e-14)
 
 
 def test_raw_attention_is_the_readout_row_of_one_layer():

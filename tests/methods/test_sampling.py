@@ -1,4 +1,4 @@
-"""Sampling against literal loops: over masks, over the model run by hand on kept tokens, over blanked pictures."""
+"""Sampling against literal loops: over masks, over the model run by hand on kept tokens, over blanked images."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests import literal_vit, references
 from tests.recording.test_token_dropping import by_hand
 from vitflow import Contrast, Explainer, load_model
-from vitflow.demo import sample_pictures
+from vitflow.demo import sample_images
 from vitflow.errors import NoAttentionError, OptionError, ShapeError
 from vitflow.explaining.saliency import contrasted
 from vitflow.methods.cells import draw_masks, halves, mean_differences
@@ -20,7 +20,7 @@ from vitflow.methods.refinement import Affinity, co_attention, key_affinity, ref
 from vitflow.recording.recorder import record_attention
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
-PICTURES = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
+IMAGES = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
 
 
 def log_odds(logits: Tensor, target: int) -> float:
@@ -105,7 +105,7 @@ def test_fewer_cells_make_larger_regions():
 def test_impossible_options_are_named(options, message):
     explainer = Explainer(literal_vit.timm_model(), data_config=DATA)
     with pytest.raises(OptionError, match=message):
-        explainer.explain(PICTURES[0], method="sampling", **options)
+        explainer.explain(IMAGES[0], method="sampling", **options)
 
 
 def test_wrong_shapes_are_named():
@@ -126,10 +126,10 @@ def test_the_map_equals_a_loop_over_masks_of_the_model_run_by_hand():
     explainer = Explainer(model, data_config=DATA)
     options = {"masks": 24, "keep": 0.4, "cells": 3, "random_seed": 5}
     targets = np.array([3, 1])
-    found = explainer.explain_batch(PICTURES, methods=["sampling"], targets=targets, refine=0, **options)
+    found = explainer.explain_batch(IMAGES, methods=["sampling"], targets=targets, refine=0, **options)
     kept = draw_masks(4, 4, masks=24, keep=0.4, cells=3, seed=5)
-    for picture, target, saliency in zip(PICTURES, targets.tolist(), found, strict=True):
-        scores = by_hand_on(model, explainer.pixels(picture), kept, target, prefix=4)
+    for image, target, saliency in zip(IMAGES, targets.tolist(), found, strict=True):
+        scores = by_hand_on(model, explainer.pixels(image), kept, target, prefix=4)
         expected = np.reshape(references.mean_differences(kept.tolist(), scores), (4, 4))
         np.testing.assert_allclose(saliency.grid, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
         assert expected.min() < 0 < expected.max()
@@ -140,7 +140,7 @@ def test_the_map_equals_a_loop_over_masks_of_the_model_run_by_hand():
 def test_on_two_by_three_patches_every_mask_and_many_drawn_ones():
     model = literal_vit.timm_model(img_size=(16, 24))
     explainer = Explainer(model, data_config={**DATA, "input_size": (3, 16, 24)})
-    pixels = explainer.pixels(PICTURES[0])
+    pixels = explainer.pixels(IMAGES[0])
     every = torch.tensor([[number in some for number in range(6)] for some in itertools.combinations(range(6), 3)])
     scores = by_hand_on(model, pixels, every, 2)
     exact = [
@@ -152,7 +152,7 @@ def test_on_two_by_three_patches_every_mask_and_many_drawn_ones():
         mean_differences(every, torch.tensor(scores, dtype=torch.float64)), exact, rtol=0, atol=1e-12
     )
 
-    found = explainer.explain(PICTURES[0], method="sampling", target=2, masks=4096, keep=0.5, refine=0).grid.ravel()
+    found = explainer.explain(IMAGES[0], method="sampling", target=2, masks=4096, keep=0.5, refine=0).grid.ravel()
     drawn = draw_masks(2, 3, masks=4096, keep=0.5)
     often = [int((drawn == mask).all(dim=1).sum()) for mask in every]
     assert sum(often) == 4096 and min(often) > 50
@@ -179,18 +179,18 @@ def test_ten_classes_and_contrasts_come_of_the_same_passes():
     model = literal_vit.timm_model(num_classes=10)
     explainer = Explainer(model, data_config=DATA)
     options = {"methods": ["sampling", "consensus"], "masks": 16}
-    one = {saliency.method: saliency for saliency in explainer.explain_batch(PICTURES[:1], targets=7, **options)}
+    one = {saliency.method: saliency for saliency in explainer.explain_batch(IMAGES[:1], targets=7, **options)}
     counted = _Counted(model)
-    explainer.explain_batch(PICTURES[:1], targets=7, **options)
+    explainer.explain_batch(IMAGES[:1], targets=7, **options)
     alone = list(counted.passes)
     counted.passes.clear()
-    every = explainer.explain_batch(PICTURES[:1], targets="top10", **options)
+    every = explainer.explain_batch(IMAGES[:1], targets="top10", **options)
     assert counted.passes == alone and len(every) == 20
     for saliency in every:
         if saliency.target == 7:
             np.testing.assert_array_equal(saliency.grid, one[saliency.method].grid)
     counted.passes.clear()
-    [contrast] = explainer.explain_batch(PICTURES[:1], methods=["sampling"], targets=[Contrast(7, against=2)], masks=16)
+    [contrast] = explainer.explain_batch(IMAGES[:1], methods=["sampling"], targets=[Contrast(7, against=2)], masks=16)
     assert sum(counted.passes) < sum(alone) + 17
     by_class = {saliency.target: saliency for saliency in every if saliency.method == "sampling"}
     expected = contrasted(by_class[7], by_class[2])
@@ -204,7 +204,7 @@ def test_the_batch_size_changes_no_map_and_bounds_the_tokens_of_a_pass():
     for size in (1, 4, 100):
         counted.passes.clear()
         options = {"masks": 20, "keep": 0.25, "occlusion_batch": size, "refine": 0}
-        grids.append(explainer.explain(PICTURES[0], method="sampling", target=1, **options).grid)
+        grids.append(explainer.explain(IMAGES[0], method="sampling", target=1, **options).grid)
         assert max(counted.passes[1:]) <= max(size * 20, 17)  # 4 patches and the class token stand for 17 tokens
     np.testing.assert_allclose(grids[1], grids[0], rtol=0, atol=1e-6)
     np.testing.assert_allclose(grids[2], grids[0], rtol=0, atol=1e-6)
@@ -212,15 +212,15 @@ def test_the_batch_size_changes_no_map_and_bounds_the_tokens_of_a_pass():
 
 def test_refined_the_positive_part_is_spread():
     explainer = Explainer(load_model("demo"))
-    picture = sample_pictures()[0]
-    plain = torch.from_numpy(explainer.explain(picture, method="sampling", refine=0).grid)[None]
+    image = sample_images()[0]
+    plain = torch.from_numpy(explainer.explain(image, method="sampling", refine=0).grid)[None]
     assert plain.min() < 0
     with record_attention(explainer.model, fusions=[("mean", False)], keys=True) as trace, torch.no_grad():
-        explainer.model(explainer.pixels(picture))
+        explainer.model(explainer.pixels(image))
     attention = co_attention(trace.fused("mean"), 144).attention
     keys = key_affinity([layer.keys[:, -144:] for layer in trace.layers]).keys
     expected = refine(plain.clamp_min(0), Affinity(attention, keys), 1)[0]
-    found = explainer.explain(picture, method="sampling", refine=1, affinity="both").grid
+    found = explainer.explain(image, method="sampling", refine=1, affinity="both").grid
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * float(expected.max()))
 
 
@@ -229,10 +229,10 @@ def test_where_tokens_cannot_be_dropped_patches_are_blanked_and_the_map_says_so(
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=5, **({} if "resnet" in name else {"img_size": 64})).eval()
     explainer = Explainer(model, data_config={**DATA, "input_size": (3, 64, 64)})
-    saliency = explainer.explain(PICTURES[0], method="sampling", target=3, masks=12, refine=0)
+    saliency = explainer.explain(IMAGES[0], method="sampling", target=3, masks=12, refine=0)
     assert saliency.facts["hidden"].startswith("patches blanked, for their tokens cannot be dropped: ")
     rows, cols = saliency.grid.shape
-    pixels, kept = explainer.pixels(PICTURES[0])[0], draw_masks(rows, cols, masks=12, keep=0.3)
+    pixels, kept = explainer.pixels(IMAGES[0])[0], draw_masks(rows, cols, masks=12, keep=0.3)
     edges = [round(number * 64 / rows) for number in range(rows + 1)]
     scores = []
     for mask in kept.reshape(-1, rows, cols):
@@ -250,16 +250,16 @@ def test_where_tokens_cannot_be_dropped_patches_are_blanked_and_the_map_says_so(
 
 def test_a_model_without_attention_is_not_refined_unless_that_is_asked_for():
     explainer = Explainer(timm.create_model("test_resnet", num_classes=5).eval(), data_config=DATA)
-    assert explainer.explain(PICTURES[0], method="sampling", masks=4).options["refine"] == 0
+    assert explainer.explain(IMAGES[0], method="sampling", masks=4).options["refine"] == 0
     with pytest.raises(NoAttentionError, match="No attention between tokens"):
-        explainer.explain(PICTURES[0], method="sampling", masks=4, refine=1)
+        explainer.explain(IMAGES[0], method="sampling", masks=4, refine=1)
 
 
 def test_consensus_says_what_it_is_made_of():
     explainer = Explainer(literal_vit.timm_model(), data_config=DATA)
-    made = explainer.explain(PICTURES[0], method="consensus", masks=8)
+    made = explainer.explain(IMAGES[0], method="consensus", masks=8)
     assert made.facts["made_of"] == "gae and sampling"
     assert made.facts["hidden"] == "tokens dropped" and "reliability" in made.facts
     model = timm.create_model("test_vit_relpos", num_classes=5, img_size=64).eval()
     other = Explainer(model, data_config={**DATA, "input_size": (3, 64, 64)})
-    assert "patches blanked" in other.explain(PICTURES[0], method="consensus", masks=8).facts["hidden"]
+    assert "patches blanked" in other.explain(IMAGES[0], method="consensus", masks=8).facts["hidden"]

@@ -14,7 +14,7 @@ from vitflow.explaining.asked import AskedTrace
 from vitflow.explaining.method_table import get_method
 from vitflow.methods.staged_rollout import LayerTokens, carry, staged_rollout
 
-SIDE = 64  # of the picture; patches of 4 pixels make 16 × 16 tokens, merged to 8 × 8 for the second stage
+SIDE = 64  # of the image; patches of 4 pixels make 16 × 16 tokens, merged to 8 × 8 for the second stage
 
 
 def swin(version: int) -> nn.Module:
@@ -31,7 +31,7 @@ def swin(version: int) -> nn.Module:
 
 
 def literal_layers(model: nn.Module, pixels: Tensor) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Per layer: probabilities [windows, heads, n, n] of one picture, each window's tokens, and the grid's side."""
+    """Per layer: probabilities [windows, heads, n, n] of one image, each window's tokens, and the grid's side."""
     found, hooks, seen = [], [], {}
     for name, module in model.named_modules():
         if type(module).__name__ == "WindowAttention":
@@ -48,7 +48,7 @@ def literal_layers(model: nn.Module, pixels: Tensor) -> list[tuple[np.ndarray, n
         for number, block in enumerate(stage.blocks):
             size, shift = block.window_size[0], block.shift_size[0]
             corners = [(top, left) for top in range(0, side, size) for left in range(0, side, size)]
-            # The picture is rolled up and to the left by the shift, so that a window begins `shift` further.
+            # The image is rolled up and to the left by the shift, so that a window begins `shift` further.
             tokens = [
                 [(top + i + shift) % side * side + (left + j + shift) % side for i in range(size) for j in range(size)]
                 for top, left in corners
@@ -103,10 +103,10 @@ def test_rollout_through_swin_is_the_dense_product(version, how, ratio, alpha, s
     ).grids
     side = 16 if start < 3 else 8
     assert found.shape == (3, side, side)
-    for picture in range(3):
-        layers = literal_layers(model, pixels[picture : picture + 1])
+    for image in range(3):
+        layers = literal_layers(model, pixels[image : image + 1])
         expected = dense_rollout(layers, np.full(64, 1 / 64), how, ratio, alpha, start)
-        np.testing.assert_allclose(found[picture].numpy().ravel(), expected, rtol=0, atol=1e-6 * expected.max())
+        np.testing.assert_allclose(found[image].numpy().ravel(), expected, rtol=0, atol=1e-6 * expected.max())
         assert expected.max() > 1.05 * expected.min()  # the maps say something
 
 
@@ -157,9 +157,9 @@ def test_a_marked_window_lies_on_the_right_pixels_of_the_photograph():
     explainer = Explainer(
         model, data_config={"input_size": (3, SIDE, SIDE), "mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0}
     )
-    picture = torch.randint(0, 256, (128, 128, 3), generator=torch.Generator().manual_seed(0)).byte().numpy()
+    image = torch.randint(0, 256, (128, 128, 3), generator=torch.Generator().manual_seed(0)).byte().numpy()
     saliency = explainer.explain(
-        picture, method="rollout", start_layer=3, patch=(1, 6), preset="paper", residual=0.0
+        image, method="rollout", start_layer=3, patch=(1, 6), preset="paper", residual=0.0
     )  # the second stage alone: 8 × 8 tokens in windows of 4 × 4, both blocks unshifted or shifted by 2
     assert saliency.grid.shape == (8, 8)
     heatmap = saliency.heatmap
@@ -179,13 +179,13 @@ def test_class_specific_methods_go_through_windows(method):
     found = getattr(maps, method)(trace, **options).grids
     attentions = [heads.detach() for heads in trace.heads()]
     gradients = trace.backward(torch.tensor([1, 3])).attentions if method != "attention" else attentions
-    for picture in range(2):
-        layers = literal_layers(model, pixels[picture : picture + 1])
+    for image in range(2):
+        layers = literal_layers(model, pixels[image : image + 1])
         row = np.full(64, 1 / 64)
         for number in (4, 3, 2, 1):
             probabilities, tokens, side = layers[number - 1]
             windows = len(tokens)
-            own = gradients[number - 1].reshape(2, windows, *gradients[number - 1].shape[1:])[picture].numpy()
+            own = gradients[number - 1].reshape(2, windows, *gradients[number - 1].shape[1:])[image].numpy()
             product = (
                 np.maximum(probabilities * own, 0.0).mean(axis=1)
                 if method != "attention"
@@ -200,7 +200,7 @@ def test_class_specific_methods_go_through_windows(method):
                 row = row @ matrix
                 break
             row = row @ (np.eye(side * side) + matrix) if method == "gae" else row @ references.residual(matrix, 0.5)
-        np.testing.assert_allclose(found[picture].numpy().ravel(), row, rtol=0, atol=1e-6 * row.max())
+        np.testing.assert_allclose(found[image].numpy().ravel(), row, rtol=0, atol=1e-6 * row.max())
 
 
 def test_overlapping_windows_add_up():
@@ -280,10 +280,8 @@ def test_carrying_keeps_the_sum_and_the_places(source, target):
         grid = layout.to_grid(values)[0].numpy() / (fine[0] // layout.rows * (fine[1] // layout.cols))
         return np.repeat(np.repeat(grid, fine[0] // layout.rows, axis=0), fine[1] // layout.cols, axis=1)
 
-    picture = drawn(row, source)
-    expected = picture.reshape(target.rows, fine[0] // target.rows, target.cols, fine[1] // target.cols).sum(
-        axis=(1, 3)
-    )
+    image = drawn(row, source)
+    expected = image.reshape(target.rows, fine[0] // target.rows, target.cols, fine[1] // target.cols).sum(axis=(1, 3))
     np.testing.assert_allclose(target.to_grid(found)[0], expected, atol=1e-12)
 
 

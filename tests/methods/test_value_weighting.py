@@ -17,22 +17,22 @@ from vitflow import Explainer, Trace, record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, ValueNormsError, VitflowWarning
 from vitflow.explaining import maps
 from vitflow.explaining.method_table import get_method
+from vitflow.images.upsampling import upsample
 from vitflow.methods.fusion import fuse_heads, normalize_rows
 from vitflow.methods.gradients import Values, check_value_weighting, fuse_weighted, join_values
-from vitflow.pictures.upsampling import upsample
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
-PICTURE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+IMAGE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
 BLOCKS = timm.models.vision_transformer
 
 
-def pictures() -> Tensor:
+def photos() -> Tensor:
     return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def record(model: nn.Module, **options):
     with torch.no_grad(), record_attention(model, **options) as trace:
-        model(pictures())
+        model(photos())
     return trace
 
 
@@ -44,8 +44,8 @@ def norms_of(trace: Trace) -> list[Tensor]:
 def test_value_norms_equal_a_loop_over_heads(readout):
     model = literal_vit.timm_model(readout)
     norms = norms_of(record(model, values=True))
-    for index, picture in enumerate(pictures()):
-        found = literal_vit.differentiate(model, picture, 0, readout)
+    for index, image in enumerate(photos()):
+        found = literal_vit.differentiate(model, image, 0, readout)
         for layer in range(3):
             expected = literal_vit.value_norms(found.values[layer], found.projections[layer])
             np.testing.assert_allclose(norms[layer][index].numpy(), expected, rtol=1e-6)
@@ -58,14 +58,14 @@ def test_weighted_attention_equals_the_literal_definition(how, fusion):
     model = literal_vit.timm_model("class token and registers")
     streamed = record(model, head_fusion=fusion, value_weighted=how).attentions
     kept = record(model, values=True).fused(fusion, value_weighted=how)
-    for index, picture in enumerate(pictures()):
-        found = literal_vit.differentiate(model, picture, 0, "class token and registers")
+    for index, image in enumerate(photos()):
+        found = literal_vit.differentiate(model, image, 0, "class token and registers")
         for layer, expected in enumerate(literal_vit.fused_values(found, how, fusion)):
             np.testing.assert_allclose(streamed[layer][index].numpy(), expected, rtol=0, atol=1e-12)
             np.testing.assert_allclose(kept[layer][index].numpy(), expected, rtol=0, atol=1e-12)
     single = literal_vit.timm_model("class token and registers").float()
     with torch.no_grad(), record_attention(single, head_fusion=fusion, value_weighted=how) as trace:
-        single(pictures().float())
+        single(photos().float())
     for ours, exact in zip(trace.attentions, streamed, strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=0, atol=1e-5)
 
@@ -74,7 +74,7 @@ def test_weighted_attention_equals_the_literal_definition(how, fusion):
 def test_rollout_and_attention_use_the_weighted_heads(how):
     model = literal_vit.timm_model()
     trace = record(model, values=True)
-    found = literal_vit.differentiate(model, pictures()[1], 0, "class token")
+    found = literal_vit.differentiate(model, photos()[1], 0, "class token")
     options = {"value_weighted": how, "head_fusion": "max"}
     rollout, attention = get_method("rollout"), get_method("attention")
     fused = literal_vit.fused_values(found, how, "max")
@@ -173,7 +173,7 @@ def test_modules_side_by_side_are_one_layer_with_all_their_heads(how):
     parts = [block.attn for block in model.blocks[0].attns]
     values, own = trace.layers[0].values, []
     with torch.no_grad():
-        tokens = model._pos_embed(model.patch_embed(pictures()))
+        tokens = model._pos_embed(model.patch_embed(photos()))
         for part, block in zip(parts, model.blocks[0].attns, strict=True):
             vectors = part.qkv(block.norm(tokens)).reshape(2, 17, 3, 3, 8)[:, :, 2].transpose(1, 2)
             own.append(Values(vectors, part.proj.weight.detach()))
@@ -198,7 +198,7 @@ def test_unfused_attention_shows_its_values_too():
 def test_autocast_does_not_blur_the_weights():
     model = literal_vit.timm_model().float()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), record_attention(model, values=True) as trace:
-        model(pictures().float())
+        model(photos().float())
         inside = trace.fused("max", value_weighted="output"), norms_of(trace)
     for ours, theirs in zip(inside[0], trace.fused("max", value_weighted="output"), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
@@ -237,14 +237,14 @@ def test_the_default_weighting_is_left_out_where_it_does_not_apply_and_that_is_s
     explainer = Explainer(odd_models()[which].eval(), data_config=DATA)
     methods = ["rollout", "attention", "gae", "gradient_rollout"]
     with pytest.warns(VitflowWarning, match="Maps are made without value weighting"):
-        found = explainer.explain_batch([PICTURE], methods=methods)
+        found = explainer.explain_batch([IMAGE], methods=methods)
     assert [saliency.options["value_weighted"] for saliency in found] == [False] * 4
-    again = explainer.explain_batch([PICTURE], methods=methods)  # warnings are errors here: no second one
+    again = explainer.explain_batch([IMAGE], methods=methods)  # warnings are errors here: no second one
     for ours, theirs in zip(again, found, strict=True):
         np.testing.assert_array_equal(ours.grid, theirs.grid)
     for method, how in itertools.product(methods, (True, "output")):
         with pytest.raises(ValueNormsError, match=r"Use value_weighted=False\."):
-            explainer.explain(PICTURE, method=method, value_weighted=how)
+            explainer.explain(IMAGE, method=method, value_weighted=how)
     assert issubclass(ValueNormsError, UnsupportedModelError)
 
 
@@ -253,7 +253,7 @@ def test_wrong_weightings_are_named():
         with pytest.raises(OptionError, match="False, True or 'output', got"):
             check_value_weighting(wrong)
     with pytest.raises(OptionError, match="False, True or 'output', got 'norms'"):
-        Explainer(literal_vit.timm_model().float(), data_config=DATA).explain(PICTURE, value_weighted="norms")
+        Explainer(literal_vit.timm_model().float(), data_config=DATA).explain(IMAGE, value_weighted="norms")
     with pytest.raises(ShapeError, match=r"projection \[out, heads · width\]"):
         Values(torch.zeros(1, 2, 3, 4), torch.zeros(8, 7))
     with pytest.raises(OptionError, match="record with values=True"):

@@ -97,8 +97,8 @@ def pixels(batch: int = 2) -> Tensor:
     return torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(2))
 
 
-def picture(height: int = 40, width: int = 52) -> np.ndarray:
-    """A smooth picture, so that different resize filters agree."""
+def photo(height: int = 40, width: int = 52) -> np.ndarray:
+    """A smooth image, so that different resize filters agree."""
     rows, cols = np.mgrid[0:height, 0:width]
     waves = np.stack([np.sin(rows / 9), np.cos(cols / 11), np.sin((rows + cols) / 13)], axis=-1)
     return ((waves + 1) * 127).astype(np.uint8)
@@ -154,7 +154,7 @@ def test_layout_and_readout_are_those_that_the_answer_depends_on(name):
     assert torch.equal(reached, trace.readout > 0)
 
 
-def test_siglips_pooling_query_speaks_for_the_picture():
+def test_siglips_pooling_query_speaks_for_the_image():
     model = built("SiglipVisionModel", "eager")
     with record_attention(model) as trace, torch.no_grad():
         tokens = model(pixels()).last_hidden_state
@@ -211,7 +211,7 @@ def test_every_method_explains_them(name):
     model = torchvision_vit() if name == "torchvision" else built(name)
     explainer = Explainer(model, data_config=NORMALISATION)
     methods = ["rollout", "gae", "gradcam", "flow", "attention", "gradient_rollout", "input_gradient", "occlusion"]
-    found = explainer.explain_batch([picture(), picture(52, 40)], methods=methods, targets=1)
+    found = explainer.explain_batch([photo(), photo(52, 40)], methods=methods, targets=1)
     assert len(found) == 2 * len(methods)
     assert all(one.grid.shape == (4, 4) and np.isfinite(one.grid).all() for one in found)
     assert all(one.target == 1 and one.probability is not None and 0 < one.probability < 1 for one in found)
@@ -221,28 +221,28 @@ def test_every_method_explains_them(name):
 
 def test_explain_takes_such_a_model_in_one_line():
     found = vitflow.explain(
-        picture(), model=built("DeiTForImageClassification"), method="rollout", device="cpu", data_config=NORMALISATION
+        photo(), model=built("DeiTForImageClassification"), method="rollout", device="cpu", data_config=NORMALISATION
     )
     assert found.model == "DeiTForImageClassification"
 
 
 def test_a_plain_vision_model_has_maps_but_no_classes():
     explainer = Explainer(built("CLIPVisionModel"), data_config=NORMALISATION)
-    found = explainer.explain(picture(), method="rollout")
+    found = explainer.explain(photo(), method="rollout")
     assert found.grid.shape == (4, 4) and found.target is None
     with pytest.raises(OptionError, match="no classes"):
-        explainer.explain(picture(), method="gae")
+        explainer.explain(photo(), method="gae")
     assert class_count(explainer.model) == 0
 
 
-def test_other_picture_sizes_are_asked_for_by_the_models_own_option():
+def test_other_image_sizes_are_asked_for_by_the_models_own_option():
     names = ["ViTForImageClassification", "Dinov2ForImageClassification"]
     if "kwargs" in inspect.signature(transformers.CLIPForImageClassification.forward).parameters:
         names.append("CLIPForImageClassification")  # before transformers 5 it cannot be told
     for name in names:
         explainer = Explainer(built(name), data_config=NORMALISATION, fit="native")
         for method in ("rollout", "occlusion"):
-            assert explainer.explain(picture(30, 120), method=method).grid.shape == (2, 8)
+            assert explainer.explain(photo(30, 120), method=method).grid.shape == (2, 8)
     with pytest.raises(UnsupportedModelError, match="any size"):
         Explainer(torchvision_vit(), data_config=NORMALISATION, fit="native")
 
@@ -266,15 +266,15 @@ def test_a_module_around_the_model_is_looked_into():
             super().__init__()
             self.inner = inner
 
-        def forward(self, pictures: Tensor) -> Tensor:
-            return self.inner(pixel_values=pictures).logits
+        def forward(self, images: Tensor) -> Tensor:
+            return self.inner(pixel_values=images).logits
 
     inner = built("Dinov2ForImageClassification", id2label={0: "ant", 1: "bee", 2: "cow", 3: "dog", 4: "eel"})
     explainer = Explainer(Answering(inner), data_config=NORMALISATION)
-    found = explainer.explain(picture(), method="rollout", target="cow")
+    found = explainer.explain(photo(), method="rollout", target="cow")
     assert found.facts["readout"] == "1 prefix token and 16 patches, from the gradient of the output"
     assert found.class_name == "cow"
-    direct = Explainer(inner, data_config=NORMALISATION).explain(picture(), method="rollout", target="cow")
+    direct = Explainer(inner, data_config=NORMALISATION).explain(photo(), method="rollout", target="cow")
     np.testing.assert_allclose(found.grid, direct.grid, rtol=1e-6)
 
 
@@ -298,7 +298,7 @@ def test_the_windows_of_transformers_swin_are_found_where_they_are(name):
         assert layer.tokens.key_index is not None
         assert torch.equal(layer.tokens.key_index, windows)
     found = Explainer(model, data_config=NORMALISATION).explain_batch(
-        [picture()], methods=["rollout", "gae", "gradcam", "gradient_rollout"], targets=3
+        [photo()], methods=["rollout", "gae", "gradcam", "gradient_rollout"], targets=3
     )
     assert [one.grid.shape for one in found] == [(16, 16), (16, 16), (8, 8), (16, 16)]
     assert all(np.ptp(one.grid) > 0 for one in found if one.method != "gradcam")
@@ -342,11 +342,11 @@ def test_torchvisions_models_are_named_by_count_of_classes():
 
 
 @pytest.mark.parametrize("name", ["ViT", "DeiT", "CLIP", "Siglip", "Bit"])
-def test_pictures_are_prepared_as_by_the_image_processor(name):
+def test_images_are_prepared_as_by_the_image_processor(name):
     processor = getattr(transformers, f"{name}ImageProcessor")()
     model = built("ViTForImageClassification", image_size=224, patch_size=32)
     explainer = Explainer(model, data_config=processor.to_dict())
-    source = picture(300, 400)
+    source = photo(300, 400)
     expected = processor(source, return_tensors="pt")["pixel_values"]
     prepared = explainer.pixels(source)
     assert prepared.shape == expected.shape == (1, 3, 224, 224)
@@ -384,10 +384,10 @@ def test_what_was_saved_beside_the_weights_is_found(tmp_path):
     assert explainer.class_names == list(names.values())
     assert explainer.outputs.activation == "sigmoid"
     assert explainer.model_id == str(tmp_path)
-    found = explainer.explain(picture(), method="rollout", target="cattle")
+    found = explainer.explain(photo(), method="rollout", target="cattle")
     assert found.target == 2
     with torch.no_grad():
-        expected = explainer.logits(explainer.pixels(picture()))[0, 2].double().sigmoid()
+        expected = explainer.logits(explainer.pixels(photo()))[0, 2].double().sigmoid()
     assert found.probability == pytest.approx(float(expected))
 
 
@@ -452,7 +452,7 @@ def test_models_whose_tokens_have_no_place_are_refused_by_name():
             model(pixels())
 
 
-def test_a_model_of_texts_and_pictures_is_refused_with_its_part_that_sees():
+def test_a_model_of_texts_and_images_is_refused_with_its_part_that_sees():
     model = transformers.CLIPModel(transformers.CLIPConfig(**_text_free("CLIP")))
     with pytest.raises(UnsupportedModelError, match=r"model\.vision_model"):
         record_attention(model).__enter__()
@@ -481,7 +481,7 @@ def test_a_processor_or_a_preset_tells_what_the_model_wants_to_see():
     assert spec.mean == pytest.approx((0.485, 0.456, 0.406))
 
 
-def test_what_tells_nothing_of_the_pictures_is_refused_with_what_is_wanted():
+def test_what_tells_nothing_of_the_images_is_refused_with_what_is_wanted():
     for told, got in (
         (object(), "<object object"),
         ({"image_size": 224}, "the keys image_size"),

@@ -1,4 +1,4 @@
-"""Likeness: what makes a picture like another one, by the pooled features of any backbone."""
+"""Likeness: what makes an image like another one, by the pooled features of any backbone."""
 
 import numpy as np
 import pytest
@@ -9,14 +9,14 @@ from click.testing import CliRunner
 from torch.nn.functional import cosine_similarity
 
 from tests import literal_vit
-from tests.pairs import DATA, VISION, pair, picture
+from tests.pairs import DATA, VISION, pair, photo
 from vitflow import Explainer, compare, evaluate, explain_folder, explore, similarity_to
 from vitflow.cli import cli
 from vitflow.errors import ModelError, OptionError
+from vitflow.images.reading import write_image
 from vitflow.models.libraries import headless
-from vitflow.pictures.images import write_image
 
-OTHER, THIRD = picture(64, 48)[:, ::-1], np.full((40, 40, 3), 90, np.uint8)
+OTHER, THIRD = photo(64, 48)[:, ::-1], np.full((40, 40, 3), 90, np.uint8)
 
 
 def backbone(name: str) -> torch.nn.Module:
@@ -61,23 +61,23 @@ def asked(request):
 
 def test_the_answers_are_the_cosines_and_gradients_are_theirs(asked):
     name, model, own = asked
-    pixels = own.pixels(picture()).requires_grad_()
+    pixels = own.pixels(photo()).requires_grad_()
     with torch.no_grad():
         others = [features(name, model, own.pixels(one)) for one in (OTHER, THIRD)]
     cosines = torch.stack([cosine_similarity(features(name, model, pixels), one) for one in others], dim=1)
     torch.testing.assert_close(own.logits(pixels), cosines, rtol=1e-5, atol=1e-5)
     (expected,) = torch.autograd.grad(cosines[0, 1], pixels)
-    found = own.explain(picture(), method="input_gradient", target=1)
+    found = own.explain(photo(), method="input_gradient", target=1)
     rows, cols = found.grid.shape
     sums = expected[0].abs().sum(0).unflatten(0, (rows, -1)).unflatten(2, (cols, -1)).sum((1, 3))
     np.testing.assert_allclose(found.grid, sums, rtol=2e-3, atol=1e-6)
     assert found.answer.unit == "cosine" and found.answer.number == pytest.approx(
         float(cosines[0, 1].detach()), abs=1e-5
     )
-    assert found.label == "picture 2" and np.array_equal(found.reference, THIRD)
+    assert found.label == "image 2" and np.array_equal(found.reference, THIRD)
 
 
-def test_a_picture_is_like_itself(asked):
+def test_an_image_is_like_itself(asked):
     _, _, own = asked
     assert own.explain(OTHER).answer.number == pytest.approx(1.0, abs=1e-4)
     assert own.explain(OTHER).answer.index == 0
@@ -85,21 +85,21 @@ def test_a_picture_is_like_itself(asked):
 
 def test_every_kind_of_run_takes_it(asked, tmp_path):
     _, _, own = asked
-    write_image(tmp_path / "in" / "0.png", picture())
-    (tmp_path / "in" / "labels.csv").write_text("file,label\n0.png,picture 1\n")
-    strip = compare(picture(), model=own, methods=["rollout", "gae"], targets=[0, 1])
+    write_image(tmp_path / "in" / "0.png", photo())
+    (tmp_path / "in" / "labels.csv").write_text("file,label\n0.png,image 1\n")
+    strip = compare(photo(), model=own, methods=["rollout", "gae"], targets=[0, 1])
     strip.figure(tmp_path / "strip.png")
-    wide, plain = strip.saliencies[-1].figure(), own.explain(picture()).figure()
-    assert min(wide.get_figwidth(), plain.get_figwidth()) > 5  # both pictures side by side
-    assert "picture 1" in explore(picture(), model=own, methods=["gae"]).html
+    wide, plain = strip.saliencies[-1].figure(), own.explain(photo()).figure()
+    assert min(wide.get_figwidth(), plain.get_figwidth()) > 5  # both images side by side
+    assert "image 1" in explore(photo(), model=own, methods=["gae"]).html
     assert explain_folder(tmp_path / "in", tmp_path / "out", model=own, methods=["gae"], target=1).explained == 1
-    options = {"methods": ["gae"], "points": 3, "resamples": 10, "sanity_pictures": 0}
+    options = {"methods": ["gae"], "points": 3, "resamples": 10, "sanity_images": 0}
     assert not evaluate(tmp_path / "in", model=own, metrics=["faithfulness"], **options).failures
 
 
-def test_other_pictures_are_another_run(tmp_path):
+def test_other_images_are_another_run(tmp_path):
     model = backbone("timm")
-    write_image(tmp_path / "in" / "0.png", picture())
+    write_image(tmp_path / "in" / "0.png", photo())
     for number, like in enumerate([[OTHER], [THIRD]]):
         own = Explainer(model, outputs=similarity_to(like), data_config=DATA)
         if number:
@@ -121,7 +121,7 @@ def test_a_head_is_left_out_of_a_copy_alone():
 @pytest.mark.parametrize(
     ("build", "told"),
     [
-        (lambda: similarity_to([]), "at least one picture"),
+        (lambda: similarity_to([]), "at least one image"),
         (lambda: Explainer(backbone("timm"), outputs=similarity_to(OTHER), class_names=["a"]), "leave out class_names"),
         (lambda: Explainer(backbone("timm"), outputs="a.jpg", data_config=DATA), "outputs as"),
     ],
@@ -136,8 +136,8 @@ def test_a_model_without_features_is_told():
         Explainer(torch.nn.Conv2d(3, 2, 3), outputs=similarity_to([OTHER]), data_config=DATA)
 
 
-def test_the_command_line_shows_both_pictures(tmp_path):
-    for name, image in (("one", picture()), ("two", OTHER)):
+def test_the_command_line_shows_both_images(tmp_path):
+    for name, image in (("one", photo()), ("two", OTHER)):
         write_image(tmp_path / f"{name}.png", image)
     for command, output in (("explain", "1.png"), ("compare", "2.png"), ("explore", "3.html")):
         words = [command, f"{tmp_path}/one.png", "--model", "demo", "--like", f"{tmp_path}/two.png", "--method", "gae"]

@@ -63,7 +63,7 @@ def test_a_safetensors_checkpoint_with_its_own_class_names(tmp_path):
     assert class_names_of(loaded) == ["cat", "dog", "cow"]
 
 
-def test_a_checkpoint_of_another_picture_size(tmp_path):
+def test_a_checkpoint_of_another_image_size(tmp_path):
     larger = timm.create_model(ID, img_size=192)
     save_file(larger.state_dict(), tmp_path / "w.safetensors")
     with pytest.warns(VitflowWarning, match="192 × 192 pixels"):
@@ -99,7 +99,7 @@ def test_a_wrong_checkpoint_is_told_in_one_line_with_the_model_that_it_may_be_of
         in message
     )
     assert "\n" not in message and len(message) < 400
-    assert not recwarn.list  # no word on picture sizes or classes of weights that do not fit
+    assert not recwarn.list  # no word on image sizes or classes of weights that do not fit
 
 
 def test_weights_that_fit_but_for_some_are_told_by_name(model, tmp_path):
@@ -147,8 +147,8 @@ def test_a_number_where_a_matrix_is_expected_is_named(model, tmp_path, name):
         vitflow.load_model(ID, checkpoint=tmp_path / "w.safetensors")
 
 
-def test_a_picture_is_no_weights_file_and_could_run_no_code(tmp_path):
-    (tmp_path / "w.pth").write_bytes(b"\x89PNG\r\n\x1a\n" + b"picture" * 20)
+def test_an_image_is_no_weights_file_and_could_run_no_code(tmp_path):
+    (tmp_path / "w.pth").write_bytes(b"\x89PNG\r\n\x1a\n" + b"image" * 20)
     with pytest.raises(ModelError, match="w.pth is not a weights file") as caught:
         read_checkpoint(tmp_path / "w.pth")
     assert "could run code" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""What a picture is asked about: a function of the model's output, through every method and every kind of run."""
+"""What an image is asked about: a function of the model's output, through every method and every kind of run."""
 
 import copy
 from dataclasses import replace
@@ -15,8 +15,8 @@ from vitflow import Contrast, Explainer, compare, explain_folder, explore
 from vitflow.errors import ModelError, OptionError
 from vitflow.evaluation import evaluate
 from vitflow.explaining.method_table import list_methods
+from vitflow.images.reading import write_image
 from vitflow.models.outputs import Outputs, activate, log_odds
-from vitflow.pictures.images import write_image
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
 OPTIONS = {"masks": 8, "occlusion_batch": 16}
@@ -25,7 +25,7 @@ LABELS = ["road", "sky", "tree"]
 
 
 class Dense(nn.Module):
-    """A segmentation model: an output with fields, whose logits lie on the picture."""
+    """A segmentation model: an output with fields, whose logits lie on the image."""
 
     def __init__(self):
         super().__init__()
@@ -65,41 +65,39 @@ def asked(dense):
 
 
 @pytest.fixture(scope="module")
-def picture():
+def image():
     return np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_function_is_asked_as_a_module_would_be(dense, asked, picture, method):
+def test_a_function_is_asked_as_a_module_would_be(dense, asked, image, method):
     whole = Explainer(Pooled(dense), class_names=LABELS, data_config=DATA, activation="value")
     options = {
         name: OPTIONS[name] for name in OPTIONS if any(m.name == method and m.accepts(name) for m in list_methods())
     }
-    found, expected = (one.explain(picture, method=method, target="sky", **options) for one in (asked, whole))
+    found, expected = (one.explain(image, method=method, target="sky", **options) for one in (asked, whole))
     np.testing.assert_allclose(found.grid, expected.grid, rtol=1e-5, atol=1e-7 * max(1.0, np.abs(expected.grid).max()))
     assert found.answer == expected.answer and found.answer.name == "sky"
-    assert found.to_dict()["value"] == pytest.approx(
-        float(whole.logits(whole.pixels(picture))[0, 1].detach()), rel=1e-5
-    )
+    assert found.to_dict()["value"] == pytest.approx(float(whole.logits(whole.pixels(image))[0, 1].detach()), rel=1e-5)
     assert found.probability is None
 
 
-def test_its_gradient_is_that_of_the_function(dense, asked, picture):
-    pixels = asked.pixels(picture).requires_grad_()
+def test_its_gradient_is_that_of_the_function(dense, asked, image):
+    pixels = asked.pixels(image).requires_grad_()
     (expected,) = torch.autograd.grad(corner(dense(pixels))[0, 2], pixels)
-    found = asked.explain(picture, method="input_gradient", target=2).grid
+    found = asked.explain(image, method="input_gradient", target=2).grid
     rows, cols = found.shape
     sums = expected[0].abs().sum(0).reshape(rows, 32 // rows, cols, 32 // cols).sum((1, 3))
     np.testing.assert_allclose(found, sums, rtol=1e-4)
 
 
-def test_every_kind_of_run_takes_it(asked, picture, tmp_path):
-    write_image(tmp_path / "in" / "one.png", picture)
+def test_every_kind_of_run_takes_it(asked, image, tmp_path):
+    write_image(tmp_path / "in" / "one.png", image)
     (tmp_path / "in" / "labels.csv").write_text("file,label\none.png,tree\n")
-    strip = compare([picture], model=asked, methods=["rollout", "gae"], targets="top2")
+    strip = compare([image], model=asked, methods=["rollout", "gae"], targets="top2")
     assert [one.answer.unit for one in strip.saliencies] == [""] * 4  # the readout depends on the answer, too
     strip.figure(tmp_path / "strip.png")
-    page = explore(picture, model=asked, methods=["gae"])
+    page = explore(image, model=asked, methods=["gae"])
     assert "sky" in page.html
     summary = explain_folder(tmp_path / "in", tmp_path / "out", model=asked, methods=["gae"], target="sky")
     assert summary.explained == 1
@@ -109,8 +107,8 @@ def test_every_kind_of_run_takes_it(asked, picture, tmp_path):
     assert not found.failures
 
 
-def test_another_function_is_another_run(dense, picture, tmp_path):
-    write_image(tmp_path / "in" / "one.png", picture)
+def test_another_function_is_another_run(dense, image, tmp_path):
+    write_image(tmp_path / "in" / "one.png", image)
     run = partial(explain_folder, tmp_path / "in", tmp_path / "out", methods=["gae"])
     run(model=Explainer(dense, outputs=corner, data_config=DATA))
     other = Explainer(dense, outputs=_renamed, data_config=DATA)
@@ -144,14 +142,14 @@ CHANGED = {
     "names": ({"names": ("sky", "road", "tree")}, "the classes have other names"),
     "against": ({"against": "half of it"}, r"outputs\.against"),
     "made of": ({"made_of": {"file": 2}}, r"outputs\.file"),
-    "pictures": ({"pictures": (OTHER,) * 3}, r"outputs\.pictures"),
+    "images": ({"images": (OTHER,) * 3}, r"outputs\.images"),
     "function": ({"function": partial(_share, part=2)}, "the function of the outputs was edited"),
 }
 
 
 @pytest.mark.parametrize("what", CHANGED)
-def test_other_answers_are_another_run(dense, picture, tmp_path, what):
-    write_image(tmp_path / "in" / "one.png", picture)
+def test_other_answers_are_another_run(dense, image, tmp_path, what):
+    write_image(tmp_path / "in" / "one.png", image)
     own = Outputs(corner, tuple(LABELS), 3, **BASE)
     changed, told = CHANGED[what]
     first, same, other = (
@@ -165,8 +163,8 @@ def test_other_answers_are_another_run(dense, picture, tmp_path, what):
     assert run(model=other, overwrite=True).explained == 1
 
 
-def test_an_evaluation_of_other_answers_is_another_run(dense, picture, tmp_path):
-    write_image(tmp_path / "in" / "one.png", picture)
+def test_an_evaluation_of_other_answers_is_another_run(dense, image, tmp_path):
+    write_image(tmp_path / "in" / "one.png", image)
     (tmp_path / "in" / "labels.csv").write_text("file,label\none.png,tree\n")
     options = {"methods": ["gae"], "metrics": ["deletion_auc"], "points": 3, "resamples": 10}
     own = Outputs(corner, tuple(LABELS), 3, **BASE)
@@ -177,8 +175,8 @@ def test_an_evaluation_of_other_answers_is_another_run(dense, picture, tmp_path)
         run(model=Explainer(dense, outputs=replace(own, apart=False), data_config=DATA))
 
 
-def test_a_closure_beside_a_large_output_is_another_run(dense, picture, tmp_path):
-    write_image(tmp_path / "in" / "one.png", picture)
+def test_a_closure_beside_a_large_output_is_another_run(dense, image, tmp_path):
+    write_image(tmp_path / "in" / "one.png", image)
 
     class Loud(nn.Module):
         """The same with a tensor beside its logits that is much larger than them."""
@@ -224,9 +222,9 @@ def _times(output, scale):
         (lambda output: torch.from_numpy(corner(output).detach().numpy()), "not differentiable"),
     ],
 )
-def test_what_is_wrong_with_a_function_is_told(dense, picture, function, told):
+def test_what_is_wrong_with_a_function_is_told(dense, image, function, told):
     with pytest.raises(ModelError, match=told):
-        Explainer(dense, outputs=function, class_names=LABELS, data_config=DATA).explain(picture, method="gae")
+        Explainer(dense, outputs=function, class_names=LABELS, data_config=DATA).explain(image, method="gae")
 
 
 class Moody(nn.Module):
@@ -324,30 +322,30 @@ def test_what_is_no_function_is_told(dense):
         Explainer(dense, outputs=corner, activation="logits", data_config=DATA)
 
 
-def test_a_frozen_model_has_gradients(dense, picture):
+def test_a_frozen_model_has_gradients(dense, image):
     for weight in dense.parameters():
         weight.requires_grad_(False)
     try:
-        found = Explainer(dense, outputs=corner, data_config=DATA).explain(picture, method="gae")
+        found = Explainer(dense, outputs=corner, data_config=DATA).explain(image, method="gae")
     finally:
         for weight in dense.parameters():
             weight.requires_grad_(True)
     assert found.grid.any() and found.answer.name == f"class {found.target}"
 
 
-def test_numbers_are_read_as_they_are_said_to_be(dense, picture):
+def test_numbers_are_read_as_they_are_said_to_be(dense, image):
     numbers = torch.tensor([[2.0, -1.0]])
     cosine = Outputs(activation="cosine", scale=10.0)
     assert cosine.told(numbers).tolist() == [[0.2, -0.1]]
     assert torch.equal(activate(numbers, "value"), numbers.double())
     assert torch.equal(log_odds(numbers, "cosine"), numbers.double())
-    sigmoid = Explainer(dense, outputs=corner, data_config=DATA, activation="sigmoid").explain(picture)
+    sigmoid = Explainer(dense, outputs=corner, data_config=DATA, activation="sigmoid").explain(image)
     assert 0 < sigmoid.probability < 1
     own = Outputs(corner, LABELS, unit="degrees")
-    assert Explainer(dense, outputs=own, data_config=DATA).explain(picture).answer.told.endswith(" degrees")
+    assert Explainer(dense, outputs=own, data_config=DATA).explain(image).answer.told.endswith(" degrees")
 
 
-def test_two_of_them_are_set_against_each_other(asked, picture):
-    numbers = asked.logits(asked.pixels(picture))[0].detach().double()
-    found = asked.explain(picture, method="gae", target=Contrast("sky", against="road"))
+def test_two_of_them_are_set_against_each_other(asked, image):
+    numbers = asked.logits(asked.pixels(image))[0].detach().double()
+    found = asked.explain(image, method="gae", target=Contrast("sky", against="road"))
     assert found.contrast.value == pytest.approx(float(numbers[1] - numbers[0]), rel=1e-5)

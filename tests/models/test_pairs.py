@@ -1,4 +1,4 @@
-"""Prompts: what a model of pictures and texts answers to them, against its own words and against code by hand."""
+"""Prompts: what a model of images and texts answers to them, against its own words and against code by hand."""
 
 import copy
 import time
@@ -11,15 +11,15 @@ from click.testing import CliRunner
 from torch import nn
 from torch.nn.functional import layer_norm, linear, normalize
 
-from tests.pairs import DATA, KINDS, PROMPTS, Words, pair, picture
+from tests.pairs import DATA, KINDS, PROMPTS, Words, pair, photo
 from vitflow import Contrast, Explainer, compare, evaluate, explain_folder, explore, load_model, prompts
 from vitflow.cli import cli
-from vitflow.demo import draw_picture
+from vitflow.demo import draw_image
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.explaining.method_table import get_method, list_methods
+from vitflow.images.geometry import place
+from vitflow.images.reading import write_image
 from vitflow.models.pairs import pair_of, prompt_outputs
-from vitflow.pictures.geometry import place
-from vitflow.pictures.images import write_image
 from vitflow.recording.recorder import record_attention
 
 OPTIONS = {"masks": 8, "occlusion_batch": 16}
@@ -41,7 +41,7 @@ def asked(request) -> Explainer:
 
 
 def its_own(kind: str, pixels: torch.Tensor) -> torch.Tensor:
-    """What the model itself says of a picture and the prompts, [1, prompts]."""
+    """What the model itself says of an image and the prompts, [1, prompts]."""
     model, texts = pair(kind), PROMPTS
     with torch.no_grad():
         if kind == "open_clip":
@@ -60,7 +60,7 @@ def its_own(kind: str, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def cut(pixels: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """A picture as patches of 8 × 8 pixels, row by row, by hand."""
+    """An image as patches of 8 × 8 pixels, row by row, by hand."""
     rows, cols = pixels.shape[2] // 8, pixels.shape[3] // 8
     found = [
         pixels[0, :, 8 * row : 8 * row + 8, 8 * col : 8 * col + 8].permute(1, 2, 0).reshape(-1)
@@ -73,7 +73,7 @@ def cut(pixels: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_numbers_are_those_of_the_model(kind):
     own = explainer(kind)
-    pixels = own.pixels(picture())
+    pixels = own.pixels(photo())
     torch.testing.assert_close(own.logits(pixels).detach(), its_own(kind, pixels), rtol=1e-5, atol=1e-5)
     with torch.no_grad(), record_attention(own.model, outputs=own.outputs.numbers) as trace:
         own.forward(pixels)
@@ -83,7 +83,7 @@ def test_the_numbers_are_those_of_the_model(kind):
 
 
 def by_hand(model: nn.Module, pixels: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-    """CLIP and SigLIP as written in their papers, from pictures to cos · scale + bias."""
+    """CLIP and SigLIP as written in their papers, from images to cos · scale + bias."""
     weights, vision = dict(model.named_parameters()), "vision_model."
     clip = vision + "pre_layrnorm.weight" in weights
 
@@ -181,7 +181,7 @@ def both():
 @pytest.mark.parametrize("method", [method.name for method in list_methods()])
 def test_prompts_are_what_a_module_with_their_vectors_is(both, method):
     options = {name: value for name, value in OPTIONS.items() if get_method(method).accepts(name)}
-    found, expected = (one.explain(picture(), method=method, target="red", **options) for one in both)
+    found, expected = (one.explain(photo(), method=method, target="red", **options) for one in both)
     scale = max(1e-6, float(np.abs(expected.grid).max()))
     np.testing.assert_allclose(found.grid / scale, expected.grid / scale, atol=2e-4)
     assert found.answer.number == pytest.approx(expected.answer.number, rel=1e-4)
@@ -192,34 +192,34 @@ def test_prompts_are_what_a_module_with_their_vectors_is(both, method):
 
 
 def test_a_map_is_of_the_number_less_the_others(asked):
-    pixels = asked.pixels(picture())
+    pixels = asked.pixels(photo())
     numbers = asked.logits(pixels).detach()
     less = asked.outputs.against_rest().numbers(asked.forward(pixels)).detach()
     for one in range(3):
         others = [other for other in range(3) if other != one]
         torch.testing.assert_close(less[:, one], numbers[:, one] - numbers[:, others].mean(1), rtol=1e-4, atol=1e-5)
-    found = asked.explain(picture(), method="gae", target="red")
+    found = asked.explain(photo(), method="gae", target="red")
     assert found.facts["against"] == "the mean of the other prompts"
     assert any("less the mean of the other prompts" in line for line in found._notes())
-    assert "against" not in asked.explain(picture(), method="rollout").facts
-    plain = explainer("clip", raw=True).explain(picture(), method="gae")
+    assert "against" not in asked.explain(photo(), method="rollout").facts
+    plain = explainer("clip", raw=True).explain(photo(), method="gae")
     assert "against" not in plain.facts
 
 
 def test_one_prompt_alone_is_set_against_an_empty_one():
     own = explainer("clip", ["red"])
-    found = own.explain(picture(), method="gae")
+    found = own.explain(photo(), method="gae")
     assert found.answer.unit == "cosine" and found.answer.told.startswith("cosine ")
     assert found.facts["against"] == "that of an empty prompt"
     two = explainer("clip", ["red", "nothing"], raw=True)
-    assert two.explain(picture(), target="red").facts["cosine"] == pytest.approx(found.answer.number, abs=1e-4)
-    sigmoid = explainer("siglip", ["red"]).explain(picture())
+    assert two.explain(photo(), target="red").facts["cosine"] == pytest.approx(found.answer.number, abs=1e-4)
+    sigmoid = explainer("siglip", ["red"]).explain(photo())
     assert sigmoid.answer.unit == "probability" and 0 < sigmoid.probability < 1
 
 
 def test_classes_are_set_against_the_rest():
     demo = Explainer("demo")
-    image = draw_picture(0).image
+    image = draw_image(0).image
     found = demo.explain(image, method="input_gradient", target=Contrast(1, against="rest"))
     pixels = demo.pixels(image).requires_grad_()
     numbers = demo.model(pixels)[0]
@@ -240,22 +240,22 @@ def test_classes_are_set_against_the_rest():
 
 def test_every_kind_of_run_takes_prompts(asked, tmp_path):
     for number, size in enumerate([(40, 56), (56, 40)]):
-        write_image(tmp_path / "in" / f"{number}.png", picture(*size))
+        write_image(tmp_path / "in" / f"{number}.png", photo(*size))
     (tmp_path / "in" / "labels.csv").write_text("file,label\n0.png,a dog\n1.png,red\n")
-    strip = compare(picture(), model=asked, methods=["rollout", "gae", "random"], targets=PROMPTS)
+    strip = compare(photo(), model=asked, methods=["rollout", "gae", "random"], targets=PROMPTS)
     assert [one.label for one in strip.saliencies if one.method == "gae"] == PROMPTS
     strip.figure(tmp_path / "strip.png")
-    assert "a cat on a mat" in explore(picture(), model=asked, methods=["gae"], targets=PROMPTS).html
+    assert "a cat on a mat" in explore(photo(), model=asked, methods=["gae"], targets=PROMPTS).html
     for kept in (0, 2):
         summary = explain_folder(tmp_path / "in", tmp_path / "out", model=asked, methods=["gae"], target="a dog")
         assert (summary.explained, summary.kept) == (2, kept)
-    options = {"methods": ["gae"], "points": 3, "resamples": 10, "sanity_pictures": 0}
+    options = {"methods": ["gae"], "points": 3, "resamples": 10, "sanity_images": 0}
     found = evaluate(tmp_path / "in", model=asked, metrics=["faithfulness"], **options)
     assert not found.failures
 
 
 def test_other_prompts_are_another_run(tmp_path):
-    write_image(tmp_path / "in" / "0.png", picture())
+    write_image(tmp_path / "in" / "0.png", photo())
     explain_folder(tmp_path / "in", tmp_path / "out", model=explainer("clip"), methods=["gae"])
     others = [explainer("clip", PROMPTS[::-1]), explainer("clip", raw=True), explainer("clip", templates="a {}")]
     for other in others:
@@ -295,24 +295,24 @@ def test_text_features_may_be_a_tensor():
     earlier = Earlier(pair("clip").config).eval()
     earlier.load_state_dict(pair("clip").state_dict())
     own = Explainer(earlier, outputs=prompts(PROMPTS, processor=Words()), data_config=DATA)
-    pixels = own.pixels(picture())
+    pixels = own.pixels(photo())
     torch.testing.assert_close(own.logits(pixels), explainer("clip").logits(pixels))
 
 
 @pytest.mark.parametrize("size", [(40, 56), (400, 56), (7, 900), (64, 64), (9, 9), (301, 299)])
 def test_as_many_patches_as_the_processor_takes(size):
     processor = transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=16)
-    theirs = processor(picture(*size), return_tensors="pt")
+    theirs = processor(photo(*size), return_tensors="pt")
     placed = place(size, (32, 32), crop_mode="patches", patch_size=8).input_size
     assert [side // 8 for side in placed] == theirs["spatial_shapes"][0].tolist()
     own = Explainer(pair("siglip2"), outputs=prompts(PROMPTS, processor=Both(processor)))
-    patches, rows, cols = cut(own.pixels(picture(*size)))
+    patches, rows, cols = cut(own.pixels(photo(*size)))
     ours, expected = patches[0], theirs["pixel_values"][0][: rows * cols]
     assert (ours - expected).abs().max() <= 2.1 / 127.5  # levels of 8 bits, rounded by two libraries
 
 
 class Both(Words):
-    """A processor of texts and pictures."""
+    """A processor of texts and images."""
 
     def __init__(self, image_processor):
         super().__init__()
@@ -388,7 +388,7 @@ def folder(tmp_path_factory):
 def test_a_folder_of_transformers_is_loaded(folder, tmp_path):
     own = Explainer(str(folder), outputs=prompts(["a dog", "red"]))
     assert own.model_id == str(folder) and own.class_names == ["a dog", "red"] and own.spec.mean == (0.5,) * 3
-    write_image(tmp_path / "one.png", picture())
+    write_image(tmp_path / "one.png", photo())
     path, model = str(tmp_path / "one.png"), ["--model", str(folder), "--prompt", "a dog", "--prompt", "red"]
     for command, options in {
         "explain": ["-o", f"{tmp_path}/1.png"],
@@ -415,7 +415,7 @@ def test_an_id_that_is_not_at_hand_says_what_to_do_in_seconds():
 def test_a_model_that_reads_texts_alone_is_refused(tmp_path):
     size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9, "intermediate_size": 8}
     transformers.BertModel(transformers.BertConfig(**size)).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="reads pictures"):
+    with pytest.raises(ModelError, match="reads images"):
         load_model(str(tmp_path))
 
 

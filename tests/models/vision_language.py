@@ -90,7 +90,7 @@ def llava(strategy: str = "default", **options: Any) -> Family:
 
 
 def llava_full() -> Family:
-    """With the class token among the picture's tokens."""
+    """With the class token among the image's tokens."""
     return llava(strategy="full")
 
 
@@ -215,7 +215,7 @@ def _idefics3(name: str) -> Family:
     images = getattr(transformers, f"{name}ImageProcessor")(
         size={"longest_edge": 72}, max_image_size={"longest_edge": 24}
     )
-    # SmolVLM's own processor asks for a package that only its videos need, and does the same with pictures.
+    # SmolVLM's own processor asks for a package that only its videos need, and does the same with images.
     processor = transformers.Idefics3Processor(images, words, image_seq_len=9)
     return Family(_made(f"{name}ForConditionalGeneration", config), processor, "user <image>")
 

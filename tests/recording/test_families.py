@@ -24,7 +24,7 @@ from vitflow.errors import NoAttentionError, UnsupportedModelError
 from vitflow.explaining.maps import rollout
 
 SHRUNK = {"depth": 2, "embed_dim": 96, "num_heads": 4}
-# Model, what differs from its usual size, side of the picture, prefix tokens and side of the grid of its maps.
+# Model, what differs from its usual size, side of the image, prefix tokens and side of the grid of its maps.
 PLAIN = [
     ("test_vit", {}, 160, 1, 10),
     ("test_vit3", {}, 160, 1, 10),  # pools by attention
@@ -305,10 +305,10 @@ CONVOLUTIONAL = ["resnet18", "convnext_atto", "edgenext_xx_small", "mixer_s32_22
 )
 def test_methods_that_need_no_attention_work_on_every_model(name):
     model = build(name, num_classes=5)
-    picture = torch.randint(0, 256, (60, 80, 3), generator=torch.Generator().manual_seed(0)).byte().numpy()
+    image = torch.randint(0, 256, (60, 80, 3), generator=torch.Generator().manual_seed(0)).byte().numpy()
     explainer = Explainer(model)
     for method, options in (("gradcam", {}), ("input_gradient", {}), ("occlusion", {"patch_size": 112})):
-        saliency = explainer.explain(picture, method=method, target=1, **options)
+        saliency = explainer.explain(image, method=method, target=1, **options)
         assert saliency.heatmap.shape == (60, 80)
         assert method == "gradcam" or saliency.grid.max() > saliency.grid.min()
 

@@ -43,11 +43,11 @@ def test_products_of_three_give_the_map_of_all_layers(fusion, weighting, depth, 
         found, expected = rollout(multiplied, **options).grids, rollout(whole, **options).grids
     assert [layer.multiplied for layer in multiplied.layers] == [3] * (depth // 3) + [depth % 3] * (depth % 3 > 0)
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-8)
-    for picture in range(3):  # literally, in float64
-        row = whole.readout[picture].double().numpy()
+    for image in range(3):  # literally, in float64
+        row = whole.readout[image].double().numpy()
         for layer in reversed(whole.fused(fusion, value_weighted=weighting)):
-            row = row @ references.residual(layer[picture].double().numpy(), residual)
-        np.testing.assert_allclose(found[picture].flatten(), row[1:], rtol=1e-5)
+            row = row @ references.residual(layer[image].double().numpy(), residual)
+        np.testing.assert_allclose(found[image].flatten(), row[1:], rtol=1e-5)
 
 
 def test_stages_and_windows_keep_their_own_layers():

@@ -124,7 +124,7 @@ def pixels() -> Tensor:
     return torch.randn(2, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(3))
 
 
-def picture(seed: int = 0) -> np.ndarray:
+def photo(seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 255, (SIZE, SIZE, 3)).astype(np.uint8)
 
 
@@ -138,8 +138,8 @@ def test_the_readout_equals_a_separate_autograd_computation(build, path, words):
         wanted = literal_readout(model, path, pixels(), targets)
         np.testing.assert_allclose(trace.readout_of(torch.tensor(targets)).detach(), wanted, atol=1e-5)
     explainer = Explainer(model, data_config=CONFIG)  # which runs the head alone with gradients
-    recorded = explainer.record(picture(), head_fusion="mean")
-    inputs = explainer.pixels(picture())
+    recorded = explainer.record(photo(), head_fusion="mean")
+    inputs = explainer.pixels(photo())
     wanted = literal_readout(model, path, inputs, [int(logits_of(model(inputs)).argmax())])
     np.testing.assert_allclose(recorded.readout.detach(), wanted, atol=1e-5)
 
@@ -202,7 +202,7 @@ def test_an_own_module_that_averages_patches_has_the_maps_of_timms_average_pooli
         }
         if method == "consensus":
             used.pop("refine")
-        first, second = (one.explain(picture(), method=method, target=2, **used) for one in (own, timms))
+        first, second = (one.explain(photo(), method=method, target=2, **used) for one in (own, timms))
         np.testing.assert_allclose(first.grid, second.grid, rtol=1e-5, atol=1e-5 * np.abs(second.grid).max())
 
 
@@ -211,26 +211,26 @@ def test_maps_of_two_regions_start_at_their_own_patches():
     outputs = lambda output: torch.stack([output[:, :4, 1].mean(dim=1), output[:, 12:, 1].mean(dim=1)], dim=1)  # noqa: E731
     explainer = Explainer(model, data_config=CONFIG, outputs=outputs, class_names=["top", "bottom"])
     for method in QUICK:
-        top, bottom = explainer.explain_batch([picture()], methods=[method], targets=["top", "bottom"], refine=0)
+        top, bottom = explainer.explain_batch([photo()], methods=[method], targets=["top", "bottom"], refine=0)
         assert top.facts["readout"] == "4 patches, from the gradient of the output"
         assert top.class_specific and bottom.class_name == "bottom"
         assert np.abs(top.grid - bottom.grid).max() > 0.01 * np.abs(top.grid).max()
-    trace = explainer.record(picture())
+    trace = explainer.record(photo())
     wanted = np.zeros((2, 17))
     wanted[0, 1:5] = wanted[1, 13:] = 0.25
     for target in (0, 1):
         np.testing.assert_allclose(trace.readout_of(torch.tensor([target])).detach()[0], wanted[target], atol=1e-6)
-    top = explainer.explain(picture(), method="rollout", target="top")
+    top = explainer.explain(photo(), method="rollout", target="top")
     assert "Readout: 4 patches, from the gradient of the output." in [*top._notes()]
 
 
 def test_an_ordinary_question_has_the_map_of_before_and_runs_the_model_once():
     model = timm_vit()
     explainer = Explainer(model, data_config=CONFIG)
-    explainer.explain(picture(), method="rollout")
+    explainer.explain(photo(), method="rollout")
     passes = []
     model.register_forward_hook(lambda module, args, output: passes.append(output.requires_grad))
-    found = explainer.explain(picture(1), method="rollout")
+    found = explainer.explain(photo(1), method="rollout")
     assert passes == [False]
     assert found.facts["readout"] == "class token" and not found.class_specific
 
@@ -239,7 +239,7 @@ def test_a_known_pooling_is_observed_in_blocks_that_run_on_a_few_tokens():
     model, counts = timm_vit(), []
     for block in model.blocks:
         block.register_forward_hook(lambda module, args, output: counts.append(args[0].shape[1]))
-    Explainer(model, data_config=CONFIG).explain(picture(), method="rollout")
+    Explainer(model, data_config=CONFIG).explain(photo(), method="rollout")
     assert counts == [17] * 3 + [7] * 6  # recorded; tried for unseen mixing, and for the readout
 
     class Rigid(nn.Module):  # a block that needs all of its tokens
@@ -251,20 +251,20 @@ def test_a_known_pooling_is_observed_in_blocks_that_run_on_a_few_tokens():
             return self.inner(tokens + self.bias)
 
     model.blocks[1] = Rigid(model.blocks[1])
-    found = Explainer(model, data_config=CONFIG).explain(picture(), method="rollout")
+    found = Explainer(model, data_config=CONFIG).explain(photo(), method="rollout")
     assert found.facts["readout"] == "class token"
 
 
 def test_a_readout_by_gradient_costs_one_pass_with_gradients_in_the_head_alone():
     model = Around(region)
     explainer = Explainer(model, data_config=CONFIG)
-    explainer.explain(picture(), method="rollout")
+    explainer.explain(photo(), method="rollout")
     seen = []
     for path in ("backbone.blocks.2", "backbone.norm", ""):
         model.get_submodule(path).register_forward_hook(
             lambda module, args, output, path=path: seen.append((path, output.requires_grad))
         )
-    explainer.explain(picture(1), method="rollout")
+    explainer.explain(photo(1), method="rollout")
     assert seen == [("backbone.blocks.2", False), ("backbone.norm", False), ("", True)]
     assert not any(parameter.grad is not None for parameter in model.parameters())
     assert torch.is_grad_enabled()
@@ -304,9 +304,9 @@ def test_an_output_of_several_blocks_is_refused_by_their_names():
         explainer = Explainer(LastTwo(norm), data_config=CONFIG)
         for method in ("rollout", "gae"):
             with pytest.raises(UnsupportedModelError, match=r"several blocks.*backbone\.blocks\.1.*readout="):
-                explainer.explain(picture(), method=method)
-        explainer.explain(picture(), method="gradcam")
-        given = explainer.explain(picture(), method="rollout", readout=np.eye(4)[0] * np.ones((4, 4)))
+                explainer.explain(photo(), method=method)
+        explainer.explain(photo(), method="gradcam")
+        given = explainer.explain(photo(), method="rollout", readout=np.eye(4)[0] * np.ones((4, 4)))
         assert given.facts["readout"] == "4 patches, given as argument"
 
 
@@ -317,10 +317,10 @@ def test_a_gradient_of_zero_is_an_error_and_no_map(function):
         return torch.stack([output[:, 0], second], dim=1)
 
     explainer = Explainer(timm_vit(), data_config=CONFIG, outputs=outputs)
-    assert explainer.explain(picture(), method="gae", target=0).grid.max() > 0
+    assert explainer.explain(photo(), method="gae", target=0).grid.max() > 0
     for method in ("gae", "gradient_rollout", "input_gradient", "rollout"):
         with pytest.raises(UnsupportedModelError, match=r"gradient of the output .*zero"):
-            explainer.explain(picture(), method=method, target=1)
+            explainer.explain(photo(), method=method, target=1)
 
 
 def test_a_readout_given_by_hand_is_the_one_that_is_used():
@@ -328,8 +328,8 @@ def test_a_readout_given_by_hand_is_the_one_that_is_used():
     explainer = Explainer(model, data_config=CONFIG)
     grid = np.zeros((4, 4))
     grid[1, 2] = 3.0
-    by_patch = explainer.explain(picture(), method="rollout", patch=(1, 2), refine=0)
-    given = explainer.explain(picture(), method="rollout", readout=grid, refine=0)
+    by_patch = explainer.explain(photo(), method="rollout", patch=(1, 2), refine=0)
+    given = explainer.explain(photo(), method="rollout", readout=grid, refine=0)
     np.testing.assert_array_equal(by_patch.grid, given.grid)
     tokens = torch.zeros(17)
     tokens[7] = 1.0
@@ -338,18 +338,18 @@ def test_a_readout_given_by_hand_is_the_one_that_is_used():
     assert torch.equal(trace.readout, tokens.expand(2, -1)) and trace.pooling == "given as argument"
     for wrong, error in ((torch.ones(5), ShapeError), (-tokens, OptionError), (torch.zeros(17), OptionError)):
         with pytest.raises(error, match="readout"):
-            explainer.explain(picture(), method="rollout", readout=wrong)
+            explainer.explain(photo(), method="rollout", readout=wrong)
     with pytest.raises(OptionError, match="readout"):
-        explainer.explain(picture(), method="occlusion", readout=grid)
+        explainer.explain(photo(), method="occlusion", readout=grid)
 
 
 def test_another_head_is_observed_anew():
     model = Around(lambda tokens: tokens[:, 1:].mean(dim=1))
     explainer = Explainer(model, data_config=CONFIG)
-    assert explainer.explain(picture(), method="rollout").facts["readout"] == "average over patches"
+    assert explainer.explain(photo(), method="rollout").facts["readout"] == "average over patches"
     model.probe = nn.Sequential(nn.Linear(48, 5))  # a replaced module
     model.pool = region
-    assert explainer.explain(picture(), method="rollout").facts["readout"].startswith("4 patches")
+    assert explainer.explain(photo(), method="rollout").facts["readout"].startswith("4 patches")
 
 
 def test_a_frozen_backbone_under_no_grad_and_a_checkpointed_one_have_rollouts():
@@ -360,11 +360,11 @@ def test_a_frozen_backbone_under_no_grad_and_a_checkpointed_one_have_rollouts():
             return self.probe(self.pool(tokens))
 
     model = Frozen(region)
-    found = Explainer(model, data_config=CONFIG).explain(picture(), method="rollout")
+    found = Explainer(model, data_config=CONFIG).explain(photo(), method="rollout")
     assert found.facts["readout"].startswith("4 patches")
     checkpointed = Around(region)
     checkpointed.backbone.set_grad_checkpointing(True)
-    found = Explainer(checkpointed, data_config=CONFIG).explain(picture(), method="rollout")
+    found = Explainer(checkpointed, data_config=CONFIG).explain(photo(), method="rollout")
     assert found.facts["readout"].startswith("4 patches")
 
 
@@ -372,7 +372,7 @@ def test_trailing_tokens_are_no_patches_and_may_be_what_is_read():
     model = transformers_model("Yolos", num_detection_tokens=5, image_size=[SIZE, SIZE])
     outputs = lambda output: output.logits[:, 2, :5]  # noqa: E731
     explainer = Explainer(model, data_config=CONFIG, outputs=outputs)
-    trace = explainer.record(picture())
+    trace = explainer.record(photo())
     assert trace.layout == TokenLayout(1, 4, 4, num_suffix_tokens=5)
     np.testing.assert_allclose(trace.readout.detach()[0], np.eye(22)[1 + 16 + 2], atol=1e-6)
     attention = [one[0].double().mean(dim=0) for one in trace.attentions]
@@ -386,7 +386,7 @@ def test_trailing_tokens_are_no_patches_and_may_be_what_is_read():
         step = 0.5 * torch.eye(22, dtype=torch.float64) + 0.5 * kept
         row = row @ (step / step.sum(dim=1, keepdim=True))
     options = {"discard_ratio": 0.5, "head_fusion": "mean", "value_weighted": False, "refine": 0, "start_layer": 1}
-    found = explainer.explain(picture(), method="rollout", target=0, **options)
+    found = explainer.explain(photo(), method="rollout", target=0, **options)
     np.testing.assert_allclose(found.grid, row[1:17].view(4, 4), rtol=1e-4)
     for method in ["flow", "gae", "gradcam", "similarity", "legrad"]:
-        assert np.isfinite(explainer.explain(picture(), method=method, target=0).grid).all()
+        assert np.isfinite(explainer.explain(photo(), method=method, target=0).grid).all()

@@ -149,7 +149,7 @@ READOUTS = {
 
 
 @pytest.mark.parametrize(("options", "expected"), READOUTS.values(), ids=READOUTS.keys())
-def test_the_readout_says_which_tokens_speak_for_the_picture(options, expected):
+def test_the_readout_says_which_tokens_speak_for_the_image(options, expected):
     model = tiny(**options)
     with record_attention(model) as trace, torch.no_grad():
         model(torch.randn(2, 3, 32, 32))
@@ -249,7 +249,7 @@ def test_dynamic_sizes_give_the_grid_of_this_very_pass():
     assert len(trace.attentions) == 3
 
 
-def test_keys_and_values_that_all_pictures_share():
+def test_keys_and_values_that_all_images_share():
     class Shares(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -267,7 +267,7 @@ def test_keys_and_values_that_all_pictures_share():
     assert trace.attentions[0].shape == (3, 6, 6)
 
 
-@pytest.mark.parametrize("room", [500, 4000, 2**19])  # rows of one picture, one picture, all three at once
+@pytest.mark.parametrize("room", [500, 4000, 2**19])  # rows of one image, one image, all three at once
 @pytest.mark.parametrize("silent", [False, True])
 def test_parts_that_fit_the_cache_make_the_same_matrices(monkeypatch, room, silent):
     monkeypatch.setattr(attending, "_CACHED_PROBABILITIES", room)
@@ -353,7 +353,7 @@ def test_gradients_are_of_the_probabilities_and_touch_no_parameter():
     assert not pixels.requires_grad
 
     # A small change of one probability changes the logit by the gradient.
-    step, (layer, picture, head, row, col) = 1e-6, (1, 1, 2, 0, 5)
+    step, (layer, image, head, row, col) = 1e-6, (1, 1, 2, 0, 5)
 
     def logit(change: float) -> float:
         calls = []
@@ -361,19 +361,19 @@ def test_gradients_are_of_the_probabilities_and_touch_no_parameter():
         def attend(query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
             attention = (query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5).softmax(-1)
             if len(calls) == layer:
-                attention[picture, head, row, col] += change
+                attention[image, head, row, col] += change
             calls.append(None)
             return attention @ value
 
         real, F.scaled_dot_product_attention = F.scaled_dot_product_attention, attend
         try:
             with torch.no_grad():
-                return model(pixels)[picture, targets[picture]].item()
+                return model(pixels)[image, targets[image]].item()
         finally:
             F.scaled_dot_product_attention = real
 
     measured = (logit(step) - logit(-step)) / (2 * step)
-    assert gradients[layer][picture, head, row, col].item() == pytest.approx(measured, rel=1e-6, abs=1e-10)
+    assert gradients[layer][image, head, row, col].item() == pytest.approx(measured, rel=1e-6, abs=1e-10)
 
 
 def test_a_frozen_model_has_gradients_too():
@@ -493,7 +493,7 @@ class Own(nn.Module):
         return self.attend(self.embed(pixels).flatten(2).transpose(1, 2)[:, self.skipped :]).mean(1)
 
 
-def test_a_grid_of_the_pictures_own_shape_needs_no_telling():
+def test_a_grid_of_the_images_own_shape_needs_no_telling():
     with torch.no_grad(), record_attention(Own(0).eval()) as trace:
         trace.model(torch.randn(1, 3, 32, 40))
     assert trace.layout == TokenLayout(0, 4, 5)

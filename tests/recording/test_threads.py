@@ -66,12 +66,12 @@ def test_eight_threads_explain_as_one_does(mode):
     model = tiny(drop_rate=0.1)
     model.train(mode == "train")
     explainer = Explainer(model, data_config=DATA)
-    pictures = [np.random.default_rng(seed).integers(0, 256, (32, 32, 3), np.uint8) for seed in range(5)]
-    asked = [(picture, *METHODS[(number + picture) % 10]) for number in range(10) for picture in range(5)]
+    images = [np.random.default_rng(seed).integers(0, 256, (32, 32, 3), np.uint8) for seed in range(5)]
+    asked = [(image, *METHODS[(number + image) % 10]) for number in range(10) for image in range(5)]
     assert len(asked) == EACH
 
-    def explain(picture: int, method: str, options: dict) -> tuple:
-        found = explainer.explain(pictures[picture], method=method, **options)
+    def explain(image: int, method: str, options: dict) -> tuple:
+        found = explainer.explain(images[image], method=method, **options)
         return found.grid.tobytes(), found.probability, found.target
 
     before, at_first = state_of(model), flags()

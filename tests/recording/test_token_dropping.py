@@ -131,7 +131,7 @@ def test_a_model_of_transformers_equals_itself_run_by_hand_on_the_kept_tokens():
             torch.testing.assert_close(row, expected[0], rtol=0, atol=1e-12)
 
 
-def test_the_picture_is_embedded_once_and_blocks_see_the_kept_tokens_alone():
+def test_the_image_is_embedded_once_and_blocks_see_the_kept_tokens_alone():
     model, shapes = literal_vit.timm_model("class token and registers"), []
     model.patch_embed.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     for block in model.blocks:
@@ -170,7 +170,7 @@ def test_a_model_that_pools_otherwise_by_now_and_answers_that_read_patches_need_
     torch.testing.assert_close(outputs[0], seen.pop()[0, 1:].amax(dim=0), rtol=0, atol=1e-12)
 
 
-def test_pictures_of_other_sizes():
+def test_images_of_other_sizes():
     model = disturb(timm.create_model("test_vit", dynamic_img_size=True))
     explainer = Explainer(model, fit="native")
     assert check_can_drop(explainer, (128, 192)) == TokenLayout(1, 8, 12)

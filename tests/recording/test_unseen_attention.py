@@ -197,14 +197,14 @@ def literal_heads(module: nn.MultiheadAttention, x: Tensor, hidden: Tensor | Non
     if module.add_zero_attn:
         extra.append(torch.zeros(batch, 1, width, dtype=torch.float64))
     key = torch.cat([key, *extra], dim=1)
-    for picture in range(batch):
+    for image in range(batch):
         for head in range(heads):
             part = slice(head * width // heads, (head + 1) * width // heads)
             for q in range(tokens):
-                asked = query[picture, q, part] / math.sqrt(width // heads)
-                scores = torch.stack([asked @ key[picture, k, part] for k in range(key.shape[1])])
+                asked = query[image, q, part] / math.sqrt(width // heads)
+                scores = torch.stack([asked @ key[image, k, part] for k in range(key.shape[1])])
                 if hidden is not None:
-                    scores[:tokens][hidden[picture, head, q]] = -math.inf
+                    scores[:tokens][hidden[image, head, q]] = -math.inf
                 found.append(scores.softmax(dim=0))
     return torch.stack(found).view(batch, heads, tokens, -1)
 
@@ -368,7 +368,7 @@ def test_a_function_of_torch_that_was_wrapped_by_somebody_is_recorded(monkeypatc
     torch.testing.assert_close(trace.attentions, wanted.attentions)
 
 
-def picture_by_picture(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def image_by_image(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack([script(*one) for one in zip(q, k, v, strict=True)])
 
 
@@ -385,11 +385,11 @@ def in_fused_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("batch", [2, 3])  # as many as there are heads, too
-@pytest.mark.parametrize("how", [picture_by_picture, one_by_one])
-def test_a_loop_over_pictures_is_recorded_for_one_and_refused_for_several(how, batch):
+@pytest.mark.parametrize("how", [image_by_image, one_by_one])
+def test_a_loop_over_images_is_recorded_for_one_and_refused_for_several(how, batch):
     model = with_own(how, blocks=(0, 1, 2))
     agree(model, torch.randn(1, 3, 32, 32))
-    with pytest.raises(UnsupportedModelError, match=r"Own \(blocks\.0\.attn\) .* picture by picture.* one picture"):
+    with pytest.raises(UnsupportedModelError, match=r"Own \(blocks\.0\.attn\) .* image by image.* one image"):
         with torch.no_grad(), record_attention(model):
             model(torch.randn(batch, 3, 32, 32))
 
@@ -420,10 +420,10 @@ def test_two_attentions_of_one_module_are_both_recorded():
 
 def test_a_default_device_without_values_is_refused_in_a_sentence():
     explainer = Explainer(build())
-    picture = torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8).numpy()
+    image = torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8).numpy()
     with torch.device("meta"), pytest.raises(OptionError, match="default device .* 'meta', while VisionTransformer"):
-        explainer.explain(picture, method="rollout")
-    assert explainer.explain(picture, method="rollout").grid.shape == (4, 4)
+        explainer.explain(image, method="rollout")
+    assert explainer.explain(image, method="rollout").grid.shape == (4, 4)
     with torch.device("meta"):  # as the list of models does
         model = build()
         with torch.no_grad(), record_attention(model) as trace:
@@ -479,12 +479,12 @@ def test_the_probe_runs_once_and_again_when_a_module_was_replaced():
 def test_methods_that_need_no_attention_explain_what_is_refused():
     model = with_own(by_hand)
     explainer = Explainer(model)
-    picture = torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8).numpy()
+    image = torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8).numpy()
     for method in ("rollout", "attention", "flow", "gae"):
         with pytest.raises(UnsupportedModelError, match=r"Own \(blocks\.2\.attn\) in VisionTransformer mixes"):
-            explainer.explain(picture, method=method, **({"target": 1} if method == "gae" else {}))
+            explainer.explain(image, method=method, **({"target": 1} if method == "gae" else {}))
     for method, options in (("sampling", {"masks": 8}), ("occlusion", {}), ("gradcam", {}), ("input_gradient", {})):
-        assert explainer.explain(picture, method=method, target=1, **options).heatmap.shape == (32, 32)
+        assert explainer.explain(image, method=method, target=1, **options).heatmap.shape == (32, 32)
 
 
 class MixedMlp(nn.Module):
@@ -606,7 +606,7 @@ def test_a_model_without_values_is_not_probed():
     assert run(model, torch.randn(1, 3, 32, 32, device="meta")).refusal is None
 
 
-def test_a_model_that_takes_no_second_picture_is_explained_as_before():
+def test_a_model_that_takes_no_second_image_is_explained_as_before():
     class One(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -12,7 +12,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from vitflow.errors import OptionError, ShapeError, printable
-from vitflow.pictures.typesetting import without_glyph_warnings
+from vitflow.images.typesetting import without_glyph_warnings
 from vitflow.text.graph import GraphView, Panel
 from vitflow.text.labels import ENGLISH_STOP_WORDS, hide, labels_of
 from vitflow.text.layout import Words
@@ -177,7 +177,7 @@ def test_rows_that_do_not_sum_to_1_are_told_as_shares_and_their_own_token_sets_n
     assert re.findall(r'<td class="rest">([^<]*)', html) == ["10", "0"]
 
 
-def test_a_large_sheet_is_a_picture(monkeypatch):
+def test_a_large_sheet_is_an_image(monkeypatch):
     sheet = Sheet(WORDS, [WEIGHTS, WEIGHTS], ["a", "b"])
     assert "<table" in sheet.html()
     monkeypatch.setattr("vitflow.text.sheet.MOST_CELLS", 20)
@@ -238,8 +238,8 @@ def test_hostile_words_are_drawn_and_do_nothing(number, tmp_path):
     assert "script" not in parser.tags and "onload" not in parser.attributes
     for text in (html, view.text()):
         assert "\u202e" not in text and "\x1b[31m" not in text and "\x00" not in text
-    with Image.open(view.save(tmp_path / "view.png")) as picture:
-        assert picture.size[0] > 100
+    with Image.open(view.save(tmp_path / "view.png")) as image:
+        assert image.size[0] > 100
 
 
 @pytest.mark.parametrize("number", range(3), ids=["shaded", "sheet", "graph"])

@@ -267,7 +267,7 @@ def test_what_is_no_encoder_with_a_decoder_is_refused_by_name():
     )
     staged = transformers.VisionEncoderDecoderModel(config).eval()
     staged.generation_config.update(decoder_start_token_id=1, pad_token_id=0)
-    assert written(captioner(), source_of("captioner")).prompt_tokens.strings[:3] == ("[picture]", " 1,1", " 1,2")
+    assert written(captioner(), source_of("captioner")).prompt_tokens.strings[:3] == ("[image]", " 1,1", " 1,2")
     with pytest.raises(UnsupportedModelError, match="VisionEncoderDecoderModel attends in 4 matrices of 16 × 16"):
         written(staged, source_of("captioner"))
 
@@ -295,26 +295,26 @@ def beside(image: object = None, **options: object) -> Generation:
 
 
 @pytest.mark.parametrize("method", ["rollout", "attention", "flow", "gae"])
-def test_a_word_has_its_map_on_the_picture_that_the_encoder_reads(method):
+def test_a_word_has_its_map_on_the_image_that_the_encoder_reads(method):
     found = beside(method=method)
     given = prepares()(images=[photograph()], return_tensors="pt")
     plain = written(seeing(), dict(given), method=method)
     np.testing.assert_array_equal(found.values, plain.values)
-    saliency = found.picture(2)
+    saliency = found.image(2)
     row = joined(found)[2, :, -1]
     np.testing.assert_allclose(saliency.grid.flatten(), row[1:17])  # behind the class token
-    assert saliency.facts["on_picture"] == pytest.approx(row[1:17].sum() / row.sum(), rel=1e-5)
+    assert saliency.facts["on_image"] == pytest.approx(row[1:17].sum() / row.sum(), rel=1e-5)
     assert saliency.image.shape == (48, 96, 3)
-    with pytest.raises(OptionError, match="Expected a picture in the prompt, got none: pass image="):
-        plain.picture(2)
+    with pytest.raises(OptionError, match="Expected an image in the prompt, got none: pass image="):
+        plain.image(2)
     again = written(seeing(), given["pixel_values"], method=method, image=photograph(), processor=prepares())
-    np.testing.assert_array_equal(again.picture(2).grid, saliency.grid)
+    np.testing.assert_array_equal(again.image(2).grid, saliency.grid)
 
 
 @pytest.mark.parametrize("crop", [False, True])
 def test_each_patch_of_the_encoder_lies_where_its_token_sees(crop):
     processor, model = prepares(crop), seeing()
-    part = beside(processor=processor).pictures.parts[0]
+    part = beside(processor=processor).images.parts[0]
     assert (part.rows, part.cols, part.positions) == (4, 4, tuple(range(1, 17)))
 
     def tokens(image: np.ndarray) -> torch.Tensor:
@@ -329,23 +329,23 @@ def test_each_patch_of_the_encoder_lies_where_its_token_sees(crop):
         assert int(moved.argmax()) == part.positions[number]
 
 
-def test_a_beginning_in_words_and_pictures_of_any_size():
+def test_a_beginning_in_words_and_images_of_any_size():
     words = wordpiece_tokenizer()
     found = beside(inputs="the key", tokenizer=words)
     begin = words("the key", add_special_tokens=False)["input_ids"]
     assert found.prompt_tokens.ids[-len(begin) - 1 :] == (1, *begin)
-    saliency = beside(Image.new("RGB", (1, 1))).picture(0)
+    saliency = beside(Image.new("RGB", (1, 1))).image(0)
     assert saliency.image.shape == (1, 1, 3) and np.isfinite(saliency.heatmap).all()
-    assert beside([photograph()]).picture(0).grid.shape == (4, 4)
+    assert beside([photograph()]).image(0).grid.shape == (4, 4)
 
 
 def test_what_an_encoder_cannot_be_shown_is_told():
-    with pytest.raises(OptionError, match="Expected one picture for VisionEncoderDecoderModel, got 2"):
+    with pytest.raises(OptionError, match="Expected one image for VisionEncoderDecoderModel, got 2"):
         beside([photograph(), photograph()])
-    with pytest.raises(OptionError, match="Expected a picture or several, got an empty list"):
+    with pytest.raises(OptionError, match="Expected an image or several, got an empty list"):
         beside([])
     for options in ({"neutral": "the"}, {"through_tower": True}):
-        with pytest.raises(OptionError, match="reads no prompt beside the picture.*leave out neutral"):
+        with pytest.raises(OptionError, match="reads no prompt beside the image.*leave out neutral"):
             beside(**options)
     with pytest.raises(
         OptionError, match=r"Expected pixel_values \[1, channels, height, width\] .* got \(2, 3, 32, 32\)"
@@ -359,11 +359,11 @@ def test_what_an_encoder_cannot_be_shown_is_told():
         written(t5(), None)
 
 
-def test_an_encoder_by_its_folder_brings_what_prepares_its_pictures(tmp_path):
+def test_an_encoder_by_its_folder_brings_what_prepares_its_images(tmp_path):
     seeing().save_pretrained(tmp_path)
     wordpiece_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="Expected a.*processor beside the model .*save_pretrained.* pass processor="):
         explain_generation(tmp_path, image=photograph(), max_new_tokens=2)
     prepares().save_pretrained(tmp_path)
     found = explain_generation(tmp_path, image=photograph(), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
-    np.testing.assert_allclose(found.picture(2).grid, beside().picture(2).grid, atol=1e-6)
+    np.testing.assert_allclose(found.image(2).grid, beside().image(2).grid, atol=1e-6)

@@ -86,7 +86,7 @@ def test_tokens_stand_as_in_the_text(wordpieces, bytes_tokenizer):
     assert found.text == "The keys é is" and found.model == "GPT2LMHeadModel"
 
 
-def test_more_layers_of_flow_than_there_are_are_refused_as_for_pictures_unless_by_default(wordpieces):
+def test_more_layers_of_flow_than_there_are_are_refused_as_for_images_unless_by_default(wordpieces):
     given = {"model": reads(), "tokenizer": wordpieces, "method": "flow"}
     assert explain_text(TEXT, **given).options["layers"] == 4  # all two of them
     with pytest.raises(OptionError, match="a number from 1 to 2, .* got 3"):
@@ -269,15 +269,13 @@ def test_a_layout_tells_each_part_its_place():
         layouts_of(torch.tensor([[0, 5, 0]]), torch.tensor([[0, 1, 0]]))
     with pytest.raises(ShapeError, match="got 3 in a row"):
         layouts_of(torch.tensor([[9, 9, 9]]), image_token=9)
-    picture = SequenceLayout.of(TokenLayout(1, 2, 2))
+    image = SequenceLayout.of(TokenLayout(1, 2, 2))
     vector = torch.arange(5)
-    assert torch.equal(picture.to_grid(vector), TokenLayout(1, 2, 2).to_grid(vector)) and not len(
-        picture.to_words(vector)
-    )
+    assert torch.equal(image.to_grid(vector), TokenLayout(1, 2, 2).to_grid(vector)) and not len(image.to_words(vector))
     with pytest.raises(ShapeError, match="Expected 5 tokens"):
-        picture.to_grid(torch.arange(6))
+        image.to_grid(torch.arange(6))
     with pytest.raises(OptionError, match="one of 1 patch grids"):
-        picture.to_grid(vector, 1)
+        image.to_grid(vector, 1)
     with pytest.raises(OptionError, match="Unknown padding 'top'"):
         SequenceLayout((words,), padding="top")
     with pytest.raises(ShapeError, match="one length, got 1, 2 and 1"):

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from tests.text.test_encoder_decoder import SOURCE, t5
-from tests.text.test_pictures import ANSWER, photograph, written
+from tests.text.test_images import ANSWER, photograph, written
 from tests.text.test_reading import TEXT, reads, wordpiece_tokenizer
 from tests.viewer.waiting import until
 from vitflow import Generation, Reading, explain_generation, explain_text
@@ -241,15 +241,15 @@ def test_a_source_with_an_encoder_can_be_clicked_too(opened):
 
 
 @pytest.mark.parametrize("name", ["llava", "internvl"])
-def test_a_word_shows_its_map_on_the_picture(name, opened):
+def test_a_word_shows_its_map_on_the_image(name, opened):
     found = written(name, neutral="user <image> the square", through_tower=name == "llava")
     for options in ({}, {"relative": True}):
         page = opened(found.page(**options))
         for word in range(len(ANSWER)):
             shares = []
             for layer in (1, 2):
-                saliency = found.picture(word, layer=layer, **options)
-                share = saliency.grid / saliency.grid.sum() * saliency.facts["on_picture"]
+                saliency = found.image(word, layer=layer, **options)
+                share = saliency.grid / saliency.grid.sum() * saliency.facts["on_image"]
                 page.evaluate(SHARES, [word, str(layer)])
                 shown = page.evaluate(
                     "word => { const { shape, values } = mapOf(0, word); return [shape, [...values]]; }", word
@@ -260,35 +260,35 @@ def test_a_word_shows_its_map_on_the_picture(name, opened):
             page.evaluate(SHARES, [word, "mean"])
             _, mean = page.evaluate(MAP, word)
             np.testing.assert_allclose(mean, np.mean(shares, axis=0).flatten(), rtol=1e-3, atol=1e-6)
-        assert page.evaluate("data.pictures[0].window") == pytest.approx(saliency.placement.window)
+        assert page.evaluate("data.images[0].window") == pytest.approx(saliency.placement.window)
 
 
-def test_a_reader_clicks_from_word_to_word_on_the_picture(opened):
+def test_a_reader_clicks_from_word_to_word_on_the_image(opened):
     found = written()
     page, drawn = opened(found.page()), "document.querySelector('.stage canvas').toDataURL()"
     assert page.inner_text("h1") == "What “red” rests on"  # the first word that says something
     first = page.evaluate(drawn)
     page.click(".token >> text=heart")
     assert page.evaluate(drawn) != first
-    on_picture = found.picture("heart").facts["on_picture"]
-    assert page.inner_text(".picture .share") == f"{100 * on_picture:.1f} % of “heart” rests on it"
-    assert f"({round(100 * on_picture)} % on the picture)" in page.inner_text("#told")
+    on_image = found.image("heart").facts["on_image"]
+    assert page.inner_text(".image .share") == f"{100 * on_image:.1f} % of “heart” rests on it"
+    assert f"({round(100 * on_image)} % on the image)" in page.inner_text("#told")
     assert [one.inner_text() for one in page.query_selector_all(".small")] == ["red", "heart"]
     head = "[...document.querySelectorAll('#sheet thead th')].map(one => one.textContent)"
-    assert page.evaluate(head)[-2:] == ["the picture", "earlier written words"]
+    assert page.evaluate(head)[-2:] == ["the image", "earlier written words"]
     page.click(".small >> nth=0")
     assert page.inner_text("h1") == "What “red” rests on" and page.evaluate(drawn) == first
     page.hover(".stage .frame")
-    assert re.fullmatch(r"row \d, column \d: .* — number \d+ of 36 patches", page.inner_text(".picture .reading"))
-    page.click(".token >> text=what")  # who rests on a word of the prompt is no question to the picture
-    assert page.is_hidden("#pictures")
+    assert re.fullmatch(r"row \d, column \d: .* — number \d+ of 36 patches", page.inner_text(".image .reading"))
+    page.click(".token >> text=what")  # who rests on a word of the prompt is no question to the image
+    assert page.is_hidden("#images")
     page.keyboard.press("ArrowRight")
     page.click(".token >> text=heart")
-    assert page.is_visible("#pictures")
+    assert page.is_visible("#images")
 
 
 @pytest.mark.parametrize("width", [390, 1200])
-def test_pictures_fit_the_window(width, opened):
+def test_images_fit_the_window(width, opened):
     page = opened(written(image=photograph(size=(400, 90))).page(), width=width)
     assert page.evaluate("document.documentElement.scrollWidth") == width
     box = page.locator(".stage .frame").bounding_box()

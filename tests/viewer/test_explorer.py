@@ -19,13 +19,13 @@ import vitflow
 from tests.viewer.waiting import until
 from vitflow import Explainer, attention_rollout, explore
 from vitflow.cli import cli
-from vitflow.demo import sample_pictures
+from vitflow.demo import sample_images
 from vitflow.errors import OptionError
 from vitflow.explaining.captions import departures
 from vitflow.explaining.method_table import get_method
+from vitflow.images.overlay import color_table, scale_range
 from vitflow.methods.fusion import raw_attention
 from vitflow.methods.refinement import Affinity, balance, refine
-from vitflow.pictures.overlay import color_table, scale_range
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&.png"
 CLASS = "</script><script>alert(2)</script>"
@@ -41,7 +41,7 @@ def explainer() -> Explainer:
 def place(tmp_path_factory, explainer) -> Path:
     """A folder with two photographs, one of them wide and with a hostile name, and the page of both."""
     folder = tmp_path_factory.mktemp("explorer")
-    first, second = (Image.open(path).convert("RGB") for path in sample_pictures()[:2])
+    first, second = (Image.open(path).convert("RGB") for path in sample_images()[:2])
     first.save(folder / "first.png")
     wide = Image.new("RGB", (first.width * 3 // 2, first.height), "navy")
     wide.paste(second, (first.width // 4, 0))
@@ -124,34 +124,34 @@ def data(place) -> dict:
     return data_of(place / "page.html")
 
 
-def expected(picture: dict, asked: dict) -> np.ndarray:
+def expected(image: dict, asked: dict) -> np.ndarray:
     """The map of a state by vitflow's own functions, in float64, of the numbers that the page holds."""
-    rows, cols = picture["grid"]
-    readout = torch.tensor(picture["readout"], dtype=torch.float64)
+    rows, cols = image["grid"]
+    readout = torch.tensor(image["readout"], dtype=torch.float64)
     if asked.get("patch"):
         row, col = map(int, asked["patch"].split(","))
-        readout = torch.eye(len(readout), dtype=torch.float64)[picture["prefix"] + row * cols + col]
+        readout = torch.eye(len(readout), dtype=torch.float64)[image["prefix"] + row * cols + col]
     if asked["map"] in ("gae", "sampling", "consensus"):
-        grid = torch.tensor(next(own for own in picture["maps"] if own["method"] == asked["map"])["values"])
+        grid = torch.tensor(next(own for own in image["maps"] if own["method"] == asked["map"])["values"])
         if asked["map"] == "sampling" and asked["refine"]:
             grid = grid.clamp_min(0.0)
     else:
-        options = {"discard_ratio": asked["discard_ratio"], "num_prefix_tokens": picture["prefix"], "readout": readout}
+        options = {"discard_ratio": asked["discard_ratio"], "num_prefix_tokens": image["prefix"], "readout": readout}
         name = f"{asked['head_fusion']} {'weighted' if asked['value_weighted'] else 'plain'}"
-        layers = [layer.unsqueeze(0) for layer in unpacked(picture["attention"][name])]
+        layers = [layer.unsqueeze(0) for layer in unpacked(image["attention"][name])]
         if asked["map"] == "rollout":
             own = {"residual": asked["residual"], "start_layer": asked["start"]}
             tokens = attention_rollout(layers[: asked["end"]], **own, **options)
         else:
             if asked["head"]:
-                heads = unpacked(picture["heads"]).unflatten(0, (len(layers), -1))
+                heads = unpacked(image["heads"]).unflatten(0, (len(layers), -1))
                 layers = [layer.unsqueeze(0) for layer in heads[:, int(asked["head"])]]
             tokens = raw_attention(layers, layer=asked["layer"], **options)
-        grid = tokens[0, picture["prefix"] :]
+        grid = tokens[0, image["prefix"] :]
     grid = grid.double().reshape(1, rows, cols)
     if asked["refine"] and asked["map"] != "consensus":
         names = ["attention", "keys"] if asked["affinity"] == "both" else [asked["affinity"]]
-        whole = [matrix_of(unpacked(picture["affinities"][name]), rows * cols) for name in names]
+        whole = [matrix_of(unpacked(image["affinities"][name]), rows * cols) for name in names]
         for _ in range(asked["refine"]):
             grid = sum(refine(grid, Affinity(keys=balance(matrix.unsqueeze(0))), 1) for matrix in whole) / len(whole)
     return grid[0].numpy()
@@ -164,11 +164,11 @@ def matrix_of(triangle: torch.Tensor, size: int) -> torch.Tensor:
     return matrix
 
 
-def departure(picture: dict, asked: dict) -> str:
+def departure(image: dict, asked: dict) -> str:
     """How Python tells that a map departs from its publication; its layers and patch have a line of their own."""
     method = get_method(asked["map"])
     if asked["map"] not in ("rollout", "attention"):
-        [options, *_] = [own["options"] for own in picture["maps"] if own["method"] == asked["map"]]
+        [options, *_] = [own["options"] for own in image["maps"] if own["method"] == asked["map"]]
         options = {**options, **({"refine": asked["refine"]} if method.refined != "within" else {})}
         return departures(method, options | ({"affinity": asked["affinity"]} if method.refined != "within" else {}))
     named = ("discard_ratio", "residual", "refine", "affinity")
@@ -201,10 +201,10 @@ def test_the_maps_of_the_browser_are_those_of_python(page, data):
     for number in range(20):
         asked = random_state(generator, data["layers"], data["heads"], number) | {"b": -1}
         found, limits = map_of(page, **asked)
-        wanted = expected(data["pictures"][0], asked)
+        wanted = expected(data["images"][0], asked)
         assert np.abs(found - wanted).max() <= 1e-6 * np.abs(wanted).max(), asked
         assert limits == pytest.approx(scale_range(wanted), rel=1e-6), asked
-        assert page.locator("#panel-a .departs").text_content() == departure(data["pictures"][0], asked), asked
+        assert page.locator("#panel-a .departs").text_content() == departure(data["images"][0], asked), asked
 
 
 def test_ties_are_discarded_by_position(page):
@@ -242,7 +242,7 @@ def test_likeness_is_the_cosine_of_what_the_patches_hold(page, data):
         "async () => { take({ map: 'similarity', patch: '2,3' }); await update(); return [...panels.b.map.values]; }"
     )
     found = np.array(page.evaluate(asked))
-    first, second = (torch.nn.functional.normalize(unpacked(one["features"]), dim=-1) for one in data["pictures"])
+    first, second = (torch.nn.functional.normalize(unpacked(one["features"]), dim=-1) for one in data["images"])
     assert found == pytest.approx((second @ first[2 * 12 + 3]).numpy(), abs=1e-6)
     limits = page.evaluate("sides.map((side) => [panels[side].map.low, panels[side].map.high])")
     assert limits[0] == limits[1]
@@ -254,21 +254,21 @@ def test_likeness_is_the_cosine_of_what_the_patches_hold(page, data):
 def point_of(page, side: str, row: int, col: int) -> tuple[float, float]:
     """Where on the screen the middle of a patch lies."""
     box = page.locator(f"#panel-{side} .frame").bounding_box()
-    left, top, right, bottom = page.evaluate(f"pictureOf('{side}').window")
-    rows, cols = page.evaluate(f"pictureOf('{side}').grid")
-    scale = box["width"] / page.evaluate(f"pictureOf('{side}').size[0]")
+    left, top, right, bottom = page.evaluate(f"imageOf('{side}').window")
+    rows, cols = page.evaluate(f"imageOf('{side}').grid")
+    scale = box["width"] / page.evaluate(f"imageOf('{side}').size[0]")
     x, y = left + (col + 0.5) * (right - left) / cols, top + (row + 0.5) * (bottom - top) / rows
     return box["x"] + scale * x, box["y"] + scale * y
 
 
 def test_a_click_asks_a_patch_and_the_pointer_reads_values(page, data):
-    for side, picture in zip("ab", data["pictures"], strict=True):
+    for side, image in zip("ab", data["images"], strict=True):
         panel = page.locator(f"#panel-{side}")
         page.mouse.click(*point_of(page, side, 4, 9))
         assert "from the patch in row 4, column 9" in panel.locator(".from").text_content()
         defaults = {"map": "rollout", "head_fusion": "max", "value_weighted": True, "discard_ratio": 0.9}
         asked = {**defaults, "residual": 0.5, "start": 1, "end": data["layers"], "refine": 1, "affinity": "attention"}
-        wanted = expected(picture, {**asked, "patch": "4,9"})
+        wanted = expected(image, {**asked, "patch": "4,9"})
         page.mouse.move(*point_of(page, side, 5, 6))
         reading = panel.locator(".reading").text_content()
         found = re.fullmatch(r"row 5, column 6: (\S+) — number (\d+) of 144 patches", reading)
@@ -279,7 +279,7 @@ def test_a_click_asks_a_patch_and_the_pointer_reads_values(page, data):
     assert page.locator("#panel-b .seen").is_visible() and page.locator("#panel-a .seen").is_hidden()
 
 
-def test_a_map_that_cannot_be_asked_says_so_over_the_picture(page):
+def test_a_map_that_cannot_be_asked_says_so_over_the_image(page):
     told = page.locator("#panel-a .told")
     page.mouse.click(*point_of(page, "a", 4, 9))
     assert told.is_hidden() and page.locator("#keys").text_content().startswith("Click a patch")
@@ -382,7 +382,7 @@ def test_the_map_of_a_patch_is_told_and_shown_beside_that_of_the_whole_answer(pa
 
 def test_the_bar_of_a_contrast_says_which_colour_is_which_class(browser, tmp_path):
     contrast = vitflow.Contrast("orange disc", against="yellow star")
-    explore(sample_pictures()[0], model="demo", methods=["gae"], targets=contrast).save(tmp_path / "page.html")
+    explore(sample_images()[0], model="demo", methods=["gae"], targets=contrast).save(tmp_path / "page.html")
     page = browser.new_page(viewport={"width": 1400, "height": 900})
     page.goto((tmp_path / "page.html").as_uri())
     page.get_by_role("tab", name="GAE").click()
@@ -565,15 +565,15 @@ def small(**options) -> Explainer:
 
 
 def test_what_does_not_fit_is_left_out_and_said(browser, tmp_path, explainer):
-    picture = sample_pictures()[0]
-    whole = explore(picture, model=explainer, methods=["gae"])
-    [held] = whole_data(whole)["pictures"]
+    image = sample_images()[0]
+    whole = explore(image, model=explainer, methods=["gae"])
+    [held] = whole_data(whole)["images"]
     assert len(held["attention"]) == 6 and held["heads"] is not None
-    no_heads = explore(picture, model=explainer, methods=["gae"], max_size=0.98 * len(whole.html) / 1e6)
-    assert whole_data(no_heads)["pictures"][0]["heads"] is None
+    no_heads = explore(image, model=explainer, methods=["gae"], max_size=0.98 * len(whole.html) / 1e6)
+    assert whole_data(no_heads)["images"][0]["heads"] is None
     assert any("Single heads are left out" in note for note in no_heads.notes)
-    least = explore(picture, model=explainer, methods=["gae"], max_size=0.01)
-    [held] = whole_data(least)["pictures"]
+    least = explore(image, model=explainer, methods=["gae"], max_size=0.01)
+    [held] = whole_data(least)["images"]
     assert list(held["attention"]) == ["max weighted"] and held["attention"]["max weighted"]["code"] == "table"
     told = " ".join(least.notes)
     assert "stored in 8 bits" in told and "cannot be made as small as 0.01 MB" in told and "min over heads" in told
@@ -606,7 +606,7 @@ def test_a_model_with_windows_says_what_its_page_cannot_compute(browser, tmp_pat
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", vitflow.VitflowWarning)
-        made = explore(Image.open(sample_pictures()[0]).convert("RGB"), model=model)
+        made = explore(Image.open(sample_images()[0]).convert("RGB"), model=model)
     page = browser.new_page()
     page.goto(made.save(tmp_path / "windows.html").as_uri())
     assert "SwinTransformer has windows" in page.locator("#refused").text_content()
@@ -631,7 +631,7 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(browser):
 
 
 def test_bad_options_are_refused_before_the_model_runs(tmp_path):
-    with pytest.raises(OptionError, match="at least one picture"):
+    with pytest.raises(OptionError, match="at least one image"):
         explore([], model="demo")
     with pytest.raises(OptionError, match="max_size"):
         explore("a.png", model="demo", max_size=0)

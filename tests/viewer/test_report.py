@@ -12,15 +12,15 @@ import pytest
 import timm
 from PIL import Image
 
-from tests.folder.test_run import fill, picture_bytes, tiny_model
+from tests.folder.test_run import fill, image_bytes, tiny_model
 from tests.references import patch_box
 from tests.viewer.waiting import until
 from vitflow import explain_folder
 from vitflow.errors import OptionError
 from vitflow.folder.draw import read_grids, report_run
-from vitflow.pictures.geometry import Placement, place
-from vitflow.pictures.overlay import blend, scale_range
-from vitflow.pictures.upsampling import upsample
+from vitflow.images.geometry import Placement, place
+from vitflow.images.overlay import blend, scale_range
+from vitflow.images.upsampling import upsample
 from vitflow.runs.saved import FILE
 
 HOSTILE = "<img src=x onerror=alert(1)>.jpg"
@@ -29,8 +29,8 @@ CLASSES = ["cat", "dog", "</script><script>alert(2)</script>", "'\"&amp;", "bird
 
 def make_run(place: Path, **options):
     source = fill(place / "in", 5)
-    (source / HOSTILE).write_bytes(picture_bytes(5))
-    (source / "new\nline.jpg").write_bytes(picture_bytes(6))
+    (source / HOSTILE).write_bytes(image_bytes(5))
+    (source / "new\nline.jpg").write_bytes(image_bytes(6))
     (source / "<b>bad.jpg").write_bytes(b"nothing")
     model = tiny_model()
     model.pretrained_cfg["label_names"] = CLASSES
@@ -67,7 +67,7 @@ def grid_of(summary, row, method: str) -> np.ndarray:
     return maps[method]
 
 
-def test_every_picture_has_a_card_and_every_failure_a_line(page, summary):
+def test_every_image_has_a_card_and_every_failure_a_line(page, summary):
     rows = [row for row in summary if row["status"] == "explained"]
     assert names(page) == [row["input"] for row in rows]
     assert page.locator("#failed td").all_text_contents()[:2] == ["<b>bad.jpg", "UnidentifiedImageError"]
@@ -89,7 +89,7 @@ def test_hostile_names_are_text(page, summary):
     assert "<img src=x" not in text and "</script><script>alert" not in text
 
 
-def test_the_slider_moves_the_opacity_of_this_picture_alone(page):
+def test_the_slider_moves_the_opacity_of_this_image_alone(page):
     heat, slider = page.locator("#heat"), page.locator("#opacity")
     assert heat.evaluate("(canvas) => getComputedStyle(canvas).opacity") == "0.6"
     clear = []
@@ -143,8 +143,8 @@ def test_pointing_at_a_patch_tells_its_value(page, summary):
 
 
 DRAW_HEAT = """([number, own]) => {
-    const canvas = document.createElement("canvas"), picture = pictures[number];
-    drawHeat(canvas, picture.maps[own], picture, tables, picture.size[0], picture.size[1]);
+    const canvas = document.createElement("canvas"), image = images[number];
+    drawHeat(canvas, image.maps[own], image, tables, image.size[0], image.size[1]);
     return [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
 }"""
 
@@ -214,7 +214,7 @@ def test_what_the_model_saw_is_bounded(page):
     assert seen["width"] == pytest.approx(scale * (window[2] - window[0]), abs=2)
 
 
-def test_the_address_names_the_picture_and_the_method(page, summary):
+def test_the_address_names_the_image_and_the_method(page, summary):
     page.get_by_role("tab", name="centre").click()
     page.locator(".card", has_text="<img").click()
     address, heat = page.url, page.evaluate("$('heat').toDataURL()")
@@ -226,7 +226,7 @@ def test_the_address_names_the_picture_and_the_method(page, summary):
     page.reload()
     assert page.locator("#name").text_content() == HOSTILE
     assert page.get_by_role("tab", name="centre").get_attribute("aria-selected") == "true"
-    page.goto(summary.report.as_uri() + "#picture=nothing&method=<b>")
+    page.goto(summary.report.as_uri() + "#image=nothing&method=<b>")
     page.reload()
     assert page.locator("#name").text_content() == names(page)[0]
 
@@ -244,13 +244,13 @@ def test_keys_choose_the_method(page):
         page.keyboard.press(key)
         tab = page.get_by_role("tab", name=chosen)
         assert tab.get_attribute("aria-selected") == "true" and tab.evaluate("(tab) => tab === document.activeElement")
-    assert page.locator("#name").text_content() == names(page)[0]  # the picture is the same
+    assert page.locator("#name").text_content() == names(page)[0]  # the image is the same
     page.locator("#file").focus()
     page.keyboard.press("2")
     assert page.get_by_role("tab", name="rollout").get_attribute("aria-selected") == "true"
 
 
-def test_arrow_keys_step_through_the_pictures(page):
+def test_arrow_keys_step_through_the_images(page):
     order, shown = names(page), page.locator("#name")
     for expected in (*order[1:], order[-1]):
         page.keyboard.press("ArrowRight")
@@ -263,14 +263,14 @@ def test_arrow_keys_step_through_the_pictures(page):
     assert page.locator(".card[aria-current] .name").text_content() == order[-2]
 
 
-def test_pictures_are_filtered_and_sorted(page, summary):
+def test_images_are_filtered_and_sorted(page, summary):
     rows = {row["input"]: row for row in summary if row["status"] == "explained"}
     page.locator("#file").fill("IMG SRC")
     assert names(page) == [HOSTILE] and page.locator("#name").text_content() == HOSTILE
     assert page.locator("#count").text_content() == "1 of 7 on this page"
     page.locator("#file").fill("no such")
     assert names(page) == [] and page.locator(".viewer").is_hidden()
-    assert "No picture on this page matches the filter" in page.locator(".nothing").text_content()
+    assert "No image on this page matches the filter" in page.locator(".nothing").text_content()
     page.get_by_role("button", name="Clear the filter").click()
     assert page.locator(".viewer").is_visible() and len(names(page)) == 7
     for sort, key in (
@@ -322,7 +322,7 @@ def test_a_tap_on_a_phone_changes_what_is_in_sight(browser, summary, scheme):
     }"""
     assert top > 300 and page.evaluate("scrollY") == pytest.approx(top, abs=2)
     assert all(page.evaluate(in_sight, one) for one in ("frame", "name", "reading"))
-    # What was tapped while it stood half under the picture comes out from under it.
+    # What was tapped while it stood half under the image comes out from under it.
     under = "(card) => card.getBoundingClientRect().top - document.querySelector('.big').getBoundingClientRect().bottom"
     page.evaluate(f"(card) => scrollBy(0, 40 + ({under})(card))", card.element_handle())
     assert card.evaluate(under) < 0
@@ -344,11 +344,11 @@ def test_long_runs_get_several_pages_and_large_thumbnails_are_linked(tmp_path):
     for path in (first, *(summary.output / name for name in pages[:2])):
         text = path.read_text()
         data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
-        assert len(data["pictures"]) <= 3
+        assert len(data["images"]) <= 3
         assert text.count("report-2.html") == 1
-        for picture in data["pictures"]:
-            assert (summary.output / picture["image"]).read_bytes()[:2] == b"\xff\xd8"
-            shown.append(picture["name"])
+        for image in data["images"]:
+            assert (summary.output / image["image"]).read_bytes()[:2] == b"\xff\xd8"
+            shown.append(image["name"])
     assert shown == [row["input"] for row in summary if row["status"] == "explained"]
 
 
@@ -356,13 +356,13 @@ def test_names_stand_in_their_natural_order(tmp_path):
     source = tmp_path / "in"
     source.mkdir()
     for number in (1, 2, 9, 10, 11, 100):
-        (source / f"{number}.jpg").write_bytes(picture_bytes(number))
+        (source / f"{number}.jpg").write_bytes(image_bytes(number))
     model = timm.create_model("vit_tiny_patch16_224", num_classes=12, img_size=32, depth=1)
     model.pretrained_cfg["label_names"] = [f"class {number}" for number in range(12)]
     found = explain_folder(source, tmp_path / "out", model=model, methods=["centre"], workers=0, report=True)
     text = found.report.read_text()
     data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
-    assert [picture["name"] for picture in data["pictures"]] == [f"{number}.jpg" for number in (1, 2, 9, 10, 11, 100)]
+    assert [image["name"] for image in data["images"]] == [f"{number}.jpg" for number in (1, 2, 9, 10, 11, 100)]
     classes = re.findall(r"<option>class (\d+)</option>", text)
     assert classes == sorted(classes, key=int)
 

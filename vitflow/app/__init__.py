@@ -33,7 +33,7 @@ def serve(
         language_models: for texts and captions, as `explain_text` and `explain_generation` take them.
         checkpoint: weights of the first of `models`, as for `load_model`.
         class_names: a file with the names of its classes.
-        samples: pictures to begin with; by default the drawn ones that vitflow ships.
+        samples: images to begin with; by default the drawn ones that vitflow ships.
         host: this machine alone can reach it; with "0.0.0.0" whoever reaches this machine can.
         allowed_hosts: names by which browsers may ask for the page, besides `host` and localhost, such as that of a
             proxy; "*.example.org" stands for all below, "*" for any. With "0.0.0.0" any address in numbers is allowed.

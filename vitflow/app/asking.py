@@ -17,47 +17,47 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from vitflow.app.hosts import checked
-from vitflow.demo import sample_pictures
+from vitflow.demo import sample_images
 from vitflow.errors import OptionError, VitflowError, VitflowWarning, check_known, printable
 from vitflow.explaining.captions import python_call
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.progress import Update, shown_by
+from vitflow.images.figures import save_figure
 from vitflow.models.hub import bundled
 from vitflow.models.languages import load_language_model, load_processor
 from vitflow.models.loading import load_model
 from vitflow.models.pairs import is_pair
 from vitflow.models.pairs import prompts as prompt_scores
-from vitflow.pictures.figures import save_figure
 from vitflow.recording.isolation import default_device
 
 
 class Models:
-    """The models that a page offers, by name: `pictures` for photographs, `words` for texts and captions.
+    """The models that a page offers, by name: `images` for photographs, `words` for texts and captions.
 
     `checkpoint` and `class_names` are of the first one for photographs, as for `load_model`.
     """
 
     def __init__(
         self,
-        pictures: Sequence[str],
+        images: Sequence[str],
         words: Sequence[str],
         *,
         checkpoint: str | Path | None = None,
         class_names: str | Path | None = None,
     ) -> None:
-        self.pictures, self.words = list(pictures), list(words)
+        self.images, self.words = list(images), list(words)
         given = {"checkpoint": checkpoint, "class_names": class_names}
         self._of_first = {name: str(path) for name, path in given.items() if path is not None}
         self._loaded: dict[tuple[str, str], Any] = {}
         self.explainer = lru_cache(32)(self._explainer)  # prompts that were embedded are kept
 
     def _explainer(self, name: str, fit: str, prompts: tuple[str, ...]) -> Explainer:
-        model = self._kept(self._load, name, self.pictures)
+        model = self._kept(self._load, name, self.images)
         return Explainer(model, device=default_device(), fit=fit, outputs=prompt_scores(prompts) if prompts else None)
 
     def takes_prompts(self, name: str) -> bool:
         """Whether a model for photographs is asked by prompts."""
-        return is_pair(self._kept(self._load, name, self.pictures))
+        return is_pair(self._kept(self._load, name, self.images))
 
     def in_python(self, name: str) -> str:
         """A model for photographs as an argument of a call that is written in Python."""
@@ -68,7 +68,7 @@ class Models:
         return load_model(name, **self._given(name))
 
     def _given(self, name: str | Path) -> dict[str, Any]:
-        return self._of_first if name == bundled(self.pictures[0]) else {}
+        return self._of_first if name == bundled(self.images[0]) else {}
 
     def reader(self, name: str, *, sees: bool = False) -> dict[str, Any]:
         """A model for words with its tokenizer, and with its processor if it sees, as arguments."""
@@ -158,8 +158,8 @@ def _told(kind: str, lines: Iterable[object]) -> str:
 def photograph(samples: Sequence[str | Path]) -> tuple[Any, Any]:
     """Where a photograph is dropped, pasted or taken, and the samples below it."""
     sources: Any = ["upload", "clipboard", "webcam"]
-    picture = gr.Image(label="Photograph", type="filepath", image_mode=None, sources=sources, buttons=["fullscreen"])
-    return picture, gr.Examples([[str(one)] for one in samples or sample_pictures()], [picture], label="Samples")
+    image = gr.Image(label="Photograph", type="filepath", image_mode=None, sources=sources, buttons=["fullscreen"])
+    return image, gr.Examples([[str(one)] for one in samples or sample_images()], [image], label="Samples")
 
 
 def path_of(file: Any) -> Path:
@@ -183,7 +183,7 @@ def answer_column(hint: str, words: Any = None) -> list[Any]:
 
 
 def drawn(figure: Figure, name: str, save_map: Callable[[Path], object] | None = None) -> tuple[str, list[str]]:
-    """A figure as a picture to show, and as files to take along, which Gradio removes after a while."""
+    """A figure as an image to show, and as files to take along, which Gradio removes after a while."""
     Path(get_upload_folder()).mkdir(parents=True, exist_ok=True)
     path = Path(mkdtemp(dir=get_upload_folder())) / name
     files = [str(save_figure(figure, f"{path}{suffix}")) for suffix in (".png", ".pdf")]

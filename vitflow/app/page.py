@@ -12,10 +12,10 @@ from starlette.responses import JSONResponse
 
 from vitflow.app.asking import Models, limited
 from vitflow.app.hosts import HostCheck, is_click, received, refusal
-from vitflow.app.pictures import pictures_tab
+from vitflow.app.images import images_tab
 from vitflow.app.words import words_tab
 from vitflow.errors import OptionError
-from vitflow.pictures.images import MAX_PIXELS
+from vitflow.images.reading import MAX_PIXELS
 
 # How many visitors may wait or are remembered, and how many seconds what they made is kept.
 _VISITORS, _KEPT = 32, 3600
@@ -59,14 +59,14 @@ def launch(models: Models, samples: Sequence[str | Path], *, browser: bool, time
     with _Page(time_limit, **about) as page:
         gr.Markdown("# vitflow\nSee what a Vision Transformer looks at.")
         with gr.Tab("Photographs"):
-            pictures_tab(models, samples)
+            images_tab(models, samples)
         if models.words:
             with gr.Tab("Texts and captions"):
                 words_tab(models, samples)
     fonts: dict[str, Any] = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # local
     shut: dict[str, Any] = {"share": False, "enable_monitoring": False, "ssr_mode": False, "pwa": False}
     look: dict[str, Any] = {"theme": gr.themes.Default(**fonts), "css": _CSS, "footer_links": []}
-    # A file may have as many bytes as a picture may have pixels.
+    # A file may have as many bytes as an image may have pixels.
     bounds: dict[str, Any] = {"max_file_size": MAX_PIXELS, "state_session_capacity": _VISITORS}
     to: dict[str, Any] = {"server_name": where["host"], "server_port": where["port"], "inbrowser": browser}
     check = Middleware(HostCheck, host=where["host"], allowed=where["allowed_hosts"])

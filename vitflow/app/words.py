@@ -1,4 +1,4 @@
-"""The tab for words: what a word of a text rests on, what a model writes, and what it says of a picture."""
+"""The tab for words: what a word of a text rests on, what a model writes, and what it says of an image."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +13,12 @@ from vitflow.explaining.strips import draw_words
 from vitflow.models.hub import own_prompt
 from vitflow.text.generating import explain_generation
 from vitflow.text.labels import labels_of, spoken_words
-from vitflow.text.method_table import PICTURED, PLAIN, TEXT_METHODS
+from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS
 from vitflow.text.reading import Reading, explain_text
 from vitflow.text.shaded import ShadedText
 from vitflow.text.view import color_of
 
-_CAPTION, _READ, _WRITE = "What is in a picture", "What a word rests on", "What is written next"
+_CAPTION, _READ, _WRITE = "What is in an image", "What a word rests on", "What is written next"
 # Attention grows with the square of a text's length, so that one visitor's text has a limit.
 _CHARACTERS = 2000
 # The colours of words by the names of their shades.
@@ -31,15 +31,15 @@ class _Answers:
     def __init__(self, models: Models) -> None:
         self._models = models
 
-    def words(self, question: str, model: str, picture: Any, text: str, method: str, count: float) -> tuple[Any, ...]:
+    def words(self, question: str, model: str, image: Any, text: str, method: str, count: float) -> tuple[Any, ...]:
         if question == _READ:
             return self._read(text, model, method or PLAIN)
-        method = method or (PICTURED if question == _CAPTION else PLAIN)
+        method = method or (IMAGE_DEFAULT if question == _CAPTION else PLAIN)
         asked: dict[str, Any] = {"method": method, "max_new_tokens": int(count), "do_sample": False}
         if question == _WRITE:
             found = explain_generation(inputs=text, **asked, **self._models.reader(model))
             return _row(found, python_call("vitflow.explain_generation", model, text, **asked), len(found.values) - 1)
-        path, prompt = path_of(picture), text or own_prompt(model)
+        path, prompt = path_of(image), text or own_prompt(model)
         found = explain_generation(inputs=prompt, image=path, **asked, **self._models.reader(model, sees=True))
         return _caption(found, python_call("vitflow.explain_generation", model, prompt, image=path.name, **asked))
 
@@ -51,7 +51,7 @@ class _Answers:
         number = whole_number("the word", event.index, 0)
         if isinstance(found, Reading):
             return self._read(found.text, found.model, found.method, number)
-        if found.pictures is None:
+        if found.images is None:
             return _row(found, made, number - found.prompt_tokens.length)
         spoken = spoken_words(found.generated_tokens)
         return _caption(found, made, spoken[whole_number("the word", number, 0, len(spoken) - 1)][1])
@@ -78,20 +78,20 @@ def _text(found: Any, made: str, view: ShadedText, call: str) -> tuple[Any, ...]
 def _caption(found: Any, made: str, asked: tuple[int, ...] | None = None) -> tuple[Any, ...]:
     """The maps of all words of an answer, or of one."""
     named, left_out = found.words()
-    maps = {places: found.picture(places) for places in named.values()}
+    maps = {places: found.image(places) for places in named.values()}
     if (asked or next(iter(maps), None)) not in maps:
         raise OptionError(f"Expected a word that has a map, got one that has none: {', '.join(left_out)}.")
-    shares = {places: one.facts["on_picture"] for places, one in maps.items()}
+    shares = {places: one.facts["on_image"] for places, one in maps.items()}
     spoken = spoken_words(found.generated_tokens)
     words = [(f" {word}", _shade(shares.get(places, 0.0), places == asked)) for word, places in spoken]
     if asked is None:
         return _shown(words, draw_words([*maps.values()], left_out=left_out), found, made, "words()")
-    return _shown(words, maps[asked].figure(), found, made, f"picture({asked}).figure('word.png')")
+    return _shown(words, maps[asked].figure(), found, made, f"image({asked}).figure('word.png')")
 
 
 def _shown(words: Any, figure: Any, found: Any, made: str, call: str) -> tuple[Any, ...]:
-    picture, files = drawn(figure, "words")
-    return words, picture, (found, made), files, f"import vitflow\n\nfound = {made}\nfound.{call}", []
+    image, files = drawn(figure, "words")
+    return words, image, (found, made), files, f"import vitflow\n\nfound = {made}\nfound.{call}", []
 
 
 def _shade(share: float, asked: bool) -> str:
@@ -105,11 +105,11 @@ def words_tab(models: Models, samples: Sequence[str | Path]) -> None:
         with gr.Column(scale=2, min_width=320):
             question = gr.Radio([_CAPTION, _READ, _WRITE], value=_CAPTION, label="Question")
             with gr.Column() as seeing:
-                picture, examples = photograph(samples)
+                image, examples = photograph(samples)
             longest: dict[str, Any] = {"lines": 2, "max_length": _CHARACTERS}
-            text = gr.Textbox("", label="Text", info="The text, or what to ask about the picture.", **longest)
+            text = gr.Textbox("", label="Text", info="The text, or what to ask about the image.", **longest)
             model = gr.Dropdown(models.words, label="Model")
-            usual = f"{TEXT_METHODS[PICTURED].title} for pictures, {TEXT_METHODS[PLAIN].title.lower()} for texts"
+            usual = f"{TEXT_METHODS[IMAGE_DEFAULT].title} for images, {TEXT_METHODS[PLAIN].title.lower()} for texts"
             methods = [(f"Default: {usual}", ""), *((one.title, one.name) for one in TEXT_METHODS.values())]
             method = gr.Dropdown(methods, value="", label="Method")
             count = gr.Slider(1, 60, value=30, step=1, label="Tokens to write at most")
@@ -117,7 +117,7 @@ def words_tab(models: Models, samples: Sequence[str | Path]) -> None:
         with gr.Column(scale=3, min_width=320):
             words = gr.HighlightedText(show_label=False, color_map=_SHADES, show_inline_category=False, render=False)
             answer = answer_column("Click a word below to see what it rests on.", words)
-    for trigger in (go.click, picture.upload, examples.load_input_event.then):
-        asks(trigger, answers.words, [question, model, picture, text, method, count], [words, *answer])
+    for trigger in (go.click, image.upload, examples.load_input_event.then):
+        asks(trigger, answers.words, [question, model, image, text, method, count], [words, *answer])
     asks(words.select, answers._word, [answer[1]], [words, *answer])
     question.change(lambda asked: gr.update(visible=asked == _CAPTION), question, seeing, api_visibility="private")

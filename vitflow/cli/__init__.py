@@ -1,6 +1,6 @@
 """The command line. Data goes to stdout, talk to stderr.
 
-Exit codes: 0 done, 1 some pictures failed, 2 usage, 130 interrupted.
+Exit codes: 0 done, 1 some images failed, 2 usage, 130 interrupted.
 Nothing here imports torch before a command runs, so that help and usage errors answer at once.
 """
 

@@ -13,8 +13,8 @@ from vitflow.explaining.method import Method
 from vitflow.explaining.method_table import list_methods
 from vitflow.explaining.options import OPTIONS, Option, Scope, options_of, shown
 from vitflow.files import is_remote
+from vitflow.images import FITS
 from vitflow.models import DTYPES
-from vitflow.pictures import FITS
 from vitflow.text.method_table import TEXT_METHODS
 
 _Command = Callable[..., None]
@@ -192,7 +192,7 @@ model_options = _together(
         panel="Images",
         type=click.Choice(FITS),
         default="crop",
-        help="How the picture becomes the model's input: the model's own crop, or the whole picture squashed, "
+        help="How the image becomes the model's input: the model's own crop, or the whole image squashed, "
         "padded, or in its own aspect ratio.",
     ),
 )
@@ -205,7 +205,7 @@ question_options = _together(
         panel="Question",
         metavar="TEXT",
         multiple=True,
-        help="Ask for this instead of a class; repeatable. For models of pictures and texts: CLIP, SigLIP, "
+        help="Ask for this instead of a class; repeatable. For models of images and texts: CLIP, SigLIP, "
         "SigLIP 2, open_clip, or demo-text, the bundled pair.",
     ),
     click.option(
@@ -221,8 +221,8 @@ question_options = _together(
         panel="Question",
         type=FILE,
         multiple=True,
-        metavar="PICTURE",
-        help="Ask what makes a picture like this one; repeatable. For any model: the cosine of its pooled features.",
+        metavar="IMAGE",
+        help="Ask what makes an image like this one; repeatable. For any model: the cosine of its pooled features.",
     ),
     click.option(
         "--raw",
@@ -235,12 +235,12 @@ question_options = _together(
 #: The options that say how a map is drawn.
 drawing_options = _together(*(drawing_option(name) for name in options_of("drawing")))
 
-# What runs over many pictures have in common.
+# What runs over many images have in common.
 limit_option = click.option(
-    "--limit", panel="Images", type=click.IntRange(min=1), metavar="N", help="Take the first N pictures only."
+    "--limit", panel="Images", type=click.IntRange(min=1), metavar="N", help="Take the first N images only."
 )
 batch_size_option = click.option(
-    "--batch-size", panel="Model", type=_BatchSize(), default="auto", help="Pictures that the model works on at once."
+    "--batch-size", panel="Model", type=_BatchSize(), default="auto", help="Images that the model works on at once."
 )
 resume_option = click.option(
     "--resume/--overwrite",
@@ -248,7 +248,7 @@ resume_option = click.option(
     help="Do what is missing or changed since an earlier run with the same options, or do all of it anew.",
 )
 
-pictures_argument = click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
+images_argument = click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
 #: Called with its help: a file, or a folder that need not be there yet.
 output_option = partial(click.option, "-o", "--output", type=click.Path(path_type=str))
 
@@ -295,7 +295,7 @@ same_scale_option = click.option(
     panel="Drawing",
     is_flag=True,
     default=None,
-    help="Give all maps of one method, of every class and picture of a strip, the limits of their colours in common.  "
+    help="Give all maps of one method, of every class and image of a strip, the limits of their colours in common.  "
     "[default: each map has its own]",
 )
 
@@ -366,7 +366,7 @@ def make_explainer(given: Mapping[str, Any]) -> Any:
 
 def _outputs(given: Mapping[str, Any]) -> Any:
     """The outputs that the options request; None for the model's classes."""
-    from vitflow.explaining.picture_model import similarity_to
+    from vitflow.explaining.image_model import similarity_to
     from vitflow.models.pairs import prompts
 
     if given.get("prompts") and given.get("like"):

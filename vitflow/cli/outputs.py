@@ -29,33 +29,33 @@ def writing(path: Path, flag: str = "-o") -> Iterator[None]:
         raise CannotWrite(words) from error
 
 
-def check_pictures(images: Sequence[Path], outputs: Iterable[Path]) -> None:
-    """Raise OptionError for a folder among the pictures, for which there is a command, and for an output over one."""
+def check_images(images: Sequence[Path], outputs: Iterable[Path]) -> None:
+    """Raise OptionError for a folder among the images, for which there is a command, and for an output over one."""
     for image in filter(is_folder, images):
         command, name = get_current_context().info_name, printable(image)
         raise OptionError(
-            f"Expected pictures, got the folder {name}: vitflow folder {name} -o OUTPUT explains every picture of a "
+            f"Expected images, got the folder {name}: vitflow folder {name} -o OUTPUT explains every image of a "
             f"folder, vitflow {command} the ones that you name."
         )
     read = {image.resolve() for image in images}
     for output in outputs:
         if output.resolve() in read:
-            raise OptionError(f"The output would overwrite the picture {str(output)!r}: choose another output.")
+            raise OptionError(f"The output would overwrite the image {str(output)!r}: choose another output.")
 
 
 def output_file(images: Sequence[Path], output: str | None, name: str, suffixes: Sequence[str]) -> Path:
     """Where a command writes its one file: under this name here, or in a folder, which need not be there yet.
 
     Raises:
-        OptionError: the file would have none of the suffixes that the command writes, or would overwrite a picture; a
-            picture is a folder.
+        OptionError: the file would have none of the suffixes that the command writes, or would overwrite an image; an
+            image is a folder.
     """
     path = Path(name if output is None else output)
     if output is not None and names_folder(output):
         path /= name
     elif output is not None:
         check_suffix(path, suffixes, ", or a folder with / at its end")
-    check_pictures(images, [path])
+    check_images(images, [path])
     return path
 
 

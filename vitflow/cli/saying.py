@@ -42,7 +42,7 @@ def talking() -> Iterator[None]:
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         line = f"{'note' if issubclass(category, VitflowWarning) else 'warning'}: {message}"
-        kind = re.sub(r"\d+(\.\d+)?", "0", line)  # the same of other pictures, whatever its numbers are
+        kind = re.sub(r"\d+(\.\d+)?", "0", line)  # the same of other images, whatever its numbers are
         if not told[kind]:
             say(line)
             first[kind] = line
@@ -74,7 +74,7 @@ def _progress_bar(label: str, total: int) -> Iterator[Callable[[int], object]]:
 
 
 def say_notes(saliencies: Iterable[Any]) -> None:
-    """Say what a reader of these maps should bear in mind, each class of a picture once."""
+    """Say what a reader of these maps should bear in mind, each class of an image once."""
     noted = (one for one in saliencies if "note" in one.facts)
     for note in dict.fromkeys(f"{printable(one.source)}, {one.label}: {one.facts['note']}." for one in noted):
         say(f"note: {note}")
@@ -103,8 +103,8 @@ def going_on(kept: bool) -> Iterator[None]:
 
 
 @contextmanager
-def pictures_bar() -> Iterator[Any]:
-    """A callback that shows pictures per second, the time left, the current file and what failed, on stderr."""
+def images_bar() -> Iterator[Any]:
+    """A callback that shows images per second, the time left, the current file and what failed, on stderr."""
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
@@ -115,7 +115,7 @@ def pictures_bar() -> Iterator[Any]:
             found: dict[str, Any] = super().format_dict
             done, elapsed = found["n"] - found["initial"], found["elapsed"]
             pace = done / elapsed if elapsed else 0.0
-            words = f"{pace:.1f} pictures/s" if pace >= 1 else f"{1 / pace:.1f} s/picture" if pace else "starting"
+            words = f"{pace:.1f} images/s" if pace >= 1 else f"{1 / pace:.1f} s/image" if pace else "starting"
             return found | {"pace": words, "whole": int(found["n"])}
 
     bar: Any = None
@@ -131,7 +131,7 @@ def pictures_bar() -> Iterator[Any]:
                 disable=None,  # none into a file
                 mininterval=0.2,
                 smoothing=0,
-                bar_format="{percentage:3.0f} %|{bar}| {whole}/{total} pictures, {elapsed} passed, {remaining} left, "
+                bar_format="{percentage:3.0f} %|{bar}| {whole}/{total} images, {elapsed} passed, {remaining} left, "
                 "{pace}{postfix}",
             )
         if state.row is not None:
@@ -149,6 +149,6 @@ def pictures_bar() -> Iterator[Any]:
 
 
 def _told(name: str, row: Mapping[str, Any]) -> str:
-    """What is wrong with a picture, its name told once."""
+    """What is wrong with an image, its name told once."""
     message = f"{row['error']}: {row['message']}"
     return message if name in message else f"{name}: {message}"

@@ -1,4 +1,4 @@
-"""The bundled demo: a small trained model, the pictures that it learned from, and their exact masks; works offline."""
+"""The bundled demo: a small trained model, the images that it learned from, and their exact masks; works offline."""
 
 import lazy_loader
 

@@ -4,12 +4,12 @@ from .drawing import DEMO_MODEL as DEMO_MODEL
 from .drawing import DEMO_TEXT as DEMO_TEXT
 from .drawing import FIRST_TRAINING_SEED as FIRST_TRAINING_SEED
 from .drawing import SAMPLE_FOLDER as SAMPLE_FOLDER
-from .drawing import DemoPicture as DemoPicture
+from .drawing import DemoImage as DemoImage
 from .drawing import draw_ground as draw_ground
-from .drawing import draw_picture as draw_picture
-from .drawing import draw_pictures as draw_pictures
+from .drawing import draw_image as draw_image
+from .drawing import draw_images as draw_images
+from .drawing import sample_images as sample_images
 from .drawing import sample_masks as sample_masks
-from .drawing import sample_pictures as sample_pictures
 from .model import DEMO_WEIGHTS as DEMO_WEIGHTS
 from .model import demo_metadata as demo_metadata
 from .model import load_demo_model as load_demo_model

@@ -1,4 +1,4 @@
-"""Pictures that the project draws itself: coloured shapes on textured ground, with the exact mask of every shape."""
+"""Images that the project draws itself: coloured shapes on textured ground, with the exact mask of every shape."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,17 +23,17 @@ CLASS_NAMES: tuple[str, ...] = (
 
 DEMO_MODEL = "vitflow_demo"  # what the model that was trained on them calls itself
 
-# Pictures of smaller seeds are never trained on: they are free for evaluation, for tests and for samples.
+# Images of smaller seeds are never trained on: they are free for evaluation, for tests and for samples.
 FIRST_TRAINING_SEED = 1_000_000
 
 
 @dataclass(frozen=True)
-class DemoPicture:
-    """A drawn picture and the truth about it.
+class DemoImage:
+    """A drawn image and the truth about it.
 
     Attributes:
         image: RGB uint8 [height, width, 3].
-        labels: the class index of each object; every object of a picture is of another class.
+        labels: the class index of each object; every object of an image is of another class.
         masks: bool [objects, height, width], the pixels that each object touches; masks do not overlap.
     """
 
@@ -42,25 +42,25 @@ class DemoPicture:
     masks: NDArray[np.bool_]
 
     def mask_of(self, class_index: int) -> NDArray[np.bool_]:
-        """The mask of one class, bool [height, width]; all False where the class is not in the picture."""
+        """The mask of one class, bool [height, width]; all False where the class is not in the image."""
         chosen = [mask for label, mask in zip(self.labels, self.masks, strict=True) if label == class_index]
         return chosen[0] if chosen else np.zeros(self.image.shape[:2], dtype=np.bool_)
 
 
-def draw_picture(seed: int, size: int | tuple[int, int] = 96) -> DemoPicture:
-    """Draw the picture of a seed: one to three different objects on a muted, textured ground.
+def draw_image(seed: int, size: int | tuple[int, int] = 96) -> DemoImage:
+    """Draw the image of a seed: one to three different objects on a muted, textured ground.
 
     The same seed gives the same scene at every size, and the same pixels at the same size.
 
     Args:
         seed: at least 0; seeds from FIRST_TRAINING_SEED on are those that the demo model was trained on.
-        size: side of a square picture, or (height, width), in pixels; at least 16.
+        size: side of a square image, or (height, width), in pixels; at least 16.
 
     Raises:
         OptionError: the seed is negative or the size too small.
 
-    >>> picture = draw_picture(7)
-    >>> picture.image.shape, [CLASS_NAMES[label] for label in picture.labels]
+    >>> image = draw_image(7)
+    >>> image.image.shape, [CLASS_NAMES[label] for label in image.labels]
     ((96, 96, 3), ['purple ring', 'red heart', 'orange disc'])
     """
     height, width = check(seed, size)
@@ -70,49 +70,49 @@ def draw_picture(seed: int, size: int | tuple[int, int] = 96) -> DemoPicture:
     # A class is one colour family with one shape.
     objects = place_objects(random, [(label, label) for label in labels], height, width)
     image, masks = paint(seed, objects, height, width)
-    return DemoPicture(image, labels, masks)
+    return DemoImage(image, labels, masks)
 
 
 def draw_ground(seed: int, size: int | tuple[int, int] = 96) -> NDArray[np.uint8]:
-    """Draw the picture of a seed without its objects, RGB uint8 [height, width, 3].
+    """Draw the image of a seed without its objects, RGB uint8 [height, width, 3].
 
     Raises:
         OptionError: the seed is negative or the size too small.
 
-    >>> picture, ground = draw_picture(7), draw_ground(7)
-    >>> bool((picture.image == ground)[~picture.masks.any(axis=0)].all())
+    >>> image, ground = draw_image(7), draw_ground(7)
+    >>> bool((image.image == ground)[~image.masks.any(axis=0)].all())
     True
     """
     return develop(*paint_ground(seed, *check(seed, size)))
 
 
-def draw_pictures(count: int, seed: int = 0, size: int | tuple[int, int] = 96) -> Iterator[DemoPicture]:
-    """Draw the pictures of the seeds `seed`, `seed + 1`, …, one after the other.
+def draw_images(count: int, seed: int = 0, size: int | tuple[int, int] = 96) -> Iterator[DemoImage]:
+    """Draw the images of the seeds `seed`, `seed + 1`, …, one after the other.
 
-    >>> [picture.image.shape for picture in draw_pictures(2, size=(32, 48))]
+    >>> [image.image.shape for image in draw_images(2, size=(32, 48))]
     [(32, 48, 3), (32, 48, 3)]
     """
-    return (draw_picture(seed + number, size) for number in range(count))
+    return (draw_image(seed + number, size) for number in range(count))
 
 
-DEMO_CAPTION = Path(__file__).with_name("demo_caption")  # a LlavaForConditionalGeneration: it says what a picture shows
-DEMO_TEXT = Path(__file__).with_name("demo_text")  # a SiglipModel: it says how well a sentence fits a picture
-SAMPLE_FOLDER = Path(__file__).with_name("pictures")
+DEMO_CAPTION = Path(__file__).with_name("demo_caption")  # a LlavaForConditionalGeneration: it says what an image shows
+DEMO_TEXT = Path(__file__).with_name("demo_text")  # a SiglipModel: it says how well a sentence fits an image
+SAMPLE_FOLDER = Path(__file__).with_name("images")
 
 
-def sample_pictures() -> list[Path]:
-    """The sample pictures that the package ships, sorted by name.
+def sample_images() -> list[Path]:
+    """The sample images that the package ships, sorted by name.
 
-    >>> [path.name for path in sample_pictures()][:2]
+    >>> [path.name for path in sample_images()][:2]
     ['disc_star_and_crescent.png', 'ring_and_triangle.png']
     """
     return sorted(SAMPLE_FOLDER.glob("*.png"))
 
 
 def sample_masks() -> list[Path]:
-    """The masks of the sample pictures, in the same order: a pixel is 0 for ground, else 1 + the class index.
+    """The masks of the sample images, in the same order: a pixel is 0 for ground, else 1 + the class index.
 
-    >>> [path.name for path in sample_masks()] == [path.name for path in sample_pictures()]
+    >>> [path.name for path in sample_masks()] == [path.name for path in sample_images()]
     True
     """
-    return [SAMPLE_FOLDER / "masks" / path.name for path in sample_pictures()]
+    return [SAMPLE_FOLDER / "masks" / path.name for path in sample_images()]

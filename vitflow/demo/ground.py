@@ -1,4 +1,4 @@
-"""The ground of the drawn pictures: muted, textured, the same scene at every size."""
+"""The ground of the drawn images: muted, textured, the same scene at every size."""
 
 import colorsys
 
@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError
 
-_FINEST_CELLS = 96  # the finest noise has this many cells on the short side, whatever the size of the picture
+_FINEST_CELLS = 96  # the finest noise has this many cells on the short side, whatever the size of the image
 
 Float = NDArray[np.float32]
 
 
 def check(seed: int, size: int | tuple[int, int]) -> tuple[int, int]:
-    """The (height, width) of a picture to draw.
+    """The (height, width) of an image to draw.
 
     Raises:
         OptionError: the seed is negative or the size too small.
@@ -23,13 +23,13 @@ def check(seed: int, size: int | tuple[int, int]) -> tuple[int, int]:
     if seed < 0:
         raise OptionError(f"Expected a seed of at least 0, got {seed}.")
     if min(height, width) < 16:
-        raise OptionError(f"Expected a picture of at least 16 x 16 pixels, got {height} x {width} (height x width).")
+        raise OptionError(f"Expected an image of at least 16 x 16 pixels, got {height} x {width} (height x width).")
     return height, width
 
 
-def develop(picture: Float, grain: Float) -> NDArray[np.uint8]:
+def develop(image: Float, grain: Float) -> NDArray[np.uint8]:
     """From colours in 0 to 1 and the grain over all of them to RGB uint8."""
-    developed = (picture + grain[..., None]) * 255.0 + 0.5
+    developed = (image + grain[..., None]) * 255.0 + 0.5
     return np.asarray(np.clip(developed, 0.0, 255.0), dtype=np.uint8)
 
 

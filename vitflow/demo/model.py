@@ -1,4 +1,4 @@
-"""The bundled demo model: a small timm Vision Transformer, trained on the pictures that `drawing` draws."""
+"""The bundled demo model: a small timm Vision Transformer, trained on the images that `drawing` draws."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def load_demo_model(*, dynamic_img_size: bool = False, weights: Path | None = No
     Its logits [batch, classes] are multi-label: `logits.sigmoid()` is the probability of each class on its own.
 
     Args:
-        dynamic_img_size: let the model take pictures of any size, with its position embedding resampled.
+        dynamic_img_size: let the model take images of any size, with its position embedding resampled.
         weights: another file that examples/train_demo_model.py wrote; by default the bundled one.
 
     Raises:

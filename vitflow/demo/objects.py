@@ -1,4 +1,4 @@
-"""The objects of the drawn pictures: eight shapes in eight colour families, whole in the picture and apart."""
+"""The objects of the drawn images: eight shapes in eight colour families, whole in the image and apart."""
 
 import colorsys
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _HUES = (
     (272.0, 13.0),
     (328.0, 11.0),
 )
-_COUNT_SHARES = (0.25, 0.45, 0.30)  # of pictures with one, two and three objects
+_COUNT_SHARES = (0.25, 0.45, 0.30)  # of images with one, two and three objects
 _RADII = ((0.20, 0.34), (0.18, 0.27), (0.17, 0.23))  # smallest and largest radius, by count; the short side is 1
 _GAP = 0.02  # at least this much ground between the circles around two objects
 _SUPERSAMPLING = 4
@@ -50,7 +50,7 @@ class Placed:
 
 
 def choose_count(random: np.random.Generator) -> int:
-    """How many objects a picture gets: one, two or three."""
+    """How many objects an image gets: one, two or three."""
     return 1 + int(np.searchsorted(np.cumsum(_COUNT_SHARES)[:-1], random.random(), side="right"))
 
 
@@ -69,7 +69,7 @@ def place_objects(
     radii = random.uniform(low, high, len(kinds))
     centres = _place(random, radii, height, width)
     angle = random.uniform(0.0, 2.0 * np.pi)
-    light = (float(np.cos(angle)), float(np.sin(angle)))  # one lamp for the whole picture
+    light = (float(np.cos(angle)), float(np.sin(angle)))  # one lamp for the whole image
     placed = []
     for (family, shape), radius, (x, y) in zip(kinds, radii, centres, strict=True):
         hue, spread = _HUES[family]
@@ -81,15 +81,15 @@ def place_objects(
 
 def paint(seed: int, objects: Sequence[Placed], height: int, width: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
     """Draw objects on the ground of a seed: RGB uint8 [height, width, 3], masks bool [objects, height, width]."""
-    picture, grain = paint_ground(seed, height, width)
+    image, grain = paint_ground(seed, height, width)
     masks = np.zeros((len(objects), height, width), dtype=np.bool_)
     for placed, mask in zip(objects, masks, strict=True):
-        _paint_object(placed, picture, mask)
-    return develop(picture, grain), masks
+        _paint_object(placed, image, mask)
+    return develop(image, grain), masks
 
 
 def _place(random: np.random.Generator, radii: Points, height: int, width: int) -> list[tuple[float, float]]:
-    """Centres (x, y) of circles that lie whole in the picture and apart from each other; shrinks `radii` if it must."""
+    """Centres (x, y) of circles that lie whole in the image and apart from each other; shrinks `radii` if it must."""
     short = min(height, width)
     while True:
         for _ in range(20):
@@ -111,9 +111,9 @@ def _turn(random: np.random.Generator, shape: int, radius: float, lean: float | 
     return [contour * scale @ turn for contour in _CONTOURS[shape]]
 
 
-def _paint_object(placed: Placed, picture: Float, mask: NDArray[np.bool_]) -> None:
-    """Draw one object into the picture and mark the pixels that it touches in the mask."""
-    short = min(picture.shape[:2])
+def _paint_object(placed: Placed, image: Float, mask: NDArray[np.bool_]) -> None:
+    """Draw one object into the image and mark the pixels that it touches in the mask."""
+    short = min(image.shape[:2])
     contours = [(contour + placed.centre) * short for contour in placed.contours]
     left, top = np.floor(contours[0].min(axis=0)).astype(int)
     right, bottom = np.ceil(contours[0].max(axis=0)).astype(int)
@@ -125,12 +125,12 @@ def _paint_object(placed: Placed, picture: Float, mask: NDArray[np.bool_]) -> No
     cover = cv2.resize(fine, (right - left, bottom - top), interpolation=cv2.INTER_AREA)
     mask[area] = cover > 0
 
-    x, y = coordinates(*picture.shape[:2])
+    x, y = coordinates(*image.shape[:2])
     slope = placed.light[0] * (x[:, left:right] - placed.centre[0]) + placed.light[1] * (
         y[top:bottom] - placed.centre[1]
     )
     shaded = placed.colour * (1.0 + 0.8 * slope[..., None])
-    picture[area] += (shaded - picture[area]) * (cover.astype(np.float32) / np.float32(255.0))[..., None]
+    image[area] += (shaded - image[area]) * (cover.astype(np.float32) / np.float32(255.0))[..., None]
 
 
 def _circle(radius: float = 1.0, start: float = 0.0, stop: float = 2.0 * np.pi, points: int = 72) -> Points:

@@ -1,4 +1,4 @@
-"""What drawn pictures are said to show: a small grammar in which every sentence is true or false of every picture.
+"""What drawn images are said to show: a small grammar in which every sentence is true or false of every image.
 
     sentence = phrase | phrase relation phrase | phrase relation phrase "and" phrase
     phrase   = "a red heart" | "a heart" | "something red"
@@ -46,7 +46,7 @@ class Phrase:
 
 @dataclass(frozen=True)
 class Thing:
-    """An object of a picture: its colour and its shape, and where its middle lies (x to the right, y down)."""
+    """An object of an image: its colour and its shape, and where its middle lies (x to the right, y down)."""
 
     phrase: Phrase
     middle: tuple[float, float]
@@ -94,7 +94,7 @@ class Sentence:
         return sentence
 
     def holds(self, things: Sequence[Thing]) -> bool:
-        """Whether the sentence is true of a picture of these things; each phrase names a thing of its own."""
+        """Whether the sentence is true of an image of these things; each phrase names a thing of its own."""
         if not all(any(phrase.names(thing) for thing in things) for phrase in self.phrases):
             return False
         return any(
@@ -123,7 +123,7 @@ def _no_sentence(text: str) -> OptionError:
 
 
 def caption(things: Sequence[Thing]) -> Sentence | None:
-    """The one sentence that says all of a picture, and None where there is none.
+    """The one sentence that says all of an image, and None where there is none.
 
     It begins with the thing that lies on one side of all others; where several do, the side that SIDES names first.
     Of two others, the one that lies left of or above the other is named first.
@@ -153,13 +153,13 @@ def turned(sentence: Sentence) -> Sentence:
 
 
 def falsified(sentence: Sentence, wrong: str, things: Sequence[Thing], random: np.random.Generator) -> Sentence | None:
-    """A sentence that differs in one respect and is false of the picture.
+    """A sentence that differs in one respect and is false of the image.
 
     Args:
         sentence: whose phrases name colour and shape.
         wrong: "colour" or "shape" (another one, or two phrases' exchanged), or "side" (another one, or the phrases
             exchanged).
-        things: what the picture shows.
+        things: what the image shows.
         random: what chooses.
 
     Returns:
@@ -201,7 +201,7 @@ _CLEAR = 0.7  # a thing lies at most so much above or below another, for each st
 
 @dataclass(frozen=True)
 class Scene:
-    """A drawn picture and the truth about it.
+    """A drawn image and the truth about it.
 
     Attributes:
         image: RGB uint8 [height, width, 3].
@@ -215,11 +215,11 @@ class Scene:
 
     @property
     def caption(self) -> str:
-        """The one sentence that says all of the picture."""
+        """The one sentence that says all of the image."""
         return str(caption(self.things))
 
     def holds(self, sentence: str) -> bool:
-        """Whether a sentence is true of the picture.
+        """Whether a sentence is true of the image.
 
         Raises:
             OptionError: the text is no sentence of the grammar.
@@ -245,7 +245,7 @@ def draw_scene(seed: int, size: int | tuple[int, int] = 64) -> Scene:
 
     Args:
         seed: at least 0; seeds from FIRST_TRAINING_SEED on are those that the demo models were trained on.
-        size: side of a square picture, or (height, width), in pixels; at least 16.
+        size: side of a square image, or (height, width), in pixels; at least 16.
 
     Raises:
         OptionError: the seed is negative or the size too small.
@@ -255,7 +255,7 @@ def draw_scene(seed: int, size: int | tuple[int, int] = 64) -> Scene:
     ((64, 64, 3), 'an orange triangle below a blue cross and an orange disc')
     """
     height, width = check(seed, size)
-    random = np.random.default_rng((seed, 2))  # neither the ground's stream nor that of the pictures of classes
+    random = np.random.default_rng((seed, 2))  # neither the ground's stream nor that of the images of classes
     numbers = random.permutation(len(COLOURS) * len(SHAPES))[: choose_count(random)]
     kinds = [(int(number) // len(SHAPES), int(number) % len(SHAPES)) for number in numbers]
     while True:

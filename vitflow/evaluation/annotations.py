@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pycocotools import mask as coco
 
 from vitflow.errors import OptionError, ShapeError, VitflowError
-from vitflow.pictures.images import check_mask_size
+from vitflow.images.reading import check_mask_size
 
 Mask = NDArray[np.bool_]
 Size = tuple[int, int]
@@ -226,7 +226,7 @@ def read_annotations(path: Path) -> list[tuple[Any, Parse]]:
         content = json.loads(path.read_text(encoding="utf-8"))
         found = list(_coco_entries(content) if isinstance(content, dict) else _box_entries(content))
         if not found:
-            raise ValueError("they list no pictures")
+            raise ValueError("they list no images")
     except WRONG as error:
         raise unreadable(path, error) from error
     return found
@@ -264,7 +264,7 @@ def _list(value: Any) -> list[Any]:
 def _check_size(width: Any, height: Any, size: Size) -> None:
     if (height, width) != size:
         raise ShapeError(
-            f"they are for a picture of {reprlib.repr(height)} × {reprlib.repr(width)} pixels (height × width), and it "
+            f"they are for an image of {reprlib.repr(height)} × {reprlib.repr(width)} pixels (height × width), and it "
             f"has {size[0]} × {size[1]}"
         )
 

@@ -16,7 +16,7 @@ from vitflow.evaluation.metrics import Metric
 from vitflow.evaluation.statistics import defined_means
 from vitflow.evaluation.tables import Tables
 from vitflow.files import write_atomically
-from vitflow.pictures.charts import (
+from vitflow.images.charts import (
     LIGHT,
     MOST_CHARACTERS,
     Series,
@@ -26,7 +26,7 @@ from vitflow.pictures.charts import (
     settled,
     style_axes,
 )
-from vitflow.pictures.figures import figure_bytes, save_figure
+from vitflow.images.figures import figure_bytes, save_figure
 
 # Lengths in inches.
 _ROW, _PANEL, _AROUND = 0.19, 1.65, 0.55

@@ -1,4 +1,4 @@
-"""What an evaluation asks: which methods and metrics, and of each picture which class and which pixels are right."""
+"""What an evaluation asks: which methods and metrics, and of each image which class and which pixels are right."""
 
 import re
 import warnings
@@ -24,11 +24,11 @@ _WORDNET_ID = re.compile(r"n\d{8}")
 _IMAGENET_CLASSES = 1000
 
 
-def check_options(points: int, sanity_pictures: int, batch_size: int | None, replace_by: str | None) -> None:
+def check_options(points: int, sanity_images: int, batch_size: int | None, replace_by: str | None) -> None:
     """What can be known to be wrong before anything is loaded."""
     for name, value, least in (
         ("points", points, 2),
-        ("sanity_pictures", sanity_pictures, 0),
+        ("sanity_images", sanity_images, 0),
         ("batch_size", batch_size, 1),
     ):
         if value is not None and value < least:
@@ -80,13 +80,13 @@ def possible_groups(groups: Sequence[str], dataset: Dataset, explainer: Explaine
 def applicable_methods(
     explainer: Explainer, dataset: Dataset, chosen: list[ChosenMethod]
 ) -> tuple[list[ChosenMethod], list[str]]:
-    """Of all methods those that apply to the model, tried on one picture; and what to tell of the others."""
-    picture = next((image for sample in dataset.samples[:20] if (image := _image(sample)) is not None), None)
-    if picture is None:
-        return chosen, []  # the run will tell what is wrong with the pictures
+    """Of all methods those that apply to the model, tried on one image; and what to tell of the others."""
+    image = next((image for sample in dataset.samples[:20] if (image := _image(sample)) is not None), None)
+    if image is None:
+        return chosen, []  # the run will tell what is wrong with the images
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", VitflowWarning)
-        refused = explainer.refusals(chosen, picture)
+        refused = explainer.refusals(chosen, image)
     return [one for one in chosen if one.name not in refused], left_out(refused)
 
 
@@ -114,7 +114,7 @@ class Question:
     objects: Mapping[int, Mask] = field(default_factory=dict)
 
 
-def ask(picture: Labelled, num_classes: int, class_names: Sequence[str] | None) -> Question:
+def ask(image: Labelled, num_classes: int, class_names: Sequence[str] | None) -> Question:
     """Choose the class to explain, and the region that belongs to it.
 
     1. The class of the image as a whole, if it has one that the model has.
@@ -125,20 +125,20 @@ def ask(picture: Labelled, num_classes: int, class_names: Sequence[str] | None) 
     none, it is the union of all objects. An image asks one question, so that images are independent in the statistics.
 
     Args:
-        picture: the image and what is known about it.
+        image: the image and what is known about it.
         num_classes: of the model; 0 if it has none.
         class_names: their names, if known. Models of ImageNet-1k know WordNet ids such as n01440764.
 
     Raises:
         ShapeError: a region cannot be painted.
     """
-    size = picture.image.shape[0], picture.image.shape[1]
-    target = _index(picture.label, num_classes, class_names)
-    if picture.regions is None:
+    size = image.image.shape[0], image.image.shape[1]
+    target = _index(image.label, num_classes, class_names)
+    if image.regions is None:
         return Question(target)
-    check_count(len(picture.regions))
-    unknown = [region for region in picture.regions if region.unknown]
-    known = [region for region in picture.regions if not region.unknown]
+    check_count(len(image.regions))
+    unknown = [region for region in image.regions if region.unknown]
+    known = [region for region in image.regions if not region.unknown]
     by_class: dict[int | None, list[Region]] = {}
     for region in known:
         by_class.setdefault(_index(region.label, num_classes, class_names), []).append(region)
@@ -194,8 +194,8 @@ def blurred(saliency: Saliency) -> Saliency:
     """The map under a Gaussian with a standard deviation of one patch; at the border it is mirrored, so sums are kept.
 
     >>> from vitflow.explaining.explainer import explain
-    >>> from vitflow.demo import sample_pictures
-    >>> saliency = explain(sample_pictures()[0], model="demo")
+    >>> from vitflow.demo import sample_images
+    >>> saliency = explain(sample_images()[0], model="demo")
     >>> bool(np.isclose(blurred(saliency).grid.sum(), saliency.grid.sum()))
     True
     """

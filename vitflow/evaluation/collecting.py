@@ -1,4 +1,4 @@
-"""From the rows of a run to an Evaluation: arrays over pictures, and the notes that belong beside the tables."""
+"""From the rows of a run to an Evaluation: arrays over images, and the notes that belong beside the tables."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ Array = NDArray[np.float64]
 
 _REPLACED = {
     "drop": "Removed patches leave the model's sequence of tokens.",
-    "blank": "Removed patches are painted in the picture's mean colour.",
+    "blank": "Removed patches are painted in the image's mean colour.",
     "blur": "Removed patches are blurred.",
 }
 
@@ -33,7 +33,7 @@ def collect(
     settings: Mapping[str, Any],
     notes: Sequence[str] = (),
 ) -> Evaluation:
-    """Put the rows of all pictures together.
+    """Put the rows of all images together.
 
     Args:
         rows: as `measure` gives them, in the order of the data.
@@ -45,7 +45,7 @@ def collect(
         notes: further sentences to tell.
     """
     labels = protocol.labels
-    pictures: list[dict[str, Any]] = []
+    images: list[dict[str, Any]] = []
     failures: list[Mapping[str, Any]] = []
     table: list[Array] = []
     overlaps: list[Array] = []
@@ -58,7 +58,7 @@ def collect(
             failures.append(row)
             continue
         known = {name: row[name] for name in ("input", *kinds_in("measured"), "seconds")}
-        pictures.append(known | {"grid": row.get("grid")})
+        images.append(known | {"grid": row.get("grid")})
         table.append(_array([[row["values"][label].get(name) for label in labels] for name in METRICS]))
         if "overlap" in row:
             overlaps.append(_array([row["overlap"][label] or [None] * 4 for label in labels]))
@@ -73,13 +73,13 @@ def collect(
             correlations.append(row["correlation"])
     values = np.array(table, dtype=np.float64).reshape(len(table), len(METRICS), len(labels))
     by_metric = {name: values[:, number] for number, name in enumerate(METRICS)}
-    shown = [metric for metric in metrics if metric.group in {g for picture in pictures for g in picture["groups"]}]
+    shown = [metric for metric in metrics if metric.group in {g for image in images for g in image["groups"]}]
     return Evaluation(
         data=dataset.name,
         model=model,
         methods=tuple(labels),
         metrics=tuple(shown),
-        pictures=tuple(pictures),
+        images=tuple(images),
         failures=tuple(failures),
         values={metric.name: by_metric[metric.name] for metric in shown},
         overlaps=np.array(overlaps) if overlaps else None,
@@ -93,8 +93,8 @@ def collect(
         settings=dict(settings),
         unchecked=protocol.unchecked,
         notes=(
-            *_notes(dataset, pictures, failures, protocol),
-            *_undefined(pictures, protocol, by_metric, shown),
+            *_notes(dataset, images, failures, protocol),
+            *_undefined(images, protocol, by_metric, shown),
             *notes,
         ),
     )
@@ -115,20 +115,20 @@ def _correlation(model: str, found: Sequence[Mapping[str, Any]]) -> RankCorrelat
 
 def _notes(
     dataset: Dataset,
-    pictures: Sequence[Mapping[str, Any]],
+    images: Sequence[Mapping[str, Any]],
     failures: Sequence[Mapping[str, Any]],
     protocol: Protocol,
 ) -> list[str]:
     """What a reader of the tables must know."""
-    count = len(pictures)
+    count = len(images)
     measured = "all measured" if not failures else f"{count} measured, {len(failures)} failed"
-    told = [f"{dataset.kind}, {measured}. Tables show means over pictures ± standard error."]
-    labelled = sum(picture["asked"] == "label" for picture in pictures)
+    told = [f"{dataset.kind}, {measured}. Tables show means over images ± standard error."]
+    labelled = sum(image["asked"] == "label" for image in images)
     if labelled == count and count:
         told.append("Class-specific methods are asked for the labelled class.")
     elif labelled:
         told.append(
-            f"Class-specific methods are asked for the labelled class on {_count(labelled, 'picture')}, and for the "
+            f"Class-specific methods are asked for the labelled class on {_count(labelled, 'image')}, and for the "
             f"predicted one on the other {count - labelled}, whose labels the model does not know."
         )
     elif count:
@@ -138,10 +138,10 @@ def _notes(
     if protocol.blurred_twin:
         told.append(SAYS)
     if "grid" in protocol.groups:
-        told.append(_about_grids([picture["grid"] for picture in pictures if picture["grid"] is not None]))
-    checked = sum("sanity" in picture["groups"] for picture in pictures)
+        told.append(_about_grids([image["grid"] for image in images if image["grid"] is not None]))
+    checked = sum("sanity" in image["groups"] for image in images)
     if checked:
-        told.append(f"The sanity checks were made on {_count(checked, 'picture')}.")
+        told.append(f"The sanity checks were made on {_count(checked, 'image')}.")
         if protocol.unchecked:
             told[-1] += (
                 f" Left out of them, for they run the model many times: {', '.join(protocol.unchecked)}; name a method "
@@ -153,18 +153,18 @@ def _notes(
 def _about_grids(grids: Sequence[Sequence[str]]) -> str:
     if not grids:
         return (
-            "No grid of four pictures could be made: that takes four labelled pictures of different classes, each of "
+            "No grid of four images could be made: that takes four labelled images of different classes, each of "
             "which the model gives more than half of its probability."
         )
     count = len({tuple(names) for names in grids})
     return (
-        f"The grid pointing game asks {_count(len(grids), 'question')} of {_count(count, 'grid')}, four pictures each "
+        f"The grid pointing game asks {_count(len(grids), 'question')} of {_count(count, 'grid')}, four images each "
         "whose labelled class the model gives more than half of its probability, drawn by the seed."
     )
 
 
 def _undefined(
-    pictures: Sequence[Mapping[str, Any]],
+    images: Sequence[Mapping[str, Any]],
     protocol: Protocol,
     values: Mapping[str, Array],
     metrics: Sequence[Metric],
@@ -172,16 +172,16 @@ def _undefined(
     """What was left out of the means because it is not defined, and why."""
     told = []
     missing = {
-        metric.name: np.isnan(values[metric.name]) & np.array([[metric.group in one["groups"]] for one in pictures])
+        metric.name: np.isnan(values[metric.name]) & np.array([[metric.group in one["groups"]] for one in images])
         for metric in metrics
     }
     nowhere = next((missing[metric.name].all(axis=1) for metric in metrics if metric.needs_regions), None)
     if nowhere is not None and nowhere.any():
         told.append(
-            f"Localisation is not defined on {_count(int(nowhere.sum()), 'picture')}: the model saw no object, or no "
+            f"Localisation is not defined on {_count(int(nowhere.sum()), 'image')}: the model saw no object, or no "
             "ground, or the data does not say where they are."
         )
-    constant = {label: sum(label in one["constant"] for one in pictures) for label in protocol.labels}
+    constant = {label: sum(label in one["constant"] for one in images) for label in protocol.labels}
     if any(constant.values()):
         told.append(
             f"Constant maps rank no patches: {_listed(constant)}. They count as chance in localisation, and are left "
@@ -202,7 +202,7 @@ def _undefined(
 
 
 def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{label} on {_count(count, 'picture')}" for label, count in counts.items() if count)
+    return ", ".join(f"{label} on {_count(count, 'image')}" for label, count in counts.items() if count)
 
 
 def _count(number: int, word: str) -> str:

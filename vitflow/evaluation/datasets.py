@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_picture
+from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_image
 from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError
 from vitflow.evaluation.annotations import (
     WRONG,
@@ -28,7 +28,7 @@ from vitflow.evaluation.annotations import (
     unreadable,
 )
 from vitflow.files import find_images, is_file, is_folder, is_there
-from vitflow.pictures.images import read_image, read_mask
+from vitflow.images.reading import read_image, read_mask
 
 _DEMO = re.compile(r"demo(?::(\d+))?(?::(\d+))?")
 _MASK_ENDINGS = ("_mask", "-mask", ".mask")
@@ -65,12 +65,12 @@ class Sample:
                 stamps.append([])
         if not self.files and not self.fixed:
             with contextlib.suppress(VitflowError, OSError):
-                picture = self.read()
-                digest = hashlib.sha256(f"{picture.image.shape} {picture.label!r}".encode("utf-8", "surrogatepass"))
-                digest.update(picture.image.tobytes())
-                for region in picture.regions or ():
+                content = self.read()
+                digest = hashlib.sha256(f"{content.image.shape} {content.label!r}".encode("utf-8", "surrogatepass"))
+                digest.update(content.image.tobytes())
+                for region in content.regions or ():
                     digest.update(f"{region.label!r} {region.unknown}".encode("utf-8", "surrogatepass"))
-                    digest.update(region.mask((picture.image.shape[0], picture.image.shape[1])).tobytes())
+                    digest.update(region.mask((content.image.shape[0], content.image.shape[1])).tobytes())
                 stamps.append(digest.hexdigest())
         return stamps
 
@@ -130,14 +130,14 @@ def open_dataset(
         ImageError: the folder has no images.
 
     >>> open_dataset("demo:20").kind
-    '20 drawn pictures with exact masks'
+    '20 drawn images with exact masks'
     >>> open_dataset([(np.zeros((8, 8, 3), np.uint8), [[0, 0, 4, 4], [1, 2, 7, 8]])]).has_regions
     True
     """
     if limit is not None and limit < 1:
-        raise OptionError(f"Expected a limit of at least 1 picture, got {limit}.")
+        raise OptionError(f"Expected a limit of at least 1 image, got {limit}.")
     if images is not None and not is_folder(images):
-        raise OptionError(f"Expected the folder with the pictures, but there is none at {str(images)!r}.")
+        raise OptionError(f"Expected the folder with the images, but there is none at {str(images)!r}.")
     if isinstance(data, Dataset):
         dataset = data
     elif isinstance(data, str | os.PathLike):
@@ -155,11 +155,11 @@ def _open_path(data: str | os.PathLike[str], images: Path | None) -> Dataset:
     if isinstance(data, str) and (match := _DEMO.fullmatch(data)) and not is_there(data):
         return _drawn(data, int(match[1] or 100), int(match[2] or 0))
     if is_file(path):
-        return _annotated(path, path.name, images) if path.suffix.lower() == ".json" else _pictures(path.name, [path])
+        return _annotated(path, path.name, images) if path.suffix.lower() == ".json" else _images(path.name, [path])
     if not is_folder(path):
         raise OptionError(
-            f"Expected data to evaluate on, but there is nothing at {str(path)!r}. Give a folder with pictures, a file "
-            "with annotations, or demo:500 for pictures that vitflow draws itself."
+            f"Expected data to evaluate on, but there is nothing at {str(path)!r}. Give a folder with images, a file "
+            "with annotations, or demo:500 for images that vitflow draws itself."
         )
     files = sorted(filter(is_file, path.glob("*.json")))
     files = [file for file in files if file.name in ("boxes.json", "annotations.json")] or files
@@ -170,23 +170,23 @@ def _open_path(data: str | os.PathLike[str], images: Path | None) -> Dataset:
         )
     if files:
         return _annotated(files[0], path.name, images or path)
-    return _pictures(path.name, find_images(images or path), path / "labels.csv")
+    return _images(path.name, find_images(images or path), path / "labels.csv")
 
 
 def _drawn(name: str, count: int, seed: int) -> Dataset:
     if count < 1 or seed + count > FIRST_TRAINING_SEED:
         raise OptionError(
-            f"Expected demo:COUNT with 1 to {FIRST_TRAINING_SEED} pictures that the demo model was not trained on, got "
+            f"Expected demo:COUNT with 1 to {FIRST_TRAINING_SEED} images that the demo model was not trained on, got "
             f"{name!r}."
         )
     samples = [Sample(f"demo-{number}", partial(_draw, number), fixed=True) for number in range(seed, seed + count)]
-    return Dataset(name, f"{count} drawn pictures with exact masks", samples, True, {"demo": seed})
+    return Dataset(name, f"{count} drawn images with exact masks", samples, True, {"demo": seed})
 
 
 def _draw(seed: int) -> Labelled:
-    picture = draw_picture(seed)
-    objects = zip(picture.labels, picture.masks, strict=True)
-    return Labelled(picture.image, tuple(Region(CLASS_NAMES[label], mask) for label, mask in objects))
+    image = draw_image(seed)
+    objects = zip(image.labels, image.masks, strict=True)
+    return Labelled(image.image, tuple(Region(CLASS_NAMES[label], mask) for label, mask in objects))
 
 
 # --- Iterables -------------------------------------------------------------------------------------------------------
@@ -197,11 +197,11 @@ def _open_iterable(data: Any) -> Dataset:
     items = data if hasattr(data, "__getitem__") and hasattr(data, "__len__") else list(data)
     count = len(items)
     if not count:
-        raise OptionError("Expected at least one picture, got none.")
-    name = f"{count} pictures"
+        raise OptionError("Expected at least one image, got none.")
+    name = f"{count} images"
     if isinstance(items, list | tuple) and all(isinstance(item, str | os.PathLike) for item in items):
-        return _pictures(name, [Path(item) for item in items])
-    samples = [Sample(f"picture {number + 1}", partial(_read_item, items, number)) for number in range(count)]
+        return _images(name, [Path(item) for item in items])
+    samples = [Sample(f"image {number + 1}", partial(_read_item, items, number)) for number in range(count)]
     has_regions = False
     for sample in samples[:_PROBED]:
         with contextlib.suppress(VitflowError, OSError):  # its row has the error
@@ -264,10 +264,10 @@ def _annotated(path: Path, name: str, images: Path | None) -> Dataset:
         if not samples[0].files:
             samples[0].read()  # its error is more to the point
         raise OptionError(
-            f"None of the {len(samples)} pictures of {path.name!r} was found, such as {names[0]!r}. Say where they are "
+            f"None of the {len(samples)} images of {path.name!r} was found, such as {names[0]!r}. Say where they are "
             "with --images (images=…)."
         )
-    kind = f"{len(samples)} pictures with annotated regions"
+    kind = f"{len(samples)} images with annotated regions"
     return Dataset(name, kind, samples, True, {"annotations": _digest([path])})
 
 
@@ -284,7 +284,7 @@ def _find_image(file: Any, folders: Sequence[Path]) -> Path:
     Nothing outside the folders is read, whether a name leads there by its path or by a link.
     """
     if not _is_name(file):
-        raise ValueError(f"expected a picture's file name, got {reprlib.repr(file)}")
+        raise ValueError(f"expected an image's file name, got {reprlib.repr(file)}")
     places: list[Path] = [folder / file for folder in folders]
     inside = [
         place for place, folder in zip(places, folders, strict=True) if place.resolve().is_relative_to(folder.resolve())
@@ -292,7 +292,7 @@ def _find_image(file: Any, folders: Sequence[Path]) -> Path:
     there = next(filter(is_file, inside), None)
     if there is None and len(inside) < len(places):
         raise OptionError(
-            f"The annotations name {file[:_LONGEST_MESSAGE]!r}, which lies outside the folders with pictures ("
+            f"The annotations name {file[:_LONGEST_MESSAGE]!r}, which lies outside the folders with images ("
             f"{', '.join(repr(str(folder)) for folder in folders)}). If that is meant, name its folder with "
             "--images (images=…)."
         )
@@ -311,13 +311,13 @@ def _refuse(problem: VitflowError) -> Labelled:
     raise problem
 
 
-def _pictures(name: str, paths: Sequence[Path], labels: Path | None = None) -> Dataset:
+def _images(name: str, paths: Sequence[Path], labels: Path | None = None) -> Dataset:
     """Images with their masks and their classes, if there are any."""
     masks = {path: mask for path in paths if (mask := _find_mask(path)) is not None}
     taken = set(masks.values())
     paths = [path for path in paths if path not in taken]
     if not paths:
-        raise ImageError(f"Expected at least one picture in {name!r}, found none.")
+        raise ImageError(f"Expected at least one image in {name!r}, found none.")
     folders = dict.fromkeys(path.parent for path in (*masks.values(), *paths))
     classes = next((folder / "classes.txt" for folder in folders if is_file(folder / "classes.txt")), None)
     try:
@@ -337,15 +337,15 @@ def _pictures(name: str, paths: Sequence[Path], labels: Path | None = None) -> D
         )
         for path, unique in zip(paths, names, strict=True)
     ]
-    kind = f"{len(paths)} pictures" + (" with masks" if masks else "") + (" with classes" if rows else "")
+    kind = f"{len(paths)} images" + (" with masks" if masks else "") + (" with classes" if rows else "")
     facts = [file for file in (labels, classes) if file is not None]
     return Dataset(name, kind, samples, bool(masks), {"root": root, "annotations": _digest(facts)})
 
 
-def _find_mask(picture: Path) -> Path | None:
+def _find_mask(image: Path) -> Path | None:
     """The mask of an image, next to it or in a folder `masks`, if there is one."""
-    candidates = [picture.with_name(f"{picture.stem}{ending}.png") for ending in _MASK_ENDINGS]
-    return next(filter(is_file, [*candidates, picture.parent / "masks" / f"{picture.stem}.png"]), None)
+    candidates = [image.with_name(f"{image.stem}{ending}.png") for ending in _MASK_ENDINGS]
+    return next(filter(is_file, [*candidates, image.parent / "masks" / f"{image.stem}.png"]), None)
 
 
 def _read_labels(path: Path) -> dict[str, tuple[str, str]]:

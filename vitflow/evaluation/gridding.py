@@ -1,4 +1,4 @@
-"""The grid pointing game: which pictures stand together in a grid, and whether a map tells their classes apart."""
+"""The grid pointing game: which images stand together in a grid, and whether a map tells their classes apart."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ class CellScore(NamedTuple):
 
 
 class ObjectScore(NamedTuple):
-    """How a map divides itself among the labelled objects of a picture.
+    """How a map divides itself among the labelled objects of an image.
 
     Attributes:
         energy: of its mass in labelled objects, the share in the asked one.
@@ -56,7 +56,7 @@ class ObjectScore(NamedTuple):
 
 
 def tile(windows: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """Four pictures of one size as a grid of two by two of that size, each shrunk to its cell: uint8 RGB.
+    """Four images of one size as a grid of two by two of that size, each shrunk to its cell: uint8 RGB.
 
     >>> tile([np.full((4, 6, 3), 60 * number, np.uint8) for number in range(4)])[[0, 0, 3, 3], [0, 5, 0, 5], 0].tolist()
     [0, 60, 120, 180]
@@ -108,7 +108,7 @@ def score_cell(grid: NDArray[np.floating], cell: int) -> CellScore:
 
 
 def score_object(heatmap: Heatmap, objects: Sequence[Mask], asked: int) -> ObjectScore | None:
-    """Score the map of a picture for one of its labelled objects, against all of them.
+    """Score the map of an image for one of its labelled objects, against all of them.
 
     Args:
         heatmap: the map for the asked object's class, [height, width], NaN where the model saw nothing. Its mass is
@@ -140,7 +140,7 @@ def _wins(means: Sequence[float], asked: int) -> float:
     return float(largest[asked]) / float(largest.sum())
 
 
-# What the model must give the right class of a picture in a grid.
+# What the model must give the right class of an image in a grid.
 _KNOWN = 0.5
 # Grids, and methods of each, that are drawn.
 _DRAWN = 3, 4
@@ -148,10 +148,10 @@ _DRAWN = 3, 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """Four pictures of different classes, each of which the model knows.
+    """Four images of different classes, each of which the model knows.
 
     Attributes:
-        samples: the pictures, in raster order.
+        samples: the images, in raster order.
         classes: the class of each.
     """
 
@@ -161,17 +161,17 @@ class Grid:
 
     @property
     def names(self) -> list[str]:
-        """The names of its pictures."""
+        """The names of its images."""
         return [sample.name for sample in self.samples]
 
     def image(self, explainer: Explainer) -> NDArray[np.uint8]:
-        """The pictures as the model sees each, side by side as one model input, uint8 RGB."""
+        """The images as the model sees each, side by side as one model input, uint8 RGB."""
         windows = []
         for sample in self.samples:
-            picture = sample.read().image
+            image = sample.read().image
             own = as_it_is(explainer, explainer.spec.size) if explainer.fit == "native" else explainer
-            placement = own.preprocessing.place((picture.shape[0], picture.shape[1]))
-            windows.append(own.preprocessing.cut(picture, placement))
+            placement = own.preprocessing.place((image.shape[0], image.shape[1]))
+            windows.append(own.preprocessing.cut(image, placement))
         return tile(windows)
 
     def maps(self, explainer: Explainer, methods: Sequence[ChosenMethod]) -> dict[str, list[Saliency]]:
@@ -191,7 +191,7 @@ class Grid:
         }
 
     def scores(self, explainer: Explainer, methods: Sequence[ChosenMethod], name: str) -> dict[str, CellScore]:
-        """What each method's map is worth that was asked for the class of this picture, by label."""
+        """What each method's map is worth that was asked for the class of this image, by label."""
         if not self._scores:
             for label, maps in self.maps(explainer, methods).items():
                 self._scores[label] = [score_cell(one.grid, cell) for cell, one in enumerate(maps)]
@@ -202,19 +202,19 @@ class Grid:
 def make_grids(
     samples: Sequence[Sample], explainer: Explainer, question_of: Callable[[Labelled], Question], seed: int
 ) -> dict[str, Grid]:
-    """The grid that each picture stands in, by its name; pictures that stand in none are left out.
+    """The grid that each image stands in, by its name; images that stand in none are left out.
 
-    Those pictures come in question whose labelled class the model finds most probable, with more than ½. Their order is
+    Those images come in question whose labelled class the model finds most probable, with more than ½. Their order is
     drawn by the seed; each grid takes the next four of which none shows another's class.
     """
     known: list[tuple[Sample, int, frozenset[int]]] = []
     for sample in sorted(samples, key=lambda one: lot(one.name, seed)):
         try:
-            picture = sample.read()
-            question = question_of(picture)
+            image = sample.read()
+            question = question_of(image)
         except (VitflowError, OSError):
             continue  # its own row tells of it
-        if question.target is not None and _knows(explainer, picture, question.target):
+        if question.target is not None and _knows(explainer, image, question.target):
             known.append((sample, question.target, frozenset(question.objects) | {question.target}))
     found: dict[str, Grid] = {}
     while grid := _first_grid(known):
@@ -236,14 +236,14 @@ def _first_grid(known: Sequence[tuple[Sample, int, frozenset[int]]]) -> list[tup
     return []
 
 
-def _knows(explainer: Explainer, picture: Labelled, target: int) -> bool:
+def _knows(explainer: Explainer, image: Labelled, target: int) -> bool:
     with torch.no_grad():
-        probabilities = explainer.outputs.told(explainer.logits(explainer.pixels(picture.image)))[0]
+        probabilities = explainer.outputs.told(explainer.logits(explainer.pixels(image.image)))[0]
     return int(probabilities.argmax()) == target and float(probabilities[target]) > _KNOWN
 
 
 def lot(name: str, seed: int) -> bytes:
-    """A picture's lot: those with the smallest are drawn, and more pictures in the data change little of it."""
+    """An image's lot: those with the smallest are drawn, and more images in the data change little of it."""
     return hashlib.sha256(f"{seed} {name}".encode("utf-8", "surrogateescape")).digest()
 
 
@@ -264,6 +264,6 @@ def draw_grids(
         try:
             found = grid.maps(explainer, specific[: _DRAWN[1]])
         except (VitflowError, OSError):
-            continue  # a picture that was there before
+            continue  # an image that was there before
         drawn.append(Comparison((tuple(one for maps in found.values() for one in maps),)).figure())
     return tuple(drawn)

@@ -11,7 +11,7 @@ from vitflow.errors import OptionError, unknown_name
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number per picture and method.
+    """One number per image and method.
 
     Attributes:
         name: what callers write, and its column in the tables.
@@ -49,7 +49,7 @@ METRICS: dict[str, Metric] = {
             "localisation",
             "higher",
             "How often the highest pixel lies in the object.",
-            "One pixel decides: it says nothing about the rest of the map, and the centre of the picture already hits "
+            "One pixel decides: it says nothing about the rest of the map, and the centre of the image already hits "
             "often.",
         ),
         Metric(
@@ -90,7 +90,7 @@ METRICS: dict[str, Metric] = {
             "faithfulness",
             "lower",
             "The class's probability while the highest patches are removed first.",
-            "Pictures with holes are unlike anything the model was trained on; that it fails on them may have other "
+            "Images with holes are unlike anything the model was trained on; that it fails on them may have other "
             "reasons.",
         ),
         Metric(
@@ -99,7 +99,7 @@ METRICS: dict[str, Metric] = {
             "faithfulness",
             "higher",
             "The class's probability while the highest patches are put back first.",
-            "A few patches that suffice need not be those that the model uses when it sees the whole picture.",
+            "A few patches that suffice need not be those that the model uses when it sees the whole image.",
         ),
         Metric(
             "gap",
@@ -139,16 +139,16 @@ METRICS: dict[str, Metric] = {
             "shift stability",
             "sanity",
             "higher",
-            "How alike the maps of the picture and of the shifted picture are: Spearman.",
-            "A map that ignores the picture is perfectly stable, and a model that reacts to the shift should move it.",
+            "How alike the maps of the image and of the shifted image are: Spearman.",
+            "A map that ignores the image is perfectly stable, and a model that reacts to the shift should move it.",
         ),
         Metric(
             "flip_stability",
             "flip stability",
             "sanity",
             "higher",
-            "How alike the maps of the picture and of its mirror image are: Spearman.",
-            "A map that ignores the picture and is symmetric is perfectly stable.",
+            "How alike the maps of the image and of its mirror image are: Spearman.",
+            "A map that ignores the image and is symmetric is perfectly stable.",
         ),
         Metric(
             "class_sensitivity",
@@ -163,7 +163,7 @@ METRICS: dict[str, Metric] = {
             "energy in cell",
             "grid",
             "higher",
-            "Of four pictures in a grid, one class asked for: the share of the map in the cell that shows it.",
+            "Of four images in a grid, one class asked for: the share of the map in the cell that shows it.",
             "A map that is thin everywhere else gains by that alone. Chance, and every map that is the same for all "
             "classes, is 0.25.",
         ),
@@ -181,7 +181,7 @@ METRICS: dict[str, Metric] = {
             "grid",
             "higher",
             "How often the asked cell has the largest mean of the four.",
-            "It says nothing about where in its cell the map lies; and grids are unlike the pictures that a model was "
+            "It says nothing about where in its cell the map lies; and grids are unlike the images that a model was "
             "trained on.",
         ),
         Metric(
@@ -189,7 +189,7 @@ METRICS: dict[str, Metric] = {
             "energy in asked object",
             "grid",
             "higher",
-            "In pictures with labelled objects of several classes: of the map's mass in all of them, the share in the "
+            "In images with labelled objects of several classes: of the map's mass in all of them, the share in the "
             "asked one.",
             "What lies beside all objects does not count. Chance is the asked object's share of their area.",
         ),

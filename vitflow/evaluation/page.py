@@ -9,9 +9,9 @@ from typing import Any
 from vitflow.evaluation.metrics import CORRELATION_SILENT, Metric
 from vitflow.evaluation.statistics import CONFIDENCE, Difference
 from vitflow.evaluation.tables import Tables
-from vitflow.pictures.charts import darkened
-from vitflow.pictures.figures import figure_bytes
-from vitflow.pictures.typesetting import decimal
+from vitflow.images.charts import darkened
+from vitflow.images.figures import figure_bytes
+from vitflow.images.typesetting import decimal
 from vitflow.viewer.pages import write_html
 
 _TITLES = {
@@ -24,7 +24,7 @@ _TITLES = {
 _QUESTIONS = {
     "localisation": "Does the map lie where the object is?",
     "faithfulness": "Does the answer go with the patches that the map calls relevant?",
-    "sanity": "Does the map depend on the model, follow the picture, and tell classes apart?",
+    "sanity": "Does the map depend on the model, follow the image, and tell classes apart?",
     "grid": "Of several objects, does the map lie on the one that was asked for?",
     "correlation": "Do attention, rollout and flow of each layer rank patches as the references do?",
 }
@@ -69,7 +69,7 @@ def _groups(evaluation: Tables, drawn: Mapping[str, bytes]) -> list[dict[str, An
                 "metrics": metrics,
                 "rows": _rows(evaluation, metrics),
                 "charts": [charts[name] for name in names if name in charts],
-                "pictures": [
+                "images": [
                     {"data": _data_uri(figure_bytes(one, ".png"), "png"), "width": round(_PIXELS * one.get_figwidth())}
                     for one in evaluation.grids
                 ]
@@ -86,7 +86,7 @@ def _groups(evaluation: Tables, drawn: Mapping[str, bytes]) -> list[dict[str, An
             "question": _QUESTIONS["correlation"],
             "charts": [charts["correlation"]] if "correlation" in charts else [],
             "tables": evaluation.correlation.tables(),
-            "pictures": evaluation.correlation.pictures,
+            "images": evaluation.correlation.images,
             "silent": CORRELATION_SILENT,
         }
         found.append(further)
@@ -140,7 +140,7 @@ def _best(evaluation: Tables, metric: Metric) -> list[str]:
 
 
 def _level_with_random(evaluation: Tables, metric: Metric) -> set[str]:
-    """Methods that are not clearly better than the random map on the same pictures."""
+    """Methods that are not clearly better than the random map on the same images."""
     sign = 1.0 if metric.better == "higher" else -1.0
     level = set()
     for one in evaluation.differences(metric.name):
@@ -177,5 +177,5 @@ def _difference(one: Difference, metric: Metric, sign: float) -> dict[str, str]:
     state = ("better" if better else "worse") if one.is_clear else "unclear"
     ends = sorted((low * sign, high * sign))
     above = one.above if sign > 0 else 1.0 - one.above
-    title = f"{decimal(ends[0])} … {decimal(ends[1])}; higher on {above:.0%} of {one.estimate.count} pictures"
+    title = f"{decimal(ends[0])} … {decimal(ends[1])}; higher on {above:.0%} of {one.estimate.count} images"
     return {"text": decimal(mean * sign, signed=True), "state": state, "title": title}

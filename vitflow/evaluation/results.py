@@ -1,4 +1,4 @@
-"""Evaluation: what was measured on all pictures, as tables, differences between methods, files and a page."""
+"""Evaluation: what was measured on all images, as tables, differences between methods, files and a page."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from vitflow.evaluation.statistics import defined_means, markdown_table
 from vitflow.evaluation.tables import Tables
 from vitflow.evaluation.verdict import verdict
 from vitflow.files import write_atomically
-from vitflow.pictures.figures import bundle, html_table, save_figure
+from vitflow.images.figures import bundle, html_table, save_figure
 
 
 class Evaluation(Tables):
@@ -41,12 +41,12 @@ class Evaluation(Tables):
         return bundle(repr(self), bars, tables)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every table, all pairs and the mean curves, ready for JSON; without the values of each picture."""
+        """Every table, all pairs and the mean curves, ready for JSON; without the values of each image."""
         tables = {metric.name: self._metric_record(metric) for metric in self.metrics}
         record: dict[str, Any] = {
             "data": self.data,
             "model": self.model,
-            "pictures": len(self.pictures),
+            "images": len(self.images),
             "failed": len(self.failures),
             "methods": list(self.methods),
             "baselines": [method for method in self.methods if self.is_baseline(method)],
@@ -116,7 +116,7 @@ class Evaluation(Tables):
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write everything into a folder, or the tables alone into a file (.json, .md or .csv).
 
-        A folder gets `results.csv` (a row per picture, method and metric), `summary.csv`, `differences.csv`,
+        A folder gets `results.csv` (a row per image, method and metric), `summary.csv`, `differences.csv`,
         `summary.json`, the figures as PNG and SVG, and `report.html`, one page with all of it.
 
         Returns:
@@ -149,7 +149,7 @@ class Evaluation(Tables):
 
 
 def _mean_curves(values: NDArray[np.float64]) -> list[list[float | None]]:
-    """The mean over pictures of [pictures, methods, points], NaN left out; None where nothing is left."""
+    """The mean over images of [images, methods, points], NaN left out; None where nothing is left."""
     return [[None if np.isnan(mean) else mean for mean in row] for row in defined_means(values).tolist()]
 
 

@@ -1,4 +1,4 @@
-"""Evaluate methods on a model and data: measure picture by picture, resumable, and put everything together."""
+"""Evaluate methods on a model and data: measure image by image, resumable, and put everything together."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,19 +34,19 @@ from vitflow.explaining.method_table import is_slow
 from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.progress import watched
 from vitflow.folder.work import explainer_for
-from vitflow.pictures.images import ImageSource
+from vitflow.images.reading import ImageSource
 from vitflow.runs.batches import Batches, RunProgress, Tally
 from vitflow.runs.columns import failed_row
 from vitflow.runs.fingerprints import run_fingerprint, without_probe
 from vitflow.runs.store import Run, finishing, versions
 
-#: On how many pictures the costly groups are measured where nothing else is asked for.
-SANITY_PICTURES = 24
+#: On how many images the costly groups are measured where nothing else is asked for.
+SANITY_IMAGES = 24
 
-# Groups of metrics that take many forward passes per picture.
+# Groups of metrics that take many forward passes per image.
 _COSTLY = ("sanity", "correlation")
 
-# How often the sanity checks make each map of a picture anew: stages of random weights, shifts, flips, classes.
+# How often the sanity checks make each map of an image anew: stages of random weights, shifts, flips, classes.
 _SANITY_ROUNDS = 9
 
 _AUTO_BATCH = {"cpu": 8, "cuda": 64}
@@ -65,7 +65,7 @@ def evaluate(
     replace_by: str | None = None,
     points: int = 11,
     blurred_twin: bool = True,
-    sanity_pictures: int = SANITY_PICTURES,
+    sanity_images: int = SANITY_IMAGES,
     batch_size: int | None = None,
     resamples: int = RESAMPLES,
     seed: int = 0,
@@ -73,14 +73,14 @@ def evaluate(
     progress: Callable[[RunProgress], None] | None = None,
     **options: Any,
 ) -> Evaluation:
-    """Measure what the maps of several methods are worth, on your model and your pictures, beside two baselines.
+    """Measure what the maps of several methods are worth, on your model and your images, beside two baselines.
 
-    A picture that cannot be measured becomes a row with an error, and the others go on. With an output folder the rows
+    An image that cannot be measured becomes a row with an error, and the others go on. With an output folder the rows
     are kept as they are made: a second run with the same options goes on where the first was ended, and tries failed
-    pictures again.
+    images again.
 
     Args:
-        data: drawn pictures ("demo:500"), annotations, a folder or list of pictures; see `open_dataset`.
+        data: drawn images ("demo:500"), annotations, a folder or list of images; see `open_dataset`.
         model: a model id (see `load_model`), a module, an Explainer, or a function that makes one when it is needed.
         methods: names, or (name, options) pairs; "all" for every method that applies to the model; by default all of
             these but occlusion, sampling, consensus and LeGrad, which run the model many times (of "all" they are left
@@ -88,24 +88,24 @@ def evaluate(
         metrics: names or groups ("localisation", "faithfulness", "sanity", "grid", "correlation"), or "all" among them;
             by default the first three groups.
         output: a folder for the rows, tables, figures and the page.
-        images: where the pictures of an annotation file are, if not beside it.
-        limit: take the first pictures only.
+        images: where the images of an annotation file are, if not beside it.
+        limit: take the first images only.
         replace_by: what is left of removed patches: "drop" (their tokens leave the sequence), "blank" or "blur"; by
             default "drop" where the model can, else "blank".
         points: of the deletion and insertion curves, both ends included.
         blurred_twin: measure each map blurred, too: the control that tells what comes of smoothness alone.
-        sanity_pictures: on how many pictures sanity and rank correlation are measured, which take many forward passes;
+        sanity_images: on how many images sanity and rank correlation are measured, which take many forward passes;
             they are drawn at random.
-        batch_size: pictures per forward pass; by default 8 on a CPU and 64 on a GPU, halved where memory runs out.
+        batch_size: images per forward pass; by default 8 on a CPU and 64 on a GPU, halved where memory runs out.
         resamples: bootstrap resamples behind each interval.
-        seed: of the resamples, of the random weights, and of the draw of the pictures for sanity.
+        seed: of the resamples, of the random weights, and of the draw of the images for sanity.
         overwrite: forget the rows of an earlier run in the output folder.
-        progress: called as pictures are done.
+        progress: called as images are done.
         options: options for every method that has them.
 
     Raises:
         OptionError: an option is wrong, or the output folder holds a run with other options and overwrite is False.
-        VitflowError: the data or the model cannot be read, or no picture could be measured.
+        VitflowError: the data or the model cannot be read, or no image could be measured.
         KeyboardInterrupt: the rows that were made are kept in the output folder.
 
     >>> found = evaluate("demo:4", model="demo", methods=["gae"], metrics=["localisation"])
@@ -113,7 +113,7 @@ def evaluate(
     [('gae', True), ('gae (blurred)', True), ('random', False), ('centre', False)]
     """
     shown, groups = choose_metrics(metrics)
-    check_options(points, sanity_pictures, batch_size, replace_by)
+    check_options(points, sanity_images, batch_size, replace_by)
     chosen = label_methods(choose_all(methods), options)
     dataset = open_dataset(data, images=images, limit=limit)
     explainer = explainer_for(model)
@@ -134,8 +134,8 @@ def evaluate(
         unchecked=tuple(slow),
         blurred_twin=twins,
     )
-    settings = _settings(dataset, explainer, protocol, sanity_pictures)
-    asked = _groups_of(dataset, protocol, sanity_pictures)
+    settings = _settings(dataset, explainer, protocol, sanity_images)
+    asked = _groups_of(dataset, protocol, sanity_images)
     grids = make_grids(dataset.samples, explainer, _questions(explainer), seed) if "grid" in groups else {}
     run = _Run(dataset, explainer, protocol, asked, batch_size, progress, grids)
     evaluation = collect(
@@ -147,7 +147,7 @@ def evaluate(
         settings=without_probe(settings) | {"resamples": resamples, "versions": versions()},
         notes=notes,
     )
-    if not evaluation.pictures:
+    if not evaluation.images:
         raise VitflowError(_nothing_measured(evaluation.failures))
     if output is not None:
         with finishing(output):
@@ -158,9 +158,9 @@ def evaluate(
     return evaluation
 
 
-def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol, sanity_pictures: int) -> dict[str, Any]:
+def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol, sanity_images: int) -> dict[str, Any]:
     """Everything that the rows depend on; two runs that agree in it may share a folder."""
-    costly = {"sanity_pictures": sanity_pictures} if set(_COSTLY) & set(protocol.groups) else {}
+    costly = {"sanity_images": sanity_images} if set(_COSTLY) & set(protocol.groups) else {}
     removing = {"replace_by": protocol.replace, "points": protocol.points} if "faithfulness" in protocol.groups else {}
     data = {"data": dict(dataset.identity) or {"own": dataset.name}}
     measured = {
@@ -179,17 +179,17 @@ def _questions(explainer: Explainer) -> Callable[[Labelled], Question]:
 
 def _nothing_measured(failures: Sequence[Mapping[str, Any]]) -> str:
     if not failures:
-        return "There was no picture to measure."
+        return "There was no image to measure."
     first = failures[0]
     return (
-        f"None of the {len(failures)} pictures could be measured. The first was {first['input']!r}: "
+        f"None of the {len(failures)} images could be measured. The first was {first['input']!r}: "
         f"{first['error']}: {first['message']}"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Measures the pictures of a data set, one batch after the other; `groups` tells what is measured on each."""
+    """Measures the images of a data set, one batch after the other; `groups` tells what is measured on each."""
 
     dataset: Dataset
     explainer: Explainer
@@ -200,7 +200,7 @@ class _Run:
     grids: Mapping[str, Grid]
 
     def grid_names(self, name: str) -> list[str] | None:
-        """The pictures that a picture stands in a grid with."""
+        """The images that an image stands in a grid with."""
         return self.grids[name].names if name in self.grids else None
 
     def kept_rows(self, folder: Path, settings: Mapping[str, Any], overwrite: bool) -> list[dict[str, Any]]:
@@ -219,7 +219,7 @@ class _Run:
             return [_only(row, self.groups[row["input"]]) for row in run.rows()]
 
     def rows(self, names: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-        """Measure these pictures, by default all, in batches, a row for each."""
+        """Measure these images, by default all, in batches, a row for each."""
         wanted = {sample.name for sample in self.dataset.samples} if names is None else set(names)
         missing = [sample for sample in self.dataset.samples if sample.name in wanted]
         tally = Tally(self.progress, len(self.dataset), len(self.dataset) - len(missing))
@@ -241,14 +241,12 @@ class _Run:
         for sample in samples:
             stamps[sample.name] = {"stamp": sample.stamp()}
             try:
-                picture = sample.read()
-                question = question_of(picture)
+                image = sample.read()
+                question = question_of(image)
             except (VitflowError, OSError) as error:
                 yield failed_row({"input": sample.name}, error) | stamps[sample.name]
             else:
-                cases.append(
-                    Case(sample.name, picture, question, self.groups[sample.name], self.grids.get(sample.name))
-                )
+                cases.append(Case(sample.name, image, question, self.groups[sample.name], self.grids.get(sample.name)))
         for row in measure(batches, cases, self.protocol):
             yield row | stamps[row["input"]]
 
@@ -260,27 +258,27 @@ class _Run:
         return max(len(slow) + checked * share * _SANITY_ROUNDS, 1)
 
 
-def _groups_of(dataset: Dataset, protocol: Protocol, sanity_pictures: int) -> dict[str, tuple[str, ...]]:
-    """What is measured on each picture: the costly groups on some of them."""
+def _groups_of(dataset: Dataset, protocol: Protocol, sanity_images: int) -> dict[str, tuple[str, ...]]:
+    """What is measured on each image: the costly groups on some of them."""
     quick = tuple(group for group in protocol.groups if group not in _COSTLY)
     names = [sample.name for sample in dataset.samples]
-    drawn = set(sorted(names, key=lambda name: lot(name, protocol.seed))[:sanity_pictures])
+    drawn = set(sorted(names, key=lambda name: lot(name, protocol.seed))[:sanity_images])
     return {name: protocol.groups if name in drawn else quick for name in names}
 
 
-def _tell_share(tally: Tally, before: int, pictures: int, share: float) -> None:
-    """Tell how much of a batch is done, beyond its pictures that have a row already."""
-    tally.share(max(before + share * pictures - tally.done, 0.0))
+def _tell_share(tally: Tally, before: int, images: int, share: float) -> None:
+    """Tell how much of a batch is done, beyond its images that have a row already."""
+    tally.share(max(before + share * images - tally.done, 0.0))
 
 
 def _is_done(row: Mapping[str, Any], sample: Sample, groups: Sequence[str], grid: list[str] | None) -> bool:
-    """Whether an earlier run measured this very picture, in this very grid, and all that is asked for."""
+    """Whether an earlier run measured this very image, in this very grid, and all that is asked for."""
     same = row["status"] == "measured" and row["stamp"] == sample.stamp() and set(groups) <= set(row["groups"])
     return same and ("grid" not in groups or row.get("grid") == grid)
 
 
 def _only(row: dict[str, Any], groups: Sequence[str]) -> dict[str, Any]:
-    """A row without the groups of metrics that this run does not measure on the picture."""
+    """A row without the groups of metrics that this run does not measure on the image."""
     if row["status"] != "measured" or set(row["groups"]) <= set(groups):
         return row
     kept = {name: value for name, value in row.items() if name not in ("stages", "correlation")}

@@ -1,4 +1,4 @@
-"""From pictures and the truth about them to numbers: everything that is measured on one picture, as a row."""
+"""From images and the truth about them to numbers: everything that is measured on one image, as a row."""
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -34,14 +34,14 @@ CURVES = ("deletion", "insertion", "least_first", "correct_most", "correct_least
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """What is measured, the same for every picture of a run.
+    """What is measured, the same for every image of a run.
 
     Attributes:
         methods: those that are measured, by other labels each.
         groups: of metrics.
         replace: what is left of removed patches: "drop", "blank" or "blur".
         points: of the deletion and insertion curves.
-        batch_size: shortened sequences or changed pictures per forward pass.
+        batch_size: shortened sequences or changed images per forward pass.
         seed: of the random weights.
         unchecked: labels of the methods that are left out of the sanity checks.
         blurred_twin: whether each map is measured blurred, too, as a control; baselines and sanity checks are not.
@@ -71,28 +71,28 @@ class Protocol:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """One picture with all that is asked of it.
+    """One image with all that is asked of it.
 
     Attributes:
         name: of its sample.
-        picture: what the data says of it.
+        image: what the data says of it.
         question: what is asked of it.
-        groups: of metrics that are measured on this picture, some of the protocol's.
+        groups: of metrics that are measured on this image, some of the protocol's.
         grid: that it stands in, if it does in one.
     """
 
     name: str
-    picture: Labelled
+    image: Labelled
     question: Question
     groups: tuple[str, ...]
     grid: Grid | None = None
 
 
 def measure(batches: Batches, cases: Sequence[Case], protocol: Protocol) -> Iterator[dict[str, Any]]:
-    """Measure pictures, a row for each; what is wrong with one picture stands in its own row.
+    """Measure images, a row for each; what is wrong with one image stands in its own row.
 
     Raises:
-        OptionError, UnsupportedModelError: no picture can be measured this way.
+        OptionError, UnsupportedModelError: no image can be measured this way.
     """
     explainer = batches.explainer
     maps = batches.each(cases, lambda own: _explain(explainer, own, protocol), protocol.methods)
@@ -107,7 +107,7 @@ def measure(batches: Batches, cases: Sequence[Case], protocol: Protocol) -> Iter
 
 
 def _explain(explainer: Explainer, cases: Sequence[Case], protocol: Protocol) -> list[list[Saliency]]:
-    """The maps of each picture in the order of the methods, for the class that its question asks for."""
+    """The maps of each image in the order of the methods, for the class that its question asks for."""
     found: list[list[Saliency]] = [[] for _ in cases]
     asked = [number for number, case in enumerate(cases) if case.question.target is not None]
     others = [number for number, case in enumerate(cases) if case.question.target is None]
@@ -116,7 +116,7 @@ def _explain(explainer: Explainer, cases: Sequence[Case], protocol: Protocol) ->
         (others, None),
     ):
         if numbers:
-            images = [cases[number].picture.image for number in numbers]
+            images = [cases[number].image.image for number in numbers]
             flat = explainer.explain_batch(images, methods=protocol.methods, targets=targets)
             count = len(protocol.methods)
             for place, number in enumerate(numbers):
@@ -172,7 +172,7 @@ def _add_localisation(row: dict[str, Any], question: Question, maps: Sequence[Sa
 
 
 def _heatmap(saliency: Saliency) -> NDArray[np.float32]:
-    """The map over the picture; that of a constant grid without the rounding of its interpolation."""
+    """The map over the image; that of a constant grid without the rounding of its interpolation."""
     heatmap = saliency.heatmap
     if is_constant(saliency.grid):
         heatmap[np.isfinite(heatmap)] = saliency.grid.flat[0]
@@ -204,10 +204,10 @@ def _add_sanity(
     row: dict[str, Any], explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: Protocol
 ) -> None:
     methods = [one for one in protocol.methods if one.label not in protocol.unchecked]
-    labels, image = [one.label for one in methods], case.picture.image
+    labels, image = [one.label for one in methods], case.image.image
     by_label = dict(zip(protocol.labels, maps, strict=True))
     maps = [by_label[label] for label in labels]
-    # Other random weights for every picture, the same in every run.
+    # Other random weights for every image, the same in every run.
     seed = (protocol.seed + zlib.crc32(case.name.encode("utf-8", "surrogateescape"))) % 2**31
     stages = sanity.cascading_randomisation(explainer, image, methods, seed=seed, maps=maps)
     found = {
@@ -226,7 +226,7 @@ def _add_sanity(
 
 
 def _add_grid(row: dict[str, Any], explainer: Explainer, case: Case, protocol: Protocol) -> None:
-    """The picture's cell among those of its grid, and its objects of several classes among each other."""
+    """The image's cell among those of its grid, and its objects of several classes among each other."""
     row["grid"] = None if case.grid is None else case.grid.names
     if case.grid is not None:
         for label, score in case.grid.scores(explainer, protocol.methods, case.name).items():
@@ -234,7 +234,7 @@ def _add_grid(row: dict[str, Any], explainer: Explainer, case: Case, protocol: P
     objects = case.question.objects
     if len(objects) < 2:
         return
-    found = explainer.explain_batch([case.picture.image], methods=protocol.methods, targets=list(objects))
+    found = explainer.explain_batch([case.image.image], methods=protocol.methods, targets=list(objects))
     for method, maps in zip(protocol.methods, columns_of(found), strict=True):
         by_class = list(maps) * (len(objects) if len(maps) == 1 else 1)
         scores = [score_object(_heatmap(one), list(objects.values()), asked) for asked, one in enumerate(by_class)]
@@ -246,7 +246,7 @@ def _add_grid(row: dict[str, Any], explainer: Explainer, case: Case, protocol: P
 
 def _add_correlation(row: dict[str, Any], explainer: Explainer, case: Case) -> None:
     """Spearman of each layer's attention, rollout and flow with the references: [references][methods][layers]."""
-    found = rank_correlation([case.picture.image], model=explainer, target=case.question.target)
+    found = rank_correlation([case.image.image], model=explainer, target=case.question.target)
     values = found.values[..., 0]
     row["correlation"] = {
         "methods": list(found.methods),

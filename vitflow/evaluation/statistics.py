@@ -1,4 +1,4 @@
-"""What a mean over pictures is worth: standard errors, bootstrap intervals, paired differences between methods."""
+"""What a mean over images is worth: standard errors, bootstrap intervals, paired differences between methods."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError
-from vitflow.pictures.typesetting import decimal
+from vitflow.images.typesetting import decimal
 
-#: Resamples of the pictures behind every interval.
+#: Resamples of the images behind every interval.
 RESAMPLES = 2000
 
 #: Share of the resamples' means that an interval holds.
@@ -22,14 +22,14 @@ _BLOCK = 2**22
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over pictures, and how far it can be trusted.
+    """A mean over images, and how far it can be trusted.
 
     Attributes:
-        mean: over the pictures with a value; None where there is none.
-        standard_error: sample standard deviation / √count; None for fewer than two pictures.
-        low, high: bootstrap interval of the mean; None for fewer than two pictures.
-        count: pictures with a value.
-        undefined: pictures without one, which are left out of all of the above; 0 where nothing was measured at all.
+        mean: over the images with a value; None where there is none.
+        standard_error: sample standard deviation / √count; None for fewer than two images.
+        low, high: bootstrap interval of the mean; None for fewer than two images.
+        count: images with a value.
+        undefined: images without one, which are left out of all of the above; 0 where nothing was measured at all.
     """
 
     mean: float | None
@@ -45,12 +45,12 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How much more one method reaches than another on the same pictures.
+    """How much more one method reaches than another on the same images.
 
     Attributes:
         first, second: the methods.
-        estimate: of first − second, over the pictures where both have a value.
-        above: share of these pictures on which the first is higher, ties counted half; None where there are none.
+        estimate: of first − second, over the images where both have a value.
+        above: share of these images on which the first is higher, ties counted half; None where there are none.
     """
 
     first: str
@@ -65,45 +65,45 @@ class Difference:
         return low is not None and high is not None and (low > 0.0 or high < 0.0)
 
 
-def resampled_counts(pictures: int, *, resamples: int = RESAMPLES, seed: int = 0) -> Iterator[NDArray[np.float64]]:
-    """How often each picture stands in each bootstrap resample: blocks [some resamples, pictures].
+def resampled_counts(images: int, *, resamples: int = RESAMPLES, seed: int = 0) -> Iterator[NDArray[np.float64]]:
+    """How often each image stands in each bootstrap resample: blocks [some resamples, images].
 
     Args:
-        pictures: how many there are; each resample draws as many with replacement.
+        images: how many there are; each resample draws as many with replacement.
         resamples: how many resamples there are in all blocks together.
         seed: another seed draws others.
 
     Raises:
-        OptionError: there are no pictures or no resamples.
+        OptionError: there are no images or no resamples.
 
     Source: Efron, "Bootstrap Methods: Another Look at the Jackknife", Annals of Statistics, 1979.
 
     >>> [block.sum(axis=1).tolist() for block in resampled_counts(5, resamples=3)]
     [[5.0, 5.0, 5.0]]
     """
-    if pictures < 1 or resamples < 1:
-        raise OptionError(f"Expected at least 1 picture and 1 resample, got {pictures} and {resamples}.")
-    random = np.random.default_rng((seed, pictures))
-    block = max(_BLOCK // pictures, 1)
+    if images < 1 or resamples < 1:
+        raise OptionError(f"Expected at least 1 image and 1 resample, got {images} and {resamples}.")
+    random = np.random.default_rng((seed, images))
+    block = max(_BLOCK // images, 1)
     for start in range(0, resamples, block):
         size = min(block, resamples - start)
-        drawn = random.integers(pictures, size=(size, pictures))
-        places = drawn + pictures * np.arange(size)[:, None]
-        counts = np.bincount(places.ravel(), minlength=size * pictures)
-        yield counts.reshape(size, pictures).astype(np.float64)
+        drawn = random.integers(images, size=(size, images))
+        places = drawn + images * np.arange(size)[:, None]
+        counts = np.bincount(places.ravel(), minlength=size * images)
+        yield counts.reshape(size, images).astype(np.float64)
 
 
 def estimate_means(
     values: NDArray[np.float64], *, resamples: int = RESAMPLES, seed: int = 0, confidence: float = CONFIDENCE
 ) -> list[Estimate]:
-    """Estimate the mean of each column over pictures, with a percentile bootstrap interval.
+    """Estimate the mean of each column over images, with a percentile bootstrap interval.
 
-    All columns use the same resamples of pictures. A NaN is a value that is not defined for its picture: it is left
+    All columns use the same resamples of images. A NaN is a value that is not defined for its image: it is left
     out, in each resample, too, and counted.
 
     Args:
-        values: [pictures, columns].
-        resamples: resamples of the pictures.
+        values: [images, columns].
+        resamples: resamples of the images.
         seed: of the resampling; the same seed gives the same interval.
         confidence: share of the resamples' means that lies between low and high.
 
@@ -118,10 +118,10 @@ def estimate_means(
     (0.5, 4, 1, (0.0, 1.0))
     """
     if values.ndim != 2:
-        raise ShapeError(f"Expected values [pictures, columns], got shape {values.shape}.")
+        raise ShapeError(f"Expected values [images, columns], got shape {values.shape}.")
     if not 0.0 < confidence < 1.0:
         raise OptionError(f"Expected 0 < confidence < 1, got {confidence}.")
-    pictures, columns = values.shape
+    images, columns = values.shape
     defined = ~np.isnan(values)
     counts = defined.sum(axis=0)
     means = defined_means(values)
@@ -134,7 +134,7 @@ def estimate_means(
         tails = 50.0 * (1.0 - confidence)
         lows[several], highs[several] = np.nanpercentile(drawn, (tails, 100.0 - tails), axis=0)
     return [
-        Estimate(_number(mean), _number(error), _number(low), _number(high), int(count), int(pictures - count))
+        Estimate(_number(mean), _number(error), _number(low), _number(high), int(count), int(images - count))
         for mean, error, low, high, count in zip(means, errors, lows, highs, counts, strict=True)
     ]
 
@@ -147,15 +147,15 @@ def paired_differences(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> list[Difference]:
-    """Estimate the differences between pairs of methods on the same pictures.
+    """Estimate the differences between pairs of methods on the same images.
 
-    Pairing takes out what makes a picture easy or hard for every method, so that these intervals are narrower than
+    Pairing takes out what makes an image easy or hard for every method, so that these intervals are narrower than
     the ones around two means; that those overlap says nothing. With many pairs some intervals leave out 0 by chance:
     they are not corrected for how many pairs there are.
 
     Args:
         labels: the methods.
-        values: [pictures, methods]; NaN where a value is not defined.
+        values: [images, methods]; NaN where a value is not defined.
         pairs: numbers of the methods to compare; by default all pairs.
         resamples, seed: as for `estimate_means`.
 
@@ -167,7 +167,7 @@ def paired_differences(
     (0.4, True, 1.0)
     """
     if values.ndim != 2 or values.shape[1] != len(labels):
-        raise ShapeError(f"Expected values [pictures, {len(labels)} methods], got shape {values.shape}.")
+        raise ShapeError(f"Expected values [images, {len(labels)} methods], got shape {values.shape}.")
     pairs = list(combinations(range(len(labels)), 2)) if pairs is None else pairs
     if not pairs:
         return []
@@ -182,7 +182,7 @@ def paired_differences(
 
 
 def defined_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The mean over pictures, the first axis, with NaN left out; NaN where nothing is left.
+    """The mean over images, the first axis, with NaN left out; NaN where nothing is left.
 
     >>> defined_means(np.array([[1.0, np.nan], [2.0, np.nan]])).tolist()
     [1.5, nan]

@@ -1,4 +1,4 @@
-"""Tables of an evaluation: what was measured on all pictures, and what follows from it for each metric."""
+"""Tables of an evaluation: what was measured on all images, and what follows from it for each metric."""
 
 import csv
 import io
@@ -23,7 +23,7 @@ from vitflow.explaining.method_table import BASELINES
 from vitflow.runs.columns import kinds_in, plain_cell
 
 # Columns of the tables: what is known of an image, and an estimate.
-_PICTURE = tuple(kinds_in("results"))
+_IMAGE = tuple(kinds_in("results"))
 _ESTIMATE = tuple(field.name for field in fields(Estimate))
 
 
@@ -79,7 +79,7 @@ class TableRow:
     Attributes:
         method: its label.
         baseline: whether it knows nothing of the model.
-        estimate: the mean over pictures, with its standard error and interval.
+        estimate: the mean over images, with its standard error and interval.
     """
 
     method: str
@@ -89,25 +89,25 @@ class TableRow:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Tables:
-    """What was measured: one value per picture, method and metric, and what follows from them.
+    """What was measured: one value per image, method and metric, and what follows from them.
 
     Attributes:
         data: what was evaluated on, and what that is.
         model: the model's id.
         methods: labels, baselines last.
         metrics: those that were asked for and could be measured.
-        pictures: what is known of each measured picture: its name, class, probability, the region's share of the area.
-        failures: rows of the pictures that could not be measured.
-        values: for each metric float64 [pictures, methods], NaN where it is not defined or was not measured.
-        overlaps: `Localisation.overlap` of each picture and method, [pictures, methods, 4]; None without regions.
+        images: what is known of each measured image: its name, class, probability, the region's share of the area.
+        failures: rows of the images that could not be measured.
+        values: for each metric float64 [images, methods], NaN where it is not defined or was not measured.
+        overlaps: `Localisation.overlap` of each image and method, [images, methods, 4]; None without regions.
         fractions: shares of removed patches, [points]; None without faithfulness.
-        curves: "deletion", "insertion" and "least_first": probabilities, [pictures, methods, points].
+        curves: "deletion", "insertion" and "least_first": probabilities, [images, methods, points].
         stages: names of the stages of randomisation, from the top of the network down.
-        randomisation: Spearman with the original map at each stage, [pictures, stages, methods].
+        randomisation: Spearman with the original map at each stage, [images, stages, methods].
         correlation: rank correlation by layer, where it was asked for.
         settings: what else the numbers depend on, ready for JSON.
         notes: sentences that belong beside the tables.
-        grids: some grids of four pictures with their maps, drawn, where they were measured for a page.
+        grids: some grids of four images with their maps, drawn, where they were measured for a page.
         unchecked: methods that were left out of the sanity checks.
     """
 
@@ -115,7 +115,7 @@ class Tables:
     model: str
     methods: tuple[str, ...]
     metrics: tuple[Metric, ...]
-    pictures: tuple[Mapping[str, Any], ...]
+    images: tuple[Mapping[str, Any], ...]
     failures: tuple[Mapping[str, Any], ...] = ()
     values: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     overlaps: NDArray[np.float64] | None = None
@@ -176,7 +176,7 @@ class Tables:
         return list(self._known["table", metric])
 
     def differences(self, metric: str) -> list[Difference]:
-        """All pairs of methods, and each method with its blurred twin, compared on the same pictures.
+        """All pairs of methods, and each method with its blurred twin, compared on the same images.
 
         Raises:
             OptionError: the metric was not measured.
@@ -196,13 +196,13 @@ class Tables:
     def results(self) -> Table:
         """A row per image, method and metric."""
         rows = [
-            (*map(picture.get, _PICTURE), method, metric.name, float(self.values[metric.name][number, place]))
-            for number, picture in enumerate(self.pictures)
+            (*map(image.get, _IMAGE), method, metric.name, float(self.values[metric.name][number, place]))
+            for number, image in enumerate(self.images)
             for place, method in enumerate(self.methods)
             for metric in self.metrics
-            if metric.group in picture["groups"]
+            if metric.group in image["groups"]
         ]
-        return Table((*_PICTURE, "method", "metric", "value"), rows)
+        return Table((*_IMAGE, "method", "metric", "value"), rows)
 
     def summary(self) -> Table:
         """A row per metric and method: mean, standard error, interval, and the number of images with a value."""
@@ -232,7 +232,7 @@ class Tables:
         ]
 
     def accumulated_mean_iou(self) -> dict[str, float | None]:
-        """The mean IoU with intersections and unions added up over all pictures, as Chefer et al. report it."""
+        """The mean IoU with intersections and unions added up over all images, as Chefer et al. report it."""
         if self.overlaps is None:
             return {}
         found: dict[str, float | None] = {}
@@ -243,10 +243,10 @@ class Tables:
         return found
 
     def _values_of(self, metric: str) -> NDArray[np.float64]:
-        """The metric's values on the pictures that it was measured on."""
+        """The metric's values on the images that it was measured on."""
         check_known("metric of this evaluation", metric, self.values)
         values = self.values[metric]
-        measured = np.array([METRICS[metric].group in picture["groups"] for picture in self.pictures], dtype=np.bool_)
+        measured = np.array([METRICS[metric].group in image["groups"] for image in self.images], dtype=np.bool_)
         return values[measured]
 
     @property

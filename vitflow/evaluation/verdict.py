@@ -20,7 +20,7 @@ def verdict(evaluation: Tables) -> str:
 
     >>> from vitflow.evaluation import evaluate
     >>> verdict(evaluate("demo:8", model="demo", methods=["gae", "attention"], metrics=["roc_auc"]))
-    'On your 8 pictures: GAE for where the object is.'
+    'On your 8 images: GAE for where the object is.'
     """
     methods = evaluation.asked
     measured = {metric.name for metric in evaluation.metrics}
@@ -54,8 +54,8 @@ def verdict(evaluation: Tables) -> str:
     alike = [
         f"nothing separates {_title(one)} from {_listed([_title(name) for name in others])}" for one, others in level
     ]
-    count = len(evaluation.pictures)
-    return f"On your {count} picture{'' if count == 1 else 's'}: {'; '.join([', '.join(parts), *alike])}."
+    count = len(evaluation.images)
+    return f"On your {count} image{'' if count == 1 else 's'}: {'; '.join([', '.join(parts), *alike])}."
 
 
 def _is_level(evaluation: Tables, metric: str, first: str, second: str) -> bool:

@@ -1,1 +1,1 @@
-"""A model, a picture and a question become a map."""
+"""A model, an image and a question become a map."""

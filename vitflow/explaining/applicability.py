@@ -47,7 +47,7 @@ class Support:
         gradients: whether gradient rollout and generic attention explainability do.
         reason: why something does not, in words; None where everything does.
         num_prefix_tokens: class, distillation and register tokens; None where tokens are not known.
-        grid: (rows, cols) of the patches at the architecture's own picture size, the finest where stages differ.
+        grid: (rows, cols) of the patches at the architecture's own image size, the finest where stages differ.
         pooling: of the top layer's tokens, as the model declares it.
     """
 
@@ -75,7 +75,7 @@ def support_of(name: str) -> Support:
     return _found[key]
 
 
-# By architecture and the size of its pictures, which may differ between its tags.
+# By architecture and the size of its images, which may differ between its tags.
 _found: dict[tuple[str, tuple[int, ...] | None], Support] = {}
 
 
@@ -116,7 +116,7 @@ def _support_in(model: Any, device: str) -> Support:
             return _none("the difference of two attention matrices, which has negative entries")
         raise
     if trace.refusal is not None:
-        return _none(refusal_in_words(model, trace.layers) or "its windows cannot be followed to the picture")
+        return _none(refusal_in_words(model, trace.layers) or "its windows cannot be followed to the image")
     layout = trace.layout
     tokens = layout.num_prefix_tokens, (layout.rows, layout.cols), trace.closed[0].name
     if trace.staged:

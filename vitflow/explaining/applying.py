@@ -89,14 +89,14 @@ def probabilities_of(logits: object, facts: ModelFacts) -> Tensor | None:
         return None
     if not torch.isfinite(logits).all():
         raise ModelError(
-            f"{facts.id} returned NaN or infinite logits for this picture: its weights or its precision "
+            f"{facts.id} returned NaN or infinite logits for this image: its weights or its precision "
             f"({logits.dtype}) are at fault, and no map of it would mean anything."
         )
     return facts.outputs.told(logits)
 
 
 def apply_methods(trace: AskedTrace, chosen: Chosen, wanted: Sequence[Tensor | None]) -> list[list[Saliency]]:
-    """The maps of each picture, method by method, and for class-specific methods target by target.
+    """The maps of each image, method by method, and for class-specific methods target by target.
 
     Args:
         trace: the pass.
@@ -104,7 +104,7 @@ def apply_methods(trace: AskedTrace, chosen: Chosen, wanted: Sequence[Tensor | N
         wanted: class indices [batch] per target; None where the model has no classes.
     """
     gradients = needs_gradients(chosen)
-    found: list[list[list[Saliency]]] = [[[] for _ in chosen] for _ in trace.pictures]
+    found: list[list[list[Saliency]]] = [[[] for _ in chosen] for _ in trace.images]
     for number, target in enumerate(wanted):
         trace.targets = target
         started = time.perf_counter()
@@ -118,7 +118,7 @@ def apply_methods(trace: AskedTrace, chosen: Chosen, wanted: Sequence[Tensor | N
             for maps, saliency in zip(found, _apply(one, trace, seconds), strict=True):
                 maps[position].append(saliency)
         trace.forget_gradients()
-    return [[saliency for maps in of_picture for saliency in maps] for of_picture in found]
+    return [[saliency for maps in of_image for saliency in maps] for of_image in found]
 
 
 def _reads_target(one: ChosenMethod, trace: AskedTrace) -> bool:
@@ -127,9 +127,9 @@ def _reads_target(one: ChosenMethod, trace: AskedTrace) -> bool:
 
 
 def _apply(one: ChosenMethod, trace: AskedTrace, seconds: float) -> list[Saliency]:
-    """One method for the trace's targets: a map for each picture. `seconds` is what the batch has taken before."""
+    """One method for the trace's targets: a map for each image. `seconds` is what the batch has taken before."""
     started = time.perf_counter()
-    method, batch = one.method, len(trace.pictures)
+    method, batch = one.method, len(trace.images)
     trace.refinement_asked = "refine" in one.asked
     maps, used = make_maps(method, one.options, trace)
     grids = _check_grids(maps.grids, method, batch)
@@ -137,7 +137,7 @@ def _apply(one: ChosenMethod, trace: AskedTrace, seconds: float) -> list[Salienc
     assert trace.facts is not None
     told, found = trace.facts.outputs, []
     readouts = trace.readout_words(trace.targets) if starts_at_readout(one) else []
-    for index, picture in enumerate(trace.pictures):
+    for index, image in enumerate(trace.images):
         answer = Answer()
         if trace.probabilities is not None and trace.targets is not None:
             answer = Answer.of(trace.probabilities[index], int(trace.targets[index]), told)
@@ -153,9 +153,9 @@ def _apply(one: ChosenMethod, trace: AskedTrace, seconds: float) -> list[Salienc
             facts["patch_grid"] = [trace.top.rows, trace.top.cols]  # among which one was asked for
         saliency = Saliency(
             grid=grids[index],
-            placement=picture.placement,
-            image=picture.image,
-            source=picture.name,
+            placement=image.placement,
+            image=image.image,
+            source=image.name,
             model=trace.facts.id,
             method=method.name,
             options=used[index],
@@ -163,7 +163,7 @@ def _apply(one: ChosenMethod, trace: AskedTrace, seconds: float) -> list[Salienc
             answer=answer,
             facts=facts | (maps.facts[index] if maps.facts else {}) | _beside(answer, method, trace, told, index),
             seconds=seconds,
-            reference=told.pictures[answer.index] if told.pictures and answer.index is not None else None,
+            reference=told.images[answer.index] if told.images and answer.index is not None else None,
         )
         found.append(saliency)
     return found

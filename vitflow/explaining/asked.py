@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import OptionError
+from vitflow.images.geometry import Placement
 from vitflow.models.facts import ModelFacts
 from vitflow.models.outputs import Outputs, activate, log_odds
-from vitflow.pictures.geometry import Placement
 from vitflow.recording.trace import Backward, Trace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlacedPicture:
+class PlacedImage:
     """An image that was read and placed, ready for the model.
 
     Attributes:
@@ -42,11 +42,11 @@ class AskedTrace(Trace):
     It shares what was recorded with the trace that it was made from, on which nothing is written.
 
     Attributes:
-        targets: the class that each picture is explained for, [batch]; None where there are no classes.
+        targets: the class that each image is explained for, [batch]; None where there are no classes.
         run: maps model inputs to the numbers [batch, classes] that are asked for, by running the model again.
         outputs: what is asked of the model's output; what a map is of, which need not be what is told beside it.
         facts: what the model says of itself.
-        pictures: those that the pass was for.
+        images: those that the pass was for.
         numbers: what the model answered, [batch, classes].
         probabilities: what is told beside the maps, [batch, classes]; None where the model has no classes.
         seconds: that the pass took.
@@ -64,7 +64,7 @@ class AskedTrace(Trace):
     run: Callable[[Tensor], Tensor] | None = None
     outputs: Outputs = field(default_factory=Outputs)
     facts: ModelFacts | None = None
-    pictures: Sequence[PlacedPicture] = ()
+    images: Sequence[PlacedImage] = ()
     numbers: Tensor | None = None
     probabilities: Tensor | None = None
     seconds: float = 0.0
@@ -79,10 +79,10 @@ class AskedTrace(Trace):
 
     @property
     def wanted(self) -> Tensor:
-        """The class that each picture is explained for, [batch]; OptionError where there is none."""
+        """The class that each image is explained for, [batch]; OptionError where there is none."""
         if self.targets is None:
             raise OptionError(
-                "A class-specific method needs a target class for each picture, and this model has no classes. "
+                "A class-specific method needs a target class for each image, and this model has no classes. "
                 "Use one that is not class-specific, such as rollout, or pass outputs= to explain other numbers."
             )
         return self.targets

@@ -120,7 +120,7 @@ def choose_methods(
         if name in _CALLED_TARGET:
             raise OptionError(
                 f"Unknown option {name!r}: name the class to explain by target={options[name]!r} (targets, for several "
-                "pictures or classes at once)."
+                "images or classes at once)."
             )
         pairs[0][0].complete({name: None})  # raises, naming the options that there are
     chosen = []

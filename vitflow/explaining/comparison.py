@@ -1,4 +1,4 @@
-"""Compare methods: the same pictures under several methods, as a strip for a paper and as numbers of agreement."""
+"""Compare methods: the same images under several methods, as a strip for a paper and as numbers of agreement."""
 
 import os
 import warnings
@@ -17,17 +17,17 @@ from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, p
 from vitflow.explaining.captions import own_options
 from vitflow.explaining.choices import MethodChoice, check_methods, left_out
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.image_model import ImageInput, at_least_one, name_of
 from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
 from vitflow.explaining.options import takes_method_options
-from vitflow.explaining.picture_model import ImageInput, at_least_one, name_of
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import columns_of, draw_comparison
-from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_picture
+from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_image
+from vitflow.images import figures
+from vitflow.images.figures import FigureResult, file_too
+from vitflow.images.pen import Pen, takes_drawing_options
+from vitflow.images.typesetting import decimal
 from vitflow.methods.ranks import Values, spearman, top_overlap
-from vitflow.pictures import figures
-from vitflow.pictures.figures import FigureResult, file_too
-from vitflow.pictures.pen import Pen, takes_drawing_options
-from vitflow.pictures.typesetting import decimal
 
 
 def mean_of_defined(values: Iterable[float | None]) -> float | None:
@@ -41,7 +41,7 @@ Matrix = tuple[tuple[float | None, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far several methods agree about the same pictures, two by two.
+    """How far several methods agree about the same images, two by two.
 
     Attributes:
         labels: the methods.
@@ -49,9 +49,9 @@ class Agreement:
             or the patch grids of the two differ.
         overlap: share of the highest patches in common, likewise; what chance gives is `top`.
         top: share of the patches that count as highest.
-        maps: how many maps of each method were compared: pictures times classes.
+        maps: how many maps of each method were compared: images times classes.
         between_classes: for each class-specific method the rank correlation between its maps for two classes of one
-            picture, the mean over pairs and pictures; 1 means that it does not tell the classes apart.
+            image, the mean over pairs and images; 1 means that it does not tell the classes apart.
     """
 
     labels: tuple[str, ...]
@@ -77,7 +77,7 @@ class Agreement:
         lines.append(f"above: share of the highest {self.top:.0%} of patches in common; {self.top:.2f} is chance")
         if self.between_classes:
             found = ", ".join(f"{label} {decimal(value, 2)}" for label, value in self.between_classes.items())
-            lines.append(f"between the classes of a picture, Spearman: {found}")
+            lines.append(f"between the classes of an image, Spearman: {found}")
         return "\n".join(lines)
 
     def _in_words(self) -> str:
@@ -116,11 +116,11 @@ def measure_agreement(
     top: float = 0.1,
     between_classes: Mapping[str, float | None] | None = None,
 ) -> Agreement:
-    """Compare each method's maps with each other method's, picture by picture.
+    """Compare each method's maps with each other method's, image by image.
 
     Args:
         labels: the methods.
-        maps: for each picture and class the grid of each method.
+        maps: for each image and class the grid of each method.
         top: share of the patches that count as highest, 0 < top < 1.
         between_classes: is kept with the result.
 
@@ -145,7 +145,7 @@ def measure_agreement(
     )
 
 
-# Pictures that a notebook shows of a comparison.
+# Images that a notebook shows of a comparison.
 _SHOWN = 4
 
 
@@ -160,32 +160,32 @@ def compare(
     device: str | torch.device | None = None,
     **options: Any,
 ) -> "Comparison":
-    """Explain one picture or several with many methods, side by side, with the baselines beside them.
+    """Explain one image or several with many methods, side by side, with the baselines beside them.
 
     Args:
-        images: one picture, or a list of them: paths, bytes, PIL pictures, or RGB arrays.
+        images: one image, or a list of them: paths, bytes, PIL images, or RGB arrays.
         model: a model id (see `load_model`), a module of your own, or an `Explainer`, whose own fit and device hold.
         methods: names, or (name, options) pairs; by default `DEFAULT_METHODS`, without the class-specific ones where
             the model has no classes, and with a warning without those that do not apply to the model. Name "random" and
             "centre" to keep the baselines beside a choice of your own.
-        targets: one class or several, by index or name, or "top5", or an array with the class index of each picture;
+        targets: one class or several, by index or name, or "top5", or an array with the class index of each image;
             or contrasts of two classes, which only class-specific methods show;
-            by default the predicted class. Methods that are not class-specific give one map per picture all the same.
+            by default the predicted class. Methods that are not class-specific give one map per image all the same.
         fit, device: as for `vitflow.explain`.
         options: options for every method that has them, such as head_fusion="max".
 
     Raises:
-        VitflowError: a picture, the model or an option is wrong; the message says which and what to do.
+        VitflowError: an image, the model or an option is wrong; the message says which and what to do.
 
-    >>> from vitflow.demo import sample_pictures
-    >>> comparison = compare(sample_pictures()[0], model="demo", methods=["rollout", "gae", "random"], targets="top2")
+    >>> from vitflow.demo import sample_images
+    >>> comparison = compare(sample_images()[0], model="demo", methods=["rollout", "gae", "random"], targets="top2")
     >>> [saliency.method for saliency in comparison.saliencies]
     ['rollout', 'gae', 'gae', 'random']
     """
     sources = at_least_one(images)
-    own_targets = is_per_picture(targets)
+    own_targets = is_per_image(targets)
     if own_targets and len(targets) != len(sources):  # type: ignore[arg-type]
-        raise OptionError(f"Expected one class index for each of {len(sources)} pictures, got {targets!r}.")
+        raise OptionError(f"Expected one class index for each of {len(sources)} images, got {targets!r}.")
     check_methods(DEFAULT_METHODS if methods is None else methods, options)  # before a model is loaded
     explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
     has_classes = explainer.num_classes > 0
@@ -195,9 +195,9 @@ def compare(
         for name in DEFAULT_METHODS
         if (has_classes or not get_method(name).class_specific) and (get_method(name).class_specific or not contrasting)
     ]
-    pictures = []
+    per_image = []
     for number, source in enumerate(sources):
-        # One by one: no picture waits for the memory of another, and the seconds are its own.
+        # One by one: no image waits for the memory of another, and the seconds are its own.
         wanted = targets[number : number + 1] if own_targets else targets  # type: ignore[index]
         names = [name_of(source, number + 1)]
         try:
@@ -210,49 +210,49 @@ def compare(
                 warnings.warn(note, VitflowWarning, stacklevel=2)
             chosen = [name for name in chosen if name not in refused]
             found = explainer.explain_batch([source], methods=chosen, targets=wanted, names=names, **options)
-        pictures.append(tuple(maps for column in columns_of(found) for maps in column))
-    return Comparison(tuple(pictures))
+        per_image.append(tuple(maps for column in columns_of(found) for maps in column))
+    return Comparison(tuple(per_image))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Comparison(FigureResult):
-    """Maps of the same pictures by several methods.
+    """Maps of the same images by several methods.
 
     Attributes:
-        pictures: for each picture its maps, method by method, and for class-specific methods class by class.
+        images: for each image its maps, method by method, and for class-specific methods class by class.
     """
 
-    pictures: tuple[tuple[Saliency, ...], ...]
+    images: tuple[tuple[Saliency, ...], ...]
 
     def __repr__(self) -> str:
-        count = len(self.pictures)
-        return f"Comparison({count} picture{'s' if count > 1 else ''}: {printable(', '.join(self.labels))})"
+        count = len(self.images)
+        return f"Comparison({count} image{'s' if count > 1 else ''}: {printable(', '.join(self.labels))})"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """What a notebook shows: the strip of the first pictures, in the size of a page."""
-        left_out = len(self.pictures) - _SHOWN
-        text = f"{self!r}{f'; {left_out} more pictures are not shown' if left_out > 0 else ''}"
-        figure = Comparison(self.pictures[:_SHOWN]).figure(dpi=figures.NOTEBOOK_DPI)
+        """What a notebook shows: the strip of the first images, in the size of a page."""
+        left_out = len(self.images) - _SHOWN
+        text = f"{self!r}{f'; {left_out} more images are not shown' if left_out > 0 else ''}"
+        figure = Comparison(self.images[:_SHOWN]).figure(dpi=figures.NOTEBOOK_DPI)
         return figures.bundle(text, figure)
 
     @property
     def saliencies(self) -> tuple[Saliency, ...]:
-        """All maps: picture by picture, method by method, class by class."""
-        return tuple(saliency for picture in self.pictures for saliency in picture)
+        """All maps: image by image, method by method, class by class."""
+        return tuple(saliency for image in self.images for saliency in image)
 
     @property
     def labels(self) -> tuple[str, ...]:
         """What each column shows: the method, with the options that differ from its defaults."""
         return tuple(
             f"{maps[0].method} ({told})" if (told := own_options(maps[0].method, maps[0].options)) else maps[0].method
-            for maps in columns_of(self.pictures[0])
+            for maps in columns_of(self.images[0])
         )
 
     def agreement(self, top: float = 0.1) -> Agreement:
         """How far the methods agree: rank correlation and overlap of the highest patches, for each pair of them.
 
         Class-specific maps are compared class by class, and the others with each of these; shown are means over
-        pictures and classes. See `vitflow.methods.ranks.spearman` and `top_overlap` for ties and constant maps.
+        images and classes. See `vitflow.methods.ranks.spearman` and `top_overlap` for ties and constant maps.
 
         Args:
             top: share of a map's patches that count as its highest, 0 < top < 1; at least one patch.
@@ -261,8 +261,8 @@ class Comparison(FigureResult):
             OptionError: top lies outside its range.
         """
         rows, between = [], dict[str, list[float | None]]()
-        for picture in self.pictures:
-            columns = columns_of(picture)
+        for image in self.images:
+            columns = columns_of(image)
             rows += [[maps[min(row, len(maps) - 1)].grid for maps in columns] for row in range(max(map(len, columns)))]
             for label, maps in zip(self.labels, columns, strict=True):
                 if len(maps) > 1:
@@ -280,13 +280,13 @@ class Comparison(FigureResult):
         timings: bool = False,
         **drawing: Any,
     ) -> Figure:
-        """Draw the maps over their photographs: rows are pictures, or classes of a picture; columns are methods.
+        """Draw the maps over their photographs: rows are images, or classes of an image; columns are methods.
 
         More than five methods stand in several rows; those with a map for each class stand below the others.
 
         Args:
             path: also write the figure here: .png, .pdf or .svg.
-            same_scale: give all maps of one method, of every class and picture, the limits of their colours in common,
+            same_scale: give all maps of one method, of every class and image, the limits of their colours in common,
                 so that they can be compared; by default each map has its own. Different methods never have the same:
                 their values mean different things.
             width: of a column, in inches.
@@ -297,18 +297,18 @@ class Comparison(FigureResult):
             OptionError: a drawing option out of range, or another file type.
         """
         pen = Pen.of(width, drawing)
-        return file_too(path, lambda: draw_comparison(self.pictures, pen, same_scale=same_scale, timings=timings))
+        return file_too(path, lambda: draw_comparison(self.images, pen, same_scale=same_scale, timings=timings))
 
     def records(self) -> list[dict[str, Any]]:
-        """What a log keeps of each picture, ready for JSON: its maps without their values, and their agreement."""
+        """What a log keeps of each image, ready for JSON: its maps without their values, and their agreement."""
         return [
             {
-                "input": picture[0].source,
-                "model": picture[0].model,
-                "maps": [saliency.to_dict() for saliency in picture],
-                "agreement": Comparison((picture,)).agreement().to_dict(),
+                "input": image[0].source,
+                "model": image[0].model,
+                "maps": [saliency.to_dict() for saliency in image],
+                "agreement": Comparison((image,)).agreement().to_dict(),
             }
-            for picture in self.pictures
+            for image in self.images
         ]
 
     def to_dict(self) -> dict[str, Any]:

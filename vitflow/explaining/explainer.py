@@ -1,4 +1,4 @@
-"""Explain pictures: from photograph and model to saliency, one-shot or with a model that is kept."""
+"""Explain images: from photograph and model to saliency, one-shot or with a model that is kept."""
 
 import time
 import warnings
@@ -19,10 +19,10 @@ from vitflow.explaining.applying import (
     recorded_for,
     starts_at_readout,
 )
-from vitflow.explaining.asked import AskedTrace, PlacedPicture
+from vitflow.explaining.asked import AskedTrace, PlacedImage
 from vitflow.explaining.choices import Chosen, MethodChoice, choose_methods, is_asked
+from vitflow.explaining.image_model import ImageInput, ImageModel, name_of, several
 from vitflow.explaining.options import takes_method_options
-from vitflow.explaining.picture_model import ImageInput, PictureModel, name_of, several
 from vitflow.explaining.refining import explain_shifted
 from vitflow.explaining.saliency import Saliency, contrasted
 from vitflow.explaining.targets import (
@@ -31,11 +31,11 @@ from vitflow.explaining.targets import (
     Targets,
     check_class_specific,
     contrasts_among,
-    is_per_picture,
+    is_per_image,
     resolve_targets,
 )
+from vitflow.images.reading import ImageSource
 from vitflow.models.outputs import Outputs
-from vitflow.pictures.images import ImageSource
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.trace import Trace
 
@@ -53,7 +53,7 @@ def explain(
     readout: Tensor | NDArray[Any] | None = None,
     **options: Any,
 ) -> Saliency:
-    """Explain one picture with one method. To explain several with the same model, keep an `Explainer`.
+    """Explain one image with one method. To explain several with the same model, keep an `Explainer`.
 
     Args:
         image: a path, bytes, a PIL image, an RGB array, or the input of the model: a normalised float tensor
@@ -69,18 +69,18 @@ def explain(
         options: the method's own, such as head_fusion="max".
 
     Raises:
-        VitflowError: the picture, the model or an option is wrong; the message says which and what to do.
+        VitflowError: the image, the model or an option is wrong; the message says which and what to do.
 
-    >>> from vitflow.demo import sample_pictures
-    >>> explain(sample_pictures()[0], model="demo", method="rollout", head_fusion="max").grid.shape
+    >>> from vitflow.demo import sample_images
+    >>> explain(sample_images()[0], model="demo", method="rollout", head_fusion="max").grid.shape
     (12, 12)
     """
     explainer = Explainer(model, device=device, fit=fit, data_config=data_config)
     return explainer.explain(image, method=method, target=target, readout=readout, **options)
 
 
-class Explainer(PictureModel):
-    """A model that is kept, to explain one picture after another or in batches.
+class Explainer(ImageModel):
+    """A model that is kept, to explain one image after another or in batches.
 
     Several threads may share it: explanations of one model take turns. A model in training mode is put into eval mode
     for each, and back afterwards.
@@ -92,7 +92,7 @@ class Explainer(PictureModel):
             if there is one for a model by name.
         dtype: precision that the model is converted to: "float32", "bfloat16" or "float16"; by default its
             own. Maps and probabilities are computed in float32 at least whatever it is.
-        fit: "crop" (the model's own preprocessing), "squash", "pad" or "native" (whole picture, aspect ratio kept,
+        fit: "crop" (the model's own preprocessing), "squash", "pad" or "native" (whole image, aspect ratio kept,
             through timm's dynamic image size).
         class_names: names of the classes, where the model does not know them: a file (one per line, or JSON), the names
             in order, or {index: name}.
@@ -111,7 +111,7 @@ class Explainer(PictureModel):
     Attributes:
         model, device: the module itself, and where it runs.
         facts: what the model says of itself.
-        preprocessing: how pictures become its input.
+        preprocessing: how images become its input.
 
     Raises:
         VitflowError: the model cannot be loaded, or an option is wrong.
@@ -161,26 +161,26 @@ class Explainer(PictureModel):
         originals: Sequence[ImageSource] | None = None,
         **options: Any,
     ) -> list[Saliency]:
-        """Explain several pictures with several methods: one forward pass, at most one backward pass per target.
+        """Explain several images with several methods: one forward pass, at most one backward pass per target.
 
         Args:
             images: images, or one; those of one input size run as one batch. A tensor [batch, 3, height, width] is a
                 batch of model inputs, normalised as the model expects, on any device.
-            methods: names, or (name, options) pairs; by default gae with targets, prompts, reference pictures or a
+            methods: names, or (name, options) pairs; by default gae with targets, prompts, reference images or a
                 function of answers, and rollout without.
             targets: one target for all; a list of targets that each class-specific method explains in turn, where
-                "top5" stands for five; or an array with the class index of each picture.
-            names: what to call each picture; by default its path, or "picture 1" and so on.
+                "top5" stands for five; or an array with the class index of each image.
+            names: what to call each image; by default its path, or "image 1" and so on.
             readout: weights of the tokens that maps start at, [tokens], or of the patches, [rows, cols], for all
-                pictures; by default those that each output is computed from.
+                images; by default those that each output is computed from.
             originals: the image of each tensor, which was placed on it as by this explainer: maps lie on these then.
             options: options for every method that has them.
 
         Returns:
-            Picture by picture, method by method, and for class-specific methods target by target.
+            Image by image, method by method, and for class-specific methods target by target.
 
         Raises:
-            VitflowError: a picture cannot be read, or an option is wrong; nothing is returned then.
+            VitflowError: an image cannot be read, or an option is wrong; nothing is returned then.
         """
         sources = several(images)
         if originals is not None:
@@ -212,40 +212,40 @@ class Explainer(PictureModel):
         outputs: Outputs,
         readout: Tensor | NDArray[Any] | None,
     ) -> list[Saliency]:
-        """Explain several pictures with maps of these answers."""
-        per_picture: Any = targets if is_per_picture(targets) else sources
-        if len(per_picture) != len(sources):
-            raise OptionError(f"Expected one class index for each of {len(sources)} pictures, got {len(per_picture)}.")
+        """Explain several images with maps of these answers."""
+        per_image: Any = targets if is_per_image(targets) else sources
+        if len(per_image) != len(sources):
+            raise OptionError(f"Expected one class index for each of {len(sources)} images, got {len(per_image)}.")
         names = [name_of(image, number) for number, image in enumerate(sources, start=1)] if names is None else names
         if len(names) != len(sources):
-            raise OptionError(f"Expected one name for each of {len(sources)} pictures, got {len(names)}.")
-        pictures = [self.placed(image, name) for image, name in zip(sources, names, strict=True)]
+            raise OptionError(f"Expected one name for each of {len(sources)} images, got {len(names)}.")
+        images = [self.placed(image, name) for image, name in zip(sources, names, strict=True)]
         explain = partial(self._explain_read, outputs=outputs, readout=readout)
-        found = explain(pictures, chosen, targets)
+        found = explain(images, chosen, targets)
         if any(one.options.get("shifts") for one in chosen):
             found = [
-                explain_shifted(explain, chosen, picture, maps, self.spec)
-                for picture, maps in zip(pictures, found, strict=True)
+                explain_shifted(explain, chosen, image, maps, self.spec)
+                for image, maps in zip(images, found, strict=True)
             ]
         return [saliency for maps in found for saliency in maps]
 
     def _explain_read(
-        self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, outputs: Outputs, readout: Any
+        self, images: Sequence[PlacedImage], chosen: Chosen, targets: Any, outputs: Outputs, readout: Any
     ) -> list[list[Saliency]]:
-        """Explain pictures that were read, those of one input size as one batch: [pictures][methods and targets]."""
-        results: list[list[Saliency]] = [[] for _ in pictures]
+        """Explain images that were read, those of one input size as one batch: [images][methods and targets]."""
+        results: list[list[Saliency]] = [[] for _ in images]
         groups: dict[tuple[int, int], list[int]] = {}
-        for index, picture in enumerate(pictures):
-            groups.setdefault(picture.placement.input_size, []).append(index)
+        for index, image in enumerate(images):
+            groups.setdefault(image.placement.input_size, []).append(index)
         for members in groups.values():
-            wanted = targets[members] if is_per_picture(targets) else targets
-            found_by_picture = self._run([pictures[i] for i in members], chosen, wanted, outputs, readout)
-            for index, found in zip(members, found_by_picture, strict=True):
+            wanted = targets[members] if is_per_image(targets) else targets
+            found_by_image = self._run([images[i] for i in members], chosen, wanted, outputs, readout)
+            for index, found in zip(members, found_by_image, strict=True):
                 results[index] = found
         return results
 
     def refusals(self, methods: Sequence[MethodChoice], image: ImageSource | None = None) -> dict[str, str]:
-        """Which of these methods do not apply to this model, and why: tried one by one on a picture, or a grey one."""
+        """Which of these methods do not apply to this model, and why: tried one by one on an image, or a grey one."""
         found = {}
         for one in choose_methods(methods, {}):
             if one.method.needs == {"predict"}:
@@ -257,16 +257,16 @@ class Explainer(PictureModel):
         return found
 
     def _run(
-        self, pictures: Sequence[PlacedPicture], chosen: Chosen, targets: Any, outputs: Outputs, readout: Any
+        self, images: Sequence[PlacedImage], chosen: Chosen, targets: Any, outputs: Outputs, readout: Any
     ) -> list[list[Saliency]]:
-        """Explain pictures of one input size: [pictures][methods and targets]."""
+        """Explain images of one input size: [images][methods and targets]."""
         gradients = needs_gradients(chosen)
         if gradients:
             refuse_inference_tensors(self.model)
         # Leaving inference mode lets a caller's torch.inference_mode() stand around this.
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(self.model):
             started = time.perf_counter()
-            trace, chosen = self._record(pixels := self._tensor(pictures), chosen, outputs, readout)
+            trace, chosen = self._record(pixels := self._tensor(images), chosen, outputs, readout)
             if trace.logits is None:
                 self.logits(pixels)  # raises an error that describes the output
             own = trace.logits if outputs is self.outputs else self.outputs.numbers(trace.output)
@@ -280,7 +280,7 @@ class Explainer(PictureModel):
                 run=partial(self.logits, outputs=outputs),
                 outputs=outputs,
                 facts=self.facts,
-                pictures=pictures,
+                images=images,
                 numbers=numbers,
                 probabilities=probabilities,
                 seconds=seconds,

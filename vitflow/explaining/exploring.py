@@ -1,4 +1,4 @@
-"""Explore pictures: what a page needs to answer in the browser, recorded once."""
+"""Explore images: what a page needs to answer in the browser, recorded once."""
 
 import warnings
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from vitflow.errors import (
     VitflowWarning,
     printable,
 )
-from vitflow.explaining.asked import PlacedPicture
+from vitflow.explaining.asked import PlacedImage
 from vitflow.explaining.captions import departures, ends, python_call
 from vitflow.explaining.choices import MethodChoice, choose_methods, left_out
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.image_model import ImageInput, at_least_one, name_of
 from vitflow.explaining.method_table import get_method
-from vitflow.explaining.picture_model import ImageInput, at_least_one, name_of
 from vitflow.explaining.refining import affinity_of
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.similarity import layer_features
@@ -30,13 +30,13 @@ from vitflow.explaining.targets import Answer, Targets
 from vitflow.methods.refinement import AffinityName
 from vitflow.models.blocks import layer_output
 from vitflow.recording.trace import Trace
-from vitflow.viewer.explorer import FUSED, ExploredPicture, ExplorerPage, ModelCall, make_explorer
+from vitflow.viewer.explorer import FUSED, ExploredImage, ExplorerPage, ModelCall, make_explorer
 
 #: Maps that a browser does not compute: they are made beforehand.
 READY_METHODS = ("gae", "gradient_rollout", "sampling", "consensus", "gradcam", "flow")
 # What is made beforehand, too, where the browser cannot compute it.
 _OTHERWISE_LIVE = ("rollout", "attention")
-# A picture, RGB [height, width, 3].
+# An image, RGB [height, width, 3].
 # Classes that the page names, and those for which class-specific maps are made by default.
 _ANSWERS, _TARGETS = 5, "top3"
 
@@ -55,7 +55,7 @@ def explore(
     """Make a page that answers in the browser when a patch is clicked: what does it attend to, through which layers?
 
     Args:
-        images: one picture, or a list of them: paths, bytes, PIL pictures, or RGB arrays.
+        images: one image, or a list of them: paths, bytes, PIL images, or RGB arrays.
         model: a model id (see `load_model`), a module of your own, or an `Explainer`, whose own fit and device hold.
         methods: maps to make beforehand; by default `READY_METHODS`, as far as they apply to the model.
         targets: classes that class-specific ones of them explain; by default the three most probable ones.
@@ -64,10 +64,10 @@ def explore(
         call: how a reader gets the model, where its id alone does not say it.
 
     Raises:
-        VitflowError: a picture, the model or an option is wrong; the message says which and what to do.
+        VitflowError: an image, the model or an option is wrong; the message says which and what to do.
 
-    >>> from vitflow.demo import sample_pictures
-    >>> page = explore(sample_pictures()[0], model="demo", methods=["gae"])
+    >>> from vitflow.demo import sample_images
+    >>> page = explore(sample_images()[0], model="demo", methods=["gae"])
     >>> page.html[:15], page.notes[1]
     ('<!doctype html>', 'Single heads are stored in 8 bits: each number within 3.0% of its value, the faintest as 0.')
     """
@@ -78,10 +78,10 @@ def explore(
         choose_methods(methods, {})  # before a model is loaded
     explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
     explorer = _Explorer(explainer, methods, targets, 10**6 * max_size / len(sources))
-    pictures = [explorer.picture(source, number) for number, source in enumerate(sources, start=1)]
-    made = {own["method"] for picture in pictures for own in picture.maps} | {*_OTHERWISE_LIVE, "similarity"}
+    explored = [explorer.explore(source, number) for number, source in enumerate(sources, start=1)]
+    made = {own["method"] for image in explored for own in image.maps} | {*_OTHERWISE_LIVE, "similarity"}
     return make_explorer(
-        pictures,
+        explored,
         model=explainer.model_id,
         model_note=explainer.facts.note,
         call=call or _call(model, fit),
@@ -104,13 +104,13 @@ def _call(model: Any, fit: str) -> ModelCall:
 
 @dataclass(frozen=True, slots=True)
 class _Explorer:
-    """Records pictures for a page.
+    """Records images for a page.
 
     Attributes:
         explainer: of the model.
         methods: what to make beforehand; None for what applies.
         targets: classes for class-specific ones.
-        room: bytes that a picture may take in the page.
+        room: bytes that an image may take in the page.
     """
 
     explainer: Explainer
@@ -118,22 +118,22 @@ class _Explorer:
     targets: Targets
     room: float
 
-    def picture(self, source: ImageInput, number: int) -> ExploredPicture:
-        """All that the page needs of a picture."""
-        picture = self.explainer.placed(source, name_of(source, number))
-        image, path = picture.image, str(source) if isinstance(source, str | Path) else None
-        found = ExploredPicture(picture.name, path, image, picture.placement.window)
-        trace = self._record(picture, found)
+    def explore(self, source: ImageInput, number: int) -> ExploredImage:
+        """All that the page needs of an image."""
+        placed = self.explainer.placed(source, name_of(source, number))
+        image, path = placed.image, str(source) if isinstance(source, str | Path) else None
+        found = ExploredImage(placed.name, path, image, placed.placement.window)
+        trace = self._record(placed, found)
         self._outputs(trace, found)
         self._features(trace, found)
         if found.layout is not None:
             self._affinities(trace, found)
-            self._heads(picture, found)
-        saliencies = self._made(picture, found)
+            self._heads(placed, found)
+        saliencies = self._made(placed, found)
         found.maps = [_map(saliency) for saliency in saliencies]
         return found
 
-    def _record(self, image: PlacedPicture, found: ExploredPicture) -> Trace:
+    def _record(self, image: PlacedImage, found: ExploredImage) -> Trace:
         """Record what the browser computes with, or why it cannot."""
         explainer, weighted = self.explainer, True
         try:
@@ -167,7 +167,7 @@ class _Explorer:
             found.attention[fusion, weighting] = torch.stack([layer[0].float().cpu() for layer in layers]).numpy()
         return trace
 
-    def _outputs(self, trace: Trace, found: ExploredPicture) -> None:
+    def _outputs(self, trace: Trace, found: ExploredImage) -> None:
         """The most probable classes."""
         logits = trace.logits
         if not isinstance(logits, Tensor) or logits.ndim != 2 or not self.explainer.num_classes:
@@ -178,8 +178,8 @@ class _Explorer:
             answer = Answer.of(told, index, outputs)
             found.answers.append({"name": answer.name, "probability": answer.probability, "told": answer.told})
 
-    def _features(self, trace: Trace, found: ExploredPicture) -> None:
-        """What the patches hold, where that lies on the picture."""
+    def _features(self, trace: Trace, found: ExploredImage) -> None:
+        """What the patches hold, where that lies on the image."""
         if not trace.features:
             return
         try:
@@ -190,7 +190,7 @@ class _Explorer:
         patches = tokens[0, layout.patches].float().cpu()
         found.features = patches.numpy(), (layout.rows, layout.cols)
 
-    def _affinities(self, trace: Trace, found: ExploredPicture) -> None:
+    def _affinities(self, trace: Trace, found: ExploredImage) -> None:
         """How alike the patches are, by attention and by keys."""
         names: tuple[AffinityName, ...] = ("attention", "keys")
         for name in names:
@@ -202,7 +202,7 @@ class _Explorer:
             found.affinities[name] = affinity.matrix[0].cpu().numpy()
             found.uniform = found.uniform or (name == "attention" and bool(affinity.nearly_uniform[0]))
 
-    def _heads(self, image: PlacedPicture, found: ExploredPicture) -> None:
+    def _heads(self, image: PlacedImage, found: ExploredImage) -> None:
         """Every head, if there may be room for them."""
         fused = next(iter(found.attention.values()))
         if fused.size > self.room:
@@ -211,7 +211,7 @@ class _Explorer:
         if len({len(layer) for layer in heads}) == 1:
             found.heads = torch.stack(heads).numpy()
 
-    def _made(self, image: PlacedPicture, found: ExploredPicture) -> list[Saliency]:
+    def _made(self, image: PlacedImage, found: ExploredImage) -> list[Saliency]:
         """The maps that are made beforehand: unrefined where the browser can do that."""
         names: list[MethodChoice] = list(self.methods or READY_METHODS)
         if self.methods is None:

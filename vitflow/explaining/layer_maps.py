@@ -13,24 +13,24 @@ from vitflow.errors import OptionError
 from vitflow.explaining.captions import class_lines, departures, method_in_words, model_in_words
 from vitflow.explaining.choices import choose_methods, default_method, is_asked
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.image_model import ImageInput
 from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.explaining.options import OPTIONS, takes_method_options
-from vitflow.explaining.picture_model import ImageInput
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import bars_of, in_rows, map_cell
 from vitflow.explaining.targets import Contrast, Target
+from vitflow.images import figures
+from vitflow.images.figures import Block, Cell, Column, FigureResult, file_too
+from vitflow.images.pen import Pen, takes_drawing_options
+from vitflow.images.reading import image_name
 from vitflow.methods.fusion import check_layer
-from vitflow.pictures import figures
-from vitflow.pictures.figures import Block, Cell, Column, FigureResult, file_too
-from vitflow.pictures.images import image_name
-from vitflow.pictures.pen import Pen, takes_drawing_options
 
 _MOST_COLUMNS = 6
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LayerMaps(FigureResult):
-    """Maps of one picture, layer by layer and head by head.
+    """Maps of one image, layer by layer and head by head.
 
     Attributes:
         alone: the raw attention of each layer, first layer first.
@@ -66,7 +66,7 @@ class LayerMaps(FigureResult):
 
         Args:
             path: also write the figure here: .png, .pdf or .svg.
-            width: of a picture, in inches.
+            width: of an image, in inches.
             drawing: as for `Saliency.figure`.
 
         Raises:
@@ -136,10 +136,10 @@ def layer_maps(
     target: Target | Contrast = None,
     **options: Any,
 ) -> LayerMaps:
-    """Show one picture's map layer by layer as it builds up, and the heads of one layer.
+    """Show one image's map layer by layer as it builds up, and the heads of one layer.
 
     Args:
-        image: a path, bytes, a PIL picture, or an RGB array.
+        image: a path, bytes, a PIL image, or an RGB array.
         model: a model id (see `load_model`), a module of your own, or an `Explainer`.
         method: one that goes through the layers: "rollout", "gradient_rollout" or "gae"; by default gae with a
             target, and rollout without one.
@@ -148,10 +148,10 @@ def layer_maps(
         options: of the method and of raw attention, such as patch=(3, 7).
 
     Raises:
-        VitflowError: the picture, the model or an option is wrong.
+        VitflowError: the image, the model or an option is wrong.
 
-    >>> from vitflow.demo import sample_pictures
-    >>> layer_maps(sample_pictures()[0], model="demo", layer=2).heads[0].grid.shape
+    >>> from vitflow.demo import sample_images
+    >>> layer_maps(sample_images()[0], model="demo", layer=2).heads[0].grid.shape
     (12, 12)
     """
     through = [one.name for one in list_methods() if one.accepts("start_layer") and one.accepts("value_weighted")]

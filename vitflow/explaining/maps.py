@@ -34,11 +34,11 @@ MOSTLY_SATURATED = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Maps:
-    """What a method found: one map per picture, and facts about it worth telling.
+    """What a method found: one map per image, and facts about it worth telling.
 
     Attributes:
         grids: maps [batch, rows, cols], unscaled.
-        facts: per picture, numbers and words that belong beside the map, such as the saturated share of a flow.
+        facts: per image, numbers and words that belong beside the map, such as the saturated share of a flow.
     """
 
     grids: Tensor
@@ -213,7 +213,7 @@ def gradcam(trace: AskedTrace, *, layer: int) -> Maps:
     if found is None:
         raise UnsupportedModelError(
             f"The output of {path} in {type(trace.model).__name__}, of shape {tuple(features.shape)}, does not lie on "
-            "the picture: Grad-CAM does not apply there. Use another layer, input_gradient or occlusion."
+            "the image: Grad-CAM does not apply there. Use another layer, input_gradient or occlusion."
         )
     layout, channels_last = found
     features = features[:, : layout.patches.stop] if features.ndim == 3 else features
@@ -258,7 +258,7 @@ def random(trace: Trace, *, random_seed: int) -> Maps:
 
 
 def centre(trace: Trace, *, sigma: float) -> Maps:
-    """The same bump in the middle for every picture."""
+    """The same bump in the middle for every image."""
     rows, cols = trace.grid()
     assert trace.pixels is not None
     return Maps(ranks.centre_prior(rows, cols, sigma=sigma).expand(len(trace.pixels), -1, -1))
@@ -291,7 +291,7 @@ def legrad(trace: AskedTrace, *, start_layer: int, pooled: str) -> Maps:
 
 
 def _answer_of(trace: AskedTrace, tokens: Tensor, last: str, pooled: str) -> Tensor:
-    """What each picture's target would have as its number if the last block gave these tokens, [batch, 1]."""
+    """What each image's target would have as its number if the last block gave these tokens, [batch, 1]."""
     assert trace.pixels is not None
     with torch.inference_mode(False), torch.enable_grad():
         if pooled == "mean":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from vitflow.errors import OptionError, unknown_name, whole_number
-from vitflow.pictures import BACKGROUNDS, INTERPOLATIONS
+from vitflow.images import BACKGROUNDS, INTERPOLATIONS
 
 #: method: of single methods; refinement: of the step that all methods but the baselines share; text: of methods for
 #: texts alone; drawing: of overlays and figures.

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from scipy import ndimage
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError, VitflowWarning, check_known
-from vitflow.explaining.asked import AskedTrace, PlacedPicture
+from vitflow.explaining.asked import AskedTrace, PlacedImage
 from vitflow.explaining.choices import Chosen
 from vitflow.explaining.maps import Maps
 from vitflow.explaining.method import Method
 from vitflow.explaining.saliency import Saliency
+from vitflow.images.geometry import Placement
+from vitflow.images.preprocessing import InputSpec
 from vitflow.methods.refinement import AFFINITIES, Affinity, AffinityName, co_attention, key_affinity, refine
-from vitflow.pictures.geometry import Placement
-from vitflow.pictures.preprocessing import InputSpec
 from vitflow.recording.layers import AttentionLayer
 from vitflow.recording.trace import Trace
 
@@ -37,7 +37,7 @@ def make_maps(method: Method, options: Mapping[str, Any], trace: AskedTrace) -> 
             tells of it.
 
     Returns:
-        The maps, and the options that hold for the map of each picture.
+        The maps, and the options that hold for the map of each image.
 
     Raises:
         UnsupportedModelError: refinement was asked for and does not apply.
@@ -143,37 +143,37 @@ def _holds(layer: AttentionLayer, grid: tuple[int, int]) -> bool:
 
 
 def explain_shifted(
-    explain: Callable[[Sequence[PlacedPicture], Chosen, Any], list[list[Saliency]]],
+    explain: Callable[[Sequence[PlacedImage], Chosen, Any], list[list[Saliency]]],
     chosen: Chosen,
-    picture: PlacedPicture,
+    image: PlacedImage,
     maps: Sequence[Saliency],
     spec: InputSpec,
 ) -> list[Saliency]:
-    """One picture's maps, for those methods that ask for shifts their means over the moved crops, as one batch.
+    """One image's maps, for those methods that ask for shifts their means over the moved crops, as one batch.
 
     Args:
-        explain: gives the maps of some pictures, by method and target: [pictures][methods and targets].
+        explain: gives the maps of some images, by method and target: [images][methods and targets].
         chosen: the methods.
-        picture: the picture, placed without a shift.
+        image: the image, placed without a shift.
         maps: its maps without a shift.
         spec: the input of the model.
 
     Raises:
         UnsupportedModelError: as for `moves`.
     """
-    if picture.denormalised:
+    if image.denormalised:
         raise OptionError(
             "shifts require an image to crop again, got a tensor: pass its image as original=, or shifts=0."
         )
     pixels = moves(spec)
-    crops = [replace(picture, placement=moved(picture.placement, move), pixels=None) for move in pixels]
+    crops = [replace(image, placement=moved(image.placement, move), pixels=None) for move in pixels]
     found = []
     for one in maps:
         if one.options.get("shifts"):
             targets = None if one.target is None else np.full(len(crops), one.target)
             method = next(own for own in chosen if own.name == one.method).but(**{**one.options, "shifts": 0})
             shifted = [of_crop[0] for of_crop in explain(crops, [method], targets)]
-            patch = np.divide(picture.placement.input_size, one.grid.shape)  # height and width
+            patch = np.divide(image.placement.input_size, one.grid.shape)  # height and width
             aligned = [realigned(each.grid, move / patch) for each, move in zip(shifted, pixels, strict=True)]
             grid = np.mean(aligned, axis=0).astype(np.float32)
             one = replace(one, grid=grid, seconds=one.seconds + sum(each.seconds for each in shifted))
@@ -197,7 +197,7 @@ def moves(spec: InputSpec) -> list[tuple[int, int]]:
 
 
 def moved(placement: Placement, move: tuple[int, int]) -> Placement:
-    """The same crop moved by (down, right) pixels of the model input; what leaves the picture is padded.
+    """The same crop moved by (down, right) pixels of the model input; what leaves the image is padded.
 
     >>> moved(Placement((100, 100), (64, 64), (8, 8), (48, 48)), (4, -4)).offset
     (12, 4)

@@ -17,11 +17,11 @@ from vitflow.explaining.method import Method
 from vitflow.explaining.method_table import get_method
 from vitflow.explaining.targets import Answer, Contrast
 from vitflow.files import write_atomically
-from vitflow.pictures import Interpolation, overlay
-from vitflow.pictures.geometry import Placement
-from vitflow.pictures.images import image_name, write_image
-from vitflow.pictures.pen import Pen, takes_drawing_options
-from vitflow.pictures.upsampling import upsample
+from vitflow.images import Interpolation, overlay
+from vitflow.images.geometry import Placement
+from vitflow.images.pen import Pen, takes_drawing_options
+from vitflow.images.reading import image_name, write_image
+from vitflow.images.upsampling import upsample
 
 if TYPE_CHECKING:  # drawing a figure loads matplotlib, and most who ask for a map draw none
     from matplotlib.figure import Figure
@@ -29,13 +29,13 @@ if TYPE_CHECKING:  # drawing a figure loads matplotlib, and most who ask for a m
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saliency:
-    """One map of one picture by one method.
+    """One map of one image by one method.
 
     Attributes:
         grid: the map on the patch grid, float32 [rows, cols], unscaled.
-        placement: where the model input lies on the picture.
-        image: the original picture, uint8 RGB [height, width, 3].
-        source: the picture's name.
+        placement: where the model input lies on the image.
+        image: the original image, uint8 RGB [height, width, 3].
+        source: the image's name.
         model: the model's id.
         method: the method's name.
         options: every option of the method with the value used.
@@ -43,8 +43,8 @@ class Saliency:
         answer: the class that was asked for, by default the predicted one, with the model's probability of it; or the
             two that were set against each other, with the difference of their logits.
         facts: what else belongs beside the map, such as how the answer is read out or the saturated share of a flow.
-        reference: the picture that was compared with, uint8 RGB [height, width, 3], where one was.
-        seconds: time of the forward pass (the picture's share of its batch) and of the method.
+        reference: the image that was compared with, uint8 RGB [height, width, 3], where one was.
+        seconds: time of the forward pass (the image's share of its batch) and of the method.
     """
 
     grid: NDArray[np.float32]
@@ -69,7 +69,7 @@ class Saliency:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """What a notebook shows: the figure that stands alone."""
-        from vitflow.pictures.figures import NOTEBOOK_DPI, bundle
+        from vitflow.images.figures import NOTEBOOK_DPI, bundle
 
         return bundle(repr(self), self.figure(dpi=NOTEBOOK_DPI))
 
@@ -116,7 +116,7 @@ class Saliency:
 
     @property
     def heatmap(self) -> NDArray[np.float32]:
-        """The map over the original picture, float32 [height, width], unscaled; NaN where the model saw nothing."""
+        """The map over the original image, float32 [height, width], unscaled; NaN where the model saw nothing."""
         return upsample(self.grid, self.placement)
 
     def overlay(
@@ -128,7 +128,7 @@ class Saliency:
         robust: bool = True,
         **options: Any,
     ) -> NDArray[np.uint8]:
-        """The map in colour over the original picture, uint8 RGB [height, width, 3].
+        """The map in colour over the original image, uint8 RGB [height, width, 3].
 
         Args:
             interpolation: "smooth", "linear" (as `heatmap` is), "cubic", or "nearest" to see the patches.
@@ -136,7 +136,7 @@ class Saliency:
                 holds 0 between them, as of a map with negative values, 0 is clear and each side has its own colours.
             robust: take that range between percentiles, so that one artefact patch does not own it; what lies beyond
                 them nears the last colour.
-            options: cmap, alpha, fade, background, contours and mark_unseen as for `vitflow.pictures.overlay.blend`.
+            options: cmap, alpha, fade, background, contours and mark_unseen as for `vitflow.images.overlay.blend`.
         """
         heatmap = upsample(self.grid, self.placement, interpolation=interpolation)
         low, high = overlay.scale_range(self.grid, vmin=vmin, vmax=vmax, robust=robust)
@@ -145,7 +145,7 @@ class Saliency:
 
     @property
     def patch_box(self) -> tuple[float, float, float, float] | None:
-        """The patch or the box that the map was asked of, (left, top, right, bottom) in pixels of the picture.
+        """The patch or the box that the map was asked of, (left, top, right, bottom) in pixels of the image.
 
         None where the model's own readout was taken.
         """
@@ -164,15 +164,15 @@ class Saliency:
 
         Args:
             path: also write the figure here: .png, .pdf or .svg.
-            width: of the picture, in inches.
-            drawing: vmin, vmax, robust and interpolation as for `overlay`; dpi, pixels per inch of the picture; cmap,
-                alpha, fade, background, contours and mark_unseen as for `vitflow.pictures.overlay.blend`.
+            width: of the image, in inches.
+            drawing: vmin, vmax, robust and interpolation as for `overlay`; dpi, pixels per inch of the image; cmap,
+                alpha, fade, background, contours and mark_unseen as for `vitflow.images.overlay.blend`.
 
         Raises:
             OptionError: a drawing option is out of range, or another file type.
         """
-        from vitflow.pictures.figures import file_too
-        from vitflow.pictures.map_figure import draw_map
+        from vitflow.images.figures import file_too
+        from vitflow.images.map_figure import draw_map
 
         pen = Pen.of(width, drawing)
         return file_too(
@@ -229,7 +229,7 @@ class Saliency:
     def to_dict(self) -> dict[str, Any]:
         """Everything but the arrays, ready for JSON.
 
-        `seen` is in pixels of the picture, right and bottom exclusive. `placement` is exact and as rows of a folder run
+        `seen` is in pixels of the image, right and bottom exclusive. `placement` is exact and as rows of a folder run
         have it, its sizes [height, width] and its offset [top, left].
         """
         rows, cols = self.grid.shape

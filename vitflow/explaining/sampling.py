@@ -36,30 +36,30 @@ def sampling(trace: AskedTrace, *, masks: int, keep: float, cells: int, random_s
 def _outputs(
     trace: AskedTrace, kept: Tensor, layout: TokenLayout | None, grid: tuple[int, int], batch: int, key: tuple[Any, ...]
 ) -> list[Tensor]:
-    """The log-odds [masks, classes] of each picture without some patches; what was answered before is not asked again.
+    """The log-odds [masks, classes] of each image without some patches; what was answered before is not asked again.
 
     Args:
-        trace: of the pictures.
+        trace: of the images.
         kept: which patches each mask keeps, bool [masks, patches].
         layout: of the tokens, where those of hidden patches are dropped.
         grid: rows and columns of the patches.
-        batch: as many masks at once, or as many tokens as so many whole pictures have.
+        batch: as many masks at once, or as many tokens as so many whole images have.
         key: what the masks were drawn by.
     """
     assert trace.pixels is not None
-    masks, pictures = len(kept), trace.pixels.detach().split(1)
-    known: list[Tensor] = trace.answered.get(key) or [torch.empty(0)] * len(pictures)
+    masks, images = len(kept), trace.pixels.detach().split(1)
+    known: list[Tensor] = trace.answered.get(key) or [torch.empty(0)] * len(images)
     before = min(len(known[0]), masks)  # the first of many masks are those of few
-    with tracking("sampling", len(pictures) * masks) as progress:
-        progress(len(pictures) * before)
+    with tracking("sampling", len(images) * masks) as progress:
+        progress(len(images) * before)
         if before < masks:
             if layout is not None:
                 batch = batch * layout.num_tokens // (layout.num_prefix_tokens + int(kept[0].sum()))
             outputs = []
-            for picture, own in zip(pictures, known, strict=True):
+            for image, own in zip(images, known, strict=True):
                 found = [own] if before else []
                 for part in kept[before:].split(batch):
-                    found.append(_ask(trace, picture, part, layout, grid))
+                    found.append(_ask(trace, image, part, layout, grid))
                     progress(len(part))
                 outputs.append(torch.cat(found))
             known = trace.answered[key] = outputs
@@ -81,17 +81,17 @@ def _ways(trace: AskedTrace) -> tuple[TokenLayout | None, tuple[int, int], str]:
         return None, trace.grid(), hidden
 
 
-def _ask(trace: AskedTrace, picture: Tensor, kept: Tensor, layout: TokenLayout | None, grid: tuple[int, int]) -> Tensor:
-    """The log-odds [masks, classes] of one picture with the kept patches alone."""
+def _ask(trace: AskedTrace, image: Tensor, kept: Tensor, layout: TokenLayout | None, grid: tuple[int, int]) -> Tensor:
+    """The log-odds [masks, classes] of one image with the kept patches alone."""
     if layout is not None:
         numbers = kept.nonzero()[:, 1].reshape(len(kept), -1)
         read = trace.outputs.read
         with torch.no_grad():
-            logits = run_on_patches(trace.model, picture, numbers, layout=layout, outputs=read)
+            logits = run_on_patches(trace.model, image, numbers, layout=layout, outputs=read)
         return log_odds(logits, trace.outputs.activation)
-    owners = cell_owners(picture.shape[-2], picture.shape[-1], *grid)
-    visible = kept[:, owners].unsqueeze(1).to(picture.device)  # [masks, 1, height, width]
-    return trace.log_odds(torch.where(visible, picture, picture.mean(dim=(2, 3), keepdim=True)))
+    owners = cell_owners(image.shape[-2], image.shape[-1], *grid)
+    visible = kept[:, owners].unsqueeze(1).to(image.device)  # [masks, 1, height, width]
+    return trace.log_odds(torch.where(visible, image, image.mean(dim=(2, 3), keepdim=True)))
 
 
 #: The methods that agree, each with its own defaults where it is not told otherwise, and what each weighs.

@@ -9,15 +9,15 @@ from matplotlib.figure import Figure
 from vitflow.explaining import captions
 from vitflow.explaining.method_table import BASELINES
 from vitflow.explaining.saliency import Saliency
-from vitflow.pictures import figures, overlay
-from vitflow.pictures.figures import Cell, Column
-from vitflow.pictures.images import image_name
-from vitflow.pictures.pen import Bar, Limits, Pen
-from vitflow.pictures.typesetting import readable
+from vitflow.images import figures, overlay
+from vitflow.images.figures import Cell, Column
+from vitflow.images.pen import Bar, Limits, Pen
+from vitflow.images.reading import image_name
+from vitflow.images.typesetting import readable
 
 _Item = TypeVar("_Item")
-# For each picture its maps.
-Pictures = Sequence[Sequence[Saliency]]
+# For each image its maps.
+Images = Sequence[Sequence[Saliency]]
 
 #: The share of saturated flows from which on it is told: below it the map says as much as one with none.
 TOLD_SATURATED = 0.01
@@ -32,10 +32,10 @@ SATURATED = (
 _MOST_MAPS = 5
 
 
-def columns_of(picture: Sequence[Saliency]) -> list[list[Saliency]]:
-    """One picture's maps by method and options; a class that was asked for twice ("cat", "top1") appears once."""
+def columns_of(image: Sequence[Saliency]) -> list[list[Saliency]]:
+    """One image's maps by method and options; a class that was asked for twice ("cat", "top1") appears once."""
     columns: list[list[Saliency]] = []
-    for one in picture:
+    for one in image:
         if not columns or (columns[-1][0].method, columns[-1][0].options) != (one.method, one.options):
             columns.append([one])
         elif one.answer not in [other.answer for other in columns[-1]]:
@@ -52,24 +52,24 @@ def _limits(columns: Sequence[Sequence[Sequence[Saliency]]], pen: Pen, same_scal
     }
 
 
-def draw_comparison(pictures: Pictures, pen: Pen, *, same_scale: bool = False, timings: bool = False) -> Figure:
-    """Draw the maps of pictures as a strip; the options are those of `Comparison.strip`."""
-    columns = [columns_of(picture) for picture in pictures]
+def draw_comparison(images: Images, pen: Pen, *, same_scale: bool = False, timings: bool = False) -> Figure:
+    """Draw the maps of images as a strip; the options are those of `Comparison.strip`."""
+    columns = [columns_of(image) for image in images]
     limits = _limits(columns, pen, same_scale)
     bands = [
         (
             [
                 Column("Photograph"),
-                *([Column("Compared with")] if pictures[0][0].reference is not None else []),
+                *([Column("Compared with")] if images[0][0].reference is not None else []),
                 *(_head(columns[0][index][0]) for index in members),
             ],
             [_block([maps[index] for index in members], limits, pen, timings) for maps in columns],
         )
         for members in _bands(columns)
     ]
-    shown = [one for picture in pictures for one in picture if id(one) in limits]
+    shown = [one for image in images for one in image if id(one) in limits]
     bars = bars_of([(one, limits[id(one)]) for one in shown], pen)
-    return figures.draw_bands(bands, bars=bars, note=_note(pictures, pen, same_scale, bars), dpi=pen.dpi)
+    return figures.draw_bands(bands, bars=bars, note=_note(images, pen, same_scale, bars), dpi=pen.dpi)
 
 
 def bars_of(maps: Sequence[tuple[Saliency, Limits]], pen: Pen) -> list[Bar]:
@@ -83,7 +83,7 @@ def draw_words(maps: Sequence[Saliency], *, left_out: Sequence[str] = ()) -> Fig
     """Draw the maps of written words side by side, after the photograph.
 
     Args:
-        maps: one for each word, all of one picture.
+        maps: one for each word, all of one image.
         left_out: what has no map, to be told.
     """
     pen = Pen.of(1.5, {})
@@ -91,7 +91,7 @@ def draw_words(maps: Sequence[Saliency], *, left_out: Sequence[str] = ()) -> Fig
     bands = []
     for row in in_rows(maps, _MOST_MAPS):
         cells = [[map_cell(one, pen.limits(one.grid), pen)] for one in row]
-        heads = [Column(one.label, f"{one.facts['on_picture']:.0%} on the picture") for one in row]
+        heads = [Column(one.label, f"{one.facts['on_image']:.0%} on the image") for one in row]
         bands.append(([Column("Photograph"), *heads], [[[photograph], *cells]]))
     told = f"{captions.method_in_words(maps[0].definition, maps[0].options)}. "
     rest = f"\nNo map: {', '.join(left_out)}" if left_out else ""
@@ -116,7 +116,7 @@ def _bands(columns: Sequence[Sequence[Sequence[Saliency]]]) -> list[list[int]]:
 def _block(
     columns: Sequence[Sequence[Saliency]], limits: Mapping[int, Limits], pen: Pen, timings: bool
 ) -> list[list[Cell]]:
-    """One picture's cells: itself, with the class that each row explains, and its maps."""
+    """One image's cells: itself, with the class that each row explains, and its maps."""
     first = columns[0][0]
     named = max(columns, key=lambda maps: (len(maps), maps[0].class_specific))
     name, lines = (image_name(first.source),), [tuple(captions.class_lines(one.answer)) for one in named]
@@ -153,7 +153,7 @@ def _head(saliency: Saliency) -> Column:
     return Column(method.title, captions.departures(method, saliency.options), group)
 
 
-def _note(pictures: Pictures, pen: Pen, same_scale: bool, bars: Sequence[Bar]) -> str:
+def _note(images: Images, pen: Pen, same_scale: bool, bars: Sequence[Bar]) -> str:
     low, high = overlay.ROBUST_PERCENTILES
     ends = f"{low:g}nd to the {high:g}th percentile" if pen.robust else "smallest to the largest value"
     taken = "the same for all maps of a method" if same_scale else "for each map by itself"
@@ -163,11 +163,11 @@ def _note(pictures: Pictures, pen: Pen, same_scale: bool, bars: Sequence[Bar]) -
         limits = f"Colours run from the {ends} of the patches, {taken}; these limits stand below each map."
     if pen.soft:
         limits += " Values beyond them near the last colour."
-    seen = "" if all(p[0].placement.sees_everything for p in pictures) else (" The line bounds what the model saw.")
+    seen = "" if all(p[0].placement.sees_everything for p in images) else (" The line bounds what the model saw.")
     seen += f"\n{pen.contours}" if pen.contours else ""
     two_sides = any(bar.two_sides for bar in bars)
     around = "\nA map with negative values has colours on both sides of 0, which is clear." if two_sides else ""
-    shown = [one for picture in pictures for one in picture]
+    shown = [one for image in images for one in image]
     if any(one.facts.get("saturated", 0.0) >= TOLD_SATURATED for one in shown):
         around += f"\n{SATURATED}"
     against = next((one.facts["against"] for one in shown if "against" in one.facts), None)

@@ -1,4 +1,4 @@
-"""Which class to explain: by index, by name, the most probable ones, or each picture's own."""
+"""Which class to explain: by index, by name, the most probable ones, or each image's own."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -105,7 +105,7 @@ class Answer:
 
 # A class index, a class name, "top1" … for the most probable ones, or None for the predicted class.
 Target = int | str | None
-# One target, several that are explained in turn, or an array with the class index of each picture.
+# One target, several that are explained in turn, or an array with the class index of each image.
 Targets = Target | Sequence[Target] | NDArray[np.integer[Any]] | Tensor
 
 
@@ -115,8 +115,8 @@ def resolve_targets(
     """Turn what the caller asked for into class indices, one tensor [batch] per target.
 
     Args:
-        targets: one target or several, where "top5" stands for five, the most probable classes of each picture; or an
-            array [batch] with each picture's own class index.
+        targets: one target or several, where "top5" stands for five, the most probable classes of each image; or an
+            array [batch] with each image's own class index.
         probabilities: [batch, classes]; None where the model has no classes.
         class_names: names by class index, where known.
 
@@ -126,7 +126,7 @@ def resolve_targets(
     >>> resolve_targets(["top2"], torch.tensor([[0.1, 0.7, 0.2]]), None)
     [tensor([1]), tensor([2])]
     """
-    if is_per_picture(targets) and probabilities is not None:
+    if is_per_image(targets) and probabilities is not None:
         return [_own_targets(targets, probabilities)]
     several = isinstance(targets, Iterable) and not isinstance(targets, str) and getattr(targets, "ndim", 1) > 0
     given: Any = targets if several else [targets]
@@ -161,8 +161,8 @@ def doubt(probability: float, num_classes: int) -> str | None:
     return f"the model gives this class {100 * probability:.2g} %: the map shows what would raise it, not what it saw"
 
 
-def is_per_picture(targets: Any) -> bool:
-    """Whether targets are an array with a class index for each picture."""
+def is_per_image(targets: Any) -> bool:
+    """Whether targets are an array with a class index for each image."""
     return isinstance(targets, np.ndarray | Tensor) and targets.ndim > 0
 
 
@@ -189,7 +189,7 @@ def _own_targets(targets: Any, probabilities: Tensor) -> Tensor:
     batch, count = probabilities.shape
     if found.shape != (batch,) or found.dtype.is_floating_point or found.dtype == torch.bool:
         raise OptionError(
-            f"Expected an array of {batch} class indices, one for each picture, got shape {tuple(found.shape)} of "
+            f"Expected an array of {batch} class indices, one for each image, got shape {tuple(found.shape)} of "
             f"{found.dtype}."
         )
     if ((found < 0) | (found >= count)).any():

@@ -1,1 +1,1 @@
-"""Many pictures, resumable."""
+"""Many images, resumable."""

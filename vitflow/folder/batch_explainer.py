@@ -1,4 +1,4 @@
-"""Explain batches of pictures in whatever hands them over: Ray Data, Daft, datasets, or a loop."""
+"""Explain batches of images in whatever hands them over: Ray Data, Daft, datasets, or a loop."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,8 +13,8 @@ from vitflow.explaining.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.decoders import Decoded, decode_file, failed
-from vitflow.folder.work import Picture, auto_batch, check_target, compute_maps, describe, make_job
-from vitflow.pictures.images import MAX_PIXELS, read_image
+from vitflow.folder.work import InputImage, auto_batch, check_target, compute_maps, describe, make_job
+from vitflow.images.reading import MAX_PIXELS, read_image
 from vitflow.runs import columns
 from vitflow.runs.batches import Batches
 
@@ -26,27 +26,27 @@ class BatchExplainer:
     """Explains batches that are dicts of columns, a row out for every row in: the work of a folder run, without files.
 
     It is small to pickle: the model is loaded where the first batch comes, once, and is left behind when the object is
-    sent elsewhere. A picture that cannot be read or explained is a row with its error, and the others go on.
+    sent elsewhere. An image that cannot be read or explained is a row with its error, and the others go on.
 
     Args:
         model: a model id (see `load_model`) or a folder or file of weights; or a function that makes a module or an
             Explainer where it runs.
         methods: names, or (name, options) pairs; by default gae with a target, and rollout without one.
-        target: class that class-specific methods explain; by default each picture's predicted one.
-        image: the column of the pictures: bytes of files, arrays [height, width, 3], paths, PIL pictures, or dicts with
+        target: class that class-specific methods explain; by default each image's predicted one.
+        image: the column of the images: bytes of files, arrays [height, width, 3], paths, PIL images, or dicts with
             `bytes` or `path` as those of datasets.
         id: the column whose values name the rows; they come out as `id`.
         device, fit: as for `Explainer`, of a model by name.
-        batch_size: pictures per forward pass; by default 16 on a CPU and 64 on a GPU, halved where memory runs out.
-        max_pixels: pictures of more pixels are refused.
+        batch_size: images per forward pass; by default 16 on a CPU and 64 on a GPU, halved where memory runs out.
+        max_pixels: images of more pixels are refused.
         options: options for every method that has them.
 
     Raises:
         OptionError: an option is wrong, or the model is one in memory.
 
-    >>> from vitflow.demo import sample_pictures
+    >>> from vitflow.demo import sample_images
     >>> explainer = BatchExplainer("demo", ["rollout"], image="path", id="path")
-    >>> found = explainer({"path": [str(path) for path in sample_pictures()[:2]] + ["nowhere.png"]})
+    >>> found = explainer({"path": [str(path) for path in sample_images()[:2]] + ["nowhere.png"]})
     >>> found["status"].tolist(), len(found["grid_rollout"][0])
     (['explained', 'explained', 'failed'], 288)
     >>> grid, placement = explainer.map_of(found, 0, "rollout")
@@ -95,7 +95,7 @@ class BatchExplainer:
         """Explain a batch.
 
         Args:
-            batch: columns of one length; those of the pictures and of the ids are read.
+            batch: columns of one length; those of the images and of the ids are read.
 
         Returns:
             A column each for `id` (as it came in), `status` ("explained" or "failed"), `error`, `message`, `width`,
@@ -104,7 +104,7 @@ class BatchExplainer:
             `cols_METHOD` and `scale_METHOD`. Where there is none, text is empty, a whole number −1, and a number NaN.
 
         Raises:
-            OptionError: the batch has no such columns of one length, or no picture can be explained this way.
+            OptionError: the batch has no such columns of one length, or no image can be explained this way.
             ModelError: the model cannot be loaded.
         """
         ids, images = (self._column(batch, name) for name in (self._id, self._image))
@@ -114,19 +114,19 @@ class BatchExplainer:
             )
         batches = self._loaded()
         records = []
-        for part in batches.parts(self._pictures(ids, images), lambda picture: picture.decoded.nbytes):
-            for picture, found in zip(part, compute_maps(batches, part, self._job), strict=True):
+        for part in batches.parts(self._images(ids, images), lambda image: image.decoded.nbytes):
+            for image, found in zip(part, compute_maps(batches, part, self._job), strict=True):
                 maps = {label: own.grid for label, own in zip(self.labels, found.maps, strict=bool(found.maps))}
-                records.append(columns.record_of(describe(picture, found, self._job), maps, self.labels))
+                records.append(columns.record_of(describe(image, found, self._job), maps, self.labels))
         kinds = columns.columns_of(self.labels)
         return {name: _column_of(records, name, kind) for name, kind in kinds.items()} | {"id": np.asarray(ids)}
 
     @staticmethod
     def map_of(found: Mapping[str, Any], row: int, label: str) -> Any:
-        """A map out of what a call gave: float32 [rows, cols], and where it lies on its picture.
+        """A map out of what a call gave: float32 [rows, cols], and where it lies on its image.
 
         Raises:
-            ShapeError: the picture of that row has no such map.
+            ShapeError: the image of that row has no such map.
         """
         return columns.map_of({name: values[row] for name, values in found.items()}, label)
 
@@ -138,7 +138,7 @@ class BatchExplainer:
             explainer = made if isinstance(made, Explainer) else Explainer(made, **self._made_with)
             if not self._named and explainer.asks(None):
                 raise OptionError(
-                    "Expected methods with an explainer that is asked prompts, reference pictures or a function, got "
+                    "Expected methods with an explainer that is asked prompts, reference images or a function, got "
                     "none: name them, such as methods=['gae'], whose map depends on what is asked."
                 )
             check_target(self._job, explainer)
@@ -149,14 +149,14 @@ class BatchExplainer:
         if name not in batch:
             raise OptionError(
                 f"Expected a batch with a column {name!r}, got {', '.join(map(repr, batch))}: name the columns of the "
-                "pictures and of their names with image=… and id=…."
+                "images and of their names with image=… and id=…."
             )
         return batch[name]
 
-    def _pictures(self, ids: Sequence[Any], images: Sequence[Any]) -> Iterator[Picture]:
+    def _images(self, ids: Sequence[Any], images: Sequence[Any]) -> Iterator[InputImage]:
         for own, image in zip(ids, images, strict=True):
             name = str(own)
-            yield Picture(name, "", self._read(image, printable(name)))
+            yield InputImage(name, "", self._read(image, printable(name)))
 
     def _read(self, image: Any, name: str) -> Decoded:
         if isinstance(image, Mapping):  # of a dataset that leaves decoding to its user
@@ -171,7 +171,7 @@ class BatchExplainer:
 def decode_given(source: Any, name: str, max_pixels: int = MAX_PIXELS) -> Decoded:
     """Read an image in memory, the bytes of a file or an array; what is wrong with it becomes an error, too.
 
-    >>> decode_given(b"no picture", "a.png").error, decode_given(np.zeros((2, 3)), "b").image.shape
+    >>> decode_given(b"no image", "a.png").error, decode_given(np.zeros((2, 3)), "b").image.shape
     ('UnidentifiedImageError', (2, 3, 3))
     """
     facts: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What a model writes about every picture of a folder, with a map for each word; resumable as other runs are."""
+"""What a model writes about every image of a folder, with a map for each word; resumable as other runs are."""
 
 import io
 import json
@@ -19,19 +19,19 @@ from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input
 from vitflow.folder.run import FolderRun, FolderSummary, check_at_least
-from vitflow.folder.work import Picture
+from vitflow.folder.work import InputImage
+from vitflow.images.figures import figure_bytes
+from vitflow.images.reading import MAX_PIXELS
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.models.facts import check_name, model_id
 from vitflow.models.hub import bundled, called, hub_for, own_prompt
 from vitflow.models.languages import load_language_model, load_processor
-from vitflow.pictures.figures import figure_bytes
-from vitflow.pictures.images import MAX_PIXELS
 from vitflow.runs.batches import Batches, RunProgress, Tally
 from vitflow.runs.columns import Maps, Row, failed_row, write_manifest
 from vitflow.runs.store import Run
 from vitflow.text.generating import explain_generation
 from vitflow.text.generation import Generation
-from vitflow.text.method_table import PICTURED, for_kind, text_method
+from vitflow.text.method_table import IMAGE_DEFAULT, for_kind, text_method
 
 _STRIP, _MAPS = "-caption.png", "-caption.npz"
 _Described = tuple[Row, Maps, dict[str, bytes]]
@@ -44,7 +44,7 @@ def caption_folder(
     model: str | Path | nn.Module,
     prompt: str | None = None,
     processor: Any = None,
-    method: str = PICTURED,
+    method: str = IMAGE_DEFAULT,
     name: str | None = None,
     recursive: bool = False,
     glob: str | None = None,
@@ -58,18 +58,18 @@ def caption_folder(
     command: Sequence[str] | None = None,
     **options: Any,
 ) -> FolderSummary:
-    """Let a model write about every picture of a folder, with a map for each word that says something.
+    """Let a model write about every image of a folder, with a map for each word that says something.
 
     A strip of these maps goes to `name-caption.png` in the tree of the inputs, and `manifest.jsonl` beside them has a
-    row for each picture: what was written, and of each word how much of it rests on the picture. The same call goes on
-    where a run was ended, and does what is missing or changed. A picture that cannot be read or described is a row with
-    an error, and the others go on. One picture is done after the other.
+    row for each image: what was written, and of each word how much of it rests on the image. The same call goes on
+    where a run was ended, and does what is missing or changed. An image that cannot be read or described is a row with
+    an error, and the others go on. One image is done after the other.
 
     Args:
         source, output: as for `explain_folder`.
         model: sees and writes; its id, its folder, or "demo-caption".
         prompt: what to ask; by default as `explain_generation` asks.
-        processor: prepares the pictures; by default the one saved beside the model, by name.
+        processor: prepares the images; by default the one saved beside the model, by name.
         method: of texts, as for `explain_generation`.
         name: what to call the model.
         recursive, glob, limit, overwrite, max_pixels, progress, command: as for `explain_folder`.
@@ -121,27 +121,27 @@ def caption_folder(
     fingerprint = {"kind": "captions", "root": driver.listing.root, **common, "save_map": save_map}
     worked: list[str] = []
 
-    def describe(picture: Picture) -> _Described:
-        decoded = picture.decoded
+    def describe(image: InputImage) -> _Described:
+        decoded = image.decoded
         if decoded.image is None:
-            return failed_row(picture.known, decoded.error or "", decoded.message or ""), {}, {}
+            return failed_row(image.known, decoded.error or "", decoded.message or ""), {}, {}
         begun = time.perf_counter()
         try:
             found = explain_generation(model, prompt, image=decoded.image, processor=processor, **asked)
-            row, files = _told(found, picture, save_map)
-        except Exception as error:  # whatever a model makes of one picture shall not stop the others
+            row, files = _told(found, image, save_map)
+        except Exception as error:  # whatever a model makes of one image shall not stop the others
             if not worked and isinstance(error, OptionError | ModelError | UnsupportedModelError):
-                raise  # no picture can be described this way
-            return failed_row(picture.known, error), {}, {}
-        worked.append(picture.key)
+                raise  # no image can be described this way
+            return failed_row(image.known, error), {}, {}
+        worked.append(image.key)
         height, width = decoded.image.shape[:2]
         seconds = round(time.perf_counter() - begun, 4)
-        row = picture.known | row | {"status": "explained", "width": width, "height": height, "seconds": seconds}
+        row = image.known | row | {"status": "explained", "width": width, "height": height, "seconds": seconds}
         return row, {}, files
 
     def explain(run: Run, inputs: list[Input], done: set[str], tally: Tally) -> None:
-        def compute(_: Batches, pictures: list[Picture]) -> list[_Described]:
-            return [describe(picture) for picture in pictures]
+        def compute(_: Batches, images: list[InputImage]) -> list[_Described]:
+            return [describe(image) for image in images]
 
         with DecoderPool(1, max_pixels=max_pixels) as decoders:
             # Strips are drawn here: matplotlib is not for several threads. No caption waits: each takes seconds.
@@ -156,16 +156,16 @@ def caption_folder(
     return driver.work(fingerprint, [_STRIP, _MAPS], explain, write)
 
 
-def _told(found: Generation, picture: Picture, save_map: bool) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _told(found: Generation, image: InputImage, save_map: bool) -> tuple[dict[str, Any], dict[str, bytes]]:
     """What a row says of a caption, and its files by path below the output folder."""
     words, left_out = found.words()
-    maps = {word: replace(found.picture(places), source=picture.key) for word, places in words.items()}
+    maps = {word: replace(found.image(places), source=image.key) for word, places in words.items()}
     files: dict[str, bytes] = {}
     if maps:
-        files[f"{picture.stem}{_STRIP}"] = figure_bytes(draw_words(list(maps.values()), left_out=left_out), ".png")
+        files[f"{image.stem}{_STRIP}"] = figure_bytes(draw_words(list(maps.values()), left_out=left_out), ".png")
     if maps and save_map:
-        files[f"{picture.stem}{_MAPS}"] = _packed(maps)
-    shares = ("on_picture", "on_edges", "on_first_patch")
+        files[f"{image.stem}{_MAPS}"] = _packed(maps)
+    shares = ("on_image", "on_edges", "on_first_patch")
     row = {
         "caption": found.answer,
         "words": [

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import ImageError, OptionError, load_extra, printable
 from vitflow.files import is_remote
-from vitflow.pictures.images import MAX_PIXELS, read_image
+from vitflow.images.reading import MAX_PIXELS, read_image
 
 #: Decoding an image is given up after so many seconds.
 PATIENCE = 60.0

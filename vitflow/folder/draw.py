@@ -34,9 +34,9 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.files import is_remote, write_inside
 from vitflow.folder.decoders import decode_file
 from vitflow.folder.work import encode_overlay
-from vitflow.pictures import OVERLAY_FORMATS
-from vitflow.pictures.images import read_image
-from vitflow.pictures.pen import Pen
+from vitflow.images import OVERLAY_FORMATS
+from vitflow.images.pen import Pen
+from vitflow.images.reading import read_image
 from vitflow.runs.columns import Maps, Row, placement_of
 from vitflow.runs.saved import FILE, SavedRun
 
@@ -50,7 +50,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What became of one picture that was to be drawn.
+    """What became of one image that was to be drawn.
 
     Attributes:
         input: its name in the run.
@@ -86,11 +86,11 @@ def open_run(folder: str | os.PathLike[str]) -> SavedRun:
 
 
 def read_grids(run: str | os.PathLike[str], where: str | None = None) -> Iterator[tuple[Row, Maps]]:
-    """Read the maps of a run back: (row, maps by their labels) for each explained picture, in the order of the inputs.
+    """Read the maps of a run back: (row, maps by their labels) for each explained image, in the order of the inputs.
 
     Args:
         run: the output folder of `explain_folder`.
-        where: take the pictures for which this SQL expression holds, such as "probability < 0.5".
+        where: take the images for which this SQL expression holds, such as "probability < 0.5".
 
     Raises:
         OptionError: the folder holds no run, its record is damaged, or the condition is wrong.
@@ -122,12 +122,12 @@ def draw_run(
     images: str | os.PathLike[str] | None = None,
     progress: Callable[[Drawn], None] = lambda _: None,
 ) -> list[Drawn]:
-    """Draw overlays of the pictures of a run into a folder, named as the run would have named them.
+    """Draw overlays of the images of a run into a folder, named as the run would have named them.
 
     Args:
         run: the output folder of `explain_folder`.
         output: where the overlays go.
-        where: draw the pictures for which this SQL expression holds, such as
+        where: draw the images for which this SQL expression holds, such as
             "probability < 0.5 AND class_name != 'cat'".
         methods: the maps to draw, by their labels; by default all of the run.
         limit: draw the first so many only, at least 1.
@@ -135,7 +135,7 @@ def draw_run(
         drawing: options of `Saliency.overlay`, which come before those that the run was asked for.
         images: folder or URL of the photographs; by default the folder that the run read. A URL is never taken from
             the record of a run, which anybody may have written: it must be named here.
-        progress: called for each picture as it is done.
+        progress: called for each image as it is done.
 
     Raises:
         OptionError: the folder holds no run, its record is damaged, an option is wrong, or the photographs are at a URL
@@ -175,11 +175,11 @@ def draw_run(
                     paths.append(place / path)
                 return Drawn(row["input"], tuple(paths))
             except OptionError:
-                raise  # of every picture
+                raise  # of every image
             except (VitflowError, OSError) as error:
                 return Drawn(row["input"], error=printable(str(error)))
             except KeyError as error:
-                return Drawn(row["input"], error=f"The record of this picture has no {error}.")
+                return Drawn(row["input"], error=f"The record of this image has no {error}.")
 
         found = []
         for drawn in _side_by_side(draw, islice(_explained(saved, where), limit)):
@@ -196,7 +196,7 @@ def _hint(where: str, classes: Sequence[str]) -> None:
         close = [] if text in classes else get_close_matches(text, classes, n=1)
         if close:
             known = f"{', '.join(classes[:_SHOWN])}{', …' if len(classes) > _SHOWN else ''}"
-            note = f"No picture has the class {text!r}. Did you mean {close[0]!r}? Known: {known}."
+            note = f"No image has the class {text!r}. Did you mean {close[0]!r}? Known: {known}."
             warnings.warn(printable(note), VitflowWarning, stacklevel=3)
 
 
@@ -212,9 +212,9 @@ def read_photograph(row: Mapping[str, Any], root: str, max_pixels: int) -> NDArr
     """The pixels of the very file that was explained, uint8 RGB [height, width, 3].
 
     Args:
-        row: of the picture.
+        row: of the image.
         root: the folder or URL that the run read.
-        max_pixels: pictures of more pixels are refused.
+        max_pixels: images of more pixels are refused.
 
     Raises:
         VitflowError: it cannot be read, or is another one now.
@@ -228,7 +228,7 @@ def read_photograph(row: Mapping[str, Any], root: str, max_pixels: int) -> NDArr
 
 
 def _side_by_side(draw: Callable[[Row, Maps], Drawn], found: Iterable[tuple[Row, Maps]]) -> Iterator[Drawn]:
-    """Draw on every core, in order, with a few pictures in memory at once."""
+    """Draw on every core, in order, with a few images in memory at once."""
     count = os.cpu_count() or 1
     with ThreadPoolExecutor(count, thread_name_prefix="vitflow-draw") as threads:
         ahead: list[Future[Drawn]] = []
@@ -327,14 +327,14 @@ def _departures(run: Mapping[str, Any], label: str) -> str:
 
 # -- the display in a notebook
 
-#: Pictures that are shown.
+#: Images that are shown.
 SHOWN = 6
-_WIDTH = 1.5  # of a picture, in inches
+_WIDTH = 1.5  # of an image, in inches
 
 
 def show_run(text: str, output: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The first overlay of each row's picture, as one figure, and what the rows say."""
-    from vitflow.pictures.figures import NOTEBOOK_DPI, Cell, Column, bundle, draw_bands, html_table  # loads matplotlib
+    """The first overlay of each row's image, as one figure, and what the rows say."""
+    from vitflow.images.figures import NOTEBOOK_DPI, Cell, Column, bundle, draw_bands, html_table  # loads matplotlib
 
     pen, cells, columns, overlays = Pen(_WIDTH, NOTEBOOK_DPI), [], [], []
     for row in rows:
@@ -347,5 +347,5 @@ def show_run(text: str, output: Path, rows: Sequence[Mapping[str, Any]]) -> dict
                 columns.append(Column(Path(row["input"]).name, label))
                 overlays.append([Cell(overlay, (str(row["class_name"] or ""),))])
     sheet = draw_bands([(columns, [overlays])], dpi=NOTEBOOK_DPI) if columns else None
-    head = ("picture", "status", "class", "probability")
+    head = ("image", "status", "class", "probability")
     return bundle(text, sheet, [html_table(cells, head)])

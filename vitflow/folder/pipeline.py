@@ -21,7 +21,7 @@ from vitflow.explaining.progress import watched
 from vitflow.files import write_inside
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.plan import Input
-from vitflow.folder.work import Picture
+from vitflow.folder.work import InputImage
 from vitflow.recording.isolation import has_foreign_hooks
 from vitflow.runs.batches import WAITING_BYTES, Batches, Tally
 from vitflow.runs.columns import Maps, Row, failed_row
@@ -36,22 +36,22 @@ class Pipeline:
     """One run over the inputs that are not done yet; rows are kept as soon as their files are in place.
 
     Args:
-        compute: what a part of a batch gives, one result for each picture.
-        draw: a picture's row, grids and files, from its result; called by several threads.
+        compute: what a part of a batch gives, one result for each image.
+        draw: an image's row, grids and files, from its result; called by several threads.
         run: takes the rows.
-        tally: counts each row once it is kept, and the work that is under way, in pictures, as slow methods go on.
+        tally: counts each row once it is kept, and the work that is under way, in images, as slow methods go on.
         decoders: the processes that read.
-        batch_size: pictures that the model works on at once; it is halved where memory is too small.
+        batch_size: images that the model works on at once; it is halved where memory is too small.
         explainer: the model, of which lanes have copies; without one there is one lane.
         slow: the number of methods that take long.
         behind: batches that wait to be written; with more than two the disk is the bottleneck.
-        on_pixels: takes each explained picture's key and pixels once its files are in place, in several threads.
+        on_pixels: takes each explained image's key and pixels once its files are in place, in several threads.
     """
 
     def __init__(
         self,
-        compute: Callable[[Batches, list[Picture]], Sequence[Any]],
-        draw: Callable[[Picture, Any], tuple[Row, Maps, dict[str, bytes]]],
+        compute: Callable[[Batches, list[InputImage]], Sequence[Any]],
+        draw: Callable[[InputImage, Any], tuple[Row, Maps, dict[str, bytes]]],
         run: Run,
         tally: Tally,
         decoders: DecoderPool,
@@ -65,15 +65,15 @@ class Pipeline:
         self._compute, self._draw, self._run = compute, draw, run
         self._tally, self._decoders, self._batch_size = tally, decoders, batch_size
         self._explainer, self._slow, self._behind, self._on_pixels = explainer, slow, behind, on_pixels
-        self._explaining: deque[tuple[list[Picture], set[str], Future[Sequence[Any]]]] = deque()
-        self._under_way = 0.0  # pictures whose maps are there, and that have no row yet
-        self._writing: deque[tuple[int, _Writing]] = deque()  # (bytes of pixels, one future per picture)
+        self._explaining: deque[tuple[list[InputImage], set[str], Future[Sequence[Any]]]] = deque()
+        self._under_way = 0.0  # images whose maps are there, and that have no row yet
+        self._writing: deque[tuple[int, _Writing]] = deque()  # (bytes of pixels, one future per image)
 
     def run(self, inputs: Sequence[Input], done: set[str]) -> None:
         """Explain what is not done, by its key.
 
         Batches are the same in every run over the same inputs: a run that goes on where another one was stopped
-        computes a torn batch whole, for a picture's neighbours in a batch may change the last bits of its result.
+        computes a torn batch whole, for an image's neighbours in a batch may change the last bits of its result.
         """
         writers = ThreadPoolExecutor(min(os.cpu_count() or 1, 8), thread_name_prefix="vitflow-write")
         # Methods that take long use all threads by themselves, and end soon on Ctrl-C only in this one.
@@ -81,11 +81,11 @@ class Pipeline:
         try:
             for batch, missing, decoded in self._decoded_batches(inputs, done):
                 complete = self._complete(batch, missing, decoded)
-                for pictures in lanes.batches[0].parts(complete, lambda picture: picture.decoded.nbytes):
-                    wanted = sum(picture.key in missing for picture in pictures)
+                for images in lanes.batches[0].parts(complete, lambda image: image.decoded.nbytes):
+                    wanted = sum(image.key in missing for image in images)
                     if wanted:
-                        found = lanes.submit(partial(self._explain, pictures, wanted))
-                        self._explaining.append((pictures, missing, found))
+                        found = lanes.submit(partial(self._explain, images, wanted))
+                        self._explaining.append((images, missing, found))
                     while len(self._explaining) > (lanes.count if lanes.count > 1 else 0):
                         self._hand_over(writers)
             while self._explaining:
@@ -109,7 +109,7 @@ class Pipeline:
     def _decoded_batches(
         self, inputs: Sequence[Input], done: set[str]
     ) -> Iterator[tuple[Sequence[Input], set[str], dict[str, Decoded]]]:
-        """Batches with something to do, the missing pictures of each read; the next ones are read ahead."""
+        """Batches with something to do, the missing images of each read; the next ones are read ahead."""
         ahead: deque[tuple[Sequence[Input], dict[str, Future[Decoded]]]] = deque()
         batches = (inputs[start : start + self._batch_size] for start in range(0, len(inputs), self._batch_size))
         exhausted = False
@@ -142,28 +142,28 @@ class Pipeline:
             return known
         return self._decoders.submit(one.path)
 
-    def _complete(self, batch: Sequence[Input], missing: set[str], decoded: dict[str, Decoded]) -> Iterator[Picture]:
-        """The pictures of a batch in order, with those that are done already read again where they are needed."""
+    def _complete(self, batch: Sequence[Input], missing: set[str], decoded: dict[str, Decoded]) -> Iterator[InputImage]:
+        """The images of a batch in order, with those that are done already read again where they are needed."""
         needed = any(own.image is not None for own in decoded.values())
         for one in batch:
             if one.key in missing:
-                yield _picture(one, decoded.pop(one.key))
+                yield _image(one, decoded.pop(one.key))
             elif needed:
-                yield _picture(one, self._read(one).result())
+                yield _image(one, self._read(one).result())
 
-    def _explain(self, pictures: list[Picture], wanted: int, batches: Batches) -> Sequence[Any]:
+    def _explain(self, images: list[InputImage], wanted: int, batches: Batches) -> Sequence[Any]:
         """The results of a part, by a lane; methods that take long tell how far they are."""
         with watched(partial(self._tell_share, wanted), self._slow) if self._slow else nullcontext():
-            return self._compute(batches, pictures)
+            return self._compute(batches, images)
 
     def _hand_over(self, writers: ThreadPoolExecutor) -> None:
         """Let the part that was begun first be drawn and written, and wait where too much is still to be."""
-        pictures, missing, explained = self._explaining.popleft()
+        images, missing, explained = self._explaining.popleft()
         futures, size = [], 0
-        for picture, maps in zip(pictures, explained.result(), strict=True):
-            if picture.key in missing:
-                futures.append(writers.submit(self._write, picture, maps))
-                size += picture.decoded.nbytes
+        for image, maps in zip(images, explained.result(), strict=True):
+            if image.key in missing:
+                futures.append(writers.submit(self._write, image, maps))
+                size += image.decoded.nbytes
         self._under_way += len(futures)
         self._writing.append((size, futures))
         while self._writing and (
@@ -173,18 +173,18 @@ class Pipeline:
         ):
             self._commit()
 
-    def _write(self, picture: Picture, result: Any) -> _Written:
-        """Draw, encode and write one picture; its row and grids."""
+    def _write(self, image: InputImage, result: Any) -> _Written:
+        """Draw, encode and write one image; its row and grids."""
         try:
-            row, grids, files = self._draw(picture, result)
+            row, grids, files = self._draw(image, result)
             for path, content in files.items():
                 write_inside(self._run.folder, path, content)
-            if self._on_pixels is not None and picture.decoded.image is not None and grids:
-                self._on_pixels(picture.key, picture.decoded.image)
+            if self._on_pixels is not None and image.decoded.image is not None and grids:
+                self._on_pixels(image.key, image.decoded.image)
             return row, grids
         except Exception as error:  # a full disk, above all
             reason = getattr(error, "strerror", None) or str(error)
-            return failed_row(picture.known, error, f"The files of this picture could not be written: {reason}."), {}
+            return failed_row(image.known, error, f"The files of this image could not be written: {reason}."), {}
 
     def _commit(self) -> None:
         _, futures = self._writing[0]
@@ -198,12 +198,12 @@ class Pipeline:
             self._under_way -= 1
             self._tally.row(row, self._under_way)
 
-    def _tell_share(self, pictures: int, share: float) -> None:
-        self._tally.share(self._under_way + share * pictures)
+    def _tell_share(self, images: int, share: float) -> None:
+        self._tally.share(self._under_way + share * images)
 
 
-def _picture(one: Input, decoded: Decoded) -> Picture:
-    return Picture(one.key, one.stem, decoded, None if one.listed is None else one.listed[1])
+def _image(one: Input, decoded: Decoded) -> InputImage:
+    return InputImage(one.key, one.stem, decoded, None if one.listed is None else one.listed[1])
 
 
 # -- lanes
@@ -224,7 +224,7 @@ class Lanes:
 
     Args:
         explainer: what computes; the first lane is this very one. Without one there is one lane.
-        size: pictures in all lanes at once.
+        size: images in all lanes at once.
         several: False takes one lane with all threads, in the thread that calls. So does a GPU.
     """
 

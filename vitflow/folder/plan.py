@@ -109,7 +109,7 @@ def list_inputs(
         return _list_url(given, output, recursive, glob, limit)
     paths = [match for source in given for match in _expand(source)]
     if not paths:
-        raise OptionError("Expected at least one folder or picture, got none.")
+        raise OptionError("Expected at least one folder or image, got none.")
     absolute = [os.path.abspath(path) for path in paths]  # noqa: PTH100 - links stay as they are written
     for path in absolute:
         if os.path.realpath(path) == os.path.realpath(output):
@@ -132,7 +132,7 @@ def _in_order(keys: Iterable[str], sources: Sequence[str], recursive: bool, glob
     ordered = sorted(keys, key=lambda key: ([natural_order(part) for part in key.split("/")], key))
     if not ordered:
         below = "" if recursive else " Folders below are read with --recursive (recursive=True)."
-        what = f"file that matches {glob!r}" if glob else "picture"
+        what = f"file that matches {glob!r}" if glob else "image"
         raise ImageError(f"Expected at least one {what} in {', '.join(map(repr, sources))}, found none.{below}")
     return ordered
 
@@ -175,7 +175,7 @@ def _expand(source: str) -> list[str]:
         return [source]
     matches = sorted(globbing.glob(source, recursive=True)) if globbing.has_magic(source) else []  # noqa: PTH207
     if not matches:
-        raise ImageError(f"Expected a folder or a picture, but there is nothing at {source!r}.")
+        raise ImageError(f"Expected a folder or an image, but there is nothing at {source!r}.")
     return matches
 
 

@@ -26,7 +26,7 @@ from vitflow import errors
 from vitflow.errors import OptionError, VitflowError, check_known, load_extra
 from vitflow.folder.decoders import Child, ChildDied, Decoded, answer_requests, decode_file
 from vitflow.folder.plan import Input
-from vitflow.pictures import ENGINES
+from vitflow.images import ENGINES
 from vitflow.runs.columns import Maps, Row, failed_row, grid_columns, load_pyarrow, pack_half, unpack_half
 
 if TYPE_CHECKING:
@@ -122,18 +122,20 @@ def explain_inputs(place: Path, inputs: Sequence[Input]) -> list[tuple[Row, Maps
         place: the file with the pickled `Asked`.
         inputs: one batch.
     """
-    from vitflow.folder.work import Picture, compute_maps, describe
+    from vitflow.folder.work import InputImage, compute_maps, describe
 
     try:
         asked, batches = _loaded(place)
         read = [Decoded(error="OSError", message=one.problem) if one.problem else None for one in inputs]
-        pictures = [
-            Picture(one.key, one.stem, known or decode_file(one.path, asked.max_pixels), (one.listed or (0, None))[1])
+        images = [
+            InputImage(
+                one.key, one.stem, known or decode_file(one.path, asked.max_pixels), (one.listed or (0, None))[1]
+            )
             for one, known in zip(inputs, read, strict=True)
         ]
         rows: list[tuple[Row, Maps]] = []
-        for picture, found in zip(pictures, compute_maps(batches, pictures, asked.job), strict=True):
-            row = describe(picture, found, asked.job)
+        for image, found in zip(images, compute_maps(batches, images, asked.job), strict=True):
+            row = describe(image, found, asked.job)
             row |= {"outputs": {}, "maps": None, "written": {}} if found.maps else {}
             rows.append((row, {label: one.grid for label, one in zip(asked.job.labels, found.maps, strict=False)}))
         return rows

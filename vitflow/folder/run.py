@@ -1,4 +1,4 @@
-"""Explain folders of pictures: plan, run, and leave a manifest; what was done is not done again."""
+"""Explain folders of images: plan, run, and leave a manifest; what was done is not done again."""
 
 import itertools
 import os
@@ -38,9 +38,9 @@ from vitflow.folder.work import (
     make_job,
     sides_of,
 )
-from vitflow.pictures import MANIFEST_FORMATS
-from vitflow.pictures.images import MAX_PIXELS
-from vitflow.pictures.overlay import blend
+from vitflow.images import MANIFEST_FORMATS
+from vitflow.images.overlay import blend
+from vitflow.images.reading import MAX_PIXELS
 from vitflow.runs.batches import RunProgress, Tally
 from vitflow.runs.columns import load_pyarrow, write_manifest
 from vitflow.runs.fingerprints import run_fingerprint
@@ -56,8 +56,8 @@ class FolderSummary:
         output: the folder.
         manifest: the manifest's file.
         total: inputs, which are `explained + failed`.
-        explained: pictures whose files are there.
-        failed: pictures with an error in their row.
+        explained: images whose files are there.
+        failed: images with an error in their row.
         kept: of the explained ones, those that an earlier run had done.
         seconds: duration of this run.
         report: the report's first page, where one was asked for.
@@ -78,7 +78,7 @@ class FolderSummary:
         return f"FolderSummary({self.explained} explained{kept}{failed}; {self.manifest})"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """What a notebook shows: the first overlays, with the rows of their pictures."""
+        """What a notebook shows: the first overlays, with the rows of their images."""
         return show_run(repr(self), self.output, list(itertools.islice(self, SHOWN)))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -87,7 +87,7 @@ class FolderSummary:
             yield from itertools.islice(run.rows(), self.total)
 
     def failures(self) -> Iterator[dict[str, Any]]:
-        """The rows of the pictures that failed."""
+        """The rows of the images that failed."""
         return (row for row in self if row["status"] == "failed")
 
 
@@ -154,7 +154,7 @@ class FolderRun:
                     "started": (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds"),
                     "seconds": round(seconds, 3),
                     "explained_by_this_run": now,
-                    "pictures_per_second": round(now / seconds, 3),
+                    "images_per_second": round(now / seconds, 3),
                 }
                 run.write_summary(self._selection | settings, totals, times, self._command)
         return FolderSummary(self.folder, table, **totals, kept=len(done), seconds=seconds, report=page)
@@ -195,27 +195,27 @@ def explain_folder(
     command: Sequence[str] | None = None,
     **options: Any,
 ) -> FolderSummary:
-    """Explain every picture of a folder, resumable: a second run with the same options does what is missing or changed.
+    """Explain every image of a folder, resumable: a second run with the same options does what is missing or changed.
 
     Overlays go to the output folder in the tree of the inputs, as `name-method.jpg`, with a manifest (one row per
     input) and `run.json` beside them. `run.sqlite` keeps every row and the grid of every map: `read_grids` reads them,
-    `draw_run` and `vitflow report` draw them without the model. A picture that cannot be read or explained is a row
+    `draw_run` and `vitflow report` draw them without the model. An image that cannot be read or explained is a row
     with an error, and the others go on. The next run tries it again.
 
     Args:
-        source: a folder, a picture, a pattern such as `photographs/*.jpg`, or several of them; or the URL of a
+        source: a folder, an image, a pattern such as `photographs/*.jpg`, or several of them; or the URL of a
             folder, such as s3://bucket/photographs, which fsspec reads.
         output: folder for the results, on a disk of this machine.
         model: a model id (see `load_model`), a module, an Explainer, or a function that makes one when it is needed.
         methods: names, or (name, options) pairs; by default gae with a target or an explainer that is asked prompts,
-            reference pictures or a function, and rollout without.
-        target: class that class-specific methods explain; by default each picture's predicted one.
+            reference images or a function, and rollout without.
+        target: class that class-specific methods explain; by default each image's predicted one.
         recursive: read the folders below, too.
         glob: read the files whose name or path below the source matches this pattern, whatever their suffix.
-        limit: take the first pictures only.
-        batch_size: pictures that the model works on at once; by default 16 on a CPU and 64 on a GPU, halved where
+        limit: take the first images only.
+        batch_size: images that the model works on at once; by default 16 on a CPU and 64 on a GPU, halved where
             memory runs out.
-        workers: processes that read pictures, at most one for each core and picture; by default half the cores, at
+        workers: processes that read images, at most one for each core and image; by default half the cores, at
             most 8. Of a URL, up to 8 on fewer cores, and 8 by default. With 0 this process reads them, and a file that
             crashes the decoder ends the run.
         overwrite: do everything anew; the outputs of an earlier run with other options are removed.
@@ -224,14 +224,14 @@ def explain_folder(
         format: of the overlays: "jpg", "png" or "webp".
         manifest: "jsonl", "csv", "parquet", or "parquet+grids" with the maps in columns.
         report: write a report in HTML, too; not for a URL.
-        max_pixels: pictures of more pixels are refused.
+        max_pixels: images of more pixels are refused.
         drawing: options of `Saliency.overlay`, such as cmap.
         engine: "local", or "ray" for a cluster, whose machines must all reach the source and the output. It gives the
             same rows and maps without overlays, and takes no `save_map`, `workers` or `report`: `draw_run` and
             `vitflow report` draw afterwards.
         address: of the cluster; by default Ray is started on this machine, or the one in use is taken.
         actors: processes of the cluster with a model each; by default one for each GPU, or for each core.
-        progress: called as pictures are done.
+        progress: called as images are done.
         command: the command line, for run.json.
         options: options for every method that has them.
 
@@ -321,7 +321,7 @@ def _fingerprint(root: str, job: Job, model: Mapping[str, Any]) -> dict[str, Any
 
 
 def _processes(missing: Sequence[Input], workers: int | None) -> int:
-    """The number of processes that read pictures."""
+    """The number of processes that read images."""
     cores, remote = os.cpu_count() or 2, is_remote(missing[0].path)  # of a URL, most of the time is spent waiting
     count = workers if workers is not None else 8 if remote else min(8, max(1, cores // 2))
     return min(count, max(8, cores) if remote else cores, len(missing))

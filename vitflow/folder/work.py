@@ -1,4 +1,4 @@
-"""The work on one batch of a folder run: from decoded pictures to rows and files, without touching the disk."""
+"""The work on one batch of a folder run: from decoded images to rows and files, without touching the disk."""
 
 import io
 import json
@@ -29,12 +29,12 @@ from vitflow.explaining.targets import (
     resolve_targets,
 )
 from vitflow.folder.decoders import Decoded
+from vitflow.images import OVERLAY_FORMATS, WRITE_OPTIONS
 from vitflow.methods.cells import cell_grid
-from vitflow.pictures import OVERLAY_FORMATS, WRITE_OPTIONS
 from vitflow.runs.batches import Batches
 from vitflow.runs.columns import Maps, Row, failed_row
 
-# Pictures of the pass by which a run's duration is guessed.
+# Images of the pass by which a run's duration is guessed.
 _TRIED = 8
 #: Seconds from which on the cost of a run is told before it.
 WORTH_TELLING = 10.0
@@ -42,11 +42,11 @@ WORTH_TELLING = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is computed for every picture of a run, and how it is drawn.
+    """What is computed for every image of a run, and how it is drawn.
 
     Attributes:
         methods: one for each map; its label is its name, numbered where a method is asked twice.
-        target: class to explain, or one against another; by default each picture's predicted class.
+        target: class to explain, or one against another; by default each image's predicted class.
         drawing: options of `Saliency.overlay`.
         format: of the overlays, "jpg", "png" or "webp".
         save_map: write each unscaled map as .npz, too.
@@ -62,18 +62,18 @@ class Job:
 
     @property
     def labels(self) -> list[str]:
-        """What the maps of a picture are called."""
+        """What the maps of an image are called."""
         return [one.label for one in self.methods]
 
     @property
     def endings(self) -> list[str]:
-        """What is appended to a picture's stem for each of its files."""
+        """What is appended to an image's stem for each of its files."""
         suffixes = [self.format, "npz"] if self.save_map else [self.format]  # names are the same without overlays
         return [f"-{label}.{suffix}" for label in self.labels for suffix in suffixes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Picture:
+class InputImage:
     """One image of a batch.
 
     Attributes:
@@ -119,7 +119,7 @@ def make_job(
     contrasting = bool(contrasts_among(target))
     one_class = target is None or isinstance(target, int | str)
     if not (contrasting or one_class) or is_several(target):
-        raise OptionError(f"Expected one class for all pictures, got {target!r}.")
+        raise OptionError(f"Expected one class for all images, got {target!r}.")
     chosen = check_methods(methods, options, asks=asks or is_asked(target))
     if contrasting:
         check_class_specific(chosen)
@@ -139,14 +139,14 @@ def explainer_for(model: str | Path | nn.Module | Explainer | Callable[[], Expla
 
 
 def auto_batch(explainer: Explainer) -> int:
-    """Pictures per forward pass: more do not make a CPU faster, and a GPU is busy with that many."""
+    """Images per forward pass: more do not make a CPU faster, and a GPU is busy with that many."""
     return {"cuda": 64}.get(explainer.device.type, 16)
 
 
 def cost_of(job: Job, explainer: Explainer, count: int) -> str | None:
-    """What so many pictures will take by the methods that run the model many times; None where that is a moment.
+    """What so many images will take by the methods that run the model many times; None where that is a moment.
 
-    The model is tried on a grey picture, on this machine.
+    The model is tried on a grey image, on this machine.
     """
     masked = {one.name: one.options for one in job.methods if one.name in ("sampling", "consensus")}
     hiding = next((one.options for one in job.methods if one.name == "occlusion"), None)
@@ -179,13 +179,13 @@ def cost_of(job: Job, explainer: Explainer, count: int) -> str | None:
         return None
     total = f"{count * passes:,}".replace(",", " ")
     return (
-        f"{'; '.join(words)}: {passes} passes through the model a picture, {total} in all, about "
+        f"{'; '.join(words)}: {passes} passes through the model an image, {total} in all, about "
         f"{duration(seconds * passes * count)} ({duration(seconds)} each, tried on this machine)."
     )
 
 
 def check_target(job: Job, explainer: Explainer) -> None:
-    """A class that does not exist stops the run, not each picture of it; so does one that is set against itself.
+    """A class that does not exist stops the run, not each image of it; so does one that is set against itself.
 
     Raises:
         OptionError: the model has no such class, or both sides of a contrast are always one.
@@ -194,7 +194,7 @@ def check_target(job: Job, explainer: Explainer) -> None:
         count = explainer.num_classes
         found = resolve_targets(sides_of(job), torch.zeros(1, count) if count else None, explainer.class_names)
         if isinstance(job.target, Contrast) and not job.target.against_rest:
-            # What the model answers is known picture by picture.
+            # What the model answers is known image by image.
             sides = [None if is_top(side) else one for side, one in zip(job.target.sides, found, strict=True)]
             if sides[0] == sides[1]:
                 raise OptionError(
@@ -209,8 +209,8 @@ def sides_of(job: Job) -> Target | list[Target]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PictureMaps:
-    """A picture's maps, or why there are none."""
+class ImageMaps:
+    """An image's maps, or why there are none."""
 
     maps: Sequence[Saliency] = ()
     error: str = ""
@@ -218,49 +218,49 @@ class PictureMaps:
     seconds: float = 0.0
 
 
-def compute_maps(batches: Batches, pictures: Sequence[Picture], job: Job) -> list[PictureMaps]:
-    """Run the model over a batch; what is wrong with one picture is told in its own place.
+def compute_maps(batches: Batches, images: Sequence[InputImage], job: Job) -> list[ImageMaps]:
+    """Run the model over a batch; what is wrong with one image is told in its own place.
 
     Raises:
-        OptionError, UnsupportedModelError: no picture could be explained this way.
+        OptionError, UnsupportedModelError: no image could be explained this way.
     """
 
-    def explain(members: Sequence[Picture]) -> list[PictureMaps]:
+    def explain(members: Sequence[InputImage]) -> list[ImageMaps]:
         started = time.perf_counter()
-        images = [picture.decoded.image for picture in members if picture.decoded.image is not None]
-        names = [printable(picture.key) for picture in members]
-        flat = batches.explainer.explain_batch(images, methods=job.methods, targets=job.target, names=names)
-        seconds = (time.perf_counter() - started) / len(images)
+        arrays = [image.decoded.image for image in members if image.decoded.image is not None]
+        names = [printable(image.key) for image in members]
+        flat = batches.explainer.explain_batch(arrays, methods=job.methods, targets=job.target, names=names)
+        seconds = (time.perf_counter() - started) / len(arrays)
         return [
-            PictureMaps(flat[start : start + len(job.methods)], seconds=seconds)
+            ImageMaps(flat[start : start + len(job.methods)], seconds=seconds)
             for start in range(0, len(flat), len(job.methods))
         ]
 
-    found = batches.each([picture for picture in pictures if picture.decoded.image is not None], explain, job.methods)
+    found = batches.each([image for image in images if image.decoded.image is not None], explain, job.methods)
     return [
-        PictureMaps(error=picture.decoded.error or "", message=picture.decoded.message or "")
-        if picture.decoded.image is None
+        ImageMaps(error=image.decoded.error or "", message=image.decoded.message or "")
+        if image.decoded.image is None
         else _or_failed(next(found))
-        for picture in pictures
+        for image in images
     ]
 
 
-def _or_failed(found: PictureMaps | Exception) -> PictureMaps:
-    if isinstance(found, PictureMaps):
+def _or_failed(found: ImageMaps | Exception) -> ImageMaps:
+    if isinstance(found, ImageMaps):
         return found
     message = str(found)
     if isinstance(found, torch.OutOfMemoryError):
-        message = "The memory of the device is too small for this picture alone: " + message.partition("\n")[0]
-    return PictureMaps(error=type(found).__name__, message=message)
+        message = "The memory of the device is too small for this image alone: " + message.partition("\n")[0]
+    return ImageMaps(error=type(found).__name__, message=message)
 
 
-def describe(picture: Picture, found: PictureMaps, job: Job) -> dict[str, Any]:
-    """What is known of a picture, without its maps: what became of it, its answer, and where its maps lie on it."""
+def describe(image: InputImage, found: ImageMaps, job: Job) -> dict[str, Any]:
+    """What is known of an image, without its maps: what became of it, its answer, and where its maps lie on it."""
     if not found.maps:
-        return failed_row(picture.known, found.error, found.message)
+        return failed_row(image.known, found.error, found.message)
     first = found.maps[0]
     facts = {label: dict(saliency.facts) for label, saliency in zip(job.labels, found.maps, strict=True)}
-    return picture.known | {
+    return image.known | {
         "status": "explained",
         "width": first.image.shape[1],
         "height": first.image.shape[0],
@@ -272,9 +272,9 @@ def describe(picture: Picture, found: PictureMaps, job: Job) -> dict[str, Any]:
     }
 
 
-def draw_files(picture: Picture, found: PictureMaps, job: Job) -> tuple[Row, Maps, dict[str, bytes]]:
-    """A picture's row, its grids by their labels, and its files by path below the output folder."""
-    row = describe(picture, found, job)
+def draw_files(image: InputImage, found: ImageMaps, job: Job) -> tuple[Row, Maps, dict[str, bytes]]:
+    """An image's row, its grids by their labels, and its files by path below the output folder."""
+    row = describe(image, found, job)
     if not found.maps:
         return row, {}, {}
     started = time.perf_counter()
@@ -284,10 +284,10 @@ def draw_files(picture: Picture, found: PictureMaps, job: Job) -> tuple[Row, Map
     saved: dict[str, str] = {}
     for label, saliency in maps.items():
         if job.overlays:
-            outputs[label] = f"{picture.stem}-{label}.{job.format}"
+            outputs[label] = f"{image.stem}-{label}.{job.format}"
             files[outputs[label]] = encode_overlay(saliency.overlay(**job.drawing), job.format)
         if job.save_map:
-            saved[label] = f"{picture.stem}-{label}.npz"
+            saved[label] = f"{image.stem}-{label}.npz"
             files[saved[label]] = _encode_map(saliency)
     row |= {
         "outputs": outputs,

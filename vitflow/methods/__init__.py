@@ -1,1 +1,1 @@
-"""The mathematics of the maps: tensors in, tensors out. No model, no picture, no file."""
+"""The mathematics of the maps: tensors in, tensors out. No model, no image, no file."""

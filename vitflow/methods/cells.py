@@ -21,7 +21,7 @@ def cell_grid(
     1/14 of the shorter side.
 
     Raises:
-        OptionError: a cell would be smaller than a pixel or larger than the picture.
+        OptionError: a cell would be smaller than a pixel or larger than the image.
 
     >>> cell_grid(224, 320, None), cell_grid(224, 320, 32), cell_grid(224, 320, None, (16, 16))
     ((14, 20), (7, 10), (16, 16))
@@ -67,7 +67,7 @@ def cell_owners(height: int, width: int, rows: int, cols: int) -> Tensor:
 
 
 def sum_cells(values: Tensor, rows: int, cols: int) -> Tensor:
-    """Sum of a picture [..., height, width] over the pixels of each cell, [..., rows, cols].
+    """Sum of an image [..., height, width] over the pixels of each cell, [..., rows, cols].
 
     >>> sum_cells(torch.arange(8.0).reshape(2, 4), 1, 2)
     tensor([[10., 18.]])
@@ -91,19 +91,19 @@ def occlusion(
     batch_size: int = 32,
     progress: Callable[[int], object] = lambda _: None,
 ) -> Tensor:
-    """Occlusion: the drop in the target's score when one patch is replaced by the picture's mean colour.
+    """Occlusion: the drop in the target's score when one patch is replaced by the image's mean colour.
 
-    The mean is each picture's own, per channel, over its whole model input. A negative value says that the model is
+    The mean is each image's own, per channel, over its whole model input. A negative value says that the model is
     surer without the patch. The map is in the unit of the scores.
 
     Args:
-        predict: maps model inputs [pictures, channels, height, width] to scores [pictures, classes]: log-odds, or
+        predict: maps model inputs [images, channels, height, width] to scores [images, classes]: log-odds, or
             probabilities as in the paper.
         pixels: the model inputs, [batch, channels, height, width].
-        targets: class index of each picture, [batch].
+        targets: class index of each image, [batch].
         rows: patches from top to bottom.
         cols: patches from left to right.
-        batch_size: pictures with a blanked patch per call of `predict`; it changes the time, not the map.
+        batch_size: images with a blanked patch per call of `predict`; it changes the time, not the map.
         progress: called with how many patches were hidden since the last call.
 
     Returns:
@@ -124,27 +124,27 @@ def occlusion(
         raise OptionError(f"Expected a batch_size of at least 1, got {batch_size}.")
     if pixels.ndim != 4 or targets.shape != pixels.shape[:1]:
         raise ShapeError(
-            "Expected pixels [batch, channels, height, width] and one target per picture, got "
+            "Expected pixels [batch, channels, height, width] and one target per image, got "
             f"{tuple(pixels.shape)} and targets {tuple(targets.shape)}."
         )
     pixels = pixels.detach()
     means = pixels.mean(dim=(2, 3), keepdim=True)  # [batch, channels, 1, 1]
     tops, lefts = cell_edges(pixels.shape[2], rows), cell_edges(pixels.shape[3], cols)
-    jobs = [(picture, row, col) for picture in range(len(pixels)) for row in range(rows) for col in range(cols)]
+    jobs = [(image, row, col) for image in range(len(pixels)) for row in range(rows) for col in range(cols)]
     remaining = []
     for start in range(0, len(jobs), batch_size):
         chunk = jobs[start : start + batch_size]
-        blanked = pixels[[picture for picture, _, _ in chunk]]
-        for copy, (picture, row, col) in zip(blanked, chunk, strict=True):
-            copy[:, tops[row] : tops[row + 1], lefts[col] : lefts[col + 1]] = means[picture]
-        remaining.append(_of_target(predict(blanked), targets[[picture for picture, _, _ in chunk]]))
+        blanked = pixels[[image for image, _, _ in chunk]]
+        for copy, (image, row, col) in zip(blanked, chunk, strict=True):
+            copy[:, tops[row] : tops[row + 1], lefts[col] : lefts[col + 1]] = means[image]
+        remaining.append(_of_target(predict(blanked), targets[[image for image, _, _ in chunk]]))
         progress(len(chunk))
     whole = _of_target(predict(pixels), targets)
     return whole[:, None, None] - torch.cat(remaining).reshape(len(pixels), rows, cols)
 
 
 def _of_target(scores: Tensor, targets: Tensor) -> Tensor:
-    """The score of each picture's own target, [pictures]."""
+    """The score of each image's own target, [images]."""
     return scores.gather(1, targets.to(scores.device).unsqueeze(1)).squeeze(1)
 
 

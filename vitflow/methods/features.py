@@ -14,7 +14,7 @@ def similarity(features: Tensor, reference: Tensor) -> Tensor:
 
     Args:
         features: x, [batch, patches, width].
-        reference: r, one for each picture, [batch, width].
+        reference: r, one for each image, [batch, width].
 
     Returns:
         [batch, patches], from −1 to 1.

@@ -238,7 +238,7 @@ def check_attentions(attentions: Sequence[Tensor] | Tensor, first: int = 1) -> l
             )
         if layer.numel() == 0:
             raise ShapeError(
-                f"Expected attention of at least one picture, head and token, got {shape} in layer {number}: leave out "
+                f"Expected attention of at least one image, head and token, got {shape} in layer {number}: leave out "
                 "what is empty."
             )
         # One pass: a NaN or an infinity makes either extreme not finite.

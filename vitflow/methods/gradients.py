@@ -17,7 +17,7 @@ def grad_cam(features: Tensor, gradients: Tensor, *, num_prefix_tokens: int = 1)
 
     Args:
         features: token features x, [batch, tokens, channels].
-        gradients: gradient of each picture's target logit with respect to them, of the same shape.
+        gradients: gradient of each image's target logit with respect to them, of the same shape.
         num_prefix_tokens: tokens before the patches, which have no part in the channel weights.
 
     Returns:
@@ -51,7 +51,7 @@ def input_gradient(gradients: Tensor, *, rows: int, cols: int) -> Tensor:
     The pixels are those of the model input, after its normalisation.
 
     Args:
-        gradients: gradient of each picture's target logit by its pixels, [batch, channels, height, width].
+        gradients: gradient of each image's target logit by its pixels, [batch, channels, height, width].
         rows: patches from top to bottom.
         cols: patches from left to right.
 

@@ -88,10 +88,10 @@ def _check(first: Values, second: Values) -> None:
 
 
 def random_map(pixels: Tensor, *, rows: int, cols: int, seed: int = 0) -> Tensor:
-    """Random map: a number from [0, 1) for each patch, each picture its own.
+    """Random map: a number from [0, 1) for each patch, each image its own.
 
-    The numbers follow from the picture's content and the seed alone: a picture has the same map in every run, alone or
-    in a batch, and two pictures have independent ones.
+    The numbers follow from the image's content and the seed alone: an image has the same map in every run, alone or
+    in a batch, and two images have independent ones.
 
     Args:
         pixels: model inputs, [batch, channels, height, width].
@@ -105,15 +105,15 @@ def random_map(pixels: Tensor, *, rows: int, cols: int, seed: int = 0) -> Tensor
     Raises:
         OptionError: the seed is negative.
 
-    >>> pictures = torch.arange(24.0).reshape(2, 3, 2, 2)
-    >>> bool((random_map(pictures, rows=2, cols=3)[1] == random_map(pictures[1:], rows=2, cols=3)[0]).all())
+    >>> images = torch.arange(24.0).reshape(2, 3, 2, 2)
+    >>> bool((random_map(images, rows=2, cols=3)[1] == random_map(images[1:], rows=2, cols=3)[0]).all())
     True
     """
     if seed < 0:
         raise OptionError(f"Expected a seed of at least 0, got {seed}.")
     maps = []
-    for picture in pixels.detach().float().cpu():
-        generator = np.random.default_rng((seed, zlib.crc32(picture.numpy().tobytes())))
+    for image in pixels.detach().float().cpu():
+        generator = np.random.default_rng((seed, zlib.crc32(image.numpy().tobytes())))
         maps.append(torch.from_numpy(generator.random((rows, cols), dtype=np.float32)))
     return torch.stack(maps)
 

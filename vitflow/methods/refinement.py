@@ -82,7 +82,7 @@ def balance(matrices: Tensor, size: int | None = None) -> Balanced | None:
     first = 0 if size is None else matrices.shape[-1] - size
     inner = matrices[:, first:, first:].double()
     rows, cols = inner.new_ones(inner.shape[:2]), inner.new_ones(inner.shape[:2])
-    open_ = inner.new_ones(len(inner), 1, dtype=torch.bool)  # the factors of a picture do not depend on its neighbours
+    open_ = inner.new_ones(len(inner), 1, dtype=torch.bool)  # the factors of an image do not depend on its neighbours
     for number in range(ROUNDS + 1):
         sums = _times(cols, inner.mT)
         if number == 0 and ((sums <= 0).any() or (_times(1 / sums, inner) <= 0).any()):
@@ -113,7 +113,7 @@ _NEARLY_UNIFORM = 0.01
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Affinity:
-    """How alike a model treats the patches of each picture: symmetric and doubly stochastic, [batch, patches, patches].
+    """How alike a model treats the patches of each image: symmetric and doubly stochastic, [batch, patches, patches].
 
     Attributes:
         attention: balanced attention of each layer; the co-attention is the mean over them of S², S = (P + Pᵀ)/2.
@@ -146,7 +146,7 @@ class Affinity:
 
     @property
     def nearly_uniform(self) -> Tensor:
-        """Whether it makes any map of a picture nearly constant, bool [batch]."""
+        """Whether it makes any map of an image nearly constant, bool [batch]."""
         parts = [*self.attention, *([] if self.keys is None else [self.keys])]
         return torch.stack([part.distance_to_uniform() for part in parts]).mean(dim=0) < _NEARLY_UNIFORM
 

@@ -50,7 +50,7 @@ def attention_rollout(
         attentions: layers of [batch, heads, tokens, tokens] or fused [batch, tokens, tokens], first layer first; or one
             tensor with a leading layer axis.
         head_fusion: "mean" (the paper), "max" or "min" over heads; fused attention is taken as it is.
-        discard_ratio: share of the smallest values per picture and layer to set to 0, 0 <= ratio < 1.
+        discard_ratio: share of the smallest values per image and layer to set to 0, 0 <= ratio < 1.
         residual: α, the share of the residual connection; the paper uses 0.5.
         start_layer: s, the first layer of the product; 1 is the paper, 2 leaves out the first layer.
         num_prefix_tokens: tokens before the patches, which are never discarded as keys.
@@ -179,7 +179,7 @@ def for_the_class(
 
     Args:
         attentions: layers of [batch, heads, tokens, tokens], first layer first; weighted by their values, if wished.
-        gradients: of each picture's target logit with respect to the attention probabilities, of the same shapes.
+        gradients: of each image's target logit with respect to the attention probabilities, of the same shapes.
         head_fusion: "mean" (both papers), "max" or "min" over heads; or "signed_mean", (mean_h (A_l ⊙ ∇A_l))⁺, in which
             heads that speak against the class cancel those that speak for it.
 
@@ -188,7 +188,7 @@ def for_the_class(
         ShapeError: the shapes do not agree.
 
     Source: J. Gildenblat, "Exploring Explainability for Vision Transformers", 2020; with the gradient of the
-    probabilities, per picture, and its layers in the order of the attention.
+    probabilities, per image, and its layers in the order of the attention.
 
     >>> layer = torch.tensor([[[[0.5, 0.5], [0.5, 0.5]]]])
     >>> weights = for_the_class([layer], [torch.tensor([[[[0.0, 2.0], [-1.0, 0.0]]]])], "mean")

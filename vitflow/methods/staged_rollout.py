@@ -44,7 +44,7 @@ class LayerTokens:
 
     @property
     def windows(self) -> int:
-        """How many windows a picture has."""
+        """How many windows an image has."""
         return 1 if self.key_index is None else len(self.key_index)
 
     @property
@@ -252,7 +252,7 @@ def carry(row: Tensor, source: TokenLayout, target: TokenLayout) -> Tensor:
 
     Args:
         row: [batch, tokens of source].
-        source, target: layouts over the same picture.
+        source, target: layouts over the same image.
 
     Returns:
         [batch, tokens of target].
@@ -273,7 +273,7 @@ def _by_area(values: Tensor, source: TokenLayout, target: TokenLayout, whole: To
 
     Args:
         values: over the tokens of the source, [batch, tokens].
-        source, target: layouts over the same picture.
+        source, target: layouts over the same image.
         whole: the one of both whose patches have the area 1: sums of shares of the source's, or means within the
             target's.
 

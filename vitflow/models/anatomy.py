@@ -97,7 +97,7 @@ def has_class_token(model: nn.Module, layout: TokenLayout) -> bool:
 def feature_layout(
     model: nn.Module, input_size: tuple[int, int], features: Tensor, layout: TokenLayout | None
 ) -> tuple[TokenLayout, bool] | None:
-    """How recorded features lie on the picture, and whether their channels come last; None where they do not.
+    """How recorded features lie on the image, and whether their channels come last; None where they do not.
 
     Args:
         features: [batch, tokens, channels], [batch, channels, rows, cols] or [batch, rows, cols, channels].
@@ -146,9 +146,9 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 
 def layout_of_count(model: nn.Module, input_size: tuple[int, int], num_tokens: int) -> TokenLayout | None:
-    """The layout of num_tokens tokens over a picture of input_size = (height, width), or None if none fits.
+    """The layout of num_tokens tokens over an image of input_size = (height, width), or None if none fits.
 
-    The patches make a grid of the picture's own shape, in raster order; before them stand as many prefix tokens as the
+    The patches make a grid of the image's own shape, in raster order; before them stand as many prefix tokens as the
     model says, or none.
     """
     height, width = input_size
@@ -169,7 +169,7 @@ def layout_of_count(model: nn.Module, input_size: tuple[int, int], num_tokens: i
 
 
 def read_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: int | None) -> TokenLayout:
-    """Token layout of a forward pass over a picture of input_size = (height, width) that had num_tokens tokens.
+    """Token layout of a forward pass over an image of input_size = (height, width) that had num_tokens tokens.
 
     Where no tokens were counted (None), the model's own word is taken for the prefix tokens.
 

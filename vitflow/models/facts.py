@@ -1,4 +1,4 @@
-"""What a model says of itself: its name, the pictures it wants to see, its classes."""
+"""What a model says of itself: its name, the images it wants to see, its classes."""
 
 import hashlib
 import json
@@ -14,6 +14,8 @@ from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_model_data_co
 from torch import nn
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, printable
+from vitflow.images import Fit
+from vitflow.images.preprocessing import InputSpec, Preprocessing
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.models.anatomy import transformer_of, unwrap
 from vitflow.models.checkpoints import ClassNames, told_class_names
@@ -27,8 +29,6 @@ from vitflow.models.libraries import (
 )
 from vitflow.models.outputs import Outputs, outputs_of
 from vitflow.models.processors import told_data_config
-from vitflow.pictures import Fit
-from vitflow.pictures.preprocessing import InputSpec, Preprocessing
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,14 @@ class ModelFacts:
         }
 
     def preprocessing(self, fit: Fit) -> Preprocessing:
-        """How pictures become its input.
+        """How images become its input.
 
         Raises:
-            UnsupportedModelError: it does not take the pictures of this fit.
+            UnsupportedModelError: it does not take the images of this fit.
         """
         if fit == "native" and (self.input.patch_size is None or not self.input.dynamic):
             raise UnsupportedModelError(
-                f"fit='native' needs a model that takes pictures of any size, and {self.id} was built for "
+                f"fit='native' needs a model that takes images of any size, and {self.id} was built for "
                 f"{self.input.size[0]} × {self.input.size[1]} pixels. Build it with dynamic_img_size=True, or use "
                 "fit='pad'."
             )
@@ -90,7 +90,7 @@ def read_facts(
     """Ask a model what it is; what the caller tells goes before what it says.
 
     Raises:
-        ModelError: it does not say how its pictures were normalised, and `data_config` does not either; or the class
+        ModelError: it does not say how its images were normalised, and `data_config` does not either; or the class
             names are not as many as its classes.
         OptionError: there is no such activation; the answers are none; the layout is no TokenLayout; the name is none.
 
@@ -239,7 +239,7 @@ def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
     settings, which are found where they were saved beside the weights, or else given as `data_config`.
 
     Raises:
-        ModelError: the model does not say how its pictures were normalised, and `data_config` does not either.
+        ModelError: the model does not say how its images were normalised, and `data_config` does not either.
         OptionError: `data_config` is nothing of what `told_data_config` takes.
     """
     model = unwrap(model)
@@ -248,7 +248,7 @@ def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
     given = library_data_config(model) | given
     if not getattr(model, "pretrained_cfg", None) and not {"input_size", "mean", "std"} <= given.keys():
         raise ModelError(
-            f"{type(model).__name__} does not say which pictures it was trained on. Pass data_config with at least "
+            f"{type(model).__name__} does not say which images it was trained on. Pass data_config with at least "
             "input_size=(3, height, width), mean and std, or its image processor of transformers, or "
             "weights.transforms() of torchvision; a wrong normalisation gives wrong maps without an error."
         )
@@ -263,7 +263,7 @@ def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
     stem = (module for module in embed.modules() if isinstance(module, nn.Conv2d)) if embed is not None else iter(())
     channels = int(getattr(next(stem, None), "in_channels", channels))
     if channels not in (1, 3):
-        raise ModelError(f"{model_id(model)} takes pictures of {channels} channels; vitflow reads RGB or grey ones.")
+        raise ModelError(f"{model_id(model)} takes images of {channels} channels; vitflow reads RGB or grey ones.")
     patch = getattr(embed, "patch_size", None) if embedding is None else embedding.patch_size
     spec = InputSpec(
         (int(height), int(width)),

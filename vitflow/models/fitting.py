@@ -11,8 +11,8 @@ import timm
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError
+from vitflow.images.geometry import CROP_MODES, FILTERS
 from vitflow.models.hub import without_values
-from vitflow.pictures.geometry import CROP_MODES, FILTERS
 
 Weights = Mapping[str, Tensor]
 
@@ -131,7 +131,7 @@ def _patch_size(weights: Weights) -> int | None:
 
 
 def guess_architecture(weights: Weights) -> str | None:
-    """The plain ViT of timm whose tensors have the file's names and shapes; classes and picture size may differ.
+    """The plain ViT of timm whose tensors have the file's names and shapes; classes and image size may differ.
 
     >>> guess_architecture(timm.create_model("vit_tiny_patch16_384", num_classes=3).state_dict())
     'vit_tiny_patch16_384'
@@ -162,7 +162,7 @@ def _shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
 
 
 def trained_side(weights: Weights, draft: nn.Module) -> int | None:
-    """Picture size that a file's square position grid stands for, where it differs from the model's; else None."""
+    """Image size that a file's square position grid stands for, where it differs from the model's; else None."""
     weight, own = weights.get("pos_embed"), getattr(draft, "pos_embed", None)
     embed: Any = getattr(draft, "patch_embed", None)
     if weight is None or own is None or embed is None or weight.ndim != 3 or weight.shape == own.shape:
@@ -214,7 +214,7 @@ def _is_size(value: Any, most: int) -> bool:
 
 
 def input_config(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
-    """What a file tells of the pictures that its model wants, in timm's words.
+    """What a file tells of the images that its model wants, in timm's words.
 
     Raises:
         ModelError: a value makes no sense.

@@ -151,7 +151,7 @@ def hub_for(name: str | Path) -> AbstractContextManager[None]:
 
 
 def bundled(name: str | Path) -> str | Path:
-    """The folder of a model of pictures and words that vitflow ships; any other name as it is."""
+    """The folder of a model of images and words that vitflow ships; any other name as it is."""
     return {"demo-caption": DEMO_CAPTION, "demo-text": DEMO_TEXT}.get(str(name), name)
 
 
@@ -189,16 +189,16 @@ def hub_answers(seconds: float = _PATIENCE) -> bool:
     return bool(heard)
 
 
-def refuse_pictures(name: str) -> None:
-    """Raise ModelError where a name is that of a model for pictures alone: one of timm, or a folder that says so."""
+def refuse_images(name: str) -> None:
+    """Raise ModelError where a name is that of a model for images alone: one of timm, or a folder that says so."""
     config: dict[str, Any] = {}
     with suppress(OSError, ValueError, TypeError, RecursionError):
         config = dict(json.loads((Path(name) / "config.json").read_text(encoding="utf-8")))
     of_timm = name == "demo" or name.startswith(("local-dir:", "hf-hub:")) or "architecture" in config
     if of_timm or {"patch_size", "image_size"} <= config.keys() or timm.is_model(name):
         raise ModelError(
-            f"Expected a language model of transformers, got {printable(name)}, which reads pictures: "
-            f"vitflow explain PICTURE --model {printable(name)} explains it."
+            f"Expected a language model of transformers, got {printable(name)}, which reads images: "
+            f"vitflow explain IMAGE --model {printable(name)} explains it."
         )
 
 
@@ -224,7 +224,7 @@ def load_transformers(name: str) -> nn.Module:
 
     Raises:
         ModelError: transformers is not installed, the weights are neither on the hub nor in its cache, or the model
-            does not read pictures.
+            does not read images.
     """
     transformers = load_extra("transformers", printable(name), "transformers", ModelError)
     where = str(bundled(name.removeprefix("local-dir:")))
@@ -268,7 +268,7 @@ def quietly(logging: Any) -> Iterator[None]:
 
 
 def _kind_of(config: Any, transformers: Any, name: str) -> Any:
-    """The class of transformers that a configuration names, if it reads pictures."""
+    """The class of transformers that a configuration names, if it reads images."""
     named = [str(one) for one in getattr(config, "architectures", None) or ()]
     kind = next((found for one in named if (found := getattr(transformers, one, None)) is not None), None)
     kind = transformers.AutoModel if kind is None else kind
@@ -277,7 +277,7 @@ def _kind_of(config: Any, transformers: Any, name: str) -> Any:
         and not {"image_size", "patch_size", "num_channels"} & config.to_dict().keys()
     ):
         raise ModelError(
-            f"Expected a model that reads pictures, got {printable(name)}, a {config.model_type}: vitflow read "
+            f"Expected a model that reads images, got {printable(name)}, a {config.model_type}: vitflow read "
             "explains what a text rests on."
         )
     return kind

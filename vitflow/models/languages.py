@@ -116,7 +116,7 @@ def _tell_code(name: str | Path, error: Exception) -> None:
 
 
 def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """What prepares pictures and texts for a model, or pictures alone, as it was saved beside it.
+    """What prepares images and texts for a model, or images alone, as it was saved beside it.
 
     Raises:
         ModelError: there is none, or no such model.

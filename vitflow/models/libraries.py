@@ -50,16 +50,16 @@ _SEEN = ("sdpa", "eager")
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """How a model of another library makes tokens of a picture.
+    """How a model of another library makes tokens of an image.
 
     Attributes:
         module: what makes them.
         num_prefix_tokens: class, distillation and register tokens that precede the patches.
         patch_size: (height, width) in pixels.
         image_size: (height, width) that the model was built for.
-        channels: of the picture.
+        channels: of the image.
         dynamic: whether other sizes are taken.
-        patchified: whether pictures are cut into patches beforehand, as many of them as each picture needs.
+        patchified: whether images are cut into patches beforehand, as many of them as each image needs.
         num_suffix_tokens: detection tokens that follow the patches.
     """
 
@@ -123,7 +123,7 @@ def _pair(size: Any) -> tuple[int, int]:
 
 
 def library_layout(model: nn.Module, input_size: tuple[int, int]) -> TokenLayout | None:
-    """Prefix tokens and patch grid for a picture of input_size = (height, width); None for models of timm.
+    """Prefix tokens and patch grid for an image of input_size = (height, width); None for models of timm.
 
     Raises:
         UnsupportedModelError: the model shuffles its patches.
@@ -134,7 +134,7 @@ def library_layout(model: nn.Module, input_size: tuple[int, int]) -> TokenLayout
     if type(embedding.module).__name__ == "ViTMAEEmbeddings":
         raise UnsupportedModelError(
             f"{type(model).__name__} shuffles its patches at random and hides some of them, so that its tokens have no "
-            "place on the picture. Load the same weights as a ViTModel or ViTForImageClassification."
+            "place on the image. Load the same weights as a ViTModel or ViTForImageClassification."
         )
     rows, cols = (side // patch for side, patch in zip(input_size, embedding.patch_size, strict=True))
     return TokenLayout(embedding.num_prefix_tokens, max(rows, 1), max(cols, 1), embedding.num_suffix_tokens)
@@ -189,7 +189,7 @@ def refuse_unseen(model: nn.Module) -> None:
 
     Raises:
         UnsupportedModelError: another attention implementation than "sdpa" or "eager"; or a text model beside the
-            picture's.
+            image's.
     """
     for module in _is_configured(model):
         implementation = getattr(vars(module).get("config"), "_attn_implementation", None)
@@ -200,12 +200,12 @@ def refuse_unseen(model: nn.Module) -> None:
             )
     if isinstance(getattr(model, "text_model", None), nn.Module) and hasattr(model, "vision_model"):
         raise UnsupportedModelError(
-            f"{type(model).__name__} reads texts as well as pictures. Pass the part that sees, model.vision_model."
+            f"{type(model).__name__} reads texts as well as images. Pass the part that sees, model.vision_model."
         )
 
 
 def forward_options(model: nn.Module, input_size: tuple[int, int]) -> dict[str, Any]:
-    """What a model of transformers must be told with a picture of input_size = (height, width), if it has another."""
+    """What a model of transformers must be told with an image of input_size = (height, width), if it has another."""
     embedding = embedding_of(model) if _pretrained(model) is model else None
     if embedding is None or not embedding.dynamic or input_size == embedding.image_size:
         return {}

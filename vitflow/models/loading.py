@@ -37,12 +37,12 @@ def load_model(
             "hf-hub:owner/repo"; "local-dir:folder" or the folder itself (config.json beside the weights, as timm saves
             them); a `.safetensors` file that names its own architecture; or "demo", the model that vitflow ships. Or a
             model of transformers, by its id ("openai/clip-vit-base-patch16") or folder;
-            "open_clip:ViT-B-32/openai"; or "demo-text", the pair of pictures and sentences that vitflow ships.
+            "open_clip:ViT-B-32/openai"; or "demo-text", the pair of images and sentences that vitflow ships.
         checkpoint: weights to load instead of those from the hub: safetensors, or a torch file loaded with
-            `weights_only=True`. A class count or picture size that differs from the model's is taken from the file.
+            `weights_only=True`. A class count or image size that differs from the model's is taken from the file.
         num_classes: build the model with that many classes.
         class_names: a file of class names (one per line, or JSON), the names in order, or {index: name}.
-        dynamic_img_size: build the model so that it takes pictures of any size (needed for fit="native").
+        dynamic_img_size: build the model so that it takes images of any size (needed for fit="native").
         options: further keyword arguments for `timm.create_model`.
 
     Raises:
@@ -127,7 +127,7 @@ def _folder_weights(name: str) -> Path | None:
 def _from_checkpoint(
     name: str, checkpoint: Checkpoint, path: Path, num_classes: int | None, options: dict[str, Any]
 ) -> nn.Module:
-    """Build the model without weights, with the file's own class count and picture size, and load the file into it."""
+    """Build the model without weights, with the file's own class count and image size, and load the file into it."""
     weights, notes = checkpoint.weights, []
     options = {**fitting.architecture_options(checkpoint.metadata, path), **options}
     config = fitting.input_config(checkpoint.metadata, path)

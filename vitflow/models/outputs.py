@@ -29,7 +29,7 @@ _NO_REST = "Expected several outputs for a contrast with the rest, got one: leav
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Outputs:
-    """What a picture can be asked about: numbers that are computed from what a model returns.
+    """What an image can be asked about: numbers that are computed from what a model returns.
 
     Attributes:
         function: maps the output of the model to numbers [batch, k], through which gradients pass; None for the logits
@@ -44,7 +44,7 @@ class Outputs:
         rest: maps the output to what stands against each answer, [batch, k] or [batch, 1]; None for the mean of the
             other outputs.
         against: what that is, in words.
-        pictures: what each answer compares with, uint8 RGB [height, width, 3], to be shown beside the map.
+        images: what each answer compares with, uint8 RGB [height, width, 3], to be shown beside the map.
         apart: whether maps are of each answer less what stands against it, where nothing else is asked for.
 
     >>> outputs = Outputs(lambda output: output[:, :2] - output[:, 2:], ("left", "right"), 2)
@@ -61,7 +61,7 @@ class Outputs:
     made_of: Mapping[str, Any] = field(default_factory=dict)
     rest: Callable[[Any], Tensor] | None = None
     against: str = "the mean of the other classes"
-    pictures: tuple[NDArray[np.uint8], ...] = ()
+    images: tuple[NDArray[np.uint8], ...] = ()
     apart: bool = False
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class Outputs:
         """The numbers [batch, k] of what a model returned; of its own classes what it returned, which may be None.
 
         Raises:
-            ModelError: the function failed, or gave something else than k numbers a picture that gradients pass.
+            ModelError: the function failed, or gave something else than k numbers an image that gradients pass.
         """
         if self.function is None:
             return logits_of(output)
@@ -107,7 +107,7 @@ class Outputs:
             **self.made_of,
             **({"rest": _made_of(self.rest)} if self.rest is not None else {}),
             **{name: value for name, value in settings.items() if value != getattr(usual, name)},
-            **({"pictures": [_sha256(one) for one in self.pictures]} if self.pictures else {}),
+            **({"images": [_sha256(one) for one in self.images]} if self.images else {}),
         }
 
     def with_rest(self, output: Any) -> list[Tensor]:
@@ -221,13 +221,13 @@ def outputs_of(function: Callable[[Any], Tensor], names: tuple[str, ...] | None,
     return Outputs(function, names, count, activation or "value", against="the mean of the other outputs")
 
 
-def similarity_outputs(vectors: Tensor, names: Sequence[str], pictures: Sequence[NDArray[np.uint8]]) -> Outputs:
+def similarity_outputs(vectors: Tensor, names: Sequence[str], images: Sequence[NDArray[np.uint8]]) -> Outputs:
     """The cosines of an image's features to those of reference images.
 
     Args:
-        vectors: features of the references, [pictures, width].
+        vectors: features of the references, [images, width].
         names: of the references.
-        pictures: themselves, uint8 RGB [height, width, 3].
+        images: themselves, uint8 RGB [height, width, 3].
     """
     called = [name if list(names).count(name) == 1 else f"{name} ({n})" for n, name in enumerate(names, start=1)]
     units = normalize(vectors.detach().to(torch.promote_types(vectors.dtype, torch.float32)).cpu(), dim=-1)
@@ -236,9 +236,9 @@ def similarity_outputs(vectors: Tensor, names: Sequence[str], pictures: Sequence
         tuple(called),
         len(called),
         "cosine",
-        made_of={"similarity_to": [_sha256(one) for one in pictures]},
-        against="the mean of the other pictures",
-        pictures=tuple(pictures),
+        made_of={"similarity_to": [_sha256(one) for one in images]},
+        against="the mean of the other images",
+        images=tuple(images),
     )
 
 
@@ -260,8 +260,8 @@ def cosines(features: Any, vectors: Tensor) -> Tensor:
     return normalize(wide, dim=-1) @ vectors.to(wide).mT
 
 
-def _sha256(picture: NDArray[np.uint8]) -> str:
-    return hashlib.sha256(picture.tobytes()).hexdigest()
+def _sha256(image: NDArray[np.uint8]) -> str:
+    return hashlib.sha256(image.tobytes()).hexdigest()
 
 
 def _made_of(function: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Models of pictures and texts (CLIP, SigLIP, SigLIP 2): a tower that sees, and the answers that prompts make of it.
+"""Models of images and texts (CLIP, SigLIP, SigLIP 2): a tower that sees, and the answers that prompts make of it.
 
 The texts are embedded once. What is recorded is the tower that sees, with its projection.
 """
@@ -25,10 +25,10 @@ _FEW_WORDS = 64  # so many a message lists
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
-    """A model of pictures and texts, taken apart.
+    """A model of images and texts, taken apart.
 
     Attributes:
-        tower: maps pictures [batch, channels, height, width] to features [batch, width], projected.
+        tower: maps images [batch, channels, height, width] to features [batch, width], projected.
         embed: maps texts to features [texts, width], projected.
         scale, bias: the answer to a text is cos · scale + bias.
         activation: "softmax" over the prompts, or "sigmoid" for each by itself.
@@ -45,8 +45,8 @@ class Pair:
     name: str
 
 
-class PictureTower(nn.Module):
-    """The part of a model of transformers that sees, from pictures to projected features [batch, width]."""
+class ImageTower(nn.Module):
+    """The part of a model of transformers that sees, from images to projected features [batch, width]."""
 
     note: str = ""
 
@@ -56,12 +56,12 @@ class PictureTower(nn.Module):
         self.visual_projection = visual_projection
         embedding = embedding_of(vision_model)
         if embedding is None:
-            raise UnsupportedModelError(f"{type(vision_model).__name__} does not say how it makes tokens of a picture.")
+            raise UnsupportedModelError(f"{type(vision_model).__name__} does not say how it makes tokens of an image.")
         self.image_size, self.patch_size = embedding.image_size, embedding.patch_size
         self.patchified, self.dynamic = embedding.patchified, embedding.dynamic
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Pictures [batch, channels, height, width] to features."""
+        """Images [batch, channels, height, width] to features."""
         if self.patchified:  # of one size, so that no row is padding
             (height, width), (rows, cols) = self.patch_size, self._shape(pixels)
             patches = pixels.unflatten(3, (cols, width)).unflatten(2, (rows, height)).permute(0, 2, 4, 3, 5, 1)
@@ -80,20 +80,20 @@ class PictureTower(nn.Module):
 
 
 def is_pair(model: nn.Module) -> bool:
-    """Whether a model reads texts beside pictures, to compare them."""
+    """Whether a model reads texts beside images, to compare them."""
     texts = ("get_text_features", "vision_model") if hasattr(model, "vision_model") else ("encode_text", "visual")
     return hasattr(model, "logit_scale") and all(hasattr(model, name) for name in texts)
 
 
 def pair_of(model: nn.Module, processor: Any = None) -> Pair:
-    """Take a model of pictures and texts apart.
+    """Take a model of images and texts apart.
 
     Args:
         model: CLIPModel, SiglipModel or Siglip2Model of transformers, or a model of open_clip.
         processor: its processor or tokenizer, where it cannot be found by the name that the model was loaded by.
 
     Raises:
-        UnsupportedModelError: it has no text side, or no head that makes one vector of a picture.
+        UnsupportedModelError: it has no text side, or no head that makes one vector of an image.
         ModelError: its tokenizer is not at hand.
     """
     if not is_pair(model):
@@ -110,9 +110,9 @@ def pair_of(model: nn.Module, processor: Any = None) -> Pair:
     if getattr(owner.vision_model, "use_head", True) is False:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no pooling head (vision_use_head=False), so that it makes no one vector of a "
-            "picture to compare with texts: load weights that have one."
+            "image to compare with texts: load weights that have one."
         )
-    tower = PictureTower(owner.vision_model, getattr(owner, "visual_projection", None))
+    tower = ImageTower(owner.vision_model, getattr(owner, "visual_projection", None))
     tower.note = model_note(model)
     told = getattr(processor, "image_processor", None)
     seen = library_data_config(model) | ({} if told is None else from_processor(told.to_dict()))
@@ -269,9 +269,9 @@ def prompts(
         OptionError: no prompt, the same prompt twice, or a template without {}.
 
     >>> from vitflow import Explainer, prompts
-    >>> from vitflow.demo import sample_pictures
+    >>> from vitflow.demo import sample_images
     >>> explainer = Explainer("demo-text", outputs=prompts(["a purple ring", "a green triangle"]))
-    >>> explainer.explain(sample_pictures()[1], target="a purple ring").target
+    >>> explainer.explain(sample_images()[1], target="a purple ring").target
     0
     """
     return Prompts(tuple(texts), _checked(texts, templates), processor, raw)

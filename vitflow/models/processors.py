@@ -1,4 +1,4 @@
-"""What image processors of transformers and presets of torchvision say of pictures, in timm's words."""
+"""What image processors of transformers and presets of torchvision say of images, in timm's words."""
 
 import math
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ _PROCESSOR = {"image_mean", "image_std", "do_normalize", "do_resize", "image_pro
 
 
 def told_data_config(told: Any, channels: int = 3) -> dict[str, Any]:
-    """What a caller tells of a model's pictures, in timm's words.
+    """What a caller tells of a model's images, in timm's words.
 
     Args:
         told: a mapping in timm's words; an image processor of transformers, or its settings; or what
             `weights.transforms()` of torchvision gives.
-        channels: of the picture.
+        channels: of the image.
 
     Raises:
         OptionError: it is none of these.
@@ -27,7 +27,7 @@ def told_data_config(told: Any, channels: int = 3) -> dict[str, Any]:
     """
     if told is None:
         return {}
-    settings = getattr(told, "image_processor", told)  # a processor of texts and pictures
+    settings = getattr(told, "image_processor", told)  # a processor of texts and images
     if not isinstance(settings, Mapping) and hasattr(settings, "to_dict"):
         settings = settings.to_dict()
     if all(hasattr(settings, name) for name in ("crop_size", "resize_size", "mean", "std", "interpolation")):
@@ -71,7 +71,7 @@ def from_processor(settings: Mapping[str, Any], channels: int = 3) -> dict[str, 
 
     Args:
         settings: `processor.to_dict()`, or what preprocessor_config.json holds.
-        channels: of the picture.
+        channels: of the image.
 
     >>> from_processor({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"height": 32, "width": 32}})
     {'mean': (0.5, 0.5, 0.5), 'std': (0.5, 0.5, 0.5), 'input_size': (3, 32, 32), 'crop_pct': 1.0, 'crop_mode': 'squash'}

@@ -14,7 +14,7 @@ from torch import Tensor
 scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
 # Where only fused matrices are kept, a processor works on at most so many probabilities at a time, for its cache.
 _CACHED_PROBABILITIES = 2**20
-# One thread takes a picture with at least this part of them by itself, without copies; several share more evenly.
+# One thread takes an image with at least this part of them by itself, without copies; several share more evenly.
 _BY_ITSELF, _SHARED = 1 / 32, 1 / 2
 # A score that lies so far below another of its row has no probability beside it: exp(-746) is 0 in float64.
 _FAR_BELOW = 1000.0
@@ -31,7 +31,7 @@ class Listener(Protocol):
         """Name of the module that runs now; None if what it computes is no attention between tokens."""
 
     def streams(self, query: Tensor, key: Tensor) -> bool:
-        """Whether this call's probabilities are only needed fused, some pictures at a time."""
+        """Whether this call's probabilities are only needed fused, some images at a time."""
 
     def saw(
         self,
@@ -63,15 +63,15 @@ class Listener(Protocol):
 
 @dataclass(slots=True)
 class Part:
-    """The attention of some pictures of a batch, or of some queries of one: memory that the next part uses again.
+    """The attention of some images of a batch, or of some queries of one: memory that the next part uses again.
 
     Attributes:
-        pictures, queries: where in the batch, and among the queries.
-        probabilities: [pictures · heads, queries, keys].
-        mixed: their product with the values, [pictures · heads, queries, width].
+        images, queries: where in the batch, and among the queries.
+        probabilities: [images · heads, queries, keys].
+        mixed: their product with the values, [images · heads, queries, width].
     """
 
-    pictures: slice
+    images: slice
     queries: slice
     probabilities: Tensor
     mixed: Tensor
@@ -120,7 +120,7 @@ def _attend_in_parts(
 ) -> Iterator[Part]:
     """`attend` for fused matrices alone, in parts that fit a processor's cache: faster, and with less memory.
 
-    A part is some pictures of the batch, one picture, or where that is too much, some of its queries. All parts share
+    A part is some images of the batch, one image, or where that is too much, some of its queries. All parts share
     the memory of one; the output is appended to a list before the first of them.
     """
     (batch, heads, queries, width), keys = query.shape, key.shape[-2]
@@ -129,15 +129,15 @@ def _attend_in_parts(
     rows = queries if size <= _CACHED_PROBABILITIES else max(16, _CACHED_PROBABILITIES // (heads * keys))
     if step == 1:  # views, and the output as fused attention lays it out
         output.append(query.new_empty(batch, queries, heads, value.shape[-1]).transpose(1, 2))
-        pictures = zip(*(one.unbind(0) for one in (query, key.mT, value, output[0])), strict=True)
+        images = zip(*(one.unbind(0) for one in (query, key.mT, value, output[0])), strict=True)
     else:
         output.append(query.new_empty(batch, heads, queries, value.shape[-1]))
         all_four = [one.flatten(0, 1) for one in (query, key.mT, value, output[0])]
-        pictures = zip(*(one.split(step * heads) for one in all_four), strict=True)
+        images = zip(*(one.split(step * heads) for one in all_four), strict=True)
     room = query.new_empty(step * heads, min(rows, queries), keys)
     factor = 1 / math.sqrt(width) if scale is None else scale
     mask = None if mask is None else _with_heads(mask).expand(batch, -1, queries, keys)
-    for number, (asked, turned, applied, mixed) in enumerate(pictures):
+    for number, (asked, turned, applied, mixed) in enumerate(images):
         some = slice(number * step, min(number * step + step, batch))
         for top in range(0, queries, rows):
             these = slice(top, min(top + rows, queries))
@@ -278,7 +278,7 @@ def _as_scores(mask: Tensor | None, heads: int | None) -> Tensor | None:
 def _attend_to_tokens(
     listener: Listener, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, count: int
 ) -> Tensor:
-    """`attend` where only the first keys, so many, are tokens: what the others add is the same for every picture."""
+    """`attend` where only the first keys, so many, are tokens: what the others add is the same for every image."""
     probabilities = _probabilities(query, key, mask, None, False)
     seen, others = probabilities[..., :count], probabilities[..., count:]
     if listener.gradients and not seen.requires_grad:

@@ -45,12 +45,12 @@ _FOLDED_WINDOWS = ("HaloAttn",)
 _WINDOWS_FIRST = ("LocallyGroupedAttn",)
 # Modules that compute each of their heads by itself, without a head axis.
 _HEAD_BY_HEAD = ("CascadedGroupAttention",)
-# Modules whose windows cannot be followed to the picture.
+# Modules whose windows cannot be followed to the image.
 _UNTRACED = ("HaloAttn", "CascadedGroupAttention")
 # Models as a whole, to which a product of layers does not apply.
 _REFUSED = {
     "CrossVit": "two branches of tokens at two scales, which exchange only their class tokens",
-    "NextViT": "attention to runs of neighbours in the order of the tokens, which are no regions of the picture",
+    "NextViT": "attention to runs of neighbours in the order of the tokens, which are no regions of the image",
 }
 
 
@@ -150,7 +150,7 @@ def is_difference(module: nn.Module) -> bool:
 
 
 def is_traced(module: nn.Module) -> bool:
-    """Whether the windows of a module, if it has any, can be followed to the picture."""
+    """Whether the windows of a module, if it has any, can be followed to the image."""
     return _kind(module) not in _UNTRACED
 
 
@@ -172,7 +172,7 @@ def arrangement(module: nn.Module, tensor: Tensor, batch: int) -> Arrange | None
     Args:
         module: the module that computed it.
         tensor: attention probabilities or values as the module made them.
-        batch: how many pictures it ran on.
+        batch: how many images it ran on.
     """
     kind = _kind(module)
     if kind in _FOLDED_WINDOWS and tensor.ndim == 4:  # [batch · heads, windows, …]
@@ -209,7 +209,7 @@ def refusal_of(model: nn.Module, layers: Sequence[AttentionLayer]) -> str | None
 def refusal_of_words(model: nn.Module) -> str:
     """Why rollout and flow do not apply as a map to a pass that read a text."""
     return (
-        f"{type(model).__name__} read a text, whose words have no place on a picture and no readout of their own: use "
+        f"{type(model).__name__} read a text, whose words have no place on an image and no readout of their own: use "
         "vitflow.explain_text, or vitflow.attention_rollout(trace.fused()); trace.streams tells its layers apart."
     )
 

@@ -1,4 +1,4 @@
-"""Where the tokens of each attention layer lie on the picture: the windows and stages of a forward pass that ran."""
+"""Where the tokens of each attention layer lie on the image: the windows and stages of a forward pass that ran."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,7 +29,7 @@ def find_tokens(
         layout: the layout of the tokens, if the caller knows it.
 
     Returns:
-        The layers that mix tokens of the picture, each with where they lie, and why rollout does not apply, or None.
+        The layers that mix tokens of the image, each with where they lie, and why rollout does not apply, or None.
 
     Raises:
         UnsupportedModelError: all tokens attend to all, and the model does not say how they are arranged.
@@ -55,7 +55,7 @@ def find_tokens(
         return mixing, None
     kind = type(model.get_submodule(unknown.name)).__name__
     return list(layers), (
-        f"It cannot be told which parts of the picture the tokens of {unknown.name} ({kind}) in "
+        f"It cannot be told which parts of the image the tokens of {unknown.name} ({kind}) in "
         f"{type(model).__name__} stand for: its attention has shape {tuple(unknown.example.shape)} and is in "
         "trace.attentions, but rollout does not apply. Use gradcam, input_gradient or occlusion."
     )
@@ -127,7 +127,7 @@ def _windowed(key_index: Tensor, keys: TokenLayout, queries: int) -> LayerTokens
     coarse = TokenLayout(0, keys.rows // side, keys.cols // side)
     parents = key_index // keys.cols // side * coarse.cols + key_index % keys.cols // side
     parents = torch.where(key_index < 0, -1, parents)  # [windows, keys]
-    groupings = [parents.unflatten(1, (side * side, queries)).transpose(1, 2)]  # Hiera's, or else as on the picture
+    groupings = [parents.unflatten(1, (side * side, queries)).transpose(1, 2)]  # Hiera's, or else as on the image
     if width * width == count and width % side == 0:
         blocks = parents.unflatten(1, (width // side, side, width // side, side))
         groupings.append(blocks.transpose(2, 3).flatten(3).flatten(1, 2))

@@ -156,7 +156,7 @@ def fuse_parts(heads: Tensor, key: FusionKey, values: Values | None, parts: Sequ
 
 
 def own_rows(rows: Tensor, first: int) -> None:
-    """Make rows [pictures, queries, keys] with nothing above 0, the first of them that of a token, the identity's."""
+    """Make rows [images, queries, keys] with nothing above 0, the first of them that of a token, the identity's."""
     empty = (rows.amax(dim=-1) <= 0).nonzero()
     rows[empty[:, 0], empty[:, 1], first + empty[:, 1]] = 1.0
 

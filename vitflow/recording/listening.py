@@ -45,7 +45,7 @@ class Listening:
         gradients, values, wants_keys, wants_visible, on_layer, residual, within: as for `record_attention`.
         path: the modules that are running, outermost first.
         pooling: what a pooling head attends to, where there is one.
-        batch: how many pictures or texts the pass has.
+        batch: how many images or texts the pass has.
         seen: whether any attention was seen.
         recorded: the paths of the layers that have run, in their order.
         unapplied: the paths of the modules that told their softmax alone, without the product that applies it.
@@ -150,12 +150,12 @@ class Listening:
             count = len(part.probabilities) // heads
             for (fusion, weighting), matrix in fused.items():
                 whole = count == batch and part.probabilities.shape[1] == queries
-                place = matrix if whole else matrix[part.pictures, part.queries]
+                place = matrix if whole else matrix[part.images, part.queries]
                 if fusion == "mean" and not weighting:  # as a product, which reads each probability once
                     every = part.probabilities.view(count, heads, -1)
                     torch.bmm(share.expand(count, 1, heads), every, out=place.view(count, 1, -1))
                     continue
-                values = None if own is None else replace(own, vectors=own.vectors[part.pictures])
+                values = None if own is None else replace(own, vectors=own.vectors[part.images])
                 every, mixed = (one.unflatten(0, (count, heads)) for one in (part.probabilities, part.mixed))
                 place.copy_(fuse_weighted(every, fusion, weighting, values, mixed))  # type: ignore[arg-type]
                 if weighting and queries == keys > place.shape[1]:
@@ -200,7 +200,7 @@ class Listening:
             self._take(close_layer(name, parts, module, fusions))
 
     def _refuse_pieces(self, name: str, module: nn.Module, parts: Sequence[ModuleAttention]) -> None:
-        """Refuse attention that was computed for some pictures, or for some queries, at a time.
+        """Refuse attention that was computed for some images, or for some queries, at a time.
 
         Raises:
             UnsupportedModelError: so it was.
@@ -209,11 +209,11 @@ class Listening:
             return
         shapes = {(len(heads), *heads.shape[-2:]) for heads in (part.heads for part in parts)}
         side_by_side = len(parts) == self.batch > 1 and all(part.tensor.ndim == 3 for part in parts)
-        by_picture = any(count % self.batch for count, _, _ in shapes) or (side_by_side and not is_head_by_head(module))
-        if by_picture or len(shapes) > 1 or any(queries != keys for _, queries, keys in shapes):
+        by_image = any(count % self.batch for count, _, _ in shapes) or (side_by_side and not is_head_by_head(module))
+        if by_image or len(shapes) > 1 or any(queries != keys for _, queries, keys in shapes):
             pieces, instead = (
-                ("computes its attention picture by picture", "Explain one picture at a time, or use")
-                if by_picture
+                ("computes its attention image by image", "Explain one image at a time, or use")
+                if by_image
                 else ("computes its attention chunk by chunk", "Use")
             )
             raise UnsupportedModelError(
@@ -232,7 +232,7 @@ class Listening:
             self._trace.layers.append(layer)
 
     def _is_whole(self, shape: Sequence[int]) -> bool:
-        """Whether a layer attends from all tokens of each picture to all of them."""
+        """Whether a layer attends from all tokens of each image to all of them."""
         return shape[0] == self.batch and shape[-2] == shape[-1]
 
     def nothing_seen(self) -> NoAttentionError:

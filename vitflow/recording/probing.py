@@ -67,7 +67,7 @@ def probe(model: nn.Module, forward: Forward, shape: tuple[int, ...]) -> dict[st
             for path, module in holders:
                 hooks.callback(Hook(module, lambda _, output, path=path: note(path, output), before=False).remove)
             note("", answer_to(model, forward, pixels))
-    except Exception:  # the same is told of each picture, with its reason
+    except Exception:  # the same is told of each image, with its reason
         return None
     finally:
         with torch.no_grad():
@@ -83,7 +83,7 @@ def probe(model: nn.Module, forward: Forward, shape: tuple[int, ...]) -> dict[st
 
 
 def fixed_pixels(model: nn.Module, shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Model input of one picture of random numbers, the same in every version of NumPy, where the model lies."""
+    """Model input of one image of random numbers, the same in every version of NumPy, where the model lies."""
     parameter = next(model.parameters(), torch.empty(0))
     return torch.from_numpy(np.random.RandomState(seed).standard_normal((1, *shape)) / 2).to(parameter)
 

@@ -289,7 +289,7 @@ class record_attention:
         self._ran = pixels is not None
         read, again = self._outputs, None if pixels is None else Call(self._model, args, kwargs, pixels)
         if pixels is not None and 0 in pixels.shape:
-            raise ShapeError(f"Expected at least one picture, got an empty model input {tuple(pixels.shape)}.")
+            raise ShapeError(f"Expected at least one image, got an empty model input {tuple(pixels.shape)}.")
         self._listening.batch = 1 if pixels is None else len(pixels)
         norms = block_norms(self._model) if self._features else ()
         if pixels is None or not self._gradients:

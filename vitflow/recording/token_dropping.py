@@ -1,4 +1,4 @@
-"""Run a Vision Transformer on some of a picture's patches: the others leave the sequence, and cost nothing.
+"""Run a Vision Transformer on some of an image's patches: the others leave the sequence, and cost nothing.
 
 A patch that is hidden by a grey square is still seen as a grey square. A patch whose token is dropped is not there at
 all, and the attention over fewer tokens is faster.
@@ -31,9 +31,9 @@ def run_on_patches(
     layout: TokenLayout | None = None,
     outputs: Read = logits_of,
 ) -> Tensor:
-    """Logits of one picture for several choices of its patches, in one forward pass.
+    """Logits of one image for several choices of its patches, in one forward pass.
 
-    The picture is embedded once, whole. Before the first block every choice takes its own tokens, which carry their
+    The image is embedded once, whole. Before the first block every choice takes its own tokens, which carry their
     position already; prefix tokens are always kept. Where the model rotates queries and keys by position (RoPE), the
     kept patches keep their rotation. Average pooling then averages over the kept patches. Of a model of which
     `droppable_tokens` found that it reads prefix tokens alone, the last block's MLP runs on these alone.
@@ -42,7 +42,7 @@ def run_on_patches(
 
     Args:
         model: a Vision Transformer; it is left as it was, also after an exception.
-        pixels: the model input of one picture, [1, channels, height, width].
+        pixels: the model input of one image, [1, channels, height, width].
         kept: numbers of the patches that stay, 0 for the top left, in raster order, [choices, patches].
         layout: prefix tokens and patch grid, for a model that does not tell its own.
         outputs: maps what the model returns to the numbers that are asked for.

@@ -23,7 +23,7 @@ _CROSSING = ("cross", "encdec", "encoder_attn")
 
 @dataclass(slots=True)
 class Backward:
-    """The gradients of one backward pass, each picture's own target logit differentiated.
+    """The gradients of one backward pass, each image's own target logit differentiated.
 
     Attributes:
         attentions: with respect to the attention probabilities, layers of [batch, heads, tokens, tokens].
@@ -51,7 +51,7 @@ class Trace:
         pooled: attention of an attention-pooling head, [batch, heads, queries, tokens], if there is one.
         features: outputs of the modules that were asked for, by module path, [batch, tokens, channels], or
             [batch, channels, rows, cols] or [batch, rows, cols, channels].
-        feature_layouts: how each of them lies on the picture, and whether its channels come last; None if it does not.
+        feature_layouts: how each of them lies on the image, and whether its channels come last; None if it does not.
         block_norms: where features were asked for, the paths of the modules that Grad-CAM can read, first layer first.
         pixels: the model input, [batch, channels, height, width].
         output: what the model returned.
@@ -359,12 +359,12 @@ class Trace:
         self._backward.clear()
 
     def backward(self, targets: Tensor) -> Backward:
-        """Differentiate each picture's own target logit by all that was recorded, in one backward pass.
+        """Differentiate each image's own target logit by all that was recorded, in one backward pass.
 
         No parameter's `.grad` is touched. A second call with the same targets costs nothing.
 
         Args:
-            targets: class index of each picture, [batch].
+            targets: class index of each image, [batch].
 
         Raises:
             OptionError: the pass was recorded without gradients.
@@ -375,12 +375,12 @@ class Trace:
             raise VitflowError(_NOTHING_RECORDED)
         if self.logits.ndim != 2 or len(targets) != len(self.logits):
             raise ShapeError(
-                f"Expected logits [batch, classes] and one target per picture, got logits {tuple(self.logits.shape)} "
+                f"Expected logits [batch, classes] and one target per image, got logits {tuple(self.logits.shape)} "
                 f"and {len(targets)} targets."
             )
         key = tuple(int(target) for target in targets)
         if key not in self._backward:
-            # Pictures of a batch do not influence each other, so the sum's gradient holds each picture's own.
+            # Images of a batch do not influence each other, so the sum's gradient holds each image's own.
             with torch.inference_mode(False), torch.enable_grad():
                 chosen = self.logits.gather(1, targets.to(self.logits.device).view(-1, 1))
             found = self.gradients_of(chosen)

@@ -31,7 +31,7 @@ _KNOWN = (
     *("interpolate", "unfold", "fold", "group_norm", "instance_norm", "lstm", "gru", "rnn_tanh", "rnn_relu"),
     *("fft_fft", "fft_fft2", "fft_rfft", "fft_rfft2", "fft_irfft2", "fft_fftn"),
 )
-# What sums up a picture where it goes over the axes of its tokens: a pooling, or a norm.
+# What sums up an image where it goes over the axes of its tokens: a pooling, or a norm.
 _SUMMARIES = ("mean", "norm", "std", "std_mean", "var", "var_mean", "linalg_vector_norm")
 # How far tokens that were not changed may move, as a share of what the changed ones move: by rounding; and by mixing.
 _ROUNDING, _MIXING = 1e-4, 1e-3
@@ -85,8 +85,8 @@ def _find(
     def two(value: Any) -> Any:
         if isinstance(value, Tensor) and value.shape == pixels.shape and value.dtype == pixels.dtype:
             return noise
-        of_pictures = isinstance(value, Tensor) and value.ndim > 0 and len(value) == len(pixels)
-        return value[:1].expand(2, *value.shape[1:]) if of_pictures else value
+        of_images = isinstance(value, Tensor) and value.ndim > 0 and len(value) == len(pixels)
+        return value[:1].expand(2, *value.shape[1:]) if of_images else value
 
     args, kwargs = given
     args, kwargs = tuple(map(two, args)), {name: two(value) for name, value in kwargs.items()}
@@ -101,7 +101,7 @@ def _find(
             before, after = given_few(model, shortened, whole), returning_all(model, shortened, whole)
             with trial(model, pixels.device), before, probe, after:
                 model(*args, **kwargs)
-        except Exception:  # it takes no such picture, or no such tokens: then nothing can be told
+        except Exception:  # it takes no such image, or no such tokens: then nothing can be told
             if shortened:
                 continue
             return None
@@ -130,7 +130,7 @@ class _Call:
 
 
 class _Probe:
-    """Runs two pictures through a model, of which the second becomes the first with some tokens changed."""
+    """Runs two images through a model, of which the second becomes the first with some tokens changed."""
 
     gradients = wants_keys = wants_visible = False
 
@@ -187,7 +187,7 @@ class _Probe:
             with torch._C.DisableTorchFunction():  # this is no part of the model
                 other = self._change(given, tokens)
 
-            def replaced(one: Any) -> Any:  # what else a module before changed is as for the first picture
+            def replaced(one: Any) -> Any:  # what else a module before changed is as for the first image
                 if one is given or not isinstance(one, Tensor) or one.ndim < 2 or len(one) != 2:
                     return other if one is given else one
                 return one[:1].expand(one.shape).clone()
@@ -227,7 +227,7 @@ class _Probe:
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     def _tokens(self, given: Any) -> Tensor | None:
-        """What holds tokens of both pictures as [2, tokens, channels]; None for what does not, or may hold others."""
+        """What holds tokens of both images as [2, tokens, channels]; None for what does not, or may hold others."""
         if not isinstance(given, Tensor) or not given.is_floating_point() or len(given.shape) < 3 or len(given) != 2:
             return None
         if given.ndim == 3:
@@ -257,7 +257,7 @@ class _Probe:
         return torch.cat(chosen).to(tokens.device)
 
     def _change(self, given: Tensor, tokens: Tensor) -> Tensor:
-        """A tensor whose second picture is the first, with all of these tokens changed alike."""
+        """A tensor whose second image is the first, with all of these tokens changed alike."""
         one = tokens[:1]
         step = torch.randn(tokens.shape[2], generator=torch.Generator().manual_seed(0), device="cpu").to(one)
         size = one.float().square().mean().sqrt().to(one)
@@ -268,7 +268,7 @@ class _Probe:
         return both.reshape(given.shape) if given.flatten(1, 2).shape == both.shape else both.mT.reshape(given.shape)
 
     def _share(self, tokens: Tensor) -> float:
-        """How far tokens differ between the pictures that should not, as a share of those that were changed.
+        """How far tokens differ between the images that should not, as a share of those that were changed.
 
         These are as many as were not changed, whichever they are: tokens may be put into another order.
         """
@@ -287,7 +287,7 @@ class _Probe:
         return self._path[-1][0]
 
     def streams(self, query: Tensor, key: Tensor) -> bool:
-        """Never: two pictures are small."""
+        """Never: two images are small."""
         return False
 
     def saw_in_parts(self, *given: Any) -> None:

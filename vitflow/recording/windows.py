@@ -27,7 +27,7 @@ _found: WeakKeyDictionary[nn.Module, dict[Size, Windows]] = WeakKeyDictionary()
 
 
 def find_windows(model: nn.Module, pixels: Tensor) -> Windows:
-    """The windows of each windowed layer for pictures of this size.
+    """The windows of each windowed layer for images of this size.
 
     The model runs once for each size, in eval mode and with the random state given back, or running statistics and the
     caller's random numbers would change.
@@ -67,7 +67,7 @@ def _strides(model: Any) -> Sequence[int]:
 
 
 class _Probe:
-    """Follows the tokens of one picture of random numbers through a model."""
+    """Follows the tokens of one image of random numbers through a model."""
 
     gradients = wants_keys = wants_visible = False
 
@@ -75,7 +75,7 @@ class _Probe:
         self._model, self._size = model, size
         self.found: Windows = {}
         self._path: list[tuple[str, nn.Module, Tensor | None]] = []  # running modules and their inputs
-        self._pictures: list[Tensor] = []  # the latest tensors that hold tokens in the order of the picture
+        self._images: list[Tensor] = []  # the latest tensors that hold tokens in the order of the image
         self._made: list[tuple[Tensor, Tensor]] = []  # inputs and outputs of the latest linear maps
         self._rows: list[tuple[Tensor, Tensor]] = []  # inputs and outputs of the latest norms and sums
         self._last: tuple[torch.Size, Tensor, TokenLayout] | None = None
@@ -113,10 +113,10 @@ class _Probe:
         return act
 
     def note(self, tensor: Tensor) -> None:
-        """Keep a tensor that holds the tokens of the whole picture in order."""
-        known = any(tensor is picture for picture in self._pictures)
+        """Keep a tensor that holds the tokens of the whole image in order."""
+        known = any(tensor is image for image in self._images)
         if not known and _tokens_in_order(tensor, self._model, self._size) is not None:
-            self._pictures = [tensor, *self._pictures[:23]]
+            self._images = [tensor, *self._images[:23]]
 
     def kept(self, given: Tensor, output: Tensor) -> None:
         """Keep the input and output of a map that leaves each token in its row."""
@@ -136,7 +136,7 @@ class _Probe:
         return self._path[-1][0]
 
     def streams(self, query: Tensor, key: Tensor) -> bool:
-        """Never: one picture is small."""
+        """Never: one image is small."""
         return False
 
     def saw_in_parts(self, *given: Any) -> None:
@@ -175,8 +175,8 @@ class _Probe:
         for tensor in (*self._origins(source), *(() if given is None else self._origins(given))):
             if tensor.shape[:-1].numel() != source.shape[:-1].numel():
                 continue
-            for picture in self._pictures:
-                known = _tokens_in_order(picture, self._model, self._size)
+            for image in self._images:
+                known = _tokens_in_order(image, self._model, self._size)
                 assert known is not None
                 tokens, layout = known
                 found = _match(tensor.flatten(0, -2), tokens)
@@ -220,7 +220,7 @@ class _ProbeInterception(Interception):
 
 
 def _tokens_in_order(tensor: Tensor, model: nn.Module, size: Size) -> tuple[Tensor, TokenLayout] | None:
-    """The tokens [tokens, channels] of a tensor that holds one whole picture in raster order, and their layout."""
+    """The tokens [tokens, channels] of a tensor that holds one whole image in raster order, and their layout."""
     if tensor.ndim not in (3, 4) or len(tensor) != 1 or not tensor.is_floating_point():
         return None
     if tensor.ndim == 3:
@@ -280,7 +280,7 @@ def _match_values(value: Tensor, rows: Tensor) -> Tensor | None:
 
 
 def _as_rows(output: Tensor) -> list[Tensor]:
-    """A linear map's output as rows over its channels: channels last, and channels first for pictures."""
+    """A linear map's output as rows over its channels: channels last, and channels first for images."""
     found = [output.flatten(0, -2)]
     if output.ndim == 4:
         found.append(output.flatten(2).transpose(1, 2).flatten(0, 1))

@@ -1,4 +1,4 @@
-"""Compute many pictures together, as many as the memory holds, where one that fails takes no other along; progress."""
+"""Compute many images together, as many as the memory holds, where one that fails takes no other along; progress."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from vitflow.explaining.explainer import Explainer
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Pixels that wait for the model, or to be written, take no more memory than this each (and one picture).
+#: Pixels that wait for the model, or to be written, take no more memory than this each (and one image).
 WAITING_BYTES = 192 * 2**20
 
 
 class Batches:
-    """Computes pictures together, and remembers how many at once the memory holds.
+    """Computes images together, and remembers how many at once the memory holds.
 
     Args:
         explainer: what computes them.
@@ -30,16 +30,16 @@ class Batches:
         self.fits = size
         self._refuses: bool | None = None
 
-    def parts(self, pictures: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
-        """Cut pictures into parts that the memory holds; where depends on nothing but the pictures themselves.
+    def parts(self, images: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
+        """Cut images into parts that the memory holds; where depends on nothing but the images themselves.
 
         Args:
-            pictures: read one by one as they are needed.
-            nbytes: memory of a picture's pixels.
+            images: read one by one as they are needed.
+            nbytes: memory of an image's pixels.
         """
         part: list[T] = []
-        for picture in pictures:
-            part.append(picture)
+        for image in images:
+            part.append(image)
             if len(part) >= self.fits or sum(map(nbytes, part)) > WAITING_BYTES:
                 yield part
                 part = []
@@ -47,9 +47,9 @@ class Batches:
             yield part
 
     def stops_all(self, error: Exception, methods: Sequence[MethodChoice]) -> bool:
-        """Whether an error is that of every picture that these methods are asked for.
+        """Whether an error is that of every image that these methods are asked for.
 
-        Where each picture has a size of its own, a grey one of the model's size tells.
+        Where each image has a size of its own, a grey one of the model's size tells.
         """
         if not stops_all(error, self.explainer.fit) or self.explainer.fit != "native":
             return stops_all(error, self.explainer.fit)
@@ -62,24 +62,24 @@ class Batches:
         return self._refuses
 
     def each(
-        self, pictures: Sequence[T], work: Callable[[Sequence[T]], Sequence[R]], methods: Sequence[MethodChoice]
+        self, images: Sequence[T], work: Callable[[Sequence[T]], Sequence[R]], methods: Sequence[MethodChoice]
     ) -> Iterator[R | Exception]:
-        """What `work` gives for each picture, in order, or the error that is the picture's own.
+        """What `work` gives for each image, in order, or the error that is the image's own.
 
         Where memory runs out, half as many are computed together from there on, in later calls as well. Any other
-        error lies with one of the pictures: the rest of this call goes one by one, to find out which.
+        error lies with one of the images: the rest of this call goes one by one, to find out which.
 
         Args:
-            pictures: what is worked on.
+            images: what is worked on.
             work: gives one result for each.
             methods: what it computes.
 
         Raises:
-            OptionError, UnsupportedModelError: no picture can be computed this way.
+            OptionError, UnsupportedModelError: no image can be computed this way.
         """
         alone, start = False, 0
-        while start < len(pictures):
-            members = pictures[start : start + (1 if alone else self.fits)]
+        while start < len(images):
+            members = images[start : start + (1 if alone else self.fits)]
             try:
                 found: Sequence[R | Exception] = work(members)
             except Exception as error:
@@ -100,13 +100,13 @@ class Batches:
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """Where a run stands, for a progress callback: called at the start (without a row), then once per picture.
+    """Where a run stands, for a progress callback: called at the start (without a row), then once per image.
 
     Attributes:
-        done: pictures with a row, those of earlier runs included.
-        total: pictures of the run.
+        done: images with a row, those of earlier runs included.
+        total: images of the run.
         row: the newest row.
-        under_way: how many more pictures' worth of work is done, as far as it is known. Methods that take long are told
+        under_way: how many more images' worth of work is done, as far as it is known. Methods that take long are told
             of in between, without a row.
     """
 
@@ -117,19 +117,19 @@ class RunProgress:
 
 
 class Tally:
-    """Counts the pictures of a run that have a row, and tells a callback where the run stands."""
+    """Counts the images of a run that have a row, and tells a callback where the run stands."""
 
     def __init__(self, tell: Callable[[RunProgress], None] | None, total: int, done: int = 0) -> None:
         self._tell, self._total, self.done = tell, total, done
         self.share(0.0)
 
     def row(self, row: Mapping[str, Any], under_way: float = 0.0) -> None:
-        """One more picture has a row."""
+        """One more image has a row."""
         self.done += 1
         self._say(row, under_way)
 
     def share(self, under_way: float) -> None:
-        """So many more pictures' worth of work is done."""
+        """So many more images' worth of work is done."""
         self._say(None, under_way)
 
     def _say(self, row: Mapping[str, Any] | None, under_way: float) -> None:

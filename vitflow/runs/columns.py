@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, load_extra, printable
 from vitflow.files import write_atomically
-from vitflow.pictures.geometry import Placement
+from vitflow.images.geometry import Placement
 
 Row = dict[str, Any]
 Grid = NDArray[np.float32]

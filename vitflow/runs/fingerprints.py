@@ -34,7 +34,7 @@ def run_fingerprint(
 
     Args:
         kind: "folder" or "evaluation".
-        source: what the pictures are.
+        source: what the images are.
         model: the explainer's fingerprint.
         methods: of the run, by other labels each.
         how: what else the rows depend on.

@@ -50,7 +50,7 @@ def write_and_read(
 
     Raises:
         OptionError: the method does not apply to encoders and decoders.
-        UnsupportedModelError: the model has other parts than an encoder over one text or picture and a decoder that
+        UnsupportedModelError: the model has other parts than an encoder over one text or image and a decoder that
             attends to it in each layer.
     """
     check_known("method for encoders and decoders", method.name, _ROWS)
@@ -93,7 +93,7 @@ def _write(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[Tensor, int]
 
 
 def _source_words(model: Any, given: Mapping[str, Tensor], real: Tensor, tokenizer: Any) -> Words:
-    """The tokens of the source without padding; those of a picture by their row and column, counted from 1."""
+    """The tokens of the source without padding; those of an image by their row and column, counted from 1."""
     if "input_ids" in given:
         return words_of(tokenizer, given["input_ids"][0][real].tolist())
     height, width = given["pixel_values"].shape[-2:]
@@ -101,7 +101,7 @@ def _source_words(model: Any, given: Mapping[str, Tensor], real: Tensor, tokeniz
     prefix = layout.num_prefix_tokens
     patches = [f" {row},{col}" for row in range(1, layout.rows + 1) for col in range(1, layout.cols + 1)]
     special = (True,) * prefix + (False,) * len(patches)
-    return Words((*["[picture]"] * prefix, *patches), tuple(range(len(real))), special)
+    return Words((*["[image]"] * prefix, *patches), tuple(range(len(real))), special)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,10 +21,10 @@ from vitflow.models.languages import load_language_model, load_processor
 from vitflow.recording.isolation import device_of, evaluating
 from vitflow.text.encoder_decoder import Written, write_and_read
 from vitflow.text.generation import Generation
+from vitflow.text.image_tokens import refuse_videos, tower_rows
+from vitflow.text.images import Layout, with_images, with_neutral, with_source
 from vitflow.text.layout import Words
-from vitflow.text.method_table import PICTURED, PLAIN, TEXT_METHODS, for_kind, text_method
-from vitflow.text.picture_tokens import refuse_videos, tower_rows
-from vitflow.text.pictures import Layout, with_neutral, with_pictures, with_source
+from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS, for_kind, text_method
 from vitflow.text.read_rows import RowsRead, array_of, read_rows
 from vitflow.text.writing import arguments_of, beside_text, follow, refuse_looking_ahead, split, write
 
@@ -50,16 +50,16 @@ def explain_generation(
         model: a causal language model of `transformers`, one that sees as well, or one with an encoder and a decoder
             (T5, BART, VisionEncoderDecoder); its id or folder.
         inputs: the prompt, as the tokenizer makes it (input_ids, attention_mask), ids [batch, tokens], or a text; with
-            pictures, a text (by default "Describe the picture.") or what the processor makes of it with them. Beside an
+            images, a text (by default "Describe the image.") or what the processor makes of it with them. Beside an
             encoder that sees, what the decoder begins with, by default nothing; or what the processor makes of the
-            picture (pixel_values).
-        image: a picture of the prompt, or several, as paths, bytes, PIL images or arrays; for an encoder one.
+            image (pixel_values).
+        image: an image of the prompt, or several, as paths, bytes, PIL images or arrays; for an encoder one.
         tokenizer: its tokenizer; by default the one saved beside it. Without one, tokens are told by their numbers.
-        processor: what prepares pictures for the model; by default the one saved beside it.
+        processor: what prepares images for the model; by default the one saved beside it.
         method: "rollout", "attention", "flow", "gae" or "logit_lens"; by default "gae" with `image`, whose maps lie
             best on what a word names and which takes a backward pass for each token, and "rollout" without.
-        layout: where the patches of the pictures stand in the prompt, for a family of models that is not known.
-        neutral: another prompt for the same pictures, such as "Describe the picture.": what `picture(relative=True)`
+        layout: where the patches of the images stand in the prompt, for a family of models that is not known.
+        neutral: another prompt for the same images, such as "Describe the image.": what `image(relative=True)`
             compares with.
         through_tower: also record the vision tower, so that maps can be carried on to its own patches.
         name: what to call the model; by default the id that it was loaded by.
@@ -78,7 +78,7 @@ def explain_generation(
     """
     asked = {name: options[name] for name in options if any(one.accepts(name) for one in TEXT_METHODS.values())}
     generate = {name: value for name, value in options.items() if name not in asked}
-    method = (PLAIN if image is None else PICTURED) if method is None else method
+    method = (PLAIN if image is None else IMAGE_DEFAULT) if method is None else method
     chosen, used = text_method(method, asked)
     used = for_kind(used, decoder=True)
     if isinstance(model, nn.Module):
@@ -95,19 +95,19 @@ def explain_generation(
     languages.refuse_generation(model, generate)
     if not languages.has_encoder(model):
         refuse_looking_ahead(model)
-    pictures = None
+    images = None
     if image is not None and languages.has_encoder(model) and getattr(model, "main_input_name", "") == "pixel_values":
         if neutral is not None or through_tower:
             raise OptionError(
-                f"{type(model).__name__} reads no prompt beside the picture, and what its words rest on goes down "
+                f"{type(model).__name__} reads no prompt beside the image, and what its words rest on goes down "
                 "through its encoder already: leave out neutral and through_tower."
             )
         if isinstance(inputs, str) and inputs:
             tokenizer = languages.tokenizer_of(model, tokenizer)
             generate["decoder_input_ids"] = tokenizer(inputs, add_special_tokens=False, return_tensors="pt").input_ids
-        inputs, pictures = with_source(model, inputs, image, processor, layout)
+        inputs, images = with_source(model, inputs, image, processor, layout)
     elif image is not None:
-        inputs, processor, pictures = with_pictures(model, inputs, image, processor, layout)
+        inputs, processor, images = with_images(model, inputs, image, processor, layout)
         tokenizer = processor.tokenizer if tokenizer is None else tokenizer
     elif neutral is not None or through_tower or layout is not None:
         raise OptionError("Expected image= beside neutral, through_tower and layout, got none.")
@@ -125,14 +125,14 @@ def explain_generation(
             prompts, written = split(write(model, arguments), arguments, tokenizer, model)
     if method != "rollout" and not languages.has_encoder(model):
         prompts, written, rows, own = _joined(_taught(model, arguments, prompts, written, chosen, used))
-    if pictures is not None and neutral is not None:
-        again, _, others = with_pictures(model, neutral, image, processor, layout)
-        pictures = with_neutral(pictures, others, _neutral_rows(model, again, processor, chosen, used))
-    if pictures is not None and through_tower:
+    if images is not None and neutral is not None:
+        again, _, others = with_images(model, neutral, image, processor, layout)
+        images = with_neutral(images, others, _neutral_rows(model, again, processor, chosen, used))
+    if images is not None and through_tower:
         with evaluating(model), languages.reading(model):
             given = {name: arguments[name] for name in inputs}
-            tower = tower_rows(model, given, pictures.parts, residual=used.get("residual", 0.5))
-        pictures = replace(pictures, tower=tower)
+            tower = tower_rows(model, given, images.parts, residual=used.get("residual", 0.5))
+        images = replace(images, tower=tower)
     values = array_of(rows.permute(0, 2, 3, 1))  # [batch, rows, tokens, layers]
     n = values.shape[1]
     start = values.shape[2] - n + 1  # the last token is written, and never read
@@ -148,7 +148,7 @@ def explain_generation(
         options=used,
         own=None if own is None else array_of(own.permute(0, 2, 1)),
         seconds=time.perf_counter() - started,
-        pictures=pictures,
+        images=images,
         model_note=model_note(model),
     )
     return found[0] if len(found) == 1 else found

@@ -15,13 +15,13 @@ from vitflow.explaining.method import Method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Answer
 from vitflow.methods.fusion import check_layer
+from vitflow.text.images import PromptImages, less_earlier
 from vitflow.text.labels import ENGLISH_STOP_WORDS, caption, hide, labels_of, spoken_words, text_of
 from vitflow.text.layout import Words
 from vitflow.text.method_table import TEXT_METHODS
-from vitflow.text.pictures import Pictures, less_earlier
 from vitflow.text.shaded import ShadedText
 from vitflow.text.sheet import Sheet
-from vitflow.text.textpage import ShownPicture, TextRow, page_of
+from vitflow.text.textpage import ShownImage, TextRow, page_of
 from vitflow.viewer.pages import Page
 
 # So many characters of a text tell it from others.
@@ -61,7 +61,7 @@ class Generation:
         own: where the rows are relative to the receptive field, the raw share of each row's own token, float32
             [n, layers]; else None.
         seconds: time of the generation with the method.
-        pictures: the pictures of the prompt, and where their patches stand among its tokens; None without.
+        images: the images of the prompt, and where their patches stand among its tokens; None without.
         model_note: what a reader must know of the model, if it carries such a note.
     """
 
@@ -74,7 +74,7 @@ class Generation:
     options: Mapping[str, Any]
     own: NDArray[np.float32] | None = None
     seconds: float = 0.0
-    pictures: Pictures | None = None
+    images: PromptImages | None = None
     model_note: str = ""
 
     def __repr__(self) -> str:
@@ -135,28 +135,28 @@ class Generation:
             found[name] = places
         return found, rest
 
-    def picture(
+    def image(
         self,
         word: str | int | Sequence[int],
         *,
-        picture: int | None = None,
+        image: int | None = None,
         role: str | None = None,
         layer: int | None = None,
         relative: bool = False,
         without_earlier: bool = False,
         through_tower: bool | None = None,
     ) -> Saliency:
-        """What a written word rests on in a picture of the prompt: a map on that picture.
+        """What a written word rests on in an image of the prompt: a map on that image.
 
-        The weights are shares of the word's whole row, so that their sum tells how much of it lies on the picture at
-        all: that is `facts["on_picture"]`. Beside it stand the shares of the map that lie on the first patch and on the
+        The weights are shares of the word's whole row, so that their sum tells how much of it lies on the image at
+        all: that is `facts["on_image"]`. Beside it stand the shares of the map that lie on the first patch and on the
         patches of the edges, where attention is often parked.
 
         Args:
             word: a word of the answer, whose tokens' rows are averaged; a token by its number (0 is the first); or the
                 numbers of the tokens that make up a word, as `words` gives them.
-            picture: which picture, 0 for the first; needed where there are several.
-            role: "whole", "tile" or "thumbnail" for these parts of the picture alone; by default all, added by area.
+            image: which image, 0 for the first; needed where there are several.
+            role: "whole", "tile" or "thumbnail" for these parts of the image alone; by default all, added by area.
             layer: up to which layer, 1 for the first, −1 for the last; by default the method's own.
             relative: as a multiple of the row of the neutral prompt (Zhang et al., ICLR 2025).
             without_earlier: less what the maps of earlier written words explain of it (after Li et al., ICCV 2025):
@@ -165,12 +165,12 @@ class Generation:
             through_tower: carried on to the vision tower's own patches; by default where that was asked for.
 
         Raises:
-            OptionError: no such word, picture or part; or what an option needs was not asked for before.
+            OptionError: no such word, image or part; or what an option needs was not asked for before.
         """
         _, written = self._one_prompt()
-        if self.pictures is None:
-            raise OptionError("Expected a picture in the prompt, got none: pass image= to explain_generation.")
-        chosen = self.pictures.chosen(picture, role)
+        if self.images is None:
+            raise OptionError("Expected an image in the prompt, got none: pass image= to explain_generation.")
+        chosen = self.images.chosen(image, role)
         several = [word] if isinstance(word, str | int) else word
         places = sorted({place for one in several for place in written.find(one)})
         if not places:
@@ -183,16 +183,16 @@ class Generation:
         if without_earlier:
             row = less_earlier(row, rows[: places[0]], self.among_generated[places[0], : places[0], index])
         through = self._through(through_tower)
-        grid, placement, facts = self.pictures.map_of(
+        grid, placement, facts = self.images.map_of(
             row, float(whole), chosen, layer=index, relative=relative, through_tower=through
         )
-        number = self.pictures.parts[chosen[0]].picture
+        number = self.images.parts[chosen[0]].image
         told = {"relative": relative, "without_earlier": without_earlier, "through_tower": through}
         return WordSaliency(
             grid=grid,
             placement=placement,
-            image=self.pictures.images[number],
-            source=self.pictures.sources[number],
+            image=self.images.images[number],
+            source=self.images.sources[number],
             model=self.model,
             method=self.method,
             options={**self.options, **{name: True for name, value in told.items() if value}},
@@ -263,11 +263,11 @@ class Generation:
         through_tower: bool | None = None,
     ) -> Page:
         """One page for a browser: click a written word for what it rests on, layer by layer, and for its map on each
-        picture of the prompt; one of the prompt for who rests on it.
+        image of the prompt; one of the prompt for who rests on it.
 
         Args:
             special, stop_words: as for `shaded`: what they hide can be shown again there.
-            relative, through_tower: as for `picture`.
+            relative, through_tower: as for `image`.
 
         `found.page().save("written.html")` writes it.
         """
@@ -279,12 +279,12 @@ class Generation:
             TextRow(label.text, (place,), place, whole[place - m].T, at=place - 1, own=own[place - m])
             for place, label in enumerate(labels_of(words)[m:], start=m)
         ]
-        parts = () if self.pictures is None else self.pictures.parts
-        shown: list[ShownPicture] = []
+        parts = () if self.images is None else self.images.parts
+        shown: list[ShownImage] = []
         first = 0
-        if self.pictures is not None:
+        if self.images is not None:
             through, wholes = self._through(through_tower), whole.sum(axis=1)
-            shown = self.pictures.shown(self.values, wholes, relative=relative, through_tower=through)
+            shown = self.images.shown(self.values, wholes, relative=relative, through_tower=through)
             first = next((places[0] for places in self.words()[0].values()), 0)
         return page_of(
             words,
@@ -297,17 +297,17 @@ class Generation:
             stop_words=stop_words,
             written=m,
             patches={place for part in parts for place in part.positions},
-            pictures=shown,
+            images=shown,
         )
 
     def _through(self, asked: bool | None) -> bool:
         """Whether maps are carried on through the tower: as asked, or wherever it was recorded."""
-        return self.pictures is not None and self.pictures.tower is not None if asked is None else asked
+        return self.images is not None and self.images.tower is not None if asked is None else asked
 
     def _seen(self, words: Words, special: bool, stop_words: Iterable[str]) -> tuple[Words, dict[int, str]]:
-        """The words of a view, and what it leaves out by position, and why; the patches of pictures are no words."""
-        parts = () if self.pictures is None else self.pictures.parts
-        patches = {place: "patches of pictures" for part in parts for place in part.positions}
+        """The words of a view, and what it leaves out by position, and why; the patches of images are no words."""
+        parts = () if self.images is None else self.images.parts
+        patches = {place: "patches of images" for part in parts for place in part.positions}
         hidden = hide(words, special=not special, stop_words=stop_words) | patches
         plain = tuple(special and place not in patches for place, special in enumerate(words.special))
         return replace(words, special=plain), hidden
@@ -340,7 +340,7 @@ class Generation:
             "values": self.values.tolist(),
             "among_generated": self.among_generated.tolist(),
             "own": None if self.own is None else self.own.tolist(),
-            "pictures": [] if self.pictures is None else self.pictures.to_list(),
+            "images": [] if self.images is None else self.images.to_list(),
             "model": self.model,
             **method_record(TEXT_METHODS[self.method], self.options),
             "seconds": round(self.seconds, 4),

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, printable
-from vitflow.pictures import charts
-from vitflow.pictures.charts import new_chart
-from vitflow.pictures.typesetting import BODY, GREY, INK, LEADING, MARGIN, SMALL, TITLE, measure, plain, wrap
+from vitflow.images import charts
+from vitflow.images.charts import new_chart
+from vitflow.images.typesetting import BODY, GREY, INK, LEADING, MARGIN, SMALL, TITLE, measure, plain, wrap
 from vitflow.text.labels import labels_of, padded, shown_positions
 from vitflow.text.layout import Words
 from vitflow.text.view import FOR, Trust, View, check_weights, embedded, percent, render
@@ -106,7 +106,7 @@ class GraphView(View):
         return [line for line in (told, last, trust.left_out if trust else "", self.caption) if line]
 
     def html(self) -> str:
-        """The graphs as a picture in HTML, described in words."""
+        """The graphs as an image in HTML, described in words."""
         return render("graph.html", view=self, text=self.text(), **embedded(self.figure(framed=False)))
 
     def text(self) -> str:

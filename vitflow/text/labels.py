@@ -186,11 +186,11 @@ def layouts_of(
         input_ids: numbers [batch, tokens].
         attention_mask: [batch, tokens], 0 for padding, which stands on one side.
         tokenizer: tells what the numbers stand for.
-        image_token: the number that stands for every patch of a picture, as in models that see and read.
-        grid: rows and columns of each picture's patches; by default a square.
+        image_token: the number that stands for every patch of an image, as in models that see and read.
+        grid: rows and columns of each image's patches; by default a square.
 
     Raises:
-        ShapeError: padding stands on both sides or inside, or a picture has not as many patches as the grid.
+        ShapeError: padding stands on both sides or inside, or an image has not as many patches as the grid.
 
     >>> layouts_of(torch.tensor([[0, 0, 5, 9, 9, 9, 9, 6]]), torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]]), image_token=9)[0]
     SequenceLayout(parts=(Words(strings=('5',), ids=(5,), special=(False,)), Grid(rows=2, cols=2), \
@@ -211,9 +211,9 @@ def _layout(
     if len(places) != end - start or (start and end < len(ids)):
         raise ShapeError(f"Expected padding on one side of each text, got attention_mask {seen.int().tolist()}.")
     parts: list[Part] = []
-    for is_picture, run in groupby(ids[start:end], lambda number: number == image_token):
+    for is_image, run in groupby(ids[start:end], lambda number: number == image_token):
         numbers = list(run)
-        parts.append(_grid(len(numbers), grid) if is_picture else words_of(tokenizer, numbers))
+        parts.append(_grid(len(numbers), grid) if is_image else words_of(tokenizer, numbers))
     return SequenceLayout(tuple(parts), len(ids) - len(places), "left" if start else "right")
 
 
@@ -221,7 +221,7 @@ def _grid(patches: int, grid: tuple[int, int] | None) -> Grid:
     rows, cols = grid or (math.isqrt(patches), math.isqrt(patches))
     if rows * cols != patches:
         raise ShapeError(
-            f"Expected a picture of {rows} × {cols} patches, got {patches} in a row: give the grid's rows and columns."
+            f"Expected an image of {rows} × {cols} patches, got {patches} in a row: give the grid's rows and columns."
         )
     return Grid(rows, cols)
 

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence are words, which patches of a picture, and which stand for neither."""
+"""Which tokens of a sequence are words, which patches of an image, and which stand for neither."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Padding = Literal["left", "right"]
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Tokens that stand for no part of a picture or text, such as class and register tokens."""
+    """Tokens that stand for no part of an image or text, such as class and register tokens."""
 
     length: int
 
@@ -95,7 +95,7 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Patches of a picture in raster order, rows × cols."""
+    """Patches of an image in raster order, rows × cols."""
 
     rows: int
     cols: int
@@ -137,7 +137,7 @@ class SequenceLayout:
 
     @classmethod
     def of(cls, layout: TokenLayout) -> "SequenceLayout":
-        """The tokens of a picture: prefix tokens, then patches."""
+        """The tokens of an image: prefix tokens, then patches."""
         prefix = (Prefix(layout.num_prefix_tokens),) if layout.num_prefix_tokens else ()
         return cls((*prefix, Grid(layout.rows, layout.cols)))
 

@@ -16,8 +16,8 @@ from vitflow.explaining.method_table import list_methods as image_methods
 # looked-up word (97 % against 62 % value-weighted); in a BERT plain rollout is on special tokens for two thirds.
 _OF_DECODERS = {"value_weighted": False, "causal": "receptive_field"}
 _OF_ENCODERS = {"value_weighted": "output", "causal": "raw"}
-#: The method where none is asked for; of words about a picture the one whose maps lie on the thing that a word names.
-PLAIN, PICTURED = "rollout", "gae"
+#: The method where none is asked for; of words about an image the one whose maps lie on the thing that a word names.
+PLAIN, IMAGE_DEFAULT = "rollout", "gae"
 
 # A default of None is that of the kind of model: see `for_kind`.
 _ROWS = (
@@ -82,7 +82,7 @@ _ROWS = (
         needs=frozenset({"features"}),
         class_specific=True,
         refined="never",
-        paper="nostalgebraist, 2020; on pictures Li et al., ICCV 2025",
+        paper="nostalgebraist, 2020; on images Li et al., ICCV 2025",
     ),
 )
 

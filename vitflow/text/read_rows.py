@@ -146,7 +146,7 @@ def outer(matrix: Tensor) -> tuple[int, int, int]:
 def _visible(trace: Trace, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """Which keys each query of a layer may see, [tokens, tokens]: by its masks, by padding, and by what was caused.
 
-    Beside a picture the masks alone tell: its patches, or all of a prefix, may see both ways.
+    Beside an image the masks alone tell: its patches, or all of a prefix, may see both ways.
     """
     tokens = inputs["input_ids"].shape[1]
     common = torch.ones(tokens, tokens, dtype=torch.bool, device=trace.layers[0].example.device)
@@ -242,7 +242,7 @@ def logit_lens(text: ReadText, *, layer: int = -1) -> tuple[Tensor, Tensor]:
     Raises:
         UnsupportedModelError: the model does not write.
 
-    Source: nostalgebraist, "interpreting GPT: the logit lens", 2020; on pictures as in Li et al., ICCV 2025 (TAM).
+    Source: nostalgebraist, "interpreting GPT: the logit lens", 2020; on images as in Li et al., ICCV 2025 (TAM).
     """
     model: Any = text.trace.model
     if not predicts_words(model) or not text.hidden:

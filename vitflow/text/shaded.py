@@ -15,8 +15,8 @@ from matplotlib.text import Text
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError
-from vitflow.pictures import DPI
-from vitflow.pictures.typesetting import GREY, INK, MARGIN, RULE, SMALL, TITLE, measure, page, plain, words
+from vitflow.images import DPI
+from vitflow.images.typesetting import GREY, INK, MARGIN, RULE, SMALL, TITLE, measure, page, plain, words
 from vitflow.text.labels import Label, labels_of, padded, width_of
 from vitflow.text.layout import Words
 from vitflow.text.view import Trust, View, check_weights, color_of, fractions, percent, render

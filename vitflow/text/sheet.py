@@ -10,14 +10,14 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, printable
-from vitflow.pictures import charts
-from vitflow.pictures.charts import new_chart
-from vitflow.pictures.typesetting import BODY, GREY, MARGIN, RULE, SMALL, measure, plain
+from vitflow.images import charts
+from vitflow.images.charts import new_chart
+from vitflow.images.typesetting import BODY, GREY, MARGIN, RULE, SMALL, measure, plain
 from vitflow.text.labels import labels_of, padded, shown_positions
 from vitflow.text.layout import Words
 from vitflow.text.view import Trust, View, check_weights, color_of, embedded, fractions, percent, render
 
-#: A table of more cells is a picture, in HTML too; a figure of more prints no number in each.
+#: A table of more cells is an image, in HTML too; a figure of more prints no number in each.
 MOST_CELLS, MOST_NUMBERS = 3000, 700
 _CELL, _LONGEST_NAME = 0.235, 18
 # Stands in the cell of a row's own token, where its share is told apart.
@@ -148,7 +148,7 @@ class Sheet(View):
         return [labels[position].text for position in self._columns]
 
     def html(self) -> str:
-        """The sheet in HTML: a table with a number in each cell; a picture, where it would have too many."""
+        """The sheet in HTML: a table with a number in each cell; an image, where it would have too many."""
         large = len(self.rows) * len(self._columns) > MOST_CELLS
         image = embedded(self.figure(framed=False)) if large else {}
         return render("sheet.html", view=self, names=self._names, table=[] if large else self._table, **image)

@@ -12,8 +12,8 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from vitflow.errors import printable
+from vitflow.images.overlay import ROBUST_PERCENTILES
 from vitflow.methods.fusion import check_layer
-from vitflow.pictures.overlay import ROBUST_PERCENTILES
 from vitflow.text.labels import ENGLISH_STOP_WORDS, caption, hide, labels_of
 from vitflow.text.layer_rows import attention_rows, rollout_rows
 from vitflow.text.layout import Words
@@ -46,14 +46,14 @@ class TextRow:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ShownPicture:
-    """A picture of the prompt, with the maps of all rows on it.
+class ShownImage:
+    """An image of the prompt, with the maps of all rows on it.
 
     Attributes:
         name: what it is called.
         image: uint8 RGB [height, width, 3].
-        window: the part that the maps cover, (left, top, right, bottom) in pixels of the picture.
-        maps: [rows, layers, patches down, patches across]; each sums to the share of its row that lies on the picture.
+        window: the part that the maps cover, (left, top, right, bottom) in pixels of the image.
+        maps: [rows, layers, patches down, patches across]; each sums to the share of its row that lies on the image.
     """
 
     name: str
@@ -74,14 +74,14 @@ def make_text_page(
     written: int | None = None,
     hidden: Sequence[str] = (),
     graph: str = "",
-    pictures: Sequence[ShownPicture] = (),
+    images: Sequence[ShownImage] = (),
 ) -> Page:
     """Make the page.
 
     Args:
         tokens: all of the text: its characters, "text", each of which leaves a mark; whether a "space" stands before it
             and a "newline" behind it; and its "kind": "special", "stop" or "punctuation", what a reader may hide;
-            "patch", what stands for a part of a picture and is no word; else "word".
+            "patch", what stands for a part of an image and is no word; else "word".
         rows: of the words that can be asked what they rest on.
         first: the number of the row that the page begins with.
         layer: the index of the layer that the method's own answer is of.
@@ -91,7 +91,7 @@ def make_text_page(
         written: from which token on the text was written; None where all of it was read.
         hidden: the kinds of tokens that are hidden at first.
         graph: a fragment of HTML to show below, escaped where it was made.
-        pictures: those of the prompt, which show the map of the word that is asked.
+        images: those of the prompt, which show the map of the word that is asked.
     """
     shares = np.stack([_shares(row.weights) for row in rows])
     own = [
@@ -111,7 +111,7 @@ def make_text_page(
         "cumulative": cumulative,
         "written": written,
         "hidden": list(hidden),
-        "pictures": [_told(picture) for picture in pictures],
+        "images": [_told(image) for image in images],
         "tables": {"one_side": one_table(None, False)},
         "percentiles": ROBUST_PERCENTILES,
         "drawing": drawing_of(),
@@ -124,21 +124,21 @@ def make_text_page(
         method=method,
         written=written is not None,
         graph=Markup(graph),
-        pictures=len(pictures),
+        images=len(images),
         data=data,
     )
     return Page(page)
 
 
-def _told(picture: ShownPicture) -> dict[str, Any]:
-    """A picture for JSON, its maps packed."""
+def _told(image: ShownImage) -> dict[str, Any]:
+    """An image for JSON, its maps packed."""
     return {
-        "name": printable(PurePath(picture.name).name, lines=True),
-        "image": f"data:image/jpeg;base64,{base64.b64encode(thumbnail(picture.image, _PHOTOGRAPH)).decode()}",
-        "size": [picture.image.shape[1], picture.image.shape[0]],
-        "window": picture.window,
-        "grid": picture.maps.shape[2:],
-        "maps": pack_half(picture.maps).told,
+        "name": printable(PurePath(image.name).name, lines=True),
+        "image": f"data:image/jpeg;base64,{base64.b64encode(thumbnail(image.image, _PHOTOGRAPH)).decode()}",
+        "size": [image.image.shape[1], image.image.shape[0]],
+        "window": image.window,
+        "grid": image.maps.shape[2:],
+        "maps": pack_half(image.maps).told,
     }
 
 
@@ -174,7 +174,7 @@ def page_of(
         rows: of the words that can be asked what they rest on.
         method, options: of the table of methods for texts.
         special, stop_words: as for the views; where no stop words are given, those of English can be hidden.
-        patches: positions that stand for parts of a picture.
+        patches: positions that stand for parts of an image.
         target, probability: what the caption says besides.
     """
     stopped = list(stop_words)

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, printable
-from vitflow.pictures.figures import figure_bytes, save_figure
+from vitflow.images.figures import figure_bytes, save_figure
 from vitflow.text.layout import Words
 
 #: A weight's own colour, and that of a negative one; the paper between them is white.

@@ -15,9 +15,9 @@ from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import Hook, device_of
 from vitflow.recording.probing import is_causal
 from vitflow.recording.writing import follow_writing
+from vitflow.text.image_tokens import image_token
 from vitflow.text.labels import words_of
 from vitflow.text.layout import Words
-from vitflow.text.picture_tokens import image_token
 
 # Tokens to make room for where it is not said how many are written at most.
 _ROOM = 64

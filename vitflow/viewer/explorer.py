@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from vitflow.errors import printable
+from vitflow.images.overlay import ROBUST_PERCENTILES
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import TokenLayout
-from vitflow.pictures.overlay import ROBUST_PERCENTILES
 from vitflow.viewer.pages import (
     COLOUR_MAPS,
     Floats,
@@ -37,7 +37,7 @@ FUSED: tuple[Fused, ...] = (
     *(("max", "output"), ("mean", False), ("max", False)),
     *(("mean", "output"), ("min", False), ("min", "output")),
 )
-# What a page is told of a picture as it is.
+# What a page is told of an image as it is.
 _AS_THEY_ARE = ("path", "window", "pooling", "maps", "answers", "refused", "uniform")
 # Longer side of the photographs, in pixels.
 _PHOTOGRAPH = 1024
@@ -45,8 +45,8 @@ _MEGABYTE = 10**6
 
 
 @dataclass(slots=True, eq=False)
-class ExploredPicture:
-    """What a page needs of a picture.
+class ExploredImage:
+    """What a page needs of an image.
 
     Attributes:
         name: what it is called.
@@ -98,7 +98,7 @@ class ModelCall:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ExplorerPage(Page):
-    """One self-contained page that shows in a browser what the patches of pictures look at.
+    """One self-contained page that shows in a browser what the patches of images look at.
 
     Attributes:
         html: the page.
@@ -109,7 +109,7 @@ class ExplorerPage(Page):
 
 
 def make_explorer(
-    pictures: Sequence[ExploredPicture],
+    images: Sequence[ExploredImage],
     *,
     model: str,
     model_note: str = "",
@@ -123,31 +123,31 @@ def make_explorer(
     bits.
 
     Args:
-        pictures: one or several.
+        images: one or several.
         model, model_note: its id, and its note for readers.
         call: how a reader gets it.
         methods: what each is called, "title", the options that its map begins with, "defaults", and those of its
             publication, "published".
         max_size: of the page, in megabytes.
     """
-    told = [_told(picture) for picture in pictures]
+    told = [_told(image) for image in images]
     room = _Room(max_size * _MEGABYTE - sum(len(str(one)) for one in told) - 2**17)
-    for one, picture in zip(told, pictures, strict=True):
-        for name, symmetric in picture.affinities.items():  # row by row, with the diagonal
+    for one, image in zip(told, images, strict=True):
+        for name, symmetric in image.affinities.items():  # row by row, with the diagonal
             one["affinities"][name] = room.take(pack_half(symmetric[np.triu_indices(len(symmetric))]))
-        if picture.features is not None:
-            packed = room.take(pack_directions(picture.features[0]))
-            one["features"] = {**packed, "grid": picture.features[1]}
-    live = [(one, picture) for one, picture in zip(told, pictures, strict=True) if picture.attention]
+        if image.features is not None:
+            packed = room.take(pack_directions(image.features[0]))
+            one["features"] = {**packed, "grid": image.features[1]}
+    live = [(one, image) for one, image in zip(told, images, strict=True) if image.attention]
     notes = _pack_attention(live, room, max_size) if live else []
-    title = told[0]["name"] if len(pictures) == 1 else f"{len(pictures)} pictures"
-    heads = max((picture.heads.shape[1] for _, picture in live if picture.heads is not None), default=0)
+    title = told[0]["name"] if len(images) == 1 else f"{len(images)} images"
+    heads = max((image.heads.shape[1] for _, image in live if image.heads is not None), default=0)
     data = {
-        "pictures": told,
+        "images": told,
         "model": model,
         "call": {"arguments": call.arguments, "python": call.python},
         "methods": methods,
-        "layers": max((len(next(iter(picture.attention.values()))) for _, picture in live), default=0),
+        "layers": max((len(next(iter(image.attention.values()))) for _, image in live), default=0),
         "heads": heads,
         "tables": color_tables(),
         "drawing": drawing_of(),
@@ -158,7 +158,7 @@ def make_explorer(
     page = make_html("explorer", *scripts, title=title, model=model, model_note=model_note, notes=notes, data=data)
     size = f"The page has {len(page) / _MEGABYTE:.1f} MB."
     if len(page) > max_size * _MEGABYTE:
-        size += f" It cannot be made as small as {max_size:g} MB: take fewer pictures, or a higher --max-size."
+        size += f" It cannot be made as small as {max_size:g} MB: take fewer images, or a higher --max-size."
     return ExplorerPage(page, (*notes, size))
 
 
@@ -174,7 +174,7 @@ class _Room:
         return packed.told
 
     def take_all(self, values: Sequence[Floats], pack: Callable[[Floats], Packed], bits: int) -> list[Packed] | None:
-        """Put something of every picture into the page; None, and nothing is put there, where that does not fit."""
+        """Put something of every image into the page; None, and nothing is put there, where that does not fit."""
         if 0.4 * sum(own.size for own in values) * bits / 8 > self.left:  # it never compresses as well as that
             return None
         found = [pack(own) for own in values]
@@ -185,21 +185,21 @@ class _Room:
         return found
 
 
-def _pack_attention(live: Sequence[tuple[dict[str, Any], ExploredPicture]], room: _Room, max_size: float) -> list[str]:
+def _pack_attention(live: Sequence[tuple[dict[str, Any], ExploredImage]], room: _Room, max_size: float) -> list[str]:
     """Put as much attention into the page as fits; returns what there is to say of it."""
-    wanted = [key for key in FUSED if all(key in picture.attention for _, picture in live)]
+    wanted = [key for key in FUSED if all(key in image.attention for _, image in live)]
     errors: list[float] = []
     for number, key in enumerate(wanted):
-        values = [picture.attention[key] for _, picture in live]
+        values = [image.attention[key] for _, image in live]
         found = room.take_all(values, pack_half, 16)
         if found is None and number:
             continue
         if found is None:
             found = [pack_logarithmic(own) for own in values]
             room.left -= sum(packed.size for packed in found)
-        for (told, picture), packed in zip(live, found, strict=True):
+        for (told, image), packed in zip(live, found, strict=True):
             told["attention"][_name(key)] = packed.told
-            errors.append(_map_error(picture, key, packed.stored))
+            errors.append(_map_error(image, key, packed.stored))
     held = next(iter(live))[0]["attention"]
     stored = "half precision" if all(one["code"] == "half" for one in held.values()) else "8 bits"
     notes = [
@@ -214,9 +214,9 @@ def _pack_attention(live: Sequence[tuple[dict[str, Any], ExploredPicture]], room
     return [*notes, _pack_heads(live, room, max_size)]
 
 
-def _pack_heads(live: Sequence[tuple[dict[str, Any], ExploredPicture]], room: _Room, max_size: float) -> str:
+def _pack_heads(live: Sequence[tuple[dict[str, Any], ExploredImage]], room: _Room, max_size: float) -> str:
     """Put single heads into the page if they fit; returns what there is to say of them."""
-    values = [picture.heads.reshape(-1, *picture.heads.shape[2:]) for _, picture in live if picture.heads is not None]
+    values = [image.heads.reshape(-1, *image.heads.shape[2:]) for _, image in live if image.heads is not None]
     found = room.take_all(values, pack_logarithmic, 8) if len(values) == len(live) else None
     if found is None:
         return f"Single heads are left out, for a page of at most {max_size:g} MB."
@@ -226,33 +226,33 @@ def _pack_heads(live: Sequence[tuple[dict[str, Any], ExploredPicture]], room: _R
     return f"Single heads are stored in 8 bits: each number within {error:.1%} of its value, the faintest as 0."
 
 
-def _told(picture: ExploredPicture) -> dict[str, Any]:
-    """A picture for JSON, without what is packed."""
-    photograph = base64.b64encode(thumbnail(picture.image, _PHOTOGRAPH)).decode()
-    layout = picture.layout
+def _told(image: ExploredImage) -> dict[str, Any]:
+    """An image for JSON, without what is packed."""
+    photograph = base64.b64encode(thumbnail(image.image, _PHOTOGRAPH)).decode()
+    layout = image.layout
     return {
-        "name": printable(Path(picture.name).name, lines=True),
+        "name": printable(Path(image.name).name, lines=True),
         "image": f"data:image/jpeg;base64,{photograph}",
-        "size": [picture.image.shape[1], picture.image.shape[0]],
+        "size": [image.image.shape[1], image.image.shape[0]],
         "grid": None if layout is None else [layout.rows, layout.cols],
         "prefix": 0 if layout is None else layout.num_prefix_tokens,
-        "readout": [] if picture.readout is None else [float(weight) for weight in picture.readout],
+        "readout": [] if image.readout is None else [float(weight) for weight in image.readout],
         "affinities": {},
         "attention": {},
         "heads": None,
         "features": None,
-        **{name: getattr(picture, name) for name in _AS_THEY_ARE},
+        **{name: getattr(image, name) for name in _AS_THEY_ARE},
     }
 
 
-def _map_error(picture: ExploredPicture, key: Fused, stored: Floats) -> float:
+def _map_error(image: ExploredImage, key: Fused, stored: Floats) -> float:
     """How far the answer's rollout over stored attention is from that over the attention itself, as a share."""
-    assert picture.layout is not None
-    options: dict[str, Any] = {"num_prefix_tokens": picture.layout.num_prefix_tokens}
-    options["readout"] = torch.as_tensor(picture.readout)
+    assert image.layout is not None
+    options: dict[str, Any] = {"num_prefix_tokens": image.layout.num_prefix_tokens}
+    options["readout"] = torch.as_tensor(image.readout)
     exact, found = (
-        picture.layout.to_grid(attention_rollout(torch.as_tensor(own).unsqueeze(1), **options))
-        for own in (picture.attention[key], stored)
+        image.layout.to_grid(attention_rollout(torch.as_tensor(own).unsqueeze(1), **options))
+        for own in (image.attention[key], stored)
     )
     return float((exact - found).abs().max() / exact.abs().max().clamp_min(1e-30))
 

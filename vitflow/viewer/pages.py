@@ -26,9 +26,9 @@ from PIL import Image
 
 from vitflow.errors import printable
 from vitflow.files import write_atomically
-from vitflow.pictures import Background
-from vitflow.pictures.overlay import CONTOURS, KEPT, KNEE, LUMINANCE, SEQUENTIAL, color_table
-from vitflow.pictures.typesetting import decimal
+from vitflow.images import Background
+from vitflow.images.overlay import CONTOURS, KEPT, KNEE, LUMINANCE, SEQUENTIAL, color_table
+from vitflow.images.typesetting import decimal
 
 #: Failed inputs listed on a page; what is kept beside it has them all.
 FAILURES_SHOWN = 200
@@ -178,15 +178,15 @@ def _told(code: str, shape: tuple[int, ...], numbers: NDArray[Any]) -> dict[str,
 
 def thumbnail(pixels: NDArray[np.uint8], side: int = 512) -> bytes:
     """A photograph, uint8 RGB, made small for a page, as JPEG with a longer side of so many pixels at most."""
-    picture = Image.fromarray(pixels)
-    picture.thumbnail((side, side), Image.Resampling.LANCZOS)
+    image = Image.fromarray(pixels)
+    image.thumbnail((side, side), Image.Resampling.LANCZOS)
     file = io.BytesIO()
-    picture.save(file, "JPEG", quality=82)
+    image.save(file, "JPEG", quality=82)
     return file.getvalue()
 
 
 def drawing_of(background: Background = "grey", *, soft: bool = True, contours: bool = False) -> dict[str, Any]:
-    """How maps are laid over photographs: all that a page's script needs to know of `vitflow.pictures.overlay`."""
+    """How maps are laid over photographs: all that a page's script needs to know of `vitflow.images.overlay`."""
     knee = KNEE if soft else 1.0
     return {
         "knee": knee,

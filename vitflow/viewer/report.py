@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.files import natural_order, stays_inside, write_atomically
-from vitflow.pictures.overlay import is_soft, scale_range
+from vitflow.images.overlay import is_soft, scale_range
 from vitflow.viewer.pages import FAILURES_SHOWN, drawing_of, one_table, write_html
 
 
@@ -29,7 +29,7 @@ def write_report(
 ) -> Path:
     """Write `report.html` (and `report-2.html` …) for the rows of a folder run; the first page's path.
 
-    Each picture can be seen with each of its maps at any opacity, and each patch with its value. Where a photograph is
+    Each image can be seen with each of its maps at any opacity, and each patch with its value. Where a photograph is
     gone or another, its map stands alone, and says why.
 
     Args:
@@ -40,7 +40,7 @@ def write_report(
         photograph: the photograph of a row made small, as JPEG (see `vitflow.viewer.pages.thumbnail`); it raises
             VitflowError or OSError where that is not the one that was explained.
         departures: of each of the run's methods how its maps depart from its publication, in words.
-        per_page: pictures on one page.
+        per_page: images on one page.
         embed_bytes: thumbnails beyond this sum on a page are written to `report-files/` and linked.
     """
     keys = sorted(states, key=natural_order)
@@ -67,7 +67,7 @@ def write_report(
             classes=sorted({entry["label"] for entry in entries}, key=natural_order),
             methods=list(run["methods"]),
             data={
-                "pictures": entries,
+                "images": entries,
                 "tables": tables,
                 "alpha": drawing.get("alpha", 0.6),
                 "drawing": drawn,
@@ -87,7 +87,7 @@ def _entries(
     budget: int,
     prefix: str,
 ) -> Iterator[dict[str, Any]]:
-    """What the page knows of each picture, ready for JSON."""
+    """What the page knows of each image, ready for JSON."""
     used = 0
     for index, row in enumerate(rows):
         source = os.path.join(run["root"], row["input"])  # noqa: PTH118 - a name that may not be text

@@ -1,4 +1,4 @@
-"""`vitflow caption`: what a model writes about a picture, and where in the picture each word comes from."""
+"""`vitflow caption`: what a model writes about an image, and where in the image each word comes from."""
 
 from pathlib import Path
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
-from vitflow.cli.outputs import check_pictures, output_file, writing
+from vitflow.cli.outputs import check_images, output_file, writing
 from vitflow.cli.saying import say, say_note_of, say_record
 from vitflow.errors import printable
-from vitflow.pictures import FIGURE_FORMATS
-from vitflow.text.method_table import PICTURED, text_method
+from vitflow.images import FIGURE_FORMATS
+from vitflow.text.method_table import IMAGE_DEFAULT, text_method
 
 
 @click.command(short_help="Show where written words come from.", panel="Texts")
@@ -18,7 +18,7 @@ from vitflow.text.method_table import PICTURED, text_method
 @click.option(
     "--prompt",
     panel="Text",
-    help="What to ask about the picture.  [default: 'Describe the picture.', or what the bundled model was trained "
+    help="What to ask about the image.  [default: 'Describe the image.', or what the bundled model was trained "
     "with; nothing where the model takes no prompt]",
 )
 @click.option(
@@ -34,7 +34,7 @@ from vitflow.text.method_table import PICTURED, text_method
 )
 @shared.language_model_options
 @shared.text_method_option(
-    default=PICTURED, help="What to compute. gae takes a backward pass for each token; rollout none."
+    default=IMAGE_DEFAULT, help="What to compute. gae takes a backward pass for each token; rollout none."
 )
 @shared.text_method_options
 @click.option(
@@ -47,7 +47,7 @@ from vitflow.text.method_table import PICTURED, text_method
     help="File for the strip of maps, .png, .pdf or .svg; or a folder, with / at its end.  [default: "
     "IMAGE-caption.png here]",
 )
-@click.option("--html", type=shared.NEW_FILE, help="Also write a page: click a word for its map on the picture.")
+@click.option("--html", type=shared.NEW_FILE, help="Also write a page: click a word for its map on the image.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the map of each word instead.")
 def caption(image: Path, **given: Any) -> None:
     """Let a model write about IMAGE, and show where in it each word comes from.
@@ -62,10 +62,10 @@ def caption(image: Path, **given: Any) -> None:
     options = shared.method_values(given)
     text_method(given["method"], options)  # before torch is loaded
     output = output_file([image], given["output"], f"{image.stem}-caption.png", FIGURE_FORMATS)
-    check_pictures([image], filter(None, [given["html"]]))
+    check_images([image], filter(None, [given["html"]]))
     from vitflow.explaining.strips import draw_words
+    from vitflow.images.figures import save_figure
     from vitflow.models.hub import called
-    from vitflow.pictures.figures import save_figure
     from vitflow.text.generating import explain_generation
 
     found = explain_generation(
@@ -84,7 +84,7 @@ def caption(image: Path, **given: Any) -> None:
     say_note_of(found.model, found.model_note)
     words, left_out = found.words()
     relative = given["neutral"] is not None
-    maps = [found.picture(places, relative=relative) for places in words.values()]
+    maps = [found.image(places, relative=relative) for places in words.values()]
     if maps:
         with writing(output):
             save_figure(draw_words(maps, left_out=left_out), output)
@@ -104,7 +104,7 @@ def caption(image: Path, **given: Any) -> None:
     for word, one in zip(words, maps, strict=True):
         facts = one.facts
         click.echo(
-            f"{printable(word):<16} {facts['on_picture']:4.0%} on the picture; of that {facts['on_edges']:.0%} on "
+            f"{printable(word):<16} {facts['on_image']:4.0%} on the image; of that {facts['on_edges']:.0%} on "
             f"its edges, {facts['on_first_patch']:.0%} on its first patch"
         )
     if left_out:

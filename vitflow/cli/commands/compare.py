@@ -1,4 +1,4 @@
-"""`vitflow compare`: several methods over the same pictures, as one strip."""
+"""`vitflow compare`: several methods over the same images, as one strip."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ from vitflow.errors import OptionError
 from vitflow.explaining.choices import check_methods
 from vitflow.explaining.method import Method
 from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
-from vitflow.pictures import FIGURE_FORMATS
+from vitflow.images import FIGURE_FORMATS
 
 
 class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
@@ -52,8 +52,8 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> "click.P
     return cast("click.ParamType[Any]", convert_type(None, method.defaults[option]))
 
 
-@click.command(short_help="Show several methods over the same pictures, in one strip.", panel="Images")
-@shared.pictures_argument
+@click.command(short_help="Show several methods over the same images, in one strip.", panel="Images")
+@shared.images_argument
 @shared.model_options
 @shared.question_options
 @click.option(
@@ -75,7 +75,7 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> "click.P
     help="File for the strip: .png, .pdf, .svg; or .json for the numbers; or a folder, with / at its end.  [default: "
     "IMAGE-compare.png here; of several, IMAGE-and-N-more-compare.png]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per picture.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
 def compare(images: tuple[Path, ...], **given: Any) -> None:
     """Lay several methods over each IMAGE, side by side in one strip, and say how far they agree."""
     options = shared.method_values(given)

@@ -73,13 +73,13 @@ def _installed(name: str) -> str | None:
 
 
 def _runs() -> str:
-    """What the bundled model answers to a bundled picture; any error is what is looked for."""
-    from vitflow.demo import sample_pictures
+    """What the bundled model answers to a bundled image; any error is what is looked for."""
+    from vitflow.demo import sample_images
     from vitflow.explaining.explainer import Explainer
 
     started = time.perf_counter()
     try:
-        found = Explainer("demo").explain(sample_pictures()[0], method="gae")
+        found = Explainer("demo").explain(sample_images()[0], method="gae")
     except Exception as error:
         return f"FAILS: {type(error).__name__}: {error}"
     return f"works: {found.answer.name}, {found.answer.told}, a map in {time.perf_counter() - started:.1f} s"

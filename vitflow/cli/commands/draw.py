@@ -9,7 +9,7 @@ import rich_click as click
 from vitflow.cli import options as shared
 from vitflow.cli.saying import say
 from vitflow.errors import printable
-from vitflow.pictures import OVERLAY_FORMATS
+from vitflow.images import OVERLAY_FORMATS
 
 
 @click.command(short_help="Draw overlays of the maps that a run keeps.", panel="Many images")

@@ -9,7 +9,7 @@ import rich_click as click
 
 from vitflow.cli import options as shared
 from vitflow.cli.commands.compare import MethodWithOptions
-from vitflow.cli.saying import going_on, pictures_bar, say, say_record
+from vitflow.cli.saying import going_on, images_bar, say, say_record
 from vitflow.errors import OptionError, printable
 from vitflow.evaluation.metrics import choose_metrics
 
@@ -58,7 +58,7 @@ class _MethodOrAll(MethodWithOptions):
     "--images",
     panel="Images",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Where the pictures of an annotation file are.  [default: beside it]",
+    help="Where the images of an annotation file are.  [default: beside it]",
 )
 @shared.limit_option
 @click.option(
@@ -66,7 +66,7 @@ class _MethodOrAll(MethodWithOptions):
     "replace_by",
     panel="Measurement",
     type=click.Choice(["drop", "blank", "blur"]),
-    help="What is left of removed patches: nothing (their tokens are dropped), the picture's mean colour, or a blur.  "
+    help="What is left of removed patches: nothing (their tokens are dropped), the image's mean colour, or a blur.  "
     "[default: drop where the model can, else blank]",
 )
 @click.option(
@@ -84,12 +84,12 @@ class _MethodOrAll(MethodWithOptions):
     help="Measure each map blurred, too: the control that tells what comes of smoothness alone.",
 )
 @click.option(
-    "--sanity-pictures",
+    "--sanity-images",
     panel="Measurement",
     type=click.IntRange(min=0),
     default=24,
     metavar="N",
-    help="Measure sanity and rank correlation, which take many forward passes, on N pictures drawn at random.",
+    help="Measure sanity and rank correlation, which take many forward passes, on N images drawn at random.",
 )
 @shared.batch_size_option
 @click.option(
@@ -114,9 +114,9 @@ class _MethodOrAll(MethodWithOptions):
 def evaluate(data: str | None, **given: Any) -> None:
     """Measure what the maps of each method are worth on DATA, beside two baselines.
 
-    DATA is demo:500 for so many drawn pictures with exact masks; a folder of pictures with masks (cat_mask.png or
-    masks/cat.png), with boxes.json, with labels.csv, or with nothing; a COCO or plain JSON file. A picture that
-    fails is told, and the others go on. Drawn pictures are measured with the demo model, unless --model names
+    DATA is demo:500 for so many drawn images with exact masks; a folder of images with masks (cat_mask.png or
+    masks/cat.png), with boxes.json, with labels.csv, or with nothing; a COCO or plain JSON file. An image that
+    fails is told, and the others go on. Drawn images are measured with the demo model, unless --model names
     another.
     """
     if (data is None) == (given["data_option"] is None):
@@ -131,7 +131,7 @@ def evaluate(data: str | None, **given: Any) -> None:
         say(f"report: {printable(given['output'] / 'report.html')}")
     if found.failures:
         where = f" (see {printable(given['output'] / 'report.html')})" if given["output"] is not None else ""
-        say(f"{len(found.failures)} of the pictures failed{where}")
+        say(f"{len(found.failures)} of the images failed{where}")
         sys.exit(1)
 
 
@@ -148,10 +148,10 @@ def _run(data: str, given: dict[str, Any]) -> Any:
             raise OptionError("Expected --method all alone, or methods by name, got both.")
         methods = "all"
     same = (
-        *("output", "images", "limit", "replace_by", "points", "blurred_twin", "sanity_pictures", "batch_size"),
+        *("output", "images", "limit", "replace_by", "points", "blurred_twin", "sanity_images", "batch_size"),
         *("resamples", "seed"),
     )
-    with going_on(kept=given["output"] is not None), pictures_bar() as progress:
+    with going_on(kept=given["output"] is not None), images_bar() as progress:
         return evaluate(
             data,
             model=lambda: shared.make_explainer(given),

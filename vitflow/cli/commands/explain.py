@@ -1,4 +1,4 @@
-"""`vitflow explain`: one method over one or several pictures."""
+"""`vitflow explain`: one method over one or several images."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,15 +9,15 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
-from vitflow.cli.outputs import CannotWrite, check_pictures, check_suffix, names_folder, writing
+from vitflow.cli.outputs import CannotWrite, check_images, check_suffix, names_folder, writing
 from vitflow.cli.saying import say, say_model_note, say_notes, say_record
 from vitflow.errors import ImageError, OptionError, printable
 from vitflow.explaining.choices import choose_methods
-from vitflow.pictures import FIGURE_FORMATS, WRITE_OPTIONS
+from vitflow.images import FIGURE_FORMATS, WRITE_OPTIONS
 
 
-@click.command(short_help="Lay one method's map over pictures.", panel="Images")
-@shared.pictures_argument
+@click.command(short_help="Lay one method's map over images.", panel="Images")
+@shared.images_argument
 @shared.model_options
 @shared.question_options
 @shared.method_option(help="What to compute; `vitflow methods` lists the choices.")
@@ -28,7 +28,7 @@ from vitflow.pictures import FIGURE_FORMATS, WRITE_OPTIONS
 @shared.method_options
 @shared.drawing_options
 @shared.same_scale_option
-@shared.output_option(help="File for one picture, folder for several.  [default: here]")
+@shared.output_option(help="File for one image, folder for several.  [default: here]")
 @click.option(
     "--figure",
     is_flag=True,
@@ -36,7 +36,7 @@ from vitflow.pictures import FIGURE_FORMATS, WRITE_OPTIONS
     ".pdf or .svg.",
 )
 @click.option("--save-map", is_flag=True, help="Write the unscaled map as .npz beside the overlay.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per picture.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
 def explain(images: tuple[Path, ...], **given: Any) -> None:
     """Lay a saliency map over each IMAGE."""
     options = shared.method_values(given)
@@ -59,7 +59,7 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
 
 
 def _asks_several(given: Mapping[str, Any]) -> bool:
-    """Whether a strip is shown: of several classes, by their names or as in top3, or beside what a picture is like."""
+    """Whether a strip is shown: of several classes, by their names or as in top3, or beside what an image is like."""
     targets = given["targets"] or given["prompts"]
     if given["like"] or len(targets) != 1:
         return bool(given["like"]) or len(targets) > 1
@@ -71,7 +71,7 @@ def _asks_several(given: Mapping[str, Any]) -> bool:
 def _maps(
     explainer: Any, image: Path, options: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any], Callable[..., Any]]:
-    """The maps of a picture, one for each class; their record, and what draws them."""
+    """The maps of an image, one for each class; their record, and what draws them."""
     asked = {"methods": [given["method"]], "targets": shared.targets_of(given), **options}
     if not _asks_several(given):
         [saliency] = explainer.explain_batch([image], **asked)
@@ -84,7 +84,7 @@ def _maps(
 
 
 def _explained(explainer: Any, image: Path, output: Path, options: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    """Explain one picture and say so; whether it worked."""
+    """Explain one image and say so; whether it worked."""
     files = [output]
     try:
         saliencies, record, draw = _maps(explainer, image, options, given)
@@ -121,7 +121,7 @@ def _map_file(output: Path, answer: Any, maps: int) -> Path:
 
 
 def _answer(saliency: Any, class_names: list[str] | None, several: bool) -> str:
-    """What the model said of a picture, in words; whether several classes were asked for."""
+    """What the model said of an image, in words; whether several classes were asked for."""
     answer = saliency.answer
     if answer.sides:
         return f"{answer.name}, {answer.told}"
@@ -137,11 +137,11 @@ def _answer(saliency: Any, class_names: list[str] | None, several: bool) -> str:
 
 
 def _output_paths(images: tuple[Path, ...], asked: str | None, method: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """Where each overlay goes: no two pictures claim one file, and none overwrites a picture that is read."""
+    """Where each overlay goes: no two images claim one file, and none overwrites an image that is read."""
     output, is_folder = None if asked is None else Path(asked), asked is None or names_folder(asked)
     if output is not None and output.suffix.lower() in suffixes and not is_folder:
         if len(images) > 1:
-            raise OptionError(f"Expected a folder for {len(images)} pictures, got the file name {str(output)!r}.")
+            raise OptionError(f"Expected a folder for {len(images)} images, got the file name {str(output)!r}.")
         paths = [output]
     else:
         if output is not None and output.suffix and not is_folder:
@@ -153,5 +153,5 @@ def _output_paths(images: tuple[Path, ...], asked: str | None, method: str, suff
                 stem, number = f"{image.stem}-{number}-{method}", number + 1
             taken.add(stem.lower())
             paths.append(folder / f"{stem}.png")
-    check_pictures(images, paths)
+    check_images(images, paths)
     return paths

@@ -13,7 +13,7 @@ from vitflow.explaining.choices import choose_methods
 
 
 @click.command(panel="Images")
-@shared.pictures_argument
+@shared.images_argument
 @shared.model_options
 @shared.question_options
 @click.option(

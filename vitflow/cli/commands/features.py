@@ -1,4 +1,4 @@
-"""`vitflow features`: what the patches of pictures hold, as colours."""
+"""`vitflow features`: what the patches of images hold, as colours."""
 
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,11 @@ import rich_click as click
 from vitflow.cli import options as shared
 from vitflow.cli.outputs import name_for, output_file, writing
 from vitflow.cli.saying import say, say_model_note, say_written
-from vitflow.pictures import FIGURE_FORMATS
+from vitflow.images import FIGURE_FORMATS
 
 
 @click.command(short_help="Show what patches hold: three components as colours.", panel="Images")
-@shared.pictures_argument
+@shared.images_argument
 @shared.model_options
 @click.option(
     "--layer",
@@ -27,7 +27,7 @@ from vitflow.pictures import FIGURE_FORMATS
     "--foreground",
     panel="Method",
     is_flag=True,
-    help="Leave out the background: the side of the first component that has more of the pictures' edges.",
+    help="Leave out the background: the side of the first component that has more of the images' edges.",
 )
 @shared.drawing_option("alpha", "1")
 @shared.drawing_option("interpolation")
@@ -35,11 +35,11 @@ from vitflow.pictures import FIGURE_FORMATS
     help="File for the figure: .png, .pdf, .svg; or .json for the numbers; or a folder, with / at its end.  [default: "
     "IMAGE-features.png here; of several, IMAGE-and-N-more-features.png]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per picture.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
 def features(images: tuple[Path, ...], **given: Any) -> None:
     """Show what the patches of each IMAGE hold: the first three principal components of their features as colours.
 
-    The components are those of all pictures together, so that one colour means the same in each.
+    The components are those of all images together, so that one colour means the same in each.
     """
     output = output_file(images, given["output"], name_for(images, "features.png"), (*FIGURE_FORMATS, ".json"))
     explainer = shared.make_explainer(given)

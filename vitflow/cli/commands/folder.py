@@ -1,4 +1,4 @@
-"""`vitflow folder`: every picture of a folder, resumable."""
+"""`vitflow folder`: every image of a folder, resumable."""
 
 import os
 import sys
@@ -13,12 +13,12 @@ from click import get_current_context
 from click.core import ParameterSource
 
 from vitflow.cli import options as shared
-from vitflow.cli.saying import going_on, pictures_bar, say, say_model_note
+from vitflow.cli.saying import going_on, images_bar, say, say_model_note
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.choices import choose_methods
 from vitflow.files import is_link, is_there
-from vitflow.pictures import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS
-from vitflow.text.method_table import PICTURED, text_method
+from vitflow.images import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS
+from vitflow.text.method_table import IMAGE_DEFAULT, text_method
 
 _ASKED = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 # What a run of captions takes beside its method's own options.
@@ -42,7 +42,7 @@ class _Model:
         return self._explainer
 
 
-@click.command(short_help="Explain every picture of folders; resumable.", panel="Many images")
+@click.command(short_help="Explain every image of folders; resumable.", panel="Many images")
 @click.argument("sources", nargs=-1, required=True, metavar="IN…", type=shared.PathOrURL(path_type=Path))
 @shared.model_options
 @shared.question_options
@@ -61,8 +61,8 @@ class _Model:
     "--caption",
     panel="Text",
     is_flag=True,
-    help="Let a model that sees and writes, --model, describe each picture, or answer --prompt: the words go to the "
-    "manifest, a map of each into one strip a picture.",
+    help="Let a model that sees and writes, --model, describe each image, or answer --prompt: the words go to the "
+    "manifest, a map of each into one strip an image.",
 )
 @click.option("--recursive", "-r", panel="Images", is_flag=True, help="Read the folders below, too.")
 @click.option(
@@ -78,7 +78,7 @@ class _Model:
     panel="Images",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Processes that read pictures, at most one for each core; 0 reads them in this process.  "
+    help="Processes that read images, at most one for each core; 0 reads them in this process.  "
     "[default: half the cores, at most 8; 8 for a URL]",
 )
 @shared.resume_option
@@ -126,14 +126,14 @@ class _Model:
     panel="Images",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Refuse larger pictures.  [default: 178956970]",
+    help="Refuse larger images.  [default: 178956970]",
 )
 @shared.method_options
 @shared.drawing_options
 def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
-    """Explain every picture in IN…: folders, pictures, or patterns; or one folder at a URL, such as s3://bucket/in.
+    """Explain every image in IN…: folders, images, or patterns; or one folder at a URL, such as s3://bucket/in.
 
-    A picture that fails gets a row with its error, and the others go on. What an earlier run with the same options has
+    An image that fails gets a row with its error, and the others go on. What an earlier run with the same options has
     done is kept; Ctrl-C keeps what is done, too.
     """
     options = shared.method_values(given)
@@ -146,7 +146,7 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
         _check_sources(sources)
         model = _Model(given)
         run = _maps(given, model)
-    with going_on(kept=True), pictures_bar() as progress:
+    with going_on(kept=True), images_bar() as progress:
         summary = run(
             sources,
             given["output"],
@@ -180,7 +180,7 @@ def _tell(summary: Any) -> None:
 
 
 def _captions(sources: tuple[Path | str, ...], given: dict[str, Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """What captions pictures, told all but what every run takes; OptionError for what it does not take."""
+    """What captions images, told all but what every run takes; OptionError for what it does not take."""
     context = get_current_context()
     asked = [one for one in context.command.params if context.get_parameter_source(one.name or "") in _ASKED]
     if other := [one.opts[0] for one in asked if one.name not in {*_OF_CAPTIONS.split(), *options}]:
@@ -192,7 +192,7 @@ def _captions(sources: tuple[Path | str, ...], given: dict[str, Any], options: d
     if len(given["method_names"]) > 1 or len(given["prompts"]) > 1:
         raise OptionError("Expected one --method and one --prompt with --caption, got several.")
     named = context.get_parameter_source("method_names") in _ASKED
-    method, prompt = given["method_names"][0] if named else PICTURED, next(iter(given["prompts"]), None)
+    method, prompt = given["method_names"][0] if named else IMAGE_DEFAULT, next(iter(given["prompts"]), None)
     text_method(method, options)
     _check_sources(sources)
     with suppress(ImportError):  # the loader says what is missing
@@ -210,12 +210,12 @@ def _check_sources(sources: tuple[Path | str, ...]) -> None:
         if isinstance(source, str):
             continue
         if not is_there(source) and not is_link(source) and not set("*?[") & set(str(source)):
-            raise OptionError(f"Expected a folder or a picture, but there is nothing at {printable(source)!r}.")
+            raise OptionError(f"Expected a folder or an image, but there is nothing at {printable(source)!r}.")
 
 
 def _maps(given: dict[str, Any], model: _Model) -> Callable[..., Any]:
-    """What explains pictures, told all but what every run takes."""
-    # Threads of the model that wait for each other shall not take the cores from those that read and write pictures;
+    """What explains images, told all but what every run takes."""
+    # Threads of the model that wait for each other shall not take the cores from those that read and write images;
     # it counts only before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vitflow.folder.run import explain_folder

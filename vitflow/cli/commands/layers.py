@@ -9,10 +9,10 @@ from vitflow.cli import options as shared
 from vitflow.cli.outputs import name_for, output_file, writing
 from vitflow.cli.saying import say_model_note, say_written
 from vitflow.explaining.choices import choose_methods, default_method
-from vitflow.pictures import FIGURE_FORMATS
+from vitflow.images import FIGURE_FORMATS
 
 
-@click.command(short_help="Show a picture's map layer by layer, and the heads of one.", panel="Images")
+@click.command(short_help="Show an image's map layer by layer, and the heads of one.", panel="Images")
 @click.argument("image", metavar="IMAGE", type=click.Path(path_type=Path))
 @shared.model_options
 @shared.question_options

@@ -150,17 +150,17 @@ def _line(width: int, *columns: Any) -> str:
     return f"{{:{width}}}  {{:>9}}  {{:>7}}  {{:>6}}  {{:7}}  {{:7}}  {{:9}}  {{}}".format(*columns).rstrip()
 
 
-@click.command(short_help="Explain the bundled pictures with the bundled model.", panel="Setup")
+@click.command(short_help="Explain the bundled images with the bundled model.", panel="Setup")
 @click.option("-o", "--output", type=shared.NEW_FOLDER, default=Path("vitflow-demo"), help="Folder for the overlays.")
 def demo(output: Path) -> None:
-    """Explain the bundled pictures with the bundled model: overlays and one strip."""
-    from vitflow.demo import load_demo_model, sample_pictures
+    """Explain the bundled images with the bundled model: overlays and one strip."""
+    from vitflow.demo import load_demo_model, sample_images
     from vitflow.explaining.comparison import compare
     from vitflow.explaining.explainer import Explainer
 
-    explainer, pictures = Explainer(load_demo_model()), sample_pictures()
+    explainer, images = Explainer(load_demo_model()), sample_images()
     with writing(output):
-        for picture in pictures:
+        for image in images:
             # Its map answers for the class that the model finds first.
-            click.echo(printable(explainer.explain(picture, method="gae").save(output / f"{picture.stem}-gae.png")))
-        click.echo(printable(compare(pictures, model=explainer).save(output / "strip.png")))
+            click.echo(printable(explainer.explain(image, method="gae").save(output / f"{image.stem}-gae.png")))
+        click.echo(printable(compare(images, model=explainer).save(output / "strip.png")))

@@ -12,7 +12,7 @@ from vitflow.cli import options as shared
 from vitflow.cli.outputs import check_suffix, writing
 from vitflow.cli.saying import say, say_record
 from vitflow.errors import OptionError, printable
-from vitflow.pictures import FIGURE_FORMATS
+from vitflow.images import FIGURE_FORMATS
 from vitflow.text.method_table import PLAIN, text_method
 
 # What a text, or what was written, can be looked at as.
@@ -126,10 +126,10 @@ def _stop_words(name: str | None) -> Iterable[str]:
 
 def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]) -> Any:
     """What was read or written, with its weights."""
-    from vitflow.models.hub import refuse_pictures
+    from vitflow.models.hub import refuse_images
     from vitflow.models.languages import load_language_model
 
-    refuse_pictures(given["model"])
+    refuse_images(given["model"])
     model, tokenizer = load_language_model(given["model"], trust_remote_code=given["trust_remote_code"])
     if text is not None:
         from vitflow.text.reading import explain_text

@@ -1,7 +1,7 @@
 """The evidence of the paper, on images: do attention, rollout and flow rank patches as blanking them out does?
 
 Abnar & Zuidema report, layer by layer, how raw attention, attention rollout and attention flow correlate with occlusion
-scores and with input gradients (their Tables 1 to 3, on sentences). This is the same for pictures.
+scores and with input gradients (their Tables 1 to 3, on sentences). This is the same for images.
 """
 
 import json
@@ -23,16 +23,16 @@ from vitflow.explaining.choices import MethodChoice, choose_methods
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Target
 from vitflow.files import find_images, is_folder, write_atomically
+from vitflow.images import FIGURE_FORMATS, figures
+from vitflow.images.charts import Series, draw_lines
+from vitflow.images.reading import ImageSource
+from vitflow.images.typesetting import decimal
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.fusion import HeadFusion, check_layer, raw_attention
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.ranks import spearman
 from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import TokenLayout
-from vitflow.pictures import FIGURE_FORMATS, figures
-from vitflow.pictures.charts import Series, draw_lines
-from vitflow.pictures.images import ImageSource
-from vitflow.pictures.typesetting import decimal
 
 LAYER_METHODS = ("attention", "rollout", "flow")
 REFERENCES = ("occlusion", "input_gradient")
@@ -62,33 +62,33 @@ def rank_correlation(
     start_layer: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> "RankCorrelation":
-    """Correlate raw attention, rollout and flow of each layer with references, over pictures.
+    """Correlate raw attention, rollout and flow of each layer with references, over images.
 
     Layer l is read as if it were the last one: raw attention is qᵀ W_l, rollout qᵀ Â_l ⋯ Â_s, and flow runs from the
     readout of layer l down to the input of layer s. With the defaults this is what the paper does, head fusion by the
     mean, no value weighting, and every layer down to the first.
 
     Args:
-        images: a folder, or a list of pictures; none are skipped.
+        images: a folder, or a list of images; none are skipped.
         model: a model id, a module, or an `Explainer`, whose own fit and device hold.
         layers: which layers, 1 for the first; by default all from start_layer on.
         methods: any of "attention", "rollout", "flow".
         references: methods of the table whose maps the others are held against, or (name, options) pairs.
-        target: class of the references that are class-specific, by default the predicted one of each picture.
+        target: class of the references that are class-specific, by default the predicted one of each image.
         fit: "crop" (the model's own preprocessing), "squash", "pad" or "native".
         device: where to run.
         head_fusion, value_weighted, discard_ratio, residual, start_layer: as for the methods themselves.
-        progress: called after each picture with the number done and the number of all.
+        progress: called after each image with the number done and the number of all.
 
     Raises:
-        VitflowError: a picture, the model or an option is wrong.
+        VitflowError: an image, the model or an option is wrong.
 
     Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, §4.
 
-    >>> from vitflow.demo import sample_pictures
-    >>> pictures = sample_pictures()[:2]
-    >>> found = rank_correlation(pictures, model="demo", methods=["rollout"], references=["input_gradient"])
-    >>> found.values.shape  # references, methods, layers, pictures
+    >>> from vitflow.demo import sample_images
+    >>> images = sample_images()[:2]
+    >>> found = rank_correlation(images, model="demo", methods=["rollout"], references=["input_gradient"])
+    >>> found.values.shape  # references, methods, layers, images
     (1, 1, 6, 2)
     """
     for method in methods:
@@ -124,10 +124,10 @@ def _sources(images: Any) -> list[ImageSource]:
     if isinstance(images, str | os.PathLike) and is_folder(images):
         images = find_images(images)
         if not images:
-            raise OptionError("Expected a folder with pictures, got one without any.")
+            raise OptionError("Expected a folder with images, got one without any.")
     sources = list(images) if isinstance(images, list | tuple) else [images]
     if not sources:
-        raise OptionError("Expected at least one picture, got none.")
+        raise OptionError("Expected at least one image, got none.")
     return sources
 
 
@@ -164,14 +164,14 @@ def _without_rounding(tokens: Tensor, layout: TokenLayout) -> NDArray[np.float64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankCorrelation:
-    """Spearman's rank correlation of each method and layer with each reference, over pictures.
+    """Spearman's rank correlation of each method and layer with each reference, over images.
 
     Attributes:
         model: the model's id.
         methods: attention, rollout, flow.
         references: what they are held against.
         layers: layer numbers, 1 for the first.
-        values: float64 [references, methods, layers, pictures]; NaN where one of the two maps is constant.
+        values: float64 [references, methods, layers, images]; NaN where one of the two maps is constant.
     """
 
     model: str
@@ -181,17 +181,17 @@ class RankCorrelation:
     values: NDArray[np.float64]
 
     @property
-    def pictures(self) -> int:
-        """How many pictures were measured."""
+    def images(self) -> int:
+        """How many images were measured."""
         return int(self.values.shape[-1])
 
     def mean(self, reference: str, method: str, layer: int) -> float | None:
-        """The mean over pictures; None where no picture has a value."""
+        """The mean over images; None where no image has a value."""
         defined = self._defined(reference, method, layer)
         return float(defined.mean()) if len(defined) else None
 
     def spread(self, reference: str, method: str, layer: int) -> float | None:
-        """The sample standard deviation over pictures; None for fewer than two."""
+        """The sample standard deviation over images; None for fewer than two."""
         defined = self._defined(reference, method, layer)
         return float(defined.std(ddof=1)) if len(defined) > 1 else None
 
@@ -201,7 +201,7 @@ class RankCorrelation:
         return values[~np.isnan(values)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Means, standard deviations and the value of each picture (None where undefined), ready for JSON."""
+        """Means, standard deviations and the value of each image (None where undefined), ready for JSON."""
         rows = [
             {
                 "reference": reference,
@@ -215,7 +215,7 @@ class RankCorrelation:
             for m, method in enumerate(self.methods)
             for n, layer in enumerate(self.layers)
         ]
-        return {"model": self.model, "pictures": self.pictures, "spearman": rows}
+        return {"model": self.model, "images": self.images, "spearman": rows}
 
     def tables(self) -> list[list[list[str]]]:
         """A table per reference, as in the paper: a row per method below the head, a column per layer."""
@@ -232,7 +232,7 @@ class RankCorrelation:
 
     def to_markdown(self) -> str:
         """The tables of means ± standard deviations, and what they were made of."""
-        told = f"Mean ± standard deviation over {self.pictures} picture{'s' * (self.pictures > 1)}, {self.model}."
+        told = f"Mean ± standard deviation over {self.images} image{'s' * (self.images > 1)}, {self.model}."
         return "\n\n".join([*map(markdown_table, self.tables()), told]) + "\n"
 
     def _shown(self, reference: str, method: str, layer: int) -> str:

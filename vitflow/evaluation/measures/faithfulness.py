@@ -23,13 +23,13 @@ _PERTURBED = np.arange(10) / 10
 class Curves:
     """What became of one answer while patches were taken away by one map, in either order.
 
-    The picture at share f of `insertion` is the picture at share 1 − f of `least_first`: the most relevant patches
+    The image at share f of `insertion` is the image at share 1 − f of `least_first`: the most relevant patches
     inserted are the least relevant ones removed. So one curve is the other read backwards, and their areas are equal.
 
     Attributes:
         fractions: share of the patches removed (or inserted), 0 … 1, [points].
         deletion: the target's probability with the most relevant patches removed first, [points].
-        insertion: the target's probability with the most relevant patches inserted first into the emptied picture.
+        insertion: the target's probability with the most relevant patches inserted first into the emptied image.
         least_first: the target's probability with the least relevant patches removed first.
         correct_most: whether the target is still the most probable class in `deletion`.
         correct_least: whether it is in `least_first`.
@@ -81,33 +81,33 @@ def faithfulness_curves(
     points: int = 11,
     batch_size: int = 32,
 ) -> list[Curves]:
-    """Deletion, insertion and perturbation curves of several maps of one picture.
+    """Deletion, insertion and perturbation curves of several maps of one image.
 
     The patches of a map are ranked by value, the highest first, equal ones in raster order; the least relevant first is
     the same order read backwards. At share f of n patches f · n are removed, rounded to a whole number (half to even;
-    at 1 − f the rest of them). The answer is that of the map's own target. Both ends, the whole picture and the empty
+    at 1 − f the rest of them). The answer is that of the map's own target. Both ends, the whole image and the empty
     one, are asked once for all maps; in between the model runs over all maps and points in batches.
 
     What is left of a removed patch is chosen by `replace`:
 
     - "drop": nothing. Its token leaves the sequence behind the patch and position embedding. With everything removed
-      the prefix tokens answer alone; a model that pools patches is shown the blank picture there, for of no patches
+      the prefix tokens answer alone; a model that pools patches is shown the blank image there, for of no patches
       there is no average.
-    - "blank": the picture's mean colour over its model input, as in occlusion.
-    - "blur": the picture blurred by a Gaussian with a σ of a quarter of its shorter side.
+    - "blank": the image's mean colour over its model input, as in occlusion.
+    - "blur": the image blurred by a Gaussian with a σ of a quarter of its shorter side.
 
     Args:
         explainer: holds the model.
-        maps: of one and the same picture, each with a target; their grids may differ, but not for "drop".
+        maps: of one and the same image, each with a target; their grids may differ, but not for "drop".
         replace: "drop", "blank" or "blur".
         points: of each curve, both ends included.
-        batch_size: pictures, or shortened sequences, per forward pass; it changes the time, not the curves.
+        batch_size: images, or shortened sequences, per forward pass; it changes the time, not the curves.
 
     Returns:
         The curves of each map, in order.
 
     Raises:
-        OptionError: an option is out of range, the maps are not of one picture, or one has no target.
+        OptionError: an option is out of range, the maps are not of one image, or one has no target.
         ShapeError: a map has NaN in it, or a grid that tokens cannot be dropped by.
         UnsupportedModelError: the model cannot drop tokens (see `can_drop_tokens`).
 
@@ -115,9 +115,9 @@ def faithfulness_curves(
     and least relevant first); Petsiuk, Das & Saenko, "RISE", BMVC 2018 (deletion and insertion); Chefer, Gur & Wolf,
     "Transformer Interpretability Beyond Attention Visualization", CVPR 2021 (positive and negative perturbation).
 
-    >>> from vitflow.demo import sample_pictures
+    >>> from vitflow.demo import sample_images
     >>> explainer = Explainer("demo")
-    >>> maps = explainer.explain_batch(sample_pictures()[:1], methods=["gae", "random"])
+    >>> maps = explainer.explain_batch(sample_images()[:1], methods=["gae", "random"])
     >>> gae, random = faithfulness_curves(explainer, maps)
     >>> gae.fractions.shape, gae.gap > random.gap
     ((11,), True)
@@ -181,7 +181,7 @@ def _check(maps: Sequence[Saliency], points: int, batch_size: int) -> None:
                 "has no classes."
             )
         if saliency.image is not maps[0].image and not np.array_equal(saliency.image, maps[0].image):
-            raise OptionError("Expected maps of one and the same picture, got maps of several. Call once per picture.")
+            raise OptionError("Expected maps of one and the same image, got maps of several. Call once per image.")
 
 
 def _area(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:

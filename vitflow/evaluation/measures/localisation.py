@@ -1,6 +1,6 @@
 """Whether a map lies where the object is: five measures of a map over pixels against the pixels of a region.
 
-All of them look at the pixels of the original picture that the model saw: a heatmap is NaN elsewhere (and may be made
+All of them look at the pixels of the original image that the model saw: a heatmap is NaN elsewhere (and may be made
 NaN where nobody knows whether a pixel belongs to the region), and such pixels are left out. Where the region covers all
 of the remaining pixels, or none of them, nothing can be told apart, and every measure is None.
 """
@@ -39,7 +39,7 @@ def localise(heatmap: Heatmap, region: Mask) -> Localisation | None:
     """Measure one map against one region in all five ways; the pixels are sorted once.
 
     Args:
-        heatmap: the map over the picture, [height, width], NaN where the model saw nothing.
+        heatmap: the map over the image, [height, width], NaN where the model saw nothing.
         region: the pixels that belong to the object, bool [height, width].
 
     Raises:
@@ -127,16 +127,16 @@ def mean_iou(heatmap: Heatmap, region: Mask) -> float | None:
 
     The steps are those of the segmentation test of Chefer et al.:
 
-    1. Spread the map over the picture, bilinearly.
+    1. Spread the map over the image, bilinearly.
     2. Scale it to 0 … 1 by its smallest and largest value (which changes nothing in what follows).
     3. The threshold is the mean of the map over the pixels.
     4. A pixel above the threshold is called region, one at or below it ground.
     5. Intersection and union with the truth are counted in pixels, for the region and for the ground.
     6. IoU = intersection / union for each of the two; the result is the mean of both.
 
-    Here the pixels are those of the original picture that the model saw, not those of the model's input, and the
-    result is one picture's own, so that methods can be compared picture by picture. Chefer et al. add intersections and
-    unions up over all pictures before they divide: that number is `accumulated_iou` of all overlaps.
+    Here the pixels are those of the original image that the model saw, not those of the model's input, and the
+    result is one image's own, so that methods can be compared image by image. Chefer et al. add intersections and
+    unions up over all images before they divide: that number is `accumulated_iou` of all overlaps.
 
     Source: Chefer, Gur & Wolf, "Transformer Interpretability Beyond Attention Visualization", CVPR 2021, §4.2.
 
@@ -148,7 +148,7 @@ def mean_iou(heatmap: Heatmap, region: Mask) -> float | None:
 
 
 def accumulated_iou(overlaps: Sequence[Sequence[float]] | NDArray[np.floating[Any]]) -> float:
-    """The mean IoU of region and ground over pictures taken together, from each picture's `Localisation.overlap`.
+    """The mean IoU of region and ground over images taken together, from each image's `Localisation.overlap`.
 
     >>> accumulated_iou([(2, 1, 3, 2), (4, 0, 4, 1)])
     0.5952380952380952

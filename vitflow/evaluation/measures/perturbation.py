@@ -1,4 +1,4 @@
-"""Take patches away from a picture, by dropping their tokens or by hiding them, and ask the model again."""
+"""Take patches away from an image, by dropping their tokens or by hiding them, and ask the model again."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -43,7 +43,7 @@ def check_can_drop(explainer: Explainer, input_size: tuple[int, int]) -> TokenLa
         return droppable_tokens(explainer.model, pixels, explainer.layout, explainer.outputs.read)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
-            f"{explainer.model_id} cannot drop patches from its sequence. {error} Hide patches in the picture "
+            f"{explainer.model_id} cannot drop patches from its sequence. {error} Hide patches in the image "
             'instead, with replace="blank" or replace="blur".'
         ) from error
 
@@ -57,7 +57,7 @@ Item = TypeVar("Item")
 
 
 class Choice(NamedTuple):
-    """Some of a picture's patches.
+    """Some of an image's patches.
 
     Attributes:
         kept: their numbers on the grid, 0 for the top left, in raster order.
@@ -69,20 +69,20 @@ class Choice(NamedTuple):
 
 
 class Perturbation(Protocol):
-    """Answers for one picture with some of its patches."""
+    """Answers for one image with some of its patches."""
 
     def logits(self, choices: Sequence[Choice], batch_size: int) -> Tensor:
         """Logits [choices, classes] with only the chosen patches; ShapeError for a grid that cannot be taken apart."""
 
 
 def perturb(explainer: Explainer, pixels: Tensor, replace: str) -> Perturbation:
-    """Get a picture ready to lose patches.
+    """Get an image ready to lose patches.
 
     Args:
         explainer: holds the model.
-        pixels: the picture as the model's input, [1, channels, height, width].
-        replace: "drop" takes the patches' tokens out of the sequence; "blank" paints patches in the picture's mean
-            colour; "blur" takes them from the blurred picture.
+        pixels: the image as the model's input, [1, channels, height, width].
+        replace: "drop" takes the patches' tokens out of the sequence; "blank" paints patches in the image's mean
+            colour; "blur" takes them from the blurred image.
 
     Raises:
         OptionError: replace is unknown.
@@ -109,7 +109,7 @@ def patch_order(grid: NDArray[np.floating[Any]]) -> Numbers:
 
 
 def blank(pixels: Tensor) -> Tensor:
-    """The picture's mean colour over its whole model input, as in occlusion, [1, channels, height, width]."""
+    """The image's mean colour over its whole model input, as in occlusion, [1, channels, height, width]."""
     return pixels.mean(dim=(2, 3), keepdim=True).expand_as(pixels)
 
 
@@ -120,9 +120,9 @@ def blur(pixels: Tensor) -> Tensor:
     still 77 %, 1/4 less than 1 %. Photographs lose theirs from 1/14 on.
     """
     height, width = pixels.shape[-2:]
-    picture = np.ascontiguousarray(pixels[0].float().cpu().numpy().transpose(1, 2, 0))
+    image = np.ascontiguousarray(pixels[0].float().cpu().numpy().transpose(1, 2, 0))
     sigma = BLUR * min(height, width)
-    blurred = cv2.GaussianBlur(picture, (0, 0), sigmaX=sigma, borderType=cv2.BORDER_REFLECT_101)
+    blurred = cv2.GaussianBlur(image, (0, 0), sigmaX=sigma, borderType=cv2.BORDER_REFLECT_101)
     planes = np.ascontiguousarray(blurred.reshape(height, width, -1).transpose(2, 0, 1))
     return torch.from_numpy(planes).to(pixels.device, pixels.dtype)[None]
 
@@ -168,7 +168,7 @@ class _Dropped:
 
 
 class _Hidden:
-    """Patches are painted over in the picture."""
+    """Patches are painted over in the image."""
 
     def __init__(self, explainer: Explainer, pixels: Tensor, filler: Tensor) -> None:
         self.explainer, self.pixels, self.filler = explainer, pixels, filler
@@ -179,8 +179,8 @@ class _Hidden:
         found = []
         for chunk in _chunks(choices, batch_size):
             visible = torch.stack([self._visible(choice, owners[choice.grid]) for choice in chunk])
-            pictures = torch.where(visible.to(self.pixels.device), self.pixels, self.filler)
-            found.append(_finite(self.explainer, self.explainer.logits(pictures)))
+            images = torch.where(visible.to(self.pixels.device), self.pixels, self.filler)
+            found.append(_finite(self.explainer, self.explainer.logits(images)))
         return torch.cat(found)
 
     def _visible(self, choice: Choice, owners: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def _chunks(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
 def _finite(explainer: Explainer, logits: Tensor) -> Tensor:
     """The logits on the CPU; ModelError where they are not [choices, classes] of finite values."""
     if logits.ndim != 2:
-        raise ModelError(f"Expected {explainer.model_id} to return logits [pictures, classes], got something else.")
+        raise ModelError(f"Expected {explainer.model_id} to return logits [images, classes], got something else.")
     if not torch.isfinite(logits).all():
-        raise ModelError(f"{explainer.model_id} returned NaN or infinite logits for a picture without some patches.")
+        raise ModelError(f"{explainer.model_id} returned NaN or infinite logits for an image without some patches.")
     return logits.detach().cpu()

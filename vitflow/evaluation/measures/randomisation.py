@@ -16,10 +16,10 @@ from vitflow.explaining.choices import MethodChoice, choose_methods
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Target
+from vitflow.images.reading import ImageSource
 from vitflow.methods.ranks import spearman
 from vitflow.models.anatomy import transformer_of
 from vitflow.models.libraries import library_norms
-from vitflow.pictures.images import ImageSource
 
 # Stages where the caller chooses none: the head, all of the model, and what lies evenly between.
 DEFAULT_STAGES = 5
@@ -52,7 +52,7 @@ def cascading_randomisation(
 
     Args:
         explainer: holds the model.
-        image: the picture.
+        image: the image.
         methods: names, or (name, options) pairs.
         stages: names from `stage_names`, or how many, spread evenly with the first and the last among them; 5 if None.
         seed: of the weights. The same seed gives the same weights, whichever stages are chosen.
@@ -65,12 +65,12 @@ def cascading_randomisation(
         constant.
 
     Raises:
-        VitflowError: the picture, a stage, a method or an option is wrong.
+        VitflowError: the image, a stage, a method or an option is wrong.
 
     Source: Adebayo et al., "Sanity Checks for Saliency Maps", NeurIPS 2018, §4.
 
-    >>> from vitflow.demo import sample_pictures
-    >>> found = cascading_randomisation(Explainer("demo"), sample_pictures()[0], ["gae", "centre"], stages=2)
+    >>> from vitflow.demo import sample_images
+    >>> found = cascading_randomisation(Explainer("demo"), sample_images()[0], ["gae", "centre"], stages=2)
     >>> [(stage, round(centre, 3)) for stage, (gae, centre) in found]
     [('head', 1.0), ('embedding', 1.0)]
     """
@@ -95,11 +95,11 @@ def original_maps(
     maps: Sequence[Saliency] | None,
     options: Mapping[str, Any],
 ) -> tuple[Sequence[Saliency], NDArray[np.intp] | None]:
-    """One map per method, and the class that they explain, as what other maps of the picture are asked for.
+    """One map per method, and the class that they explain, as what other maps of the image are asked for.
 
     Args:
         explainer: holds the model.
-        image: the picture.
+        image: the image.
         methods: names, or (name, options) pairs.
         target: one class, by default the predicted one.
         maps: the maps themselves, where they are already made.

@@ -16,10 +16,10 @@ from vitflow.explaining.comparison import mean_of_defined
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Target
+from vitflow.images.preprocessing import Preprocessing
+from vitflow.images.reading import ImageSource, read_image
 from vitflow.methods.cells import cell_grid
 from vitflow.methods.ranks import spearman
-from vitflow.pictures.images import ImageSource, read_image
-from vitflow.pictures.preprocessing import Preprocessing
 
 __all__ = ["cascading_randomisation", "class_sensitivity", "flip_stability", "shift_stability", "stage_names"]
 
@@ -38,20 +38,20 @@ def shift_stability(
     maps: Sequence[Saliency] | None = None,
     **options: Any,
 ) -> list[float | None]:
-    """Whether the map moves with the picture: Spearman's ρ between the moved picture's map, moved back, and the map.
+    """Whether the map moves with the image: Spearman's ρ between the moved image's map, moved back, and the map.
 
     The model input is moved by whole patches, once to the right and once down; ρ is the mean of both. Every patch that
     is compared holds the very same pixels before and after: those that leave on one side, and those that come in on
-    the other, are left out. What comes in is the picture itself where it goes on beyond the crop, and its mirror image
+    the other, are left out. What comes in is the image itself where it goes on beyond the crop, and its mirror image
     where it ends. So only the position embedding and the border change, and a map that shows content is stable. A map
     of nothing but the place can be stable, too: a centre prior loses little.
 
     Args:
         explainer: holds the model.
-        image: the picture.
+        image: the image.
         methods: names, or (name, options) pairs.
         pixels: how far, in pixels of the model input; whole patches. By default one patch.
-        target: class to explain in all pictures; by default the one predicted for the original.
+        target: class to explain in all images; by default the one predicted for the original.
         maps: the original maps, one per method, where they are already made; target is theirs then.
         options: options for every method that has them.
 
@@ -59,10 +59,10 @@ def shift_stability(
         For each method, in order; None where a map is constant, or where its grid does not move by whole cells.
 
     Raises:
-        VitflowError: the picture, a method or an option is wrong.
+        VitflowError: the image, a method or an option is wrong.
 
-    >>> from vitflow.demo import sample_pictures
-    >>> rollout, random = shift_stability(Explainer("demo"), sample_pictures()[0], ["rollout", "random"])
+    >>> from vitflow.demo import sample_images
+    >>> rollout, random = shift_stability(Explainer("demo"), sample_images()[0], ["rollout", "random"])
     >>> rollout > 0.5 > random
     True
     """
@@ -90,16 +90,16 @@ def flip_stability(
     maps: Sequence[Saliency] | None = None,
     **options: Any,
 ) -> list[float | None]:
-    """Whether the map turns with the picture: Spearman's ρ between the mirrored picture's map, mirrored, and the map.
+    """Whether the map turns with the image: Spearman's ρ between the mirrored image's map, mirrored, and the map.
 
     The model input itself is mirrored left to right, so that every patch holds the mirror image of its counterpart.
     A centre prior has ρ = 1 but for rounding: stability alone says nothing for a map.
 
     Args:
         explainer: holds the model.
-        image: the picture.
+        image: the image.
         methods: names, or (name, options) pairs.
-        target: class to explain in both pictures; by default the one predicted for the original.
+        target: class to explain in both images; by default the one predicted for the original.
         maps: the original maps, one per method, where they are already made; target is theirs then.
         options: options for every method that has them.
 
@@ -107,10 +107,10 @@ def flip_stability(
         For each method, in order; None where a map is constant.
 
     Raises:
-        VitflowError: the picture, a method or an option is wrong.
+        VitflowError: the image, a method or an option is wrong.
 
-    >>> from vitflow.demo import sample_pictures
-    >>> [round(rho, 2) for rho in flip_stability(Explainer("demo"), sample_pictures()[0], ["centre"])]
+    >>> from vitflow.demo import sample_images
+    >>> [round(rho, 2) for rho in flip_stability(Explainer("demo"), sample_images()[0], ["centre"])]
     [1.0]
     """
     window = _wide_window(explainer, image, (0, 0))
@@ -132,7 +132,7 @@ def class_sensitivity(
     other: str = "second",
     **options: Any,
 ) -> list[float | None]:
-    """How much of the map's ranking changes with the class: 1 − ρ between the maps for two classes of the picture.
+    """How much of the map's ranking changes with the class: 1 − ρ between the maps for two classes of the image.
 
     Compared are the most probable class and another one, patch by patch, by Spearman's ρ. A method that is not
     class-specific has 0 and is not run. 1 means that the maps have nothing to do with each other, 2 that one is the
@@ -140,7 +140,7 @@ def class_sensitivity(
 
     Args:
         explainer: holds the model.
-        image: the picture.
+        image: the image.
         methods: names, or (name, options) pairs.
         other: "second" for the second most probable class, "least" for the least probable one.
         options: options for every method that has them.
@@ -150,10 +150,10 @@ def class_sensitivity(
 
     Raises:
         OptionError: other is unknown, or the model has fewer than two classes.
-        VitflowError: the picture, a method or an option is wrong.
+        VitflowError: the image, a method or an option is wrong.
 
-    >>> from vitflow.demo import sample_pictures
-    >>> gae, rollout = class_sensitivity(Explainer("demo"), sample_pictures()[0], ["gae", "rollout"])
+    >>> from vitflow.demo import sample_images
+    >>> gae, rollout = class_sensitivity(Explainer("demo"), sample_images()[0], ["gae", "rollout"])
     >>> gae > rollout == 0.0
     True
     """
@@ -172,7 +172,7 @@ def class_sensitivity(
 
 
 def _two_classes(explainer: Explainer, image: ImageSource, other: str) -> list[int]:
-    """The most probable class of the picture, and another one."""
+    """The most probable class of the image, and another one."""
     with torch.no_grad():
         logits = explainer.logits(explainer.pixels(image))
     if logits.ndim != 2 or logits.shape[1] < 2:
@@ -198,12 +198,12 @@ def _steps(explainer: Explainer, image: ImageSource, pixels: int | None) -> tupl
 def _wide_window(explainer: Explainer, image: ImageSource, margin: tuple[int, int]) -> NDArray[np.uint8]:
     """The model input before its normalisation, with margins (top and bottom, left and right) around it, uint8 RGB.
 
-    Margins show the picture where it goes on, and are mirrored where it ends.
+    Margins show the image where it goes on, and are mirrored where it ends.
     """
-    picture = read_image(image)
-    placement = explainer.preprocessing.place((picture.shape[0], picture.shape[1]))
+    pixels = read_image(image)
+    placement = explainer.preprocessing.place((pixels.shape[0], pixels.shape[1]))
     sides = list(zip(placement.offset, placement.input_size, placement.resized_size, margin, strict=True))
-    # How much of each margin lies within the picture; where the model input is padded, none.
+    # How much of each margin lies within the image; where the model input is padded, none.
     before = [min(max(start, 0), wide) for start, _, _, wide in sides]
     behind = [min(max(resized - start - size, 0), wide) for start, size, resized, wide in sides]
     (top, left), (height, width) = placement.offset, placement.input_size
@@ -212,20 +212,20 @@ def _wide_window(explainer: Explainer, image: ImageSource, margin: tuple[int, in
         offset=(top - before[0], left - before[1]),
         input_size=(height + before[0] + behind[0], width + before[1] + behind[1]),
     )
-    window = explainer.preprocessing.cut(picture, seen)
+    window = explainer.preprocessing.cut(pixels, seen)
     missing = [(wide - a, wide - b) for wide, a, b in zip(margin, before, behind, strict=True)]
     return np.pad(window, [*missing, (0, 0)], mode="symmetric")
 
 
 def as_it_is(explainer: Explainer, size: tuple[int, ...]) -> Explainer:
-    """The same explainer for pictures that are already the model input."""
+    """The same explainer for images that are already the model input."""
     own = copy.copy(explainer)
     own.preprocessing = Preprocessing(replace(explainer.spec, size=(size[0], size[1])), "squash")
     return own
 
 
 def _moved_back(before: Grid, after: Grid, step: int, length: int) -> float | None:
-    """ρ over the columns that a step to the right leaves in the picture; None where it is not by whole columns."""
+    """ρ over the columns that a step to the right leaves in the image; None where it is not by whole columns."""
     cells, rest = divmod(step * before.shape[1], length)
     if rest or before.shape != after.shape:
         return None

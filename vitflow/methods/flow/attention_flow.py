@@ -118,7 +118,7 @@ def attention_flow(
         layers: "all" (the paper), N for the last N layers, or (first, last), counted from 1 and both included.
         start_layer: the window's first layer, as another way to give `layers`.
         head_fusion: "mean" (the paper), "max" or "min" over heads; fused attention is taken as it is.
-        discard_ratio: share of the smallest values per picture and layer to set to 0, 0 <= ratio < 1.
+        discard_ratio: share of the smallest values per image and layer to set to 0, 0 <= ratio < 1.
         residual: α, the share of the residual connection; the paper uses 0.5.
         num_prefix_tokens: tokens before the patches, which are never discarded as keys.
         all_sources: solve from every token of every layer of the window, as the paper does for a sentence.
@@ -194,7 +194,7 @@ def _sinks(sinks: Sequence[int], tokens: int) -> tuple[int, ...]:
 
 
 def _sources(source: Any, batch: int, tokens: int) -> list[int | Floats]:
-    """One source per picture: a token, or capacities [tokens]."""
+    """One source per image: a token, or capacities [tokens]."""
     if isinstance(source, int | np.integer):
         if not 0 <= source < tokens:
             raise OptionError(f"Expected a source token from 0 to {tokens - 1}, got {source}.")
@@ -228,7 +228,7 @@ def _capacities(sources: Sequence[int | Floats], tokens: int) -> Tensor:
 def _solve(
     capacities: Floats, source: int | Floats, *, sinks: Sequence[int], progress: "Progress | None"
 ) -> tuple[Floats, Floats, NDArray[np.intp]]:
-    """Flows, trivial cuts and the layer of each minimum cut (0 for the first) of one picture."""
+    """Flows, trivial cuts and the layer of each minimum cut (0 for the first) of one image."""
     if not isinstance(source, int):
         source = _as_token(capacities[-1], source)
     from vitflow.methods.flow.solver import max_flow

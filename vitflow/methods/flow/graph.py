@@ -41,11 +41,11 @@ def attention_graph(
         residual: α, the share of the residual connection; the paper uses 0.5.
         layers: the layers whose edges to show, as for `attention_flow`.
         num_prefix_tokens: tokens before the patches.
-        batch_index: which picture of the batch.
+        batch_index: which image of the batch.
         layout: names patches by row and column; its prefix tokens replace `num_prefix_tokens`.
 
     Raises:
-        OptionError: an option lies outside its range, or there is no such picture.
+        OptionError: an option lies outside its range, or there is no such image.
         ShapeError: wrong shapes, or values that are not finite or negative.
 
     Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, §3.2.

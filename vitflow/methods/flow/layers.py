@@ -120,7 +120,7 @@ def layer_capacities(
     num_prefix_tokens: int,
     visible: Sequence[Tensor] | None = None,
 ) -> NDArray[np.float64]:
-    """The matrices Â of one picture of the batch, in float64: [layers, queries, keys], stored by columns.
+    """The matrices Â of one image of the batch, in float64: [layers, queries, keys], stored by columns.
 
     Heads are fused in their own precision where they are; the rest happens on the CPU. Where keys are not visible to
     all, values are discarded in each row among those that are.
@@ -132,8 +132,8 @@ def layer_capacities(
     for start in range(0, len(layers), together):
         fused = []
         for layer in layers[start : start + together]:
-            picture = layer[batch_index].detach()
-            fused.append(fuse_heads(picture, head_fusion) if picture.ndim == 3 else picture)
+            image = layer[batch_index].detach()
+            fused.append(fuse_heads(image, head_fusion) if image.ndim == 3 else image)
         stacked = torch.stack(fused).to("cpu", torch.float64)
         masks = (
             None

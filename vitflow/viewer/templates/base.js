@@ -21,7 +21,7 @@ const factsOf = (facts) => Object.entries(facts)
   .map(([name, value]) => `${name.replaceAll("_", " ")}: ${typeof value === "number" ? short(value) : value}`).join(" · ");
 
 // --- a map over its photograph ---------------------------------------------------------------------------------------
-// A picture has size [width, height] and window [left, top, right, bottom], the part that the model saw; a map has shape
+// An image has size [width, height] and window [left, top, right, bottom], the part that the model saw; a map has shape
 // [rows, cols], values, and the limits low and high of its colours.
 
 // For `length` pixels along one side of `count` patches, the nearest patch and the weights of it and its neighbours by the
@@ -68,9 +68,9 @@ function share(value, { low, high }) {
 
 // The map in colours on a canvas of width × height, each as opaque as its table says; the canvas as a whole has the
 // opacity of the slider.
-function drawHeat(canvas, map, picture, tables, width, height) {
+function drawHeat(canvas, map, image, tables, width, height) {
   canvas.width = width; canvas.height = height;
-  const { colors, opacity } = tableOf(tables, map), steps = colors.length, field = spread(map, picture, width, height);
+  const { colors, opacity } = tableOf(tables, map), steps = colors.length, field = spread(map, image, width, height);
   const inks = new Uint32Array(Uint8Array.from(colors.flatMap((color, step) => [...color, opacity[step]])).buffer);
   const image = new ImageData(width, height), pixels = new Uint32Array(image.data.buffer);
   for (let k = 0; k < field.length; k++) {
@@ -95,11 +95,11 @@ function makeBackground(name) {
 }
 
 // Lay the background over its photograph, as far as the model saw it.
-function layBackground(image, picture, alpha) {
-  const [left, top, right, bottom] = picture.window, [width, height] = picture.size;
+function layBackground(image, image, alpha) {
+  const [left, top, right, bottom] = image.window, [width, height] = image.size;
   const cut = [top / height, 1 - right / width, 1 - bottom / height, left / width].map((share) => `${Math.max(100 * share, 0)}%`);
-  image.hidden = !picture.image;
-  if (picture.image && image.getAttribute("src") !== picture.image) image.src = picture.image;
+  image.hidden = !image.image;
+  if (image.image && image.getAttribute("src") !== image.image) image.src = image.image;
   Object.assign(image.style, { clipPath: `inset(${cut.join(" ")})`, opacity: strengthOf(alpha) });
 }
 
@@ -128,11 +128,11 @@ function showScale(box, tables, map, alpha, background) {
 }
 
 // Lines around the highest values that make up 10, 25 and 50 % of the map's mass, the sum of its values above 0.
-function drawContours(canvas, map, picture, width, height) {
+function drawContours(canvas, map, image, width, height) {
   canvas.width = width; canvas.height = height;
   if (!map) return;
   const step = Math.max(1, Math.min(width, height) / 200), wide = Math.ceil(width / step), high = Math.ceil(height / step);
-  const field = spread(map, picture, wide, high), falling = field.filter((value) => value > 0).sort().reverse();
+  const field = spread(map, image, wide, high), falling = field.filter((value) => value > 0).sort().reverse();
   const total = falling.reduce((sum, value) => sum + value, 0), pen = canvas.getContext("2d"), line = Math.max(1, Math.min(width, height) / 250);
   if (map.high === map.low) return;
   for (const part of data.drawing.shares) {
@@ -162,7 +162,7 @@ function traceLevel(field, wide, high, level, visit) {
 
 // --- places on the photograph ----------------------------------------------------------------------------------------
 
-// The size at which a picture fits into an element with a margin.
+// The size at which an image fits into an element with a margin.
 function fit(element, [width, height], margin) {
   const scale = Math.min((element.clientWidth - margin) / width, (element.clientHeight - margin) / height);
   return [Math.max(1, Math.round(width * scale)), Math.max(1, Math.round(height * scale))];
@@ -176,28 +176,28 @@ function patchAt(event, frame, { size, window: [left, top, right, bottom] }, [ro
   return row >= 0 && row < rows && col >= 0 && col < cols ? [row, col] : null;
 }
 
-// Lay an element over a part of the frame, given in pixels of the picture.
+// Lay an element over a part of the frame, given in pixels of the image.
 function lay(element, { size }, [left, top, right, bottom]) {
   const across = (x) => `${(100 * x) / size[0]}%`, down = (y) => `${(100 * y) / size[1]}%`;
   Object.assign(element.style, { left: across(left), top: down(top), width: across(right - left), height: down(bottom - top) });
 }
 
 // Outline a patch, or nothing.
-function outline(element, picture, shape, patch) {
+function outline(element, image, shape, patch) {
   element.hidden = !patch;
   if (!patch) return;
-  const [left, top, right, bottom] = picture.window, [rows, cols] = shape;
+  const [left, top, right, bottom] = image.window, [rows, cols] = shape;
   const wide = (right - left) / cols, high = (bottom - top) / rows;
   const x = left + patch[1] * wide, y = top + patch[0] * high;
-  lay(element, picture, [x, y, x + wide, y + high]);
+  lay(element, image, [x, y, x + wide, y + high]);
 }
 
-// Bound what the model saw; nothing where it saw the whole picture.
-function bound(element, picture) {
-  const [left, top, right, bottom] = picture.window, [width, height] = picture.size;
+// Bound what the model saw; nothing where it saw the whole image.
+function bound(element, image) {
+  const [left, top, right, bottom] = image.window, [width, height] = image.size;
   const seen = [Math.max(left, 0), Math.max(top, 0), Math.min(right, width), Math.min(bottom, height)];
   element.hidden = seen[2] - seen[0] > width - 1 && seen[3] - seen[1] > height - 1;
-  lay(element, picture, seen);
+  lay(element, image, seen);
 }
 
 // What a patch holds, in words.

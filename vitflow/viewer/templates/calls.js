@@ -4,10 +4,10 @@ const shellWord = (word) => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.rep
 const pythonValue = (value) => ({ string: JSON.stringify(value), boolean: value ? "True" : "False" }[typeof value]
   ?? (value === null ? "None" : Array.isArray(value) ? `(${value.map(pythonValue).join(", ")})` : String(value)));
 
-// `vitflow explain` of one picture.
+// `vitflow explain` of one image.
 function commandOf(path, call, method, options, drawing) {
   if (call.arguments === null) return "# no command line names this model: it was handed over in Python";
-  if (path === null) return "# no command line names this picture: it was handed over in Python";
+  if (path === null) return "# no command line names this image: it was handed over in Python";
   const words = ["vitflow", "explain", path.startsWith("-") ? `./${path}` : path, ...call.arguments, "--method", method];
   for (const [name, value] of Object.entries({ ...options, ...drawing })) {
     const flag = `--${name.replaceAll("_", "-")}`;

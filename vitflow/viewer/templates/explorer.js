@@ -1,18 +1,18 @@
 // The explorer: what is asked stands in `state`, from which everything on the page is drawn.
-const { pictures, tables, call, methods, percentiles } = data;
+const { images, tables, call, methods, percentiles } = data;
 const colourMaps = data.cmaps, $$ = (selector) => [...document.querySelectorAll(selector)];
 const LIVE = ["rollout", "attention", "similarity"];
-const ready = [...new Set(pictures.flatMap(({ maps }) => maps.map(({ method }) => method)))];
-const computes = pictures.some(({ attention }) => Object.keys(attention).length), hasFeatures = pictures.some(({ features }) => features);
-const fusedSets = computes ? pictures.map(({ attention }) => Object.keys(attention)).find((names) => names.length) : [];
+const ready = [...new Set(images.flatMap(({ maps }) => maps.map(({ method }) => method)))];
+const computes = images.some(({ attention }) => Object.keys(attention).length), hasFeatures = images.some(({ features }) => features);
+const fusedSets = computes ? images.map(({ attention }) => Object.keys(attention)).find((names) => names.length) : [];
 const modes = [...(computes ? ["rollout", "attention"] : []), ...(hasFeatures ? ["similarity"] : []), ...ready.filter((name) => !(name === "similarity" ? hasFeatures : computes && LIVE.includes(name)))];
 const titleOf = (mode) => methods[mode].title;
 
 // What a map begins with: the method's own options, as far as the page holds what they need.
 function initialOf(map) {
-  const own = { ...methods.rollout.defaults, ...methods[map]?.defaults }, refinable = pictures[0].affinities.attention && !pictures[0].uniform;
+  const own = { ...methods.rollout.defaults, ...methods[map]?.defaults }, refinable = images[0].affinities.attention && !images[0].uniform;
   const found = {
-    map, a: 0, b: pictures.length > 1 ? 1 : -1, patch: "", patchb: "", asked: "a", class: "",
+    map, a: 0, b: images.length > 1 ? 1 : -1, patch: "", patchb: "", asked: "a", class: "",
     start: own.start_layer, end: data.layers, layer: data.layers, head: "",
     head_fusion: own.head_fusion, value_weighted: Boolean(own.value_weighted), discard_ratio: own.discard_ratio, residual: own.residual,
     refine: refinable ? own.refine : 0, affinity: own.affinity, less: false, opacity: 0.6, cmap: colourMaps[0], background: data.drawing.background, contours: false,
@@ -34,30 +34,30 @@ function setOf(name) {
 
 // --- what is asked ---------------------------------------------------------------------------------------------------
 
-const pictureOf = (side) => pictures[state[side]];
+const imageOf = (side) => images[state[side]];
 const patchKey = (side) => (side === "a" ? "patch" : "patchb");
 const isLive = () => modes.includes(state.map) && LIVE.includes(state.map) && (state.map === "similarity" ? hasFeatures : computes);
-const mapsOf = (picture, mode) => picture.maps.filter(({ method }) => method === mode);
+const mapsOf = (image, mode) => image.maps.filter(({ method }) => method === mode);
 
-// The grid on which a picture's patches are asked.
-function gridOf(picture) {
-  if (state.map === "similarity") return picture.features?.grid ?? null;
-  return isLive() ? picture.grid : mapsOf(picture, state.map)[0]?.shape ?? null;
+// The grid on which an image's patches are asked.
+function gridOf(image) {
+  if (state.map === "similarity") return image.features?.grid ?? null;
+  return isLive() ? image.grid : mapsOf(image, state.map)[0]?.shape ?? null;
 }
 
 // The patch [row, col] that is asked, or null for the whole answer.
 function askedPatch(side) {
-  const picture = pictureOf(side), grid = gridOf(picture), [row, col] = state[patchKey(side)].split(",").map(Number);
+  const image = imageOf(side), grid = gridOf(image), [row, col] = state[patchKey(side)].split(",").map(Number);
   const given = state[patchKey(side)] && grid && row < grid[0] && col < grid[1];
   if (given) return [row, col];
   return state.map === "similarity" && grid && side === state.asked ? grid.map((count) => Math.floor(count / 2)) : null;
 }
 
-// Why a map cannot be had of a picture, or null.
-function refusal(picture) {
-  if (state.map === "similarity") return picture.features ? null : picture.refused.features;
-  if (!isLive()) return mapsOf(picture, state.map).length ? null : "This map was not made for this photograph.";
-  return picture.grid ? null : picture.refused.live;
+// Why a map cannot be had of an image, or null.
+function refusal(image) {
+  if (state.map === "similarity") return image.features ? null : image.refused.features;
+  if (!isLive()) return mapsOf(image, state.map).length ? null : "This map was not made for this photograph.";
+  return image.grid ? null : image.refused.live;
 }
 
 // Why a click on a patch asks nothing, or null where it does.
@@ -70,31 +70,31 @@ function silence() {
 
 // --- maps ------------------------------------------------------------------------------------------------------------
 
-// The layers of a picture's fused attention without what is discarded; made when they are first asked for.
-async function layersOf(picture, name, ratio) {
-  const packed = picture.attention[name], values = await unpack(packed), [count, tokens] = packed.shape;
+// The layers of an image's fused attention without what is discarded; made when they are first asked for.
+async function layersOf(image, name, ratio) {
+  const packed = image.attention[name], values = await unpack(packed), [count, tokens] = packed.shape;
   const known = packed.kept;
   if (known?.ratio === ratio) return known.layers;
   const layers = Array.from({ length: count }, (_, layer) =>
-    discardLow(values.subarray(layer * tokens ** 2, (layer + 1) * tokens ** 2), tokens, picture.prefix, ratio));
+    discardLow(values.subarray(layer * tokens ** 2, (layer + 1) * tokens ** 2), tokens, image.prefix, ratio));
   packed.kept = { ratio, layers };
   return layers;
 }
 
-async function headOf(picture, layer, head, ratio) {
-  const values = await unpack(picture.heads), tokens = picture.heads.shape[1], at = ((layer - 1) * data.heads + head) * tokens ** 2;
-  return discardLow(values.subarray(at, at + tokens ** 2), tokens, picture.prefix, ratio);
+async function headOf(image, layer, head, ratio) {
+  const values = await unpack(image.heads), tokens = image.heads.shape[1], at = ((layer - 1) * data.heads + head) * tokens ** 2;
+  return discardLow(values.subarray(at, at + tokens ** 2), tokens, image.prefix, ratio);
 }
 
-function readoutOf(picture, patch) {
-  const readout = Float64Array.from(picture.readout);
-  return patch ? readout.fill(0).fill(1, ...[0, 1].map((more) => picture.prefix + patch[0] * picture.grid[1] + patch[1] + more)) : readout;
+function readoutOf(image, patch) {
+  const readout = Float64Array.from(image.readout);
+  return patch ? readout.fill(0).fill(1, ...[0, 1].map((more) => image.prefix + patch[0] * image.grid[1] + patch[1] + more)) : readout;
 }
 
-async function affinitiesOf(picture) {
-  const names = state.affinity === "both" ? ["attention", "keys"] : [state.affinity], size = picture.grid[0] * picture.grid[1];
+async function affinitiesOf(image) {
+  const names = state.affinity === "both" ? ["attention", "keys"] : [state.affinity], size = image.grid[0] * image.grid[1];
   return Promise.all(names.map(async (name) => {
-    const packed = picture.affinities[name];
+    const packed = image.affinities[name];
     packed.balanced ??= balance(symmetric(await unpack(packed), size), size);
     return packed.balanced;
   }));
@@ -104,23 +104,23 @@ async function affinitiesOf(picture) {
 const SPREAD = ["after", "positive"];
 
 // Whether the map is refined by the browser.
-function refines(picture) {
-  const kind = mapsOf(picture, state.map)[0]?.refined;
+function refines(image) {
+  const kind = mapsOf(image, state.map)[0]?.refined;
   const names = state.affinity === "both" ? ["attention", "keys"] : [state.affinity];
-  return state.refine > 0 && state.map !== "similarity" && picture.grid && names.every((name) => picture.affinities[name]) && (isLive() || SPREAD.includes(kind));
+  return state.refine > 0 && state.map !== "similarity" && image.grid && names.every((name) => image.affinities[name]) && (isLive() || SPREAD.includes(kind));
 }
 
-async function refined(picture, map) {
-  if (!refines(picture) || map.length !== picture.grid[0] * picture.grid[1]) return map;
-  return refine(map, await affinitiesOf(picture), state.refine);
+async function refined(image, map) {
+  if (!refines(image) || map.length !== image.grid[0] * image.grid[1]) return map;
+  return refine(map, await affinitiesOf(image), state.refine);
 }
 
 // The map of one side, as numbers over its patches, and those of the layers below it, if there are any. One that was asked
 // of a patch is told beside that of the whole answer, and may be shown less it.
 async function compute(side) {
-  const picture = pictureOf(side), patch = askedPatch(side), own = await computeFor(picture, side, patch);
+  const image = imageOf(side), patch = askedPatch(side), own = await computeFor(image, side, patch);
   if (!patch || !isLive() || state.map === "similarity") return own;
-  const whole = await wholeOf(picture, side), alike = correlation(own.values, whole.values);
+  const whole = await wholeOf(image, side), alike = correlation(own.values, whole.values);
   if (!state.less) return { ...own, alike };
   const layers = async (layer) => less(await own.layers(layer), await whole.layers(layer));
   return { ...own, alike, values: less(own.values, whole.values), layers, ends: ["more in the whole answer", "more in this patch"] };
@@ -129,25 +129,25 @@ async function compute(side) {
 // The map of the whole answer beside which that of a patch is told; kept until something else than the patch changes.
 const wholes = new Map();
 
-function wholeOf(picture, side) {
+function wholeOf(image, side) {
   const asked = JSON.stringify({ ...state, patch: "", patchb: "", asked: "", less: false, opacity: 0, cmap: "", background: "", contours: false });
-  if (wholes.get(picture)?.asked !== asked) wholes.set(picture, { asked, map: computeFor(picture, side, null) });
-  return wholes.get(picture).map;
+  if (wholes.get(image)?.asked !== asked) wholes.set(image, { asked, map: computeFor(image, side, null) });
+  return wholes.get(image).map;
 }
 
-async function computeFor(picture, side, patch) {
-  const grid = gridOf(picture);
+async function computeFor(image, side, patch) {
+  const grid = gridOf(image);
   if (state.map === "similarity") return { shape: grid, values: await similar(side), layers: null };
   if (!isLive()) {
-    const maps = mapsOf(picture, state.map), own = maps.find(({ label }) => label === state.class) ?? maps[0];
-    return { shape: own.shape, values: await refined(picture, Float64Array.from(own.values, (value) => (own.refined === "positive" && refines(picture) ? Math.max(value, 0) : value))), layers: null, own, ends: own.ends };
+    const maps = mapsOf(image, state.map), own = maps.find(({ label }) => label === state.class) ?? maps[0];
+    return { shape: own.shape, values: await refined(image, Float64Array.from(own.values, (value) => (own.refined === "positive" && refines(image) ? Math.max(value, 0) : value))), layers: null, own, ends: own.ends };
   }
-  const readout = readoutOf(picture, patch), patches = (row) => refined(picture, row.slice(picture.prefix));
+  const readout = readoutOf(image, patch), patches = (row) => refined(image, row.slice(image.prefix));
   if (state.map === "attention" && state.head !== "") {
-    const raw = (layer) => headOf(picture, layer, Number(state.head), state.discard_ratio).then((own) => patches(rawAttention(own, readout)));
+    const raw = (layer) => headOf(image, layer, Number(state.head), state.discard_ratio).then((own) => patches(rawAttention(own, readout)));
     return { shape: grid, values: await raw(state.layer), layers: raw };
   }
-  const layers = await layersOf(picture, setName(state), state.discard_ratio);
+  const layers = await layersOf(image, setName(state), state.discard_ratio);
   if (state.map === "attention") {
     const raw = (layer) => patches(rawAttention(layers[layer - 1], readout));
     return { shape: grid, values: await raw(state.layer), layers: raw };
@@ -160,7 +160,7 @@ async function computeFor(picture, side, patch) {
 
 // How alike the patches of a side are to the patch that is asked, on whichever side that lies.
 async function similar(side) {
-  const [own, asked] = [pictureOf(side), pictureOf(state.asked)].map(({ features }) => features), [row, col] = askedPatch(state.asked);
+  const [own, asked] = [imageOf(side), imageOf(state.asked)].map(({ features }) => features), [row, col] = askedPatch(state.asked);
   const [vectors, theirs] = await Promise.all([unpack(own), unpack(asked)]), width = own.shape[1], at = (row * asked.grid[1] + col) * width;
   return cosines(vectors, width, theirs.subarray(at, at + width));
 }
@@ -168,14 +168,14 @@ async function similar(side) {
 // --- drawing ---------------------------------------------------------------------------------------------------------
 
 async function update() {
-  const number = ++drawn, shown = sides.filter((side) => pictureOf(side));
+  const number = ++drawn, shown = sides.filter((side) => imageOf(side));
   if (!shown.includes(state.asked)) state.asked = "a";
   const usual = { ...initialOf(state.map), map: modes[0] };
   writeAddress(Object.fromEntries(Object.entries(state).filter(([name, value]) => value !== usual[name])));
   showControls();
   makeBackground(state.background);
   $("panel-b").hidden = !shown.includes("b");
-  const whys = shown.map((side) => refusal(pictureOf(side)));
+  const whys = shown.map((side) => refusal(imageOf(side)));
   const maps = await Promise.all(shown.map((side, at) => (whys[at] ? null : compute(side))));
   if (number !== drawn) return; // something else was asked meanwhile
   // Likeness to one patch has one scale, wherever it is shown.
@@ -192,15 +192,15 @@ async function update() {
 }
 
 function showPanel(side, why) {
-  const panel = panels[side], { map } = panel, picture = pictureOf(side), [width, height] = fit(panel.stage, picture.size, 28);
-  layBackground(panel.ground, picture, state.opacity);
+  const panel = panels[side], { map } = panel, image = imageOf(side), [width, height] = fit(panel.stage, image.size, 28);
+  layBackground(panel.ground, image, state.opacity);
   panel.frame.style.width = `${width}px`; panel.frame.style.height = `${height}px`;
-  if (panel.photo.src !== picture.image) panel.photo.src = picture.image;
-  panel.name.textContent = pictures.length > 1 ? picture.name : "";
-  panel.answers.textContent = picture.answers.slice(0, 2).map(({ name, probability }) => `${name} ${percent(probability)}`).join(" · ");
-  bound(panel.seen, picture);
+  if (panel.photo.src !== image.image) panel.photo.src = image.image;
+  panel.name.textContent = images.length > 1 ? image.name : "";
+  panel.answers.textContent = image.answers.slice(0, 2).map(({ name, probability }) => `${name} ${percent(probability)}`).join(" · ");
+  bound(panel.seen, image);
   const patch = map && askedPatch(side);
-  outline(panel.asked, picture, gridOf(picture) ?? [1, 1], (isLive() && (state.map !== "similarity" || side === state.asked)) ? patch : null);
+  outline(panel.asked, image, gridOf(image) ?? [1, 1], (isLive() && (state.map !== "similarity" || side === state.asked)) ? patch : null);
   panel.from.textContent = why ?? wordsOf(side);
   panel.beside.hidden = map?.alike === undefined;
   if (!panel.beside.hidden) {
@@ -211,12 +211,12 @@ function showPanel(side, why) {
   panel.told.hidden = !(invited && isLive() && side === "a");
   if (!panel.told.hidden) panel.told.textContent = "Click a patch: what does it look at?";
   panel.frame.classList.toggle("silent", !isLive());
-  panel.frame.setAttribute("aria-label", `${picture.name}: ${panel.from.textContent}`);
+  panel.frame.setAttribute("aria-label", `${image.name}: ${panel.from.textContent}`);
   for (const part of [panel.heat, panel.lines, panel.scale, panel.scale.nextElementSibling]) part.hidden = !map;
   if (map) {
-    drawHeat(panel.heat, map, picture, tables[state.cmap], width, height);
+    drawHeat(panel.heat, map, image, tables[state.cmap], width, height);
     panel.heat.style.opacity = state.opacity;
-    drawContours(panel.lines, state.contours ? map : null, picture, width, height);
+    drawContours(panel.lines, state.contours ? map : null, image, width, height);
     showScale(panel.scale, tables[state.cmap], map, state.opacity, state.background);
   }
   panel.hovered.hidden = true;
@@ -230,9 +230,9 @@ const placeOf = (patch) => `the patch in row ${patch[0]}, column ${patch[1]}`;
 
 // What a side shows, in words.
 function wordsOf(side) {
-  const picture = pictureOf(side), patch = askedPatch(side), from = patch ? placeOf(patch) : `the answer (${picture.pooling})`;
+  const image = imageOf(side), patch = askedPatch(side), from = patch ? placeOf(patch) : `the answer (${image.pooling})`;
   const { map } = panels[side];
-  if (state.map === "similarity") return side === state.asked ? `Likeness to ${placeOf(patch)}` : `Likeness to ${placeOf(askedPatch(state.asked))} of ${pictureOf(state.asked).name}`;
+  if (state.map === "similarity") return side === state.asked ? `Likeness to ${placeOf(patch)}` : `Likeness to ${placeOf(askedPatch(state.asked))} of ${imageOf(state.asked).name}`;
   const more = state.less && patch ? ", less the map of the whole answer" : "";
   if (state.map === "rollout" && isLive()) return `Rollout from ${from} through layers ${state.end} to ${state.start}${more}`;
   if (state.map === "attention" && isLive()) return `Attention of ${from} in layer ${state.layer}${state.head === "" ? "" : `, head ${state.head}`}${more}`;
@@ -242,7 +242,7 @@ function wordsOf(side) {
 
 // How the map of a side departs from the publication whose name it has, in words.
 function departuresOf(side) {
-  const picture = pictureOf(side), paper = methods[state.map].published, single = state.map === "attention" && state.head !== "";
+  const image = imageOf(side), paper = methods[state.map].published, single = state.map === "attention" && state.head !== "";
   if (state.map === "similarity") return "";
   const told = isLive() ? [
     !single && state.head_fusion !== paper.head_fusion && `${state.head_fusion} over heads`,
@@ -250,30 +250,30 @@ function departuresOf(side) {
     state.map === "rollout" && state.residual !== paper.residual && `residual ${state.residual}`,
     !single && state.value_weighted && "value-weighted",
   ] : [panels[side].map.own.departures];
-  if (refines(picture)) told.push(`refined${state.refine > 1 ? ` ${state.refine} times` : ""} by ${state.affinity}`);
+  if (refines(image)) told.push(`refined${state.refine > 1 ? ` ${state.refine} times` : ""} by ${state.affinity}`);
   return told.filter(Boolean).join(", ");
 }
 
 // The map layer by layer: how rollout builds up from the last layer downwards, or each layer's own attention.
 async function showStrip() {
-  const number = drawn, { map } = panels[state.asked], picture = pictureOf(state.asked), built = state.map === "rollout";
+  const number = drawn, { map } = panels[state.asked], image = imageOf(state.asked), built = state.map === "rollout";
   $("strip").hidden = !map?.layers;
   if (!map?.layers) return;
   $("strip-title").textContent = built ? `How it builds up: from layer ${state.end} down to each layer` : "Attention of each layer";
   for (const [index, button] of [...$("layers").children].entries()) {
-    const layer = index + 1, frame = button.firstChild, [width, height] = picture.size;
+    const layer = index + 1, frame = button.firstChild, [width, height] = image.size;
     button.disabled = built && layer > state.end;
     button.setAttribute("aria-pressed", String(layer === (built ? state.start : state.layer)));
     frame.style.aspectRatio = `${width} / ${height}`;
-    if (frame.firstChild.src !== picture.image) frame.firstChild.src = picture.image;
-    layBackground(frame.children[1], picture, state.opacity);
+    if (frame.firstChild.src !== image.image) frame.firstChild.src = image.image;
+    layBackground(frame.children[1], image, state.opacity);
     frame.lastChild.hidden = button.disabled;
     if (button.disabled) continue;
     await new Promise((done) => setTimeout(done)); // a click need not wait for all of them
     if (number !== drawn) return;
     const own = { shape: map.shape, values: await map.layers(layer) }, scale = 120 / Math.max(width, height);
     if (number !== drawn) return;
-    drawHeat(frame.lastChild, Object.assign(own, limitsOf(own.values, percentiles)), picture, tables[state.cmap], Math.max(1, Math.round(width * scale)), Math.max(1, Math.round(height * scale)));
+    drawHeat(frame.lastChild, Object.assign(own, limitsOf(own.values, percentiles)), image, tables[state.cmap], Math.max(1, Math.round(width * scale)), Math.max(1, Math.round(height * scale)));
     frame.lastChild.style.opacity = state.opacity;
   }
 }
@@ -287,28 +287,28 @@ const outputs = {
 
 // Which groups of controls belong to the map that is shown.
 function groups() {
-  const live = isLive() && state.map !== "similarity", kind = mapsOf(pictureOf("a"), state.map)[0];
+  const live = isLive() && state.map !== "similarity", kind = mapsOf(imageOf("a"), state.map)[0];
   return {
-    pictures: pictures.length > 1, source: isLive(), class: !isLive() && Boolean(kind?.specific), layers: live && state.map === "rollout",
+    images: images.length > 1, source: isLive(), class: !isLive() && Boolean(kind?.specific), layers: live && state.map === "rollout",
     layer: live && state.map === "attention", attention: live, residual: live && state.map === "rollout", refine: live || !isLive(), drawing: true,
   };
 }
 
 // Why a control does not apply just now, or null.
 function whyNot(name) {
-  const picture = pictureOf("a"), single = state.map === "attention" && state.head !== "";
+  const image = imageOf("a"), single = state.map === "attention" && state.head !== "";
   if (name === "head_fusion" && single) return "One head needs no fusion.";
   if (name === "value_weighted" && single) return "Single heads are kept as they are, not weighted.";
-  if (name === "value_weighted" && picture.refused.weighting) return picture.refused.weighting;
+  if (name === "value_weighted" && image.refused.weighting) return image.refused.weighting;
   if (name === "value_weighted" && fusedSets.length < 2) return "The page had room for this one fusion only.";
   if (name === "head_fusion" && fusedSets.length < 2) return "The page had room for this one fusion only.";
-  if (name === "head" && !picture.heads) return "The page had no room for single heads.";
+  if (name === "head" && !image.heads) return "The page had no room for single heads.";
   if (name === "refine" || name === "affinity") {
-    const kind = mapsOf(picture, state.map)[0]?.refined;
-    if (!Object.keys(picture.affinities).length) return picture.refused.refine ?? picture.refused.live;
+    const kind = mapsOf(image, state.map)[0]?.refined;
+    if (!Object.keys(image.affinities).length) return image.refused.refine ?? image.refused.live;
     if (!isLive() && kind === "within") return "Consensus refines the maps that it is made of.";
     if (!isLive() && !SPREAD.includes(kind)) return "This map is not refined.";
-    if (picture.uniform && name === "refine" && state.affinity === "attention") return null;
+    if (image.uniform && name === "refine" && state.affinity === "attention") return null;
   }
   return null;
 }
@@ -326,12 +326,12 @@ function showControls() {
     if (output) output.textContent = (outputs[name] ?? String)(state[name]);
   }
   for (const option of $$('[data-name="head_fusion"] option')) option.disabled = !fusedSets.includes(setName({ ...state, head_fusion: option.value }));
-  for (const option of $$('[data-name="affinity"] option')) option.disabled = !(option.value === "both" ? ["attention", "keys"] : [option.value]).every((name) => pictureOf("a").affinities[name]);
+  for (const option of $$('[data-name="affinity"] option')) option.disabled = !(option.value === "both" ? ["attention", "keys"] : [option.value]).every((name) => imageOf("a").affinities[name]);
   for (const group of $$("#controls fieldset")) showReasons(group, reasons.get(group));
   const patch = askedPatch(state.asked);
   $("source").textContent = patch ? `row ${patch[0]}, column ${patch[1]}` : "the answer";
   $("readout").hidden = !state[patchKey(state.asked)] || state.map === "similarity";
-  const refused = pictureOf("a").refused.live;
+  const refused = imageOf("a").refused.live;
   $("asking").hidden = !isLive(); $("silent").textContent = silence() ?? "";
   $("refused").hidden = !refused; $("refused").textContent = refused ?? "";
   markTab($("maps"), state.map);
@@ -347,12 +347,12 @@ function showReasons(group, reasons) {
 }
 
 function showAbout() {
-  const { grid, prefix, pooling } = pictureOf("a"), words = grid ? [`${data.layers} layers`, `${grid[0]} × ${grid[1]} patches${prefix ? ` and ${prefix} further token${prefix > 1 ? "s" : ""}` : ""}`, `answer read from ${pooling}`] : [];
+  const { grid, prefix, pooling } = imageOf("a"), words = grid ? [`${data.layers} layers`, `${grid[0]} × ${grid[1]} patches${prefix ? ` and ${prefix} further token${prefix > 1 ? "s" : ""}` : ""}`, `answer read from ${pooling}`] : [];
   $("about").textContent = words.map((word) => ` · ${word}`).join("");
 }
 
 function fillClasses() {
-  const select = document.querySelector('[data-name="class"]'), maps = mapsOf(pictureOf("a"), state.map);
+  const select = document.querySelector('[data-name="class"]'), maps = mapsOf(imageOf("a"), state.map);
   select.replaceChildren(...maps.filter(({ specific }) => specific).map((map) => new Option(withNumber(map), map.label)));
   if (maps.length && !maps.some(({ label }) => label === state.class)) state.class = maps[0].label;
 }
@@ -388,10 +388,10 @@ function isPossible(name, value) {
   const whole = (least, most) => Number.isInteger(value) && value >= least && value <= most;
   switch (name) {
     case "map": return modes.includes(value);
-    case "a": return whole(0, pictures.length - 1);
-    case "b": return whole(-1, pictures.length - 1);
+    case "a": return whole(0, images.length - 1);
+    case "b": return whole(-1, images.length - 1);
     case "start": case "end": case "layer": return whole(1, data.layers);
-    case "head": return value === "" || (/^\d+$/.test(value) && Number(value) < data.heads && pictures.every(({ heads }) => heads));
+    case "head": return value === "" || (/^\d+$/.test(value) && Number(value) < data.heads && images.every(({ heads }) => heads));
     case "patch": case "patchb": return /^(\d+,\d+)?$/.test(value);
     case "asked": return sides.includes(value);
     case "discard_ratio": case "residual": return value >= 0 && value < 1;
@@ -425,15 +425,15 @@ function ask(side, patch) {
 
 // Move the patch that is asked; from the whole answer, the middle one is the first.
 function move(down, right) {
-  const side = state.asked, grid = gridOf(pictureOf(side)), patch = askedPatch(side), inside = (value, count) => Math.min(Math.max(value, 0), count - 1);
+  const side = state.asked, grid = gridOf(imageOf(side)), patch = askedPatch(side), inside = (value, count) => Math.min(Math.max(value, 0), count - 1);
   if (!grid || !isLive()) return say(side);
   ask(side, patch ? [inside(patch[0] + down, grid[0]), inside(patch[1] + right, grid[1])] : grid.map((count) => Math.floor(count / 2)));
 }
 
-// Say over the picture why nothing is asked of it.
+// Say over the image why nothing is asked of it.
 function say(side) {
   const { told } = panels[side];
-  told.textContent = refusal(pictureOf(side)) ?? silence();
+  told.textContent = refusal(imageOf(side)) ?? silence();
   told.hidden = false;
 }
 
@@ -447,7 +447,7 @@ function choose(mode) {
 
 // What the command line and Python need to make the map of the side that was asked last.
 function currentCall() {
-  const side = state.asked, picture = pictureOf(side), patch = askedPatch(side), { path } = picture;
+  const side = state.asked, image = imageOf(side), patch = askedPatch(side), { path } = image;
   const drawing = { ...(state.cmap === colourMaps[0] ? {} : { cmap: state.cmap }), ...(state.opacity === initialOf(state.map).opacity ? {} : { alpha: state.opacity }), ...(state.background === data.drawing.background ? {} : { background: state.background }), ...(state.contours ? { contours: true } : {}) };
   const weighting = state.value_weighted ? "output" : false, refining = { refine: state.refine, ...(state.refine ? { affinity: state.affinity } : {}) };
   const asked = patch ? { patch } : {}, both = (method, options) => ({ command: commandOf(path, call, method, options, drawing), python: explainCode(path, call, method, options, drawing) });
@@ -458,7 +458,7 @@ function currentCall() {
   } : found);
   if (!isLive()) {
     const { own } = panels[side].map, options = Object.fromEntries(Object.entries(own.options).filter(([name, value]) => value !== null && !(name === "shifts" && value === 0)));
-    return both(state.map, { ...(own.specific ? { class: own.class_index } : {}), ...options, ...(SPREAD.includes(own.refined) && refines(picture) ? refining : {}) });
+    return both(state.map, { ...(own.specific ? { class: own.class_index } : {}), ...options, ...(SPREAD.includes(own.refined) && refines(image) ? refining : {}) });
   }
   const fused = { discard_ratio: state.discard_ratio, ...refining };
   if (state.map === "attention") {
@@ -471,20 +471,20 @@ function currentCall() {
 }
 
 // The photograph with its map as a PNG, in the size that the page has it.
-function savePicture() {
-  const side = state.asked, { photo, map } = panels[side], picture = pictureOf(side), canvas = document.createElement("canvas");
+function saveImage() {
+  const side = state.asked, { photo, map } = panels[side], image = imageOf(side), canvas = document.createElement("canvas");
   const [width, height] = [photo.naturalWidth, photo.naturalHeight], layer = document.createElement("canvas");
   canvas.width = width; canvas.height = height;
   const pen = canvas.getContext("2d");
   pen.drawImage(photo, 0, 0);
   if (map) {
-    paintBackground(pen, picture, width, height);
-    drawHeat(layer, map, picture, tables[state.cmap], width, height);
+    paintBackground(pen, image, width, height);
+    drawHeat(layer, map, image, tables[state.cmap], width, height);
     pen.globalAlpha = state.opacity; pen.drawImage(layer, 0, 0); pen.globalAlpha = 1;
-    drawContours(layer, state.contours ? map : null, picture, width, height);
+    drawContours(layer, state.contours ? map : null, image, width, height);
     pen.drawImage(layer, 0, 0);
   }
-  const link = document.createElement("a"), stem = picture.name.split(/[\\/]/).pop().replace(/\.\w+$/, "").replace(/[^\p{L}\p{N} ._-]/gu, "_");
+  const link = document.createElement("a"), stem = image.name.split(/[\\/]/).pop().replace(/\.\w+$/, "").replace(/[^\p{L}\p{N} ._-]/gu, "_");
   link.download = `${stem || "photograph"}-${state.map}.png`;
   link.href = canvas.toDataURL("image/png");
   link.click();
@@ -545,7 +545,7 @@ function makeLayers() {
 
 function fillControls() {
   const fill = (name, options) => document.querySelector(`[data-name="${name}"]`).replaceChildren(...options.map(([text, value]) => new Option(text, value)));
-  const names = pictures.map(({ name }, index) => [name, index]);
+  const names = images.map(({ name }, index) => [name, index]);
   fill("a", names); fill("b", [["nothing", -1], ...names]);
   fill("head", [["all, fused", ""], ...Array.from({ length: data.heads }, (_, head) => [`head ${head}`, head])]);
   fill("cmap", colourMaps.map((name) => [name, name])); fill("background", Object.keys(kept).map((name) => [{ photo: "the photograph", grey: "in grey", dim: "dimmed" }[name] ?? name, name]));
@@ -558,9 +558,9 @@ function makePanel(side) {
     stage: part(".stage"), frame: part(".frame"), photo: part("img"), ground: part(".ground"), heat: part(".heat"), lines: part(".lines"), seen: part(".seen"), hovered: part(".hovered"), told: part(".told"),
     asked: part(".asked"), beside: part(".beside"), alike: part(".alike"), less: part(".less"), name: part("h2"), answers: part(".answers"), from: part(".from"), departs: part(".departs"), reading: part(".reading"), scale: part(".scale"), map: null,
   };
-  const at = (event) => panel.map && patchAt(event, panel.frame, pictureOf(side), panel.map.shape);
+  const at = (event) => panel.map && patchAt(event, panel.frame, imageOf(side), panel.map.shape);
   const read = (patch) => {
-    outline(panel.hovered, pictureOf(side), panel.map?.shape ?? [1, 1], patch);
+    outline(panel.hovered, imageOf(side), panel.map?.shape ?? [1, 1], patch);
     panel.reading.textContent = patch ? readingOf(panel.map, patch) : panel.map ? "the model did not see this part" : "";
   };
   panel.frame.addEventListener("click", (event) => {
@@ -582,7 +582,7 @@ function listen() {
   $("controls").addEventListener("input", ({ target }) => { take({ [target.dataset.name]: target.type === "checkbox" ? target.checked : target.value }); soon(); });
   $("readout").addEventListener("click", () => ask(state.asked, null));
   $("reset").addEventListener("click", () => begin({}));
-  $("save").addEventListener("click", savePicture);
+  $("save").addEventListener("click", saveImage);
   $("call").addEventListener("click", () => {
     const { command, python } = currentCall();
     $("command").textContent = command; $("python").textContent = python; $("copied").textContent = "";

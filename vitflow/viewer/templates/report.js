@@ -1,93 +1,93 @@
-// The report of a folder run: a gallery, and the picture that is looked at.
-const { pictures, tables, alpha, departures } = data, { background, contours } = data.drawing;
+// The report of a folder run: a gallery, and the image that is looked at.
+const { images, tables, alpha, departures } = data, { background, contours } = data.drawing;
 const methods = [...document.querySelectorAll("#tabs [role=tab]")].map((tab) => tab.dataset.name);
 let method = methods[0], visible = [], current = null;
-pictures.forEach((picture, order) => { picture.order = order; });
+images.forEach((image, order) => { image.order = order; });
 
 // Cards of the gallery, drawn when they come into sight.
 const sight = new IntersectionObserver((entries) => {
-  for (const entry of entries) if (entry.isIntersecting) drawCard(entry.target.picture);
+  for (const entry of entries) if (entry.isIntersecting) drawCard(entry.target.image);
 }, { rootMargin: "300px" });
 
-function drawCard(picture) {
-  if (picture.drawn === method) return;
-  picture.drawn = method;
-  const scale = 160 / Math.max(...picture.size), [width, height] = picture.size.map((side) => Math.max(1, Math.round(side * scale)));
-  drawHeat(picture.canvas, picture.maps[method], picture, tables, width, height);
+function drawCard(image) {
+  if (image.drawn === method) return;
+  image.drawn = method;
+  const scale = 160 / Math.max(...image.size), [width, height] = image.size.map((side) => Math.max(1, Math.round(side * scale)));
+  drawHeat(image.canvas, image.maps[method], image, tables, width, height);
 }
 
-function makeCard(picture) {
+function makeCard(image) {
   const card = document.createElement("button"), frame = document.createElement("span"), inner = document.createElement("span");
-  card.type = "button"; card.className = "card"; card.picture = picture; card.title = picture.name;
+  card.type = "button"; card.className = "card"; card.image = image; card.title = image.name;
   frame.className = "frame"; inner.className = "inner";
-  inner.style.aspectRatio = `${picture.size[0]} / ${picture.size[1]}`;
-  inner.style[picture.size[0] / picture.size[1] > 4 / 3 ? "width" : "height"] = "100%";
-  if (picture.image) {
+  inner.style.aspectRatio = `${image.size[0]} / ${image.size[1]}`;
+  inner.style[image.size[0] / image.size[1] > 4 / 3 ? "width" : "height"] = "100%";
+  if (image.image) {
     const photo = document.createElement("img");
-    photo.src = picture.image; photo.alt = ""; photo.loading = "lazy";
+    photo.src = image.image; photo.alt = ""; photo.loading = "lazy";
     const ground = document.createElement("img");
     ground.className = "ground"; ground.alt = ""; ground.loading = "lazy";
-    layBackground(ground, picture, alpha);
+    layBackground(ground, image, alpha);
     inner.append(photo, ground);
   }
-  picture.canvas = document.createElement("canvas");
-  picture.canvas.style.opacity = alpha;
-  inner.append(picture.canvas); frame.append(inner);
+  image.canvas = document.createElement("canvas");
+  image.canvas.style.opacity = alpha;
+  inner.append(image.canvas); frame.append(inner);
   const name = document.createElement("span"), label = document.createElement("span");
-  name.className = "name"; name.textContent = picture.name;
-  label.className = "class"; label.textContent = [picture.label, percent(picture.probability)].filter(Boolean).join(" · ");
+  name.className = "name"; name.textContent = image.name;
+  label.className = "class"; label.textContent = [image.label, percent(image.probability)].filter(Boolean).join(" · ");
   card.append(frame, name, label);
-  card.addEventListener("click", () => { select(picture); bringIn(card); });
-  picture.card = card; picture.opacity = alpha;
+  card.addEventListener("click", () => { select(image); bringIn(card); });
+  image.card = card; image.opacity = alpha;
   sight.observe(card);
 }
 
-function select(picture) {
+function select(image) {
   if (current) current.card.removeAttribute("aria-current");
-  current = picture;
-  document.querySelector(".viewer").hidden = !picture;
+  current = image;
+  document.querySelector(".viewer").hidden = !image;
   remember();
-  if (!picture) return;
-  picture.card.setAttribute("aria-current", "true");
-  // Where the picture stays above the gallery, what the reader scrolled to stays, too.
-  if (!isNarrow()) picture.card.scrollIntoView({ block: "nearest" });
+  if (!image) return;
+  image.card.setAttribute("aria-current", "true");
+  // Where the image stays above the gallery, what the reader scrolled to stays, too.
+  if (!isNarrow()) image.card.scrollIntoView({ block: "nearest" });
   show();
 }
 
 const isNarrow = () => matchMedia("(max-width: 860px)").matches;
 
-// On a phone the picture covers the upper half: what was tapped comes out from under it.
+// On a phone the image covers the upper half: what was tapped comes out from under it.
 function bringIn(card) {
   if (!isNarrow()) return;
   card.style.scrollMargin = `${document.querySelector(".big").offsetHeight + 10}px 0 0`;
   card.scrollIntoView({ block: "nearest", behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
 }
 
-// The address names the picture and the method, so that it can be sent.
+// The address names the image and the method, so that it can be sent.
 function remember() {
   if (!current) return;
-  writeAddress({ picture: current.name, ...(method === methods[0] ? {} : { method }) });
+  writeAddress({ image: current.name, ...(method === methods[0] ? {} : { method }) });
 }
 
 function show() {
-  const picture = current, map = picture.maps[method], [width, height] = fit($("stage"), picture.size, 28);
+  const image = current, map = image.maps[method], [width, height] = fit($("stage"), image.size, 28);
   $("frame").style.width = `${width}px`; $("frame").style.height = `${height}px`;
-  $("photo").hidden = !picture.image;
-  if (picture.image) $("photo").src = picture.image;
-  drawHeat($("heat"), map, picture, tables, width, height);
-  drawContours($("lines"), contours ? map : null, picture, width, height);
+  $("photo").hidden = !image.image;
+  if (image.image) $("photo").src = image.image;
+  drawHeat($("heat"), map, image, tables, width, height);
+  drawContours($("lines"), contours ? map : null, image, width, height);
   $("patch").hidden = true;
-  bound($("seen"), picture);
-  $("name").textContent = picture.name;
-  $("label").textContent = picture.label;
-  $("probability").textContent = percent(picture.probability);
+  bound($("seen"), image);
+  $("name").textContent = image.name;
+  $("label").textContent = image.label;
+  $("probability").textContent = percent(image.probability);
   $("reading").textContent = `${map.shape[0]} × ${map.shape[1]} patches; point at one for its value`;
-  $("original").href = picture.link; $("overlay").href = picture.overlays[method] || "";
-  $("overlay").hidden = !picture.overlays[method];  // of a run that keeps the maps alone
+  $("original").href = image.link; $("overlay").href = image.overlays[method] || "";
+  $("overlay").hidden = !image.overlays[method];  // of a run that keeps the maps alone
   $("facts").textContent = factsOf(map.facts);
   $("departs").textContent = departures[method] ?? "";
   markTab($("tabs"), method);
-  setOpacity(picture.opacity);
+  setOpacity(image.opacity);
 }
 
 function setOpacity(value) {
@@ -101,10 +101,10 @@ function setOpacity(value) {
 
 function choose(name) {
   method = name;
-  for (const picture of visible) {
-    const box = picture.card.getBoundingClientRect();
-    if (box.bottom > -300 && box.top < innerHeight + 300) drawCard(picture);
-    else { sight.unobserve(picture.card); sight.observe(picture.card); }
+  for (const image of visible) {
+    const box = image.card.getBoundingClientRect();
+    if (box.bottom > -300 && box.top < innerHeight + 300) drawCard(image);
+    else { sight.unobserve(image.card); sight.observe(image.card); }
   }
   remember();
   if (current) show();
@@ -114,32 +114,32 @@ function arrange() {
   const text = $("file").value.toLowerCase(), label = $("class").value;
   const least = Number($("least").value || 0) / 100, most = Number($("most").value || 100) / 100;
   const down = $("sort").value.startsWith("-"), key = $("sort").value.replace("-", "");
-  visible = pictures.filter((picture) => picture.name.toLowerCase().includes(text) && (!label || picture.label === label)
-    && (picture.probability === null || (picture.probability >= least && picture.probability <= most)));
+  visible = images.filter((image) => image.name.toLowerCase().includes(text) && (!label || image.label === label)
+    && (image.probability === null || (image.probability >= least && image.probability <= most)));
   const compare = (a, b) => (typeof a === "string" ? a.localeCompare(b, undefined, { numeric: true }) : a - b);
   visible.sort((a, b) => (down ? -1 : 1) * compare(a[key] ?? 0, b[key] ?? 0) || a.order - b.order);
-  $("gallery").replaceChildren(...(visible.length ? visible.map((picture) => picture.card) : [nothing()]));
-  $("count").textContent = visible.length === pictures.length ? `${visible.length} on this page` : `${visible.length} of ${pictures.length} on this page`;
+  $("gallery").replaceChildren(...(visible.length ? visible.map((image) => image.card) : [nothing()]));
+  $("count").textContent = visible.length === images.length ? `${visible.length} on this page` : `${visible.length} of ${images.length} on this page`;
   select(visible.includes(current) ? current : visible[0] ?? null);
 }
 
-// What stands in the gallery where no picture matches.
+// What stands in the gallery where no image matches.
 function nothing() {
   const box = document.createElement("div"), clear = document.createElement("button");
   box.className = "nothing";
-  box.append(pictures.length ? "No picture on this page matches the filter." : "No picture was explained.");
-  if (!pictures.length) return box;
+  box.append(images.length ? "No image on this page matches the filter." : "No image was explained.");
+  if (!images.length) return box;
   clear.type = "button"; clear.className = "button"; clear.textContent = "Clear the filter";
   clear.addEventListener("click", () => { $("tools").reset(); arrange(); $("file").focus(); });
   box.append(document.createElement("br"), clear);
   return box;
 }
 
-// The picture and the method that the address names, where they are here.
+// The image and the method that the address names, where they are here.
 function recall(address) {
-  const picture = visible.find(({ name }) => name === address.picture);
+  const image = visible.find(({ name }) => name === address.image);
   if (methods.includes(address.method)) choose(address.method);
-  if (picture) select(picture);
+  if (image) select(image);
 }
 
 function point(event) {
@@ -150,7 +150,7 @@ function point(event) {
 
 const asked = readAddress();
 makeBackground(background);
-pictures.forEach(makeCard);
+images.forEach(makeCard);
 arrange();
 recall(asked);
 $("tools").addEventListener("input", arrange);

@@ -1,12 +1,12 @@
 // The page of a text: which word is asked stands in `state`, from which everything on the page is drawn.
 const { tokens, rows } = data, count = tokens.length, NUMBERS = 8;
-const KINDS = { special: "special tokens", stop: "stop words", punctuation: "punctuation", patch: "patches of pictures" };
+const KINDS = { special: "special tokens", stop: "stop words", punctuation: "punctuation", patch: "patches of images" };
 const state = { word: data.first, on: -1, layer: "all", hide: new Set(data.hidden) };
 const rowOf = new Map(rows.flatMap((row, number) => row.positions.map((position) => [position, number])));
 rows[data.first].positions.forEach((position) => rowOf.set(position, data.first));
 const isWritten = (position) => data.written !== null && position >= data.written;
 let shares = null; // [rows, layers, tokens]
-let maps = []; // of each picture, [rows, layers, patches]
+let maps = []; // of each image, [rows, layers, patches]
 let alpha = 0.6;
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
@@ -22,7 +22,7 @@ const sharesOf = (row) => tokens.map((token, position) => held(row, position));
 // The share that a row's own token has, and stands apart; null where the weights hold it.
 const apartOf = (row, layers = layersOfState()) => (rows[row].own ? meanOf(layers.map((layer) => rows[row].own[layer] ?? NaN)) : null);
 
-const figures = [...document.querySelectorAll(".picture")], PICTURE = figures.length > 1 ? "the pictures" : "the picture";
+const figures = [...document.querySelectorAll(".image")], IMAGE = figures.length > 1 ? "the images" : "the image";
 const isPatch = (position) => tokens[position].kind === "patch";
 const sumOf = (values, counts) => values.reduce((sum, value, position) => sum + (counts(position) ? value : 0), 0);
 
@@ -150,7 +150,7 @@ function drawWords(found) {
     const values = sharesOf(state.word), row = rows[state.word], { seen } = row, apart = apartOf(state.word);
     if (data.written !== null) {
       const own = sumOf(values, isOwnPlace(row)), prompt = sumOf(values, (position) => !isWritten(position) && position !== row.at);
-      const inside = figures.length ? ` (${inPercent(sumOf(values, isPatch))} on ${PICTURE})` : "";
+      const inside = figures.length ? ` (${inPercent(sumOf(values, isPatch))} on ${IMAGE})` : "";
       parts.push(`${inPercent(prompt)} on the prompt${inside}, ${inPercent(sumOf(values, isEarlier(row)))} on earlier written words together`);
       if (own > 0) parts.push(`${inPercent(own)} on its own place`);
     }
@@ -185,7 +185,7 @@ function cell(tag, text, more = {}) {
 
 function drawSheet() {
   const found = columns(), chosen = layersOfState(), sums = [], row = rows[state.word];
-  if (!turned() && figures.length) sums.push([PICTURE, isPatch]);
+  if (!turned() && figures.length) sums.push([IMAGE, isPatch]);
   if (!turned() && data.written !== null && row.seen > data.written) {
     sums.push(["earlier written words", isEarlier(row)]);
     if (!row.own) sums.push(["its own place", isOwnPlace(row)]);
@@ -214,11 +214,11 @@ function drawSheet() {
   $("sheet").replaceChildren(table);
 }
 
-// --- on the pictures -------------------------------------------------------------------------------------------------
+// --- on the images -------------------------------------------------------------------------------------------------
 
-// The map of a row on a picture, at the layers that are chosen, with the limits of its colours.
+// The map of a row on an image, at the layers that are chosen, with the limits of its colours.
 function mapOf(number, row) {
-  const { grid } = data.pictures[number], size = grid[0] * grid[1], values = new Float64Array(size), layers = layersOfState();
+  const { grid } = data.images[number], size = grid[0] * grid[1], values = new Float64Array(size), layers = layersOfState();
   for (const layer of layers) {
     const start = (row * data.layers + layer) * size;
     for (let patch = 0; patch < size; patch++) values[patch] += maps[number][start + patch] / layers.length;
@@ -226,26 +226,26 @@ function mapOf(number, row) {
   return { shape: grid, values, ...limitsOf(values, data.percentiles) };
 }
 
-// The words that have a small map of their own below each picture.
-const pictured = [...rows.keys()].filter((row) => tokens[rows[row].positions[0]].kind === "word");
+// The words that have a small map of their own below each image.
+const imageRows = [...rows.keys()].filter((row) => tokens[rows[row].positions[0]].kind === "word");
 
-function makePictures() {
+function makeImages() {
   makeBackground(data.drawing.background);
   figures.forEach((figure, number) => {
-    const picture = data.pictures[number], strip = figure.querySelector(".strip");
-    figure.querySelector(".photo").src = picture.image;
-    bound(figure.querySelector(".seen"), picture);
-    for (const row of pictured) {
+    const image = data.images[number], strip = figure.querySelector(".strip");
+    figure.querySelector(".photo").src = image.image;
+    bound(figure.querySelector(".seen"), image);
+    for (const row of imageRows) {
       const button = cell("button", "", { type: "button", className: "small" }), frame = cell("span", "", { className: "frame" });
-      const photo = cell("img", "", { src: picture.image, alt: "" }), ground = cell("img", "", { className: "ground", alt: "" });
-      frame.style.aspectRatio = `${picture.size[0]} / ${picture.size[1]}`;
+      const photo = cell("img", "", { src: image.image, alt: "" }), ground = cell("img", "", { className: "ground", alt: "" });
+      frame.style.aspectRatio = `${image.size[0]} / ${image.size[1]}`;
       frame.append(photo, ground, document.createElement("canvas"));
       button.dataset.row = row; button.append(frame, cell("bdi", rows[row].name)); strip.append(button);
     }
     const frame = figure.querySelector(".stage .frame");
     frame.addEventListener("mousemove", (event) => {
-      const map = mapOf(number, state.word), patch = patchAt(event, frame, picture, map.shape);
-      outline(figure.querySelector(".patch"), picture, map.shape, patch);
+      const map = mapOf(number, state.word), patch = patchAt(event, frame, image, map.shape);
+      outline(figure.querySelector(".patch"), image, map.shape, patch);
       figure.querySelector(".reading").textContent = patch ? readingOf(map, patch) : "the model did not see this part";
     });
     frame.addEventListener("mouseleave", () => { figure.querySelector(".patch").hidden = true; figure.querySelector(".reading").textContent = ""; });
@@ -253,31 +253,31 @@ function makePictures() {
   });
 }
 
-function layMap(frame, map, picture, width, height) {
+function layMap(frame, map, image, width, height) {
   const canvas = frame.querySelector("canvas");
-  drawHeat(canvas, map, picture, data.tables, width, height);
+  drawHeat(canvas, map, image, data.tables, width, height);
   canvas.style.opacity = alpha;
-  layBackground(frame.querySelector(".ground"), picture, alpha);
+  layBackground(frame.querySelector(".ground"), image, alpha);
 }
 
-function drawPictures() {
+function drawImages() {
   if (!figures.length) return;
-  $("pictures").hidden = turned();
+  $("images").hidden = turned();
   if (turned()) return;
   $("opacity").value = Math.round(100 * alpha);
   $("percent").textContent = `${Math.round(100 * alpha)} %`;
   figures.forEach((figure, number) => {
-    const picture = data.pictures[number], stage = figure.querySelector(".stage"), frame = stage.querySelector(".frame");
-    const map = mapOf(number, state.word), scale = Math.min((stage.clientWidth - 16) / picture.size[0], (0.5 * innerHeight) / picture.size[1]);
-    const [width, height] = picture.size.map((side) => Math.max(1, Math.round(side * scale)));
+    const image = data.images[number], stage = figure.querySelector(".stage"), frame = stage.querySelector(".frame");
+    const map = mapOf(number, state.word), scale = Math.min((stage.clientWidth - 16) / image.size[0], (0.5 * innerHeight) / image.size[1]);
+    const [width, height] = image.size.map((side) => Math.max(1, Math.round(side * scale)));
     Object.assign(frame.style, { width: `${width}px`, height: `${height}px` });
-    layMap(frame, map, picture, width, height);
+    layMap(frame, map, image, width, height);
     showScale(figure.querySelector(".scale"), data.tables, map, alpha, data.drawing.background);
-    figure.querySelector(".name").textContent = picture.name;
+    figure.querySelector(".name").textContent = image.name;
     figure.querySelector(".share").textContent = `${percent(map.values.reduce((sum, value) => sum + value, 0))} of ${quoted(rows[state.word].name)} rests on it`;
     for (const button of figure.querySelectorAll(".small")) {
-      const row = Number(button.dataset.row), small = 72 / Math.max(...picture.size);
-      layMap(button, mapOf(number, row), picture, ...picture.size.map((side) => Math.max(1, Math.round(side * small))));
+      const row = Number(button.dataset.row), small = 72 / Math.max(...image.size);
+      layMap(button, mapOf(number, row), image, ...image.size.map((side) => Math.max(1, Math.round(side * small))));
       button.setAttribute("aria-pressed", String(row === state.word));
     }
   });
@@ -288,7 +288,7 @@ function drawPictures() {
 function draw() {
   drawWords(drawText());
   drawSheet();
-  drawPictures();
+  drawImages();
   $("reading").textContent = "";
   $("layer").value = state.layer;
   for (const box of document.querySelectorAll("#hide input")) box.checked = state.hide.has(box.value);
@@ -367,11 +367,11 @@ function wire() {
   });
   addEventListener("hashchange", () => begin(readAddress()));
   if (!figures.length) return;
-  $("opacity").addEventListener("input", () => { alpha = Number($("opacity").value) / 100; drawPictures(); });
-  addEventListener("resize", drawPictures);
+  $("opacity").addEventListener("input", () => { alpha = Number($("opacity").value) / 100; drawImages(); });
+  addEventListener("resize", drawImages);
 }
 
-Promise.all([data.shares, ...data.pictures.map((picture) => picture.maps)].map(unpack)).then(([found, ...others]) => {
+Promise.all([data.shares, ...data.images.map((image) => image.maps)].map(unpack)).then(([found, ...others]) => {
   shares = found; maps = others;
-  makeText(); makePictures(); wire(); begin(readAddress());
+  makeText(); makeImages(); wire(); begin(readAddress());
 });

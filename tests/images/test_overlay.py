@@ -10,10 +10,10 @@ from hypothesis.extra import numpy as hnp
 
 from tests.references import seen_mask
 from vitflow.errors import OptionError, ShapeError
-from vitflow.pictures import BACKGROUNDS, INTERPOLATIONS, overlay
-from vitflow.pictures.geometry import Placement, place
-from vitflow.pictures.overlay import blend, has_two_sides, mass_level, scale_range
-from vitflow.pictures.upsampling import upsample
+from vitflow.images import BACKGROUNDS, INTERPOLATIONS, overlay
+from vitflow.images.geometry import Placement, place
+from vitflow.images.overlay import blend, has_two_sides, mass_level, scale_range
+from vitflow.images.upsampling import upsample
 
 
 def random_grid(rows: int, cols: int, seed: int = 0) -> np.ndarray:
@@ -164,7 +164,7 @@ def test_a_constant_grid_gives_a_constant_heatmap(interpolation):
 
 
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
-def test_upsampling_commutes_with_turning_the_picture(interpolation):
+def test_upsampling_commutes_with_turning_the_image(interpolation):
     grid, (height, width) = random_grid(6, 4), (97, 55)
     upright = upsample(grid, place((height, width), (48, 32), fit="squash"), interpolation=interpolation)
     turned = upsample(grid.T, place((width, height), (32, 48), fit="squash"), interpolation=interpolation)
@@ -431,7 +431,7 @@ def test_unseen_pixels_are_untouched_and_their_border_is_marked(size, fit_option
     np.testing.assert_array_equal(overlay[~seen], image[~seen])
     np.testing.assert_array_equal(plain[~seen], image[~seen])
 
-    # The frame is one white pixel and then a black one (the picture is small), and nothing else changed.
+    # The frame is one white pixel and then a black one (the image is small), and nothing else changed.
     left, top, right, bottom = placement.seen_box
     for depth, color in enumerate([255, 0]):
         frame = [
@@ -462,7 +462,7 @@ def test_nothing_is_marked_where_everything_was_seen():
     np.testing.assert_array_equal(blend(image, heatmap), blend(image, heatmap, mark_unseen=False))
 
 
-def test_the_line_grows_with_the_picture():
+def test_the_line_grows_with_the_image():
     image = np.full((2000, 3000, 3), 90, dtype=np.uint8)
     heatmap = upsample(np.zeros((4, 4)), place((2000, 3000), (32, 32)))
     overlay = blend(image, heatmap, background="photo")

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, get_args
 
-#: How a picture becomes the model's input.
+#: How an image becomes the model's input.
 Fit = Literal["crop", "squash", "pad", "native"]
 FITS: tuple[Fit, ...] = get_args(Fit)
 
@@ -10,14 +10,14 @@ FITS: tuple[Fit, ...] = get_args(Fit)
 Interpolation = Literal["smooth", "linear", "cubic", "nearest"]
 INTERPOLATIONS: tuple[Interpolation, ...] = get_args(Interpolation)
 
-#: Pixels per inch of the pictures in a figure, in every format; text and lines are vectors in PDF and SVG.
+#: Pixels per inch of the images in a figure, in every format; text and lines are vectors in PDF and SVG.
 DPI = 200
 
 #: What stands under the colours of a map: the photograph as it is, in darkened grey, or darkened with half its colour.
 Background = Literal["photo", "grey", "dim"]
 BACKGROUNDS: tuple[Background, ...] = get_args(Background)
 
-#: How a picture is written, by the suffix of its file: arguments of Pillow's `save`.
+#: How an image is written, by the suffix of its file: arguments of Pillow's `save`.
 WRITE_OPTIONS: dict[str, dict[str, Any]] = {
     ".png": {"format": "PNG"},
     ".jpg": {"format": "JPEG", "quality": 95, "subsampling": 0},

@@ -1,4 +1,4 @@
-"""Reading, writing and finding pictures: every mode, every format, and every fault by causing it."""
+"""Reading, writing and finding images: every mode, every format, and every fault by causing it."""
 
 import io
 import os
@@ -17,7 +17,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from vitflow.errors import ImageError, ShapeError
 from vitflow.files import find_images, natural_order
-from vitflow.pictures.images import image_name, read_image, write_image
+from vitflow.images.reading import image_name, read_image, write_image
 
 RGB = np.random.default_rng(0).integers(0, 256, (17, 23, 3), dtype=np.uint8)
 SMOOTH = np.stack(np.broadcast_arrays(*np.ogrid[0:200:40j, 30:250:48j], 90), axis=-1).astype(np.uint8)
@@ -62,9 +62,9 @@ def test_the_result_is_a_copy():
     source = RGB.copy()
     read_image(source)[:] = 0
     np.testing.assert_array_equal(source, RGB)
-    picture = Image.fromarray(source)
-    read_image(picture)[:] = 0
-    np.testing.assert_array_equal(np.asarray(picture), RGB)
+    image = Image.fromarray(source)
+    read_image(image)[:] = 0
+    np.testing.assert_array_equal(np.asarray(image), RGB)
 
 
 def test_a_file_is_closed_after_reading(tmp_path):
@@ -103,7 +103,7 @@ def test_lossy_formats(fmt):
     assert np.abs(image.astype(int) - SMOOTH).max() < 10
 
 
-# Older releases of Pillow write broken MPO files of pictures so small.
+# Older releases of Pillow write broken MPO files of images so small.
 @pytest.mark.parametrize("fmt", ["GIF", "WEBP", "TIFF", "PNG", *(["AVIF", "MPO"] if AVIF else [])])
 def test_the_first_frame_is_read(fmt):
     frames = [Image.new("RGB", (16, 12), color) for color in ["red", "lime", "blue"]]
@@ -287,7 +287,7 @@ def test_exif_orientation(fmt, orientation):
 
 
 def test_exif_orientation_by_hand():
-    """The picture of one red pixel at the stored top left: where it must come to lie."""
+    """The image of one red pixel at the stored top left: where it must come to lie."""
     stored = np.zeros((2, 3, 3), dtype=np.uint8)
     stored[0, 0] = (255, 0, 0)
     corners = {1: (0, 0), 2: (0, -1), 3: (-1, -1), 4: (-1, 0), 5: (0, 0), 6: (0, -1), 7: (-1, -1), 8: (-1, 0)}
@@ -304,7 +304,7 @@ def test_orientations_that_do_not_exist(value):
     np.testing.assert_array_equal(read_image(encode(RGB, exif=exif)), RGB)
 
 
-def test_an_odd_tag_beside_the_orientation_does_not_keep_a_picture_from_being_turned():
+def test_an_odd_tag_beside_the_orientation_does_not_keep_an_image_from_being_turned():
     turn_right = struct.pack("<HHII", ExifTags.Base.Orientation, 3, 1, 6)
     double_without_a_place = struct.pack("<HHII", ExifTags.Base.BitsPerSample, 12, 1, 8)
     tags = struct.pack("<H", 2) + turn_right + double_without_a_place + struct.pack("<I", 0)
@@ -313,7 +313,7 @@ def test_an_odd_tag_beside_the_orientation_does_not_keep_a_picture_from_being_tu
 
 
 @pytest.mark.parametrize("fmt", ["JPEG", "PNG", "WEBP"])
-def test_damaged_exif_does_not_spoil_the_picture(fmt):
+def test_damaged_exif_does_not_spoil_the_image(fmt):
     for exif in [
         b"Exif\0\0",
         b"Exif\0\0MM\0*\0\0\0\x08\xff\xff",
@@ -356,7 +356,7 @@ def test_arrays():
         (np.array([[0.0, np.nan]]), "from nan to nan"),
     ],
 )
-def test_arrays_that_are_no_pictures(array, message):
+def test_arrays_that_are_no_images(array, message):
     with pytest.raises(ShapeError, match=message):
         read_image(array)
 
@@ -367,19 +367,19 @@ def test_arrays_that_are_no_pictures(array, message):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (b"", r"Expected the given bytes to be a picture .*, got an empty file \(0 bytes\): .* Get it anew\.$"),
+        (b"", r"Expected the given bytes to be an image .*, got an empty file \(0 bytes\): .* Get it anew\.$"),
         (b"hello", "got something that Pillow cannot read"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "got something that Pillow cannot read"),
         (None, "got NoneType"),
         (bytearray(b"x"), "got bytearray"),
         (io.BytesIO(b"x"), r"got BytesIO\. Of an open file, pass file\.read\(\)"),
-        ("no/such/picture.jpg", "Expected a picture at 'no/such/picture.jpg', but there is no such file"),
+        ("no/such/image.jpg", "Expected an image at 'no/such/image.jpg', but there is no such file"),
         ("https://example.org/cat.jpg", "must be downloaded first"),
-        ("", r"got the folder '\.'\. vitflow\.explain_folder explains all pictures in it"),
+        ("", r"got the folder '\.'\. vitflow\.explain_folder explains all images in it"),
         ("nul\0byte", "no such file"),
     ],
 )
-def test_what_is_no_picture(source, message):
+def test_what_is_no_image(source, message):
     with pytest.raises(ImageError, match=message):
         read_image(source)
 
@@ -391,17 +391,17 @@ def test_tensors_are_shown_the_way():
         read_image(torch.zeros(3, 4, 4))
 
 
-def test_files_that_are_no_pictures(tmp_path):
+def test_files_that_are_no_images(tmp_path):
     empty, text, pipe = tmp_path / "empty.jpg", tmp_path / "notes.jpg", tmp_path / "pipe.jpg"
     empty.touch()
-    text.write_text("not a picture")
+    text.write_text("not an image")
     with pytest.raises(
-        ImageError, match=r"Expected 'empty\.jpg' to be a picture .*, got an empty file .* Get it anew\.$"
+        ImageError, match=r"Expected 'empty\.jpg' to be an image .*, got an empty file .* Get it anew\.$"
     ):
         read_image(empty)
-    with pytest.raises(ImageError, match=r"Expected 'notes.jpg' to be a picture .*Convert it to PNG or JPEG"):
+    with pytest.raises(ImageError, match=r"Expected 'notes.jpg' to be an image .*Convert it to PNG or JPEG"):
         read_image(text)
-    with pytest.raises(ImageError, match="Expected a picture, got the folder"):
+    with pytest.raises(ImageError, match="Expected an image, got the folder"):
         read_image(tmp_path)
     if hasattr(os, "mkfifo"):
         os.mkfifo(pipe)
@@ -439,7 +439,7 @@ def test_a_format_that_this_pillow_does_not_read_is_not_promised(monkeypatch):
     monkeypatch.setattr(
         Image, "OPEN", {name: opener for name, opener in Image.OPEN.items() if name not in ("AVIF", "HEIF")}
     )
-    with pytest.raises(ImageError, match=r"to be a picture \(BMP.*AVIF is read with Pillow 11\.3 or newer") as told:
+    with pytest.raises(ImageError, match=r"to be an image \(BMP.*AVIF is read with Pillow 11\.3 or newer") as told:
         read_image(b"\0\0\0\x1cftypavif")
     assert "HEIF" not in str(told.value)
 
@@ -575,7 +575,7 @@ def test_unknown_suffixes(tmp_path, name):
 
 @pytest.mark.parametrize("array", [RGB.astype(np.float32), RGB[..., :2], RGB[None], np.zeros((0, 3, 3), np.uint8)])
 def test_arrays_that_cannot_be_written(tmp_path, array):
-    with pytest.raises(ShapeError, match="Expected a picture as uint8"):
+    with pytest.raises(ShapeError, match="Expected an image as uint8"):
         write_image(tmp_path / "map.png", array)
 
 
@@ -609,7 +609,7 @@ def test_places_that_cannot_be_written_to(tmp_path):
         write_image(tmp_path / "file" / "map.png", RGB)
     with pytest.raises(ImageError, match=r"Could not write 'folder\.png'"):
         write_image(tmp_path / "folder.png", RGB)
-    with pytest.raises(ImageError, match="a picture of 1 × 17000 pixels .*Choose another format"):
+    with pytest.raises(ImageError, match="an image of 1 × 17000 pixels .*Choose another format"):
         write_image(tmp_path / "long.webp", np.zeros((17_000, 1, 3), np.uint8))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "folder.png"]
 
@@ -623,7 +623,7 @@ def touch(root: Path, *names: str) -> None:
         (root / name).touch()
 
 
-def test_pictures_come_in_natural_order(tmp_path):
+def test_images_come_in_natural_order(tmp_path):
     touch(tmp_path, "img10.png", "img2.PNG", "IMG1.jpg", "img2b.webp", "7.tif", "a.txt", "b.npz", "9/8.gif", "äöü.avif")
     touch(tmp_path, ".hidden.png", "._1.jpg", "album.png/1.jpg")
     (tmp_path / "broken.png").symlink_to("missing.png")

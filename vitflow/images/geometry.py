@@ -1,4 +1,4 @@
-"""Placement: which part of a picture the model sees, and where each of its pixels lies in the model input."""
+"""Placement: which part of an image the model sees, and where each of its pixels lies in the model input."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, check_known
-from vitflow.pictures import FITS, Fit
+from vitflow.images import FITS, Fit
 
 CropMode = Literal["center", "squash", "border", "patches"]
 # Those of timm.
@@ -23,17 +23,17 @@ Coordinate = TypeVar("Coordinate", float, NDArray[np.float64])
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a picture became a model input: resized whole, then a part cut out, padded where it sticks out.
+    """How an image became a model input: resized whole, then a part cut out, padded where it sticks out.
 
     Coordinates are continuous (y, x) in the pixel-edge convention: pixel k covers [k, k + 1) and has its centre at
     k + 0.5. Sizes are (height, width) in pixels.
 
     Attributes:
-        image_size: size of the original picture.
-        resized_size: size of the whole picture after the resize.
-        offset: (top, left) corner of the model input inside the resized picture; negative where padded.
+        image_size: size of the original image.
+        resized_size: size of the whole image after the resize.
+        offset: (top, left) corner of the model input inside the resized image; negative where padded.
         input_size: size of the model input.
-        padding: colour of what lies outside the picture: the mean of the normalisation, or black.
+        padding: colour of what lies outside the image: the mean of the normalisation, or black.
 
     >>> placement = place((480, 640), (224, 224), crop_pct=0.875)
     >>> placement.resized_size, placement.offset, placement.seen_box
@@ -52,8 +52,8 @@ class Placement:
         sides = zip(self.offset, self.input_size, self.resized_size, strict=True)
         if not all(-length < start < resized for start, length, resized in sides):
             raise ShapeError(
-                f"Expected a model input that overlaps the picture, got the offset {self.offset} of an input of "
-                f"{self.input_size} in a picture resized to {self.resized_size}."
+                f"Expected a model input that overlaps the image, got the offset {self.offset} of an input of "
+                f"{self.input_size} in an image resized to {self.resized_size}."
             )
 
     @property
@@ -61,7 +61,7 @@ class Placement:
         """(left, top, right, bottom) of the pixels of the original whose centres lie inside the model input.
 
         Right and bottom are exclusive. The box is empty only where the model input lies between two pixel centres,
-        as in a picture a few pixels high and a thousand times as wide.
+        as in an image a few pixels high and a thousand times as wide.
         """
         (top, bottom), (left, right) = (
             (_first_centre(size, resized, start), _first_centre(size, resized, start + length))
@@ -73,7 +73,7 @@ class Placement:
 
     @property
     def window(self) -> tuple[float, float, float, float]:
-        """(left, top, right, bottom) of the model input on the picture; it reaches beyond where the input was padded.
+        """(left, top, right, bottom) of the model input on the image; it reaches beyond where the input was padded.
 
         >>> Placement((100, 200), (50, 100), (0, 25), (50, 50)).window
         (50.0, 0.0, 150.0, 100.0)
@@ -88,7 +88,7 @@ class Placement:
         return self.seen_box == (0, 0, self.image_size[1], self.image_size[0])
 
     def to_input(self, y: Coordinate, x: Coordinate) -> tuple[Coordinate, Coordinate]:
-        """Map a point of the original picture to the model input; it may lie outside of it.
+        """Map a point of the original image to the model input; it may lie outside of it.
 
         >>> Placement((100, 200), (50, 100), (0, 25), (50, 50)).to_input(10.0, 50.0)
         (5.0, 0.0)
@@ -99,7 +99,7 @@ class Placement:
         )
 
     def to_image(self, y: Coordinate, x: Coordinate) -> tuple[Coordinate, Coordinate]:
-        """Map a point of the model input to the original picture; it lies outside of it where the input was padded.
+        """Map a point of the model input to the original image; it lies outside of it where the input was padded.
 
         >>> Placement((100, 200), (50, 100), (0, 25), (50, 50)).to_image(5.0, 0.0)
         (10.0, 50.0)
@@ -110,20 +110,20 @@ class Placement:
         )
 
     def patch_at(self, y: float, x: float, grid: tuple[int, int]) -> tuple[int, int]:
-        """Row and column of the patch that lies at a point of the original picture, of a grid of (rows, columns).
+        """Row and column of the patch that lies at a point of the original image, of a grid of (rows, columns).
 
         Raises:
-            OptionError: the point lies beside the picture, or beside what the model saw of it.
+            OptionError: the point lies beside the image, or beside what the model saw of it.
 
         >>> Placement((100, 200), (50, 100), (0, 25), (50, 50)).patch_at(10.0, 99.0, (5, 5))
         (0, 2)
         """
         if not (0 <= y < self.image_size[0] and 0 <= x < self.image_size[1]):
-            raise OptionError("Expected a point on the picture, got one beside it.")
+            raise OptionError("Expected a point on the image, got one beside it.")
         places = zip(self.to_input(y, x), grid, self.input_size, strict=True)
         row, col = (math.floor(place * count / size) for place, count, size in places)
         if not (0 <= row < grid[0] and 0 <= col < grid[1]):
-            raise OptionError("Expected a point on what the model saw of the picture, got one that it did not see.")
+            raise OptionError("Expected a point on what the model saw of the image, got one that it did not see.")
         return row, col
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,16 +140,16 @@ def place(
     crop_mode: CropMode = "center",
     patch_size: int | tuple[int, int] | None = None,
 ) -> Placement:
-    """Decide how a picture becomes a model input. All sizes are (height, width) in pixels.
+    """Decide how an image becomes a model input. All sizes are (height, width) in pixels.
 
     Args:
-        image_size: size of the picture.
+        image_size: size of the image.
         input_size: size that the model was made for.
         fit: "crop" does what timm's evaluation transform does with this crop_pct and crop_mode; "squash" resizes the
-            whole picture to the input size, whatever its aspect; "pad" keeps the aspect and pads; "native" keeps the
+            whole image to the input size, whatever its aspect; "pad" keeps the aspect and pads; "native" keeps the
             aspect with about as many patches as input_size has, each side rounded to whole patches.
-        crop_pct: share of the resized picture that is cropped out; for "crop" only.
-        crop_mode: timm's "center", "squash" or "border", or "patches": the largest size of nearly the picture's aspect
+        crop_pct: share of the resized image that is cropped out; for "crop" only.
+        crop_mode: timm's "center", "squash" or "border", or "patches": the largest size of nearly the image's aspect
             that has no more whole patches than input_size, each side rounded up; for "crop" only.
         patch_size: side of a patch, or (height, width) of it; for "native" and "patches" only.
 
@@ -184,13 +184,13 @@ def _check_size(name: str, size: Sequence[int]) -> None:
 
 
 def _first_centre(size: int, resized: int, start: int) -> int:
-    """Index of the first of `size` pixels whose centre lies at or behind `start` in the resized picture."""
+    """Index of the first of `size` pixels whose centre lies at or behind `start` in the resized image."""
     # (k + 1/2) · resized / size >= start, solved for k in whole numbers, so that no rounding decides about a pixel.
     return min(max(-((resized - 2 * size * start) // (2 * resized)), 0), size)
 
 
 def _native_size(image_size: Size, input_size: Size, patch_size: int | tuple[int, int] | None) -> Size:
-    """Whole patches in the aspect of the picture, about as many as the input size has."""
+    """Whole patches in the aspect of the image, about as many as the input size has."""
     if patch_size is None:
         raise OptionError("fit='native' needs patch_size, the side of the model's patches in pixels.")
     patch_height, patch_width = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
@@ -199,7 +199,7 @@ def _native_size(image_size: Size, input_size: Size, patch_size: int | tuple[int
     patches = max((input_size[0] // patch_height) * (input_size[1] // patch_width), 1)
     # rows · cols = patches and (rows · patch_height) / (cols · patch_width) = height / width
     exact_rows = math.sqrt(patches * (image_size[0] / image_size[1]) * (patch_width / patch_height))
-    # A very long picture gets one line of patches, and not more of them for that.
+    # A very long image gets one line of patches, and not more of them for that.
     rows = min(max(round(exact_rows), 1), patches)
     cols = min(max(round(patches / exact_rows), 1), patches)
     return rows * patch_height, cols * patch_width
@@ -265,6 +265,6 @@ def _centred(resized: Size, input_size: Size) -> tuple[int, int]:
 
 
 def strips(height: int, width: int) -> Iterator[slice]:
-    """The rows of a picture in strips of so few pixels that they stay in a processor's cache."""
+    """The rows of an image in strips of so few pixels that they stay in a processor's cache."""
     rows = max(1, 2**15 // max(width, 1))
     return (slice(top, top + rows) for top in range(0, height, rows))

@@ -1,4 +1,4 @@
-"""Pictures in a prompt: how they are given to a model that writes, and the map of a written word on each."""
+"""Images in a prompt: how they are given to a model that writes, and the map of a written word on each."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,29 +11,29 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, unknown_name
+from vitflow.images.geometry import Placement
+from vitflow.images.reading import image_name, read_image
+from vitflow.images.upsampling import lay_together
 from vitflow.methods.tokens import relative_to
 from vitflow.models.anatomy import read_layout
 from vitflow.models.languages import load_processor
 from vitflow.models.libraries import library_id
-from vitflow.pictures.geometry import Placement
-from vitflow.pictures.images import image_name, read_image
-from vitflow.pictures.upsampling import lay_together
-from vitflow.text.picture_tokens import PictureTokens, image_token, picture_tokens, refuse_videos, source_tokens
-from vitflow.text.textpage import ShownPicture
+from vitflow.text.image_tokens import ImageTokens, image_token, image_tokens, refuse_videos, source_tokens
+from vitflow.text.textpage import ShownImage
 
-#: What is asked about a picture where nobody asks anything else.
-ASKING = "Describe the picture."
-Layout = PictureTokens | Sequence[PictureTokens] | None
+#: What is asked about an image where nobody asks anything else.
+ASKING = "Describe the image."
+Layout = ImageTokens | Sequence[ImageTokens] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pictures:
-    """The pictures of one prompt, and where their patches stand among its tokens.
+class PromptImages:
+    """The images of one prompt, and where their patches stand among its tokens.
 
     Attributes:
-        images: the pictures, uint8 RGB [height, width, 3] each.
+        images: the images, uint8 RGB [height, width, 3] each.
         sources: what they are called.
-        parts: their patches, in the order of the prompt; a picture may have several parts, such as tiles.
+        parts: their patches, in the order of the prompt; an image may have several parts, such as tiles.
         neutral: for each part the row at the end of a neutral prompt over its patches, float32 [patches, layers]; None
             where no such prompt was given.
         tower: for each part what its tokens hold of the vision tower's own patches, float32 [patches, patches of the
@@ -42,7 +42,7 @@ class Pictures:
 
     images: tuple[NDArray[np.uint8], ...]
     sources: tuple[str, ...]
-    parts: tuple[PictureTokens, ...]
+    parts: tuple[ImageTokens, ...]
     neutral: tuple[NDArray[np.float32], ...] | None = None
     tower: tuple[NDArray[np.float32], ...] | None = None
 
@@ -51,8 +51,8 @@ class Pictures:
         names = ("left", "top", "right", "bottom")
         return [
             {
-                "picture": part.picture,
-                "source": self.sources[part.picture],
+                "image": part.image,
+                "source": self.sources[part.image],
                 "role": part.role,
                 "rows": part.rows,
                 "columns": part.cols,
@@ -62,15 +62,15 @@ class Pictures:
             for index, part in enumerate(self.parts)
         ]
 
-    def chosen(self, picture: int | None, role: str | None) -> list[int]:
-        """The numbers of a picture's parts of a role, or of all; OptionError where it is not told which picture."""
+    def chosen(self, image: int | None, role: str | None) -> list[int]:
+        """The numbers of an image's parts of a role, or of all; OptionError where it is not told which image."""
         count = len(self.images)
-        if picture is None and count > 1:
-            raise OptionError(f"Expected one of the prompt's {count} pictures, got none: pass picture=0 for the first.")
-        number = 0 if picture is None else picture
+        if image is None and count > 1:
+            raise OptionError(f"Expected one of the prompt's {count} images, got none: pass image=0 for the first.")
+        number = 0 if image is None else image
         if not 0 <= number < count:
-            raise OptionError(f"Expected a picture from 0 to {count - 1}, got {number}.")
-        own = [index for index, part in enumerate(self.parts) if part.picture == number]
+            raise OptionError(f"Expected an image from 0 to {count - 1}, got {number}.")
+        own = [index for index, part in enumerate(self.parts) if part.image == number]
         roles = {self.parts[index].role: None for index in own}
         if role is not None and role not in roles:
             raise OptionError(unknown_name("role", role, roles))
@@ -86,7 +86,7 @@ class Pictures:
         relative: bool,
         through_tower: bool,
     ) -> tuple[NDArray[np.float32], Placement, dict[str, Any]]:
-        """The map of a row over the prompt on some parts of a picture, laid together by area; and what to know of it.
+        """The map of a row over the prompt on some parts of an image, laid together by area; and what to know of it.
 
         Args:
             row: weights of the prompt's tokens, [tokens].
@@ -98,7 +98,7 @@ class Pictures:
         """
         weights = [np.asarray(row, np.float64)[list(self.parts[index].positions)] for index in chosen]
         share = float(sum(part.sum() for part in weights)) / whole if whole else 0.0
-        facts: dict[str, Any] = {"on_picture": share}
+        facts: dict[str, Any] = {"on_image": share}
         if relative:
             weights = self._relative(weights, chosen, layer)
         grids = [
@@ -117,8 +117,8 @@ class Pictures:
 
     def shown(
         self, rows: NDArray[Any], wholes: NDArray[Any], *, relative: bool, through_tower: bool
-    ) -> list[ShownPicture]:
-        """Each picture with the maps of all rows up to each layer, as shares of these rows.
+    ) -> list[ShownImage]:
+        """Each image with the maps of all rows up to each layer, as shares of these rows.
 
         Args:
             rows: weights of the prompt's tokens, [rows, tokens, layers].
@@ -139,16 +139,16 @@ class Pictures:
                         through_tower=through_tower,
                     )
                     total = float(grid.sum())
-                    maps.append(grid * (facts["on_picture"] / total if total else 0.0))
+                    maps.append(grid * (facts["on_image"] / total if total else 0.0))
             shape = (len(rows), rows.shape[2], *maps[0].shape)
-            found.append(ShownPicture(self.sources[number], image, placement.window, np.reshape(maps, shape)))
+            found.append(ShownImage(self.sources[number], image, placement.window, np.reshape(maps, shape)))
         return found
 
     def _relative(self, weights: list[NDArray[Any]], chosen: Sequence[int], layer: int) -> list[NDArray[Any]]:
         if self.neutral is None:
             raise OptionError(
                 "Expected the row of a neutral prompt for relative=True, got none: pass "
-                "neutral='Describe the picture.' to explain_generation."
+                "neutral='Describe the image.' to explain_generation."
             )
         beside = np.concatenate([self.neutral[index][:, layer] for index in chosen])
         found = relative_to(torch.from_numpy(np.concatenate(weights)), torch.from_numpy(beside)).numpy()
@@ -167,7 +167,7 @@ class Pictures:
         part = self.parts[index]
         if part.placement is not None:
             return part.placement
-        height, width = self.images[part.picture].shape[:2]
+        height, width = self.images[part.image].shape[:2]
         return Placement((height, width), (height, width), (0, 0), (height, width))
 
 
@@ -187,20 +187,20 @@ def less_earlier(row: NDArray[Any], earlier: NDArray[Any], weights: NDArray[Any]
     return left
 
 
-def with_pictures(
+def with_images(
     model: nn.Module, prompt: Any, image: Any, processor: Any, layout: Layout
-) -> tuple[Mapping[str, Any], Any, Pictures]:
-    """A prompt with its pictures, as the processor makes it; the processor; and where the patches stand.
+) -> tuple[Mapping[str, Any], Any, PromptImages]:
+    """A prompt with its images, as the processor makes it; the processor; and where the patches stand.
 
     Args:
         model: sees and writes.
-        prompt: a text, or what the processor has made of it with these pictures; None to ask for a description.
-        image: a picture or several, as for `read_image`.
+        prompt: a text, or what the processor has made of it with these images; None to ask for a description.
+        image: an image or several, as for `read_image`.
         processor: prepares them; by default the one saved beside the model, by name.
         layout: where the patches stand, for a family that is not known.
 
     Raises:
-        OptionError: no picture or a video among the tokens, several prompts, or a text where the model sees nothing.
+        OptionError: no image or a video among the tokens, several prompts, or a text where the model sees nothing.
         UnsupportedModelError: it is not known where the patches of this family stand.
         ModelError: there is no processor.
     """
@@ -208,14 +208,14 @@ def with_pictures(
     config = getattr(model, "config", None)
     if image_token(config) is None and layout is None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no token for the patches of a picture in its text: it sees none there. But "
-            "for VisionEncoderDecoder, models that attend to a picture beside their text are not followed."
+            f"{type(model).__name__} has no token for the patches of an image in its text: it sees none there. But "
+            "for VisionEncoderDecoder, models that attend to an image beside their text are not followed."
         )
     processor = _processor_of(model, processor)
     if not hasattr(processor, "tokenizer"):
         raise OptionError(
-            f"Expected a processor of pictures and texts for {type(model).__name__}, got {type(processor).__name__}, "
-            "which prepares pictures alone: pass processor=."
+            f"Expected a processor of images and texts for {type(model).__name__}, got {type(processor).__name__}, "
+            "which prepares images alone: pass processor=."
         )
     prompt = ASKING if prompt is None else prompt
     if isinstance(prompt, str):
@@ -225,47 +225,47 @@ def with_pictures(
         drawn = [Image.fromarray(one) for one in images]
         try:
             inputs = dict(processor(images=drawn, text=text, return_tensors="pt", **once))
-        except (ValueError, IndexError, StopIteration) as error:  # of the count of pictures in the text
+        except (ValueError, IndexError, StopIteration) as error:  # of the count of images in the text
             raise OptionError(
                 f"Expected a prompt that {type(processor).__name__} can join with {len(images)} "
-                f"picture{'s'[: len(images) > 1]}, got {text!r:.80}: {type(error).__name__}: {error}"
+                f"image{'s'[: len(images) > 1]}, got {text!r:.80}: {type(error).__name__}: {error}"
             ) from error
     elif isinstance(prompt, Mapping) and isinstance(prompt.get("input_ids"), Tensor):
         inputs = dict(prompt)
     else:
         got = f"{len(prompt)} prompts" if isinstance(prompt, Sequence) else type(prompt).__name__
-        raise OptionError(f"Expected one prompt with its pictures, as a text or as the processor makes it, got {got}.")
+        raise OptionError(f"Expected one prompt with its images, as a text or as the processor makes it, got {got}.")
     inputs.pop("labels", None)  # of training
     if layout is None:
         given = None if isinstance(prompt, str) else images  # what was prepared here needs no check
-        parts = picture_tokens(config, processor, inputs, [(one.shape[0], one.shape[1]) for one in images], given)
+        parts = image_tokens(config, processor, inputs, [(one.shape[0], one.shape[1]) for one in images], given)
     else:
         refuse_videos(config, inputs)
-        parts = (layout,) if isinstance(layout, PictureTokens) else tuple(layout)
+        parts = (layout,) if isinstance(layout, ImageTokens) else tuple(layout)
         _check_parts(parts, len(images), inputs["input_ids"])
-    return inputs, processor, Pictures(tuple(images), names, parts)
+    return inputs, processor, PromptImages(tuple(images), names, parts)
 
 
 def with_source(
     model: nn.Module, inputs: Any, image: Any, processor: Any, layout: Layout
-) -> tuple[dict[str, Any], Pictures]:
-    """The picture that an encoder reads for the decoder, as its processor makes it; and where its patches stand.
+) -> tuple[dict[str, Any], PromptImages]:
+    """The image that an encoder reads for the decoder, as its processor makes it; and where its patches stand.
 
     Args:
-        model: writes with a decoder that attends to an encoder of pictures.
-        inputs: what the processor has made of the picture; anything else stands for none.
-        image: the picture, as for `read_image`.
-        processor: prepares pictures; by default the one saved beside the model, by name.
+        model: writes with a decoder that attends to an encoder of images.
+        inputs: what the processor has made of the image; anything else stands for none.
+        image: the image, as for `read_image`.
+        processor: prepares images; by default the one saved beside the model, by name.
         layout: where the patches stand, for an encoder that does not say.
 
     Raises:
-        OptionError: there is not one picture.
+        OptionError: there is not one image.
         UnsupportedModelError: it is not known how the encoder arranges its patches.
         ModelError: there is no processor.
     """
     images, names = _read(image)
     if len(images) != 1:
-        raise OptionError(f"Expected one picture for {type(model).__name__}, got {len(images)}: give one at a time.")
+        raise OptionError(f"Expected one image for {type(model).__name__}, got {len(images)}: give one at a time.")
     processor = _processor_of(model, processor)
     if isinstance(inputs, Tensor):
         inputs = {"pixel_values": inputs}
@@ -276,31 +276,31 @@ def with_source(
     pixels = inputs.get("pixel_values")
     if not isinstance(pixels, Tensor) or pixels.ndim != 4 or len(pixels) != 1:
         told = tuple(pixels.shape) if isinstance(pixels, Tensor) else type(pixels).__name__
-        raise OptionError(f"Expected pixel_values [1, channels, height, width] of the picture, got {told}.")
+        raise OptionError(f"Expected pixel_values [1, channels, height, width] of the image, got {told}.")
     if layout is None:
         of_theirs: Any = model
         encoder = of_theirs.get_encoder()
         grid = read_layout(encoder, (pixels.shape[2], pixels.shape[3]), None)
         size = images[0].shape[0], images[0].shape[1]
         layout = source_tokens(encoder.config, processor, inputs, size, grid, None if prepared_here else images[0])
-    parts = (layout,) if isinstance(layout, PictureTokens) else tuple(layout)
-    return {"pixel_values": pixels}, Pictures(tuple(images), names, parts)
+    parts = (layout,) if isinstance(layout, ImageTokens) else tuple(layout)
+    return {"pixel_values": pixels}, PromptImages(tuple(images), names, parts)
 
 
 def _read(image: Any) -> tuple[list[NDArray[np.uint8]], tuple[str, ...]]:
-    """The pictures of a prompt, and what they are called."""
+    """The images of a prompt, and what they are called."""
     given = list(image) if isinstance(image, list | tuple) else [image]
     if not given:
-        raise OptionError("Expected a picture or several, got an empty list: leave image out.")
+        raise OptionError("Expected an image or several, got an empty list: leave image out.")
     return [read_image(one) for one in given], tuple(image_name(one) for one in given)
 
 
-def with_neutral(pictures: Pictures, neutral: Pictures, rows: NDArray[np.float32]) -> Pictures:
-    """The pictures with the rows [tokens, layers] of a neutral prompt that has them, too."""
-    shapes = [[(part.rows, part.cols) for part in one.parts] for one in (pictures, neutral)]
+def with_neutral(images: PromptImages, neutral: PromptImages, rows: NDArray[np.float32]) -> PromptImages:
+    """The images with the rows [tokens, layers] of a neutral prompt that has them, too."""
+    shapes = [[(part.rows, part.cols) for part in one.parts] for one in (images, neutral)]
     if shapes[0] != shapes[1]:
-        raise OptionError("Expected a neutral prompt with the same pictures, got one with other patches.")
-    return replace(pictures, neutral=tuple(rows[list(part.positions)] for part in neutral.parts))
+        raise OptionError("Expected a neutral prompt with the same images, got one with other patches.")
+    return replace(images, neutral=tuple(rows[list(part.positions)] for part in neutral.parts))
 
 
 def _processor_of(model: nn.Module, processor: Any) -> Any:
@@ -315,7 +315,7 @@ def _processor_of(model: nn.Module, processor: Any) -> Any:
 
 
 def _with_token(prompt: str, processor: Any, count: int) -> str:
-    """The prompt with a token for each picture: as it is, by the processor's template, or these before it."""
+    """The prompt with a token for each image: as it is, by the processor's template, or these before it."""
     token = getattr(processor, "image_token", None)
     if not isinstance(token, str) or token in prompt:
         return prompt
@@ -326,11 +326,11 @@ def _with_token(prompt: str, processor: Any, count: int) -> str:
     return " ".join([*[token] * count, prompt])
 
 
-def _check_parts(parts: Sequence[PictureTokens], pictures: int, ids: Tensor) -> None:
-    """Raise OptionError unless the parts of one's own lie in the prompt and on its pictures."""
+def _check_parts(parts: Sequence[ImageTokens], images: int, ids: Tensor) -> None:
+    """Raise OptionError unless the parts of one's own lie in the prompt and on its images."""
     last = max((place for part in parts for place in part.positions), default=-1)
-    if not parts or last >= ids.shape[1] or any(not 0 <= part.picture < pictures for part in parts):
+    if not parts or last >= ids.shape[1] or any(not 0 <= part.image < images for part in parts):
         raise OptionError(
-            f"Expected PictureTokens of {pictures} picture{'s'[: pictures > 1]} in a prompt of {ids.shape[1]} tokens, "
+            f"Expected ImageTokens of {images} image{'s'[: images > 1]} in a prompt of {ids.shape[1]} tokens, "
             f"got {len(parts)} with positions up to {last}."
         )

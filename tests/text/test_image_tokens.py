@@ -1,4 +1,4 @@
-"""Where the patches of a picture stand among the tokens: found by lighting one place, and seeing which token moves."""
+"""Where the patches of an image stand among the tokens: found by lighting one place, and seeing which token moves."""
 
 import copy
 from dataclasses import replace
@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.models.vision_language import NAMES, Family, family
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.models.languages import decoder_of
-from vitflow.text.picture_tokens import PictureTokens, picture_tokens
-from vitflow.text.pictures import with_pictures
+from vitflow.text.image_tokens import ImageTokens, image_tokens
+from vitflow.text.images import with_images
 
 transformers = pytest.importorskip("transformers")
 
@@ -33,7 +33,7 @@ SIZES = [(96, 64), (60, 100), (40, 140)]
 
 @lru_cache
 def silenced(name: str) -> Family:
-    """A family whose tower attends to nothing, so that a place of the picture moves the patches that see it, alone."""
+    """A family whose tower attends to nothing, so that a place of the image moves the patches that see it, alone."""
     one = family(name)
     model = copy.deepcopy(one.model)
     of_decoder = {id(parameter) for parameter in decoder_of(model).parameters()}
@@ -44,9 +44,9 @@ def silenced(name: str) -> Family:
     return replace(one, model=model)
 
 
-def embedded(one: Family, picture: np.ndarray, **options: object) -> tuple[dict[str, Tensor], Tensor]:
-    """What the processor makes of a picture and a question, and the vectors that the decoder is given."""
-    return embedded_of(one, Image.fromarray(picture), f"{one.prompt} what is on", **options)
+def embedded(one: Family, image: np.ndarray, **options: object) -> tuple[dict[str, Tensor], Tensor]:
+    """What the processor makes of an image and a question, and the vectors that the decoder is given."""
+    return embedded_of(one, Image.fromarray(image), f"{one.prompt} what is on", **options)
 
 
 def embedded_of(one: Family, images: object, text: str, **options: object) -> tuple[dict[str, Tensor], Tensor]:
@@ -61,13 +61,13 @@ def embedded_of(one: Family, images: object, text: str, **options: object) -> tu
     return inputs, kept[0][0]
 
 
-def centre_of(part: PictureTokens, row: int, col: int) -> tuple[float, float]:
+def centre_of(part: ImageTokens, row: int, col: int) -> tuple[float, float]:
     left, top, right, bottom = part.box(row, col)
     return (left + right) / 2, (top + bottom) / 2
 
 
-def holding(part: PictureTokens, square: tuple[int, int, int]) -> int | None:
-    """The token of the patch that holds a square of the picture, (left, top, side), whole."""
+def holding(part: ImageTokens, square: tuple[int, int, int]) -> int | None:
+    """The token of the patch that holds a square of the image, (left, top, side), whole."""
     x, y, side = square
     for number, place in enumerate(part.positions):
         left, top, right, bottom = part.box(*divmod(number, part.cols))
@@ -76,7 +76,7 @@ def holding(part: PictureTokens, square: tuple[int, int, int]) -> int | None:
     return None
 
 
-def beside(part: PictureTokens, square: tuple[int, int, int]) -> bool:
+def beside(part: ImageTokens, square: tuple[int, int, int]) -> bool:
     """Whether a square lies outside of what a part covers, by more than a filter reaches."""
     (left, top, _, _), (_, _, right, bottom) = part.box(0, 0), part.box(part.rows - 1, part.cols - 1)
     x, y, side = square
@@ -91,7 +91,7 @@ def test_the_token_that_moves_is_the_one_whose_box_holds_what_was_lit(name, opti
     width, height = size
     dark = np.full((height, width, 3), 96, np.uint8)
     inputs, before = embedded(one, dark, **options)
-    parts = picture_tokens(one.model.config, one.processor, inputs, [(height, width)])
+    parts = image_tokens(one.model.config, one.processor, inputs, [(height, width)])
     token = getattr(one.model.config, "image_token_id", None)
     placed = [place for part in parts for place in part.positions]
     assert len(set(placed)) == len(placed) and (inputs["input_ids"][0, placed] == token).all()
@@ -120,29 +120,29 @@ TWICE = [name for name in NAMES if name != "llava_onevision"]
 
 
 @pytest.mark.parametrize("name", [*TWICE, "llava_onevision", "llava_onevision together"])
-def test_of_two_pictures_each_has_its_own_tokens(name):
+def test_of_two_images_each_has_its_own_tokens(name):
     one = silenced(name.split()[0])
     text, sizes = f"{one.prompt} {one.prompt} what is on", [(48, 70), (64, 50)]
     pair = [Image.fromarray(np.full((*size, 3), 96, np.uint8)) for size in sizes]
     nested = "together" in name or one.processor.__class__.__name__.startswith("Idefics3")
     inputs, before = embedded_of(one, [pair] if nested else pair, text)
-    parts = picture_tokens(one.model.config, one.processor, inputs, sizes)
-    assert {part.picture for part in parts} == {0, 1}
+    parts = image_tokens(one.model.config, one.processor, inputs, sizes)
+    assert {part.image for part in parts} == {0, 1}
     part = parts[-1]
     x, y = (int(place) - 1 for place in centre_of(part, part.rows // 2, part.cols // 2))
     pair[1].paste((255, 255, 255), (x, y, x + 3, y + 3))
     moved = (embedded_of(one, [pair] if nested else pair, text)[1] - before).norm(dim=-1)
-    assert int(moved.argmax()) in {holding(other, (x, y, 3)) for other in parts if other.picture}
+    assert int(moved.argmax()) in {holding(other, (x, y, 3)) for other in parts if other.image}
     assert part.positions[int(moved[list(part.positions)].argmax())] == holding(part, (x, y, 3))
-    assert all(moved[list(other.positions)].max() < 1e-5 for other in parts if not other.picture)
+    assert all(moved[list(other.positions)].max() < 1e-5 for other in parts if not other.image)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_picture_of_one_pixel_has_its_tokens_too(name):
+def test_an_image_of_one_pixel_has_its_tokens_too(name):
     one = family(name)
     inputs = one.processor(images=Image.new("RGB", (1, 1)), text=f"{one.prompt} what", return_tensors="pt")
-    parts = picture_tokens(one.model.config, one.processor, inputs, [(1, 1)])
-    assert parts[0].picture == 0
+    parts = image_tokens(one.model.config, one.processor, inputs, [(1, 1)])
+    assert parts[0].image == 0
 
 
 def prepared(name: str = "llava", text: str = "what is on", **options: object) -> tuple[Family, dict[str, Tensor]]:
@@ -161,12 +161,12 @@ def test_inputs_made_by_other_settings_than_the_stored_ones_are_refused(options)
     call = partial(one.processor, images=Image.fromarray(noise), text=f"{one.prompt} what", return_tensors="pt")
     config, sizes = one.model.config, [noise.shape[:2]]
     with pytest.raises(OptionError, match=r"by its stored settings, got pixel_values that differ .*do_pad = True"):
-        with_pictures(one.model, dict(call(**options)), noise, one.processor, None)
+        with_images(one.model, dict(call(**options)), noise, one.processor, None)
     called = dict(call())
-    _, _, found = with_pictures(one.model, called, noise, one.processor, None)
-    assert found.parts == picture_tokens(config, one.processor, called, sizes)
+    _, _, found = with_images(one.model, called, noise, one.processor, None)
+    assert found.parts == image_tokens(config, one.processor, called, sizes)
     half = {**called, "pixel_values": called["pixel_values"].bfloat16()}
-    assert with_pictures(one.model, half, noise, one.processor, None)[2].parts == found.parts
+    assert with_images(one.model, half, noise, one.processor, None)[2].parts == found.parts
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
@@ -176,45 +176,45 @@ def test_what_a_processor_was_called_with_is_not_refused_where_its_placement_is_
     inputs = dict(
         one.processor(images=Image.fromarray(noise), text=f"{one.prompt} what", return_tensors="pt", **options)
     )
-    _, _, found = with_pictures(one.model, inputs, noise, one.processor, None)
-    assert found.parts == picture_tokens(one.model.config, one.processor, inputs, [(64, 96)])
+    _, _, found = with_images(one.model, inputs, noise, one.processor, None)
+    assert found.parts == image_tokens(one.model.config, one.processor, inputs, [(64, 96)])
 
 
 def test_padding_on_the_left_is_not_counted():
     one, inputs = prepared()
-    expected = picture_tokens(one.model.config, one.processor, inputs, [(30, 30)])
+    expected = image_tokens(one.model.config, one.processor, inputs, [(30, 30)])
     pad = torch.zeros(1, 3, dtype=torch.long)
     ids, mask = torch.cat([pad, inputs["input_ids"]], 1), torch.cat([pad, inputs["attention_mask"]], 1)
     given = {**inputs, "input_ids": ids, "attention_mask": mask}
-    assert picture_tokens(one.model.config, one.processor, given, [(30, 30)]) == expected
+    assert image_tokens(one.model.config, one.processor, given, [(30, 30)]) == expected
 
 
 def test_what_is_not_known_is_told_with_the_way_out():
     one, inputs = prepared()
     config, sizes = one.model.config, [(30, 30)]
-    with pytest.raises(UnsupportedModelError, match=r"how gpt2 arranges .*known: llava, .*PictureTokens\(positions"):
-        picture_tokens(transformers.GPT2Config(), one.processor, inputs, sizes)
-    with pytest.raises(UnsupportedModelError, match="Expected 72 tokens of 2 pictures of 30 × 30, 30 × 30 .* got 36"):
-        picture_tokens(config, one.processor, {**inputs, "pixel_values": torch.zeros(2, 3, 24, 24)}, sizes * 2)
-    with pytest.raises(OptionError, match="Expected a picture among the tokens .* got none: .*'<image>'"):
-        picture_tokens(config, one.processor, {"input_ids": torch.tensor([[9, 10]])}, sizes)
-    with pytest.raises(OptionError, match="Expected one prompt with its pictures, got 2 prompts"):
-        picture_tokens(config, one.processor, {**inputs, "input_ids": torch.ones(2, 9, dtype=torch.long)}, sizes)
+    with pytest.raises(UnsupportedModelError, match=r"how gpt2 arranges .*known: llava, .*ImageTokens\(positions"):
+        image_tokens(transformers.GPT2Config(), one.processor, inputs, sizes)
+    with pytest.raises(UnsupportedModelError, match="Expected 72 tokens of 2 images of 30 × 30, 30 × 30 .* got 36"):
+        image_tokens(config, one.processor, {**inputs, "pixel_values": torch.zeros(2, 3, 24, 24)}, sizes * 2)
+    with pytest.raises(OptionError, match="Expected an image among the tokens .* got none: .*'<image>'"):
+        image_tokens(config, one.processor, {"input_ids": torch.tensor([[9, 10]])}, sizes)
+    with pytest.raises(OptionError, match="Expected one prompt with its images, got 2 prompts"):
+        image_tokens(config, one.processor, {**inputs, "input_ids": torch.ones(2, 9, dtype=torch.long)}, sizes)
 
 
 def test_a_video_is_refused():
     one, inputs = prepared("qwen2_vl")
-    with pytest.raises(OptionError, match="Expected pictures, got a video"):
-        picture_tokens(one.model.config, one.processor, {**inputs, "video_grid_thw": torch.ones(1, 3)}, [(30, 30)])
+    with pytest.raises(OptionError, match="Expected images, got a video"):
+        image_tokens(one.model.config, one.processor, {**inputs, "video_grid_thw": torch.ones(1, 3)}, [(30, 30)])
     frame = torch.cat([inputs["input_ids"], torch.tensor([[one.model.config.video_token_id]])], dim=1)
-    with pytest.raises(OptionError, match="Expected pictures, got a video"):
-        picture_tokens(one.model.config, one.processor, {**inputs, "input_ids": frame}, [(30, 30)])
+    with pytest.raises(OptionError, match="Expected images, got a video"):
+        image_tokens(one.model.config, one.processor, {**inputs, "input_ids": frame}, [(30, 30)])
 
 
 def test_parts_of_ones_own_are_checked():
     with pytest.raises(ShapeError, match="Expected 2 × 2 different positions of patches, got 4, 3 of them different"):
-        PictureTokens([1, 2, 3, 3], 2, 2)
+        ImageTokens([1, 2, 3, 3], 2, 2)
     with pytest.raises(OptionError, match="Unknown role 'crop'"):
-        PictureTokens([1], 1, 1, role="crop")
+        ImageTokens([1], 1, 1, role="crop")
     with pytest.raises(OptionError, match="with a placement, got none"):
-        PictureTokens([1], 1, 1).box(0, 0)
+        ImageTokens([1], 1, 1).box(0, 0)

@@ -1,4 +1,4 @@
-"""From patches to pixels: a map spread over the picture that it belongs to, by the inverse of the preprocessing."""
+"""From patches to pixels: a map spread over the image that it belongs to, by the inverse of the preprocessing."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, check_known
-from vitflow.pictures import INTERPOLATIONS, Interpolation
-from vitflow.pictures.geometry import Placement, strips
+from vitflow.images import INTERPOLATIONS, Interpolation
+from vitflow.images.geometry import Placement, strips
 
 _OPENCV_FLAGS = {"linear": cv2.INTER_LINEAR, "cubic": cv2.INTER_CUBIC}
 
@@ -17,20 +17,20 @@ _OPENCV_FLAGS = {"linear": cv2.INTER_LINEAR, "cubic": cv2.INTER_CUBIC}
 def upsample(
     grid: NDArray[np.floating[Any]], placement: Placement, *, interpolation: Interpolation = "linear"
 ) -> NDArray[np.float32]:
-    """Spread a map over patches to the pixels of the original picture that the model saw.
+    """Spread a map over patches to the pixels of the original image that the model saw.
 
     The grid is resized to the model input, and that is carried back by the inverse of the resize and crop of the
     preprocessing. Pixel centres correspond throughout; beyond the outermost patch centres the values stay constant.
 
     Args:
         grid: one value per patch, [rows, cols].
-        placement: how the picture became the model input.
+        placement: how the image became the model input.
         interpolation: "linear" stays within the values of the grid; so does "smooth", without edges or corners but
             with lower peaks; "cubic" is smooth and may overshoot; "nearest" gives each pixel the value of the patch in
             which its centre lies.
 
     Returns:
-        float32 [height, width] of the original picture, NaN where the model saw nothing.
+        float32 [height, width] of the original image, NaN where the model saw nothing.
 
     Raises:
         OptionError: the interpolation is unknown.
@@ -81,14 +81,14 @@ def upsample(
 def lay_together(
     grids: Sequence[NDArray[np.floating[Any]]], placements: Sequence[Placement]
 ) -> tuple[NDArray[np.float32], Placement]:
-    """One map over a whole picture of several that lie on parts of it, which may overlap: weights are added by area.
+    """One map over a whole image of several that lie on parts of it, which may overlap: weights are added by area.
 
     Each patch spreads its weight evenly over where it lies; a cell of the new map, about as large as the smallest
-    patch, has what falls into it. The sum stays, but for what lies beyond the picture.
+    patch, has what falls into it. The sum stays, but for what lies beyond the image.
 
     Args:
         grids: maps [rows, cols].
-        placements: where each lies, all on the same picture.
+        placements: where each lies, all on the same image.
 
     >>> left, right = (Placement((2, 4), (2, 4), (0, x), (2, 2)) for x in (0, 2))
     >>> lay_together([np.array([[1.0]]), np.array([[2.0]])], [left, right])[0]
@@ -111,13 +111,13 @@ def lay_together(
 
 
 def _edges(placement: Placement, axis: int, count: int) -> NDArray[np.float64]:
-    """Where the patches of a grid begin and end along an axis of the picture, [count + 1]."""
+    """Where the patches of a grid begin and end along an axis of the image, [count + 1]."""
     along = np.arange(count + 1, dtype=np.float64) * (placement.input_size[axis] / count)
     return placement.to_image(along, along)[axis]
 
 
 def _shares(edges: NDArray[np.float64], side: int, count: int) -> NDArray[np.float64]:
-    """Which share of each patch along an axis falls into each of `count` cells of the picture, [cells, patches]."""
+    """Which share of each patch along an axis falls into each of `count` cells of the image, [cells, patches]."""
     cells = np.arange(count + 1) * (side / count)
     begin, end = np.maximum.outer(cells[:-1], edges[:-1]), np.minimum.outer(cells[1:], edges[1:])
     shares: NDArray[np.float64] = np.clip(end - begin, 0.0, None) / np.diff(edges)
@@ -140,7 +140,7 @@ def _splined(lines: NDArray[np.float32], places: NDArray[np.float64]) -> NDArray
 
 
 def _pixel_to_input(placement: Placement, left: int, top: int) -> NDArray[np.float64]:
-    """The 2 × 3 matrix from pixel indices, counted from (left, top) in the picture, to pixel indices of the input."""
+    """The 2 × 3 matrix from pixel indices, counted from (left, top) in the image, to pixel indices of the input."""
     # OpenCV counts from pixel centres: index k stands for the coordinate k + 1/2.
     y0, x0 = placement.to_input(top + 0.5, left + 0.5)
     y1, x1 = placement.to_input(top + 1.5, left + 1.5)

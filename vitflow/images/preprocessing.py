@@ -1,4 +1,4 @@
-"""Preprocessing: what a model wants to see, and how a picture becomes that."""
+"""Preprocessing: what a model wants to see, and how an image becomes that."""
 
 from dataclasses import dataclass
 
@@ -7,24 +7,24 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitflow.errors import OptionError, ShapeError, check_known
-from vitflow.pictures import Fit, geometry
-from vitflow.pictures.geometry import FILTERS, CropMode, Placement, Size
+from vitflow.images import Fit, geometry
+from vitflow.images.geometry import FILTERS, CropMode, Placement, Size
 
-# Above this many pixels only the part that the model sees is resized, not the whole picture: the short side of a
-# 1 × 10,000 picture resized to 256 makes a long side of 2,560,000.
+# Above this many pixels only the part that the model sees is resized, not the whole image: the short side of a
+# 1 × 10,000 image resized to 256 makes a long side of 2,560,000.
 _MAX_RESIZED_PIXELS = 2**26
 
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """What a model wants to see: size and normalisation of its input, and how pictures were cropped for it.
+    """What a model wants to see: size and normalisation of its input, and how images were cropped for it.
 
     Attributes:
         size: (height, width) of the input in pixels.
         channels: 3, or 1 for grey.
         mean, std: per channel, for values in [0, 1].
         interpolation: the resize filter's name.
-        crop_pct: share of the resized picture that the crop keeps.
+        crop_pct: share of the resized image that the crop keeps.
         crop_mode: "center", "squash" or "border".
         patch_size: (height, width) of a patch in pixels, where the model has one.
         dynamic: whether the model takes other input sizes as it is.
@@ -43,7 +43,7 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True)
 class Preprocessing:
-    """How pictures become the input of one model: placed, cut and normalised.
+    """How images become the input of one model: placed, cut and normalised.
 
     Attributes:
         spec: what the model wants to see.
@@ -58,7 +58,7 @@ class Preprocessing:
     fit: Fit = "crop"
 
     def place(self, image_size: Size) -> Placement:
-        """Where a picture of this (height, width) goes."""
+        """Where an image of this (height, width) goes."""
         spec = self.spec
         return geometry.place(
             image_size,
@@ -70,7 +70,7 @@ class Preprocessing:
         )
 
     def cut(self, image: NDArray[np.uint8], placement: Placement) -> NDArray[np.uint8]:
-        """What the model sees of a picture, in the picture's own colours: uint8 RGB [height, width, 3].
+        """What the model sees of an image, in the image's own colours: uint8 RGB [height, width, 3].
 
         Args and errors are those of `prepare`.
 
@@ -82,21 +82,21 @@ class Preprocessing:
         check_known("interpolation", filter_name, FILTERS)
         if image.dtype != np.uint8 or image.shape != (*placement.image_size, 3):
             raise ShapeError(
-                f"Expected a uint8 RGB picture of shape {(*placement.image_size, 3)}, as the placement was made for, "
+                f"Expected a uint8 RGB image of shape {(*placement.image_size, 3)}, as the placement was made for, "
                 f"got {image.dtype} {image.shape}. Make the placement with place(image.shape[:2], …)."
             )
         (height, width), (top, left), (rows, cols) = placement.resized_size, placement.offset, placement.input_size
         first_row, last_row = max(top, 0), min(top + rows, height)
         first_col, last_col = max(left, 0), min(left + cols, width)
-        picture, resample = Image.fromarray(image), Image.Resampling[filter_name.upper()]
+        pil_image, resample = Image.fromarray(image), Image.Resampling[filter_name.upper()]
         if height * width <= _MAX_RESIZED_PIXELS:
-            resized = picture.resize((width, height), resample)
+            resized = pil_image.resize((width, height), resample)
             inside = np.asarray(resized)[first_row:last_row, first_col:last_col]
         else:
             upper, start = placement.to_image(float(first_row - top), float(first_col - left))
             lower, end = placement.to_image(float(last_row - top), float(last_col - left))
             size = (last_col - first_col, last_row - first_row)
-            inside = np.asarray(picture.resize(size, resample, box=(start, upper, end, lower)))
+            inside = np.asarray(pil_image.resize(size, resample, box=(start, upper, end, lower)))
         padding = [round(255 * value) for value in self.spec.mean] if placement.padding == "mean" else [0] * 3
         seen = np.empty((rows, cols, 3), dtype=np.uint8)
         seen[:] = np.asarray(padding, np.uint8)
@@ -104,18 +104,18 @@ class Preprocessing:
         return seen
 
     def prepare(self, image: NDArray[np.uint8], placement: Placement) -> NDArray[np.float32]:
-        """The model input: a picture resized, cut or padded, scaled to [0, 1] and normalised.
+        """The model input: an image resized, cut or padded, scaled to [0, 1] and normalised.
 
         Args:
-            image: RGB picture, uint8 [height, width, 3].
-            placement: where the picture goes; made for this very picture size.
+            image: RGB image, uint8 [height, width, 3].
+            placement: where the image goes; made for this very image size.
 
         Returns:
             float32 [channels, height, width], equal to what timm's evaluation transform gives for fit="crop". Padding
             has the colour of the mean in 8 bits, which is 0 up to rounding after normalisation.
 
         Raises:
-            ShapeError: the picture is not uint8 [height, width, 3], or not of the size that the placement is for.
+            ShapeError: the image is not uint8 [height, width, 3], or not of the size that the placement is for.
             OptionError: an unknown interpolation; mean or std without three values; a std of 0 or less.
         """
         spec = self.spec

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, check_known, unknown_name
-from vitflow.pictures import BACKGROUNDS, Background
-from vitflow.pictures.geometry import strips
+from vitflow.images import BACKGROUNDS, Background
+from vitflow.images.geometry import strips
 
 #: The lower and upper percentile between which robust scaling spreads the colours; the same as seaborn's.
 ROBUST_PERCENTILES = (2.0, 98.0)
@@ -154,7 +154,7 @@ def blend(
 
     Raises:
         OptionError: an unknown colormap or background, or alpha, vmin, vmax or a contour out of range.
-        ShapeError: the picture is not uint8 RGB, or the heatmap is not of its size.
+        ShapeError: the image is not uint8 RGB, or the heatmap is not of its size.
 
     >>> image = np.zeros((1, 2, 3), dtype=np.uint8)
     >>> blend(image, np.array([[0.0, 1.0]]), cmap="gray", alpha=0.8, robust=False).tolist()
@@ -162,8 +162,8 @@ def blend(
     """
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or heatmap.shape != image.shape[:2]:
         raise ShapeError(
-            f"Expected a uint8 RGB picture [height, width, 3] and a heatmap [height, width] of the same size, "
-            f"got {image.dtype} {image.shape} and {heatmap.shape}. upsample() makes a heatmap of the picture's size."
+            f"Expected a uint8 RGB image [height, width, 3] and a heatmap [height, width] of the same size, "
+            f"got {image.dtype} {image.shape} and {heatmap.shape}. upsample() makes a heatmap of the image's size."
         )
     if not 0.0 <= alpha <= 1.0:
         raise OptionError(f"Expected 0 <= alpha <= 1, got {alpha}.")
@@ -205,15 +205,15 @@ def _kept(background: Background, alpha: float) -> tuple[np.float32, np.float32]
     return np.float32(own), np.float32(strength * brightness * (1 - color))
 
 
-def _mark_border(picture: NDArray[np.uint8], seen: NDArray[np.bool_]) -> None:
+def _mark_border(image: NDArray[np.uint8], seen: NDArray[np.bool_]) -> None:
     """Draw a white line and a black one behind it, in place, inside the seen region where it borders the unseen."""
     thickness = max(1, round(min(seen.shape) / 500))
     kernel = np.ones((2 * thickness + 1, 2 * thickness + 1), dtype=np.uint8)
     region = seen.astype(np.uint8)
-    # Eroding leaves the edges of the picture alone: OpenCV takes what lies beyond them as seen.
+    # Eroding leaves the edges of the image alone: OpenCV takes what lies beyond them as seen.
     inner = cv2.erode(region, kernel)
     innermost = cv2.erode(inner, kernel)
-    pixels = picture.reshape(-1, 3)
+    pixels = image.reshape(-1, 3)
     pixels[np.flatnonzero(region > inner)] = 255
     pixels[np.flatnonzero(inner > innermost)] = 0
 
@@ -327,11 +327,11 @@ def mass_level(values: NDArray[np.floating[Any]], share: float) -> float | None:
     return float(falling[np.searchsorted(mass, share * mass[-1])])
 
 
-def draw_contours(picture: NDArray[np.uint8], values: NDArray[np.floating[Any]], shares: Sequence[float]) -> None:
+def draw_contours(image: NDArray[np.uint8], values: NDArray[np.floating[Any]], shares: Sequence[float]) -> None:
     """Draw a white line with a dark edge where the map crosses the level of each share, in place.
 
     Args:
-        picture: uint8 RGB [height, width, 3].
+        image: uint8 RGB [height, width, 3].
         values: the map over it, [height, width]; NaN where the model saw nothing, and no line is drawn there.
         shares: of the map's mass, as for `mass_level`.
     """
@@ -348,4 +348,4 @@ def draw_contours(picture: NDArray[np.uint8], values: NDArray[np.floating[Any]],
             cover = strength * np.clip(width / 2 + 0.5 - away, 0, 1)
             drawn = cover > 0  # never at NaN
             share = cover[drawn][:, None]
-            picture[drawn] = np.rint(picture[drawn] * (1 - share) + color * share).astype(np.uint8)
+            image[drawn] = np.rint(image[drawn] * (1 - share) + color * share).astype(np.uint8)

@@ -70,8 +70,8 @@ def words(
     return [TextArea("\n".join(broken), textprops=textprops, multilinebaseline=True)] if broken else []
 
 
-class _Picture(OffsetImage):
-    """A picture that begins at a whole pixel: it keeps its own pixels then."""
+class _Image(OffsetImage):
+    """An image that begins at a whole pixel: it keeps its own pixels then."""
 
     def get_window_extent(self, renderer: Any = None) -> Bbox:
         """Return its box in pixels of the page."""
@@ -79,10 +79,10 @@ class _Picture(OffsetImage):
         return box.translated(round(box.x0) - box.x0, round(box.y0) - box.y0)
 
 
-def picture(image: NDArray[np.uint8], dpi: int) -> OffsetImage:
-    """Return the box of a picture, uint8 RGB [height, width, 3], which keeps its pixels at this resolution."""
+def image_box(image: NDArray[np.uint8], dpi: int) -> OffsetImage:
+    """Return the box of an image, uint8 RGB [height, width, 3], which keeps its pixels at this resolution."""
     # A width that is too large by rounding would be drawn with one more pixel.
-    return _Picture(image, zoom=72 / dpi * (1 - 1e-9), interpolation="nearest", origin="upper")
+    return _Image(image, zoom=72 / dpi * (1 - 1e-9), interpolation="nearest", origin="upper")
 
 
 def space(width: float, *, line: bool = False) -> DrawingArea:

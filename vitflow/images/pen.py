@@ -9,11 +9,11 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.pictures import DPI, Interpolation, overlay
-from vitflow.pictures.geometry import Placement
-from vitflow.pictures.upsampling import upsample
+from vitflow.images import DPI, Interpolation, overlay
+from vitflow.images.geometry import Placement
+from vitflow.images.upsampling import upsample
 
-#: Left, top, right and bottom, in pixels of a picture.
+#: Left, top, right and bottom, in pixels of an image.
 Box = tuple[float, float, float, float]
 #: The values of the first and the last colour.
 Limits = tuple[float, float]
@@ -38,7 +38,7 @@ class Pen:
     """How maps are drawn.
 
     Attributes:
-        width: of a picture, in inches.
+        width: of an image, in inches.
         dpi: pixels per inch.
         vmin, vmax, robust: limits of the colours, as in `overlay.scale_range`.
         interpolation: how patches become pixels: "smooth", "linear", "cubic", or "nearest" to see the patches.
@@ -80,7 +80,7 @@ class Pen:
         return overlay.scale_range(values, vmin=self.vmin, vmax=self.vmax, robust=self.robust)
 
     def photograph(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The picture in the size that it has on the page."""
+        """The image in the size that it has on the page."""
         height, width = panel_size((image.shape[0], image.shape[1]), width=self.width, dpi=self.dpi)
         smaller = height <= image.shape[0]
         resized = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if smaller else cv2.INTER_CUBIC)
@@ -94,32 +94,32 @@ class Pen:
         limits: Limits,
         box: Box | None = None,
     ) -> NDArray[np.uint8]:
-        """A map over its picture, both in the size that they have on the page, a box of the picture marked."""
-        picture = self.photograph(image)
-        # The placement's coordinates are continuous, so that it fits the picture in any size.
-        placement = replace(placement, image_size=picture.shape[:2])
+        """A map over its image, both in the size that they have on the page, a box of the image marked."""
+        photograph = self.photograph(image)
+        # The placement's coordinates are continuous, so that it fits the image in any size.
+        placement = replace(placement, image_size=photograph.shape[:2])
         heatmap = upsample(grid, placement, interpolation=self.interpolation)
-        drawn = overlay.blend(picture, heatmap, vmin=limits[0], vmax=limits[1], soft=self.soft, **self.blending)
+        drawn = overlay.blend(photograph, heatmap, vmin=limits[0], vmax=limits[1], soft=self.soft, **self.blending)
         if box is not None:
-            down, across = picture.shape[0] / image.shape[0], picture.shape[1] / image.shape[1]
+            down, across = photograph.shape[0] / image.shape[0], photograph.shape[1] / image.shape[1]
             _mark(drawn, (box[0] * across, box[1] * down, box[2] * across, box[3] * down))
         return drawn
 
     def colours(
         self, colours: NDArray[np.float32], shown: NDArray[np.bool_], placement: Placement, image: NDArray[np.uint8]
     ) -> NDArray[np.uint8]:
-        """Colours of patches over their picture; what is not shown is the picture as its background has it.
+        """Colours of patches over their image; what is not shown is the image as its background has it.
 
         Args:
-            colours: red, green and blue from 0 to 1, [rows, cols, 3]; NaN at rows and columns beside the picture.
+            colours: red, green and blue from 0 to 1, [rows, cols, 3]; NaN at rows and columns beside the image.
             shown: which patches have a colour, [rows, cols].
-            placement, image: where the patches lie, and the picture, uint8 RGB [height, width, 3].
+            placement, image: where the patches lie, and the image, uint8 RGB [height, width, 3].
         """
-        picture = self.photograph(image)
-        placement = replace(placement, image_size=picture.shape[:2])
+        photograph = self.photograph(image)
+        placement = replace(placement, image_size=photograph.shape[:2])
         known = ~np.isnan(colours[..., 0])
         rows, cols = (np.flatnonzero(known.any(axis=axis)) for axis in (1, 0))
-        # Beside the picture the colours of its edge go on, so that nothing else is mixed into them.
+        # Beside the image the colours of its edge go on, so that nothing else is mixed into them.
         nearest = np.ix_(
             *(
                 np.arange(len(own)).clip(own_known[0], own_known[-1])
@@ -129,9 +129,9 @@ class Pen:
         layers = [upsample(colours[..., c][nearest], placement, interpolation=self.interpolation) for c in range(3)]
         covered = upsample(shown[nearest].astype(np.float32), placement, interpolation=self.interpolation)
         plain = np.where(np.isnan(covered), covered, 0)
-        drawn = overlay.blend(picture, plain, **self.blending, mark_unseen=False)
+        drawn = overlay.blend(photograph, plain, **self.blending, mark_unseen=False)
         alpha = self.blending.get("alpha", 1.0)
-        mixed = alpha * 255 * np.stack(layers, axis=-1) + (1 - alpha) * picture
+        mixed = alpha * 255 * np.stack(layers, axis=-1) + (1 - alpha) * image
         coloured = covered > 0.5
         drawn[coloured] = np.rint(mixed[coloured]).clip(0, 255)
         return overlay.blend(drawn, plain, alpha=0)
@@ -151,9 +151,9 @@ class Pen:
 
 
 def panel_size(image_size: tuple[int, int], *, width: float = 1.5, dpi: int = DPI) -> tuple[int, int]:
-    """How many pixels, (height, width), a picture of a given size takes in a strip; its aspect is kept.
+    """How many pixels, (height, width), an image of a given size takes in a strip; its aspect is kept.
 
-    A picture up to a fifth higher than wide fills the column, a higher one is made narrower than it.
+    An image up to a fifth higher than wide fills the column, a higher one is made narrower than it.
 
     >>> panel_size((480, 640)), panel_size((640, 480)), panel_size((800, 400))
     ((225, 300), (360, 270), (360, 180))
@@ -163,16 +163,16 @@ def panel_size(image_size: tuple[int, int], *, width: float = 1.5, dpi: int = DP
     return max(round(high * scale), 1), max(round(wide * scale), 1)
 
 
-def _mark(picture: NDArray[np.uint8], box: Box) -> None:
+def _mark(image: NDArray[np.uint8], box: Box) -> None:
     """Draw a white frame with a black one around it, in place, around a box (left, top, right, bottom)."""
     left, top, right, bottom = (round(edge) for edge in box)
-    inside = np.zeros(picture.shape[:2], dtype=np.uint8)
+    inside = np.zeros(image.shape[:2], dtype=np.uint8)
     inside[max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)] = 1
     thickness = max(1, round(min(inside.shape) / 200))
     kernel = np.ones((2 * thickness + 1, 2 * thickness + 1), dtype=np.uint8)
     white = cv2.dilate(inside, kernel)
-    picture[cv2.dilate(white, kernel) > white] = 0
-    picture[white > inside] = 255
+    image[cv2.dilate(white, kernel) > white] = 0
+    image[white > inside] = 255
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

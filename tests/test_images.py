@@ -1,4 +1,4 @@
-"""The pictures of the documentation are those that today's code draws."""
+"""The images of the documentation are those that today's code draws."""
 
 import importlib
 import io
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ASSETS = ROOT / "assets"
 CHECKPOINT = ROOT.parent / "shared" / "data" / "vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
 
-#: Pictures of which no method is kept, and why.
+#: Images of which no method is kept, and why.
 OTHERS = {
     "evaluation.png": "drawn from a run of an hour; docs/evaluation.md has its numbers",
     "flow-saturation.png": "drawn from photographs with boxes; docs/methods.md has its numbers",
@@ -25,7 +25,7 @@ OTHERS = {
     "words-text.png": "of the same model",
 }
 
-#: Redrawn pictures are compared in this width: rounding, fonts and JPEG leave less than this between them, in steps of
+#: Redrawn images are compared in this width: rounding, fonts and JPEG leave less than this between them, in steps of
 #: 255: on average, and at the hundredth part of the pixels that lies farthest apart.
 WIDTH, MEAN, FAR = 160, 2.5, 24
 
@@ -41,12 +41,12 @@ def kept() -> dict[str, list[dict]]:
     return json.loads((ASSETS / "drawn.json").read_text(encoding="utf-8"))
 
 
-def test_every_picture_says_by_what_it_was_drawn():
+def test_every_image_says_by_what_it_was_drawn():
     drawn = {file.relative_to(ASSETS).as_posix() for file in ASSETS.rglob("*.*") if file.suffix in (".png", ".jpg")}
     assert drawn == {*kept(), *OTHERS} and not kept().keys() & OTHERS.keys()
     pages = [ROOT / "README.md", *(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)]
     shown = {name for page in pages for name in re.findall(r"\]\([./]*assets/([^)]+)\)", page.read_text("utf-8"))}
-    assert shown == drawn, "a picture that no page shows, or a page without its picture"
+    assert shown == drawn, "an image that no page shows, or a page without its image"
 
 
 @pytest.mark.parametrize("name", sorted(kept()))
@@ -67,32 +67,32 @@ def test_an_older_flow_column_is_noticed(script):
 
 
 def agrees(name: str, today: bytes) -> None:
-    """Fail unless a picture of the documentation looks as one that was drawn now."""
+    """Fail unless an image of the documentation looks as one that was drawn now."""
     with Image.open(ASSETS / name) as old, Image.open(io.BytesIO(today)) as new:
-        sizes = [picture.size for picture in (old, new)]
+        sizes = [image.size for image in (old, new)]
         assert np.abs(np.subtract(*sizes)).max() <= 2, f"assets/{name} is laid out otherwise, {sizes}: draw it anew."
         height = round(WIDTH * new.height / new.width)
         shrunk = [
-            np.asarray(picture.convert("RGB").resize((WIDTH, height), Image.Resampling.BOX)).astype(float)
-            for picture in (old, new)
+            np.asarray(image.convert("RGB").resize((WIDTH, height), Image.Resampling.BOX)).astype(float)
+            for image in (old, new)
         ]
     apart = np.abs(np.subtract(*shrunk)).max(axis=-1)
     found = apart.mean(), np.percentile(apart, 99)
     assert found[0] <= MEAN and found[1] <= FAR, f"assets/{name} is not what is drawn today, {found}: draw it anew."
 
 
-def test_pictures_of_the_bundled_model_are_drawn_alike_today(script):
-    agrees("classes.jpg", script("draw_readme_pictures").draw_classes())
+def test_images_of_the_bundled_model_are_drawn_alike_today(script):
+    agrees("classes.jpg", script("draw_readme_images").draw_classes())
     for name, drawing in script("draw_gallery").BUNDLED.items():  # to draw one anew: draw_gallery.py --only NAME
         agrees(f"gallery/{name}.jpg", drawing.draw())
     with pytest.raises(AssertionError, match="otherwise|not what is drawn today"):
-        agrees("gallery/fine-tune.jpg", script("draw_readme_pictures").draw_classes())
+        agrees("gallery/fine-tune.jpg", script("draw_readme_images").draw_classes())
 
 
 @pytest.mark.skipif(not CHECKPOINT.is_file(), reason="the trained weights are not at ../shared/data")
 @pytest.mark.parametrize(
     "name", ["methods", "contrast", "no-classes", "transformers", "torchvision", "folder", "paper"]
 )
-def test_pictures_of_photographs_are_drawn_alike_today(script, name, tmp_path):
+def test_images_of_photographs_are_drawn_alike_today(script, name, tmp_path):
     model = vitflow.load_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k", checkpoint=CHECKPOINT)
     agrees(f"gallery/{name}.jpg", script("draw_gallery").gallery(model, tmp_path)[name].draw())

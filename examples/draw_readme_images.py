@@ -1,6 +1,6 @@
-"""Draw the pictures of the README: photographs with a trained model, drawn shapes with the bundled one.
+"""Draw the images of the README: photographs with a trained model, drawn shapes with the bundled one.
 
-    python examples/draw_readme_pictures.py [--checkpoint WEIGHTS] [--model ID]
+    python examples/draw_readme_images.py [--checkpoint WEIGHTS] [--model ID]
 
 The photographs come with scikit-image: pip install "vitflow[examples]" or scikit-image. Without --checkpoint the
 model's weights come from the hub.
@@ -18,14 +18,14 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 import vitflow
-from vitflow.demo import sample_pictures
-from vitflow.pictures.figures import figure_bytes
+from vitflow.demo import sample_images
+from vitflow.images.figures import figure_bytes
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 STRIP_QUALITY = 80
 MODEL = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
 CLASSES = ["orange disc", "yellow star", "pink crescent"]
-# What the two pictures show.
+# What the two images show.
 ARGUED = ["sampling", "gradcam", "random"]
 ASKED = ["gradient_rollout", "gradcam", "sampling"]
 
@@ -45,31 +45,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def draw_classes() -> bytes:
-    """One bundled picture, asked for three classes."""
+    """One bundled image, asked for three classes."""
     demo = vitflow.Explainer("demo", device="cpu")
-    return strip_bytes(vitflow.compare(sample_pictures()[0], model=demo, methods=ASKED, targets=CLASSES))
+    return strip_bytes(vitflow.compare(sample_images()[0], model=demo, methods=ASKED, targets=CLASSES))
 
 
 def stacked(first: Path, second: Path, side: int = 448) -> Image.Image:
-    """The middle of two square photographs, one above the other, as one square picture."""
-    picture = Image.new("RGB", (side, side))
+    """The middle of two square photographs, one above the other, as one square image."""
+    image = Image.new("RGB", (side, side))
     for place, path in enumerate((first, second)):
         with Image.open(path) as photograph:
             half = photograph.resize((side, side)).crop((0, side // 4, side, side // 4 * 3))
-        picture.paste(half, (0, place * side // 2))
-    return picture
+        image.paste(half, (0, place * side // 2))
+    return image
 
 
-def draw_argument(explainer: vitflow.Explainer, picture: Image.Image, classes: Sequence[str]) -> Figure:
-    """One picture with two kinds of things: a map for each, one against the other, Grad-CAM, and a random map."""
+def draw_argument(explainer: vitflow.Explainer, image: Image.Image, classes: Sequence[str]) -> Figure:
+    """One image with two kinds of things: a map for each, one against the other, Grad-CAM, and a random map."""
     first, second = classes
     contrast = vitflow.Contrast(first, against=second)
-    sampled = vitflow.compare(picture, model=explainer, methods=["sampling"], targets=classes).saliencies
-    between = explainer.explain(picture, target=contrast, method="sampling")
-    compared = explainer.explain(picture, target=contrast, method="gradcam")
-    answer = explainer.explain(picture, method="random")
+    sampled = vitflow.compare(image, model=explainer, methods=["sampling"], targets=classes).saliencies
+    between = explainer.explain(image, target=contrast, method="sampling")
+    compared = explainer.explain(image, target=contrast, method="gradcam")
+    answer = explainer.explain(image, method="random")
     shown = [
-        (f"The picture. The model says:\n{answer.label}, {answer.probability:.0%}", answer.image),
+        (f"The image. The model says:\n{answer.label}, {answer.probability:.0%}", answer.image),
         (f"What speaks for\n“{first}”", sampled[0].overlay()),
         (f"What speaks for\n“{second}”", sampled[1].overlay()),
         (f"“{first}” (red)\nagainst “{second}” (blue)", between.overlay()),
@@ -85,14 +85,14 @@ def draw_argument(explainer: vitflow.Explainer, picture: Image.Image, classes: S
 
 
 def parse(description: str | None, arguments: Sequence[str] | None, *, only: bool = False) -> argparse.Namespace:
-    """What the scripts that draw photographs can be told; one of them may draw a single picture."""
+    """What the scripts that draw photographs can be told; one of them may draw a single image."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=MODEL, help="timm's id of a model that knows ImageNet")
     parser.add_argument("--checkpoint", type=Path, help="its weights")
-    parser.add_argument("--classes", nargs=2, default=["tabby", "espresso"], help="two things of one picture")
+    parser.add_argument("--classes", nargs=2, default=["tabby", "espresso"], help="two things of one image")
     parser.add_argument("--output", type=Path, default=ASSETS)
     if only:
-        parser.add_argument("--only", metavar="NAME", help="draw this picture alone")
+        parser.add_argument("--only", metavar="NAME", help="draw this image alone")
     return parser.parse_args(arguments)
 
 
@@ -124,10 +124,10 @@ def strip_bytes(comparison: vitflow.Comparison, **options: Any) -> bytes:
 
 
 def write_jpeg(png: bytes, path: Path, quality: int = 85) -> Path:
-    """Write a picture that is there as PNG as JPEG."""
+    """Write an image that is there as PNG as JPEG."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with Image.open(io.BytesIO(png)) as picture:
-        picture.convert("RGB").save(path, quality=quality, subsampling=0, optimize=True)
+    with Image.open(io.BytesIO(png)) as image:
+        image.convert("RGB").save(path, quality=quality, subsampling=0, optimize=True)
     return path
 
 

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from vitflow.errors import printable
-from vitflow.pictures import DPI
-from vitflow.pictures.typesetting import BODY, GREY, LEADING, MARGIN, SMALL, TITLE, QuietFigure, plain, wrap
+from vitflow.images import DPI
+from vitflow.images.typesetting import BODY, GREY, LEADING, MARGIN, SMALL, TITLE, QuietFigure, plain, wrap
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Figures for papers and screens, made with matplotlib: strips of pictures in columns, and how figures become files.
+"""Figures for papers and screens, made with matplotlib: strips of images in columns, and how figures become files.
 
 Nothing here touches pyplot, so no window opens and no global state of the caller changes.
 """
@@ -23,16 +23,16 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, unknown_name
 from vitflow.files import write_atomically
-from vitflow.pictures import DPI, FIGURE_FORMATS
-from vitflow.pictures.pen import Bar
-from vitflow.pictures.typesetting import (
+from vitflow.images import DPI, FIGURE_FORMATS
+from vitflow.images.pen import Bar
+from vitflow.images.typesetting import (
     BODY,
     GREY,
     SMALL,
     TITLE,
+    image_box,
     measure,
     page,
-    picture,
     space,
     words,
     wrap,
@@ -49,7 +49,7 @@ _BAR_LABEL = 1.5  # the most that a label of a colour bar takes
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One picture of a strip.
+    """One image of a strip.
 
     Attributes:
         image: uint8 RGB [height, width, 3], drawn at `dpi` pixels per inch.
@@ -77,7 +77,7 @@ class Column:
     group: str = ""
 
 
-# One picture's rows: for each column one cell, or as many as the block has rows.
+# One image's rows: for each column one cell, or as many as the block has rows.
 Block = Sequence[Sequence[Cell]]
 
 
@@ -88,7 +88,7 @@ def draw_bands(
     note: str = "",
     dpi: int = DPI,
 ) -> Figure:
-    """Lay pictures out in columns under heads, with captions, and colour bars and a note below them all.
+    """Lay images out in columns under heads, with captions, and colour bars and a note below them all.
 
     Args:
         bands: one or more strips below each other. Of each its columns, the heads from left to right; and its blocks of
@@ -96,7 +96,7 @@ def draw_bands(
             rows and is drawn once, in the first.
         bars: the colours, one bar below the other.
         note: what holds for all of it; its own line breaks are kept.
-        dpi: pixels per inch of the pictures.
+        dpi: pixels per inch of the images.
 
     Raises:
         ShapeError: a block has another number of columns, or a column of it neither one cell nor one per row.
@@ -160,10 +160,10 @@ def _heads(columns: Sequence[Column], width: float) -> list[Artist]:
 
 
 def _under(cell: Cell, width: float, dpi: int) -> list[Artist]:
-    """A picture with its lines below."""
+    """An image with its lines below."""
     style: dict[str, Any] = {"width": width, "align": "center"}
     details = words(*cell.details, size=SMALL, color=GREY, **style)
-    return [picture(cell.image, dpi), *words(*cell.caption, size=BODY, **style), *details]
+    return [image_box(cell.image, dpi), *words(*cell.caption, size=BODY, **style), *details]
 
 
 def _bars(bars: Sequence[Bar], dpi: int) -> VPacker:
@@ -172,7 +172,7 @@ def _bars(bars: Sequence[Bar], dpi: int) -> VPacker:
     room = max(measure(line, SMALL) for bar in bars for line in wrap(bar.labels[0], _BAR_LABEL, SMALL, lines=1))
     rows: list[Artist] = [
         HPacker(
-            children=[VPacker(children=[space(room), *low], align="right"), picture(bar.image, dpi), *high],
+            children=[VPacker(children=[space(room), *low], align="right"), image_box(bar.image, dpi), *high],
             align="center",
             sep=4,
         )

@@ -14,8 +14,8 @@ from vitflow.explaining.comparison import compare
 from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.explaining.options import METHOD_OPTIONS, Option, shown
 from vitflow.explaining.targets import Contrast
-from vitflow.pictures import BACKGROUNDS, FITS, INTERPOLATIONS
-from vitflow.pictures.map_figure import picture_box
+from vitflow.images import BACKGROUNDS, FITS, INTERPOLATIONS
+from vitflow.images.map_figure import image_bounds
 
 # The method that is chosen first, and what answers for a patch where the chosen one does not.
 _METHOD, _OF_PATCHES = "gae", "rollout"
@@ -25,7 +25,7 @@ _OPTIONS = [option for option in METHOD_OPTIONS.values() if option.name not in (
 _MOST = {"masks": 4096, "cells": 64, "random_seed": 2**31 - 1}
 _LARGEST, _MOST_PROMPTS, _PROMPT_CHARACTERS = 10_000, 16, 2000
 _DRAWING, _USUAL = ("background", "interpolation", "contours"), ("grey", "smooth", False)
-_NAMES = ["picture", "model", "method", "target", "prompts", "against", "fit", *_DRAWING]
+_NAMES = ["image", "model", "method", "target", "prompts", "against", "fit", *_DRAWING]
 _NAMES += [one.name for one in _OPTIONS]
 
 
@@ -34,7 +34,7 @@ class _Asked:
 
     def __init__(self, models: Models, fields: Sequence[Any]) -> None:
         given = dict(zip(_NAMES, fields, strict=True))
-        self.path, self.method = path_of(given["picture"]), get_method(given["method"])
+        self.path, self.method = path_of(given["image"]), get_method(given["method"])
         prompts = tuple(filter(None, map(str.strip, given["prompts"].splitlines())))
         if len(prompts) > _MOST_PROMPTS:
             raise OptionError(f"Expected at most {_MOST_PROMPTS} prompts, got {len(prompts)}.")
@@ -86,23 +86,23 @@ class _Answers:
         own = {"method": asked.method.name, "target": asked.target, **asked.options, **more}
         saliency = asked.explainer.explain(asked.path, **own)
         figure, name = saliency.figure(**asked.drawing), f"{asked.path.stem}-{asked.method.name}"
-        picture, files = drawn(figure, name, saliency.save)
-        click = picture_box(figure), saliency.placement, saliency.facts.get("patch_grid", saliency.grid.shape)
+        image, files = drawn(figure, name, saliency.save)
+        click = image_bounds(figure), saliency.placement, saliency.facts.get("patch_grid", saliency.grid.shape)
         made, written = (
             python_call("explainer.explain", asked.path.name, **own),
             _written("saliency.figure", name, asked),
         )
         classes = gr.update(choices=["", *(asked.explainer.class_names or [])])
         notes = [saliency.facts["note"]] if "note" in saliency.facts else []
-        return picture, click, files, f"{asked.code}\nsaliency = {made}\n{written}", asked.method.name, classes, notes
+        return image, click, files, f"{asked.code}\nsaliency = {made}\n{written}", asked.method.name, classes, notes
 
     def compare(self, *fields: Any) -> tuple[Any, ...]:
         asked = _Asked(self._models, fields)
         found, name = compare(asked.path, model=asked.explainer, targets=asked.targets), f"{asked.path.stem}-compare"
-        picture, files = drawn(found.figure(**asked.drawing), name)
+        image, files = drawn(found.figure(**asked.drawing), name)
         made = python_call("vitflow.compare", asked.path.name, targets=asked.targets, model=Code("explainer"))
         code = f"{asked.code}\nfound = {made}\n{_written('found.figure', name, asked)}"
-        return gr.update(value=picture, visible=True), files, code, [" ".join(str(found.agreement()).splitlines()[:2])]
+        return gr.update(value=image, visible=True), files, code, [" ".join(str(found.agreement()).splitlines()[:2])]
 
     def _method(self, name: str) -> tuple[Any, ...]:
         return *(_field(option, name) for option in _OPTIONS), []
@@ -126,13 +126,13 @@ def _field(option: Option, name: str) -> Any:
     return gr.Textbox("", placeholder=f"{option.values}{most}, {default}", **about)
 
 
-def pictures_tab(models: Models, samples: Sequence[str | Path]) -> None:
+def images_tab(models: Models, samples: Sequence[str | Path]) -> None:
     """Lay the tab out, and say what its buttons do."""
     answers = _Answers(models)
     with gr.Row():
         with gr.Column(scale=2, min_width=320):
-            picture, examples = photograph(samples)
-            model = gr.Dropdown(models.pictures, label="Model")
+            image, examples = photograph(samples)
+            model = gr.Dropdown(models.images, label="Model")
             methods = [(f"{one.title}: {one.question}", one.name) for one in list_methods()]
             method = gr.Dropdown(methods, value=_METHOD, label="Method")
             told = "Name or number; empty: the likeliest."
@@ -152,12 +152,12 @@ def pictures_tab(models: Models, samples: Sequence[str | Path]) -> None:
         with gr.Column(scale=3, min_width=320):
             *answer, notes = answer_column("Click the photograph below to see what that patch of it looks at.")
     strip = gr.Image(label="Methods side by side", interactive=False, type="filepath", visible=False)
-    fields = [picture, model, method, target, prompts, against, fit, background, interpolation, contours, *options]
+    fields = [image, model, method, target, prompts, against, fit, background, interpolation, contours, *options]
     drawing = [*answer, method, target, notes]
     chosen = examples.load_input_event
-    if not samples and "demo" in models.pictures:  # which alone knows the drawn ones
+    if not samples and "demo" in models.images:  # which alone knows the drawn ones
         chosen = chosen.then(lambda: "demo", None, model, api_visibility="private")
-    for trigger in (go.click, picture.upload, chosen.then):
+    for trigger in (go.click, image.upload, chosen.then):
         asks(trigger, answers.explain, fields, drawing)
     asks(answer[0].select, answers._patch, [answer[1], *fields], drawing)
     asks(beside.click, answers.compare, fields, [strip, *answer[2:], notes], scroll_to_output=True)

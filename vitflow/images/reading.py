@@ -1,4 +1,4 @@
-"""Read pictures as RGB and masks, and write pictures without half-written files."""
+"""Read images as RGB and masks, and write images without half-written files."""
 
 import contextlib
 import io
@@ -16,11 +16,11 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from vitflow.errors import ImageError, ShapeError, VitflowError
 from vitflow.files import is_file, is_folder, is_remote, is_there, write_atomically
-from vitflow.pictures import WRITE_OPTIONS
+from vitflow.images import WRITE_OPTIONS
 
 ImageSource = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
 
-#: Pictures of more pixels are refused as decompression bombs; the same bound as Pillow's own.
+#: Images of more pixels are refused as decompression bombs; the same bound as Pillow's own.
 MAX_PIXELS = 178_956_970
 
 # Raster formats only: Pillow also opens EPS through Ghostscript, and formats without a signature.
@@ -37,7 +37,7 @@ _UPRIGHT = {
 
 
 class _PillowSettings:
-    """Pillow's global size limit and its warnings, set while any thread reads a picture and restored afterwards.
+    """Pillow's global size limit and its warnings, set while any thread reads an image and restored afterwards.
 
     Both are global to the process, so that threads which read at the same time must share them.
     """
@@ -75,7 +75,7 @@ _pillow_settings = _PillowSettings()
 
 
 def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: bytes | None = None) -> NDArray[np.uint8]:
-    """Read a picture as RGB: uint8 [height, width, 3], upright as its EXIF orientation says.
+    """Read an image as RGB: uint8 [height, width, 3], upright as its EXIF orientation says.
 
     Of an animation or a multi-page file the first frame is read. Transparent pixels are laid over white. More than
     8 bits per channel are scaled down to 8, never clipped: 16-bit values are divided by 256; 32-bit integers and
@@ -89,7 +89,7 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: by
         content: the bytes of the file at the path, where they have been read already.
 
     Raises:
-        ImageError: the file is missing, empty, truncated, too large, or no picture.
+        ImageError: the file is missing, empty, truncated, too large, or no image.
         ShapeError: an array of any other shape, type or range.
 
     >>> read_image(np.zeros((2, 3), dtype=np.uint16)).shape
@@ -102,7 +102,7 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: by
         if hasattr(source, "permute"):
             hint = " A tensor [3, height, width] goes in as tensor.permute(1, 2, 0).numpy(), with values from 0 to 1."
         raise ImageError(
-            f"Expected a picture as a path, bytes, a PIL image or a NumPy array, got {type(source).__name__}.{hint}"
+            f"Expected an image as a path, bytes, a PIL image or a NumPy array, got {type(source).__name__}.{hint}"
         )
     try:
         if isinstance(source, str | os.PathLike) and not (content is not None and is_remote(source)):
@@ -119,16 +119,16 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: by
 
 
 def read_mask(path: str | os.PathLike[str], size: tuple[int, int]) -> NDArray[Any]:
-    """Read the values of a mask, [height, width]: of a palette picture its indices, of colours the largest channel.
+    """Read the values of a mask, [height, width]: of a palette image its indices, of colours the largest channel.
 
-    Transparent pixels are 0. A file of another size than the picture's is refused before it is decoded.
+    Transparent pixels are 0. A file of another size than the image's is refused before it is decoded.
 
     Args:
         path: the mask's file.
-        size: (height, width) of the picture that it belongs to.
+        size: (height, width) of the image that it belongs to.
 
     Raises:
-        ImageError: the file is missing, empty, truncated, or no picture.
+        ImageError: the file is missing, empty, truncated, or no image.
         ShapeError: it has another size.
     """
     path = Path(path)
@@ -148,34 +148,34 @@ def read_mask(path: str | os.PathLike[str], size: tuple[int, int]) -> NDArray[An
 
 
 def check_mask_size(own: tuple[int, ...], size: tuple[int, ...]) -> None:
-    """Raise ShapeError unless a mask has its picture's (height, width)."""
+    """Raise ShapeError unless a mask has its image's (height, width)."""
     if own != size:
         raise ShapeError(
-            f"Expected a mask of the picture's size, {size[0]} × {size[1]} pixels (height × width), got {own[0]} × "
-            f"{own[1]}. Make the mask of this very picture, without its EXIF rotation."
+            f"Expected a mask of the image's size, {size[0]} × {size[1]} pixels (height × width), got {own[0]} × "
+            f"{own[1]}. Make the mask of this very image, without its EXIF rotation."
         )
 
 
 def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
-    """Write an RGB or grey picture, uint8 [height, width, 3] or [height, width], as its suffix says.
+    """Write an RGB or grey image, uint8 [height, width, 3] or [height, width], as its suffix says.
 
     The file appears whole or not at all: it is written beside its place and moved there. Folders are made as needed.
     JPEG and WebP are written at quality 95.
 
     Raises:
         ImageError: a suffix other than .png, .jpg, .jpeg and .webp, or the file could not be written.
-        ShapeError: the array is no such picture.
+        ShapeError: the array is no such image.
     """
     target = Path(path)
     options = WRITE_OPTIONS.get(target.suffix.lower())
     if options is None:
         raise ImageError(
-            f"Cannot write a picture as {image_name(path)!r}: expected a name that ends in "
+            f"Cannot write an image as {image_name(path)!r}: expected a name that ends in "
             f"{', '.join(sorted(WRITE_OPTIONS))}, got {target.suffix or 'no suffix'!r}."
         )
     if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)) or not array.size:
         raise ShapeError(
-            f"Expected a picture as uint8 [height, width, 3] or [height, width], got {array.dtype} {array.shape}."
+            f"Expected an image as uint8 [height, width, 3] or [height, width], got {array.dtype} {array.shape}."
         )
     try:
         with write_atomically(target) as file:
@@ -184,13 +184,13 @@ def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
         told = getattr(error, "strerror", None)  # the rest of the error names the unfinished file
         remedy = "Choose another place, or make room and allow writing there" if told else "Choose another format"
         raise ImageError(
-            f"Could not write {image_name(path)!r}, a picture of {array.shape[1]} × {array.shape[0]} pixels (width × "
+            f"Could not write {image_name(path)!r}, an image of {array.shape[1]} × {array.shape[0]} pixels (width × "
             f"height) in {str(target.parent)!r}: {told or error}. {remedy}."
         ) from error
 
 
 def image_name(source: object) -> str:
-    """A short name to show for a picture: the file's name where there is one.
+    """A short name to show for an image: the file's name where there is one.
 
     >>> image_name("photos/cat.jpg"), image_name(b"..."), image_name(np.zeros((2, 2)))
     ('cat.jpg', 'bytes', 'array')
@@ -205,7 +205,7 @@ def image_name(source: object) -> str:
 
 
 def _open(source: str | os.PathLike[str] | bytes) -> Image.Image:
-    """Open a picture as one of the formats that are meant to be read; Pillow tries no other."""
+    """Open an image as one of the formats that are meant to be read; Pillow tries no other."""
     Image.preinit()  # the usual formats; all the others take time to load
     try:
         return Image.open(_readable(source), formats=_known_formats())
@@ -224,17 +224,17 @@ def _known_formats() -> list[str]:
 
 
 def _from_pillow(image: Image.Image, max_pixels: int, name: str) -> NDArray[np.uint8]:
-    """RGB pixels of an opened picture, upright."""
+    """RGB pixels of an opened image, upright."""
     if image.format == "EPS" and getattr(image, "tile", None):  # not decoded yet, which would start Ghostscript
         raise UnidentifiedImageError
     if image.width * image.height > max_pixels:
         raise Image.DecompressionBombError
     image.load()
-    # After load(): Pillow's TIFF reader turns the picture itself and then forgets the orientation.
+    # After load(): Pillow's TIFF reader turns the image itself and then forgets the orientation.
     # ImageOps.exif_transpose writes the EXIF anew, which fails where another tag is odd, and its copy has no format.
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # malformed EXIF, while the picture itself may be sound
+    except Exception:  # malformed EXIF, while the image itself may be sound
         orientation = None
     turn = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
     if turn is not None:
@@ -251,7 +251,7 @@ def _from_pillow(image: Image.Image, max_pixels: int, name: str) -> NDArray[np.u
 
 
 def _eight_bits(image: Image.Image, name: str) -> NDArray[np.uint8]:
-    """8-bit grey values [height, width] of a picture with one channel of 16 or 32 bits."""
+    """8-bit grey values [height, width] of an image with one channel of 16 or 32 bits."""
     values = np.asarray(image)
     # Pillow gives a PGM of more than 8 bits as 32 bits, scaled to 16; older releases a PNG, too.
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PPM", "PNG")):
@@ -259,7 +259,7 @@ def _eight_bits(image: Image.Image, name: str) -> NDArray[np.uint8]:
     largest = float(values.max())
     if not np.isfinite(values).all():
         raise ImageError(
-            f"Expected finite pixel values in {name!r}, got NaN or infinity in a 32-bit float picture. "
+            f"Expected finite pixel values in {name!r}, got NaN or infinity in a 32-bit float image. "
             f"Replace them (for example by np.nan_to_num) and pass the array, scaled to 0 … 1."
         )
     scales = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)
@@ -309,19 +309,19 @@ def _over_white(rgba: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def _check_file(path: Path) -> None:
     """Raise ImageError unless there is a file with something in it."""
     if is_folder(path):
-        more = "vitflow.explain_folder explains all pictures in it."
-        raise ImageError(f"Expected a picture, got the folder {str(path)!r}. {more}")
+        more = "vitflow.explain_folder explains all images in it."
+        raise ImageError(f"Expected an image, got the folder {str(path)!r}. {more}")
     if not is_there(path):
-        hint = " Pictures on the web must be downloaded first." if re.match(r"https?:/", str(path)) else ""
-        raise ImageError(f"Expected a picture at {str(path)!r}, but there is no such file.{hint}")
+        hint = " Images on the web must be downloaded first." if re.match(r"https?:/", str(path)) else ""
+        raise ImageError(f"Expected an image at {str(path)!r}, but there is no such file.{hint}")
     if not is_file(path):  # reading from a pipe would wait for ever
-        raise ImageError(f"Expected a picture at {str(path)!r}, got a device or a pipe. Save it to a file first.")
+        raise ImageError(f"Expected an image at {str(path)!r}, got a device or a pipe. Save it to a file first.")
 
 
 def _explain(
     source: str | os.PathLike[str] | bytes | Image.Image, error: Exception, max_pixels: int, kind: str = ""
 ) -> str:
-    """Say what was expected, what came and what to do about a picture that could not be read."""
+    """Say what was expected, what came and what to do about an image that could not be read."""
     from_file = isinstance(source, str | os.PathLike)
     name = f"{kind}{image_name(source)!r}" if from_file else f"the given {image_name(source)}"
     if isinstance(error, Image.DecompressionBombError):
@@ -334,7 +334,7 @@ def _explain(
     if isinstance(error, UnidentifiedImageError):
         Image.init()
         known = _known_formats()
-        expected = f"Expected {name} to be a picture ({', '.join(known)}), got "
+        expected = f"Expected {name} to be an image ({', '.join(known)}), got "
         on_disk = Path(source) if isinstance(source, str | os.PathLike) and is_file(source) else None
         if source == b"" or (on_disk is not None and not on_disk.stat().st_size):
             return f"{expected}an empty file (0 bytes): a copy or download that broke off. Get it anew."

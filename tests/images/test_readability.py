@@ -5,7 +5,7 @@ import pytest
 
 from tests.benchmarks.overlay import PAIRED, WAYS, judge, share_of_map, to_lab
 from vitflow.explaining.saliency import Saliency
-from vitflow.pictures.geometry import place
+from vitflow.images.geometry import place
 
 
 def literal_share(lab: np.ndarray) -> float:
@@ -42,7 +42,7 @@ def test_colours_in_cielab():
         assert np.linalg.norm(red - green) < 0.6 * np.linalg.norm(plain)
 
 
-def test_on_a_coloured_picture_the_map_has_a_larger_share_than_before_and_the_photograph_stays():
+def test_on_a_coloured_image_the_map_has_a_larger_share_than_before_and_the_photograph_stays():
     random = np.random.default_rng(0)
     image = np.kron(random.integers(0, 256, (14, 14, 3)), np.ones((8, 8, 1))).astype(np.uint8)
     for grid in (random.random((7, 7)) ** 3, random.normal(size=(7, 7))):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vitflow.pictures.preprocessing import InputSpec, Preprocessing
+from vitflow.images.preprocessing import InputSpec, Preprocessing
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

@@ -1,4 +1,4 @@
-"""Strips and charts: pictures keep their pixels, words keep their place, files are the same each time."""
+"""Strips and charts: images keep their pixels, words keep their place, files are the same each time."""
 
 import re
 import subprocess
@@ -15,10 +15,10 @@ from matplotlib.text import Text
 from PIL import Image
 
 from vitflow.errors import OptionError, ShapeError
-from vitflow.pictures import FIGURE_FORMATS, typesetting
-from vitflow.pictures.charts import Series, draw_lines
-from vitflow.pictures.figures import Cell, Column, draw_bands, save_figure
-from vitflow.pictures.pen import Bar, panel_size
+from vitflow.images import FIGURE_FORMATS, typesetting
+from vitflow.images.charts import Series, draw_lines
+from vitflow.images.figures import Cell, Column, draw_bands, save_figure
+from vitflow.images.pen import Bar, panel_size
 
 NAMES = [
     "tabby",
@@ -55,7 +55,7 @@ def boxes(figure):
 
 
 def places(figure):
-    """The boxes of the pictures, in pixels from the lower left."""
+    """The boxes of the images, in pixels from the lower left."""
     figure.draw_without_rendering()
     return [image.get_window_extent() for image in figure.findobj(OffsetImage)]
 
@@ -83,23 +83,23 @@ def test_no_words_overlap_or_leave_the_page(classes, size):
         assert across <= 1 or down <= 2, (first, second, across, down)
 
 
-def test_words_keep_clear_of_the_pictures():
+def test_words_keep_clear_of_the_images():
     figure = strip(NAMES[:4], classes=2)
     words = boxes(figure)
-    for picture in places(figure):
+    for image in places(figure):
         for text, box in words:
-            across = min(picture.x1, box.x1) - max(picture.x0, box.x0)
-            down = min(picture.y1, box.y1) - max(picture.y0, box.y0)
+            across = min(image.x1, box.x1) - max(image.x0, box.x0)
+            down = min(image.y1, box.y1) - max(image.y0, box.y0)
             assert across <= 0 or down <= 0, text
 
 
-def test_a_png_holds_each_picture_pixel_by_pixel(tmp_path):
-    pictures = [noise(150, 200), noise(97, 203, 1), noise(41, 230, 2)]
-    figure = draw_bands([([Column("a"), Column("b"), Column("c")], [[[Cell(image)] for image in pictures]])])
+def test_a_png_holds_each_image_pixel_by_pixel(tmp_path):
+    images = [noise(150, 200), noise(97, 203, 1), noise(41, 230, 2)]
+    figure = draw_bands([([Column("a"), Column("b"), Column("c")], [[[Cell(image)] for image in images]])])
     save_figure(figure, tmp_path / "strip.png")
     with Image.open(tmp_path / "strip.png") as file:
         page = np.asarray(file.convert("RGB"))
-    for image in pictures:
+    for image in images:
         rows, cols = page.shape[0] - image.shape[0] + 1, page.shape[1] - image.shape[1] + 1
         corners = np.argwhere((page[:rows, :cols] == image[0, 0]).all(axis=-1))
         assert any((page[y : y + image.shape[0], x : x + image.shape[1]] == image).all() for y, x in corners)
@@ -143,7 +143,7 @@ def test_the_same_strip_gives_the_same_bytes(suffix, tmp_path):
     assert not re.search(rb"CreationDate|dc:date|20[2-9]\d-\d\d-\d\d", first)
 
 
-def test_words_are_words_in_svg_and_pdf_and_pictures_stay_apart(tmp_path):
+def test_words_are_words_in_svg_and_pdf_and_images_stay_apart(tmp_path):
     figure = strip(["tabby", "虎斑猫", "$5 & <more>"])
     tree = ET.parse(save_figure(figure, tmp_path / "strip.svg"))
     words = {"".join(node.itertext()) for node in tree.iter("{http://www.w3.org/2000/svg}text")}
@@ -203,7 +203,7 @@ def test_blocks_that_do_not_fit_the_columns_are_refused():
 
 
 @pytest.mark.parametrize("size", [(480, 640), (640, 480), (1, 5000), (5000, 1), (96, 96), (3000, 2000)])
-def test_pictures_keep_their_aspect_inside_the_box_of_a_column(size):
+def test_images_keep_their_aspect_inside_the_box_of_a_column(size):
     height, width = panel_size(size, width=1.5, dpi=200)
     assert 1 <= height <= 360 and 1 <= width <= 300
     assert width == 300 or height == 360
@@ -213,7 +213,7 @@ def test_pictures_keep_their_aspect_inside_the_box_of_a_column(size):
 
 def test_drawing_needs_no_pyplot(tmp_path):
     code = (
-        "import sys, numpy as np\nfrom vitflow.pictures.figures import *\n"
+        "import sys, numpy as np\nfrom vitflow.images.figures import *\n"
         "figure = draw_bands([([Column('a')], [[[Cell(np.zeros((9, 9, 3), np.uint8))]]])])\n"
         "for suffix in ('png', 'svg', 'pdf'):\n    save_figure(figure, f'strip.{suffix}')\n"
         "print('matplotlib.pyplot' in sys.modules)"

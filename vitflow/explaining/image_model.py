@@ -1,4 +1,4 @@
-"""A model for pictures that is kept: what it says of itself, how pictures become its input, and what it answers."""
+"""A model for images that is kept: what it says of itself, how images become its input, and what it answers."""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, ShapeError, VitflowWarning, printable, unknown_name
-from vitflow.explaining.asked import PlacedPicture
+from vitflow.explaining.asked import PlacedImage
+from vitflow.images import FITS
+from vitflow.images.geometry import place
+from vitflow.images.preprocessing import InputSpec
+from vitflow.images.reading import ImageSource, image_name, read_image
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models import DTYPES
 from vitflow.models.anatomy import no_logits, unwrap
@@ -23,10 +27,6 @@ from vitflow.models.libraries import forward_options, headless, library_data_con
 from vitflow.models.loading import load_model
 from vitflow.models.outputs import Outputs, features_of, similarity_outputs
 from vitflow.models.pairs import Prompts, is_pair, pair_of, prompt_outputs, refuse_without_prompts
-from vitflow.pictures import FITS
-from vitflow.pictures.geometry import place
-from vitflow.pictures.images import ImageSource, image_name, read_image
-from vitflow.pictures.preprocessing import InputSpec
 from vitflow.recording.isolation import default_device, evaluating, move_to, refuse_inference_tensors
 from vitflow.recording.probing import probe
 from vitflow.recording.readout import Head
@@ -39,7 +39,7 @@ _NAMES_SHOWN = 12
 _BEYOND = 0.5
 
 #: An image, or the model input [channels, height, width] that it became.
-ImageInput = ImageSource | Tensor | PlacedPicture
+ImageInput = ImageSource | Tensor | PlacedImage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,15 +62,15 @@ def similarity_to(images: ImageSource | Sequence[ImageSource]) -> SimilarityTo:
         OptionError: no image.
 
     >>> from vitflow import Explainer, similarity_to
-    >>> from vitflow.demo import sample_pictures
-    >>> explainer = Explainer("demo", outputs=similarity_to(sample_pictures()[:1]))
-    >>> explainer.explain(sample_pictures()[0]).answer.told
+    >>> from vitflow.demo import sample_images
+    >>> explainer = Explainer("demo", outputs=similarity_to(sample_images()[:1]))
+    >>> explainer.explain(sample_images()[0]).answer.told
     'cosine 1.000'
     """
     return SimilarityTo(tuple(at_least_one(images)))
 
 
-class PictureModel:
+class ImageModel:
     """A model with its preprocessing and outputs. Base class of `Explainer`, which documents the arguments."""
 
     def __init__(
@@ -124,7 +124,7 @@ class PictureModel:
             self.facts = replace(self.facts, outputs=self._similarities(references))
         elif outputs is not None:  # errors come before the first image
             with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
-                tried = self.outputs.tried(self.forward, self._two_pictures(), alone=not named)
+                tried = self.outputs.tried(self.forward, self._two_images(), alone=not named)
             self.facts = replace(self.facts, outputs=tried)
         if class_names is not None and self.facts.outputs.count is None:
             check_name_count(self.facts.outputs.names or (), self.num_classes)
@@ -132,10 +132,10 @@ class PictureModel:
     def _similarities(self, references: Sequence[ImageSource]) -> Outputs:
         """The outputs of `similarity_to`."""
         names = [str(image_name(name_of(one, number))) for number, one in enumerate(references, start=1)]
-        pictures = [self.placed(one, name) for one, name in zip(references, names, strict=True)]
+        placed = [self.placed(one, name) for one, name in zip(references, names, strict=True)]
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
-            vectors = [features_of(self.forward(self._tensor([one]))) for one in pictures]
-        return similarity_outputs(torch.cat(vectors), names, [one.image for one in pictures])
+            vectors = [features_of(self.forward(self._tensor([one]))) for one in placed]
+        return similarity_outputs(torch.cat(vectors), names, [one.image for one in placed])
 
     def __repr__(self) -> str:
         count = "" if self.facts.outputs.count is None else f", {self.facts.outputs.count} classes"
@@ -144,7 +144,7 @@ class PictureModel:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """What a notebook shows: what is known of the model."""
-        from vitflow.pictures.figures import bundle, html_table  # loads matplotlib
+        from vitflow.images.figures import bundle, html_table  # loads matplotlib
 
         names, spec = self.class_names or [], self.spec
         more = f", … ({len(names)})" if len(names) > _NAMES_SHOWN else ""
@@ -189,7 +189,7 @@ class PictureModel:
 
     @property
     def fit(self) -> str:
-        """How pictures are fitted to that: "crop", "squash", "pad" or "native"."""
+        """How images are fitted to that: "crop", "squash", "pad" or "native"."""
         return self.preprocessing.fit
 
     def fingerprint(self) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class PictureModel:
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
-        """The shape of a picture as the model takes it, (channels, height, width)."""
+        """The shape of an image as the model takes it, (channels, height, width)."""
         return self.spec.channels, *self.spec.size
 
     @property
@@ -221,11 +221,11 @@ class PictureModel:
         return 0 if answer is None or answer.ndim != 2 else answer.shape[1]
 
     def grey(self) -> NDArray[np.uint8]:
-        """A grey picture of the model's own size, uint8 [height, width, 3], to try what does not depend on pictures."""
+        """A grey image of the model's own size, uint8 [height, width, 3], to try what does not depend on images."""
         return np.full((*self.spec.size, 3), 128, np.uint8)
 
-    def _two_pictures(self) -> Tensor:
-        """Model inputs of two pictures that any model tells apart: dark and bright noise."""
+    def _two_images(self) -> Tensor:
+        """Model inputs of two images that any model tells apart: dark and bright noise."""
         noise = np.random.RandomState(0).randint(0, 96, (2, *self.spec.size, 3), dtype=np.uint8)
         return torch.cat([self.pixels(noise[0]), self.pixels(noise[1] + 160)])
 
@@ -233,18 +233,18 @@ class PictureModel:
         """The model input of an image, [1, channels, height, width], on the explainer's device."""
         return self._tensor([self.placed(image, "")])
 
-    def placed(self, source: ImageInput, name: str, original: ImageSource | None = None) -> PlacedPicture:
+    def placed(self, source: ImageInput, name: str, original: ImageSource | None = None) -> PlacedImage:
         """An image, read and placed as the model sees it; `original` is the image of a model input."""
-        if isinstance(source, PlacedPicture):
+        if isinstance(source, PlacedImage):
             return source
         if isinstance(source, Tensor):
             return self._placed_tensor(source, name, original)
         if original is not None:
             raise OptionError("original= is the image of a tensor, and was given with an image: leave it out.")
         image = read_image(source)
-        return PlacedPicture(name, image, self.preprocessing.place((image.shape[0], image.shape[1])))
+        return PlacedImage(name, image, self.preprocessing.place((image.shape[0], image.shape[1])))
 
-    def _placed_tensor(self, pixels: Tensor, name: str, original: ImageSource | None) -> PlacedPicture:
+    def _placed_tensor(self, pixels: Tensor, name: str, original: ImageSource | None) -> PlacedImage:
         """A model input, and the image that it shows: the original, or the input without its normalisation."""
         pixels = pixels[0] if pixels.ndim == 4 and len(pixels) == 1 else pixels
         channels, height, width = self.input_shape
@@ -275,7 +275,7 @@ class PictureModel:
             )
         if original is None:
             image = (255 * shown).round().clamp(0, 255).to(torch.uint8).expand(3, -1, -1).permute(1, 2, 0).numpy()
-            return PlacedPicture(name, np.ascontiguousarray(image), place(size, size, fit="squash"), pixels, True)
+            return PlacedImage(name, np.ascontiguousarray(image), place(size, size, fit="squash"), pixels, True)
         image = read_image(original)
         placement = self.preprocessing.place((image.shape[0], image.shape[1]))
         if placement.input_size != size:
@@ -283,29 +283,29 @@ class PictureModel:
                 f"Expected a tensor of {placement.input_size} pixels for this original and fit={self.fit!r}, "
                 f"got {size}."
             )
-        return PlacedPicture(name, image, placement, pixels)
+        return PlacedImage(name, image, placement, pixels)
 
-    def _tensor(self, pictures: Sequence[PlacedPicture]) -> Tensor:
+    def _tensor(self, images: Sequence[PlacedImage]) -> Tensor:
         inputs = [
             torch.from_numpy(self.preprocessing.prepare(one.image, one.placement)) if one.pixels is None else one.pixels
-            for one in pictures
+            for one in images
         ]
         parameter = next(self.model.parameters(), inputs[0])
         return torch.stack([one.to(self.device, parameter.dtype) for one in inputs])
 
     def forward(self, pixels: Tensor) -> Any:
-        """Run the model as it stands on model inputs [pictures, channels, height, width]; returns its own output."""
+        """Run the model as it stands on model inputs [images, channels, height, width]; returns its own output."""
         return self.model(pixels, **forward_options(self.model, (pixels.shape[-2], pixels.shape[-1])))
 
     def record(self, image: ImageInput, **options: Any) -> Trace:
-        """Run the model on one picture and record its attention; options as for `record_attention`.
+        """Run the model on one image and record its attention; options as for `record_attention`.
 
         Raises:
-            VitflowError: the picture cannot be read, an option is wrong, or no attention is seen.
+            VitflowError: the image cannot be read, an option is wrong, or no attention is seen.
 
-        >>> from vitflow.demo import sample_pictures
+        >>> from vitflow.demo import sample_images
         >>> from vitflow import Explainer
-        >>> Explainer("demo").record(sample_pictures()[0], head_fusion="mean").attentions[0].shape
+        >>> Explainer("demo").record(sample_images()[0], head_fusion="mean").attentions[0].shape
         torch.Size([1, 145, 145])
         """
         with (
@@ -344,7 +344,7 @@ class PictureModel:
             head = self._heads[against] = trace.head
 
     def logits(self, pixels: Tensor, outputs: Outputs | None = None) -> Tensor:
-        """What the model answers in eval mode to model inputs [pictures, channels, height, width]: [pictures, classes].
+        """What the model answers in eval mode to model inputs [images, channels, height, width]: [images, classes].
 
         Args:
             pixels: the inputs.
@@ -380,20 +380,20 @@ def several(images: Any) -> Any:
         return [images] if one else images
     if isinstance(images, Tensor):
         return [images] if images.ndim == 3 else list(images)
-    if isinstance(images, str | bytes | PlacedPicture) or not isinstance(images, Iterable):
+    if isinstance(images, str | bytes | PlacedImage) or not isinstance(images, Iterable):
         return [images]
     return images if isinstance(images, Sequence) else list(images)
 
 
 def at_least_one(images: Any) -> Any:
-    """As `several`; OptionError where there is no picture."""
+    """As `several`; OptionError where there is no image."""
     if not len(sources := several(images)):
-        raise OptionError("Expected at least one picture, got none.")
+        raise OptionError("Expected at least one image, got none.")
     return sources
 
 
 def name_of(source: ImageInput, number: int) -> str:
     """The name of an image: its path, or its number."""
-    if isinstance(source, PlacedPicture):
+    if isinstance(source, PlacedImage):
         return source.name
-    return str(source) if isinstance(source, str | Path) else f"picture {number}"
+    return str(source) if isinstance(source, str | Path) else f"image {number}"

@@ -17,11 +17,11 @@ from PIL import ExifTags, Image
 
 from tests.references import patch_box, seen_mask
 from vitflow.errors import OptionError, ShapeError
-from vitflow.pictures import FITS, preprocessing
-from vitflow.pictures.geometry import CROP_MODES, FILTERS, Placement, place
-from vitflow.pictures.images import read_image
-from vitflow.pictures.preprocessing import InputSpec, Preprocessing
-from vitflow.pictures.upsampling import upsample
+from vitflow.images import FITS, preprocessing
+from vitflow.images.geometry import CROP_MODES, FILTERS, Placement, place
+from vitflow.images.preprocessing import InputSpec, Preprocessing
+from vitflow.images.reading import read_image
+from vitflow.images.upsampling import upsample
 
 HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -117,7 +117,7 @@ def test_prepare_equals_timm_for_every_configuration_that_timm_ships():
         same_as_timm(noise(83, 61), config)
 
 
-def test_a_very_long_picture_is_resized_in_its_window_only(monkeypatch):
+def test_a_very_long_image_is_resized_in_its_window_only(monkeypatch):
     image = noise(40, 400)
     placement = place((40, 400), (64, 64), crop_pct=0.9)
     whole = prepare(image, placement, **HALF)
@@ -128,7 +128,7 @@ def test_a_very_long_picture_is_resized_in_its_window_only(monkeypatch):
     assert np.abs(windowed - whole).mean() < 1e-3
 
 
-def test_a_picture_of_one_pixel_line_does_not_fill_the_memory():
+def test_an_image_of_one_pixel_line_does_not_fill_the_memory():
     placement = place((1, 60_000), (224, 224), crop_pct=0.875)
     assert placement.resized_size == (256, 15_360_000)
     assert prepare(noise(1, 60_000), placement, **HALF).shape == (3, 224, 224)
@@ -153,7 +153,7 @@ def test_pad_keeps_the_aspect_and_centres():
     assert place((301, 200), (224, 224), fit="pad").offset == (0, -((224 - 149) // 2))
 
 
-def test_padding_is_the_mean_and_the_picture_lies_between():
+def test_padding_is_the_mean_and_the_image_lies_between():
     image = np.full((20, 40, 3), 200, dtype=np.uint8)
     prepared = prepare(image, place((20, 40), (40, 40), fit="pad"), **IMAGENET)
     # The mean in 8 bits: at most half a level from 0.
@@ -163,7 +163,7 @@ def test_padding_is_the_mean_and_the_picture_lies_between():
 
 
 @given(sizes, st.integers(1, 20), st.integers(1, 20), st.integers(1, 16), st.integers(1, 16))
-def test_native_has_whole_patches_in_the_aspect_of_the_picture(image_size, rows, cols, patch_height, patch_width):
+def test_native_has_whole_patches_in_the_aspect_of_the_image(image_size, rows, cols, patch_height, patch_width):
     wanted = rows * cols
     placement = place(
         image_size, (rows * patch_height, cols * patch_width), fit="native", patch_size=(patch_height, patch_width)
@@ -259,7 +259,7 @@ def test_patch_boxes_tile_the_model_input(placement, rows, cols):
 
 # --- from the photograph to the overlay and back ----------------------------------------------------------------------
 
-# What a camera stores for each EXIF orientation, made from the upright picture.
+# What a camera stores for each EXIF orientation, made from the upright image.
 STORED = {
     1: lambda upright: upright,
     2: lambda upright: upright[:, ::-1],
@@ -352,7 +352,7 @@ def test_prepare_refuses_what_does_not_fit():
     placement = place((30, 40), (16, 16))
     with pytest.raises(ShapeError, match="as the placement was made for"):
         prepare(noise(40, 30), placement, **HALF)
-    with pytest.raises(ShapeError, match="uint8 RGB picture"):
+    with pytest.raises(ShapeError, match="uint8 RGB image"):
         prepare(noise(30, 40).astype(np.float32), placement, **HALF)
     with pytest.raises(OptionError, match=r"Unknown interpolation 'bicubik'\. Did you mean 'bicubic'"):
         prepare(noise(30, 40), placement, **HALF, interpolation="bicubik")
@@ -362,7 +362,7 @@ def test_prepare_refuses_what_does_not_fit():
         prepare(noise(30, 40), placement, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.0))
 
 
-def test_prepare_leaves_the_picture_alone():
+def test_prepare_leaves_the_image_alone():
     image = noise(30, 40)
     before = image.copy()
     prepared = prepare(image, place((30, 40), (30, 40), fit="squash"), **HALF)

@@ -1,4 +1,4 @@
-"""What the words of a vision–language model rest on in a picture: rows against one pass written out, maps in place."""
+"""What the words of a vision–language model rest on in an image: rows against one pass written out, maps in place."""
 
 import copy
 import json
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from tests import references
 from tests.models.vision_language import NAMES, Family, family
-from vitflow import Generation, PictureTokens, Words, explain_generation, record_attention
+from vitflow import Generation, ImageTokens, Words, explain_generation, record_attention
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
 from vitflow.explaining.method_table import get_method
+from vitflow.images.geometry import Placement
+from vitflow.images.upsampling import lay_together, upsample
 from vitflow.models.languages import decoder_path
-from vitflow.pictures.geometry import Placement
-from vitflow.pictures.upsampling import lay_together, upsample
+from vitflow.text.image_tokens import tower_rows
 from vitflow.text.method_table import TEXT_METHODS
-from vitflow.text.picture_tokens import tower_rows
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
@@ -121,13 +121,13 @@ def test_answers_with_and_without_recording_agree(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_weight_of_a_token_lies_where_its_patch_does(name):
     found = plainly(name)
-    for number in np.random.default_rng(0).choice(len(found.pictures.parts), 3):
-        part = found.pictures.parts[number]
+    for number in np.random.default_rng(0).choice(len(found.images.parts), 3):
+        part = found.images.parts[number]
         place = int(np.random.default_rng(number).integers(len(part.positions)))
         left, top, right, bottom = part.box(*divmod(place, part.cols))
         values = np.zeros_like(found.values)
         values[:, part.positions[place]] = 1
-        lit = replace(found, values=values).picture("heart")
+        lit = replace(found, values=values).image("heart")
         heatmap = np.nan_to_num(upsample(lit.grid, lit.placement, interpolation="nearest"))
         if left < 0 or top < 0 or right > 64 or bottom > 40:
             continue  # partly padding
@@ -156,7 +156,7 @@ def test_gae_and_the_logit_lens_are_those_of_the_finished_text():
         seen = np.tril(np.ones_like(expected), m - 2)  # among the tokens before the one that writes
         expected = expected * seen / (expected * seen).sum(axis=1, keepdims=True)
         np.testing.assert_allclose(joined(lens)[:, :, layer], expected, atol=1e-5)
-    assert lens.picture("heart").class_specific
+    assert lens.image("heart").class_specific
 
 
 def test_flow_is_that_of_the_layers():
@@ -170,43 +170,43 @@ def test_flow_is_that_of_the_layers():
 def test_a_word_of_several_pieces_speaks_with_all_of_them():
     found = plainly("llava")
     pieces = replace(found, generated_tokens=Words((" a", " he", "art"), (9, 10, 11), (False,) * 3))
-    expected = (found.picture(1).grid.astype(float) + found.picture(2).grid) / 2
-    np.testing.assert_allclose(pieces.picture("heart").grid, expected, rtol=1e-6)
-    assert pieces.picture("heart").label == "heart" and found.picture(-1).label == "heart"
+    expected = (found.image(1).grid.astype(float) + found.image(2).grid) / 2
+    np.testing.assert_allclose(pieces.image("heart").grid, expected, rtol=1e-6)
+    assert pieces.image("heart").label == "heart" and found.image(-1).label == "heart"
     with pytest.raises(OptionError, match="Expected a word of the text as the token, got 'square'"):
-        pieces.picture("square")
+        pieces.image("square")
 
 
 def test_the_map_is_told_with_its_share_and_its_sinks():
     found = plainly("llava")
-    saliency = found.picture("heart")
+    saliency = found.image("heart")
     row = joined(found)[2, :, -1]
-    inside = row[list(found.pictures.parts[0].positions)]
-    assert saliency.facts["on_picture"] == pytest.approx(inside.sum())
+    inside = row[list(found.images.parts[0].positions)]
+    assert saliency.facts["on_image"] == pytest.approx(inside.sum())
     assert saliency.facts["on_first_patch"] == pytest.approx(inside[0] / inside.sum(), rel=1e-5)
     middle = inside.reshape(6, 6)[1:-1, 1:-1].sum()
     assert saliency.facts["on_edges"] == pytest.approx(1 - middle / inside.sum(), rel=1e-5)
     np.testing.assert_allclose(saliency.grid.flatten(), inside)
     assert saliency.image.shape == (40, 64, 3) and saliency.facts["layer"] == 2
-    np.testing.assert_allclose(found.picture("heart", layer=1).grid.flatten(), found.values[2, 1:37, 0])
+    np.testing.assert_allclose(found.image("heart", layer=1).grid.flatten(), found.values[2, 1:37, 0])
     json.dumps([found.to_dict(), saliency.to_dict()])
-    covers = found.to_dict()["pictures"][0]["covers"]  # the middle 24 of 38 columns
+    covers = found.to_dict()["images"][0]["covers"]  # the middle 24 of 38 columns
     assert covers == pytest.approx({"left": 7 * 64 / 38, "top": 0, "right": 31 * 64 / 38, "bottom": 40})
     hidden = found.sheet().hidden
     assert found.shaded(-1).hidden == hidden and found.shaded(-1).trust.special is None
-    assert [place for place, why in hidden.items() if why == "patches of pictures"] == list(range(1, 37))
+    assert [place for place, why in hidden.items() if why == "patches of images"] == list(range(1, 37))
 
 
 def test_tiles_and_the_whole_are_shown_apart_or_added_by_area():
     found = plainly("internvl")
-    tiles, small, both = (found.picture("heart", role=role) for role in ("tile", "thumbnail", None))
+    tiles, small, both = (found.image("heart", role=role) for role in ("tile", "thumbnail", None))
     assert small.grid.shape == (3, 3) and tiles.grid.shape == both.grid.shape == (6, 9)
     np.testing.assert_allclose(both.grid, tiles.grid + np.kron(small.grid, np.ones((2, 3))) / 6, atol=1e-6)
-    parts = [part for part in found.pictures.parts if part.role == "tile"]
+    parts = [part for part in found.images.parts if part.role == "tile"]
     first = found.values[2, list(parts[1].positions), -1].reshape(3, 3)
     np.testing.assert_allclose(tiles.grid[:3, 3:6], first, atol=1e-6)
     with pytest.raises(OptionError, match="Unknown role 'whole'. Known: thumbnail, tile"):
-        found.picture("heart", role="whole")
+        found.image("heart", role="whole")
 
 
 def test_maps_laid_together_hold_what_falls_into_each_cell():
@@ -231,18 +231,18 @@ def test_maps_laid_together_hold_what_falls_into_each_cell():
 
 def test_relative_is_the_quotient_with_the_row_of_a_neutral_prompt():
     one, found = family("llava"), written(method="attention", neutral="user <image> the square")
-    saliency = found.picture("heart", relative=True)
+    saliency = found.image("heart", relative=True)
     inputs = one.processor(images=photograph(), text="user <image> the square", return_tensors="pt")
     with record_attention(one.model, within=decoder_path(one.model)) as trace, torch.no_grad():
         one.model(**inputs)
     neutral = trace.attentions[-1][0].mean(dim=0)[-1, 1:37].numpy()
     quotient = found.values[2, 1:37, -1] / neutral
     np.testing.assert_allclose(saliency.grid.flatten(), quotient / quotient.sum(), rtol=1e-4)
-    assert saliency.options["relative"] and saliency.facts["on_picture"] == pytest.approx(
-        found.picture("heart").facts["on_picture"]
+    assert saliency.options["relative"] and saliency.facts["on_image"] == pytest.approx(
+        found.image("heart").facts["on_image"]
     )
     with pytest.raises(OptionError, match="row of a neutral prompt for relative=True, got none: pass neutral="):
-        written().picture("heart", relative=True)
+        written().image("heart", relative=True)
 
 
 def test_earlier_words_are_subtracted_as_far_as_they_explain_the_map():
@@ -252,15 +252,15 @@ def test_earlier_words_are_subtracted_as_far_as_they_explain_the_map():
     common = weights @ rows[:2]
     best = np.linalg.lstsq(common[:, None], rows[2], rcond=None)[0][0]
     expected = np.clip(maps[2] - best * common[1:37], 0, None)
-    np.testing.assert_allclose(found.picture("heart", without_earlier=True).grid.flatten(), expected, atol=1e-7)
-    assert np.array_equal(found.picture(0, without_earlier=True).grid, found.picture(0).grid)
+    np.testing.assert_allclose(found.image("heart", without_earlier=True).grid.flatten(), expected, atol=1e-7)
+    assert np.array_equal(found.image(0, without_earlier=True).grid, found.image(0).grid)
 
 
 @pytest.mark.parametrize("method", ["rollout", "logit_lens"])
 def test_the_map_of_a_word_is_described_by_the_method_for_texts(method):
     """Also after pickling; the published attention of a decoder is masked, which is no departure."""
     preset = {"preset": "paper"} if method == "rollout" else {}
-    saliency = pickle.loads(pickle.dumps(written(method=method, **preset).picture("heart")))
+    saliency = pickle.loads(pickle.dumps(written(method=method, **preset).image("heart")))
     assert saliency.definition is TEXT_METHODS[method]
     assert saliency.to_dict()["departures_from_paper"] == ""
     with pytest.raises(OptionError, match="logit_lens"):
@@ -270,14 +270,14 @@ def test_the_map_of_a_word_is_described_by_the_method_for_texts(method):
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_vl", "idefics3", "internvl", "paligemma", "gemma3"])
 def test_down_to_the_patches_of_the_tower(name):
     one, found = family(name), written(name, through_tower=True)
-    shares = [rows.sum(axis=1) for rows in found.pictures.tower]
+    shares = [rows.sum(axis=1) for rows in found.images.tower]
     assert all((part <= 1 + 1e-5).all() and (part > 0.5).all() for part in shares)
-    fine, coarse = (found.picture("heart", through_tower=through) for through in (None, False))
+    fine, coarse = (found.image("heart", through_tower=through) for through in (None, False))
     assert fine.options["through_tower"] and fine.grid.sum() <= coarse.grid.sum() + 1e-6
     inputs = one.processor(images=photograph(), text=f"{one.prompt} what", return_tensors="pt")
     # Where the layers mix next to nothing, a token holds the patches that it was made of.
-    kept = tower_rows(one.model, inputs, found.pictures.parts, residual=1 - 1e-7)
-    for part, rows in zip(found.pictures.parts, kept, strict=True):
+    kept = tower_rows(one.model, inputs, found.images.parts, residual=1 - 1e-7)
+    for part, rows in zip(found.images.parts, kept, strict=True):
         finer = round((rows.shape[1] / len(part.positions)) ** 0.5)
         own = np.kron(np.eye(part.rows), np.ones(finer)), np.kron(np.eye(part.cols), np.ones(finer))
         np.testing.assert_allclose(rows, np.kron(*own) / finer**2, atol=1e-5)
@@ -293,7 +293,7 @@ def test_the_towers_rollout_ends_where_its_features_are_taken():
     product = np.eye(37)
     for layer in attentions[:-1]:  # vision_feature_layer is -2
         product = references.residual(layer[0].mean(dim=0).double().numpy(), 0.5) @ product
-    part = PictureTokens(range(36), 6, 6)
+    part = ImageTokens(range(36), 6, 6)
     np.testing.assert_allclose(tower_rows(one.model, inputs, [part])[0], product[1:, 1:], atol=1e-6)
 
 
@@ -303,28 +303,28 @@ def test_towers_that_cannot_be_followed_are_refused():
     with pytest.raises(UnsupportedModelError, match="runs on 5 inputs for 2 grids of tokens"):
         written("llava_next", through_tower=True)
     with pytest.raises(OptionError, match="Expected rows of the vision tower, got none"):
-        written().picture("heart", through_tower=True)
+        written().image("heart", through_tower=True)
 
 
-def test_of_two_pictures_each_has_its_map():
+def test_of_two_images_each_has_its_map():
     one = family("qwen2_vl")
     found = written("qwen2_vl", [photograph(), photograph(1, (64, 40))], f"{one.prompt} what is on")
-    with pytest.raises(OptionError, match="Expected one of the prompt's 2 pictures, got none: pass picture=0"):
-        found.picture("heart")
-    first, second = (found.picture("heart", picture=number) for number in (0, 1))
+    with pytest.raises(OptionError, match="Expected one of the prompt's 2 images, got none: pass image=0"):
+        found.image("heart")
+    first, second = (found.image("heart", image=number) for number in (0, 1))
     assert first.grid.shape == (5, 8) and second.grid.shape == (8, 5) and second.image.shape == (64, 40, 3)
-    with pytest.raises(OptionError, match="Expected a picture from 0 to 1, got 2"):
-        found.picture("heart", picture=2)
+    with pytest.raises(OptionError, match="Expected an image from 0 to 1, got 2"):
+        found.image("heart", image=2)
 
 
-def test_a_picture_of_one_pixel_has_a_map():
+def test_an_image_of_one_pixel_has_a_map():
     for name in ("llava", "internvl"):
-        saliency = written(name, Image.new("RGB", (1, 1))).picture("heart")
+        saliency = written(name, Image.new("RGB", (1, 1))).image("heart")
         assert saliency.image.shape == (1, 1, 3) and np.isfinite(saliency.grid).all()
         assert np.isfinite(saliency.heatmap).all() and saliency.figure() is not None
 
 
-def test_a_prompt_without_its_picture_token_is_given_one():
+def test_a_prompt_without_its_image_token_is_given_one():
     one = family("llava")
     options = {"image": photograph(), "processor": one.processor}
     plain, told = (
@@ -339,20 +339,20 @@ def test_a_prompt_without_its_picture_token_is_given_one():
     assert words == ["user", *["<image>"] * 36, "what", "is", "assistant"]
 
 
-def test_a_picture_is_explained_by_gae_and_a_text_by_rollout():
+def test_an_image_is_explained_by_gae_and_a_text_by_rollout():
     one = family("llava")
     options = {"processor": one.processor, **saying(one, ANSWER)}
     found = explain_generation(one.model, "user <image> what is on", image=photograph(), **options)
-    assert found.method == "gae" and found.picture("heart").class_specific
+    assert found.method == "gae" and found.image("heart").class_specific
     np.testing.assert_array_equal(found.values, written(method="gae").values)
     tokenizer = {"tokenizer": one.processor.tokenizer, **saying(one, ANSWER)}
     assert explain_generation(one.model, "what is on", **tokenizer).method == "rollout"
 
 
-def test_a_picture_alone_is_asked_for_its_description():
+def test_an_image_alone_is_asked_for_its_description():
     one = family("llava")
     options = {"image": photograph(), "processor": one.processor, **saying(one, ANSWER)}
-    alone, told = (explain_generation(one.model, text, **options) for text in (None, "Describe the picture."))
+    alone, told = (explain_generation(one.model, text, **options) for text in (None, "Describe the image."))
     assert alone.prompt_tokens == told.prompt_tokens
 
 
@@ -361,21 +361,21 @@ def test_what_the_processor_has_made_is_taken_as_it_is():
     inputs = one.processor(images=photograph(), text="user <image> what is on", return_tensors="pt")
     given = {"image": photograph(), "processor": one.processor, "method": "rollout"}
     found = explain_generation(one.model, inputs, **given, **saying(one, ANSWER))
-    np.testing.assert_array_equal(found.picture("heart").grid, plainly("llava").picture("heart").grid)
+    np.testing.assert_array_equal(found.image("heart").grid, plainly("llava").image("heart").grid)
     without = explain_generation(one.model, inputs, tokenizer=one.processor.tokenizer, **saying(one, ANSWER))
     np.testing.assert_array_equal(without.values, found.values)
-    with pytest.raises(OptionError, match="Expected a picture in the prompt, got none: pass image="):
-        without.picture("heart")
+    with pytest.raises(OptionError, match="Expected an image in the prompt, got none: pass image="):
+        without.image("heart")
 
 
 def test_a_layout_of_ones_own_takes_the_place_of_an_unknown_one(monkeypatch):
     one = family("llava")
-    expected = plainly("llava").picture("heart")
+    expected = plainly("llava").image("heart")
     monkeypatch.setattr(one.model.config, "model_type", "seer", raising=False)
-    with pytest.raises(UnsupportedModelError, match=r"how seer arranges .* pass layout=PictureTokens\(positions"):
+    with pytest.raises(UnsupportedModelError, match=r"how seer arranges .* pass layout=ImageTokens\(positions"):
         written()
-    own = PictureTokens(range(1, 37), 6, 6)
-    found = written(layout=own).picture("heart")
+    own = ImageTokens(range(1, 37), 6, 6)
+    found = written(layout=own).image("heart")
     np.testing.assert_array_equal(found.grid, expected.grid)
     assert found.placement.sees_everything
     with pytest.raises(OptionError, match="in a prompt of 40 tokens, got 1 with positions up to 40"):
@@ -384,25 +384,25 @@ def test_a_layout_of_ones_own_takes_the_place_of_an_unknown_one(monkeypatch):
         replace(own, rows=5)
 
 
-def test_what_is_no_picture_is_told():
+def test_what_is_no_image_is_told():
     one = family("qwen2_vl")
     text = one.processor(text="what is", return_tensors="pt")
-    with pytest.raises(OptionError, match="Expected pictures, got a video: give its frames"):
+    with pytest.raises(OptionError, match="Expected images, got a video: give its frames"):
         explain_generation(one.model, {**text, "pixel_values_videos": torch.zeros(4, 96)}, max_new_tokens=2)
-    with pytest.raises(OptionError, match="Expected a picture or several, got an empty list"):
+    with pytest.raises(OptionError, match="Expected an image or several, got an empty list"):
         written("qwen2_vl", [])
-    with pytest.raises(OptionError, match="Expected one prompt with its pictures, .* got 2 prompts"):
+    with pytest.raises(OptionError, match="Expected one prompt with its images, .* got 2 prompts"):
         explain_generation(one.model, ["what", "is"], image=photograph(), processor=one.processor)
     with pytest.raises(OptionError, match="Expected image= beside neutral, through_tower and layout, got none"):
         explain_generation(one.model, "what", processor=one.processor, through_tower=True)
-    with pytest.raises(OptionError, match="Expected a processor of pictures and texts for LlavaFor.*LlavaImageProc"):
+    with pytest.raises(OptionError, match="Expected a processor of images and texts for LlavaFor.*LlavaImageProc"):
         alone = family("llava").processor.image_processor
         explain_generation(family("llava").model, "what", image=photograph(), processor=alone)
     with pytest.raises(OptionError, match="Expected a processor for LlavaFor.*, which was not loaded by name"):
         explain_generation(family("llava").model, "what", image=photograph())
     plain = explain_generation(one.model, "what is", tokenizer=one.processor.tokenizer, **saying(one, ANSWER))
-    with pytest.raises(OptionError, match="Expected a picture in the prompt, got none: pass image="):
-        plain.picture("heart")
+    with pytest.raises(OptionError, match="Expected an image in the prompt, got none: pass image="):
+        plain.image("heart")
 
 
 def test_a_model_by_its_folder_brings_its_processor(tmp_path):
@@ -414,8 +414,8 @@ def test_a_model_by_its_folder_brings_its_processor(tmp_path):
     path = tmp_path / "photograph.png"
     photograph().save(path)
     found = explain_generation(tmp_path, "user <image> what is on", image=path, method="rollout", **saying(one, ANSWER))
-    saliency = found.picture("heart")
-    np.testing.assert_allclose(saliency.grid, plainly("llava").picture("heart").grid, atol=1e-6)
+    saliency = found.image("heart")
+    np.testing.assert_allclose(saliency.grid, plainly("llava").image("heart").grid, atol=1e-6)
     assert saliency.source == "photograph.png"
 
 
@@ -451,7 +451,7 @@ def test_models_that_mix_tokens_otherwise_are_refused_by_name():
     assert found.values.shape[2] == 1
 
 
-def test_models_that_attend_to_a_picture_beside_their_text_are_refused():
+def test_models_that_attend_to_an_image_beside_their_text_are_refused():
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     blip = transformers.BlipForConditionalGeneration(
         transformers.BlipConfig(
@@ -461,6 +461,6 @@ def test_models_that_attend_to_a_picture_beside_their_text_are_refused():
     ).eval()
     with pytest.raises(
         UnsupportedModelError,
-        match="BlipForConditionalGeneration .*attend to a picture beside their text are not followed",
+        match="BlipForConditionalGeneration .*attend to an image beside their text are not followed",
     ):
         explain_generation(blip, "what", image=photograph())

@@ -1,4 +1,4 @@
-"""The figure of one map: its title, the map over its picture, a bar of its colours with values, and notes."""
+"""The figure of one map: its title, the map over its image, a bar of its colours with values, and notes."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -10,18 +10,18 @@ from matplotlib.offsetbox import DrawingArea, HPacker, OffsetImage, VPacker
 from matplotlib.text import Text
 from numpy.typing import NDArray
 
-from vitflow.pictures import overlay
-from vitflow.pictures.geometry import Placement
-from vitflow.pictures.pen import REACH, Box, Limits, Pen
-from vitflow.pictures.typesetting import (
+from vitflow.images import overlay
+from vitflow.images.geometry import Placement
+from vitflow.images.pen import REACH, Box, Limits, Pen
+from vitflow.images.typesetting import (
     BODY,
     GREY,
     INK,
     SMALL,
     TITLE,
+    image_box,
     measure,
     page,
-    picture,
     plain,
     readable,
     space,
@@ -29,7 +29,7 @@ from vitflow.pictures.typesetting import (
     wrap,
 )
 
-_GAP = 0.06  # inches between two pictures
+_GAP = 0.06  # inches between two images
 
 
 def draw_map(
@@ -46,25 +46,25 @@ def draw_map(
     box: Box | None = None,
     beside: NDArray[np.uint8] | None = None,
 ) -> Figure:
-    """Draw one map over its picture, with its title and a bar of its colours with values.
+    """Draw one map over its image, with its title and a bar of its colours with values.
 
     Args:
         pen: how to draw.
-        grid, placement, image: the map [rows, cols], its placement, and the picture, uint8 RGB [height, width, 3].
+        grid, placement, image: the map [rows, cols], its placement, and the image, uint8 RGB [height, width, 3].
         title: the name of the map.
         lines: the question.
         details: smaller, below these.
         notes: lines below the bar.
         ends: labels of the two ends of a bar with both sides of 0.
-        box: a box of the picture to mark.
-        beside: a picture to show on the left, with which this one was compared.
+        box: a box of the image to mark.
+        beside: an image to show on the left, with which this one was compared.
     """
     limits = pen.limits(grid)
     drawn = pen.overlay(grid, placement, image, limits, box)
     shown = [drawn] if beside is None else [pen.photograph(beside), drawn]
-    pictures = HPacker(children=[picture(image, pen.dpi) for image in shown], align="top", sep=72 * _GAP)
+    panels = HPacker(children=[image_box(image, pen.dpi) for image in shown], align="top", sep=72 * _GAP)
     width = max(sum(image.shape[1] for image in shown) / pen.dpi + _GAP * (len(shown) - 1), 2.4)
-    middle = VPacker(children=[space(width), pictures], align="center")
+    middle = VPacker(children=[space(width), panels], align="center")
     heads = [(title, TITLE * 1.2, "bold"), *((line, TITLE, "normal") for line in lines), (details, BODY, "normal")]
     head = [words(text, size=size, width=width, lines=3, weight=weight) for text, size, weight in heads]
     foot = words(*_marks(pen, limits), *notes, size=SMALL, width=width, lines=3, color=GREY)
@@ -114,7 +114,7 @@ def _bar(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: tuple[str, s
         low_end, high_end = (wrap(end, width / 2 - 0.05, BODY, lines=1)[0] for end in ends)
         scale.add_artist(Text(0, 2, low_end, **plain(BODY)))
         scale.add_artist(Text(72 * width, 2, high_end, horizontalalignment="right", **plain(BODY)))
-    return VPacker(children=[picture(strip, pen.dpi), scale])
+    return VPacker(children=[image_box(strip, pen.dpi), scale])
 
 
 def _apart(texts: Sequence[str], places: Sequence[float], left: float, right: float) -> Iterator[tuple[float, str]]:
@@ -136,8 +136,8 @@ def _apart(texts: Sequence[str], places: Sequence[float], left: float, right: fl
         yield starts[index], text
 
 
-def picture_box(figure: Figure) -> Box:
-    """Return (left, top, right, bottom) of the first picture of a figure, in pixels of the figure."""
+def image_bounds(figure: Figure) -> Box:
+    """Return (left, top, right, bottom) of the first image of a figure, in pixels of the figure."""
     figure.draw_without_rendering()
     box, height = figure.findobj(OffsetImage)[0].get_window_extent(), figure.bbox.height
     return box.x0, height - box.y1, box.x1, height - box.y0
