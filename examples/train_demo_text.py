@@ -297,7 +297,7 @@ def asking_loss(told: Tensor, there: Tensor, where: Tensor) -> Tensor:
     """How far from the truth it is told which kinds of things are there, and where.
 
     Args:
-        told: [rows, KINDS · 3], the logits that they are there, then x and y of each.
+        display: [rows, KINDS · 3], the logits that they are there, then x and y of each.
         there: [rows, KINDS], 1 for those that are.
         where: [rows, KINDS, 2], x and y from -1 to 1, of those that are there.
     """

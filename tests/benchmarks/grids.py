@@ -20,7 +20,7 @@ import numpy as np
 
 from tests.benchmarks.folder import draw_photographs
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import Answer
+from vitflow.explaining.targets import Score
 from vitflow.files import write_inside
 from vitflow.folder.decoders import decode_file
 from vitflow.folder.draw import draw_run, read_grids
@@ -48,8 +48,8 @@ def made_up(source: Path, number: int, count: int, drawn: int, dice: np.random.G
     pixels = np.broadcast_to(np.uint8(0), (375, 500, 3)) if decoded is None else decoded.image
     placement = place(pixels.shape[:2], (224, 224), crop_pct=0.875)
     grid = dice.random((14, 14), np.float32)
-    answer = Answer("class 1", number / count, index=1, named=False)
-    maps = [Saliency(grid, placement, pixels, name, "m", "rollout", {}, answer=answer)]
+    answer = Score("class 1", number / count, index=1, named=False)
+    maps = [Saliency(grid, placement, pixels, name, "m", "rollout", {}, score=answer)]
     row = describe(InputImage(name, name[:-4], decoded or Decoded(size=1, mtime_ns=1)), ImageMaps(maps), job)
     return row | {"outputs": {}, "maps": None, "written": {}}, {"rollout": grid}
 

@@ -28,9 +28,9 @@ import torch
 
 from vitflow import Explainer
 from vitflow.explaining.applying import recorded_for
-from vitflow.explaining.asked import AskedTrace
 from vitflow.explaining.choices import choose_methods
 from vitflow.explaining.refining import make_maps
+from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods.rollout import rollout_step
 from vitflow.recording.recorder import record_attention
 
@@ -49,7 +49,7 @@ def with_rollout(model: torch.nn.Module, pixels: torch.Tensor, **chosen: object)
     [rollout] = choose_methods(["rollout"], chosen)
     with record_attention(model, **recorded_for([rollout], model)) as trace:
         model(pixels)
-    make_maps(rollout.method, rollout.options, AskedTrace.of(trace, None))
+    make_maps(rollout.method, rollout.options, TargetedTrace.of(trace, None))
 
 
 def refinement_share(name: str, batch: int, repeats: int) -> float:

@@ -22,7 +22,7 @@ from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModel
 from vitflow.evaluation.measures.faithfulness import Curves, faithfulness_curves, removed_counts
 from vitflow.evaluation.measures.perturbation import patch_order
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import Answer
+from vitflow.explaining.targets import Score
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 IMAGE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
@@ -97,7 +97,7 @@ def test_curves_equal_a_loop(readout, how):
     explainer = Explainer(model, data_config=DATA)
     grids, points = random_grids(2), 6
     maps = maps_of(explainer, *grids)
-    maps[1] = changed(maps[1], answer=changed(maps[1].answer, index=(maps[0].target + 1) % 5))
+    maps[1] = changed(maps[1], score=changed(maps[1].score, index=(maps[0].target + 1) % 5))
     pixels = explainer.pixels(IMAGE)
     if how == "drop" and prefix:
         with torch.no_grad():  # everything removed: the prefix tokens alone
@@ -380,7 +380,7 @@ def test_faults_are_named():
         ("batch_size of at least 1", maps, {"batch_size": 0}),
         ("at least one map, got none", [], {}),
         ("one and the same image", [*maps, other], {}),
-        ("no target class", [changed(maps[0], answer=Answer())], {}),
+        ("no target class", [changed(maps[0], score=Score())], {}),
     ]
     for message, given, options in faults:
         with pytest.raises(OptionError, match=message):

@@ -257,7 +257,7 @@ def test_the_class_can_be_chosen_and_maps_that_are_there_are_used(explainer, mon
         cascading_randomisation(explainer, IMAGE, methods, maps=maps[::-1])
     with pytest.raises(OptionError, match="all of one class"):
         flip_stability(
-            explainer, IMAGE, methods, maps=[maps[0], changed(maps[1], answer=changed(maps[1].answer, index=1))]
+            explainer, IMAGE, methods, maps=[maps[0], changed(maps[1], score=changed(maps[1].score, index=1))]
         )
     with pytest.raises(OptionError, match="stands for several"):
         shift_stability(explainer, IMAGE, methods, target="top2")

@@ -53,17 +53,17 @@ def test_its_number_is_the_difference_of_the_logits_and_it_has_a_name(demo):
     found = demo.explain(IMAGE.image, method="gae", target=Contrast(FIRST, against=SECOND))
     with torch.no_grad():
         logits = demo.logits(demo.pixels(IMAGE.image))[0]
-    assert found.answer.number == found.contrast.value
-    assert found.answer.number == pytest.approx(float(logits[FIRST] - logits[SECOND]), abs=1e-4)
+    assert found.score.value == found.contrast.value
+    assert found.score.value == pytest.approx(float(logits[FIRST] - logits[SECOND]), abs=1e-4)
     names = demo.class_names
-    assert found.label == found.answer.name == found.contrast.name == f"{names[FIRST]} against {names[SECOND]}"
+    assert found.label == found.score.name == found.contrast.name == f"{names[FIRST]} against {names[SECOND]}"
     assert (found.contrast.target, found.contrast.against) == (FIRST, SECOND)
     record = json.loads(json.dumps(found.to_dict()))
     assert (record["class_index"], record["class_name"], record["probability"]) == (None, None, None)
-    assert (record["target"], record["value"]) == (found.answer.name, found.answer.number)
+    assert (record["target"], record["value"]) == (found.score.name, found.score.value)
     plain = demo.explain(IMAGE.image, method="gae", target=FIRST)
     assert (plain.to_dict()["target"], plain.to_dict()["value"]) == (names[FIRST], plain.probability)
-    assert plain.answer.told == f"{plain.probability:.1%}"
+    assert plain.score.display == f"{plain.probability:.1%}"
 
 
 def test_of_a_multi_label_model_the_number_is_the_difference_of_the_logits_too(demo):
@@ -151,17 +151,17 @@ def test_a_folder_and_its_report_show_contrasts(tmp_path, demo):
 
 def test_a_probability_that_was_rounded_to_0_gives_no_number(demo):
     first, second = demo.explain_batch([IMAGE.image], methods=["gae"], targets=[0, 1])
-    told = contrasted(first, replace(second, answer=replace(second.answer, number=0.0)))
-    assert told.contrast.value is None and told.answer.told == ""
+    told = contrasted(first, replace(second, score=replace(second.score, value=0.0)))
+    assert told.contrast.value is None and told.score.display == ""
     assert json.loads(json.dumps(told.to_dict(), allow_nan=False))["value"] is None
 
 
 def test_the_row_of_such_a_contrast_has_no_number_rather_than_0(demo):
     first, second = demo.explain_batch([IMAGE.image], methods=["gae"], targets=[0, 1])
-    told = contrasted(first, replace(second, answer=replace(second.answer, number=0.0)))
+    told = contrasted(first, replace(second, score=replace(second.score, value=0.0)))
     job = make_job(["gae"], {}, target=Contrast(0, 1))
     image = InputImage("one.png", "one", Decoded(image=IMAGE.image))
     row, *_ = draw_files(image, ImageMaps([told]), job)
     assert row["target"] == told.contrast.name and row["value"] is None
-    told = replace(told, answer=replace(told.answer, number=0.0))
+    told = replace(told, score=replace(told.score, value=0.0))
     assert draw_files(image, ImageMaps([told]), job)[0]["value"] == 0.0

@@ -8,7 +8,7 @@ from matplotlib.text import Text
 import vitflow
 from vitflow import Explainer
 from vitflow.demo import sample_images
-from vitflow.explaining.captions import departures, departures_from_paper, own_options
+from vitflow.explaining.captions import changed_options, departures, departures_from_paper
 from vitflow.explaining.method import Method
 from vitflow.explaining.method_table import BUILT_IN, get_method
 from vitflow.explaining.strips import draw_comparison
@@ -75,8 +75,8 @@ def test_a_method_of_no_publication_departs_from_none():
 
 
 def test_own_options_are_told_beside_the_defaults_as_before():
-    assert own_options("attention", get_method("attention").defaults) == ""
-    assert own_options("rollout", get_method("rollout").complete({"refine": 0})) == "not refined"
+    assert changed_options("attention", get_method("attention").defaults) == ""
+    assert changed_options("rollout", get_method("rollout").complete({"refine": 0})) == "not refined"
 
 
 def test_raw_attention_is_raw(explainer):

@@ -273,7 +273,7 @@ def test_a_single_logit_is_read_by_a_sigmoid(around, activation, tmp_path):
             assert found.to_dict()["probability"] == pytest.approx(expected, rel=1e-5)
             assert found.to_dict()["value"] == found.probability
             assert (found.target, found.predicted, found.facts.get("note")) == (0, 0, None)
-            assert list(class_lines(found.answer)) == [f"class 0, {expected:.1%} (sigmoid)"]
+            assert list(class_lines(found.score)) == [f"class 0, {expected:.1%} (sigmoid)"]
     for score in ("log-odds", "probability"):
         hidden = explaining.explain(IMAGES[0], method="occlusion", score=score, refine=0)
         assert np.abs(hidden.grid).max() > 0
@@ -290,7 +290,7 @@ def test_a_single_logit_is_a_value_if_that_is_requested():
     explaining = Explainer(own_model(num_classes=1), data_config=DATA, activation="value")
     found = explaining.explain(photo(40, 40))
     logit = float(explaining.logits(explaining.pixels(photo(40, 40)))[0, 0].detach())
-    assert (found.answer.number, found.probability) == (pytest.approx(logit, rel=1e-5), None)
+    assert (found.score.value, found.probability) == (pytest.approx(logit, rel=1e-5), None)
 
 
 @pytest.mark.parametrize(("problem", "count"), [(None, 1), ("regression", 1), ("regression", 2)])
@@ -302,7 +302,7 @@ def test_a_regression_of_transformers_is_read_as_values(problem, count):
     found = explaining.explain(photo(40, 40), method="gae", target=0)
     logit = explaining.logits(explaining.pixels(photo(40, 40)))[0, 0].detach().double()
     expected = logit if problem == "regression" else logit.sigmoid()
-    assert found.answer.number == pytest.approx(float(expected), rel=1e-5)
+    assert found.score.value == pytest.approx(float(expected), rel=1e-5)
     assert (found.probability is None) is (problem == "regression")
 
 

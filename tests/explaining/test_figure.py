@@ -72,7 +72,7 @@ def test_the_bar_of_a_contrast_says_which_colour_is_which_class(explainer, tmp_p
     saliency = explainer.explain(
         sample_images()[1], method="gae", target=Contrast("orange disc", against="yellow star")
     )
-    first, second = saliency.answer.opposed
+    first, second = saliency.score.opposed
     found = words(saliency, tmp_path)
     assert found.index(f"for {second}") < found.index(f"for {first}")
     strip = Comparison(((saliency,),)).figure(tmp_path / "strip.svg")

@@ -12,8 +12,8 @@ from tests import literal_vit
 from vitflow import record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.explaining import maps
-from vitflow.explaining.asked import AskedTrace
 from vitflow.explaining.method_table import get_method
+from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods import cells
 from vitflow.methods.gradients import grad_cam, input_gradient
 from vitflow.methods.rollout import attention_rollout, for_the_class, relevance
@@ -27,11 +27,11 @@ def photos(dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(BATCH, 3, 32, 32, generator=torch.Generator().manual_seed(1), dtype=dtype)
 
 
-def recorded(model: nn.Module, pixels: Tensor, targets: list[int] | None = None, layer: int = -1) -> AskedTrace:
+def recorded(model: nn.Module, pixels: Tensor, targets: list[int] | None = None, layer: int = -1) -> TargetedTrace:
     features = [block_norm(model, layer)]
     with record_attention(model, gradients=True, values=True, features=features) as trace:
         model(pixels)
-    return AskedTrace.of(trace, torch.tensor(targets or TARGETS))
+    return TargetedTrace.of(trace, torch.tensor(targets or TARGETS))
 
 
 def grid(trace: Trace, method: str, **options) -> np.ndarray:
@@ -105,14 +105,14 @@ def test_what_is_asked_is_not_written_onto_the_record():
     model = literal_vit.timm_model()
     with record_attention(model, gradients=True) as trace:
         model(photos())
-    one, other = (AskedTrace.of(trace, torch.full((BATCH,), target)) for target in (1, 2))
+    one, other = (TargetedTrace.of(trace, torch.full((BATCH,), target)) for target in (1, 2))
     assert not hasattr(trace, "targets")
     for asked in (one, other):
         found, expected = asked.backward().attentions, trace.backward(asked.wanted).attentions
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
     assert not torch.equal(one.backward().attentions[0], other.backward().attentions[0])
     with pytest.raises(OptionError, match="this model has no classes"):
-        AskedTrace.of(trace, None).backward()
+        TargetedTrace.of(trace, None).backward()
 
 
 def test_unfused_attention_gives_the_same_gradients():
@@ -122,7 +122,7 @@ def test_unfused_attention_gives_the_same_gradients():
         block.attn.fused_attn = False
     with record_attention(model, gradients=True, features=["blocks.2.norm1"]) as trace:
         model(pixels)  # no values are asked for: the un-fused softmax itself is recorded
-    trace = AskedTrace.of(trace, torch.tensor(TARGETS))
+    trace = TargetedTrace.of(trace, torch.tensor(TARGETS))
     paper = [grid(trace, name, preset="paper") for name in ("gae", "gradient_rollout")]
     fused = recorded(literal_vit.timm_model(), pixels)
     for name, ours in zip(("gae", "gradient_rollout"), paper, strict=True):
@@ -142,7 +142,7 @@ def test_half_precision_gradients_are_near_those_of_float64(dtype, fused):
         block.attn.fused_attn = fused
     with record_attention(half, gradients=True) as trace:
         half(pixels.to(dtype))
-    trace = AskedTrace.of(trace, torch.tensor(TARGETS))
+    trace = TargetedTrace.of(trace, torch.tensor(TARGETS))
     for name, exact in expected.items():
         found = grid(trace, name, preset="paper")
         for ours, theirs in zip(found, exact, strict=True):

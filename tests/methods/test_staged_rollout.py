@@ -10,8 +10,8 @@ from tests import references
 from vitflow import Explainer, TokenLayout, record_attention
 from vitflow.errors import OptionError, ShapeError
 from vitflow.explaining import maps
-from vitflow.explaining.asked import AskedTrace
 from vitflow.explaining.method_table import get_method
+from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods.staged_rollout import LayerTokens, carry, staged_rollout
 
 SIDE = 64  # of the image; patches of 4 pixels make 16 × 16 tokens, merged to 8 × 8 for the second stage
@@ -174,7 +174,7 @@ def test_class_specific_methods_go_through_windows(method):
     model, pixels = swin(1), torch.randn(2, 3, SIDE, SIDE, dtype=torch.float64)
     with record_attention(model, gradients=True, values=True) as trace:
         model(pixels)
-    trace = AskedTrace.of(trace, torch.tensor([1, 3]))
+    trace = TargetedTrace.of(trace, torch.tensor([1, 3]))
     options = get_method(method).own(get_method(method).complete({"preset": "paper"}))
     found = getattr(maps, method)(trace, **options).grids
     attentions = [heads.detach() for heads in trace.heads()]

@@ -71,16 +71,14 @@ def test_the_answers_are_the_cosines_and_gradients_are_theirs(asked):
     rows, cols = found.grid.shape
     sums = expected[0].abs().sum(0).unflatten(0, (rows, -1)).unflatten(2, (cols, -1)).sum((1, 3))
     np.testing.assert_allclose(found.grid, sums, rtol=2e-3, atol=1e-6)
-    assert found.answer.unit == "cosine" and found.answer.number == pytest.approx(
-        float(cosines[0, 1].detach()), abs=1e-5
-    )
+    assert found.score.unit == "cosine" and found.score.value == pytest.approx(float(cosines[0, 1].detach()), abs=1e-5)
     assert found.label == "image 2" and np.array_equal(found.reference, THIRD)
 
 
 def test_an_image_is_like_itself(asked):
     _, _, own = asked
-    assert own.explain(OTHER).answer.number == pytest.approx(1.0, abs=1e-4)
-    assert own.explain(OTHER).answer.index == 0
+    assert own.explain(OTHER).score.value == pytest.approx(1.0, abs=1e-4)
+    assert own.explain(OTHER).score.index == 0
 
 
 def test_every_kind_of_run_takes_it(asked, tmp_path):

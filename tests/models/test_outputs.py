@@ -77,7 +77,7 @@ def test_a_function_is_asked_as_a_module_would_be(dense, asked, image, method):
     }
     found, expected = (one.explain(image, method=method, target="sky", **options) for one in (asked, whole))
     np.testing.assert_allclose(found.grid, expected.grid, rtol=1e-5, atol=1e-7 * max(1.0, np.abs(expected.grid).max()))
-    assert found.answer == expected.answer and found.answer.name == "sky"
+    assert found.score == expected.score and found.score.name == "sky"
     assert found.to_dict()["value"] == pytest.approx(float(whole.logits(whole.pixels(image))[0, 1].detach()), rel=1e-5)
     assert found.probability is None
 
@@ -95,7 +95,7 @@ def test_every_kind_of_run_takes_it(asked, image, tmp_path):
     write_image(tmp_path / "in" / "one.png", image)
     (tmp_path / "in" / "labels.csv").write_text("file,label\none.png,tree\n")
     strip = compare([image], model=asked, methods=["rollout", "gae"], targets="top2")
-    assert [one.answer.unit for one in strip.saliencies] == [""] * 4  # the readout depends on the answer, too
+    assert [one.score.unit for one in strip.saliencies] == [""] * 4  # the readout depends on the answer, too
     strip.figure(tmp_path / "strip.png")
     page = explore(image, model=asked, methods=["gae"])
     assert "sky" in page.html
@@ -330,19 +330,19 @@ def test_a_frozen_model_has_gradients(dense, image):
     finally:
         for weight in dense.parameters():
             weight.requires_grad_(True)
-    assert found.grid.any() and found.answer.name == f"class {found.target}"
+    assert found.grid.any() and found.score.name == f"class {found.target}"
 
 
 def test_numbers_are_read_as_they_are_said_to_be(dense, image):
     numbers = torch.tensor([[2.0, -1.0]])
     cosine = Outputs(activation="cosine", scale=10.0)
-    assert cosine.told(numbers).tolist() == [[0.2, -0.1]]
+    assert cosine.display(numbers).tolist() == [[0.2, -0.1]]
     assert torch.equal(activate(numbers, "value"), numbers.double())
     assert torch.equal(log_odds(numbers, "cosine"), numbers.double())
     sigmoid = Explainer(dense, outputs=corner, data_config=DATA, activation="sigmoid").explain(image)
     assert 0 < sigmoid.probability < 1
     own = Outputs(corner, LABELS, unit="degrees")
-    assert Explainer(dense, outputs=own, data_config=DATA).explain(image).answer.told.endswith(" degrees")
+    assert Explainer(dense, outputs=own, data_config=DATA).explain(image).score.display.endswith(" degrees")
 
 
 def test_two_of_them_are_set_against_each_other(asked, image):

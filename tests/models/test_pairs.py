@@ -184,8 +184,8 @@ def test_prompts_are_what_a_module_with_their_vectors_is(both, method):
     found, expected = (one.explain(photo(), method=method, target="red", **options) for one in both)
     scale = max(1e-6, float(np.abs(expected.grid).max()))
     np.testing.assert_allclose(found.grid / scale, expected.grid / scale, atol=2e-4)
-    assert found.answer.number == pytest.approx(expected.answer.number, rel=1e-4)
-    assert found.answer.name == expected.answer.name == "red"
+    assert found.score.value == pytest.approx(expected.score.value, rel=1e-4)
+    assert found.score.name == expected.score.name == "red"
 
 
 # --- prompts against each other --------------------------------------------------------------------------------------
@@ -209,12 +209,12 @@ def test_a_map_is_of_the_number_less_the_others(asked):
 def test_one_prompt_alone_is_set_against_an_empty_one():
     own = explainer("clip", ["red"])
     found = own.explain(photo(), method="gae")
-    assert found.answer.unit == "cosine" and found.answer.told.startswith("cosine ")
+    assert found.score.unit == "cosine" and found.score.display.startswith("cosine ")
     assert found.facts["against"] == "that of an empty prompt"
     two = explainer("clip", ["red", "nothing"], raw=True)
-    assert two.explain(photo(), target="red").facts["cosine"] == pytest.approx(found.answer.number, abs=1e-4)
+    assert two.explain(photo(), target="red").facts["cosine"] == pytest.approx(found.score.value, abs=1e-4)
     sigmoid = explainer("siglip", ["red"]).explain(photo())
-    assert sigmoid.answer.unit == "probability" and 0 < sigmoid.probability < 1
+    assert sigmoid.score.unit == "probability" and 0 < sigmoid.probability < 1
 
 
 def test_classes_are_set_against_the_rest():

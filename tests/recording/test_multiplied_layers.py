@@ -25,7 +25,7 @@ def tiny(depth=5, img_size=64):
     return timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=img_size, depth=depth).eval()
 
 
-def own_options(residual):
+def changed_options(residual):
     return {name: PAPER[name] for name in ("discard_ratio", "start_layer", "patch")} | {"residual": residual}
 
 
@@ -34,7 +34,7 @@ def own_options(residual):
 @pytest.mark.parametrize(("depth", "residual"), [(8, 0.5), (6, 0.05), (4, 0.5)])
 def test_products_of_three_give_the_map_of_all_layers(fusion, weighting, depth, residual):
     model, pixels = tiny(depth), torch.randn(3, 3, 64, 64)
-    options = own_options(residual) | {"head_fusion": fusion, "value_weighted": weighting}
+    options = changed_options(residual) | {"head_fusion": fusion, "value_weighted": weighting}
     with torch.no_grad():
         with record_attention(model, fusions=[(fusion, weighting)]) as whole:
             logits = model(pixels)
@@ -63,7 +63,7 @@ def test_stages_and_windows_keep_their_own_layers():
                 model(pixels)
             with record_attention(model, head_fusion="mean", residual=0.5) as multiplied:
                 model(pixels)
-        given = own_options(0.5) | {"head_fusion": "mean", "value_weighted": False}
+        given = changed_options(0.5) | {"head_fusion": "mean", "value_weighted": False}
         assert {layer.multiplied for layer in multiplied.layers} >= {0, 3}
         torch.testing.assert_close(rollout(multiplied, **given).grids, rollout(whole, **given).grids, rtol=1e-5, atol=0)
 
@@ -133,7 +133,7 @@ def test_what_cannot_be_multiplied_is_refused():
 
 def test_half_precision_and_autocast_multiply_in_full_precision():
     pixels = torch.randn(2, 3, 64, 64)
-    given = own_options(0.5) | {"head_fusion": "mean", "value_weighted": False}
+    given = changed_options(0.5) | {"head_fusion": "mean", "value_weighted": False}
     for model, dtype, enabled in ((tiny(4), torch.float32, True), (tiny(4).bfloat16(), torch.bfloat16, False)):
         grids = []
         for share in (0.0, 0.5):

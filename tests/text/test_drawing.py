@@ -53,7 +53,7 @@ def all_views(words: Words, hidden=None) -> list:
     rows = np.random.default_rng(1).dirichlet(np.ones(tokens), size=3)
     graph = matrices(tokens)
     return [
-        ShadedText(words, rows[0], asked=(1,), hidden=hidden, title=words.strings[0], caption=words.strings[1]),
+        ShadedText(words, rows[0], selected=(1,), hidden=hidden, title=words.strings[0], caption=words.strings[1]),
         Sheet(words, rows, [words.strings[0], "b", "c"], rest=[0.1, 0.2, 0.3], hidden=hidden, upwards=True),
         GraphView(words, [Panel("raw", graph), Panel("flow", graph, graph * (np.arange(tokens) == 1)[:, None])]),
     ]
@@ -63,7 +63,7 @@ def all_views(words: Words, hidden=None) -> list:
 
 
 def test_the_trust_line_tells_shares_and_entropy():
-    trust = Trust.of(WEIGHTS, WORDS, own=0.15, hidden=hide(WORDS, stop_words=ENGLISH_STOP_WORDS))
+    trust = Trust.of(WEIGHTS, WORDS, self_share=0.15, hidden=hide(WORDS, stop_words=ENGLISH_STOP_WORDS))
     assert trust.special == pytest.approx(0.35)
     assert trust.first == pytest.approx(0.3)
     assert trust.hidden == pytest.approx({"special tokens": 0.35, "stop words": 0.01 + 0.01 + 0.01 + 0.15})
@@ -108,15 +108,15 @@ def test_a_part_of_a_word_is_no_stop_word():
 
 
 def test_the_asked_token_is_outlined_and_sets_no_scale():
-    view = ShadedText(WORDS, WEIGHTS, asked=(0,))
+    view = ShadedText(WORDS, WEIGHTS, selected=(0,))
     assert shades_in(view.html())["key"] == 1.0
     assert 'class="token own plain"' in view.html() and "outlined" in view.html()
-    assert view.trust.own == pytest.approx(0.3)
-    assert ShadedText(WORDS, WEIGHTS, asked=(0,), own=0.9).trust.own == 0.9
+    assert view.trust.self_share == pytest.approx(0.3)
+    assert ShadedText(WORDS, WEIGHTS, selected=(0,), self_share=0.9).trust.self_share == 0.9
 
 
 def test_a_terminal_gets_a_plain_list_of_the_strongest_tokens():
-    lines = ShadedText(WORDS, WEIGHTS, asked=(8,), title="A title").text().splitlines()
+    lines = ShadedText(WORDS, WEIGHTS, selected=(8,), title="A title").text().splitlines()
     assert lines[0] == "A title" and re.fullmatch(r"  \[CLS\]  +30\.0 %  \(0\)", lines[1])
     shares = [float(re.search(r"([\d.]+) %  \(", line)[1]) for line in lines[1 : lines.index("")]]
     assert shares == sorted(shares, reverse=True) and len(shares) > 2
@@ -136,7 +136,7 @@ def test_weights_that_fit_no_token_are_refused():
         with pytest.raises(ShapeError, match="Expected"):
             ShadedText(WORDS, wrong)
     with pytest.raises(OptionError, match="from 0 to 11, got 12"):
-        ShadedText(WORDS, WEIGHTS, asked=(12,))
+        ShadedText(WORDS, WEIGHTS, selected=(12,))
 
 
 def test_weights_of_nothing_draw_as_nothing():
@@ -169,7 +169,7 @@ def test_a_sheet_of_generated_words_tells_the_rest_of_each_row():
 
 
 def test_rows_that_do_not_sum_to_1_are_told_as_shares_and_their_own_token_sets_no_scale():
-    sheet = Sheet(words_of("abc"), [[0.2, 0.1, 1.5], [0.2, 1.0, 0.4]], ["x", "y"], rest=[0.2, 0.0], own_tokens=[2, 1])
+    sheet = Sheet(words_of("abc"), [[0.2, 0.1, 1.5], [0.2, 1.0, 0.4]], ["x", "y"], rest=[0.2, 0.0], self_tokens=[2, 1])
     html = sheet.html()
     assert re.findall(r'--w:[\d.]+">([^<]+)', html) == ["10", "5", "75", "12", "62", "25"]
     assert re.findall(r'<td class="own" style="--w:([\d.]+)">', html) == ["0.000", "0.000"]
@@ -204,7 +204,7 @@ def test_a_graph_draws_an_edge_for_each_weight_that_counts():
 def test_a_graph_leaves_hidden_tokens_out_and_tells_its_strongest_edges():
     graph = np.zeros((1, 12, 12))
     graph[0, 8, 2], graph[0, 8, 0] = 0.7, 0.3
-    view = GraphView(WORDS, [Panel("raw attention", graph, graph)], asked=(8,), hidden=hide(WORDS))
+    view = GraphView(WORDS, [Panel("raw attention", graph, graph)], selected=(8,), hidden=hide(WORDS))
     assert "layer 1: is ← key 70 %" in view.text() and "[CLS]" not in view.text()
     assert "Not shown: special tokens (30 % of the weight)." in view.text()
 
@@ -249,7 +249,7 @@ def test_titles_and_captions_are_shown_as_text(number):
     view = [
         ShadedText(WORDS, WEIGHTS, **framed),
         Sheet(WORDS, [WEIGHTS], [evil], rest=[0.1], rest_name=evil, **framed),
-        GraphView(WORDS, [Panel(evil, graph, note=evil)], asked=(1,), **framed),
+        GraphView(WORDS, [Panel(evil, graph, note=evil)], selected=(1,), **framed),
     ][number]
     for text in (view.text(), view.html(), str(view)):
         assert printable(text, lines=True) == text and r"\x1b]0;owned\x07\x9b31m\u202e\u200b" in text
@@ -310,11 +310,11 @@ def test_no_word_of_a_figure_is_cut_or_lies_on_another(words, framed):
     graph = matrices(tokens)
     rows = [f"a row of a long name {number}" for number in range(3)]
     views = [
-        ShadedText(words, graph[0, 0], asked=(1,), **frame),
+        ShadedText(words, graph[0, 0], selected=(1,), **frame),
         Sheet(words, graph[0][[0, 1, 0]], rows, rest=[0.1, 0.2, 0.3], rest_name="image tokens", **frame),
         Sheet(words, graph[0][[0, 1, 0]], rows, upwards=True),
         GraphView(
-            words, [Panel("raw attention of all heads", graph, note=LONG), Panel("b", graph)], asked=(1,), **frame
+            words, [Panel("raw attention of all heads", graph, note=LONG), Panel("b", graph)], selected=(1,), **frame
         ),
     ]
     for view in views:

@@ -141,7 +141,7 @@ def test_relative_to_the_receptive_field_it_is_divided_by_even_attention(name):
             quotient = [raw[row, k, layer] / even[row, k, layer] if even[row, k, layer] else 0 for k in range(m + n)]
             quotient[m + row] = 0.0
             np.testing.assert_allclose(joined(found)[row, :, layer], np.array(quotient) / sum(quotient), atol=5e-6)
-            assert found.own[row, layer] == pytest.approx(raw[row, m + row, layer], abs=2e-6)
+            assert found.self_share[row, layer] == pytest.approx(raw[row, m + row, layer], abs=2e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -238,7 +238,9 @@ def test_a_beginning_of_the_decoder_belongs_to_the_prompt():
     model = t5()
     found = written(model, SOURCE, decoder_input_ids=torch.tensor([[0, 9, 11]]))
     assert found.prompt_tokens.ids == (*SOURCE[0].tolist(), 0, 9, 11) and found.values.shape == (NEW, 9, 2)
-    assert found.own.shape == (NEW, 2) and not found.values[0, 8].any()  # the first is written at the last of them
+    assert (
+        found.self_share.shape == (NEW, 2) and not found.values[0, 8].any()
+    )  # the first is written at the last of them
 
 
 def test_weighting_and_discarding_change_the_rows_and_leave_their_sum():

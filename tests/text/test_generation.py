@@ -82,7 +82,7 @@ def test_relative_to_the_receptive_field_and_discarded_in_rows_it_is_that_too(na
     np.testing.assert_allclose(joined(found), expected, atol=1e-5)
     raw, _ = literal(model, written(model, **options), ratio=0.4)
     own = raw[np.arange(NEW), 8 + np.arange(NEW)]
-    np.testing.assert_allclose(found.own, own, atol=1e-5)
+    np.testing.assert_allclose(found.self_share, own, atol=1e-5)
     assert (found.values[0, 8] == 0).all()
 
 
@@ -133,7 +133,7 @@ def test_several_prompts_are_each_as_alone():
         assert one.generated_tokens == alone.generated_tokens[:n] and one.prompt_tokens == alone.prompt_tokens
         np.testing.assert_allclose(one.values, alone.values[:n], atol=1e-5)
         np.testing.assert_allclose(one.among_generated, alone.among_generated[:n, :n], atol=1e-5)
-        np.testing.assert_allclose(one.own, alone.own[:n], atol=1e-5)
+        np.testing.assert_allclose(one.self_share, alone.self_share[:n], atol=1e-5)
 
 
 def test_what_is_written_after_the_end_of_a_text_is_left_out():

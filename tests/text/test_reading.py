@@ -76,12 +76,12 @@ def test_tokens_stand_as_in_the_text(wordpieces, bytes_tokenizer):
     strings = ("[CLS]", "The", " key", " to", " the", " cab", "inets", " is", " on", " the", " table", ".", "[SEP]")
     assert found.tokens.strings == strings
     assert [place for place, special in enumerate(found.tokens.special) if special] == [0, 12]
-    assert found.asked == (0,) and not found.causal and found.options["causal"] == "raw"
+    assert found.selected == (0,) and not found.causal and found.options["causal"] == "raw"
     decoder = built("GPT2LMHeadModel", vocab_size=len(bytes_tokenizer))
     found = explain_text("The keys é is", model=decoder, tokenizer=bytes_tokenizer)
     assert "".join(found.tokens.strings) == "The keys é is"
     assert found.tokens.strings[:2] == ("The", " keys") and found.tokens.strings[-1] == " is"
-    assert found.asked == (len(found.tokens.strings) - 1,) and found.causal
+    assert found.selected == (len(found.tokens.strings) - 1,) and found.causal
     assert "".join(words_of(bytes_tokenizer, [0, *found.tokens.ids, 0]).strings) == "<|end|>The keys é is<|end|>"
     assert found.text == "The keys é is" and found.model == "GPT2LMHeadModel"
 
@@ -103,7 +103,7 @@ def test_each_method_gives_its_own_row_layer_by_layer(method, options, weighting
     found = explain_text(
         TEXT, model=model, tokenizer=wordpieces, token="cabinets", method=method, value_weighted=weighting, **options
     )
-    assert found.asked == (5, 6)
+    assert found.selected == (5, 6)
     inputs = wordpieces(TEXT, return_tensors="pt")
     with record_attention(model, values=True, gradients=True) as trace:
         logits = model(input_ids=inputs["input_ids"]).logits
@@ -166,13 +166,13 @@ def test_relative_to_the_receptive_field_the_own_token_stands_beside(bytes_token
         found = explain_text("The keys is", method=method, **options, **own)
         assert found.options["causal"] == "receptive_field"  # the default of a decoder
         assert found.weights[-1] == 0 and found.weights.sum() == pytest.approx(1)
-        assert found.own == pytest.approx(raw.weights[-1]) and raw.own is None
+        assert found.self_share == pytest.approx(raw.weights[-1]) and raw.self_share is None
         assert not np.allclose(found.weights, raw.weights)
 
 
 def test_the_masked_word_is_asked_where_there_is_one_and_its_word_named(wordpieces):
     found = explain_text("The key is on the [MASK]", model=reads(), tokenizer=wordpieces, method="gae")
-    assert found.tokens.strings[found.asked[0]] == "[MASK]"
+    assert found.tokens.strings[found.selected[0]] == "[MASK]"
     assert found.target and 0 < found.probability < 1
 
 

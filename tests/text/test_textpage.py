@@ -73,7 +73,9 @@ def test_the_shares_of_a_written_text_are_those_of_python(generation, opened):
         np.testing.assert_allclose(page.evaluate(SHARES, [word, "all"]), page.evaluate(SHARES, [word, "2"]))
         mean = shares_of(whole[word]).mean(axis=0)
         np.testing.assert_allclose(page.evaluate(SHARES, [word, "mean"]), mean, rtol=1e-3, atol=1e-6)
-        assert page.evaluate("word => apartOf(word)", word) == pytest.approx(generation.own[word].mean(), abs=1e-5)
+        assert page.evaluate("word => apartOf(word)", word) == pytest.approx(
+            generation.self_share[word].mean(), abs=1e-5
+        )
     back = page.evaluate(
         "() => { Object.assign(state, { on: 2, layer: 'all' }); draw(); return shown().map(one => one.value ?? null); }"
     )
@@ -89,13 +91,13 @@ def test_each_word_of_a_text_that_was_read_has_its_own_row(method, causal, opene
     found = explain_text(TEXT, token="cabinets", **given)
     page = opened(found.page())
     words = page.evaluate("rows.map(({ positions }) => positions)")
-    assert list(found.asked) in words and sorted(place for word in words for place in word) == list(
+    assert list(found.selected) in words and sorted(place for word in words for place in word) == list(
         range(found.tokens.length)
     )
     for number, positions in enumerate(words):
         if len(positions) == 1:
             one = explain_text(TEXT, token=positions[0], **given)
-        elif positions == list(found.asked):
+        elif positions == list(found.selected):
             one = found
         for layer, row in enumerate(one.layers):
             shares = page.evaluate(SHARES, [number, str(layer + 1)])
@@ -125,7 +127,7 @@ def test_a_reader_clicks_through_a_written_text(generation, opened):
     share = row.sum() / (row.sum() + generation.among_generated[3, :, -1].sum())
     assert f"{round(100 * share)} % on the prompt" in told and "earlier written words together" in told
     assert "its own place is left out" in told and re.search(r"entropy \d\.\d\d of \d\.\d\d bits", told)
-    assert page.get_attribute(f".token >> nth={m + 2}", "title").endswith(f"{100 * generation.own[3, -1]:.1f} %")
+    assert page.get_attribute(f".token >> nth={m + 2}", "title").endswith(f"{100 * generation.self_share[3, -1]:.1f} %")
     # Its prompt, layer by layer: layers go up, the sum of earlier words stands apart.
     lines = page.evaluate(
         "[...document.querySelectorAll('#sheet tr')].map(line => [...line.cells].map(one => one.textContent))"

@@ -23,7 +23,7 @@ def words(strings=STRINGS) -> Words:
     return Words(tuple(strings), tuple(range(len(strings))), tuple(string == "<s>" for string in strings))
 
 
-def reading(strings=STRINGS, layers: int = 3, *, asked=(3,), causal: bool = True, **changed) -> Reading:
+def reading(strings=STRINGS, layers: int = 3, *, selected=(3,), causal: bool = True, **changed) -> Reading:
     """Random causal attention, read as rollout reads it."""
     tokens = len(strings)
     matrices = np.random.default_rng(0).random((layers, tokens, tokens)).astype(np.float32)
@@ -31,11 +31,11 @@ def reading(strings=STRINGS, layers: int = 3, *, asked=(3,), causal: bool = True
     matrices /= matrices.sum(axis=-1, keepdims=True)
     rows = np.random.default_rng(1).dirichlet(np.ones(tokens), size=layers).astype(np.float32)
     if causal:
-        rows[:, max(asked) + 1 :] = 0
+        rows[:, max(selected) + 1 :] = 0
     options = {"head_fusion": "mean", "residual": 0.5, "causal": "raw"}
     known = {"own": None, "causal": causal, "text": "the key is here", "model": "m", "method": "rollout"}
     return Reading(
-        **{"tokens": words(strings), "weights": rows[-1], "layers": rows, "matrices": matrices, "asked": asked}
+        **{"tokens": words(strings), "weights": rows[-1], "layers": rows, "matrices": matrices, "asked": selected}
         | known
         | {"options": options}
         | changed
@@ -61,16 +61,16 @@ def test_what_comes_after_the_asked_token_is_unseen_by_a_decoder():
 
 
 def test_the_share_of_the_asked_token_is_told_beside_where_the_map_leaves_it_out():
-    assert "its own token 40 %" in str(reading(own=0.4).shaded().trust)
+    assert "its own token 40 %" in str(reading(self_share=0.4).shaded().trust)
 
 
 def test_the_writing_position_has_no_number_where_its_share_stands_apart():
     raw = generation()
     values, among = raw.values.copy(), raw.among_generated.copy()
     values[0, 3] = among[1, 0] = among[2, 1] = 0  # as the receptive field leaves it
-    found = replace(raw, values=values, among_generated=among, own=np.full((3, 2), 0.4, np.float32))
+    found = replace(raw, values=values, among_generated=among, self_share=np.full((3, 2), 0.4, np.float32))
     view = found.sheet(generated=True)
-    numbers = [[cell.text for cell in row.cells if cell.asked] for row in view._table]
+    numbers = [[cell.text for cell in row.cells if cell.selected] for row in view._table]
     assert numbers == [["·"]] * 3 and "its own token 40 %" in view.text() and "· is the row's own token" in view.text()
     assert "·" not in found.shaded(1)._tokens[4].number and "row's own token" not in raw.sheet().text()
     page = found.shaded(1).html()
@@ -97,7 +97,7 @@ def test_what_is_printed_of_a_result_is_one_short_line():
 
 
 def test_a_word_of_several_pieces_is_asked_about_as_one():
-    assert reading(("<s>", "the", " cab", "inet"), asked=(2, 3)).shaded().title == "What “cabinet” rests on"
+    assert reading(("<s>", "the", " cab", "inet"), selected=(2, 3)).shaded().title == "What “cabinet” rests on"
 
 
 def test_the_sheet_has_the_rows_of_the_layers():
@@ -150,8 +150,8 @@ def test_a_generation_is_a_row_for_each_written_token():
 
 def test_one_written_token_is_shaded_over_all_that_it_read():
     view = generation().shaded(1)
-    assert view.title == "What “w1” rests on" and view.asked == (4, 5)
-    assert view.own == pytest.approx(generation().among_generated[1, 0, -1])
+    assert view.title == "What “w1” rests on" and view.selected == (4, 5)
+    assert view.self_share == pytest.approx(generation().among_generated[1, 0, -1])
     assert np.isnan(view.weights[5:]).all() and not np.isnan(view.weights[:5]).any()
     with pytest.raises(OptionError, match="the generated token from -3 to 2, got 3"):
         generation().shaded(3)
@@ -188,6 +188,6 @@ def test_the_trained_bert_is_read():
     found = vitflow.explain_text("The keys to the cabinet are here.", model=MINILM, token="are", preset="paper")
     assert "[CLS]" in found.shaded().text()
     layers = [layer[None] for layer in torch.from_numpy(found.matrices)]
-    rolled = attention_rollout(layers, num_prefix_tokens=0)[0, found.asked[0]]
+    rolled = attention_rollout(layers, num_prefix_tokens=0)[0, found.selected[0]]
     np.testing.assert_allclose(found.weights, rolled.numpy(), atol=1e-5)
     assert "keys" in found.graph(special=False).text()

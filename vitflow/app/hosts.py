@@ -56,7 +56,7 @@ class HostCheck:
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._is_known(_name(host)):
             return "This page is not served by that name. `vitflow app --allowed-host NAME` allows it.\n"
-        if origin is not None and not self._is_own(origin, host):
+        if origin is not None and not self._is_allowed_origin(origin, host):
             return "This page answers no other page. `vitflow app --allowed-host NAME` allows one by its host.\n"
         if _FETCHES.search(scope["path"]):
             return "This page fetches nothing from other servers.\n"
@@ -68,7 +68,7 @@ class HostCheck:
     def _is_allowed(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._allowed)
 
-    def _is_own(self, origin: str, host: str) -> bool:
+    def _is_allowed_origin(self, origin: str, host: str) -> bool:
         """Whether an origin is this page, or a host that was allowed, such as that of a proxy or a frame."""
         place = origin.partition("://")[2]
         return (bool(place) and place.lower() == host.lower()) or self._is_allowed(_name(place))

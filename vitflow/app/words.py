@@ -10,7 +10,7 @@ from vitflow.app.asking import Models, answer_column, asks, drawn, path_of, phot
 from vitflow.errors import OptionError, whole_number
 from vitflow.explaining.captions import python_call
 from vitflow.explaining.strips import draw_words
-from vitflow.models.hub import own_prompt
+from vitflow.models.hub import default_prompt
 from vitflow.text.generating import explain_generation
 from vitflow.text.labels import labels_of, spoken_words
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS
@@ -39,7 +39,7 @@ class _Answers:
         if question == _WRITE:
             found = explain_generation(inputs=text, **asked, **self._models.reader(model))
             return _row(found, python_call("vitflow.explain_generation", model, text, **asked), len(found.values) - 1)
-        path, prompt = path_of(image), text or own_prompt(model)
+        path, prompt = path_of(image), text or default_prompt(model)
         found = explain_generation(inputs=prompt, image=path, **asked, **self._models.reader(model, sees=True))
         return _caption(found, python_call("vitflow.explain_generation", model, prompt, image=path.name, **asked))
 
@@ -71,7 +71,7 @@ def _row(found: Any, made: str, number: int) -> tuple[Any, ...]:
 
 def _text(found: Any, made: str, view: ShadedText, call: str) -> tuple[Any, ...]:
     tokens = enumerate(zip(labels_of(view.words), view.shades, strict=True))
-    words = [(f"{' ' * one.space}{one.text}", _shade(shade, n in view.asked)) for n, (one, shade) in tokens]
+    words = [(f"{' ' * one.space}{one.text}", _shade(shade, n in view.selected)) for n, (one, shade) in tokens]
     return _shown(words, view.figure(), found, made, f"{call}.save('words.png')")
 
 

@@ -114,7 +114,7 @@ def score_object(heatmap: Heatmap, objects: Sequence[Mask], asked: int) -> Objec
         heatmap: the map for the asked object's class, [height, width], NaN where the model saw nothing. Its mass is
             what lies above its minimum, or above 0 where that lies below.
         objects: the pixels of each class's objects, bool [height, width].
-        asked: number of the one that is asked for.
+        main_methods: number of the one that is asked for.
 
     Returns:
         None where the model saw nothing of one of the objects.
@@ -238,7 +238,7 @@ def _first_grid(known: Sequence[tuple[Sample, int, frozenset[int]]]) -> list[tup
 
 def _knows(explainer: Explainer, image: Labelled, target: int) -> bool:
     with torch.no_grad():
-        probabilities = explainer.outputs.told(explainer.logits(explainer.pixels(image.image)))[0]
+        probabilities = explainer.outputs.scores(explainer.logits(explainer.pixels(image.image)))[0]
     return int(probabilities.argmax()) == target and float(probabilities[target]) > _KNOWN
 
 

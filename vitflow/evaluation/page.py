@@ -41,13 +41,13 @@ def write_page(evaluation: Tables, path: Path, charts: Mapping[str, bytes], *, a
         evaluation: what it tells.
         path: where to.
         charts: SVG by name, as `save_charts` gives them.
-        answer: to the question in its title, in a sentence.
+        score: to the question in its title, in a sentence.
     """
     return write_html(
         path,
         "evaluation",
         evaluation=evaluation,
-        answer=answer,
+        score=answer,
         groups=_groups(evaluation, charts),
         confidence=round(100 * CONFIDENCE),
         baselines=sum(map(evaluation.is_baseline, evaluation.methods)),

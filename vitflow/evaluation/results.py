@@ -27,7 +27,7 @@ class Evaluation(Tables):
         failed = f", {len(self.failures)} failed" if self.failures else ""
         counts = ", ".join(
             f"{len(own)} {word}{'' if len(own) == 1 else 's'}"
-            for own, word in ((self.asked, "method"), (self.metrics, "metric"))
+            for own, word in ((self.main_methods, "method"), (self.metrics, "metric"))
         )
         return f"Evaluation({self.model} on {self.data}: {counts}{failed})"
 

@@ -228,7 +228,7 @@ class _Run:
         question_of = _questions(self.explainer)
         for start in range(0, len(missing), size):
             samples = missing[start : start + size]
-            with watched(partial(_tell_share, tally, tally.done, len(samples)), self._rounds(samples)):
+            with watched(partial(_report_share, tally, tally.done, len(samples)), self._rounds(samples)):
                 for row in self._measure(batches, samples, question_of):
                     tally.row(row)
                     yield row
@@ -266,7 +266,7 @@ def _groups_of(dataset: Dataset, protocol: Protocol, sanity_images: int) -> dict
     return {name: protocol.groups if name in drawn else quick for name in names}
 
 
-def _tell_share(tally: Tally, before: int, images: int, share: float) -> None:
+def _report_share(tally: Tally, before: int, images: int, share: float) -> None:
     """Tell how much of a batch is done, beyond its images that have a row already."""
     tally.share(max(before + share * images - tally.done, 0.0))
 

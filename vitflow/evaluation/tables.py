@@ -140,7 +140,7 @@ class Tables:
         return method.partition(":")[0] in BASELINES
 
     @property
-    def asked(self) -> list[str]:
+    def main_methods(self) -> list[str]:
         """The methods themselves, without the baselines and the blurred twins that stand beside them."""
         return [name for name in self.methods if not (self.is_baseline(name) or is_twin(name))]
 
@@ -190,7 +190,7 @@ class Tables:
     def ranking(self, metric: str, methods: Sequence[str] | None = None) -> list[tuple[str, float]]:
         """Methods with their means, the best first; by default all but baselines and blurred twins."""
         means = {row.method: row.estimate.mean for row in self.table(metric)}
-        known = [(name, mean) for name in methods or self.asked if (mean := means.get(name)) is not None]
+        known = [(name, mean) for name in methods or self.main_methods if (mean := means.get(name)) is not None]
         return sorted(known, key=lambda one: one[1], reverse=METRICS[metric].better == "higher")
 
     def results(self) -> Table:

@@ -22,7 +22,7 @@ def verdict(evaluation: Tables) -> str:
     >>> verdict(evaluate("demo:8", model="demo", methods=["gae", "attention"], metrics=["roc_auc"]))
     'On your 8 images: GAE for where the object is.'
     """
-    methods = evaluation.asked
+    methods = evaluation.main_methods
     measured = {metric.name for metric in evaluation.metrics}
     asked = {
         question: metric

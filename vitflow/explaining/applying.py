@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError, ShapeError
-from vitflow.explaining.asked import AskedTrace
 from vitflow.explaining.choices import Chosen, ChosenMethod
 from vitflow.explaining.method import Method
 from vitflow.explaining.method_table import ROLLOUT
 from vitflow.explaining.refining import make_maps
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import Answer, doubt
+from vitflow.explaining.targeted_trace import TargetedTrace
+from vitflow.explaining.targets import Score, doubt
 from vitflow.models.blocks import block_norm, block_paths, layer_output
 from vitflow.models.facts import ModelFacts
 from vitflow.models.outputs import Outputs
@@ -92,10 +92,10 @@ def probabilities_of(logits: object, facts: ModelFacts) -> Tensor | None:
             f"{facts.id} returned NaN or infinite logits for this image: its weights or its precision "
             f"({logits.dtype}) are at fault, and no map of it would mean anything."
         )
-    return facts.outputs.told(logits)
+    return facts.outputs.scores(logits)
 
 
-def apply_methods(trace: AskedTrace, chosen: Chosen, wanted: Sequence[Tensor | None]) -> list[list[Saliency]]:
+def apply_methods(trace: TargetedTrace, chosen: Chosen, wanted: Sequence[Tensor | None]) -> list[list[Saliency]]:
     """The maps of each image, method by method, and for class-specific methods target by target.
 
     Args:
@@ -121,16 +121,16 @@ def apply_methods(trace: AskedTrace, chosen: Chosen, wanted: Sequence[Tensor | N
     return [[saliency for maps in of_image for saliency in maps] for of_image in found]
 
 
-def _reads_target(one: ChosenMethod, trace: AskedTrace) -> bool:
+def _reads_target(one: ChosenMethod, trace: TargetedTrace) -> bool:
     """Whether a map starts at tokens that depend on the target, though its method does not."""
     return starts_at_readout(one) and trace.reads_target
 
 
-def _apply(one: ChosenMethod, trace: AskedTrace, seconds: float) -> list[Saliency]:
+def _apply(one: ChosenMethod, trace: TargetedTrace, seconds: float) -> list[Saliency]:
     """One method for the trace's targets: a map for each image. `seconds` is what the batch has taken before."""
     started = time.perf_counter()
     method, batch = one.method, len(trace.images)
-    trace.refinement_asked = "refine" in one.asked
+    trace.refinement_requested = "refine" in one.given
     maps, used = make_maps(method, one.options, trace)
     grids = _check_grids(maps.grids, method, batch)
     seconds = (seconds + time.perf_counter() - started) / batch
@@ -138,9 +138,9 @@ def _apply(one: ChosenMethod, trace: AskedTrace, seconds: float) -> list[Salienc
     told, found = trace.facts.outputs, []
     readouts = trace.readout_words(trace.targets) if starts_at_readout(one) else []
     for index, image in enumerate(trace.images):
-        answer = Answer()
+        answer = Score()
         if trace.probabilities is not None and trace.targets is not None:
-            answer = Answer.of(trace.probabilities[index], int(trace.targets[index]), told)
+            answer = Score.of(trace.probabilities[index], int(trace.targets[index]), told)
         facts: dict[str, Any] = {"readout": readouts[index]} if readouts else {}
         if trace.facts.note:
             facts["model_note"] = trace.facts.note
@@ -160,7 +160,7 @@ def _apply(one: ChosenMethod, trace: AskedTrace, seconds: float) -> list[Salienc
             method=method.name,
             options=used[index],
             class_specific=method.class_specific or _reads_target(one, trace),
-            answer=answer,
+            score=answer,
             facts=facts | (maps.facts[index] if maps.facts else {}) | _beside(answer, method, trace, told, index),
             seconds=seconds,
             reference=told.images[answer.index] if told.images and answer.index is not None else None,
@@ -169,7 +169,7 @@ def _apply(one: ChosenMethod, trace: AskedTrace, seconds: float) -> list[Salienc
     return found
 
 
-def _beside(answer: Answer, method: Method, trace: AskedTrace, told: Outputs, index: int) -> dict[str, Any]:
+def _beside(answer: Score, method: Method, trace: TargetedTrace, told: Outputs, index: int) -> dict[str, Any]:
     """What else is to be known of an answer: that the model all but rules the class out, where it was asked for; the
     cosine behind a share of a softmax; and what the map's number is less.
     """

@@ -7,29 +7,29 @@ from vitflow.explaining.method import Method
 from vitflow.explaining.method_table import get_method
 from vitflow.explaining.options import OPTIONS, REFINING
 from vitflow.explaining.options import in_words as option_in_words
-from vitflow.explaining.targets import Answer, Contrast
+from vitflow.explaining.targets import Contrast, Score
 
 # Below it, the halves of a sample agree so little that another seed may well give another map.
 _LOW_RELIABILITY = 0.2
 
 
-def class_lines(answer: Answer) -> Iterator[str]:
+def class_lines(answer: Score) -> Iterator[str]:
     """What was asked and its number, in one line or two."""
     if answer.sides:
-        yield from (answer.name, answer.told)
-    elif answer.number is not None:
-        rare = answer.unit == "probability" and answer.number < 0.0005
-        chance = answer.told.replace("0.0%", "<0.1%") if rare else answer.told
+        yield from (answer.name, answer.display)
+    elif answer.value is not None:
+        rare = answer.unit == "probability" and answer.value < 0.0005
+        chance = answer.display.replace("0.0%", "<0.1%") if rare else answer.display
         # The probability of a long name gets a line of its own, so that it is not cut off.
         yield from (answer.name, chance) if len(answer.name) > 40 else (f"{answer.name}, {chance}",)
     elif answer.name:
         yield answer.name
 
 
-def ends(answer: Answer, class_specific: bool) -> tuple[str, str]:
+def ends(answer: Score, class_specific: bool) -> tuple[str, str]:
     """What values of a map below and above 0 stand for.
 
-    >>> ends(Answer("cat against dog", opposed=("cat", "dog")), True), ends(Answer("cat", 0.9), True)
+    >>> ends(Score("cat against dog", opposed=("cat", "dog")), True), ends(Score("cat", 0.9), True)
     (('for dog', 'for cat'), ('against cat', 'for cat'))
     """
     if answer.opposed:
@@ -42,10 +42,10 @@ def ends(answer: Answer, class_specific: bool) -> tuple[str, str]:
     return f"lowers {answer.name}", f"raises {answer.name}"
 
 
-def ends_of_all(asked: Sequence[tuple[Answer, bool]]) -> tuple[str, str]:
+def ends_of_all(asked: Sequence[tuple[Score, bool]]) -> tuple[str, str]:
     """The same for several maps in one scale of colours: their own words where all have the same, or what they share.
 
-    >>> ends_of_all([(Answer("cat", 0.9), True), (Answer("dog", 0.1), True)])
+    >>> ends_of_all([(Score("cat", 0.9), True), (Score("dog", 0.1), True)])
     ('against the class', 'for the class')
     """
     own = {ends(answer, specific) for answer, specific in asked}
@@ -103,7 +103,7 @@ def model_in_words(model: str, note: str = "") -> str:
     return f"{model} ({note})" if note else model
 
 
-def own_options(name: str, options: Mapping[str, Any]) -> str:
+def changed_options(name: str, options: Mapping[str, Any]) -> str:
     """What differs from the method's defaults, such as "90% discarded", or the preset that this amounts to."""
     method = get_method(name)
     differing = {name: value for name, value in options.items() if value != method.defaults.get(name)}
@@ -168,10 +168,10 @@ def unsure(facts: Mapping[str, Any]) -> str:
     return f"reliability {reliability:.2f}: more masks make it surer".replace("-", "−")
 
 
-def asked(facts: Mapping[str, Any]) -> Iterator[str]:
+def notes_of(facts: Mapping[str, Any]) -> Iterator[str]:
     """What else is to be known of a number and of its map, in sentences.
 
-    >>> list(asked({"against": "the mean of the other prompts"}))
+    >>> list(notes_of({"against": "the mean of the other prompts"}))
     ['The map is of its number less the mean of the other prompts.']
     """
     if (cosine := facts.get("cosine")) is not None:

@@ -31,14 +31,14 @@ class ChosenMethod:
         name: the method's name in the table.
         options: every one with its value.
         label: what it is called; no two methods of a run are called the same.
-        asked: the requested options that a default could drop (value_weighted, refine): if one does not apply, it is
+        given: the requested options that a default could drop (value_weighted, refine): if one does not apply, it is
             refused; a default that does not apply is dropped.
     """
 
     name: str
     options: dict[str, Any]
     label: str = ""
-    asked: frozenset[str] = frozenset()
+    given: frozenset[str] = frozenset()
 
     @property
     def method(self) -> Method:
@@ -74,10 +74,10 @@ def default_method(asks: bool) -> str:
     return "gae" if asks else "rollout"
 
 
-def is_asked(targets: Any) -> bool:
+def has_targets(targets: Any) -> bool:
     """Whether targets ask for anything but what the model predicts.
 
-    >>> is_asked("tabby"), is_asked(["top3"]), is_asked([None]), is_asked(None)
+    >>> has_targets("tabby"), has_targets(["top3"]), has_targets([None]), has_targets(None)
     (True, True, False, False)
     """
     return any(one is not None for one in targets) if isinstance(targets, list | tuple) else targets is not None

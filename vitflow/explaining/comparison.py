@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, printable
-from vitflow.explaining.captions import own_options
+from vitflow.explaining.captions import changed_options
 from vitflow.explaining.choices import MethodChoice, check_methods, left_out
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.image_model import ImageInput, at_least_one, name_of
@@ -183,8 +183,8 @@ def compare(
     ['rollout', 'gae', 'gae', 'random']
     """
     sources = at_least_one(images)
-    own_targets = is_per_image(targets)
-    if own_targets and len(targets) != len(sources):  # type: ignore[arg-type]
+    given_targets = is_per_image(targets)
+    if given_targets and len(targets) != len(sources):  # type: ignore[arg-type]
         raise OptionError(f"Expected one class index for each of {len(sources)} images, got {targets!r}.")
     check_methods(DEFAULT_METHODS if methods is None else methods, options)  # before a model is loaded
     explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
@@ -198,7 +198,7 @@ def compare(
     per_image = []
     for number, source in enumerate(sources):
         # One by one: no image waits for the memory of another, and the seconds are its own.
-        wanted = targets[number : number + 1] if own_targets else targets  # type: ignore[index]
+        wanted = targets[number : number + 1] if given_targets else targets  # type: ignore[index]
         names = [name_of(source, number + 1)]
         try:
             found = explainer.explain_batch([source], methods=chosen, targets=wanted, names=names, **options)
@@ -244,7 +244,9 @@ class Comparison(FigureResult):
     def labels(self) -> tuple[str, ...]:
         """What each column shows: the method, with the options that differ from its defaults."""
         return tuple(
-            f"{maps[0].method} ({told})" if (told := own_options(maps[0].method, maps[0].options)) else maps[0].method
+            f"{maps[0].method} ({told})"
+            if (told := changed_options(maps[0].method, maps[0].options))
+            else maps[0].method
             for maps in columns_of(self.images[0])
         )
 

@@ -19,12 +19,12 @@ from vitflow.explaining.applying import (
     recorded_for,
     starts_at_readout,
 )
-from vitflow.explaining.asked import AskedTrace, PlacedImage
-from vitflow.explaining.choices import Chosen, MethodChoice, choose_methods, is_asked
+from vitflow.explaining.choices import Chosen, MethodChoice, choose_methods, has_targets
 from vitflow.explaining.image_model import ImageInput, ImageModel, name_of, several
 from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.refining import explain_shifted
 from vitflow.explaining.saliency import Saliency, contrasted
+from vitflow.explaining.targeted_trace import PlacedImage, TargetedTrace
 from vitflow.explaining.targets import (
     Contrast,
     Target,
@@ -121,7 +121,7 @@ class Explainer(ImageModel):
 
     def asks(self, targets: Any) -> bool:
         """Whether anything but the predicted class is asked: targets, or answers other than the model's classes."""
-        return is_asked(targets) or self.outputs.function is not None
+        return has_targets(targets) or self.outputs.function is not None
 
     @takes_method_options
     def explain(
@@ -196,14 +196,16 @@ class Explainer(ImageModel):
             check_class_specific(chosen)
             if not contrasts[0].against_rest:
                 sides = [side for one in contrasts for side in one.sides]
-                maps = self._explain_asked(sources, chosen, sides, names, self.outputs, readout)
+                maps = self._explain_sources(sources, chosen, sides, names, self.outputs, readout)
                 pairs = zip(maps[::2], maps[1::2], strict=True)
                 return [contrasted(first, second, self.outputs.activation) for first, second in pairs]
-            return self._explain_asked(sources, chosen, [one.target for one in contrasts], names, self._apart, readout)
+            return self._explain_sources(
+                sources, chosen, [one.target for one in contrasts], names, self._apart, readout
+            )
         outputs = self._apart if self.outputs.apart else self.outputs
-        return self._explain_asked(sources, chosen, targets, names, outputs, readout)
+        return self._explain_sources(sources, chosen, targets, names, outputs, readout)
 
-    def _explain_asked(
+    def _explain_sources(
         self,
         sources: Sequence[ImageInput],
         chosen: Chosen,
@@ -239,8 +241,8 @@ class Explainer(ImageModel):
             groups.setdefault(image.placement.input_size, []).append(index)
         for members in groups.values():
             wanted = targets[members] if is_per_image(targets) else targets
-            found_by_image = self._run([images[i] for i in members], chosen, wanted, outputs, readout)
-            for index, found in zip(members, found_by_image, strict=True):
+            maps_by_image = self._run([images[i] for i in members], chosen, wanted, outputs, readout)
+            for index, found in zip(members, maps_by_image, strict=True):
                 results[index] = found
         return results
 
@@ -274,7 +276,7 @@ class Explainer(ImageModel):
             seconds = time.perf_counter() - started
             wanted = resolve_targets(targets, probabilities, self.facts.outputs.names)
             numbers = None if own is None else own.detach()
-            asked = AskedTrace.of(
+            asked = TargetedTrace.of(
                 trace,
                 None,
                 run=partial(self.logits, outputs=outputs),
@@ -293,8 +295,8 @@ class Explainer(ImageModel):
         That is value weighting, or the refining of maps of no attention where there is none: what was asked for is
         refused, and what is only a default left out.
         """
-        weighting_asked = any("value_weighted" in one.asked for one in chosen)
-        if not self._weighable and not weighting_asked:
+        weighting_requested = any("value_weighted" in one.given for one in chosen)
+        if not self._weighable and not weighting_requested:
             chosen = [one.but(value_weighted=False) for one in chosen]
         while True:
             kept = recorded_for(chosen, self.model)
@@ -303,14 +305,14 @@ class Explainer(ImageModel):
                 return self._recorded(pixels, outputs, reads=reads, readout=readout, **kept), chosen
             except NoAttentionError:
                 plain = [
-                    one.but(refine=0) if one.method.needs == {"predict"} and "refine" not in one.asked else one
+                    one.but(refine=0) if one.method.needs == {"predict"} and "refine" not in one.given else one
                     for one in chosen
                 ]
                 if plain == chosen:
                     raise
             except ValueNormsError as error:
                 plain = [one.but(value_weighted=False) for one in chosen]
-                if weighting_asked or plain == chosen:
+                if weighting_requested or plain == chosen:
                     raise
                 self._weighable = False
                 warnings.warn(f"{error.args[0]} Maps are made without value weighting.", VitflowWarning, stacklevel=2)

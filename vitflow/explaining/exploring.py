@@ -17,7 +17,6 @@ from vitflow.errors import (
     VitflowWarning,
     printable,
 )
-from vitflow.explaining.asked import PlacedImage
 from vitflow.explaining.captions import departures, ends, python_call
 from vitflow.explaining.choices import MethodChoice, choose_methods, left_out
 from vitflow.explaining.explainer import Explainer
@@ -26,7 +25,8 @@ from vitflow.explaining.method_table import get_method
 from vitflow.explaining.refining import affinity_of
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.similarity import layer_features
-from vitflow.explaining.targets import Answer, Targets
+from vitflow.explaining.targeted_trace import PlacedImage
+from vitflow.explaining.targets import Score, Targets
 from vitflow.methods.refinement import AffinityName
 from vitflow.models.blocks import layer_output
 from vitflow.recording.trace import Trace
@@ -173,10 +173,10 @@ class _Explorer:
         if not isinstance(logits, Tensor) or logits.ndim != 2 or not self.explainer.num_classes:
             return
         outputs = self.explainer.outputs
-        told = outputs.told(logits)[0]
+        told = outputs.scores(logits)[0]
         for index in told.topk(min(_ANSWERS, len(told))).indices.tolist():
-            answer = Answer.of(told, index, outputs)
-            found.answers.append({"name": answer.name, "probability": answer.probability, "told": answer.told})
+            answer = Score.of(told, index, outputs)
+            found.answers.append({"name": answer.name, "probability": answer.probability, "told": answer.display})
 
     def _features(self, trace: Trace, found: ExploredImage) -> None:
         """What the patches hold, where that lies on the image."""
@@ -248,8 +248,8 @@ def _map(saliency: Saliency) -> dict[str, Any]:
         "label": printable(saliency.label) if saliency.class_specific else "",
         "class_index": told["class_index"],
         "probability": saliency.probability,
-        "told": saliency.answer.told,
-        "ends": list(map(printable, ends(saliency.answer, saliency.class_specific))),
+        "told": saliency.score.display,
+        "ends": list(map(printable, ends(saliency.score, saliency.class_specific))),
         "options": told["options"],
         "departures": departures(get_method(saliency.method), saliency.options),
         "shape": list(saliency.grid.shape),

@@ -14,12 +14,12 @@ from scipy.ndimage import binary_erosion
 from torch import nn
 
 from vitflow.errors import OptionError
-from vitflow.explaining.asked import PlacedImage
 from vitflow.explaining.captions import model_in_words
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.image_model import ImageInput, at_least_one, name_of
 from vitflow.explaining.similarity import layer_features
 from vitflow.explaining.strips import in_rows
+from vitflow.explaining.targeted_trace import PlacedImage
 from vitflow.images import DPI, Interpolation, figures, overlay
 from vitflow.images.figures import Cell, Column, FigureResult, file_too
 from vitflow.images.geometry import Placement

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, ShapeError, VitflowWarning, printable, unknown_name
-from vitflow.explaining.asked import PlacedImage
+from vitflow.explaining.targeted_trace import PlacedImage
 from vitflow.images import FITS
 from vitflow.images.geometry import place
 from vitflow.images.preprocessing import InputSpec
@@ -64,7 +64,7 @@ def similarity_to(images: ImageSource | Sequence[ImageSource]) -> SimilarityTo:
     >>> from vitflow import Explainer, similarity_to
     >>> from vitflow.demo import sample_images
     >>> explainer = Explainer("demo", outputs=similarity_to(sample_images()[:1]))
-    >>> explainer.explain(sample_images()[0]).answer.told
+    >>> explainer.explain(sample_images()[0]).score.display
     'cosine 1.000'
     """
     return SimilarityTo(tuple(at_least_one(images)))

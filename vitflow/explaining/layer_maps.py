@@ -11,7 +11,7 @@ from torch import nn
 
 from vitflow.errors import OptionError
 from vitflow.explaining.captions import class_lines, departures, method_in_words, model_in_words
-from vitflow.explaining.choices import choose_methods, default_method, is_asked
+from vitflow.explaining.choices import choose_methods, default_method, has_targets
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.image_model import ImageInput
 from vitflow.explaining.method_table import get_method, list_methods
@@ -84,7 +84,7 @@ class LayerMaps(FigureResult):
             for section in self._sections()
         ]
         whole = self.built_up[-1]
-        photograph = Cell(pen.photograph(whole.image), tuple(class_lines(whole.answer)), (image_name(whole.source),))
+        photograph = Cell(pen.photograph(whole.image), tuple(class_lines(whole.score)), (image_name(whole.source),))
         cells[0].insert(0, (Column("Photograph"), photograph))
         bands: list[tuple[list[Column], list[Block]]] = [
             ([column for column, _ in row], [[[cell] for _, cell in row]])
@@ -155,12 +155,12 @@ def layer_maps(
     (12, 12)
     """
     through = [one.name for one in list_methods() if one.accepts("start_layer") and one.accepts("value_weighted")]
-    asks = model.asks(target) if isinstance(model, Explainer) else is_asked(target)
+    asks = model.asks(target) if isinstance(model, Explainer) else has_targets(target)
     if method is None:  # an option of raw attention alone is not its own
-        own_options = {
+        changed_options = {
             name: value for name, value in options.items() if any(get_method(m).accepts(name) for m in through)
         }
-        choose_methods(None, own_options, asks=asks)
+        choose_methods(None, changed_options, asks=asks)
         method = default_method(asks)
     if method not in through:
         raise OptionError(f"Expected a method that goes through the layers ({', '.join(through)}), got {method!r}.")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, check_known
-from vitflow.explaining.asked import AskedTrace
 from vitflow.explaining.options import OPTIONS
 from vitflow.explaining.progress import tracking
+from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods import cells as blank_out
 from vitflow.methods import gradients, ranks
 from vitflow.methods import rollout as rollouts
@@ -79,7 +79,7 @@ def _through_layers(
 
 
 def _for_the_class(
-    trace: AskedTrace, patch: Patch | None, head_fusion: SignedFusion, value_weighted: ValueWeighting
+    trace: TargetedTrace, patch: Patch | None, head_fusion: SignedFusion, value_weighted: ValueWeighting
 ) -> tuple[Tensor, list[Tensor]]:
     """The readout [batch, tokens], and the fused (A ⊙ ∇A)⁺ of each layer, [batch · windows, queries, keys].
 
@@ -189,7 +189,7 @@ def attention(
 
 
 def gradient_rollout(
-    trace: AskedTrace,
+    trace: TargetedTrace,
     *,
     head_fusion: SignedFusion,
     value_weighted: ValueWeighting,
@@ -201,12 +201,12 @@ def gradient_rollout(
     return _through_layers(trace, matrices, readout, **options)
 
 
-def gae(trace: AskedTrace, **options: Any) -> Maps:
+def gae(trace: TargetedTrace, **options: Any) -> Maps:
     """Generic attention explainability of the readout for the target: as gradient rollout, but added up."""
     return gradient_rollout(trace, additive=True, **options)
 
 
-def gradcam(trace: AskedTrace, *, layer: int) -> Maps:
+def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
     """Grad-CAM for the target at the first norm of a block, or at the output of a stage, on its own grid."""
     path = trace.block_norms[check_layer("layer", layer, len(trace.block_norms))]
     features, found = trace.features[path], trace.feature_layouts[path]
@@ -230,7 +230,7 @@ def _rows(features: Tensor) -> Tensor:
     return features.flatten(2).transpose(1, 2)
 
 
-def input_gradient(trace: AskedTrace, *, patch_size: int | None) -> Maps:
+def input_gradient(trace: TargetedTrace, *, patch_size: int | None) -> Maps:
     """Absolute gradients of the target by the pixels, summed per patch."""
     rows, cols = trace.grid(patch_size)
     pixels = trace.backward().pixels
@@ -238,7 +238,7 @@ def input_gradient(trace: AskedTrace, *, patch_size: int | None) -> Maps:
     return Maps(gradients.input_gradient(pixels, rows=rows, cols=cols))
 
 
-def occlusion(trace: AskedTrace, *, patch_size: int | None, occlusion_batch: int, score: str) -> Maps:
+def occlusion(trace: TargetedTrace, *, patch_size: int | None, occlusion_batch: int, score: str) -> Maps:
     """The drop in the target's log-odds or probability without each patch."""
     check_known("score", score, OPTIONS["score"].choices)
     rows, cols = trace.grid(patch_size)
@@ -264,7 +264,7 @@ def centre(trace: Trace, *, sigma: float) -> Maps:
     return Maps(ranks.centre_prior(rows, cols, sigma=sigma).expand(len(trace.pixels), -1, -1))
 
 
-def legrad(trace: AskedTrace, *, start_layer: int, pooled: str) -> Maps:
+def legrad(trace: TargetedTrace, *, start_layer: int, pooled: str) -> Maps:
     """The positive gradients of each layer's own answer by its attention, averaged over heads, queries and layers.
 
     The answer of a layer is what the model returns where the tokens of that layer stand for those of the last one.
@@ -290,7 +290,7 @@ def legrad(trace: AskedTrace, *, start_layer: int, pooled: str) -> Maps:
     return Maps(trace.layout.to_grid(gradients.legrad(found)))
 
 
-def _answer_of(trace: AskedTrace, tokens: Tensor, last: str, pooled: str) -> Tensor:
+def _answer_of(trace: TargetedTrace, tokens: Tensor, last: str, pooled: str) -> Tensor:
     """What each image's target would have as its number if the last block gave these tokens, [batch, 1]."""
     assert trace.pixels is not None
     with torch.inference_mode(False), torch.enable_grad():
@@ -301,7 +301,7 @@ def _answer_of(trace: AskedTrace, tokens: Tensor, last: str, pooled: str) -> Ten
         return numbers.gather(1, trace.wanted.to(numbers.device).view(-1, 1))
 
 
-def _with_mean(trace: AskedTrace, tokens: Tensor) -> Tensor:
+def _with_mean(trace: TargetedTrace, tokens: Tensor) -> Tensor:
     """The tokens with the mean of all in the place of each prefix token that is read more than any patch."""
     readout, layout = trace.readout, trace.layout
     prefix = layout.num_prefix_tokens

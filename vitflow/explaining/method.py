@@ -89,7 +89,7 @@ class Method:
         loaded: Callable[..., Any] = getattr(import_module(module), name)
         return loaded
 
-    def own(self, options: Mapping[str, Any]) -> dict[str, Any]:
+    def function_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options that its function is called with: those of the common step are not among them."""
         common = COMMON.keys() - (REFINING.keys() if self.refined == "within" else ())
         return {name: value for name, value in options.items() if name not in common}

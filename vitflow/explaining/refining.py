@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from scipy import ndimage
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError, VitflowWarning, check_known
-from vitflow.explaining.asked import AskedTrace, PlacedImage
 from vitflow.explaining.choices import Chosen
 from vitflow.explaining.maps import Maps
 from vitflow.explaining.method import Method
 from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.targeted_trace import PlacedImage, TargetedTrace
 from vitflow.images.geometry import Placement
 from vitflow.images.preprocessing import InputSpec
 from vitflow.methods.refinement import AFFINITIES, Affinity, AffinityName, co_attention, key_affinity, refine
@@ -26,7 +26,7 @@ _LEFT_OUT = "left out"
 _UNIFORM = "the model treats all patches nearly alike"
 
 
-def make_maps(method: Method, options: Mapping[str, Any], trace: AskedTrace) -> tuple[Maps, list[dict[str, Any]]]:
+def make_maps(method: Method, options: Mapping[str, Any], trace: TargetedTrace) -> tuple[Maps, list[dict[str, Any]]]:
     """Run a method on a trace, and refine its maps as its options say.
 
     Args:
@@ -43,9 +43,9 @@ def make_maps(method: Method, options: Mapping[str, Any], trace: AskedTrace) -> 
         UnsupportedModelError: refinement was asked for and does not apply.
     """
     steps, affinity = options.get("refine", 0), options.get("affinity", "attention")
-    if steps and trace.refinement_asked and method.refined == "within":
+    if steps and trace.refinement_requested and method.refined == "within":
         affinity_of(trace, affinity, (trace.layout.rows, trace.layout.cols))
-    found = method.load()(trace, **method.own(options))
+    found = method.load()(trace, **method.function_options(options))
     maps = found if isinstance(found, Maps) else Maps(found)
     batch = 0 if trace.pixels is None else len(trace.pixels)
     if steps and method.refined in ("after", "positive") and maps.grids.ndim == 3 and len(maps.grids) == batch:
@@ -55,9 +55,9 @@ def make_maps(method: Method, options: Mapping[str, Any], trace: AskedTrace) -> 
     return maps, [{**options, "refine": 0} if out else dict(options) for out in left]
 
 
-def _refined(maps: Maps, trace: AskedTrace, steps: int, name: AffinityName, *, least: float | None) -> Maps:
+def _refined(maps: Maps, trace: TargetedTrace, steps: int, name: AffinityName, *, least: float | None) -> Maps:
     """The maps refined, values below the least cut; and facts of those that are not, or that show little after it."""
-    asked, (rows, cols) = trace.refinement_asked, maps.grids.shape[1:]
+    asked, (rows, cols) = trace.refinement_requested, maps.grids.shape[1:]
     facts = maps.facts or [{}] * len(maps.grids)
     try:
         affinity = affinity_of(trace, name, (rows, cols))

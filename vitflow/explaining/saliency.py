@@ -15,7 +15,7 @@ from vitflow.errors import OptionError, SameClassError
 from vitflow.explaining import captions
 from vitflow.explaining.method import Method
 from vitflow.explaining.method_table import get_method
-from vitflow.explaining.targets import Answer, Contrast
+from vitflow.explaining.targets import Contrast, Score
 from vitflow.files import write_atomically
 from vitflow.images import Interpolation, overlay
 from vitflow.images.geometry import Placement
@@ -40,7 +40,7 @@ class Saliency:
         method: the method's name.
         options: every option of the method with the value used.
         class_specific: whether the map depends on the target.
-        answer: the class that was asked for, by default the predicted one, with the model's probability of it; or the
+        score: the class that was asked for, by default the predicted one, with the model's probability of it; or the
             two that were set against each other, with the difference of their logits.
         facts: what else belongs beside the map, such as how the answer is read out or the saturated share of a flow.
         reference: the image that was compared with, uint8 RGB [height, width, 3], where one was.
@@ -55,7 +55,7 @@ class Saliency:
     method: str
     options: Mapping[str, Any]
     class_specific: bool = False
-    answer: Answer = field(default_factory=Answer)
+    score: Score = field(default_factory=Score)
     facts: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     reference: NDArray[np.uint8] | None = None
@@ -86,33 +86,33 @@ class Saliency:
     @property
     def label(self) -> str:
         """The target's name, or its number where names are not known; empty where the model has no classes."""
-        return self.answer.name
+        return self.score.name
 
     @property
     def target(self) -> int | None:
         """Index of the class that was asked for; None for a contrast, and where the model has no classes."""
-        return self.answer.index
+        return self.score.index
 
     @property
     def class_name(self) -> str | None:
         """Its name, where known."""
-        return self.answer.class_name
+        return self.score.class_name
 
     @property
     def probability(self) -> float | None:
         """The model's probability of it."""
-        return self.answer.probability
+        return self.score.probability
 
     @property
     def predicted(self) -> int | None:
         """Index of the class that the model finds most probable."""
-        return self.answer.predicted
+        return self.score.predicted
 
     @property
     def contrast(self) -> Contrast | None:
         """The classes that were set against each other, with the difference of their logits."""
-        answer = self.answer
-        return Contrast(*answer.sides, name=answer.name, value=answer.number) if answer.sides else None
+        answer = self.score
+        return Contrast(*answer.sides, name=answer.name, value=answer.value) if answer.sides else None
 
     @property
     def heatmap(self) -> NDArray[np.float32]:
@@ -183,12 +183,12 @@ class Saliency:
                 self.placement,
                 self.image,
                 title=self.definition.title,
-                lines=tuple(captions.class_lines(self.answer)),
+                lines=tuple(captions.class_lines(self.score)),
                 details=captions.departures(self.definition, self.options),
                 notes=tuple(self._notes()),
-                ends=captions.ends(self.answer, self.class_specific),
+                ends=captions.ends(self.score, self.class_specific),
                 box=self.patch_box,
-                beside=self.reference,
+                alongside=self.reference,
             ),
         )
 
@@ -198,7 +198,7 @@ class Saliency:
             yield "The map is the same for every class."
         if "," in (readout := self.facts.get("readout", "")):  # not the model's own pooling
             yield f"Readout: {readout}."
-        yield from captions.asked(self.facts)
+        yield from captions.notes_of(self.facts)
         if told := captions.unsure(self.facts):
             yield f"{told[0].upper()}{told[1:]}."
         if compared := self.facts.get("compared_with"):
@@ -238,7 +238,7 @@ class Saliency:
             "model": self.model,
             **captions.method_record(self.definition, self.options),
             "class_specific": self.class_specific,
-            **self.answer.to_dict(),
+            **self.score.to_dict(),
             "grid_rows": rows,
             "grid_columns": cols,
             "image_width": self.placement.image_size[1],
@@ -262,11 +262,11 @@ def contrasted(first: Saliency, second: Saliency, activation: str = "softmax") -
         raise SameClassError(
             f"Expected two classes to set against each other, got {first.label} twice: choose another one on one side."
         )
-    value = _number(first.answer, activation) - _number(second.answer, activation)
-    answer = Answer(
+    value = _number(first.score, activation) - _number(second.score, activation)
+    answer = Score(
         f"{first.label} against {second.label}",
         value if isfinite(value) else None,  # a probability was rounded to 0 or 1
-        {"probability": "logits", "cosine": "in cosine"}.get(first.answer.unit, first.answer.unit),
+        {"probability": "logits", "cosine": "in cosine"}.get(first.score.unit, first.score.unit),
         predicted=first.predicted,
         sides=(first.target, second.target),
         opposed=(first.label, second.label),
@@ -274,7 +274,7 @@ def contrasted(first: Saliency, second: Saliency, activation: str = "softmax") -
     return replace(
         first,
         grid=(_shares(first.grid) - _shares(second.grid)).astype(np.float32),
-        answer=answer,
+        score=answer,
         facts={name: fact for name, fact in first.facts.items() if name != "note"},
         seconds=first.seconds + second.seconds,
     )
@@ -286,9 +286,9 @@ def _shares(grid: NDArray[np.float32]) -> NDArray[np.float64]:
     return values / total if total > 0 else values
 
 
-def _number(answer: Answer, activation: str) -> float:
+def _number(answer: Score, activation: str) -> float:
     """A logit from its probability, that of a softmax up to what all classes have in common; others as they are."""
-    probability = answer.number
+    probability = answer.value
     if probability is not None and answer.unit != "probability":
         return probability
     if not probability:

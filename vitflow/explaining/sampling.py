@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import UnsupportedModelError, whole_number
-from vitflow.explaining.asked import AskedTrace
 from vitflow.explaining.maps import Maps
 from vitflow.explaining.method_table import get_method
 from vitflow.explaining.progress import tracking
 from vitflow.explaining.refining import make_maps
+from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods.cells import cell_owners, draw_masks, halves, mean_differences
 from vitflow.methods.ranks import spearman
 from vitflow.methods.tokens import TokenLayout
@@ -18,7 +18,9 @@ from vitflow.models.outputs import log_odds
 from vitflow.recording.token_dropping import droppable_tokens, run_on_patches
 
 
-def sampling(trace: AskedTrace, *, masks: int, keep: float, cells: int, random_seed: int, occlusion_batch: int) -> Maps:
+def sampling(
+    trace: TargetedTrace, *, masks: int, keep: float, cells: int, random_seed: int, occlusion_batch: int
+) -> Maps:
     """How much higher the target's log-odds are with a patch than without it, over random choices of the others."""
     batch, targets = whole_number("occlusion_batch", occlusion_batch, 1), trace.wanted
     layout, grid, hidden = _ways(trace)
@@ -34,7 +36,12 @@ def sampling(trace: AskedTrace, *, masks: int, keep: float, cells: int, random_s
 
 
 def _outputs(
-    trace: AskedTrace, kept: Tensor, layout: TokenLayout | None, grid: tuple[int, int], batch: int, key: tuple[Any, ...]
+    trace: TargetedTrace,
+    kept: Tensor,
+    layout: TokenLayout | None,
+    grid: tuple[int, int],
+    batch: int,
+    key: tuple[Any, ...],
 ) -> list[Tensor]:
     """The log-odds [masks, classes] of each image without some patches; what was answered before is not asked again.
 
@@ -66,7 +73,7 @@ def _outputs(
     return [own[:masks] for own in known]
 
 
-def _ways(trace: AskedTrace) -> tuple[TokenLayout | None, tuple[int, int], str]:
+def _ways(trace: TargetedTrace) -> tuple[TokenLayout | None, tuple[int, int], str]:
     """The layout of the tokens that can be dropped; else None. And the patches' grid, and what is done with them."""
     assert trace.pixels is not None
     assert trace.facts is not None
@@ -81,7 +88,9 @@ def _ways(trace: AskedTrace) -> tuple[TokenLayout | None, tuple[int, int], str]:
         return None, trace.grid(), hidden
 
 
-def _ask(trace: AskedTrace, image: Tensor, kept: Tensor, layout: TokenLayout | None, grid: tuple[int, int]) -> Tensor:
+def _ask(
+    trace: TargetedTrace, image: Tensor, kept: Tensor, layout: TokenLayout | None, grid: tuple[int, int]
+) -> Tensor:
     """The log-odds [masks, classes] of one image with the kept patches alone."""
     if layout is not None:
         numbers = kept.nonzero()[:, 1].reshape(len(kept), -1)
@@ -102,7 +111,7 @@ PARTS = {"gae": 1, "sampling": 2}
 FLOOR = 1e-6
 
 
-def consensus(trace: AskedTrace, **options: Any) -> Maps:
+def consensus(trace: TargetedTrace, **options: Any) -> Maps:
     """The weighted geometric mean of GAE and sampling for the target, each refined and scaled by its sum."""
     grids: list[Tensor] = []
     facts: list[dict[str, Any]] = [{"made_of": " and ".join(PARTS)} for _ in trace.wanted]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, OutsideGridError, OutsideImageError, UnsupportedModelError
-from vitflow.explaining.asked import AskedTrace
 from vitflow.explaining.maps import Maps, Patch, patch_place
+from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.images.geometry import Placement
 from vitflow.methods import features as likeness
 from vitflow.methods.gradients import at_least_float32
@@ -41,7 +41,7 @@ def layer_features(trace: Trace, layer: int) -> tuple[Tensor, TokenLayout]:
     return at_least_float32(tokens), layout
 
 
-def similarity(trace: AskedTrace, *, layer: int, patch: Patch | None, box: Box | None) -> Maps:
+def similarity(trace: TargetedTrace, *, layer: int, patch: Patch | None, box: Box | None) -> Maps:
     """The cosine of the features of each patch to those of one patch, to their mean in a box, or to the class token."""
     if patch is not None and box is not None:
         raise OptionError(f"Expected a patch or a box to compare with, got both: patch={patch!r}, box={box!r}.")

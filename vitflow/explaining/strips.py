@@ -20,7 +20,7 @@ _Item = TypeVar("_Item")
 Images = Sequence[Sequence[Saliency]]
 
 #: The share of saturated flows from which on it is told: below it the map says as much as one with none.
-TOLD_SATURATED = 0.01
+SATURATED_LABEL = 0.01
 
 #: What a saturated flow is.
 SATURATED = (
@@ -38,7 +38,7 @@ def columns_of(image: Sequence[Saliency]) -> list[list[Saliency]]:
     for one in image:
         if not columns or (columns[-1][0].method, columns[-1][0].options) != (one.method, one.options):
             columns.append([one])
-        elif one.answer not in [other.answer for other in columns[-1]]:
+        elif one.score not in [other.score for other in columns[-1]]:
             columns[-1].append(one)
     return columns
 
@@ -74,7 +74,7 @@ def draw_comparison(images: Images, pen: Pen, *, same_scale: bool = False, timin
 
 def bars_of(maps: Sequence[tuple[Saliency, Limits]], pen: Pen) -> list[Bar]:
     """The colour bars that maps with their limits need: from low to high, on both sides of 0, or one of each."""
-    two_sided = [(one.answer, one.class_specific) for one, limits in maps if overlay.has_two_sides(*limits)]
+    two_sided = [(one.score, one.class_specific) for one, limits in maps if overlay.has_two_sides(*limits)]
     one_sided = [pen.bar()] if len(two_sided) < len(maps) else []
     return one_sided + ([pen.bar(captions.ends_of_all(two_sided))] if two_sided else [])
 
@@ -119,7 +119,7 @@ def _block(
     """One image's cells: itself, with the class that each row explains, and its maps."""
     first = columns[0][0]
     named = max(columns, key=lambda maps: (len(maps), maps[0].class_specific))
-    name, lines = (image_name(first.source),), [tuple(captions.class_lines(one.answer)) for one in named]
+    name, lines = (image_name(first.source),), [tuple(captions.class_lines(one.score)) for one in named]
     maps = [[map_cell(one, limits[id(one)], pen, timings=timings) for one in column] for column in columns]
     if first.reference is None:
         return [[Cell(pen.photograph(one.image), told, name) for one, told in zip(named, lines, strict=True)], *maps]
@@ -137,7 +137,7 @@ def map_cell(saliency: Saliency, limits: Limits, pen: Pen, *, timings: bool = Fa
     details = [f"{low} to {high} {'' if thousandths else unit}".strip()]
     if timings:
         details.append(captions.duration(saliency.seconds))
-    if (share := saliency.facts.get("saturated", 0.0)) >= TOLD_SATURATED:
+    if (share := saliency.facts.get("saturated", 0.0)) >= SATURATED_LABEL:
         details.append(f"{share:.0%} saturated")
     if told := captions.unsure(saliency.facts):
         details.append(told.partition(":")[0])
@@ -168,7 +168,7 @@ def _note(images: Images, pen: Pen, same_scale: bool, bars: Sequence[Bar]) -> st
     two_sides = any(bar.two_sides for bar in bars)
     around = "\nA map with negative values has colours on both sides of 0, which is clear." if two_sides else ""
     shown = [one for image in images for one in image]
-    if any(one.facts.get("saturated", 0.0) >= TOLD_SATURATED for one in shown):
+    if any(one.facts.get("saturated", 0.0) >= SATURATED_LABEL for one in shown):
         around += f"\n{SATURATED}"
     against = next((one.facts["against"] for one in shown if "against" in one.facts), None)
     around += f"\nClass-specific maps are of a number less {against}." if against else ""

@@ -19,12 +19,12 @@ from vitflow.models.outputs import Outputs
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Score:
     """What a model answered to what it was asked; without a name where it has no classes.
 
     Attributes:
         name: of the class, "class 3" where names are not known; of two that are set against each other, both.
-        number: the model's probability of the class, the cosine or the number that it answers with, or the difference
+        value: the model's probability of the class, the cosine or the number that it answers with, or the difference
             of two; None where it is not known.
         unit: of the number: "probability", "logits", "cosine", or what the answers tell, which may be nothing.
         index: of the class; None for two.
@@ -36,7 +36,7 @@ class Answer:
     """
 
     name: str = ""
-    number: float | None = None
+    value: float | None = None
     unit: str = "probability"
     index: int | None = None
     predicted: int | None = None
@@ -46,12 +46,12 @@ class Answer:
     single: bool = False
 
     @classmethod
-    def of(cls, told: Tensor, index: int, outputs: Outputs) -> "Answer":
+    def of(cls, told: Tensor, index: int, outputs: Outputs) -> "Score":
         """The answer for one class, of what is told of all [classes].
 
         >>> import torch
-        >>> answer = Answer.of(torch.tensor([0.25, 0.75]), 0, Outputs(names=("cat", "dog"), activation="softmax"))
-        >>> answer.name, answer.told
+        >>> answer = Score.of(torch.tensor([0.25, 0.75]), 0, Outputs(names=("cat", "dog"), activation="softmax"))
+        >>> answer.name, answer.display
         ('cat', '25.0%')
         """
         name = outputs.names[index] if outputs.names else f"class {index}"
@@ -67,7 +67,7 @@ class Answer:
     @property
     def probability(self) -> float | None:
         """The model's probability of the class."""
-        return self.number if self.unit == "probability" else None
+        return self.value if self.unit == "probability" else None
 
     @property
     def is_predicted(self) -> bool:
@@ -75,20 +75,20 @@ class Answer:
         return self.index == self.predicted
 
     @property
-    def told(self) -> str:
+    def display(self) -> str:
         """Its number as people read it; empty where that is not known.
 
-        >>> Answer("cat", 0.873).told, Answer("cat against dog", -1.234, "logits").told
+        >>> Score("cat", 0.873).display, Score("cat against dog", -1.234, "logits").display
         ('87.3%', '−1.23 in logits')
-        >>> Answer("age", 31.4, "years").told, Answer("cat", 0.873, single=True).told
+        >>> Score("age", 31.4, "years").display, Score("cat", 0.873, single=True).display
         ('31.4 years', '87.3% (sigmoid)')
         """
-        if self.number is None:
+        if self.value is None:
             return ""
         if self.unit == "probability":
-            return f"{self.number:.1%}{' (sigmoid)' if self.single else ''}"
-        signed = f"{self.number:+.2f} in logits" if self.unit == "logits" else ""
-        words = f"cosine {self.number:.3f}" if self.unit == "cosine" else f"{self.number:.4g} {self.unit}".rstrip()
+            return f"{self.value:.1%}{' (sigmoid)' if self.single else ''}"
+        signed = f"{self.value:+.2f} in logits" if self.unit == "logits" else ""
+        words = f"cosine {self.value:.3f}" if self.unit == "cosine" else f"{self.value:.4g} {self.unit}".rstrip()
         return (signed or words).replace("-", "−")
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Answer:
             "class_name": self.class_name,
             "probability": self.probability,
             "target": self.name or None,
-            "value": self.number,
+            "value": self.value,
             "predicted_index": self.predicted,
         }
 
@@ -127,17 +127,17 @@ def resolve_targets(
     [tensor([1]), tensor([2])]
     """
     if is_per_image(targets) and probabilities is not None:
-        return [_own_targets(targets, probabilities)]
+        return [_given_targets(targets, probabilities)]
     several = isinstance(targets, Iterable) and not isinstance(targets, str) and getattr(targets, "ndim", 1) > 0
     given: Any = targets if several else [targets]
-    asked: list[Target] = [target.item() if hasattr(target, "item") else target for target in given]
+    requested: list[Target] = [target.item() if hasattr(target, "item") else target for target in given]
     if probabilities is None:
-        if any(target is not None for target in asked):
-            raise OptionError(f"This model has no classes, so none can be asked for (got {asked[0]!r}).")
+        if any(target is not None for target in requested):
+            raise OptionError(f"This model has no classes, so none can be asked for (got {requested[0]!r}).")
         return [None]
     batch, count = probabilities.shape
     found: list[Tensor | None] = []
-    for target in asked or [None]:
+    for target in requested or [None]:
         top = _top(target)
         if top is not None:
             ranked = probabilities.topk(min(top, count), dim=1).indices
@@ -184,7 +184,7 @@ def is_top(target: Any) -> bool:
     return _top(target) is not None
 
 
-def _own_targets(targets: Any, probabilities: Tensor) -> Tensor:
+def _given_targets(targets: Any, probabilities: Tensor) -> Tensor:
     found = torch.as_tensor(targets, device=probabilities.device)
     batch, count = probabilities.shape
     if found.shape != (batch,) or found.dtype.is_floating_point or found.dtype == torch.bool:

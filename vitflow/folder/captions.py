@@ -24,7 +24,7 @@ from vitflow.images.figures import figure_bytes
 from vitflow.images.reading import MAX_PIXELS
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.models.facts import check_name, model_id
-from vitflow.models.hub import bundled, called, hub_for, own_prompt
+from vitflow.models.hub import bundled, called, default_prompt, hub_for
 from vitflow.models.languages import load_language_model, load_processor
 from vitflow.runs.batches import Batches, RunProgress, Tally
 from vitflow.runs.columns import Maps, Row, failed_row, write_manifest
@@ -103,7 +103,7 @@ def caption_folder(
         command=command,
     )
     if not isinstance(model, nn.Module):
-        name, prompt = name or called(model), own_prompt(model) if prompt is None else prompt
+        name, prompt = name or called(model), default_prompt(model) if prompt is None else prompt
         with hub_for(bundled(model)):
             beside = {"trust_remote_code": trust_remote_code}
             processor = load_processor(bundled(model), **beside) if processor is None else processor

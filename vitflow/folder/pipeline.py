@@ -153,7 +153,7 @@ class Pipeline:
 
     def _explain(self, images: list[InputImage], wanted: int, batches: Batches) -> Sequence[Any]:
         """The results of a part, by a lane; methods that take long tell how far they are."""
-        with watched(partial(self._tell_share, wanted), self._slow) if self._slow else nullcontext():
+        with watched(partial(self._report_share, wanted), self._slow) if self._slow else nullcontext():
             return self._compute(batches, images)
 
     def _hand_over(self, writers: ThreadPoolExecutor) -> None:
@@ -198,7 +198,7 @@ class Pipeline:
             self._under_way -= 1
             self._tally.row(row, self._under_way)
 
-    def _tell_share(self, images: int, share: float) -> None:
+    def _report_share(self, images: int, share: float) -> None:
         self._tally.share(self._under_way + share * images)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.captions import duration
-from vitflow.explaining.choices import ChosenMethod, check_methods, is_asked
+from vitflow.explaining.choices import ChosenMethod, check_methods, has_targets
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import (
@@ -120,7 +120,7 @@ def make_job(
     one_class = target is None or isinstance(target, int | str)
     if not (contrasting or one_class) or is_several(target):
         raise OptionError(f"Expected one class for all images, got {target!r}.")
-    chosen = check_methods(methods, options, asks=asks or is_asked(target))
+    chosen = check_methods(methods, options, asks=asks or has_targets(target))
     if contrasting:
         check_class_specific(chosen)
     for place, one in enumerate(chosen):
@@ -264,7 +264,7 @@ def describe(image: InputImage, found: ImageMaps, job: Job) -> dict[str, Any]:
         "status": "explained",
         "width": first.image.shape[1],
         "height": first.image.shape[0],
-        **{name: round(told, 6) if isinstance(told, float) else told for name, told in first.answer.to_dict().items()},
+        **{name: round(told, 6) if isinstance(told, float) else told for name, told in first.score.to_dict().items()},
         "facts": json.loads(json.dumps(facts, default=float)),
         "saturated_share": _saturated_share(facts),
         "placement": first.placement.to_dict(),

@@ -44,7 +44,7 @@ def draw_map(
     notes: Sequence[str],
     ends: tuple[str, str],
     box: Box | None = None,
-    beside: NDArray[np.uint8] | None = None,
+    alongside: NDArray[np.uint8] | None = None,
 ) -> Figure:
     """Draw one map over its image, with its title and a bar of its colours with values.
 
@@ -57,11 +57,11 @@ def draw_map(
         notes: lines below the bar.
         ends: labels of the two ends of a bar with both sides of 0.
         box: a box of the image to mark.
-        beside: an image to show on the left, with which this one was compared.
+        alongside: an image to show on the left, with which this one was compared.
     """
     limits = pen.limits(grid)
     drawn = pen.overlay(grid, placement, image, limits, box)
-    shown = [drawn] if beside is None else [pen.photograph(beside), drawn]
+    shown = [drawn] if alongside is None else [pen.photograph(alongside), drawn]
     panels = HPacker(children=[image_box(image, pen.dpi) for image in shown], align="top", sep=72 * _GAP)
     width = max(sum(image.shape[1] for image in shown) / pen.dpi + _GAP * (len(shown) - 1), 2.4)
     middle = VPacker(children=[space(width), panels], align="center")

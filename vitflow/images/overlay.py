@@ -79,7 +79,7 @@ def scale_range(
         if vmin > vmax:
             raise OptionError(f"Expected vmin of at most vmax, got vmin {vmin} and vmax {vmax}.")
         return float(vmin), float(vmax)
-    low, high = _own_range(values[np.isfinite(values)], robust)
+    low, high = _default_range(values[np.isfinite(values)], robust)
     signed = has_two_sides(low, high)
     if vmin is not None:
         low, high = float(vmin), -float(vmin) if signed and vmin < 0 else max(high, float(vmin))
@@ -88,7 +88,7 @@ def scale_range(
     return low, high
 
 
-def _own_range(finite: NDArray[np.floating[Any]], robust: bool) -> tuple[float, float]:
+def _default_range(finite: NDArray[np.floating[Any]], robust: bool) -> tuple[float, float]:
     """The limits of a map for which the caller sets none."""
     if not finite.size:
         return 0.0, 0.0

@@ -122,8 +122,8 @@ class Pen:
         # Beside the image the colours of its edge go on, so that nothing else is mixed into them.
         nearest = np.ix_(
             *(
-                np.arange(len(own)).clip(own_known[0], own_known[-1])
-                for own, own_known in ((known, rows), (known[0], cols))
+                np.arange(len(own)).clip(self_known[0], self_known[-1])
+                for own, self_known in ((known, rows), (known[0], cols))
             )
         )
         layers = [upsample(colours[..., c][nearest], placement, interpolation=self.interpolation) for c in range(3)]

@@ -22,8 +22,8 @@ from vitflow.methods.fusion import (
 from vitflow.methods.gradients import at_least_float32
 from vitflow.methods.tokens import (
     Causal,
-    own_token,
     relative_to,
+    self_token,
     uniform_attention,
     visible_keys,
 )
@@ -100,7 +100,7 @@ def attention_rollout(
 
     if causal == "receptive_field":
         uniform = carried([uniform_attention(mask) for mask in masks if mask is not None], 0.0)
-        rows = relative_to(carried([layer.double() for layer in fused], discard_ratio), uniform, own_token(top))
+        rows = relative_to(carried([layer.double() for layer in fused], discard_ratio), uniform, self_token(top))
     else:
         rows = carried(fused, discard_ratio)
     return rows if readout is None else rows.squeeze(1)

@@ -181,7 +181,7 @@ def relative_to(found: Tensor, reference: Tensor, own: Tensor | None = None) -> 
     return quotient / torch.where(total > 0, total, 1.0)
 
 
-def own_token(readout: Tensor) -> Tensor:
+def self_token(readout: Tensor) -> Tensor:
     """The token that a readout [batch, tokens] is of, as a mask of the same shape; none where it is of several."""
     spoken = readout != 0
     return spoken & (spoken.sum(dim=-1, keepdim=True) == 1)

@@ -163,7 +163,7 @@ def _names(value: Any) -> list[str] | None:
     return [str(name) for name in names] if all(isinstance(name, str | int | float) for name in names) else None
 
 
-def told_class_names(names: ClassNames, count: int | None) -> list[str]:
+def checked_class_names(names: ClassNames, count: int | None) -> list[str]:
     """The class names that a caller tells, one for each of the model's classes.
 
     Args:
@@ -173,7 +173,7 @@ def told_class_names(names: ClassNames, count: int | None) -> list[str]:
     Raises:
         ModelError: they are none of these, or not as many as the model has classes.
 
-    >>> told_class_names({1: "dog", 0: "cat"}, 2)
+    >>> checked_class_names({1: "dog", 0: "cat"}, 2)
     ['cat', 'dog']
     """
     found = read_class_names(names) if isinstance(names, str | os.PathLike) else _names(names)

@@ -18,7 +18,7 @@ from vitflow.images import Fit
 from vitflow.images.preprocessing import InputSpec, Preprocessing
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.models.anatomy import transformer_of, unwrap
-from vitflow.models.checkpoints import ClassNames, told_class_names
+from vitflow.models.checkpoints import ClassNames, checked_class_names
 from vitflow.models.libraries import (
     class_count,
     embedding_of,
@@ -28,7 +28,7 @@ from vitflow.models.libraries import (
     library_reading,
 )
 from vitflow.models.outputs import Outputs, outputs_of
-from vitflow.models.processors import told_data_config
+from vitflow.models.processors import checked_data_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def read_facts(
 def _outputs(model: nn.Module, told: Any, class_names: ClassNames | None, activation: str | None) -> Outputs:
     """What a model can be asked about: what the caller tells, or its classes."""
     count = class_count(model) if told is None else None
-    names = None if class_names is None else tuple(told_class_names(class_names, count))
+    names = None if class_names is None else tuple(checked_class_names(class_names, count))
     if isinstance(told, Outputs):
         return replace(told, names=names or told.names, activation=activation or told.activation)
     if told is not None:
@@ -240,11 +240,11 @@ def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
 
     Raises:
         ModelError: the model does not say how its images were normalised, and `data_config` does not either.
-        OptionError: `data_config` is nothing of what `told_data_config` takes.
+        OptionError: `data_config` is nothing of what `checked_data_config` takes.
     """
     model = unwrap(model)
     embedding = embedding_of(model)
-    given = told_data_config(data_config, 3 if embedding is None else embedding.channels)
+    given = checked_data_config(data_config, 3 if embedding is None else embedding.channels)
     given = library_data_config(model) | given
     if not getattr(model, "pretrained_cfg", None) and not {"input_size", "mean", "std"} <= given.keys():
         raise ModelError(

@@ -43,7 +43,7 @@ def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
         raise ModelError(f"Unknown model {name!r}.{hint} `vitflow models PATTERN` lists the known ones.")
     config = _config_of(Path(name.removeprefix("local-dir:"))) if local else {}
     try:
-        with quiet_hub(asked=online or (pretrained and not local)):
+        with quiet_hub(requested=online or (pretrained and not local)):
             if local and not hasattr(timm.models._hub, "load_model_config_from_path"):
                 name, options = _of_folder(Path(name.removeprefix("local-dir:")), config, options)
             return timm.create_model(name, pretrained=pretrained, **options)
@@ -127,7 +127,7 @@ def _config_of(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def quiet_hub(*, asked: bool) -> Iterator[None]:
+def quiet_hub(*, requested: bool) -> Iterator[None]:
     """Keep the hub client from minutes of retries where the hub is away: its cache is then used alone.
 
     Within another such block the hub is not asked again.
@@ -135,8 +135,8 @@ def quiet_hub(*, asked: bool) -> Iterator[None]:
     logger, offline = logging.getLogger("huggingface_hub"), constants.HF_HUB_OFFLINE
     level = logger.level
     logger.setLevel(logging.ERROR)
-    constants.HF_HUB_OFFLINE = offline or (asked and not (_ANSWERED.get() or hub_answers()))
-    answered = _ANSWERED.set(_ANSWERED.get() or (asked and not constants.HF_HUB_OFFLINE))
+    constants.HF_HUB_OFFLINE = offline or (requested and not (_ANSWERED.get() or hub_answers()))
+    answered = _ANSWERED.set(_ANSWERED.get() or (requested and not constants.HF_HUB_OFFLINE))
     try:
         yield
     finally:
@@ -147,7 +147,7 @@ def quiet_hub(*, asked: bool) -> Iterator[None]:
 
 def hub_for(name: str | Path) -> AbstractContextManager[None]:
     """The hub as it is asked for this name of a model: not at all for a folder, and for seconds where it is away."""
-    return quiet_hub(asked=not is_folder(name))
+    return quiet_hub(requested=not is_folder(name))
 
 
 def bundled(name: str | Path) -> str | Path:
@@ -160,7 +160,7 @@ def called(name: str | Path) -> str:
     return (Path(name).resolve().name or str(name)) if is_folder(name) else str(name)
 
 
-def own_prompt(name: str | Path) -> str | None:
+def default_prompt(name: str | Path) -> str | None:
     """What a model that vitflow ships is asked, as it knows no other words; None for any other."""
     return "<image> here is" if str(name) == "demo-caption" else None
 
@@ -230,7 +230,7 @@ def load_transformers(name: str) -> nn.Module:
     where = str(bundled(name.removeprefix("local-dir:")))
     local = is_folder(Path(where))
     try:
-        with quiet_hub(asked=not local), quietly(transformers.utils.logging):
+        with quiet_hub(requested=not local), quietly(transformers.utils.logging):
             options = {"local_files_only": local or constants.HF_HUB_OFFLINE}
             config = transformers.AutoConfig.from_pretrained(where, **options)
             kind = _kind_of(config, transformers, name)
@@ -299,7 +299,7 @@ def load_open_clip(name: str) -> nn.Module:
             f"Expected open_clip:MODEL/WEIGHTS, such as open_clip:ViT-B-32/openai, got {name!r}: {listed}."
         )
     try:
-        with quiet_hub(asked=True):
+        with quiet_hub(requested=True):
             model: Any = open_clip.create_model(architecture, pretrained=tag)
             model._loaded_tokenizer, model._loaded_name = open_clip.get_tokenizer(architecture), f"{architecture}.{tag}"
     except Exception as error:  # what its downloads raise is of many kinds

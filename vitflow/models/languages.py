@@ -22,7 +22,7 @@ _FOLLOWED = ("greedy_search", "sample")
 # Where it keeps a tokenizer in a model's folder, one or the other.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model")
 # What loads what lies beside a model's weights.
-_BESIDE = {"tokenizer": "AutoTokenizer", "processor": "AutoProcessor", "image processor": "AutoImageProcessor"}
+_PARTS = {"tokenizer": "AutoTokenizer", "processor": "AutoProcessor", "image processor": "AutoImageProcessor"}
 
 
 def reads_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -76,7 +76,7 @@ def load_language_model(name: str | Path, *, trust_remote_code: bool = False) ->
     transformers = _transformers()
     with hub_for(name), quietly(transformers.utils.logging):
         model = _load_model(transformers, name, trust_remote_code)
-        return model, _load_beside("tokenizer", name, trust_remote_code)
+        return model, _load_part("tokenizer", name, trust_remote_code)
 
 
 def _load_model(transformers: Any, name: str | Path, trust_remote_code: bool) -> nn.Module:
@@ -95,7 +95,7 @@ def _load_model(transformers: Any, name: str | Path, trust_remote_code: bool) ->
             "Save them as safetensors: model.save_pretrained(FOLDER)."
         ) from error
     except Exception as error:  # a damaged or hostile folder makes transformers raise nearly anything
-        _tell_code(name, error)
+        _refuse_remote_code(name, error)
         raise _no_model(name, error) from error
     return model
 
@@ -106,7 +106,7 @@ def _no_model(name: str | Path, error: Exception) -> ModelError:
     )
 
 
-def _tell_code(name: str | Path, error: Exception) -> None:
+def _refuse_remote_code(name: str | Path, error: Exception) -> None:
     """Raise ModelError where transformers refused to run code that nobody asked to run."""
     if "trust_remote_code" in str(error):
         raise ModelError(
@@ -121,12 +121,12 @@ def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     Raises:
         ModelError: there is none, or no such model.
     """
-    found = _load_beside("processor", name, trust_remote_code)
-    return found if hasattr(found, "image_processor") else _load_beside("image processor", name, trust_remote_code)
+    found = _load_part("processor", name, trust_remote_code)
+    return found if hasattr(found, "image_processor") else _load_part("image processor", name, trust_remote_code)
 
 
-def _load_beside(what: str, name: str | Path, trust_remote_code: bool = False) -> Any:
-    kind = getattr(_transformers(), _BESIDE[what])
+def _load_part(what: str, name: str | Path, trust_remote_code: bool = False) -> Any:
+    kind = getattr(_transformers(), _PARTS[what])
     wordless = is_folder(name) and not any(is_file(Path(name) / file) for file in _TOKENIZER_FILES)
     with hub_for(name):
         try:
@@ -134,7 +134,7 @@ def _load_beside(what: str, name: str | Path, trust_remote_code: bool = False) -
                 raise OSError(f"no {', '.join(_TOKENIZER_FILES)}")
             return kind.from_pretrained(name, trust_remote_code=trust_remote_code)
         except Exception as error:  # likewise
-            _tell_code(name, error)
+            _refuse_remote_code(name, error)
             if isinstance(error, OSError) and why_absent(name):
                 raise _no_model(name, error) from error
             raise ModelError(
@@ -160,16 +160,16 @@ def tokenizer_of(model: nn.Module, tokenizer: Any = None) -> Any:
         ModelError: none was given, and the model was not loaded by name.
     """
     if tokenizer is not None:
-        return tokenizer if callable(tokenizer) else _load_beside("tokenizer", tokenizer)
+        return tokenizer if callable(tokenizer) else _load_part("tokenizer", tokenizer)
     name = library_id(model)
     if name is None:
         raise ModelError(
             f"Expected a tokenizer for {type(model).__name__}, which was not loaded by name, got none: pass tokenizer=."
         )
-    return _load_beside("tokenizer", name)
+    return _load_part("tokenizer", name)
 
 
-def tokenizer_beside(model: nn.Module) -> Any:
+def saved_tokenizer(model: nn.Module) -> Any:
     """The tokenizer saved where the model was loaded from; None where there is none, or the model was not loaded."""
     with suppress(ModelError):
         return tokenizer_of(model)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vitflow.errors import ModelError, OptionError, VitflowWarning
 from vitflow.files import is_file, is_folder
 from vitflow.models import fitting
-from vitflow.models.checkpoints import Checkpoint, ClassNames, read_checkpoint, told_class_names
+from vitflow.models.checkpoints import Checkpoint, ClassNames, checked_class_names, read_checkpoint
 from vitflow.models.facts import remember_name
 from vitflow.models.hub import create_model, is_of_transformers, load_open_clip, load_transformers, without_values
 from vitflow.models.libraries import class_count
@@ -182,6 +182,6 @@ def _load_weights(model: nn.Module, raw: Mapping[str, Tensor], path: Path, name:
 
 
 def _name_classes(model: nn.Module, names: ClassNames) -> None:
-    found = told_class_names(names, class_count(model))
+    found = checked_class_names(names, class_count(model))
     config = getattr(model, "pretrained_cfg", None)
     model.pretrained_cfg = {**(config or {}), "label_names": found, "label_descriptions": None}  # type: ignore[assignment]

@@ -151,7 +151,7 @@ class Outputs:
             raise OptionError(_NO_REST)
         return numbers - (numbers.sum(dim=1, keepdim=True) - numbers) / (numbers.shape[1] - 1)
 
-    def told(self, numbers: Tensor) -> Tensor:
+    def scores(self, numbers: Tensor) -> Tensor:
         """The numbers [..., k] as they are told: probabilities, cosines, or as they are; float64 on the CPU."""
         return activate(numbers, self.activation) / (self.scale if self.activation == "cosine" else 1.0)
 

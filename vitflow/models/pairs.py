@@ -157,7 +157,7 @@ def _texts(model: Any, processor: Any) -> Callable[[list[str]], Tensor]:
     def embed(texts: list[str]) -> Tensor:
         tokenizer = getattr(processor, "tokenizer", processor) or _tokenizer_of(model)
         texts = [text.lower() for text in texts] if whole else texts
-        _tell_unknown(tokenizer, texts)
+        _warn_unknown_words(tokenizer, texts)
         padding = "max_length" if whole else True
         read = tokenizer(texts, padding=padding, truncation=True, max_length=length, return_tensors="pt")
         names = ("input_ids",) if whole else ("input_ids", "attention_mask")
@@ -170,7 +170,7 @@ def _texts(model: Any, processor: Any) -> Callable[[list[str]], Tensor]:
     return embed
 
 
-def _tell_unknown(tokenizer: Any, texts: Sequence[str]) -> None:
+def _warn_unknown_words(tokenizer: Any, texts: Sequence[str]) -> None:
     """Warn of words that the tokenizer reads as its token for what it does not know."""
     none = getattr(tokenizer, "unk_token_id", None)
     if none is None or none in (tokenizer.eos_token_id, tokenizer.pad_token_id):  # CLIP's stands in every text

@@ -11,7 +11,7 @@ _CONFIG = {"input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation"
 _PROCESSOR = {"image_mean", "image_std", "do_normalize", "do_resize", "image_processor_type", "max_num_patches"}
 
 
-def told_data_config(told: Any, channels: int = 3) -> dict[str, Any]:
+def checked_data_config(told: Any, channels: int = 3) -> dict[str, Any]:
     """What a caller tells of a model's images, in timm's words.
 
     Args:
@@ -22,7 +22,7 @@ def told_data_config(told: Any, channels: int = 3) -> dict[str, Any]:
     Raises:
         OptionError: it is none of these.
 
-    >>> told_data_config({"mean": (0.5,) * 3})
+    >>> checked_data_config({"mean": (0.5,) * 3})
     {'mean': (0.5, 0.5, 0.5)}
     """
     if told is None:

@@ -155,7 +155,7 @@ def fuse_parts(heads: Tensor, key: FusionKey, values: Values | None, parts: Sequ
     return fused.clamp_min(0.0) if any(part.mixed for part in parts) else fused
 
 
-def own_rows(rows: Tensor, first: int) -> None:
+def identity_rows(rows: Tensor, first: int) -> None:
     """Make rows [images, queries, keys] with nothing above 0, the first of them that of a token, the identity's."""
     empty = (rows.amax(dim=-1) <= 0).nonzero()
     rows[empty[:, 0], empty[:, 1], first + empty[:, 1]] = 1.0

@@ -25,7 +25,7 @@ from vitflow.recording.layers import (
     FusionKey,
     ModuleAttention,
     close_layer,
-    own_rows,
+    identity_rows,
     pile_up,
     read_values,
 )
@@ -159,7 +159,7 @@ class Listening:
                 every, mixed = (one.unflatten(0, (count, heads)) for one in (part.probabilities, part.mixed))
                 place.copy_(fuse_weighted(every, fusion, weighting, values, mixed))  # type: ignore[arg-type]
                 if weighting and queries == keys > place.shape[1]:
-                    own_rows(place, part.queries.start)
+                    identity_rows(place, part.queries.start)
         self._take(AttentionLayer(name, fused=fused, keys=self._keys_of(key, None), visible=visible), normal)
 
     def _pools(self) -> bool:

@@ -112,7 +112,7 @@ def _signs(count: int) -> NDArray[np.float64]:
     return np.random.RandomState(1).choice([-1.0, 1.0], count)
 
 
-def alike(one: Any, other: Any) -> bool:
+def same_model(one: Any, other: Any) -> bool:
     """Whether two probes, which may have been read from a file, are of one model, whatever processors they are from."""
     try:
         first, second = (

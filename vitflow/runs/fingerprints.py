@@ -6,7 +6,7 @@ from typing import Any
 
 from vitflow.errors import OptionError
 from vitflow.explaining.choices import Chosen
-from vitflow.recording.probing import alike
+from vitflow.recording.probing import same_model
 
 #: What to do about a folder that holds another run.
 REMEDY = "Choose another folder, or replace that run with --overwrite (overwrite=True)."
@@ -93,7 +93,7 @@ def fingerprint_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> li
         if before.get(path, ...) != after.get(path, ...):
             name = ".".join(path)
             told.append(_IN_WORDS.get(name, f"{name} was {_shown(before, path)} and is {_shown(after, path)}"))
-    if not told and not alike(old.get("probe"), new.get("probe")):
+    if not told and not same_model(old.get("probe"), new.get("probe")):
         told.append("the model answers otherwise, although its weights are the same")
     if not told and list(had) != list(has):
         told.append(f"that run had its methods in the order {', '.join(had)}")

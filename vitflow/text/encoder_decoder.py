@@ -34,13 +34,13 @@ class Written:
         prompt: the tokens of the source, then those that the decoder begins with.
         generated: those that were written.
         rows: [layers of the decoder, generated, tokens]: over the prompt and what was written and read.
-        own: relative to the receptive field, the raw share of each row's own token, [layers, generated]; else None.
+        self_share: raw share of each row's own token if relative to the receptive field, [layers, generated]; else None.
     """
 
     prompt: Words
     generated: Words
     rows: Tensor
-    own: Tensor | None
+    self_share: Tensor | None
 
 
 def write_and_read(

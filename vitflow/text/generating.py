@@ -16,7 +16,7 @@ from vitflow.explaining.method import Method
 from vitflow.models import languages
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id, model_note
-from vitflow.models.hub import bundled, hub_for, own_prompt
+from vitflow.models.hub import bundled, default_prompt, hub_for
 from vitflow.models.languages import load_language_model, load_processor
 from vitflow.recording.isolation import device_of, evaluating
 from vitflow.text.encoder_decoder import Written, write_and_read
@@ -26,7 +26,7 @@ from vitflow.text.images import Layout, with_images, with_neutral, with_source
 from vitflow.text.layout import Words
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS, for_kind, text_method
 from vitflow.text.read_rows import RowsRead, array_of, read_rows
-from vitflow.text.writing import arguments_of, beside_text, follow, refuse_looking_ahead, split, write
+from vitflow.text.writing import arguments_of, extra_inputs, follow, refuse_looking_ahead, split, write
 
 
 def explain_generation(
@@ -85,7 +85,7 @@ def explain_generation(
         model = unwrap(model)
     else:
         if inputs is None and image is not None:
-            inputs = own_prompt(model)
+            inputs = default_prompt(model)
         name, model = name or (str(model) if bundled(model) != model else None), bundled(model)
         with hub_for(model):
             if image is not None and processor is None:
@@ -146,7 +146,7 @@ def explain_generation(
         model=model_id(model) if name is None else check_name(name),
         method=method,
         options=used,
-        own=None if own is None else array_of(own.permute(0, 2, 1)),
+        self_share=None if own is None else array_of(own.permute(0, 2, 1)),
         seconds=time.perf_counter() - started,
         images=images,
         model_note=model_note(model),
@@ -177,7 +177,7 @@ def _taught(
         ids = torch.tensor([(prompt + new).ids[:-1]], device=device_of(model))
         targets = list(enumerate(new.ids, start=prompt.length - 1))
         read = _rows_at(model, arguments, ids, prompt.length, targets, method, options)
-        yield Written(prompt, new, read.rows, read.own)
+        yield Written(prompt, new, read.rows, read.self_share)
 
 
 def _rows_at(
@@ -191,7 +191,7 @@ def _rows_at(
 ) -> RowsRead:
     """Rows of a method at some targets, in one pass over a text [1, tokens] whose prompt has so many."""
     readout = torch.eye(ids.shape[1], device=ids.device)[[place for place, _ in targets]]
-    beside = beside_text(model, arguments, length, ids.shape[1] - length)
+    beside = extra_inputs(model, arguments, length, ids.shape[1] - length)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **beside}
     within = languages.decoder_path(model)
     return read_rows(model, inputs, readout, method, options, targets=targets, within=within)
@@ -206,6 +206,6 @@ def _joined(texts: Iterable[Written]) -> tuple[list[Words], list[Words], Tensor,
     for text in texts:
         left, below = start - text.prompt.length, n - text.generated.length
         rows.append(torch.nn.functional.pad(text.rows.float(), (left, below, 0, below)))
-        shares.append(None if text.own is None else torch.nn.functional.pad(text.own.float(), (0, below)))
+        shares.append(None if text.self_share is None else torch.nn.functional.pad(text.self_share.float(), (0, below)))
     told = [one for one in shares if one is not None]
     return prompts, written, torch.stack(rows), torch.stack(told) if told else None

@@ -13,7 +13,7 @@ from vitflow.errors import OptionError, printable, whole_number
 from vitflow.explaining.captions import method_record
 from vitflow.explaining.method import Method
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import Answer
+from vitflow.explaining.targets import Score
 from vitflow.methods.fusion import check_layer
 from vitflow.text.images import PromptImages, less_earlier
 from vitflow.text.labels import ENGLISH_STOP_WORDS, caption, hide, labels_of, spoken_words, text_of
@@ -58,7 +58,7 @@ class Generation:
         model: the model's id.
         method: the method's name.
         options: every option of the method with the value used.
-        own: where the rows are relative to the receptive field, the raw share of each row's own token, float32
+        self_share: where the rows are relative to the receptive field, the raw share of each row's own token, float32
             [n, layers]; else None.
         seconds: time of the generation with the method.
         images: the images of the prompt, and where their patches stand among its tokens; None without.
@@ -72,7 +72,7 @@ class Generation:
     model: str
     method: str
     options: Mapping[str, Any]
-    own: NDArray[np.float32] | None = None
+    self_share: NDArray[np.float32] | None = None
     seconds: float = 0.0
     images: PromptImages | None = None
     model_note: str = ""
@@ -104,7 +104,7 @@ class Generation:
             among_generated=self.among_generated[number, :n, :n],
             prompt_tokens=prompt,
             generated_tokens=written,
-            own=None if self.own is None else self.own[number, :n],
+            self_share=None if self.self_share is None else self.self_share[number, :n],
         )
 
     @property
@@ -197,7 +197,7 @@ class Generation:
             method=self.method,
             options={**self.options, **{name: True for name, value in told.items() if value}},
             class_specific=TEXT_METHODS[self.method].class_specific,
-            answer=Answer(text_of(written[places[0] : places[-1] + 1]).strip()),
+            score=Score(text_of(written[places[0] : places[-1] + 1]).strip()),
             facts={**facts, "layer": index + 1, **({"model_note": self.model_note} if self.model_note else {})},
             seconds=self.seconds,
         )
@@ -221,8 +221,8 @@ class Generation:
         return ShadedText(
             words,
             weights,
-            asked=(place - 1, place),
-            own=float(weights[place - 1] if self.own is None else self.own[number, -1]),
+            selected=(place - 1, place),
+            self_share=float(weights[place - 1] if self.self_share is None else self.self_share[number, -1]),
             hidden=hidden,
             title=f"What “{labels_of(words)[place].text}” rests on",
             caption=caption(self.method, self.options, self.model),
@@ -247,8 +247,8 @@ class Generation:
             [label.text for label in labels_of(written)],
             rest=None if generated else np.nansum(self.among_generated[:, :, index], axis=1),
             rest_name="generated",
-            own_tokens=list(range(prompt.length - 1, prompt.length - 1 + written.length)),
-            own=None if self.own is None else float(np.mean(self.own[:, index])),
+            self_tokens=list(range(prompt.length - 1, prompt.length - 1 + written.length)),
+            self_share=None if self.self_share is None else float(np.mean(self.self_share[:, index])),
             hidden=hidden,
             title="What each generated token rests on",
             caption=caption(self.method, self.options, self.model),
@@ -274,9 +274,9 @@ class Generation:
         prompt, written = self._one_prompt()
         m, words = prompt.length, prompt + written
         whole = np.concatenate([self.values, self.among_generated], axis=1)
-        own = [None] * written.length if self.own is None else self.own
+        own = [None] * written.length if self.self_share is None else self.self_share
         rows = [
-            TextRow(label.text, (place,), place, whole[place - m].T, at=place - 1, own=own[place - m])
+            TextRow(label.text, (place,), place, whole[place - m].T, at=place - 1, self_share=own[place - m])
             for place, label in enumerate(labels_of(words)[m:], start=m)
         ]
         parts = () if self.images is None else self.images.parts
@@ -339,7 +339,7 @@ class Generation:
             "generated_ids": list(written.ids),
             "values": self.values.tolist(),
             "among_generated": self.among_generated.tolist(),
-            "own": None if self.own is None else self.own.tolist(),
+            "own": None if self.self_share is None else self.self_share.tolist(),
             "images": [] if self.images is None else self.images.to_list(),
             "model": self.model,
             **method_record(TEXT_METHODS[self.method], self.options),

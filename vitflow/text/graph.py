@@ -49,7 +49,7 @@ class GraphView(View):
     Attributes:
         words: the tokens.
         panels: the graphs; the paths of the asked tokens are drawn strong.
-        asked, hidden, title, caption: as of every `View`.
+        selected, hidden, title, caption: as of every `View`.
 
     Raises:
         ShapeError: matrices that do not fit the tokens.
@@ -58,7 +58,7 @@ class GraphView(View):
     Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, Figure 1.
 
     >>> words = Words(("a", " key"), (0, 1), (False, False))
-    >>> GraphView(words, [Panel("raw attention", [[[1.0, 0.0], [0.4, 0.6]]])], asked=(1,)).panels[0].matrices.shape
+    >>> GraphView(words, [Panel("raw attention", [[[1.0, 0.0], [0.4, 0.6]]])], selected=(1,)).panels[0].matrices.shape
     (1, 2, 2)
     """
 
@@ -92,11 +92,11 @@ class GraphView(View):
     @property
     def trust(self) -> Trust | None:
         """What the asked token's row of the last graph says of itself."""
-        if not self.asked:
+        if not self.selected:
             return None
-        row = self.panels[-1].matrices[-1][list(self.asked)].mean(axis=0)
-        own = float(row[list(self.asked)].sum() / (row.sum() or 1.0))
-        return Trust.of(row, self.words, own=own, hidden=self.hidden)
+        row = self.panels[-1].matrices[-1][list(self.selected)].mean(axis=0)
+        self_share = float(row[list(self.selected)].sum() / (row.sum() or 1.0))
+        return Trust.of(row, self.words, self_share=self_share, hidden=self.hidden)
 
     @property
     def _foot(self) -> list[str]:
@@ -152,7 +152,7 @@ class GraphView(View):
         plots[0].set_ylim(len(names) - 0.5, -0.5)
         plots[0].set_yticks(range(len(names)), names, **plain(BODY))
         for label, position in zip(plots[0].get_yticklabels(), self._columns, strict=True):
-            label.set_fontweight("bold" if position in self.asked else "normal")
+            label.set_fontweight("bold" if position in self.selected else "normal")
         return charts.framed(figure, self.title if framed else "", self._foot if framed else ())
 
     def _draw_panel(self, axes: Axes, panel: Panel, wide: float) -> None:
@@ -164,8 +164,8 @@ class GraphView(View):
             _draw_edges(axes, panel.paths[chosen], _BLUE, False)
         xs, ys = np.meshgrid(np.arange(layers + 1), np.arange(len(columns)))
         axes.scatter(xs, ys, s=4, color=INK, linewidths=0, zorder=4)
-        asked = [place for place, position in enumerate(columns) if position in self.asked]
-        axes.scatter([layers] * len(asked), asked, s=22, color=[_BLUE], linewidths=0, zorder=5)
+        selected = [place for place, position in enumerate(columns) if position in self.selected]
+        axes.scatter([layers] * len(selected), selected, s=22, color=[_BLUE], linewidths=0, zorder=5)
         axes.set_xlim(-0.08 * layers / wide, (1 + 0.08 / wide) * layers)
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0, pad=2)
@@ -186,17 +186,17 @@ def _draw_edges(axes: Axes, matrices: NDArray[np.float64], color: tuple[float, .
     axes.add_collection(LineCollection(list(lines), linewidths=0.2 + 1.8 * strength, colors=colors, zorder=2))
 
 
-def only_rows(matrices: NDArray[Any], asked: tuple[int, ...]) -> NDArray[np.float64]:
+def only_rows(matrices: NDArray[Any], selected: tuple[int, ...]) -> NDArray[np.float64]:
     """The asked tokens' rows alone, layer by layer."""
     kept = np.zeros(matrices.shape)
-    kept[:, asked] = matrices[:, asked]
+    kept[:, selected] = matrices[:, selected]
     return kept
 
 
-def walked(matrices: NDArray[Any], asked: tuple[int, ...]) -> NDArray[np.float64]:
+def walked(matrices: NDArray[Any], selected: tuple[int, ...]) -> NDArray[np.float64]:
     """Each edge times what of the asked tokens' top row arrives at it from above."""
     walked, arrives = np.zeros(matrices.shape), np.zeros(matrices.shape[1])
-    arrives[list(asked)] = 1 / len(asked)
+    arrives[list(selected)] = 1 / len(selected)
     for layer in range(len(matrices) - 1, -1, -1):
         walked[layer] = arrives[:, None] * matrices[layer]
         arrives = walked[layer].sum(axis=0)

@@ -17,8 +17,8 @@ from vitflow.methods.rollout import relevance
 from vitflow.methods.tokens import (
     Causal,
     check_causal,
-    own_token,
     relative_to,
+    self_token,
     uniform_attention,
 )
 
@@ -74,7 +74,7 @@ def _relative(
 ) -> tuple[Tensor, Tensor | None]:
     if not relative:
         return found, None
-    own = own_token(readout)
+    own = self_token(readout)
     return relative_to(found, reference(), own), (found * own).sum(dim=-1)
 
 

@@ -56,14 +56,14 @@ class RowsRead:
     Attributes:
         rows: [layers, rows, tokens], the method ended at each layer.
         chosen: the index of the layer whose rows the method gives when it is not asked for all of them.
-        own: the raw share of each row's own token, [layers, rows], where the rows are relative to the receptive field.
+        self_share: raw share of each row's own token if relative to the receptive field, [layers, rows]; else None.
         matrices: fused attention of each layer, [layers, tokens, tokens].
         logits: what the model answered.
     """
 
     rows: Tensor
     chosen: int
-    own: Tensor | None
+    self_share: Tensor | None
     matrices: Tensor
     logits: Tensor | None
 

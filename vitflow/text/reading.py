@@ -50,9 +50,9 @@ class Reading:
             is `weights` where the method runs through all layers.
         matrices: float32 [layers, tokens, tokens], the fused attention of each layer, rows are queries; None for texts
             of more tokens than can be drawn as a graph.
-        asked: positions of the tokens whose row it is.
-        own: where the map is relative to the receptive field, the raw share of the asked token itself, which has weight
-            0 there; else None.
+        selected: positions of the tokens whose row it is.
+        self_share: raw share of the selected token itself if the map is relative to the receptive field, where it has
+            weight 0; else None.
         causal: whether each token sees only those before it.
         text: what was read.
         model: the model's id.
@@ -67,8 +67,8 @@ class Reading:
     weights: NDArray[np.float32]
     layers: NDArray[np.float32]
     matrices: NDArray[np.float32] | None
-    asked: tuple[int, ...]
-    own: float | None
+    selected: tuple[int, ...]
+    self_share: float | None
     causal: bool
     text: str
     model: str
@@ -90,7 +90,9 @@ class Reading:
             stop_words: words to show without a shade, such as `vitflow.text.labels.ENGLISH_STOP_WORDS`. What is not
                 shown is said below the view, with its share of the weight.
         """
-        return ShadedText(self.tokens, self._seen(self.weights), own=self.own, **self._shown(special, stop_words))
+        return ShadedText(
+            self.tokens, self._seen(self.weights), self_share=self.self_share, **self._shown(special, stop_words)
+        )
 
     def sheet(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> Sheet:
         """The weights where the method ends at each layer, the last layer on top; options as for `shaded`."""
@@ -98,7 +100,7 @@ class Reading:
             self.tokens,
             self._seen(self.layers),
             [f"layer {number}" for number in range(1, len(self.layers) + 1)],
-            own=self.own,
+            self_share=self.self_share,
             upwards=True,
             **self._shown(special, stop_words),
         )
@@ -126,9 +128,9 @@ class Reading:
         flows = attention_flow(layers, all_sources=True, **options).normalized[0].numpy()
         raw, rollout = np.asarray(self.matrices), np.stack(rolled)
         panels = [
-            Panel("raw attention", raw, walked(raw, self.asked), "edges: each layer's attention"),
-            Panel("attention rollout", rollout, only_rows(rollout, self.asked), "edges: what is held of the input"),
-            Panel("attention flow", flows, only_rows(flows, self.asked), "edges: flow from the input"),
+            Panel("raw attention", raw, walked(raw, self.selected), "edges: each layer's attention"),
+            Panel("attention rollout", rollout, only_rows(rollout, self.selected), "edges: what is held of the input"),
+            Panel("attention flow", flows, only_rows(flows, self.selected), "edges: flow from the input"),
         ]
         told = {
             name: self.options[name] for name in ("head_fusion", "value_weighted", "causal") if name in self.options
@@ -144,8 +146,8 @@ class Reading:
         the page.
         """
         told: dict[str, Any] = {"method": self.method, "options": self.options}
-        seen: dict[str, Any] = {"own": self.own, "causal": self.causal, "matrices": self.matrices}
-        rows, first = rows_read(self.tokens, self.asked, self.layers, **seen, **told)
+        seen: dict[str, Any] = {"own": self.self_share, "causal": self.causal, "matrices": self.matrices}
+        rows, first = rows_read(self.tokens, self.selected, self.layers, **seen, **told)
         hiding: dict[str, Any] = {"special": special, "stop_words": list(stop_words)}
         graph = ""
         with suppress(OptionError):  # too long for one
@@ -158,19 +160,19 @@ class Reading:
     @property
     def _word(self) -> str:
         """The word that the asked tokens make up, as it is shown."""
-        return text_of(self.tokens[min(self.asked) : max(self.asked) + 1])
+        return text_of(self.tokens[min(self.selected) : max(self.selected) + 1])
 
     def _seen(self, weights: NDArray[np.float32]) -> NDArray[np.float64]:
         """Weights [..., tokens], NaN for what the asked token could not see."""
         seen = np.array(weights, dtype=np.float64)
         if self.causal:
-            seen[..., max(self.asked) + 1 :] = np.nan
+            seen[..., max(self.selected) + 1 :] = np.nan
         return seen
 
     def _shown(self, special: bool, stop_words: Iterable[str]) -> dict[str, Any]:
         """What all views have: what is asked about, what is hidden, and the lines above and below."""
         return {
-            "asked": self.asked,
+            "asked": self.selected,
             "hidden": hide(self.tokens, special=not special, stop_words=stop_words),
             "title": f"What “{self._word}” rests on",
             "caption": caption(self.method, self.options, self.model, target=self.target, probability=self.probability),
@@ -189,8 +191,8 @@ class Reading:
             "special": list(self.tokens.special),
             "weights": self.weights.tolist(),
             "layers": self.layers.tolist(),
-            "asked": list(self.asked),
-            "own": self.own,
+            "asked": list(self.selected),
+            "own": self.self_share,
             "causal": self.causal,
             "trust": asdict(self.shaded().trust),
             "model": self.model,
@@ -260,8 +262,8 @@ def explain_text(
         weights=array_of(read.rows[read.chosen, 0]),
         layers=array_of(read.rows[:, 0]),
         matrices=array_of(read.matrices) if words.length <= LONGEST_GRAPH else None,
-        asked=asked,
-        own=None if read.own is None else float(read.own[read.chosen, 0]),
+        selected=asked,
+        self_share=None if read.self_share is None else float(read.self_share[read.chosen, 0]),
         causal=causal,
         text=text,
         model=model_id(model) if name is None else check_name(name),

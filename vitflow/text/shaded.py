@@ -37,7 +37,7 @@ class _Token:
     shade: float
     share: float
     number: str
-    own: bool
+    self_share: bool
     plain: bool
 
 
@@ -48,41 +48,45 @@ class ShadedText(View):
     Attributes:
         words: the tokens.
         weights: one for each token, NaN for what is not seen; negative ones count against.
-        own: the share of the asked tokens themselves, where the weights do not hold it.
-        asked, hidden, title, caption: as of every `View`; of what is hidden, special tokens alone are left out.
+        self_share: the share of the asked tokens themselves, where the weights do not hold it.
+        selected, hidden, title, caption: as of every `View`; of what is hidden, special tokens alone are left out.
 
     Raises:
         ShapeError: not one finite weight for each token.
         OptionError: a position outside the text.
 
     >>> words = Words(("the", " key", " to", " doors", " is"), (0, 1, 2, 3, 4), (False,) * 5)
-    >>> view = ShadedText(words, [0.1, 0.6, 0.05, 0.2, 0.05], asked=(4,))
+    >>> view = ShadedText(words, [0.1, 0.6, 0.05, 0.2, 0.05], selected=(4,))
     >>> print(view.text().splitlines()[0])
       key     60.0 %  (1)
     """
 
     words: Words
     weights: Any
-    own: float | None = None
+    self_share: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", check_weights(self.weights, (self.words.length,)))
         super().__post_init__()
-        for position in (*self.asked, *self.hidden):
+        for position in (*self.selected, *self.hidden):
             if not 0 <= position < self.words.length:
                 raise OptionError(f"Expected positions from 0 to {self.words.length - 1}, got {position}.")
 
     @property
     def trust(self) -> Trust:
         """What the weights say of themselves."""
-        own = float(np.nansum(self._shares[list(self.asked)])) if self.asked and self.own is None else self.own
-        return Trust.of(self.weights, self.words, own=own, hidden=self.hidden)
+        self_share = (
+            float(np.nansum(self._shares[list(self.selected)]))
+            if self.selected and self.self_share is None
+            else self.self_share
+        )
+        return Trust.of(self.weights, self.words, self_share=self_share, hidden=self.hidden)
 
     @cached_property
     def _counted(self) -> NDArray[np.bool_]:
         """Whether a token's weight is shown as a shade."""
         counted = np.isfinite(self.weights)
-        counted[[*self.hidden, *self.asked]] = False
+        counted[[*self.hidden, *self.selected]] = False
         return np.asarray(counted)
 
     @cached_property
@@ -107,17 +111,17 @@ class ShadedText(View):
                 float(shades[position]),
                 float(self._shares[position]),
                 percent(float(self._shares[position])) if position in largest else "",
-                position in self.asked,
+                position in self.selected,
                 not self._counted[position],
             )
             for position, label in enumerate(labels_of(self.words))
-            if position not in self.hidden or not self.words.special[position] or position in self.asked
+            if position not in self.hidden or not self.words.special[position] or position in self.selected
         ]
 
     def _told(self, token: _Token) -> str:
         """A token's share of the weight in words, as a page shows it where one points at it."""
-        if token.own and self.own is not None and not token.share:
-            return f"stands apart, with a share of {self.own:.2%}".replace("%", " %")
+        if token.self_share and self.self_share is not None and not token.share:
+            return f"stands apart, with a share of {self.self_share:.2%}".replace("%", " %")
         return "not seen" if np.isnan(token.share) else f"{token.share:.2%}".replace("%", " %")
 
     @property
@@ -185,7 +189,7 @@ class ShadedText(View):
 
     def _legend(self) -> OffsetBox:
         told = f"shade and line: 0 to {percent(self._most)} % of the weight; numbers: the {NUMBERS} largest, in %"
-        if self.asked:
+        if self.selected:
             told += "; outlined: the token that is asked about"
         shades = DrawingArea(60, 14)
         for number in range(6):
@@ -207,23 +211,23 @@ def _by_word(tokens: Sequence[_Token]) -> list[list[_Token]]:
 
 def _draw_token(area: DrawingArea, token: _Token, left: float, width: float) -> None:
     """Draw a token into a line, all lengths in points."""
-    _shade_box(area, token.shade, left, width - 0.7, own=token.own)
-    ink = {"color": GREY if token.plain and not token.own else "white"}
-    style = plain(_SIZE) | (ink if (token.plain and not token.own) or abs(token.shade) > 0.62 else {})
+    _shade_box(area, token.shade, left, width - 0.7, self_share=token.self_share)
+    ink = {"color": GREY if token.plain and not token.self_share else "white"}
+    style = plain(_SIZE) | (ink if (token.plain and not token.self_share) or abs(token.shade) > 0.62 else {})
     area.add_artist(Text(left + 0.4, _BASELINE, token.label.text, **style))
     if token.number:
         style = plain(SMALL - 1.0) | {"color": GREY, "horizontalalignment": "center"}
         area.add_artist(Text(left + width / 2, 0.5, token.number, **style))
 
 
-def _shade_box(area: DrawingArea, shade: float, left: float, width: float, *, own: bool = False) -> None:
+def _shade_box(area: DrawingArea, shade: float, left: float, width: float, *, self_share: bool = False) -> None:
     """The shade behind a token, the line below it whose thickness says the same, and the outline of one's own token."""
-    edge: dict[str, Any] = {"edgecolor": INK, "linewidth": 0.8} if own else {"linewidth": 0}
+    edge: dict[str, Any] = {"edgecolor": INK, "linewidth": 0.8} if self_share else {"linewidth": 0}
     area.add_artist(Rectangle((left, _BASELINE - 2.5), width, 10, facecolor=color_of(shade), zorder=0, **edge))
     below = _BASELINE - 3.2
     if shade:
         line: dict[str, Any] = {"hatch": "////", "edgecolor": "white"} if shade < 0 else {}
         thick = max(2.2 * abs(shade), 0.36)
         area.add_artist(Rectangle((left, below - thick), width, thick, facecolor=INK, linewidth=0, **line))
-    elif not own:
+    elif not self_share:
         area.add_artist(Line2D([left, left + width], [below] * 2, color=RULE, linewidth=0.2, solid_capstyle="butt"))

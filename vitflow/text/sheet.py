@@ -33,7 +33,7 @@ class _Cell:
     shade: float
     text: str
     unseen: bool
-    asked: bool
+    selected: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class Sheet(View):
         rows: a name for each row, first row first.
         rest: for each row what lies on other tokens, [rows], told in a column of its own.
         rest_name: what these are.
-        own_tokens: for each row the position of its own token, which does not set the scale; beyond the last: none.
-        own: the share of the asked tokens, or of the rows' own, where the weights do not hold it: their cells then have
-            no number.
+        self_tokens: for each row the position of its own token, which does not set the scale; beyond the last: none.
+        self_share: share of the selected tokens, or of each row's own token, if it is not among the weights; those
+            cells then show no number.
         upwards: the first row lies at the bottom, as layers do.
-        asked, hidden, title, caption: as of every `View`.
+        selected, hidden, title, caption: as of every `View`.
 
     Raises:
         ShapeError: weights, rows and tokens do not fit each other.
@@ -74,8 +74,8 @@ class Sheet(View):
     rows: Sequence[str]
     rest: Any = None
     rest_name: str = "elsewhere"
-    own_tokens: Sequence[int] = ()
-    own: float | None = None
+    self_tokens: Sequence[int] = ()
+    self_share: float | None = None
     upwards: bool = False
 
     def __post_init__(self) -> None:
@@ -92,18 +92,18 @@ class Sheet(View):
     def trust(self) -> Trust:
         """What the last row says of itself where rows are layers, else the mean row."""
         row = self.weights[-1] if self.upwards else np.nan_to_num(self.weights).mean(axis=0)
-        own = self.own
-        if own is None and self.asked:
-            own = float(np.nansum(np.abs(row[list(self.asked)])) / (np.nansum(np.abs(row)) or 1.0))
-        return Trust.of(row, self.words, own=own, hidden=self.hidden)
+        self_share = self.self_share
+        if self_share is None and self.selected:
+            self_share = float(np.nansum(np.abs(row[list(self.selected)])) / (np.nansum(np.abs(row)) or 1.0))
+        return Trust.of(row, self.words, self_share=self_share, hidden=self.hidden)
 
     @cached_property
     def _shades(self) -> NDArray[np.float64]:
         counted = np.zeros(self.weights.shape, dtype=bool)
         counted[:, self._columns] = True
-        counted[:, list(self.asked)] = False
-        for row, own in zip(counted, self.own_tokens, strict=False):
-            row[own : own + 1] = False
+        counted[:, list(self.selected)] = False
+        for row, self_share in zip(counted, self.self_tokens, strict=False):
+            row[self_share : self_share + 1] = False
         return fractions(self._shares, counted)
 
     @cached_property
@@ -136,10 +136,12 @@ class Sheet(View):
 
     def _cell(self, row: int, column: int) -> _Cell:
         weight, share = self.weights[row, column], float(self._shares[row, column])
-        own = column in self.asked or list(self.own_tokens[row : row + 1]) == [column]
-        apart = self.own is not None and own and not weight  # its share has no number here, which is not 0
+        self_share = column in self.selected or list(self.self_tokens[row : row + 1]) == [column]
+        apart = (
+            self.self_share is not None and self_share and not weight
+        )  # its share has no number here, which is not 0
         return _Cell(
-            float(self._shades[row, column]), _ITSELF if apart else percent(share), bool(np.isnan(weight)), own
+            float(self._shades[row, column]), _ITSELF if apart else percent(share), bool(np.isnan(weight)), self_share
         )
 
     @property
@@ -165,7 +167,7 @@ class Sheet(View):
 
     @property
     def _foot(self) -> list[str]:
-        apart = "" if self.own is None else f"; {_ITSELF} is the row's own token, whose share stands apart"
+        apart = "" if self.self_share is None else f"; {_ITSELF} is the row's own token, whose share stands apart"
         told = [f"percent of each row's weight{apart}"]
         return [line for line in (*told, str(self.trust), self.trust.left_out, self.caption) if line]
 

@@ -33,7 +33,7 @@ class TextRow:
         seen: how many tokens it could see, from the first on.
         weights: [layers, tokens], where the method ends at each layer; without signs.
         at: the position that it was written at, whose output it is; None of a word that was read.
-        own: what stands apart of each row for its own token, which has no weight there, [layers]; None where the
+        self_share: what stands apart of each row for its own token, which has no weight there, [layers]; None where the
             weights hold it.
     """
 
@@ -42,7 +42,7 @@ class TextRow:
     seen: int
     weights: NDArray[Any]
     at: int | None = None
-    own: NDArray[Any] | None = None
+    self_share: NDArray[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,17 +94,17 @@ def make_text_page(
         images: those of the prompt, which show the map of the word that is asked.
     """
     shares = np.stack([_shares(row.weights) for row in rows])
-    own = [
-        None if row.own is None else [None if np.isnan(one) else round(float(one), 6) for one in row.own]
+    self_share = [
+        None if row.self_share is None else [None if np.isnan(one) else round(float(one), 6) for one in row.self_share]
         for row in rows
     ]
     data = {
         "tokens": [{**one, "text": printable(one["text"])} for one in tokens],
         "rows": [
             {"name": printable(row.name), "positions": row.positions, "seen": row.seen, "at": row.at, "own": share}
-            for row, share in zip(rows, own, strict=True)
+            for row, share in zip(rows, self_share, strict=True)
         ],
-        "shares": pack_half(shares).told,
+        "shares": pack_half(shares).record,
         "first": first,
         "layer": layer,
         "layers": shares.shape[1],
@@ -138,7 +138,7 @@ def _told(image: ShownImage) -> dict[str, Any]:
         "size": [image.image.shape[1], image.image.shape[0]],
         "window": image.window,
         "grid": image.maps.shape[2:],
-        "maps": pack_half(image.maps).told,
+        "maps": pack_half(image.maps).record,
     }
 
 
@@ -198,10 +198,10 @@ def page_of(
 
 def rows_read(
     words: Words,
-    asked: Sequence[int],
+    selected: Sequence[int],
     layers: NDArray[Any],
     *,
-    own: float | None,
+    self_share: float | None,
     causal: bool,
     method: str,
     options: Mapping[str, Any],
@@ -214,36 +214,36 @@ def rows_read(
 
     Args:
         words: all tokens.
-        asked: the tokens of the asked word.
+        selected: the tokens of the asked word.
         layers: its row, [layers, tokens].
-        own: relative to the receptive field, the raw share of the asked word itself.
+        self_share: relative to the receptive field, the raw share of the asked word itself.
         causal: whether no token sees a later one.
         method, options: those that gave it.
         matrices: fused attention, [layers, tokens, tokens].
     """
     labels, count = labels_of(words), words.length
-    seen = max(asked) + 1 if causal else count
-    name = "".join(" " * (labels[place].space and place > asked[0]) + labels[place].text for place in asked)
+    seen = max(selected) + 1 if causal else count
+    name = "".join(" " * (labels[place].space and place > selected[0]) + labels[place].text for place in selected)
     apart = None
-    if own is not None:
+    if self_share is not None:
         apart = np.full(len(layers), np.nan)
-        apart[check_layer("layer", options.get("layer", -1), len(layers))] = own
-    found = _every_row(matrices, asked, causal, method, options)
+        apart[check_layer("layer", options.get("layer", -1), len(layers))] = self_share
+    found = _every_row(matrices, selected, causal, method, options)
     if found is None or not np.allclose(found[0][:, -1], layers, atol=_ROUNDING):
-        return [TextRow(name, tuple(asked), seen, layers, own=apart)], 0
+        return [TextRow(name, tuple(selected), seen, layers, self_share=apart)], 0
     weights, shares = found
-    own_shares = [None] * (count + 1) if shares is None else shares.T
+    self_shares = [None] * (count + 1) if shares is None else shares.T
     rows = [
-        TextRow(label.text, (place,), place + 1 if causal else count, weights[:, place], own=own_shares[place])
+        TextRow(label.text, (place,), place + 1 if causal else count, weights[:, place], self_share=self_shares[place])
         for place, label in enumerate(labels)
-        if place not in asked
+        if place not in selected
     ]
-    rows.insert(asked[0], TextRow(name, tuple(asked), seen, weights[:, count], own=own_shares[count]))
-    return rows, asked[0]
+    rows.insert(selected[0], TextRow(name, tuple(selected), seen, weights[:, count], self_share=self_shares[count]))
+    return rows, selected[0]
 
 
 def _every_row(
-    matrices: NDArray[Any] | None, asked: Sequence[int], causal: bool, method: str, options: Mapping[str, Any]
+    matrices: NDArray[Any] | None, selected: Sequence[int], causal: bool, method: str, options: Mapping[str, Any]
 ) -> tuple[NDArray[Any], NDArray[Any] | None] | None:
     """The rows of all tokens and then of the asked word, [layers, tokens + 1, tokens], and their own raw shares."""
     if matrices is None or method not in ("rollout", "attention"):
@@ -253,9 +253,9 @@ def _every_row(
     seen = torch.ones(tokens, tokens, dtype=torch.bool)
     visible = [seen.tril() if causal else seen] * len(given)
     readout = torch.cat([torch.eye(tokens), torch.zeros(1, tokens)])
-    readout[-1, list(asked)] = 1 / len(asked)
+    readout[-1, list(selected)] = 1 / len(selected)
     if method == "attention":
         return attention_rows(given, visible, readout, discard_ratio=options["discard_ratio"]).numpy(), None
     used = {name: options[name] for name in ("discard_ratio", "residual", "start_layer", "causal")}
-    rows, own = rollout_rows(given, visible, readout, **used)
-    return rows.numpy(), None if own is None else own.numpy()
+    rows, self_share = rollout_rows(given, visible, readout, **used)
+    return rows.numpy(), None if self_share is None else self_share.numpy()

@@ -27,13 +27,13 @@ class View(ABC):
     """A drawing of words with their weights, in any of three forms.
 
     Attributes:
-        asked: positions of the tokens that are asked about: they are marked, and what lies on them sets no scale.
+        selected: positions of the tokens that are asked about: they are marked, and what lies on them sets no scale.
         hidden: positions that are left out or get no shade, and why, as `hide` gives them.
         title: a line above.
         caption: a line below, such as the method and its options.
     """
 
-    asked: Sequence[int] = ()
+    selected: Sequence[int] = ()
     hidden: Mapping[int, str] = field(default_factory=dict)
     title: str = ""
     caption: str = ""
@@ -149,7 +149,7 @@ class Trust:
     Attributes:
         special: on special tokens; None where the text has none.
         first: on the first token.
-        own: on the token that is asked about; None where none is.
+        self_share: on the token that is asked about; None where none is.
         hidden: on what the view leaves out, by the reason.
         entropy: in bits.
         most: the entropy of equal weights on as many tokens.
@@ -160,16 +160,16 @@ class Trust:
 
     special: float | None
     first: float
-    own: float | None
+    self_share: float | None
     hidden: Mapping[str, float]
     entropy: float
     most: float
 
     @classmethod
     def of(
-        cls, weights: Any, words: Words, *, own: float | None = None, hidden: Mapping[int, str] | None = None
+        cls, weights: Any, words: Words, *, self_share: float | None = None, hidden: Mapping[int, str] | None = None
     ) -> "Trust":
-        """What a row of weights [tokens] says of itself; `own` is the share of the token that is asked about."""
+        """What a row of weights [tokens] says of itself; `self_share` is the share of the token that is asked about."""
         shares = np.abs(np.nan_to_num(check_weights(weights, (words.length,))))
         shares = shares / (shares.sum() or 1.0)
         positive, special = shares[shares > 0], np.array(words.special, dtype=bool)
@@ -178,7 +178,7 @@ class Trust:
         return cls(
             float(shares[special].sum()) if special.any() else None,
             float(shares[0]),
-            own,
+            self_share,
             {why: float(sum(shares[p] for p in given if given[p] == why)) for why in dict.fromkeys(given.values())},
             float(-(positive * np.log2(positive)).sum()) + 0.0,
             float(np.log2(max(seen, 1))),
@@ -187,8 +187,8 @@ class Trust:
     def __str__(self) -> str:
         told = [] if self.special is None else [f"special tokens {self.special:.0%}"]
         told.append(f"first token {self.first:.0%}")
-        if self.own is not None:
-            told.append(f"its own token {self.own:.0%}")
+        if self.self_share is not None:
+            told.append(f"its own token {self.self_share:.0%}")
         told.append(f"entropy {self.entropy:.2f} of {self.most:.2f} bits")
         return " · ".join(told).replace("%", " %").replace("-", "−")
 

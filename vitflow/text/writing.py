@@ -145,7 +145,7 @@ def arguments_of(
     else:
         seen = isinstance(inputs, Tensor) and inputs.ndim == 4
         given = {"pixel_values" if seen else "input_ids": inputs} if isinstance(inputs, Tensor) else inputs
-        tokenizer = languages.tokenizer_beside(model) if tokenizer is None else languages.tokenizer_of(model, tokenizer)
+        tokenizer = languages.saved_tokenizer(model) if tokenizer is None else languages.tokenizer_of(model, tokenizer)
     arguments = dict(given) if isinstance(given, Mapping) else {}
     device = device_of(model)
     if encoded and "input_ids" not in arguments and isinstance(arguments.get("pixel_values"), Tensor):
@@ -171,7 +171,7 @@ def arguments_of(
     return arguments, tokenizer
 
 
-def beside_text(model: nn.Module, arguments: Mapping[str, Any], length: int, written: int) -> dict[str, Tensor]:
+def extra_inputs(model: nn.Module, arguments: Mapping[str, Any], length: int, written: int) -> dict[str, Tensor]:
     """What a forward pass over a finished text is given beside its numbers: pixels, their sizes, and kinds of tokens.
 
     Args:

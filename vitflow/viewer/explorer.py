@@ -171,7 +171,7 @@ class _Room:
     def take(self, packed: Packed) -> dict[str, Any]:
         """Put something into the page."""
         self.left -= packed.size
-        return packed.told
+        return packed.record
 
     def take_all(self, values: Sequence[Floats], pack: Callable[[Floats], Packed], bits: int) -> list[Packed] | None:
         """Put something of every image into the page; None, and nothing is put there, where that does not fit."""
@@ -198,7 +198,7 @@ def _pack_attention(live: Sequence[tuple[dict[str, Any], ExploredImage]], room: 
             found = [pack_logarithmic(own) for own in values]
             room.left -= sum(packed.size for packed in found)
         for (told, image), packed in zip(live, found, strict=True):
-            told["attention"][_name(key)] = packed.told
+            told["attention"][_name(key)] = packed.record
             errors.append(_map_error(image, key, packed.stored))
     held = next(iter(live))[0]["attention"]
     stored = "half precision" if all(one["code"] == "half" for one in held.values()) else "8 bits"
@@ -222,7 +222,7 @@ def _pack_heads(live: Sequence[tuple[dict[str, Any], ExploredImage]], room: _Roo
         return f"Single heads are left out, for a page of at most {max_size:g} MB."
     error = max(_entry_error(own, packed.stored) for own, packed in zip(values, found, strict=True))
     for (told, _), packed in zip(live, found, strict=True):
-        told["heads"] = packed.told
+        told["heads"] = packed.record
     return f"Single heads are stored in 8 bits: each number within {error:.1%} of its value, the faintest as 0."
 
 

@@ -110,24 +110,24 @@ class Packed:
     """Numbers as a page holds them.
 
     Attributes:
-        told: for JSON: the code, the shape, the compressed numbers in base64, and the code's table, if it has one.
+        record: for JSON: the code, the shape, the compressed numbers in base64, and the code's table, if it has one.
         stored: the numbers that a browser unpacks, float32.
     """
 
-    told: dict[str, Any]
+    record: dict[str, Any]
     stored: NDArray[np.float32]
 
     @property
     def size(self) -> int:
         """Its bytes in the page."""
-        return len(self.told["data"]) + 20 * len(self.told.get("tables", ())) * 256
+        return len(self.record["data"]) + 20 * len(self.record.get("tables", ())) * 256
 
 
 def pack_half(values: Floats) -> Packed:
     """Pack numbers in half precision: relative error at most 2⁻¹¹, absolute error at most 3e-8 below 6e-5.
 
     >>> packed = pack_half(np.array([0.1, 0.5]))
-    >>> packed.told["code"], packed.stored.tolist()
+    >>> packed.record["code"], packed.stored.tolist()
     ('half', [0.0999755859375, 0.5])
     """
     half = np.ascontiguousarray(values, dtype="<f2")
@@ -140,7 +140,7 @@ def pack_logarithmic(values: Floats) -> Packed:
     """Pack numbers of at least 0 in 8 bits: 0, and 255 steps of equal ratio for each group (the first axis).
 
     >>> packed = pack_logarithmic(np.array([[0.0, 0.25, 1.0]]))
-    >>> packed.told["code"], packed.stored.tolist()
+    >>> packed.record["code"], packed.stored.tolist()
     ('table', [[0.0, 0.25, 1.0]])
     """
     values = np.asarray(values, dtype=np.float32)

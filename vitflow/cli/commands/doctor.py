@@ -82,7 +82,7 @@ def _runs() -> str:
         found = Explainer("demo").explain(sample_images()[0], method="gae")
     except Exception as error:
         return f"FAILS: {type(error).__name__}: {error}"
-    return f"works: {found.answer.name}, {found.answer.told}, a map in {time.perf_counter() - started:.1f} s"
+    return f"works: {found.score.name}, {found.score.display}, a map in {time.perf_counter() - started:.1f} s"
 
 
 def _hub() -> str:

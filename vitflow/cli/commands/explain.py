@@ -92,7 +92,7 @@ def _explained(explainer: Any, image: Path, output: Path, options: Mapping[str, 
             draw(output, **shared.drawing_values(given))
         for saliency, own in zip(saliencies, record.get("maps", [record]), strict=True):
             if given["save_map"]:
-                files.append(_map_file(output, saliency.answer, len(saliencies)))
+                files.append(_map_file(output, saliency.score, len(saliencies)))
                 own["map"] = str(files[-1])
                 with writing(files[-1]):
                     saliency.save(files[-1])
@@ -122,12 +122,12 @@ def _map_file(output: Path, answer: Any, maps: int) -> Path:
 
 def _answer(saliency: Any, class_names: list[str] | None, several: bool) -> str:
     """What the model said of an image, in words; whether several classes were asked for."""
-    answer = saliency.answer
+    answer = saliency.score
     if answer.sides:
-        return f"{answer.name}, {answer.told}"
+        return f"{answer.name}, {answer.display}"
     if answer.index is None:
         return f"{saliency.method} (the model has no classes)"
-    words = f"{answer.name} ({answer.index}), {answer.told}"
+    words = f"{answer.name} ({answer.index}), {answer.display}"
     if not answer.is_predicted:
         name = class_names[answer.predicted] if class_names else "class"
         words += f"; predicted: {name} ({answer.predicted})"

@@ -164,7 +164,7 @@ def _on_the_way(order: Numbers, points: int) -> list[Numbers]:
 
 def _curves(explainer: Explainer, logits: Tensor, saliency: Saliency) -> Curves:
     """From logits [most or least first, points, classes] to the curves of one map."""
-    most, least = explainer.outputs.told(logits)[..., saliency.target].numpy()
+    most, least = explainer.outputs.scores(logits)[..., saliency.target].numpy()
     correct_most, correct_least = logits.argmax(dim=-1).numpy() == saliency.target
     return Curves(np.linspace(0, 1, len(most)), most, least[::-1].copy(), least, correct_most, correct_least)
 

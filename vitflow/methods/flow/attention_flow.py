@@ -13,7 +13,7 @@ from torch import Tensor
 from vitflow.errors import OptionError, ShapeError, whole_number
 from vitflow.methods.flow.layers import LayerRange, check_window, layer_capacities, window_below
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, kind_of, layers_of
-from vitflow.methods.tokens import Causal, own_token, relative_to, uniform_attention, visible_keys
+from vitflow.methods.tokens import Causal, relative_to, self_token, uniform_attention, visible_keys
 
 if TYPE_CHECKING:
     from vitflow.methods.flow.solver import Progress
@@ -173,7 +173,7 @@ def attention_flow(
     result = FlowResult(values, cuts, where + first, (first, last), targets, num_prefix_tokens)
     if causal != "receptive_field" or seen is None:
         return result
-    own = torch.eye(tokens, dtype=torch.bool) if all_sources else own_token(_capacities(sources, tokens))
+    own = torch.eye(tokens, dtype=torch.bool) if all_sources else self_token(_capacities(sources, tokens))
     uniform = flows([uniform_attention(one) for one in seen], 0.0)[0]
     return replace(result, reference=uniform, own=own[:, list(targets)].to(values.device).expand(values.shape))
 

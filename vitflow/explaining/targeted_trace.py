@@ -36,7 +36,7 @@ class PlacedImage:
 
 
 @dataclass(slots=True)
-class AskedTrace(Trace):
+class TargetedTrace(Trace):
     """A recorded pass with what is asked of it: what the function of a method is called with.
 
     It shares what was recorded with the trace that it was made from, on which nothing is written.
@@ -50,12 +50,12 @@ class AskedTrace(Trace):
         numbers: what the model answered, [batch, classes].
         probabilities: what is told beside the maps, [batch, classes]; None where the model has no classes.
         seconds: that the pass took.
-        refinement_asked: whether refinement of the method in turn was asked for, and is no mere default.
+        refinement_requested: whether refinement of the method in turn was asked for, and is no mere default.
         answered: what methods that run the model again have found, by what they asked: further classes, and further
             methods that ask the same, cost nothing.
 
     >>> import torch
-    >>> asked = AskedTrace.of(Trace(), torch.tensor([3]))
+    >>> asked = TargetedTrace.of(Trace(), torch.tensor([3]))
     >>> asked.wanted
     tensor([3])
     """
@@ -68,11 +68,11 @@ class AskedTrace(Trace):
     numbers: Tensor | None = None
     probabilities: Tensor | None = None
     seconds: float = 0.0
-    refinement_asked: bool = False
+    refinement_requested: bool = False
     answered: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, trace: Trace, targets: Tensor | None, **further: Any) -> "AskedTrace":
+    def of(cls, trace: Trace, targets: Tensor | None, **further: Any) -> "TargetedTrace":
         """Ask a recorded pass for these classes; `further` are its own attributes."""
         recorded = {field.name: getattr(trace, field.name) for field in fields(Trace)}
         return cls(**recorded, targets=targets, **further)
