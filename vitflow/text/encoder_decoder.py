@@ -34,7 +34,7 @@ class Written:
         prompt: the tokens of the source, then those that the decoder begins with.
         generated: those that were written.
         rows: [layers of the decoder, generated, tokens]: over the prompt and what was written and read.
-        self_share: raw share of each row's own token if relative to the receptive field, [layers, generated]; else None.
+        self_share: raw share of each row's own token if relative to the receptive field, [layers, generated].
     """
 
     prompt: Words
