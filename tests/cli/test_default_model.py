@@ -71,7 +71,7 @@ def test_by_default_the_model_knows_photographs_and_its_name_is_told(verb, here,
     code, _, err = here(verb)
     assert code == 0, err
     assert there == [(DEFAULT_MODEL, True)]
-    assert err.startswith(f"model: {DEFAULT_MODEL} (--model takes another)\n") and "shapes" not in err
+    assert err.startswith(f"model: {DEFAULT_MODEL} (change with --model)\n") and "shapes" not in err
 
 
 @pytest.mark.parametrize("verb", VERBS)

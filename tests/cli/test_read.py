@@ -207,10 +207,10 @@ def test_a_user_sees_what_each_written_word_rests_on(decoder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "got neither: give one"),
-        (["a", "--prompt", "b"], "got both: give one"),
-        (["a", "--generate", 3], "--generate is an option of --prompt"),
-        (["--prompt", "a", "--token", "a"], "--token is an option of a text that is read"),
+        ([], "got neither"),
+        (["a", "--prompt", "b"], "got both"),
+        (["a", "--generate", 3], "--generate requires --prompt"),
+        (["--prompt", "a", "--token", "a"], "--token cannot be used with --prompt"),
         (["a", "--view", "matrix"], "Expected --view text or layers or graph without --prompt, got matrix"),
         (["a", "--png", "a.bmp"], "Expected an output that ends in .png, .pdf, .svg, got 'a.bmp'"),
         (["a", "--method", "attention", "--residual", 0.1], "Unknown option of method attention 'residual'"),

@@ -14,7 +14,7 @@ from tests.folder.test_run import fill, tiny_model
 from tests.folder.test_run import run as run_folder
 from vitflow import Explainer
 from vitflow.cli import cli
-from vitflow.cli.saying import going_on, images_bar, talking
+from vitflow.cli.messages import going_on, images_bar, talking
 from vitflow.errors import VitflowWarning
 from vitflow.evaluation import evaluate
 from vitflow.explaining.method_table import is_slow, list_methods
@@ -106,7 +106,7 @@ def test_the_same_note_is_told_once_with_a_count(capsys):
     assert lines == [
         "note: 90% of the flows are saturated.",
         "note: Something else.",
-        "note: 90% of the flows are saturated. (told once, it came up 5 times)",
+        "note: 90% of the flows are saturated. (printed once, occurred 5 times)",
     ]
 
 

@@ -364,7 +364,7 @@ def test_the_command_tells_counts_and_exit_codes(tmp_path):
     assert "error: UnidentifiedImageError: Expected 'bad.png'" in errors
     (source / "bad.png").unlink()
     code, _, errors = Typed(*asked, "--method", "centre", "--resume").ended(timeout=120)
-    assert code == 0 and errors.splitlines()[-1] == "3 explained (3 of them before)"
+    assert code == 0 and errors.splitlines()[-1] == "3 explained (3 by an earlier run)"
     code, _, errors = Typed(*asked, "--method", "random").ended(timeout=120)
     assert code == 2 and errors.startswith("error: The folder")
 

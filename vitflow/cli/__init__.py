@@ -1,7 +1,7 @@
-"""The command line. Data goes to stdout, talk to stderr.
+"""Command line. Data goes to stdout, messages to stderr.
 
 Exit codes: 0 done, 1 some images failed, 2 usage, 130 interrupted.
-Nothing here imports torch before a command runs, so that help and usage errors answer at once.
+Nothing here imports torch before a command runs, so that help and usage errors are fast.
 """
 
 import sys
@@ -13,21 +13,21 @@ import rich_click as click
 from click.exceptions import Abort, ClickException, Exit
 
 from vitflow.cli import commands
-from vitflow.cli.saying import talking
+from vitflow.cli.messages import reporting
 from vitflow.errors import printable
 
 
-class _Talking(click.RichGroup):
-    """Commands whose errors and warnings are told in lines on stderr."""
+class _Reporting(click.RichGroup):
+    """Command group that prints errors and warnings as lines on stderr."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command that was asked for."""
-        with talking():
+        """Run the requested command."""
+        with reporting():
             return super().invoke(ctx)
 
 
 @click.group(
-    cls=_Talking,
+    cls=_Reporting,
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
 @click.rich_config(
@@ -68,7 +68,7 @@ def main() -> None:
         click.echo("interrupted", err=True)
         sys.exit(130)
     except ClickException as error:
-        vars(error)["message"] = printable(error.message or "", lines=True)  # it quotes what was typed
+        vars(error)["message"] = printable(error.message or "", lines=True)  # it quotes the user's input
         error.show()
         sys.exit(error.exit_code)
     except Exit as stop:

@@ -1,4 +1,4 @@
-"""The options that commands share: of models, methods, drawing and runs, and what is made of them."""
+"""Options shared by commands: models, methods, drawing and runs, and the objects built from them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
@@ -7,7 +7,7 @@ from typing import Any
 
 import rich_click as click
 
-from vitflow.cli.saying import say
+from vitflow.cli.messages import say
 from vitflow.errors import OptionError
 from vitflow.explaining.method import Method
 from vitflow.explaining.method_table import list_methods
@@ -19,13 +19,13 @@ from vitflow.text.method_table import TEXT_METHODS
 
 _Command = Callable[..., None]
 
-# Knows photographs, and is small enough to fetch for a first look.
+# Trained on photographs, and small enough to download for a first try.
 DEFAULT_MODEL = "vit_small_patch16_224.augreg_in21k_ft_in1k"
 _OF_METHODS: tuple[Scope, ...] = ("method", "refinement", "text")
 
 
 class _Value(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    """A value of an option of methods, read as its row of the table says."""
+    """Value of a method option, parsed as its row of the option table defines."""
 
     def __init__(self, option: Option) -> None:
         self._option, self.name = option, option.values
@@ -44,27 +44,27 @@ class _BatchSize(click.ParamType):  # type: ignore[type-arg]  # generic from cli
         if value is None or value == "auto":
             return None
         if not str(value).isdecimal() or int(value) < 1:
-            self.fail(f"expected auto or a number of at least 1, got {value!r}.", param, ctx)
+            self.fail(f"expected auto or an integer of at least 1, got {value!r}.", param, ctx)
         return int(value)
 
 
-#: A file that is there, one to be written, and a folder to be written.
+#: An existing file, an output file, and an output folder.
 FILE, NEW_FILE = (click.Path(exists=there, dir_okay=False, path_type=Path) for there in (True, False))
 NEW_FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
 class PathOrURL(click.Path):
-    """A path as a Path, a URL as text."""
+    """A local path as a Path, a URL as a string."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The value as what it is."""
+        """Convert a local path to a Path; leave a URL as it is."""
         return value if is_remote(value) else super().convert(value, param, ctx)
 
 
 def method_options(command: Callable[..., None], methods: Iterable[Method] | None = None) -> Callable[..., None]:
-    """Give a command every option of these methods, by default of all methods for images.
+    """Add every option of these methods to a command; by default of all image methods.
 
-    The help groups options by the methods that have them, those of the most methods first.
+    The help groups options by the methods that accept them, the most common options first.
     """
     table = list(list_methods() if methods is None else methods)
     panels: dict[tuple[str, ...], list[Callable[[_Command], _Command]]] = {}
@@ -80,7 +80,7 @@ def method_options(command: Callable[..., None], methods: Iterable[Method] | Non
 
 
 def _in_words(having: Sequence[str], table: Sequence[str]) -> str:
-    """The methods that have an option, such as "all methods but random"."""
+    """Describe the methods that accept an option, such as "all methods but random"."""
     others = [name for name in table if name not in having]
     if len(others) <= 3 < len(having):
         return f"all methods but {', '.join(others)}" if others else "all methods"
@@ -88,7 +88,7 @@ def _in_words(having: Sequence[str], table: Sequence[str]) -> str:
 
 
 def table_option(option: Option, panel: str, default: str) -> Callable[[_Command], _Command]:
-    """The command-line option of a row of the table, with its default in words."""
+    """Command-line option for a row of the option table, with its default as text."""
     kind: Any = option.kind
     if option.kind == "choice":
         kind = click.Choice(option.choices)
@@ -111,18 +111,18 @@ def table_option(option: Option, panel: str, default: str) -> Callable[[_Command
 
 
 def drawing_option(name: str, default: str | None = None) -> Callable[[_Command], _Command]:
-    """One option of the drawing, if a command has not all of them."""
+    """Single drawing option, for commands that do not have all of them."""
     option = OPTIONS[name]
     return table_option(option, "Drawing", option.default_help if default is None else default)
 
 
 def flag_of(name: str) -> str:
-    """How the command line writes an option."""
+    """Return the command-line flag of an option."""
     return f"--{name.replace('_', '-')}"
 
 
 def _defaults(methods: list[Method], name: str) -> str:
-    """An option's default, such as "0.5"; by method if they differ, "gae: max; flow: mean"."""
+    """Format an option's default, such as "0.5"; by method if they differ, "gae: max; flow: mean"."""
     by_default: dict[str, list[str]] = {}
     for method in methods:
         default = method.defaults.get(name)
@@ -134,7 +134,7 @@ def _defaults(methods: list[Method], name: str) -> str:
 
 
 def _together(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
-    """What gives a command several options at once."""
+    """Combine several option decorators into one."""
     return lambda command: reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
 
 
@@ -142,32 +142,32 @@ name_option = click.option(
     "--name",
     panel="Model",
     metavar="TEXT",
-    help="What to call the model in figures and rows.  [default: its id, as far as known]",
+    help="Name of the model in figures and rows.  [default: its id]",
 )
-#: The options of a model that reads or writes, beside --model.
+#: Options of language models, in addition to --model.
 language_model_options = _together(
     name_option,
     click.option(
         "--trust-remote-code",
         panel="Model",
         is_flag=True,
-        help="Run Python code that the model brings along; without it, it is refused.",
+        help="Run Python code from the model's repository. Without this, such models are refused.",
     ),
 )
-#: Called with its default and its help: the one method of a command for texts.
+#: Called with its default and its help: the single method of a command for texts.
 text_method_option = partial(click.option, "--method", panel="Method", type=click.Choice(tuple(TEXT_METHODS)))
-#: The options that methods for texts have.
+#: Options of methods for texts.
 text_method_options = partial(method_options, methods=TEXT_METHODS.values())
 
-#: The options that choose a model and where it runs.
+#: Options for the model and its device.
 model_options = _together(
     click.option(
         "--model",
         panel="Model",
         metavar="ID|demo|PATH",
-        help="Id of timm or transformers, hf-hub:…, a folder, a weights file, or demo. Also local-dir:…; the bundled "
-        "demo knows eight drawn shapes only; prompts are also asked of demo-text, bundled as well, and of "
-        f"open_clip:MODEL/WEIGHTS.  [default: {DEFAULT_MODEL}]",
+        help="Model id of timm or transformers, hf-hub:…, local-dir:…, a folder, a weights file, or demo (bundled; "
+        "knows eight drawn shapes only). For prompts also demo-text (bundled) and open_clip:MODEL/WEIGHTS.  "
+        f"[default: {DEFAULT_MODEL}]",
     ),
     click.option("--checkpoint", panel="Model", type=FILE, help="Weights for the model: safetensors or a torch file."),
     click.option(
@@ -175,29 +175,25 @@ model_options = _together(
         panel="Model",
         type=click.IntRange(min=1),
         metavar="N≥1",
-        help="Build the model with that many classes.",
+        help="Number of classes to build the model with.",
     ),
-    click.option(
-        "--class-names", panel="Model", type=FILE, help="File with the names of the classes: one per line, or JSON."
-    ),
+    click.option("--class-names", panel="Model", type=FILE, help="File with class names: one per line, or JSON."),
     name_option,
+    click.option("--device", panel="Model", metavar="cpu|cuda|mps|…", help="Device.  [default: a GPU if available]"),
     click.option(
-        "--device", panel="Model", metavar="cpu|cuda|mps|…", help="Where to run.  [default: a GPU if there is one]"
-    ),
-    click.option(
-        "--dtype", panel="Model", type=click.Choice(DTYPES), help="Precision to run in.  [default: the model's own]"
+        "--dtype", panel="Model", type=click.Choice(DTYPES), help="Floating-point precision.  [default: the model's]"
     ),
     click.option(
         "--fit",
         panel="Images",
         type=click.Choice(FITS),
         default="crop",
-        help="How the image becomes the model's input: the model's own crop, or the whole image squashed, "
-        "padded, or in its own aspect ratio.",
+        help="How to fit the image to the model input: the model's center crop, squash the whole image, pad it, or "
+        "keep its aspect ratio and size (native).",
     ),
 )
 
-#: The options that ask a model for something else than its classes.
+#: Options that explain other outputs than classes.
 question_options = _together(
     click.option(
         "--prompt",
@@ -205,8 +201,8 @@ question_options = _together(
         panel="Question",
         metavar="TEXT",
         multiple=True,
-        help="Ask for this instead of a class; repeatable. For models of images and texts: CLIP, SigLIP, "
-        "SigLIP 2, open_clip, or demo-text, the bundled pair.",
+        help="Explain the similarity to this text instead of a class; repeatable. For CLIP, SigLIP, SigLIP 2, "
+        "open_clip and the bundled demo-text.",
     ),
     click.option(
         "--template",
@@ -214,7 +210,7 @@ question_options = _together(
         panel="Question",
         metavar="TEXT",
         multiple=True,
-        help="A sentence that each prompt is put into in the place of {}, such as 'a photo of {}'; repeat it for more.",
+        help="Template whose {} is replaced by each prompt, such as 'a photo of {}'; repeatable.",
     ),
     click.option(
         "--like",
@@ -222,50 +218,50 @@ question_options = _together(
         type=FILE,
         multiple=True,
         metavar="IMAGE",
-        help="Ask what makes an image like this one; repeatable. For any model: the cosine of its pooled features.",
+        help="Explain the similarity to this image (cosine of pooled features), for any model; repeatable.",
     ),
     click.option(
         "--raw",
         panel="Question",
         is_flag=True,
-        help="Explain the score of a prompt, not its difference from the mean of the other prompts.",
+        help="Explain the score of a prompt itself, not its difference from the mean of the other prompts.",
     ),
 )
 
-#: The options that say how a map is drawn.
+#: Options for drawing maps.
 drawing_options = _together(*(drawing_option(name) for name in options_of("drawing")))
 
-# What runs over many images have in common.
+# Options of runs over many images.
 limit_option = click.option(
-    "--limit", panel="Images", type=click.IntRange(min=1), metavar="N", help="Take the first N images only."
+    "--limit", panel="Images", type=click.IntRange(min=1), metavar="N", help="Use the first N images only."
 )
 batch_size_option = click.option(
-    "--batch-size", panel="Model", type=_BatchSize(), default="auto", help="Images that the model works on at once."
+    "--batch-size", panel="Model", type=_BatchSize(), default="auto", help="Images per forward pass."
 )
 resume_option = click.option(
     "--resume/--overwrite",
     default=True,
-    help="Do what is missing or changed since an earlier run with the same options, or do all of it anew.",
+    help="Compute missing or changed images of an earlier run with the same options, or start over.",
 )
 
 images_argument = click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
-#: Called with its help: a file, or a folder that need not be there yet.
+#: Called with its help: an output file or folder.
 output_option = partial(click.option, "-o", "--output", type=click.Path(path_type=str))
 
 
 def _only(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> str | None:
-    """The one value of an option that is read as if it could be repeated, so that a second one is not dropped."""
+    """Return the only value of an option; a usage error if it is given twice."""
     if len(values) > 1:
         if ctx.info_name == "folder":
-            advice = "run vitflow folder once for each, with an output folder of its own"
+            advice = "run vitflow folder once for each, with separate output folders"
         else:
-            advice = "vitflow compare takes several, and shows them side by side"
-        raise click.UsageError(f"Expected {param.opts[0]} once, got it {len(values)} times: {advice}.", ctx)
+            advice = "vitflow compare takes several"
+        raise click.UsageError(f"{param.opts[0]} was given {len(values)} times, expected once: {advice}.", ctx)
     return values[0] if values else None
 
 
 def method_option(help: str) -> Callable[[_Command], _Command]:
-    """The one method of a command."""
+    """Option for a single method."""
     help += "  [default: gae with --class, --against, --prompt or --like; else rollout]"
     return click.option("--method", panel="Method", metavar="NAME", multiple=True, callback=_only, help=help)
 
@@ -285,8 +281,8 @@ against_option = click.option(
     "--against",
     panel="Method",
     metavar="NAME|INDEX|rest",
-    help="Show what speaks for the class less what speaks for this one; class-specific methods only. rest: less the "
-    "mean of all others.",
+    help="Explain the difference between the class and this one (class-specific methods only). rest: the mean of all "
+    "other classes.",
 )
 
 
@@ -295,13 +291,12 @@ same_scale_option = click.option(
     panel="Drawing",
     is_flag=True,
     default=None,
-    help="Give all maps of one method, of every class and image of a strip, the limits of their colours in common.  "
-    "[default: each map has its own]",
+    help="Use the same colour limits for all maps of a method in a strip.  [default: separate limits for each map]",
 )
 
 
 def target_of(target: Any, given: Mapping[str, Any]) -> Any:
-    """The class to explain, or a contrast of it and the one that was set against it."""
+    """Return the class to explain, or its contrast with --against."""
     if given["against"] is None:
         return target
     from vitflow.explaining.targets import Contrast
@@ -310,48 +305,45 @@ def target_of(target: Any, given: Mapping[str, Any]) -> Any:
 
 
 def targets_of(given: Mapping[str, Any]) -> list[Any]:
-    """The classes that were asked for, or contrasts of each; else every prompt or reference, or the predicted class.
-
-    What stands against a prompt is no row of its own.
-    """
-    prompts: list[Any] = [one for one in given["prompts"] if one != given["against"]]
-    asked = given["targets"] or prompts or range(len(given["like"])) or (None,)
-    return [target_of(target, given) for target in asked]
+    """Return the requested classes or their contrasts; else every prompt or reference, or the predicted class."""
+    prompts: list[Any] = [prompt for prompt in given["prompts"] if prompt != given["against"]]
+    targets = given["targets"] or prompts or range(len(given["like"])) or (None,)
+    return [target_of(target, given) for target in targets]
 
 
 def asks(given: Mapping[str, Any]) -> bool:
-    """Whether anything but the predicted class is asked."""
+    """Return True if a target other than the predicted class is given."""
     return any(given.get(name) for name in ("target", "targets", "prompts", "like", "against"))
 
 
 def say_default(method: str) -> None:
-    """Say which method was taken where none was named."""
-    say(f"method: {method} (--method takes another)")
+    """Print the default method."""
+    say(f"method: {method} (change with --method)")
 
 
 def method_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of methods that the user gave."""
+    """Return the method options given by the user."""
     return given_options(given, options_of(*_OF_METHODS))
 
 
 def drawing_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The drawing options that the user gave."""
+    """Return the drawing options given by the user."""
     return given_options(given, options_of("drawing"))
 
 
 def given_options(values: Mapping[str, Any], names: Any) -> dict[str, Any]:
-    """The options that the user gave."""
+    """Return those of the named options that the user gave."""
     return {name: values[name] for name in names if values.get(name) is not None}
 
 
 def make_explainer(given: Mapping[str, Any]) -> Any:
-    """The explainer that the options of `model_options` ask for."""
+    """Build the explainer that `model_options` and `question_options` describe."""
     from vitflow.explaining.explainer import Explainer
     from vitflow.models.loading import load_model
     from vitflow.recording.isolation import default_device
 
     if given["model"] is None:
-        say(f"model: {DEFAULT_MODEL} (--model takes another)")
+        say(f"model: {DEFAULT_MODEL} (change with --model)")
     model = load_model(
         given["model"] or DEFAULT_MODEL,
         checkpoint=given["checkpoint"],
@@ -365,7 +357,7 @@ def make_explainer(given: Mapping[str, Any]) -> Any:
 
 
 def _outputs(given: Mapping[str, Any]) -> Any:
-    """The outputs that the options request; None for the model's classes."""
+    """Return the outputs that the options request; None for the model's classes."""
     from vitflow.explaining.image_model import similarity_to
     from vitflow.models.pairs import prompts
 

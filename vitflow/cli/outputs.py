@@ -1,4 +1,4 @@
-"""Where the commands write, what they refuse to write over, and what they say of a place that they cannot write to."""
+"""Output paths of commands: defaults, checks, and errors for paths that cannot be written."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,15 +12,15 @@ from vitflow.files import is_folder
 
 
 class CannotWrite(VitflowError):
-    """A file cannot be written where the user wants it."""
+    """An output file cannot be written."""
 
 
 @contextmanager
 def writing(path: Path, flag: str = "-o") -> Iterator[None]:
-    """Tell what is wrong with a place that cannot be written; never by the name of an unfinished file.
+    """Turn an OSError into an error that names the output path, not the temporary file.
 
     Raises:
-        CannotWrite: what runs inside could not write.
+        CannotWrite: the path cannot be written.
     """
     try:
         yield
@@ -30,12 +30,12 @@ def writing(path: Path, flag: str = "-o") -> Iterator[None]:
 
 
 def check_images(images: Sequence[Path], outputs: Iterable[Path]) -> None:
-    """Raise OptionError for a folder among the images, for which there is a command, and for an output over one."""
+    """Raise OptionError if an image is a folder, or if an output would overwrite an image."""
     for image in filter(is_folder, images):
         command, name = get_current_context().info_name, printable(image)
         raise OptionError(
-            f"Expected images, got the folder {name}: vitflow folder {name} -o OUTPUT explains every image of a "
-            f"folder, vitflow {command} the ones that you name."
+            f"Expected images, got the folder {name}: use vitflow folder {name} -o OUTPUT for every image of a folder; "
+            f"vitflow {command} takes image files."
         )
     read = {image.resolve() for image in images}
     for output in outputs:
@@ -44,11 +44,10 @@ def check_images(images: Sequence[Path], outputs: Iterable[Path]) -> None:
 
 
 def output_file(images: Sequence[Path], output: str | None, name: str, suffixes: Sequence[str]) -> Path:
-    """Where a command writes its one file: under this name here, or in a folder, which need not be there yet.
+    """Return the path of a command's only output file: by default `name` in the current folder.
 
     Raises:
-        OptionError: the file would have none of the suffixes that the command writes, or would overwrite an image; an
-            image is a folder.
+        OptionError: the suffix is not supported, the file would overwrite an image, or an image is a folder.
     """
     path = Path(name if output is None else output)
     if output is not None and names_folder(output):
@@ -60,7 +59,7 @@ def output_file(images: Sequence[Path], output: str | None, name: str, suffixes:
 
 
 def name_for(images: Sequence[Path], kind: str) -> str:
-    """What a command calls its one file, such as "cat-and-2-more-compare.png".
+    """Return the default name of a command's only output file, such as "cat-and-2-more-compare.png".
 
     >>> name_for([Path("cat.jpg"), Path("dog.jpg")], "features.png")
     'cat-and-1-more-features.png'
@@ -70,11 +69,11 @@ def name_for(images: Sequence[Path], kind: str) -> str:
 
 
 def names_folder(output: str) -> bool:
-    """Whether an output can only be meant as a folder."""
+    """Return True if an output is a folder or ends in a separator."""
     return output.endswith(("/", os.sep)) or is_folder(output)
 
 
 def check_suffix(output: Path, suffixes: Sequence[str], more: str = "") -> None:
-    """Raise OptionError where an output has none of the suffixes that a command writes."""
+    """Raise OptionError if an output has none of these suffixes."""
     if output.suffix.lower() not in suffixes:
         raise OptionError(f"Expected an output that ends in {', '.join(suffixes)}{more}, got {str(output)!r}.")

@@ -114,7 +114,7 @@ def score_object(heatmap: Heatmap, objects: Sequence[Mask], asked: int) -> Objec
         heatmap: the map for the asked object's class, [height, width], NaN where the model saw nothing. Its mass is
             what lies above its minimum, or above 0 where that lies below.
         objects: the pixels of each class's objects, bool [height, width].
-        main_methods: number of the one that is asked for.
+        asked: number of the one that is asked for.
 
     Returns:
         None where the model saw nothing of one of the objects.

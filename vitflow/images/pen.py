@@ -131,7 +131,7 @@ class Pen:
         plain = np.where(np.isnan(covered), covered, 0)
         drawn = overlay.blend(photograph, plain, **self.blending, mark_unseen=False)
         alpha = self.blending.get("alpha", 1.0)
-        mixed = alpha * 255 * np.stack(layers, axis=-1) + (1 - alpha) * image
+        mixed = alpha * 255 * np.stack(layers, axis=-1) + (1 - alpha) * photograph
         coloured = covered > 0.5
         drawn[coloured] = np.rint(mixed[coloured]).clip(0, 255)
         return overlay.blend(drawn, plain, alpha=0)

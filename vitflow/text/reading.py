@@ -146,7 +146,7 @@ class Reading:
         the page.
         """
         told: dict[str, Any] = {"method": self.method, "options": self.options}
-        seen: dict[str, Any] = {"own": self.self_share, "causal": self.causal, "matrices": self.matrices}
+        seen: dict[str, Any] = {"self_share": self.self_share, "causal": self.causal, "matrices": self.matrices}
         rows, first = rows_read(self.tokens, self.selected, self.layers, **seen, **told)
         hiding: dict[str, Any] = {"special": special, "stop_words": list(stop_words)}
         graph = ""
@@ -172,7 +172,7 @@ class Reading:
     def _shown(self, special: bool, stop_words: Iterable[str]) -> dict[str, Any]:
         """What all views have: what is asked about, what is hidden, and the lines above and below."""
         return {
-            "asked": self.selected,
+            "selected": self.selected,
             "hidden": hide(self.tokens, special=not special, stop_words=stop_words),
             "title": f"What “{self._word}” rests on",
             "caption": caption(self.method, self.options, self.model, target=self.target, probability=self.probability),

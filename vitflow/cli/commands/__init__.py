@@ -1,1 +1,1 @@
-"""The commands: a file for each, or for some that are of one kind. Each imports torch only once it runs."""
+"""Commands, one file for each or for a few related ones. Each imports torch when it runs."""

@@ -1,4 +1,4 @@
-"""`vitflow app`: a page on which all of it can be tried in a browser."""
+"""`vitflow app`: local web app."""
 
 from pathlib import Path
 from typing import Any
@@ -7,10 +7,10 @@ import rich_click as click
 
 from vitflow.app import serve
 from vitflow.cli import options as shared
-from vitflow.cli.saying import say
+from vitflow.cli.messages import say
 
 
-@click.command(short_help="Open a page to try it all in a browser.", panel="Images")
+@click.command(short_help="Open the web app in a browser.", panel="Images")
 @click.argument("images", nargs=-1, metavar="[IMAGE…]", type=shared.FILE)
 @click.option(
     "--model",
@@ -19,7 +19,7 @@ from vitflow.cli.saying import say
     multiple=True,
     default=(shared.DEFAULT_MODEL, "demo"),
     metavar="ID|demo|PATH",
-    help="A model for photographs that the page offers; repeatable. The first is chosen.",
+    help="Image model to offer; repeatable. The first is selected.",
 )
 @click.option(
     "--language-model",
@@ -28,20 +28,20 @@ from vitflow.cli.saying import say
     multiple=True,
     default=("demo-caption",),
     metavar="ID|demo-caption|PATH",
-    help="A model for texts and captions that the page offers; repeatable.",
+    help="Model for texts and captions to offer; repeatable.",
 )
 @click.option(
     "--checkpoint", panel="Model", type=shared.FILE, help="Weights for the first --model: safetensors or a torch file."
 )
 @click.option(
-    "--class-names", panel="Model", type=shared.FILE, help="File with the names of its classes: one per line, or JSON."
+    "--class-names", panel="Model", type=shared.FILE, help="File with its class names: one per line, or JSON."
 )
 @click.option(
     "--host",
     panel="Server",
     metavar="ADDRESS",
     default="127.0.0.1",
-    help="Who may reach it; 0.0.0.0: not this machine alone.",
+    help="Address to listen on; 0.0.0.0 also accepts other machines.",
 )
 @click.option(
     "--allowed-host",
@@ -49,15 +49,14 @@ from vitflow.cli.saying import say
     panel="Server",
     multiple=True,
     metavar="NAME",
-    help="Also answer browsers that ask for the page by this name, such as that of a proxy; repeatable. *.NAME: any "
-    "name below it; *: any name.",
+    help="Additional host name to accept, such as that of a proxy; repeatable. *.NAME: any subdomain; *: any name.",
 )
 @click.option(
     "--port",
     panel="Server",
     type=click.IntRange(1, 65535),
     metavar="N",
-    help="[default: the first free one from 7860 on]",
+    help="Port.  [default: the first free port from 7860]",
 )
 @click.option(
     "--time-limit",
@@ -65,17 +64,17 @@ from vitflow.cli.saying import say
     type=click.FloatRange(min=0, min_open=True),
     default=30.0,
     metavar="SECONDS",
-    help="What one question may take, so that the next visitor has a turn.",
+    help="Maximum time for one request.",
 )
 @click.option("--open/--no-open", "browser", panel="Server", default=True, help="Open the page in a browser.")
 def app(images: tuple[Path, ...], **given: Any) -> None:
-    """Open a page in the browser: drop a photograph, click a patch, click a word.
+    """Open the web app: upload a photograph, click a patch, click a word.
 
     \b
     vitflow app cat.jpg --model vit_base_patch16_224.augreg2_in21k_ft_in1k
 
-    Each IMAGE is offered as a sample, instead of drawn ones. The page is for this machine, and asks no other.
+    IMAGEs replace the bundled samples. The app runs locally and contacts no other machine.
     """
     page = serve(samples=images, wait=False, **given)
-    say(f"the page is at {page.local_url} until you press Ctrl-C")
+    say(f"running on {page.local_url} (press Ctrl-C to stop)")
     page.block_thread()

@@ -1,4 +1,4 @@
-"""`vitflow compare`: several methods over the same images, as one strip."""
+"""`vitflow compare`: several methods side by side."""
 
 import re
 from pathlib import Path
@@ -8,8 +8,8 @@ import rich_click as click
 from click.types import convert_type
 
 from vitflow.cli import options as shared
+from vitflow.cli.messages import say, say_model_note, say_notes, say_written
 from vitflow.cli.outputs import name_for, output_file, writing
-from vitflow.cli.saying import say, say_model_note, say_notes, say_written
 from vitflow.errors import OptionError
 from vitflow.explaining.choices import check_methods
 from vitflow.explaining.method import Method
@@ -18,20 +18,20 @@ from vitflow.images import FIGURE_FORMATS
 
 
 class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    """NAME or NAME:OPTION=VALUE,…, each value read as the command line reads that option."""
+    """NAME or NAME:OPTION=VALUE,…, with values parsed as on the command line."""
 
     name = "NAME[:OPTION=VALUE,…]"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[str, dict[str, Any]]:
-        """The method's name and its options; a usage error where there is no such one."""
+        """Return the method's name and options; a usage error if either is unknown."""
         if isinstance(value, tuple):
             return value
-        name, _, told = str(value).partition(":")
+        name, _, listed = str(value).partition(":")
         options = {}
-        # A comma separates options only where a name and "=" follow: a patch is written 3,7.
-        for part in re.split(r",(?=[\w-]+=)", told) if told else []:
+        # A comma separates options only if a name and "=" follow: a patch is written 3,7.
+        for part in re.split(r",(?=[\w-]+=)", listed) if listed else []:
             key, equals, text = part.partition("=")
             if not equals:
                 self.fail(f"expected OPTION=VALUE after {name}:, got {part!r}.", param, ctx)
@@ -45,14 +45,14 @@ class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic f
 
 
 def _type_of(option: str, method: Method, ctx: click.Context | None) -> "click.ParamType[Any]":
-    """How the command itself reads an option; one that only a registered method has is read as its default's type."""
+    """Return the type of an option of the command; for options of registered methods, the type of the default."""
     for param in ctx.command.params if ctx is not None else ():
         if param.name == option:
             return param.type
     return cast("click.ParamType[Any]", convert_type(None, method.defaults[option]))
 
 
-@click.command(short_help="Show several methods over the same images, in one strip.", panel="Images")
+@click.command(short_help="Show several methods side by side.", panel="Images")
 @shared.images_argument
 @shared.model_options
 @shared.question_options
@@ -62,22 +62,24 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> "click.P
     panel="Method",
     type=MethodWithOptions(),
     multiple=True,
-    help="A method to show, also with options of its own: rollout:head_fusion=max,discard_ratio=0.9. Repeat it for "
-    "more columns.  [default: all quick ones and two baselines]",
+    help="Method to show, optionally with options: rollout:head_fusion=max,discard_ratio=0.9; repeatable.  "
+    "[default: all fast methods and two baselines]",
 )
 @shared.classes_option(help="Class to explain; repeat it for more rows.  [default: the predicted class]")
 @shared.against_option
 @shared.method_options
 @shared.drawing_options
 @shared.same_scale_option
-@click.option("--timings", panel="Drawing", is_flag=True, default=None, help="Tell below each map how long it took.")
+@click.option(
+    "--timings", panel="Drawing", is_flag=True, default=None, help="Show the computation time below each map."
+)
 @shared.output_option(
     help="File for the strip: .png, .pdf, .svg; or .json for the numbers; or a folder, with / at its end.  [default: "
     "IMAGE-compare.png here; of several, IMAGE-and-N-more-compare.png]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
 def compare(images: tuple[Path, ...], **given: Any) -> None:
-    """Lay several methods over each IMAGE, side by side in one strip, and say how far they agree."""
+    """Draw the maps of several methods over each IMAGE side by side, and report their agreement."""
     options = shared.method_values(given)
     output = output_file(images, given["output"], name_for(images, "compare.png"), (*FIGURE_FORMATS, ".json"))
     methods = given["methods"] or None

@@ -1,4 +1,4 @@
-"""`vitflow doctor`: what is installed here, and whether it works."""
+"""`vitflow doctor`: check the installation."""
 
 import platform
 import re
@@ -9,36 +9,36 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 import rich_click as click
 
-from vitflow.cli.saying import say_record
+from vitflow.cli.messages import say_record
 from vitflow.errors import printable
 
-# Extras that are for working on vitflow itself.
+# Extras for developing vitflow.
 _OURS = {"test", "bench", "dist", "docs"}
-# Seconds in which the hub must answer.
+# Timeout of the hub, in seconds.
 _PATIENCE = 2.0
 
 
-@click.command(short_help="Tell what is installed here, and whether it works.", panel="Setup")
+@click.command(short_help="Check the installation.", panel="Setup")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(as_json: bool) -> None:
-    """Tell versions, the device, which extras are there, whether a model runs, and whether the hub answers.
+    """Report versions, the device, installed extras, and whether a model runs and the hub can be reached.
 
-    Say what it prints where you report a fault. The hub is asked for two seconds at most, and not at all under
-    HF_HUB_OFFLINE=1. The exit code is 1 where the bundled model does not run.
+    Include the output in bug reports. The hub is contacted for at most two seconds, and not if HF_HUB_OFFLINE=1. The
+    exit code is 1 if the bundled model fails.
     """
-    told: dict[str, str] = {}
-    for name, words in _findings():
-        told[name] = words
+    checks: dict[str, str] = {}
+    for name, result in _checks():
+        checks[name] = result
         if not as_json:
-            click.echo(printable(f"{name:<24} {words}"))
+            click.echo(printable(f"{name:<24} {result}"))
     if as_json:
-        say_record(told)
-    if told["demo model"].startswith("FAILS"):
+        say_record(checks)
+    if checks["demo model"].startswith("FAILS"):
         sys.exit(1)
 
 
-def _findings() -> Iterator[tuple[str, str]]:
-    """What is found, one after the other, as it is found."""
+def _checks() -> Iterator[tuple[str, str]]:
+    """Yield the name and result of each check."""
     yield "vitflow", version("vitflow")
     yield "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     needed = _required()
@@ -56,13 +56,13 @@ def _findings() -> Iterator[tuple[str, str]]:
 
 
 def _required() -> dict[str, list[str]]:
-    """The packages that vitflow asks for, by extra; "" for those that it cannot do without."""
-    found: dict[str, list[str]] = {"": []}
+    """Return the required packages by extra; "" for those that are always required."""
+    packages: dict[str, list[str]] = {"": []}
     for line in requires("vitflow") or []:
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", line)
         if extra is None or extra[1] not in _OURS:
-            found.setdefault(extra[1] if extra else "", []).append(re.split(r"[^\w.-]", line)[0])
-    return found
+            packages.setdefault(extra[1] if extra else "", []).append(re.split(r"[^\w.-]", line)[0])
+    return packages
 
 
 def _installed(name: str) -> str | None:
@@ -73,26 +73,26 @@ def _installed(name: str) -> str | None:
 
 
 def _runs() -> str:
-    """What the bundled model answers to a bundled image; any error is what is looked for."""
+    """Explain a bundled image with the bundled model, and report any error."""
     from vitflow.demo import sample_images
     from vitflow.explaining.explainer import Explainer
 
     started = time.perf_counter()
     try:
-        found = Explainer("demo").explain(sample_images()[0], method="gae")
+        saliency = Explainer("demo").explain(sample_images()[0], method="gae")
     except Exception as error:
         return f"FAILS: {type(error).__name__}: {error}"
-    return f"works: {found.score.name}, {found.score.display}, a map in {time.perf_counter() - started:.1f} s"
+    return f"works: {saliency.score.name}, {saliency.score.display}, a map in {time.perf_counter() - started:.1f} s"
 
 
 def _hub() -> str:
-    """Whether models can be fetched by name."""
+    """Check that models can be downloaded by name."""
     from huggingface_hub import constants
 
     from vitflow.models.hub import hub_answers
 
     if constants.HF_HUB_OFFLINE:
-        return "not asked: HF_HUB_OFFLINE is set"
+        return "not checked: HF_HUB_OFFLINE is set"
     if hub_answers(_PATIENCE):
-        return "answers"
-    return f"does not answer within {_PATIENCE:g} s: only models in its cache and in folders of yours can be loaded"
+        return "reachable"
+    return f"not reachable within {_PATIENCE:g} s: only cached models and local folders can be loaded"

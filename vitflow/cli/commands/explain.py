@@ -9,20 +9,20 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
+from vitflow.cli.messages import say, say_model_note, say_notes, say_record
 from vitflow.cli.outputs import CannotWrite, check_images, check_suffix, names_folder, writing
-from vitflow.cli.saying import say, say_model_note, say_notes, say_record
 from vitflow.errors import ImageError, OptionError, printable
 from vitflow.explaining.choices import choose_methods
 from vitflow.images import FIGURE_FORMATS, WRITE_OPTIONS
 
 
-@click.command(short_help="Lay one method's map over images.", panel="Images")
+@click.command(short_help="Draw one method's saliency map over images.", panel="Images")
 @shared.images_argument
 @shared.model_options
 @shared.question_options
-@shared.method_option(help="What to compute; `vitflow methods` lists the choices.")
+@shared.method_option(help="Method; `vitflow methods` lists them.")
 @shared.classes_option(
-    help="Class to explain and report; repeat it for a strip of one map each.  [default: the predicted class]"
+    help="Class to explain; repeat it for a strip with one map for each.  [default: the predicted class]"
 )
 @shared.against_option
 @shared.method_options
@@ -32,18 +32,17 @@ from vitflow.images import FIGURE_FORMATS, WRITE_OPTIONS
 @click.option(
     "--figure",
     is_flag=True,
-    help="Write a figure that stands alone: the overlay with its method, what was asked, and a colour bar; also as "
-    ".pdf or .svg.",
+    help="Write a figure: the overlay with method, target and colour bar; also .pdf or .svg.",
 )
-@click.option("--save-map", is_flag=True, help="Write the unscaled map as .npz beside the overlay.")
+@click.option("--save-map", is_flag=True, help="Also write the unscaled map as .npz next to the overlay.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
 def explain(images: tuple[Path, ...], **given: Any) -> None:
-    """Lay a saliency map over each IMAGE."""
+    """Draw a saliency map over each IMAGE."""
     options = shared.method_values(given)
     named = given["method"]
     # before torch is loaded
     given["method"] = choose_methods(named and [named], options, asks=shared.asks(given))[0].name
-    suffixes = FIGURE_FORMATS if given["figure"] or _asks_several(given) else tuple(WRITE_OPTIONS)
+    suffixes = FIGURE_FORMATS if given["figure"] or _is_strip(given) else tuple(WRITE_OPTIONS)
     outputs = _output_paths(images, given["output"], given["method"], suffixes)
     explainer = shared.make_explainer(given)
     failed = sum(
@@ -58,8 +57,8 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
         sys.exit(1)
 
 
-def _asks_several(given: Mapping[str, Any]) -> bool:
-    """Whether a strip is shown: of several classes, by their names or as in top3, or beside what an image is like."""
+def _is_strip(given: Mapping[str, Any]) -> bool:
+    """Return True if the output is a strip: several classes, prompts or reference images."""
     targets = given["targets"] or given["prompts"]
     if given["like"] or len(targets) != 1:
         return bool(given["like"]) or len(targets) > 1
@@ -71,39 +70,39 @@ def _asks_several(given: Mapping[str, Any]) -> bool:
 def _maps(
     explainer: Any, image: Path, options: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any], Callable[..., Any]]:
-    """The maps of an image, one for each class; their record, and what draws them."""
-    asked = {"methods": [given["method"]], "targets": shared.targets_of(given), **options}
-    if not _asks_several(given):
-        [saliency] = explainer.explain_batch([image], **asked)
+    """Return the maps of an image, one for each class; their record, and the function that draws them."""
+    arguments = {"methods": [given["method"]], "targets": shared.targets_of(given), **options}
+    if not _is_strip(given):
+        [saliency] = explainer.explain_batch([image], **arguments)
         return [saliency], saliency.to_dict(), saliency.figure if given["figure"] else saliency.save
     from vitflow.explaining.comparison import compare
 
-    found = compare(image, model=explainer, **asked)
-    [record] = found.records()
-    return found.saliencies, record, partial(found.figure, same_scale=bool(given["same_scale"]))
+    strip = compare(image, model=explainer, **arguments)
+    [record] = strip.records()
+    return strip.saliencies, record, partial(strip.figure, same_scale=bool(given["same_scale"]))
 
 
 def _explained(explainer: Any, image: Path, output: Path, options: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    """Explain one image and say so; whether it worked."""
+    """Explain one image and print the result; return False if it failed."""
     files = [output]
     try:
         saliencies, record, draw = _maps(explainer, image, options, given)
         with writing(output):
             draw(output, **shared.drawing_values(given))
-        for saliency, own in zip(saliencies, record.get("maps", [record]), strict=True):
+        for saliency, entry in zip(saliencies, record.get("maps", [record]), strict=True):
             if given["save_map"]:
                 files.append(_map_file(output, saliency.score, len(saliencies)))
-                own["map"] = str(files[-1])
+                entry["map"] = str(files[-1])
                 with writing(files[-1]):
                     saliency.save(files[-1])
     except (ImageError, CannotWrite) as error:
-        named = "" if isinstance(error, CannotWrite) or image.name in str(error) else f"{printable(image)}: "
-        say(f"error: {named}{error}")
+        name = "" if isinstance(error, CannotWrite) or image.name in str(error) else f"{printable(image)}: "
+        say(f"error: {name}{error}")
         return False
     say_notes(saliencies)
     several = "maps" in record
     for saliency in saliencies:
-        say(f"{printable(image)}: {_answer(saliency, explainer.class_names, several)}")
+        say(f"{printable(image)}: {_prediction(saliency, explainer.class_names, several)}")
     if given["as_json"]:
         say_record(record | {"output": str(output)})
     else:
@@ -112,45 +111,45 @@ def _explained(explainer: Any, image: Path, output: Path, options: Mapping[str, 
     return True
 
 
-def _map_file(output: Path, answer: Any, maps: int) -> Path:
-    """Where a map goes: beside the overlay, or the strip of several, of which each has the number of its class."""
-    numbers = answer.sides or (answer.index,)
+def _map_file(output: Path, score: Any, maps: int) -> Path:
+    """Return the path of a map next to its overlay; with its class index if there are several maps."""
+    indices = score.sides or (score.index,)
     return output.with_name(
-        f"{output.stem}-{'-against-'.join(map(str, numbers))}.npz" if maps > 1 else f"{output.stem}.npz"
+        f"{output.stem}-{'-against-'.join(map(str, indices))}.npz" if maps > 1 else f"{output.stem}.npz"
     )
 
 
-def _answer(saliency: Any, class_names: list[str] | None, several: bool) -> str:
-    """What the model said of an image, in words; whether several classes were asked for."""
-    answer = saliency.score
-    if answer.sides:
-        return f"{answer.name}, {answer.display}"
-    if answer.index is None:
+def _prediction(saliency: Any, class_names: list[str] | None, several: bool) -> str:
+    """Describe the target of a map and its score; `several`: the user requested several classes."""
+    score = saliency.score
+    if score.sides:
+        return f"{score.name}, {score.display}"
+    if score.index is None:
         return f"{saliency.method} (the model has no classes)"
-    words = f"{answer.name} ({answer.index}), {answer.display}"
-    if not answer.is_predicted:
-        name = class_names[answer.predicted] if class_names else "class"
-        words += f"; predicted: {name} ({answer.predicted})"
-    if not saliency.class_specific and (several or not answer.is_predicted):
-        words += f"; {saliency.method} does not depend on the class"
-    return words
+    text = f"{score.name} ({score.index}), {score.display}"
+    if not score.is_predicted:
+        name = class_names[score.predicted] if class_names else "class"
+        text += f"; predicted: {name} ({score.predicted})"
+    if not saliency.class_specific and (several or not score.is_predicted):
+        text += f"; {saliency.method} does not depend on the class"
+    return text
 
 
-def _output_paths(images: tuple[Path, ...], asked: str | None, method: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """Where each overlay goes: no two images claim one file, and none overwrites an image that is read."""
-    output, is_folder = None if asked is None else Path(asked), asked is None or names_folder(asked)
+def _output_paths(images: tuple[Path, ...], given: str | None, method: str, suffixes: tuple[str, ...]) -> list[Path]:
+    """Return a separate path for each overlay, none of which overwrites an input image."""
+    output, is_folder = None if given is None else Path(given), given is None or names_folder(given)
     if output is not None and output.suffix.lower() in suffixes and not is_folder:
         if len(images) > 1:
             raise OptionError(f"Expected a folder for {len(images)} images, got the file name {str(output)!r}.")
         paths = [output]
     else:
         if output is not None and output.suffix and not is_folder:
-            check_suffix(output, suffixes, ", or a folder (with / at its end, where its name has a dot)")
+            check_suffix(output, suffixes, ", or a folder (ending in / if its name has a dot)")
         folder, taken, paths = output or Path(), set[str](), []
         for image in images:
-            stem, number = f"{image.stem}-{method}", 2
-            while stem.lower() in taken:  # some file systems do not tell upper from lower case
-                stem, number = f"{image.stem}-{number}-{method}", number + 1
+            stem, suffix = f"{image.stem}-{method}", 2
+            while stem.lower() in taken:  # some file systems ignore case
+                stem, suffix = f"{image.stem}-{suffix}-{method}", suffix + 1
             taken.add(stem.lower())
             paths.append(folder / f"{stem}.png")
     check_images(images, paths)

@@ -1,4 +1,4 @@
-"""`vitflow explore`: a page that answers in the browser when a patch is clicked."""
+"""`vitflow explore`: an interactive page that computes maps in the browser."""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
+from vitflow.cli.messages import say, say_model_note
 from vitflow.cli.outputs import output_file, writing
-from vitflow.cli.saying import say, say_model_note
 from vitflow.errors import printable
 from vitflow.explaining.choices import choose_methods
 
@@ -22,23 +22,23 @@ from vitflow.explaining.choices import choose_methods
     panel="Method",
     metavar="NAME",
     multiple=True,
-    help="A map to make beforehand, beside those that the page computes; repeat it for more.  [default: the "
-    "class-specific ones and flow, as far as they apply]",
+    help="Map to compute in advance, in addition to those that the page computes; repeatable.  [default: the "
+    "class-specific methods and flow, if the model supports them]",
 )
-@shared.classes_option(help="Class for class-specific maps; repeat it for more.  [default: top3]")
+@shared.classes_option(help="Class for class-specific maps; repeatable.  [default: top3]")
 @click.option(
     "--max-size",
     type=click.FloatRange(min=0, min_open=True),
     default=40.0,
     metavar="MB",
-    help="Size of the page. What does not fit is left out, single heads first, or kept in 8 bits; the page says so.",
+    help="Maximum size of the page. Data that does not fit is left out, single heads first, or stored in 8 bits; the "
+    "page reports it.",
 )
 @shared.output_option(help="The page, .html; or a folder, with / at its end.  [default: IMAGE-explore.html here]")
 def explore(images: tuple[Path, ...], **given: Any) -> None:
-    """Make a page that answers in the browser when a patch is clicked.
+    """Write an interactive page: click a patch of an IMAGE to see its attention.
 
-    It shows what each patch of an IMAGE looks at, by rollout or raw attention through any of the layers: no server, no
-    network.
+    Rollout or raw attention through any of the layers, computed in the browser without a server or network.
     """
     name = f"{images[0].stem}-explore.html" if len(images) == 1 else "explore.html"
     output = output_file(images, given["output"], name, (".html",))
@@ -64,7 +64,7 @@ def explore(images: tuple[Path, ...], **given: Any) -> None:
 
 
 def _call(given: dict[str, Any]) -> Any:
-    """How a reader of the page gets the model that these options chose."""
+    """Return the command and Python call that load the model of these options."""
     from vitflow.explaining.captions import python_call
     from vitflow.viewer.explorer import ModelCall
 
@@ -72,17 +72,17 @@ def _call(given: dict[str, Any]) -> Any:
     fit = None if given["fit"] == "crop" else given["fit"]
     loading = shared.given_options(given, ("checkpoint", "num_classes", "class_names"))
     loading = {name: str(value) if isinstance(value, Path) else value for name, value in loading.items()}
-    asking = {name: list(map(str, given[name])) for name in ("prompts", "templates", "like") if given[name]}
+    question = {name: list(map(str, given[name])) for name in ("prompts", "templates", "like") if given[name]}
     arguments = ["--model", model]
-    for name, values in {**{name: [value] for name, value in loading.items()}, **asking}.items():
-        flag = shared.flag_of(name.removesuffix("s") if name in asking else name)
+    for name, values in {**{name: [value] for name, value in loading.items()}, **question}.items():
+        flag = shared.flag_of(name.removesuffix("s") if name in question else name)
         arguments += [word for value in values for word in (flag, str(value))]
     arguments += [*(["--raw"] if given["raw"] else []), *(["--fit", fit] if fit else [])]
     loaded = python_call("vitflow.load_model", model, **loading, dynamic_img_size=native)
     outputs = None
-    if prompts := asking.pop("prompts", None):
-        outputs = python_call("vitflow.prompts", prompts, **asking, raw=given["raw"])
-    elif asking:
-        outputs = python_call("vitflow.similarity_to", asking["like"])
-    made = python_call("vitflow.Explainer", loaded if loading or native else model, outputs=outputs, fit=fit)
-    return ModelCall(arguments, made)
+    if prompts := question.pop("prompts", None):
+        outputs = python_call("vitflow.prompts", prompts, **question, raw=given["raw"])
+    elif question:
+        outputs = python_call("vitflow.similarity_to", question["like"])
+    built = python_call("vitflow.Explainer", loaded if loading or native else model, outputs=outputs, fit=fit)
+    return ModelCall(arguments, built)

@@ -13,20 +13,20 @@ from click import get_current_context
 from click.core import ParameterSource
 
 from vitflow.cli import options as shared
-from vitflow.cli.saying import going_on, images_bar, say, say_model_note
+from vitflow.cli.messages import images_bar, resumable, say, say_model_note
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.choices import choose_methods
 from vitflow.files import is_link, is_there
 from vitflow.images import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS
 from vitflow.text.method_table import IMAGE_DEFAULT, text_method
 
-_ASKED = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
-# What a run of captions takes beside its method's own options.
+_GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+# Options that caption runs accept, in addition to the options of the method.
 _OF_CAPTIONS = "sources output caption model name prompts method_names recursive glob limit resume save_map max_pixels"
 
 
 class _Model:
-    """Makes the explainer, once where it is; what is sent to other processes makes one there."""
+    """Builds the explainer on first use; a pickled copy builds it in the other process."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self._given = given
@@ -52,8 +52,7 @@ class _Model:
     panel="Method",
     multiple=True,
     metavar="NAME",
-    help="What to compute; may be given several times.  [default: gae with --class, --against, --prompt, --like or "
-    "--caption; else rollout]",
+    help="Method; repeatable.  [default: gae with --class, --against, --prompt, --like or --caption; else rollout]",
 )
 @shared.class_option
 @shared.against_option
@@ -61,15 +60,15 @@ class _Model:
     "--caption",
     panel="Text",
     is_flag=True,
-    help="Let a model that sees and writes, --model, describe each image, or answer --prompt: the words go to the "
-    "manifest, a map of each into one strip an image.",
+    help="Caption each image with a vision-language model (--model), or answer --prompt: words in the manifest, one "
+    "strip of maps per image.",
 )
-@click.option("--recursive", "-r", panel="Images", is_flag=True, help="Read the folders below, too.")
+@click.option("--recursive", "-r", panel="Images", is_flag=True, help="Include subfolders.")
 @click.option(
     "--glob",
     panel="Images",
     metavar="PATTERN",
-    help="Read the files whose name or path matches, whatever their suffix.",
+    help="Read files whose name or path matches, with any suffix.",
 )
 @shared.limit_option
 @shared.batch_size_option
@@ -78,7 +77,7 @@ class _Model:
     panel="Images",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Processes that read images, at most one for each core; 0 reads them in this process.  "
+    help="Processes that read images, at most one per core; 0 reads in this process.  "
     "[default: half the cores, at most 8; 8 for a URL]",
 )
 @shared.resume_option
@@ -87,54 +86,54 @@ class _Model:
     "--output",
     required=True,
     type=shared.NEW_FOLDER,
-    help="Folder for the overlays, the manifest, run.json and run.sqlite, on a disk of this machine.",
+    help="Local folder for the overlays, the manifest, run.json and run.sqlite.",
 )
-@click.option("--save-map", is_flag=True, help="Write each unscaled map as .npz, too.")
+@click.option("--save-map", is_flag=True, help="Also write each unscaled map as .npz.")
 @click.option(
     "--overlays/--no-overlays",
     default=True,
-    help="Draw each map. The run keeps all maps either way: vitflow draw and vitflow report draw them later.",
+    help="Draw overlays. All maps are stored either way, for vitflow draw and vitflow report.",
 )
-@click.option("--format", type=click.Choice(OVERLAY_FORMATS), default="jpg", help="Of the overlays.")
+@click.option("--format", type=click.Choice(OVERLAY_FORMATS), default="jpg", help="Format of the overlays.")
 @click.option(
     "--manifest",
     type=click.Choice(MANIFEST_FORMATS),
     default="jsonl",
-    help="Table with one row per input; parquet+grids has the maps, too.",
+    help="Table with one row per input; parquet+grids includes the maps.",
 )
-@click.option("--report", is_flag=True, help="Write a report in HTML at the end; not for a URL.")
+@click.option("--report", is_flag=True, help="Write an HTML report at the end; not for a URL.")
 @click.option(
     "--engine",
     panel="Cluster",
     type=click.Choice(ENGINES),
     default="local",
-    help="Compute in this process, or on a cluster of Ray: the same rows and maps, without overlays, --save-map, "
-    "--workers and --report.",
+    help="Compute locally or on a Ray cluster. ray gives the same rows and maps, but no overlays, --save-map, "
+    "--workers or --report.",
 )
 @click.option(
-    "--address", panel="Cluster", metavar="HOST:PORT", help="Of the cluster.  [default: Ray is started on this machine]"
+    "--address", panel="Cluster", metavar="HOST:PORT", help="Address of the cluster.  [default: start Ray locally]"
 )
 @click.option(
     "--actors",
     panel="Cluster",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Processes of the cluster with a model each.  [default: one for each GPU, or for each core]",
+    help="Actors, each with its own copy of the model.  [default: one per GPU, or per core]",
 )
 @click.option(
     "--max-pixels",
     panel="Images",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Refuse larger images.  [default: 178956970]",
+    help="Reject larger images.  [default: 178956970]",
 )
 @shared.method_options
 @shared.drawing_options
 def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
     """Explain every image in IN…: folders, images, or patterns; or one folder at a URL, such as s3://bucket/in.
 
-    An image that fails gets a row with its error, and the others go on. What an earlier run with the same options has
-    done is kept; Ctrl-C keeps what is done, too.
+    An image that fails gets a row with its error. Results of an earlier run with the same options are reused, also
+    after Ctrl-C.
     """
     options = shared.method_values(given)
     named = given["method_names"]
@@ -142,11 +141,11 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
         model, run = None, _captions(sources, given, options)
     else:
         chosen = choose_methods(named or None, options, asks=shared.asks(given))  # before torch is loaded
-        given["method_names"] = [one.name for one in chosen]
+        given["method_names"] = [method.name for method in chosen]
         _check_sources(sources)
         model = _Model(given)
         run = _maps(given, model)
-    with going_on(kept=True), images_bar() as progress:
+    with resumable(kept=True), images_bar() as progress:
         summary = run(
             sources,
             given["output"],
@@ -161,17 +160,17 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
         if not named:
             shared.say_default(chosen[0].name)
         say_model_note(model())
-    _tell(summary)
+    _report(summary)
 
 
-def _tell(summary: Any) -> None:
-    """Say what a run has left behind, and end with its exit code."""
+def _report(summary: Any) -> None:
+    """Print the output files and counts of a run; exit with code 1 if images failed."""
     click.echo(printable(summary.manifest))
     if summary.report:
         click.echo(printable(summary.report))
     line = f"{summary.explained:,} explained".replace(",", " ")
     if summary.kept:
-        line += f" ({summary.kept} of them before)"
+        line += f" ({summary.kept} by an earlier run)"
     if summary.failed:
         line += f", {summary.failed} failed (see {printable(summary.manifest)})"
     say(line)
@@ -180,22 +179,20 @@ def _tell(summary: Any) -> None:
 
 
 def _captions(sources: tuple[Path | str, ...], given: dict[str, Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """What captions images, told all but what every run takes; OptionError for what it does not take."""
+    """Return the function that captions images, without the arguments of every run; OptionError for other options."""
     context = get_current_context()
-    asked = [one for one in context.command.params if context.get_parameter_source(one.name or "") in _ASKED]
-    if other := [one.opts[0] for one in asked if one.name not in {*_OF_CAPTIONS.split(), *options}]:
-        raise OptionError(f"--caption takes no {', '.join(other)}: leave it out, or --caption.")
+    params = [param for param in context.command.params if context.get_parameter_source(param.name or "") in _GIVEN]
+    if other := [param.opts[0] for param in params if param.name not in {*_OF_CAPTIONS.split(), *options}]:
+        raise OptionError(f"{', '.join(other)} cannot be used with --caption.")
     if given["model"] is None:
-        raise OptionError(
-            "Expected --model with --caption, a model that sees and writes, such as demo-caption; got none."
-        )
+        raise OptionError("--caption requires --model, a vision-language model such as demo-caption.")
     if len(given["method_names"]) > 1 or len(given["prompts"]) > 1:
-        raise OptionError("Expected one --method and one --prompt with --caption, got several.")
-    named = context.get_parameter_source("method_names") in _ASKED
+        raise OptionError("--caption requires at most one --method and one --prompt.")
+    named = context.get_parameter_source("method_names") in _GIVEN
     method, prompt = given["method_names"][0] if named else IMAGE_DEFAULT, next(iter(given["prompts"]), None)
     text_method(method, options)
     _check_sources(sources)
-    with suppress(ImportError):  # the loader says what is missing
+    with suppress(ImportError):  # the loader reports the missing package
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -205,18 +202,18 @@ def _captions(sources: tuple[Path | str, ...], given: dict[str, Any], options: d
 
 
 def _check_sources(sources: tuple[Path | str, ...]) -> None:
-    """A mistyped path is told before torch is loaded."""
+    """Raise OptionError for a path that does not exist, before torch is loaded."""
     for source in sources:
         if isinstance(source, str):
             continue
         if not is_there(source) and not is_link(source) and not set("*?[") & set(str(source)):
-            raise OptionError(f"Expected a folder or an image, but there is nothing at {printable(source)!r}.")
+            raise OptionError(f"Expected a folder or an image, but {printable(source)!r} does not exist.")
 
 
 def _maps(given: dict[str, Any], model: _Model) -> Callable[..., Any]:
-    """What explains images, told all but what every run takes."""
-    # Threads of the model that wait for each other shall not take the cores from those that read and write images;
-    # it counts only before torch is loaded.
+    """Return the function that explains images, without the arguments of every run."""
+    # Waiting threads of the model must not occupy the cores that read and write images; this has an effect only
+    # before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vitflow.folder.run import explain_folder
 

@@ -1,4 +1,4 @@
-"""`vitflow methods`, `vitflow models`, `vitflow demo`: what there is to choose from, and a first look."""
+"""`vitflow methods`, `vitflow models`, `vitflow demo`: lists of methods and models, and a first example."""
 
 import json
 from itertools import groupby
@@ -9,21 +9,21 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
+from vitflow.cli.messages import say
 from vitflow.cli.outputs import writing
-from vitflow.cli.saying import say
 from vitflow.errors import check_known, printable
 from vitflow.explaining.method import Method
 from vitflow.explaining.options import OPTIONS, shown
 from vitflow.text.method_table import list_methods
 
 
-@click.command(short_help="List the methods, or tell all of one.", panel="Setup")
+@click.command(short_help="List the methods, or describe one.", panel="Setup")
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print the table as JSON.")
 def methods(name: str | None, as_json: bool) -> None:
-    """List the methods, their options and where they come from.
+    """List the methods, their options and sources.
 
-    With NAME, tell all of one: the question that it answers, and what each of its options does and can be.
+    With NAME, describe one method: its question, and the meaning and values of each option.
     """
     table = [(method, text) for text in (False, True) for method in list_methods(text=text)]
     if name is not None:
@@ -53,12 +53,12 @@ def _summary(method: Method, text: bool) -> str:
 
 
 def _record(method: Method, text: bool) -> dict[str, Any]:
-    """A method, ready for JSON."""
+    """Return a method as a JSON object."""
     return {
         "name": method.name,
         "input": "text" if text else "image",
         "summary": method.summary,
-        "answers": method.question,
+        "question": method.question,
         "class_specific": method.class_specific,
         "options": dict(method.defaults),
         "values": {name: _values(method, name) for name in method.defaults if name in OPTIONS},
@@ -68,20 +68,20 @@ def _record(method: Method, text: bool) -> dict[str, Any]:
 
 
 def _all_of(method: Method, text: bool) -> str:
-    """The question that a method answers, its source, and each of its options with what it can be."""
+    """Describe a method: its question, its source, and the values of each option."""
     rows = [
-        ("answers", method.question or "(its author does not say)"),
-        ("its map is", "another for each class" if method.class_specific else "the same whatever class is asked for"),
-        ("source", method.paper or "vitflow's own"),
+        ("question", method.question or "(not given)"),
+        ("class-specific", "yes" if method.class_specific else "no"),
+        ("source", method.paper or "vitflow"),
     ]
     options = []
-    for name, value in method.defaults.items():  # one that only a registered method has is bare
+    for name, value in method.defaults.items():  # options of registered methods have no help
         about = f"{OPTIONS[name].help}  [{_values(method, name)}; " if name in OPTIONS else "["
         options.append((shared.flag_of(name), f"{about}default: {_default(value, text)}]"))
     for preset, values in method.presets.items():
         differing = {name: value for name, value in values.items() if value != method.defaults[name]}
-        told = "  ".join(f"{shared.flag_of(name)} {shown(value)}" for name, value in differing.items())
-        options.append((f"--preset {preset}", f"{OPTIONS['preset'].help}  [{told or 'as by default'}]"))
+        settings = "  ".join(f"{shared.flag_of(name)} {shown(value)}" for name, value in differing.items())
+        options.append((f"--preset {preset}", f"{OPTIONS['preset'].help}  [{settings or 'the defaults'}]"))
     formatter = click.HelpFormatter(max_width=110)
     formatter.write(f"{method.name}\n")
     with formatter.indentation():
@@ -100,7 +100,7 @@ def _default(value: Any, text: bool) -> str:
 
 
 def _values(method: Method, name: str) -> str:
-    """What an option of a method can be: attention by itself has no sign that a mean could keep."""
+    """Return the values of an option; signed_mean requires gradients."""
     values = OPTIONS[name].values
     return values if "gradients" in method.needs else values.replace("|signed_mean", "")
 
@@ -108,17 +108,17 @@ def _values(method: Method, name: str) -> str:
 @click.command(short_help="List timm's models and which methods apply to each.", panel="Setup")
 @click.argument("pattern", default="*vit*")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per model.")
-@click.option("--all", "untrained", is_flag=True, help="List architectures without pretrained weights too.")
+@click.option("--all", "untrained", is_flag=True, help="Include architectures without pretrained weights.")
 def models(pattern: str, as_json: bool, untrained: bool) -> None:
-    """List timm's pretrained models whose id matches PATTERN (with * as a wildcard), and which methods apply to each.
+    """List timm's pretrained models whose id matches PATTERN (with * as a wildcard), and the methods they support.
 
     \b
     rollout    attention and rollout
     flow       attention flow
     gradients  gradient_rollout and gae
-    yes        over all tokens of the model
-    windows    through its windows and stages, down to the finest patch grid
-    gradcam, input_gradient and occlusion apply to every model.
+    yes        supported, over all tokens
+    windows    supported, through windows and stages down to the finest patch grid
+    gradcam, input_gradient and occlusion support every model.
 
     In JSON, input_size is [channels, height, width] in pixels and grid is [rows, columns] of patches. Each
     architecture is built without weights and run once on shapes alone: nothing is downloaded.
@@ -133,12 +133,12 @@ def models(pattern: str, as_json: bool, untrained: bool) -> None:
         columns = ("input", "grid", "prefix", "rollout", "flow", "gradients", "pooling, or why not")
         say(_line(width, "model", *columns))
     for row in list_models(names):
-        with tqdm.external_write_mode():  # a line of the table, not the rest of a progress bar
+        with tqdm.external_write_mode():  # clears the progress bar
             click.echo(json.dumps(row, ensure_ascii=False) if as_json else _row(row, width))
 
 
 def _row(row: dict[str, Any], width: int) -> str:
-    """One model as a line of the table."""
+    """Format a model as a line of the table."""
     size, grid = ("×".join(map(str, sides or ())) for sides in ((row["input_size"] or ())[1:], row["grid"]))
     prefix = "" if row["num_prefix_tokens"] is None else row["num_prefix_tokens"]
     applies = (row[name] for name in ("rollout", "flow", "gradients"))
@@ -146,7 +146,7 @@ def _row(row: dict[str, Any], width: int) -> str:
 
 
 def _line(width: int, *columns: Any) -> str:
-    """A line of the table of models."""
+    """Format columns as a line of the table of models."""
     return f"{{:{width}}}  {{:>9}}  {{:>7}}  {{:>6}}  {{:7}}  {{:7}}  {{:9}}  {{}}".format(*columns).rstrip()
 
 
@@ -161,6 +161,6 @@ def demo(output: Path) -> None:
     explainer, images = Explainer(load_demo_model()), sample_images()
     with writing(output):
         for image in images:
-            # Its map answers for the class that the model finds first.
+            # The map explains the predicted class.
             click.echo(printable(explainer.explain(image, method="gae").save(output / f"{image.stem}-gae.png")))
         click.echo(printable(compare(images, model=explainer).save(output / "strip.png")))

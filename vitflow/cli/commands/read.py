@@ -1,4 +1,4 @@
-"""`vitflow read`: what a word of a text rests on, or each word that a model writes."""
+"""`vitflow read`: attribution of a word of a text, or of each generated word, to the input tokens."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -9,21 +9,25 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
+from vitflow.cli.messages import say, say_record
 from vitflow.cli.outputs import check_suffix, writing
-from vitflow.cli.saying import say, say_record
 from vitflow.errors import OptionError, printable
 from vitflow.images import FIGURE_FORMATS
 from vitflow.text.method_table import PLAIN, text_method
 
-# What a text, or what was written, can be looked at as.
+# Views of a text or a generation.
 _VIEWS = ("text", "layers", "graph", "matrix")
 
 
 @click.command(panel="Texts")
 @click.argument("text", required=False)
-@click.option("--prompt", panel="Text", help="Let the model write on from this text, and explain what it writes.")
+@click.option("--prompt", panel="Text", help="Generate text from this prompt, and explain each generated token.")
 @click.option(
-    "--generate", panel="Text", type=click.IntRange(min=1), metavar="N", help="How many tokens to write.  [default: 20]"
+    "--generate",
+    panel="Text",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of tokens to generate.  [default: 20]",
 )
 @click.option(
     "--model",
@@ -36,40 +40,40 @@ _VIEWS = ("text", "layers", "graph", "matrix")
 @click.option(
     "--token",
     panel="Text",
-    metavar="WORD|NUMBER",
-    help="The word whose row to show, or its number (-1: the last token).  [default: the masked word, the last token "
-    "of a decoder, else the class token]",
+    metavar="WORD|INDEX",
+    help="Word or token index whose row to show (-1: the last token).  [default: the masked word, the last token of a "
+    "decoder, else the class token]",
 )
-@shared.text_method_option(default=PLAIN, help="What to compute.")
+@shared.text_method_option(default=PLAIN, help="Method.")
 @click.option(
     "--target",
     panel="Method",
-    metavar="WORD|NUMBER",
-    help="For gae, the word (one token) to explain.  [default: the likeliest]",
+    metavar="WORD|INDEX",
+    help="Output word (a single token) to explain with gae.  [default: the most probable]",
 )
 @shared.text_method_options
 @click.option(
     "--view",
     type=click.Choice(_VIEWS),
-    help="What to show and to draw.  [default: text; matrix with --prompt]",
+    help="View to print and draw.  [default: text; matrix with --prompt]",
 )
-@click.option("--hide-special", is_flag=True, help="Leave special tokens out of what is shown; told below.")
+@click.option("--hide-special", is_flag=True, help="Hide special tokens; the caption says so.")
 @click.option(
     "--hide-stop-words",
     metavar="english|FILE",
-    help="Show these words without a shade; a file has one word per line. Told below.",
+    help="Do not shade these words (a file with one word per line); the caption says so.",
 )
-@click.option("--html", type=shared.NEW_FILE, help="Write a page whose words can be clicked.")
+@click.option("--html", type=shared.NEW_FILE, help="Write an interactive page.")
 @click.option("--png", type=shared.NEW_FILE, help="Write the view as .png, .pdf or .svg.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with all numbers instead of the view.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with all values instead of the view.")
 def read(text: str | None, **given: Any) -> None:
-    """Show what words rest on that a model reads or writes.
+    """Attribute a word of TEXT, or each generated word, to the input tokens.
 
     \b
     vitflow read "The key to the cabinets is here" --model FOLDER --token is
     vitflow read --prompt "Once upon a time" --model ID --html story.html
 
-    Unless asked otherwise, decoders are read without value weighting and relative to the receptive field, encoders
+    By default, maps of decoders are relative to the receptive field and not value-weighted; maps of encoders are
     value-weighted along the output.
     """
     options = shared.method_values(given)
@@ -88,28 +92,27 @@ def read(text: str | None, **given: Any) -> None:
 
 
 def _check(text: str | None, given: Mapping[str, Any]) -> str:
-    """Refuse what does not go together; returns the view."""
+    """Raise OptionError for options that cannot be combined; return the view."""
     if (text is None) == (given["prompt"] is None):
         got = "neither" if text is None else "both"
-        raise OptionError(f"Expected a text to read, or --prompt with a text to write on from, got {got}: give one.")
+        raise OptionError(f"Expected either TEXT or --prompt, got {got}.")
     writes = text is None
     for name in ("token", "target") if writes else ("generate",):
         if given[name] is not None:
-            other = "a text that is read: without --prompt" if writes else "--prompt"
-            raise OptionError(f"--{name} is an option of {other}; got it {'with' if writes else 'without'} --prompt.")
+            raise OptionError(f"--{name} {'cannot be used with' if writes else 'requires'} --prompt.")
     if given["png"] is not None:
         check_suffix(given["png"], FIGURE_FORMATS)
     view: str = given["view"] or ("matrix" if writes else "text")
-    fitting = ("text", "matrix") if writes else ("text", "layers", "graph")
-    if view not in fitting:
+    views = ("text", "matrix") if writes else ("text", "layers", "graph")
+    if view not in views:
         raise OptionError(
-            f"Expected --view {' or '.join(fitting)} {'with' if writes else 'without'} --prompt, got {view}."
+            f"Expected --view {' or '.join(views)} {'with' if writes else 'without'} --prompt, got {view}."
         )
     return view
 
 
 def _stop_words(name: str | None) -> Iterable[str]:
-    """The words of a file, one per line, or the bundled ones."""
+    """Return the bundled stop words, or those of a file with one word per line."""
     if name is None:
         return ()
     from vitflow.text.labels import ENGLISH_STOP_WORDS
@@ -125,7 +128,7 @@ def _stop_words(name: str | None) -> Iterable[str]:
 
 
 def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]) -> Any:
-    """What was read or written, with its weights."""
+    """Return the reading of a text, or the generation for a prompt."""
     from vitflow.models.hub import refuse_images
     from vitflow.models.languages import load_language_model
 
@@ -134,7 +137,7 @@ def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]
     if text is not None:
         from vitflow.text.reading import explain_text
 
-        token, target = (_number_or_word(given[name]) for name in ("token", "target"))
+        token, target = (_index_or_word(given[name]) for name in ("token", "target"))
         chosen: dict[str, Any] = {"method": given["method"], "name": given["name"], **options}
         return explain_text(text, model=model, tokenizer=tokenizer, token=token, target=target, **chosen)
     from vitflow.text.generating import explain_generation
@@ -150,20 +153,20 @@ def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]
     )
 
 
-def _number_or_word(value: str | None) -> str | int | None:
-    """A token by its number, or a word."""
+def _index_or_word(value: str | None) -> str | int | None:
+    """Parse a token index; leave a word as it is."""
     return int(value) if value is not None and value.removeprefix("-").isdecimal() else value
 
 
 def _drawn(result: Any, view: str, writes: bool, hiding: Mapping[str, Any]) -> Any:
-    """A view of a result, by its name."""
+    """Return the named view of a result."""
     if writes:
         return result.sheet(**hiding) if view == "matrix" else result.shaded(-1, **hiding)
     return {"text": result.shaded, "layers": result.sheet, "graph": result.graph}[view](**hiding)
 
 
 def _print(result: Any, view: Callable[[], Any], given: Mapping[str, Any]) -> None:
-    """Say the result on stdout: for people, or as JSON."""
+    """Print the result on stdout as text or JSON."""
     from vitflow.text.labels import text_of
 
     if given["as_json"]:

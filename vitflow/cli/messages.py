@@ -1,4 +1,4 @@
-"""What the commands print: talk on stderr and records on stdout, whatever strings of others stand in them."""
+"""Terminal output: messages on stderr, records on stdout, with control characters of foreign strings escaped."""
 
 import json
 import re
@@ -17,17 +17,17 @@ from vitflow.explaining.progress import shown_by
 
 
 def say(text: object) -> None:
-    """Print lines on stderr; what a terminal would take for a command becomes escapes."""
+    """Print lines on stderr, with terminal control characters escaped."""
     click.echo(printable(str(text), lines=True), err=True)
 
 
 def say_record(record: Any) -> None:
-    """Print one line of JSON on stdout, from which a parser gets back the very strings."""
+    """Print one line of JSON on stdout; strings survive a round trip."""
     click.echo(printable_json(json.dumps(record, ensure_ascii=False, allow_nan=False)))
 
 
 def say_written(output: Path, records: Iterable[Mapping[str, Any]] | None) -> None:
-    """Print where a command wrote its one file; or records, each with that."""
+    """Print the path of a command's only output file, or the records, each with that path."""
     if records is None:
         click.echo(printable(output))
     for record in records or ():
@@ -35,18 +35,18 @@ def say_written(output: Path, records: Iterable[Mapping[str, Any]] | None) -> No
 
 
 @contextmanager
-def talking() -> Iterator[None]:
+def reporting() -> Iterator[None]:
     """Turn errors into one line and an exit code, and warnings into lines on stderr."""
-    told: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     first: dict[str, str] = {}
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         line = f"{'note' if issubclass(category, VitflowWarning) else 'warning'}: {message}"
-        kind = re.sub(r"\d+(\.\d+)?", "0", line)  # the same of other images, whatever its numbers are
-        if not told[kind]:
+        kind = re.sub(r"\d+(\.\d+)?", "0", line)  # the same message for several images differs in numbers only
+        if not counts[kind]:
             say(line)
             first[kind] = line
-        told[kind] += 1
+        counts[kind] += 1
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -55,10 +55,10 @@ def talking() -> Iterator[None]:
         try:
             with shown_by(_progress_bar):
                 yield
-            for kind, count in told.items():
+            for kind, count in counts.items():
                 if count > 1:
                     start = first[kind] if len(first[kind]) < 60 else f"{first[kind][:57]}…"
-                    say(f"{start} (told once, it came up {count} times)")
+                    say(f"{start} (printed once, occurred {count} times)")
         except VitflowError as error:
             say(f"error: {error}")
             sys.exit(2 if isinstance(error, OptionError | ModelError) else 1)
@@ -66,7 +66,7 @@ def talking() -> Iterator[None]:
 
 @contextmanager
 def _progress_bar(label: str, total: int) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr for what takes longer than a moment, on terminals only."""
+    """Progress bar on stderr for tasks of more than two seconds, on terminals only."""
     from tqdm import tqdm
 
     with tqdm(total=total, desc=label, delay=2, leave=False, disable=None) as bar:
@@ -74,9 +74,9 @@ def _progress_bar(label: str, total: int) -> Iterator[Callable[[int], object]]:
 
 
 def say_notes(saliencies: Iterable[Any]) -> None:
-    """Say what a reader of these maps should bear in mind, each class of an image once."""
-    noted = (one for one in saliencies if "note" in one.facts)
-    for note in dict.fromkeys(f"{printable(one.source)}, {one.label}: {one.facts['note']}." for one in noted):
+    """Print the notes of maps, once for each class of an image."""
+    noted = (saliency for saliency in saliencies if "note" in saliency.facts)
+    for note in dict.fromkeys(f"{printable(each.source)}, {each.label}: {each.facts['note']}." for each in noted):
         say(f"note: {note}")
 
 
@@ -86,37 +86,37 @@ def say_model_note(explainer: Any) -> None:
 
 
 def say_note_of(model: str, note: str) -> None:
-    """The same for a model by its name."""
+    """Print a model's note under its name."""
     if note:
         say(f"model: {model} {note}")
 
 
 @contextmanager
-def going_on(kept: bool) -> Iterator[None]:
-    """Say on Ctrl-C how a run goes on, and end with its exit code."""
+def resumable(kept: bool) -> Iterator[None]:
+    """Print on Ctrl-C how to resume the run, and exit with code 130."""
     try:
         yield
     except KeyboardInterrupt:
-        done = "what was done is kept; the same command goes on from there"
-        say(f"interrupted: {done if kept else 'nothing is kept; with -o FOLDER a run can be gone on with'}")
+        saved = "finished images are saved; repeat the command to resume"
+        say(f"interrupted: {saved if kept else 'nothing was saved; use -o FOLDER to make the run resumable'}")
         sys.exit(130)
 
 
 @contextmanager
 def images_bar() -> Iterator[Any]:
-    """A callback that shows images per second, the time left, the current file and what failed, on stderr."""
+    """Yield a callback that shows images per second, the time left, the current file and failures, on stderr."""
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
-        """A bar that tells its pace in words."""
+        """Progress bar that shows its speed in images."""
 
         @property
         def format_dict(self) -> dict[str, Any]:
-            found: dict[str, Any] = super().format_dict
-            done, elapsed = found["n"] - found["initial"], found["elapsed"]
+            fields: dict[str, Any] = super().format_dict
+            done, elapsed = fields["n"] - fields["initial"], fields["elapsed"]
             pace = done / elapsed if elapsed else 0.0
             words = f"{pace:.1f} images/s" if pace >= 1 else f"{1 / pace:.1f} s/image" if pace else "starting"
-            return found | {"pace": words, "whole": int(found["n"])}
+            return fields | {"pace": words, "whole": int(fields["n"])}
 
     bar: Any = None
 
@@ -128,7 +128,7 @@ def images_bar() -> Iterator[Any]:
                 initial=state.done,
                 dynamic_ncols=True,
                 file=sys.stderr,
-                disable=None,  # none into a file
+                disable=None,  # no bar if stderr is a file
                 mininterval=0.2,
                 smoothing=0,
                 bar_format="{percentage:3.0f} %|{bar}| {whole}/{total} images, {elapsed} passed, {remaining} left, "
@@ -138,7 +138,7 @@ def images_bar() -> Iterator[Any]:
             name = printable(state.row["input"])
             bar.set_postfix_str(name[-40:], refresh=False)
             if state.row["status"] == "failed":
-                bar.write(f"error: {_told(name, state.row)}", file=sys.stderr)
+                bar.write(f"error: {_failure(name, state.row)}", file=sys.stderr)
         bar.update(max(state.done + state.under_way - bar.n, 0))
 
     try:
@@ -148,7 +148,7 @@ def images_bar() -> Iterator[Any]:
             bar.close()
 
 
-def _told(name: str, row: Mapping[str, Any]) -> str:
-    """What is wrong with an image, its name told once."""
+def _failure(name: str, row: Mapping[str, Any]) -> str:
+    """Return the error message of an image, with its name once."""
     message = f"{row['error']}: {row['message']}"
     return message if name in message else f"{name}: {message}"
