@@ -527,7 +527,7 @@ def test_tables_for_other_programs(saved, monkeypatch):
         frame, records = table.to_pandas(), table.to_dicts()
         assert tuple(frame.columns) == table.columns and len(frame) == len(records) == len(table.rows)
         pandas.testing.assert_frame_equal(frame, pandas.DataFrame(records))
-    best = found.summary().to_pandas().query("metric == 'roc_auc' and method in @found.asked")["mean"].max()
+    best = found.summary().to_pandas().query("metric == 'roc_auc' and method in @found.main_methods")["mean"].max()
     assert found.ranking("roc_auc")[0][1] == best
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(OptionError, match="pip install pandas"):

@@ -361,23 +361,23 @@ def test_every_answer_is_known_again_and_another_one_told(kind):
     model = tiny_model(partial(Answering, kind))
     own = Explainer(model)
     first = json.loads(json.dumps(probe_of(own)))
-    assert probing.alike(first, probe_of(own))
+    assert probing.same_model(first, probe_of(own))
     model.gains = [1.1]
-    assert probing.alike(first, probe_of(own)) is (kind in ("none", "not a number"))
+    assert probing.same_model(first, probe_of(own)) is (kind in ("none", "not a number"))
 
 
 def test_a_model_that_fails_on_the_fixed_image_has_no_probe():
     model = tiny_model()
     model.blocks[0].register_forward_hook(lambda *_: 1 / 0)
     assert probe_of(Explainer(model)) is None
-    assert not probing.alike(None, probe_of(explainer())) and probing.alike(None, None)
+    assert not probing.same_model(None, probe_of(explainer())) and probing.same_model(None, None)
 
 
 @pytest.mark.parametrize(
     "damage", [3, [], {}, {"parts": 3}, {"parts": {"": "?"}}, {"parts": {"": "AAAA"}, "rounding": 1}]
 )
 def test_a_probe_that_was_edited_is_none(damage):
-    assert not probing.alike(damage, probe_of(explainer()))
+    assert not probing.same_model(damage, probe_of(explainer()))
 
 
 def test_the_probe_is_one_forward_pass_and_leaves_the_model_as_it_was():

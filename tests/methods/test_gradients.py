@@ -37,7 +37,7 @@ def recorded(model: nn.Module, pixels: Tensor, targets: list[int] | None = None,
 def grid(trace: Trace, method: str, **options) -> np.ndarray:
     function = getattr(maps, method)
     chosen = get_method(method)
-    return function(trace, **chosen.own(chosen.complete(options))).grids.numpy()
+    return function(trace, **chosen.function_options(chosen.complete(options))).grids.numpy()
 
 
 def assert_equal(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-6) -> None:

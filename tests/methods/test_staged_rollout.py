@@ -175,7 +175,7 @@ def test_class_specific_methods_go_through_windows(method):
     with record_attention(model, gradients=True, values=True) as trace:
         model(pixels)
     trace = TargetedTrace.of(trace, torch.tensor([1, 3]))
-    options = get_method(method).own(get_method(method).complete({"preset": "paper"}))
+    options = get_method(method).function_options(get_method(method).complete({"preset": "paper"}))
     found = getattr(maps, method)(trace, **options).grids
     attentions = [heads.detach() for heads in trace.heads()]
     gradients = trace.backward(torch.tensor([1, 3])).attentions if method != "attention" else attentions

@@ -80,13 +80,13 @@ def test_rollout_and_attention_use_the_weighted_heads(how):
     fused = literal_vit.fused_values(found, how, "max")
     if how is False:
         fused = [references.fuse(heads, "max") for heads in found.attention]
-    grids = maps.rollout(trace, **rollout.own(rollout.complete({**options, "discard_ratio": 0.5}))).grids
+    grids = maps.rollout(trace, **rollout.function_options(rollout.complete({**options, "discard_ratio": 0.5}))).grids
     layers = [layer[None] for layer in fused]
     expected = references.rollout(layers, ratio=0.5)[0, 1:]
     np.testing.assert_allclose(grids[1].flatten().numpy(), expected, rtol=0, atol=1e-12)
-    grids = maps.attention(trace, **attention.own(attention.complete({**options, "layer": 2}))).grids
+    grids = maps.attention(trace, **attention.function_options(attention.complete({**options, "layer": 2}))).grids
     np.testing.assert_allclose(grids[1].flatten().numpy(), fused[1][0, 1:], rtol=0, atol=1e-12)
-    one = maps.attention(trace, **attention.own(attention.complete({"value_weighted": how, "head": 1}))).grids
+    one = maps.attention(trace, **attention.function_options(attention.complete({"value_weighted": how, "head": 1}))).grids
     expected = found.weighted(how)[-1][1]
     expected = expected / expected.sum(1, keepdims=True)
     np.testing.assert_allclose(one[1].flatten().numpy(), expected[0, 1:], rtol=0, atol=1e-12)

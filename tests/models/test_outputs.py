@@ -336,7 +336,7 @@ def test_a_frozen_model_has_gradients(dense, image):
 def test_numbers_are_read_as_they_are_said_to_be(dense, image):
     numbers = torch.tensor([[2.0, -1.0]])
     cosine = Outputs(activation="cosine", scale=10.0)
-    assert cosine.display(numbers).tolist() == [[0.2, -0.1]]
+    assert cosine.scores(numbers).tolist() == [[0.2, -0.1]]
     assert torch.equal(activate(numbers, "value"), numbers.double())
     assert torch.equal(log_odds(numbers, "cosine"), numbers.double())
     sigmoid = Explainer(dense, outputs=corner, data_config=DATA, activation="sigmoid").explain(image)

@@ -47,7 +47,7 @@ def write_page(evaluation: Tables, path: Path, charts: Mapping[str, bytes], *, a
         path,
         "evaluation",
         evaluation=evaluation,
-        score=answer,
+        answer=answer,
         groups=_groups(evaluation, charts),
         confidence=round(100 * CONFIDENCE),
         baselines=sum(map(evaluation.is_baseline, evaluation.methods)),

@@ -72,11 +72,11 @@ function drawHeat(canvas, map, image, tables, width, height) {
   canvas.width = width; canvas.height = height;
   const { colors, opacity } = tableOf(tables, map), steps = colors.length, field = spread(map, image, width, height);
   const inks = new Uint32Array(Uint8Array.from(colors.flatMap((color, step) => [...color, opacity[step]])).buffer);
-  const image = new ImageData(width, height), pixels = new Uint32Array(image.data.buffer);
+  const raster = new ImageData(width, height), pixels = new Uint32Array(raster.data.buffer);
   for (let k = 0; k < field.length; k++) {
     if (field[k] === field[k]) pixels[k] = inks[Math.min(Math.floor(share(field[k], map) * steps), steps - 1)];
   }
-  canvas.getContext("2d").putImageData(image, 0, 0);
+  canvas.getContext("2d").putImageData(raster, 0, 0);
 }
 
 // How far a background goes at an opacity of the map: an opacity below 0.5 brings the photograph back.
@@ -95,12 +95,12 @@ function makeBackground(name) {
 }
 
 // Lay the background over its photograph, as far as the model saw it.
-function layBackground(image, image, alpha) {
+function layBackground(element, image, alpha) {
   const [left, top, right, bottom] = image.window, [width, height] = image.size;
   const cut = [top / height, 1 - right / width, 1 - bottom / height, left / width].map((share) => `${Math.max(100 * share, 0)}%`);
-  image.hidden = !image.image;
-  if (image.image && image.getAttribute("src") !== image.image) image.src = image.image;
-  Object.assign(image.style, { clipPath: `inset(${cut.join(" ")})`, opacity: strengthOf(alpha) });
+  element.hidden = !image.image;
+  if (image.image && element.getAttribute("src") !== image.image) element.src = image.image;
+  Object.assign(element.style, { clipPath: `inset(${cut.join(" ")})`, opacity: strengthOf(alpha) });
 }
 
 // The colours of the values between the limits as the overlay shows them, over what the background makes of white and of black.
