@@ -40,6 +40,7 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.option_types
 
 # The source distribution and the wheel, checked, and tried in an empty environment.
 dist: install

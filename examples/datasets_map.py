@@ -10,7 +10,7 @@ import argparse
 
 import datasets
 
-from vitflow import BatchExplainer
+from vitflow.folder import BatchExplainer
 
 Rows = datasets.Dataset | datasets.IterableDataset
 

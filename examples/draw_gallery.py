@@ -102,7 +102,7 @@ def draw_caption() -> bytes:
     with tempfile.TemporaryDirectory() as desk:
         image = Path(desk) / "drawn.png"
         Image.fromarray(draw_scene(4).image).save(image)
-        found = vitflow.explain_generation("demo-caption", "<image> here is", image=image, do_sample=False)
+        found = vitflow.text.explain_generation("demo-caption", "<image> here is", image=image, do_sample=False)
     words, left_out = found.words()
     strip = draw_words([found.image(places) for places in words.values()], left_out=left_out)
     strip.set_dpi(125)

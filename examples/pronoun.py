@@ -39,7 +39,9 @@ if __name__ == "__main__":
         his, her = logits[tokenizer.convert_tokens_to_ids(["his", "her"])].softmax(-1).tolist()
         print(f"{text}  his {his:.0%}, her {her:.0%}")
         for method, options in METHODS:
-            reading = vitflow.explain_text(text, model=model, tokenizer=tokenizer, token=gap, method=method, **options)
+            reading = vitflow.text.explain_text(
+                text, model=model, tokenizer=tokenizer, token=gap, method=method, **options
+            )
             shares = [float(reading.weights[list(reading.tokens.find(word))].sum()) for word in candidates]
             told = ", ".join(
                 f"{word} {share / sum(shares):.0%}" for word, share in zip(candidates, shares, strict=True)

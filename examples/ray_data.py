@@ -11,7 +11,7 @@ import argparse
 import ray
 from ray.data import ActorPoolStrategy
 
-from vitflow import BatchExplainer
+from vitflow.folder import BatchExplainer
 
 
 def explain(images: str, output: str, model: str, actors: int = 1) -> None:

@@ -272,14 +272,18 @@ def test_a_page_holds_the_words_by_which_people_ask_for_it(name):
         assert not missing, f"whoever types {wording!r} does not find docs/{name}.md: {missing}"
 
 
-@pytest.mark.parametrize("room", ["vitflow", "vitflow.evaluation", "vitflow.demo"])
+ROOMS = ["vitflow", *(f"vitflow.{room}" for room in ("text", "folder", "methods", "evaluation", "demo"))]
+
+
+@pytest.mark.parametrize("room", ROOMS)
 def test_every_public_name_has_its_place_in_the_reference(room):
     stub = Path(*room.split("."), "__init__.pyi")
     made_in = [node for node in ast.parse((ROOT / stub).read_text()).body if isinstance(node, ast.ImportFrom)]
-    names = {alias.name for node in made_in for alias in node.names}
+    # `from . import text` is a namespace.
+    names = {alias.name for node in made_in if node.module for alias in node.names}
     told = {text for page in (DOCS / "api").glob("*.md") for text in re.findall(r":: ([\w.]+)", page.read_text())}
     known = {name for name in names if f"{room}.{name}" in told or (room != "vitflow" and f"vitflow.{name}" in told)}
-    assert len(names) > 20
+    assert len(names) >= 5
     assert names - known == set()
 
 

@@ -1,3 +1,8 @@
+from . import demo as demo
+from . import evaluation as evaluation
+from . import folder as folder
+from . import methods as methods
+from . import text as text
 from .errors import VitflowError as VitflowError
 from .errors import VitflowWarning as VitflowWarning
 from .evaluation.run import evaluate as evaluate
@@ -6,38 +11,20 @@ from .explaining.comparison import compare as compare
 from .explaining.explainer import Explainer as Explainer
 from .explaining.explainer import explain as explain
 from .explaining.exploring import explore as explore
-from .explaining.features import Features as Features
 from .explaining.features import feature_maps as feature_maps
 from .explaining.image_model import similarity_to as similarity_to
-from .explaining.layer_maps import LayerMaps as LayerMaps
 from .explaining.layer_maps import layer_maps as layer_maps
 from .explaining.method_table import register_method as register_method
 from .explaining.saliency import Saliency as Saliency
 from .explaining.targets import Contrast as Contrast
-from .folder.batch_explainer import BatchExplainer as BatchExplainer
-from .folder.captions import caption_folder as caption_folder
-from .folder.draw import draw_run as draw_run
-from .folder.draw import read_grids as read_grids
-from .folder.run import FolderSummary as FolderSummary
 from .folder.run import explain_folder as explain_folder
-from .methods.flow.attention_flow import FlowResult as FlowResult
 from .methods.flow.attention_flow import attention_flow as attention_flow
-from .methods.flow.graph import attention_graph as attention_graph
 from .methods.rollout import attention_rollout as attention_rollout
-from .methods.tokens import TokenLayout as TokenLayout
 from .models.loading import load_model as load_model
 from .models.outputs import Outputs as Outputs
 from .models.pairs import prompts as prompts
 from .recording.recorder import record_attention as record_attention
 from .recording.trace import Trace as Trace
-from .text.generating import explain_generation as explain_generation
-from .text.generation import Generation as Generation
-from .text.image_tokens import ImageTokens as ImageTokens
-from .text.labels import layouts_of as layouts_of
-from .text.layout import SequenceLayout as SequenceLayout
-from .text.layout import Words as Words
 from .text.method_table import list_methods as list_methods
-from .text.reading import Reading as Reading
-from .text.reading import explain_text as explain_text
 
 __version__: str

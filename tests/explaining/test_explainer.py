@@ -17,10 +17,11 @@ from transformers import ViTConfig, ViTForImageClassification
 from transformers.utils import ModelOutput
 
 import vitflow
-from vitflow import Contrast, Explainer, TokenLayout
+from vitflow import Contrast, Explainer
 from vitflow.errors import ImageError, ModelError, OptionError, UnsupportedModelError
 from vitflow.explaining.captions import class_lines
 from vitflow.explaining.targets import class_index, resolve_targets
+from vitflow.methods import TokenLayout
 from vitflow.models.facts import class_names_of
 
 OWN = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}

@@ -9,8 +9,9 @@ from PIL import Image
 
 from examples.datasets_map import explain as explain_dataset
 from tests.folder.test_run import Picky, image_bytes, tiny_model
-from vitflow import BatchExplainer, Contrast, Explainer
+from vitflow import Contrast, Explainer
 from vitflow.errors import OptionError, ShapeError
+from vitflow.folder import BatchExplainer
 from vitflow.runs.columns import map_of, pack_half
 
 BAD = image_bytes(3)[:400]

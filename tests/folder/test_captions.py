@@ -10,12 +10,13 @@ from PIL import Image
 
 pytest.importorskip("transformers")
 
-from vitflow import caption_folder, explain_generation
 from vitflow.cli import cli
 from vitflow.demo import draw_scene
 from vitflow.errors import OptionError
+from vitflow.folder import caption_folder
 from vitflow.folder.captions import load_language_model, load_processor
 from vitflow.models.hub import bundled
+from vitflow.text import explain_generation
 
 SEEDS = (500_001, 500_003)
 
@@ -124,7 +125,7 @@ def test_what_stops_every_image_stops_the_run(images, tmp_path, captioner):
 def test_on_the_command_line(images, tmp_path):
     line = ["folder", str(images), "-o", str(tmp_path / "out"), "--caption"]
     for more, told in (
-        ([], "Expected --model with --caption"),
+        ([], "--caption requires --model"),
         (["--model", "demo-caption", "--report", "--batch-size", "2"], "--caption takes no --batch-size, --report"),
         (["--model", "demo-caption", "--method", "gradcam"], "Unknown method for texts 'gradcam'"),
         (["--model", "demo-caption", "--prompt", "a", "--prompt", "b"], "one --prompt with --caption"),

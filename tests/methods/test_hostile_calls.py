@@ -6,8 +6,9 @@ import torch
 
 import vitflow
 from tests.recording.test_recorder import tiny
-from vitflow import Explainer, TokenLayout, attention_flow, attention_graph, attention_rollout, record_attention
+from vitflow import Explainer, attention_flow, attention_rollout, record_attention
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError, VitflowError
+from vitflow.methods import TokenLayout, attention_graph
 
 ONE = torch.full((1, 2, 5, 5), 0.2)
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}

@@ -86,7 +86,9 @@ def test_rollout_and_attention_use_the_weighted_heads(how):
     np.testing.assert_allclose(grids[1].flatten().numpy(), expected, rtol=0, atol=1e-12)
     grids = maps.attention(trace, **attention.function_options(attention.complete({**options, "layer": 2}))).grids
     np.testing.assert_allclose(grids[1].flatten().numpy(), fused[1][0, 1:], rtol=0, atol=1e-12)
-    one = maps.attention(trace, **attention.function_options(attention.complete({"value_weighted": how, "head": 1}))).grids
+    one = maps.attention(
+        trace, **attention.function_options(attention.complete({"value_weighted": how, "head": 1}))
+    ).grids
     expected = found.weighted(how)[-1][1]
     expected = expected / expected.sum(1, keepdims=True)
     np.testing.assert_allclose(one[1].flatten().numpy(), expected[0, 1:], rtol=0, atol=1e-12)

@@ -11,9 +11,9 @@ from tests.models.test_libraries import of_transformers
 from tests.recording.test_languages import GPT2, SIZES, WIDE
 from tests.recording.test_recorder import generators, state_of
 from tests.text.test_reading import TEXT, wordpiece_tokenizer
-from vitflow import explain_generation, explain_text
 from vitflow.errors import UnsupportedModelError
 from vitflow.recording.probing import is_causal
+from vitflow.text import explain_generation, explain_text
 
 transformers = pytest.importorskip("transformers")
 

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tests.recording.test_recorder import generators, state_of
-from vitflow import Explainer, TokenLayout, record_attention
+from vitflow import Explainer, record_attention
 from vitflow.errors import NoAttentionError, UnsupportedModelError
 from vitflow.explaining.maps import rollout
+from vitflow.methods import TokenLayout
 
 SHRUNK = {"depth": 2, "embed_dim": 96, "num_heads": 4}
 # Model, what differs from its usual size, side of the image, prefix tokens and side of the grid of its maps.

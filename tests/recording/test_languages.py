@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from tests.models.test_libraries import of_transformers
 from tests.recording.test_recorder import generators, state_of
-from vitflow import attention_rollout, layouts_of, record_attention
+from vitflow import attention_rollout, record_attention
 from vitflow.errors import OptionError, UnsupportedModelError
+from vitflow.text import layouts_of
 
 transformers = pytest.importorskip("transformers")
 

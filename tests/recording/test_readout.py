@@ -6,8 +6,9 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from vitflow import Explainer, TokenLayout, record_attention
+from vitflow import Explainer, record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
+from vitflow.methods import TokenLayout
 from vitflow.models.anatomy import logits_of
 
 SIZE = 64

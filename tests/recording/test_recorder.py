@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitflow import TokenLayout, attention_rollout, record_attention
+from vitflow import attention_rollout, record_attention
 from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, VitflowError
+from vitflow.methods import TokenLayout
 from vitflow.recording import attending
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}

@@ -11,8 +11,8 @@ from torch import nn
 
 from tests import references
 from tests.text.test_reading import wordpiece_tokenizer
-from vitflow import Generation, explain_generation
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
+from vitflow.text import Generation, explain_generation
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,9 +12,10 @@ from tests import references
 from tests.recording.test_languages import built, texts
 from tests.recording.test_recorder import generators, state_of
 from tests.text.test_reading import byte_tokenizer, reads, wordpiece_tokenizer
-from vitflow import Generation, explain_generation, record_attention
+from vitflow import record_attention
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.explaining.progress import shown_by
+from vitflow.text import Generation, explain_generation
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from tests import references
 from tests.models.vision_language import NAMES, Family, family
-from vitflow import Generation, ImageTokens, Words, explain_generation, record_attention
+from vitflow import record_attention
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
 from vitflow.explaining.method_table import get_method
 from vitflow.images.geometry import Placement
 from vitflow.images.upsampling import lay_together, upsample
 from vitflow.models.languages import decoder_path
+from vitflow.text import Generation, ImageTokens, Words, explain_generation
 from vitflow.text.image_tokens import tower_rows
 from vitflow.text.method_table import TEXT_METHODS
 

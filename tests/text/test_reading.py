@@ -8,9 +8,10 @@ from torch import nn
 import vitflow
 from tests import references
 from tests.recording.test_languages import SIZES, built
-from vitflow import Words, explain_text, layouts_of, record_attention
+from vitflow import record_attention
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
+from vitflow.text import Words, explain_text, layouts_of
 from vitflow.text.labels import words_of
 from vitflow.text.layout import Grid, Prefix, SequenceLayout
 

@@ -11,7 +11,7 @@ from tests.text.test_encoder_decoder import SOURCE, t5
 from tests.text.test_images import ANSWER, photograph, written
 from tests.text.test_reading import TEXT, reads, wordpiece_tokenizer
 from tests.viewer.waiting import until
-from vitflow import Generation, Reading, explain_generation, explain_text
+from vitflow.text import Generation, Reading, explain_generation, explain_text
 
 NEW = 6
 HOSTILE = "</script><script>alert(1)</script>"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import vitflow
-from vitflow import Generation, Reading, Words
 from vitflow.errors import OptionError
 from vitflow.methods.rollout import attention_rollout
+from vitflow.text import Generation, Reading, Words
 from vitflow.text.graph import MOST_TOKENS
 from vitflow.text.labels import ENGLISH_STOP_WORDS
 
@@ -185,7 +185,7 @@ def test_results_are_json_and_show_themselves(tmp_path):
 
 @pytest.mark.skipif(not MINILM.is_dir(), reason="needs the trained BERT that is kept outside the project")
 def test_the_trained_bert_is_read():
-    found = vitflow.explain_text("The keys to the cabinet are here.", model=MINILM, token="are", preset="paper")
+    found = vitflow.text.explain_text("The keys to the cabinet are here.", model=MINILM, token="are", preset="paper")
     assert "[CLS]" in found.shaded().text()
     layers = [layer[None] for layer in torch.from_numpy(found.matrices)]
     rolled = attention_rollout(layers, num_prefix_tokens=0)[0, found.selected[0]]

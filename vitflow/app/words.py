@@ -38,10 +38,12 @@ class _Answers:
         asked: dict[str, Any] = {"method": method, "max_new_tokens": int(count), "do_sample": False}
         if question == _WRITE:
             found = explain_generation(inputs=text, **asked, **self._models.reader(model))
-            return _row(found, python_call("vitflow.explain_generation", model, text, **asked), len(found.values) - 1)
+            return _row(
+                found, python_call("vitflow.text.explain_generation", model, text, **asked), len(found.values) - 1
+            )
         path, prompt = path_of(image), text or default_prompt(model)
         found = explain_generation(inputs=prompt, image=path, **asked, **self._models.reader(model, sees=True))
-        return _caption(found, python_call("vitflow.explain_generation", model, prompt, image=path.name, **asked))
+        return _caption(found, python_call("vitflow.text.explain_generation", model, prompt, image=path.name, **asked))
 
     def _word(self, event: gr.SelectData, click: tuple[Any, str]) -> tuple[Any, ...]:
         """The same of a word that was clicked."""
@@ -58,7 +60,7 @@ class _Answers:
 
     def _read(self, text: str, model: str, method: str, token: int | None = None) -> tuple[Any, ...]:
         found = explain_text(text, method=method, token=token, **self._models.reader(model))
-        made = python_call("vitflow.explain_text", text, model=model, method=method, token=token)
+        made = python_call("vitflow.text.explain_text", text, model=model, method=method, token=token)
         return _text(found, made, found.shaded(), "shaded()")
 
 

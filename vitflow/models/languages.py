@@ -302,7 +302,7 @@ def refuse_generation(model: nn.Module, given: Mapping[str, Any]) -> None:
     if not (hasattr(model, "can_generate") and model.can_generate()):  # type: ignore[operator]
         raise UnsupportedModelError(
             f"Expected a model of transformers that writes, such as AutoModelForCausalLM loads, got "
-            f"{type(model).__name__}: it has no generate. Use vitflow.explain_text to see what it reads."
+            f"{type(model).__name__}: it has no generate. Use vitflow.text.explain_text to see what it reads."
         )
     scale = generation_setting(model, given, "guidance_scale")
     if scale not in (None, 1, 1.0):

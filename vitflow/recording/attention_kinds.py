@@ -210,7 +210,7 @@ def refusal_of_words(model: nn.Module) -> str:
     """Why rollout and flow do not apply as a map to a pass that read a text."""
     return (
         f"{type(model).__name__} read a text, whose words have no place on an image and no readout of their own: use "
-        "vitflow.explain_text, or vitflow.attention_rollout(trace.fused()); trace.streams tells its layers apart."
+        "vitflow.text.explain_text, or vitflow.attention_rollout(trace.fused()); trace.streams tells its layers apart."
     )
 
 

@@ -38,7 +38,7 @@ def looking_ahead(model: nn.Module) -> UnsupportedModelError:
     """What is raised where a token sees later ones."""
     return UnsupportedModelError(
         f"Expected a model whose tokens see only those before them, got {type(model).__name__}, in which a later "
-        "token moves earlier ones: it writes no text from left to right. Use vitflow.explain_text to see what it "
+        "token moves earlier ones: it writes no text from left to right. Use vitflow.text.explain_text to see what it "
         "reads."
     )
 

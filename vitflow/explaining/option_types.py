@@ -1,0 +1,50 @@
+"""Types of the options of methods, for type checkers.
+
+Generated from the option table by `python -m tests.option_types --write`.
+"""
+
+from typing import Literal, TypedDict
+
+
+class MethodOptions(TypedDict, total=False):
+    """Options of the methods for images."""
+
+    head_fusion: Literal["mean", "max", "min", "signed_mean"] | None
+    discard_ratio: float | None
+    residual: float | None
+    start_layer: int | None
+    end_layer: int | None
+    layer: int | None
+    head: int | None
+    value_weighted: bool | Literal["output"] | None
+    patch: tuple[int, int] | None
+    box: tuple[float, float, float, float] | None
+    patch_size: int | None
+    occlusion_batch: int | None
+    score: Literal["log-odds", "probability"] | None
+    pooled: Literal["mean", "own"] | None
+    masks: int | None
+    keep: float | None
+    cells: int | None
+    random_seed: int | None
+    sigma: float | None
+    layers: int | str | None
+    below: Literal["rollout", "none"] | None
+    refine: int | None
+    affinity: Literal["attention", "keys", "both"] | None
+    shifts: int | None
+    preset: Literal["paper"] | None
+
+
+class TextOptions(TypedDict, total=False):
+    """Options of the methods for texts."""
+
+    head_fusion: Literal["mean", "max", "min", "signed_mean"] | None
+    discard_ratio: float | None
+    residual: float | None
+    start_layer: int | None
+    layer: int | None
+    value_weighted: bool | Literal["output"] | None
+    layers: int | str | None
+    below: Literal["rollout", "none"] | None
+    causal: Literal["raw", "receptive_field"] | None
