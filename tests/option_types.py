@@ -21,6 +21,7 @@ _HEAD = '''"""Types of the options of methods, for type checkers.
 Generated from the option table by `python -m tests.option_types --write`.
 """
 
+from collections.abc import Sequence
 from typing import Literal, TypedDict
 '''
 
@@ -53,8 +54,8 @@ def _source(annotation: Any) -> str:
         return " | ".join(map(_source, parts))
     if get_origin(annotation) is Literal:
         return f"Literal[{', '.join(map(repr, get_args(annotation)))}]"
-    if get_origin(annotation) is tuple:
-        return f"tuple[{', '.join(map(_source, get_args(annotation)))}]"
+    if get_args(annotation):  # tuple[int, int], Sequence[int]
+        return f"{get_origin(annotation).__name__}[{', '.join(map(_source, get_args(annotation)))}]"
     return str(annotation.__name__)
 
 

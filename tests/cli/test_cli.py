@@ -146,7 +146,7 @@ def test_several_classes_make_a_strip_of_one_map_each(here, images, asked, class
     record = json.loads(out)
     assert {one["class_index"] for one in record["maps"]} == classes and record["output"] == "strip.svg"
     words = " ".join(ET.parse("strip.svg").getroot().itertext()).split()
-    assert "the same for all maps of a method" in " ".join(words)
+    assert "common to all maps of a method" in " ".join(words)
     code, out, err = here(*given, "-o", "strip.webp")
     assert (code, out) == (2, "") and "ends in .png, .pdf, .svg" in err
 
@@ -185,7 +185,7 @@ def test_an_option_that_the_default_method_has_not_is_refused_with_the_way_out(h
     for command in (["explain"], ["folder", "-o", "out"]):
         given = [*command, images[0], "--model", "demo", "--class", "0", "--discard-ratio", "0.5"]
         code, _, err = here(*given)
-        assert code == 2 and "gae was chosen because there is a target" in err and "--method" in err
+        assert code == 2 and "gae, the default with a target" in err and "--method" in err
 
 
 def test_the_sheet_of_layers_follows_the_class(here, images):
@@ -239,7 +239,7 @@ def test_an_image_is_never_overwritten(run, images, tmp_path):
         (["--model", "vit_base_patch16_242"], "Did you mean vit_base_patch16_224"),
         (["--model", "vit_tiny_patch16_224.augreg_in21k_ft_in1k"], "Remedies: a weights file"),
         (["--discard-ratio", "1.5"], "0 <= discard_ratio < 1, got 1.5"),
-        (["--layer", "3"], "Method rollout has no option 'layer'"),
+        (["--layer", "3"], "Method rollout, the default without a target, has no option 'layer'"),
         (["--patch", "3;4"], "expected ROW,COL"),
         (["--device", "warp"], "warp"),
         (["--cmap", "rainbows"], "Unknown colormap 'rainbows'. Did you mean 'rainbow'"),
@@ -300,7 +300,7 @@ def test_layers_are_told_in_the_words_of_the_command_line(here, images):
         expected = "all, a number from 1 to 6 (the last ones), or FIRST:LAST from 1 to 6, such as 3:6"
         assert (code, err) == (2, f"error: Expected layers as {expected}, got {layers}.\n")
     code, _, err = here("explain", "--model", "demo", images[0], "--layers", "3")
-    assert code == 2 and "Method rollout has no option 'layers'" in err and "flow" in err
+    assert code == 2 and "Method rollout, the default without a target, has no option 'layers'" in err and "flow" in err
 
 
 def test_an_output_with_an_unknown_suffix_is_no_folder(here, images, tmp_path):
@@ -394,9 +394,9 @@ def test_json_says_which_size_is_the_width(here, tmp_path):
 def test_the_help_says_how_layers_heads_and_patches_count(here):
     text = " ".join(here("explain", "--help")[1].split())
     for counted in (
-        "Layer to look at, counted from 1",
+        "Layer to use, counted from 1",
         "the fused heads, counted from 0",
-        "Row and column count from 0",
+        "(row and column from 0)",
     ):
         assert counted in text
     assert "FIRST:LAST counted from 1" in text

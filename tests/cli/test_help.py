@@ -133,12 +133,16 @@ def test_signature_and_help_name_the_options_of_the_methods(function):
     )
 
 
-@pytest.mark.parametrize("name", ["vitflow", "vitflow.demo", "vitflow.evaluation"])
+NAMESPACES = ("demo", "evaluation", "folder", "methods", "text")
+
+
+@pytest.mark.parametrize("name", ["vitflow", *(f"vitflow.{each}" for each in NAMESPACES)])
 def test_a_package_shows_its_public_names_and_nothing_else(name):
     package = importlib.import_module(name)
     everything = [getattr(package, each) for each in package.__all__]  # loads what is behind them
     assert dir(package) == sorted(package.__all__)
-    assert not any(inspect.ismodule(each) for each in everything)
+    modules = {each.__name__ for each in everything if inspect.ismodule(each)}
+    assert modules == ({f"vitflow.{each}" for each in NAMESPACES} if name == "vitflow" else set())
 
 
 @pytest.mark.parametrize("use_jedi", [False, True])

@@ -45,8 +45,8 @@ NONE = {
     "efficientvit_b0": "linear attention, which never makes a matrix between tokens",
     "crossvit_tiny_240": "two branches of tokens at two scales, which exchange only their class tokens",
     "vit_dwee_patch16_reg1_gap_256": "the difference of two attention matrices, which has negative entries",
-    "efficientvit_m0": "its windows cannot be followed to the image",
-    "halonet26t": "its windows cannot be followed to the image",
+    "efficientvit_m0": "its windows cannot be mapped to the image",
+    "halonet26t": "its windows cannot be mapped to the image",
 }
 NONE = {name: reason for name, reason in NONE.items() if timm.is_model(name)}
 
@@ -108,7 +108,7 @@ def test_two_blocks_tell_as_much_as_all(name, monkeypatch):
     short = support_of(name)
     monkeypatch.setattr(support, "_UNIFORM", ())
     monkeypatch.setattr(support, "_STAGED", ())
-    monkeypatch.setattr(support, "_found", {})
+    monkeypatch.setattr(support, "_cache", {})
     depths: list[dict[str, object]] = []
     genuine = support._draft
     monkeypatch.setattr(support, "_draft", lambda name, **options: depths.append(options) or genuine(name, **options))
@@ -117,7 +117,7 @@ def test_two_blocks_tell_as_much_as_all(name, monkeypatch):
 
 
 def test_a_model_that_cannot_be_built_short_is_built_whole(monkeypatch):
-    monkeypatch.setattr(support, "_found", {})
+    monkeypatch.setattr(support, "_cache", {})
     monkeypatch.setattr(support, "_UNIFORM", ("levit",))  # whose constructor takes no depth
     assert support_of("levit_128s").grid == (14, 14)
 
@@ -134,7 +134,7 @@ def test_drafts_hold_no_values_and_only_they_stay_uninitialised():
 
 
 def test_what_cannot_run_on_shapes_runs_on_values_where_it_is_small(monkeypatch):
-    monkeypatch.setattr(support, "_found", {})
+    monkeypatch.setattr(support, "_cache", {})
     genuine = support._support_in
 
     def only_on_values(model: nn.Module, device: str) -> Support:
@@ -145,15 +145,15 @@ def test_what_cannot_run_on_shapes_runs_on_values_where_it_is_small(monkeypatch)
     monkeypatch.setattr(support, "_support_in", only_on_values)
     assert support_of("test_vit").rollout == "yes"
     monkeypatch.setattr(support, "_SMALL", 0)
-    monkeypatch.setattr(support, "_found", {})
+    monkeypatch.setattr(support, "_cache", {})
     found = support_of("test_vit")
     assert found.rollout == found.flow == found.gradients == "unknown"
-    assert found.reason == "cannot be told without running it (RuntimeError): try it"
+    assert found.reason == "unknown without running it (RuntimeError): try it"
 
 
 def test_an_architecture_is_looked_at_once_for_all_its_tags(monkeypatch):
     looked_at: list[str] = []
-    monkeypatch.setattr(support, "_found", {})
+    monkeypatch.setattr(support, "_cache", {})
     genuine = support._find
     monkeypatch.setattr(support, "_find", lambda name: looked_at.append(name) or genuine(name))
     rows = list(list_models(matching("vit_tiny_patch16_*")))

@@ -68,7 +68,7 @@ def test_the_most_probable_classes_each_have_their_map():
             alone = kept.explain(image, method=saliency.method, target=saliency.target)
             assert_close(saliency.grid, alone.grid)
             assert saliency.probability == pytest.approx(alone.probability)
-    with pytest.raises(OptionError, match="asks for 3: use explain_batch"):
+    with pytest.raises(OptionError, match="gives 3 maps: use explain_batch"):
         kept.explain(IMAGES[0], method="gae", target="top3")
     assert kept.explain(IMAGES[0], method="gae", target="top1").target == found[0].target
 
@@ -101,7 +101,7 @@ def test_own_targets_survive_groups_of_different_sizes():
         (np.array([0, 1, 2]), "one class index for each of 2 images, got 3"),
         (np.array([0, 9]), r"class indices from 0 to 4, got \[0, 9\]"),
         (np.array([0.5, 1.0]), "an array of 2 class indices, one for each image"),
-        ("class one", "names of this model's classes are not known"),
+        ("class one", "model has no class names"),
         ([0, 7], "class index from 0 to 4, got 7"),
     ],
 )
@@ -121,7 +121,7 @@ def test_numbers_of_any_kind_are_class_indices():
 @pytest.mark.parametrize("method", SPECIFIC)
 def test_a_model_without_classes_has_no_class_specific_maps(method):
     model = literal_vit.timm_model(num_classes=0).float()
-    with pytest.raises(OptionError, match=r"needs a target class.*such as rollout"):
+    with pytest.raises(OptionError, match=r"require classes.*such as rollout"):
         Explainer(model, data_config=DATA).explain(IMAGES[0], method=method)
 
 

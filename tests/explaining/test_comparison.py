@@ -155,7 +155,7 @@ def test_a_model_of_ones_own_and_a_model_by_name_work_as_an_explainer_does():
     ("error", "message", "arguments"),
     [
         (OptionError, "Did you mean 'rollout'", {"methods": ["rolout"]}),
-        (OptionError, "rollout twice with the same options", {"methods": ["rollout", ("rollout", {"residual": 0.5})]}),
+        (OptionError, "rollout was given twice", {"methods": ["rollout", ("rollout", {"residual": 0.5})]}),
         (OptionError, "at least one method", {"methods": []}),
         (OptionError, "Unknown option", {"methods": ["rollout"], "layer": 3}),
         (OptionError, "Unknown option", {"nonsense": 3}),
@@ -226,7 +226,7 @@ def test_every_caption_says_what_it_must(explainer, tmp_path):
     ):
         assert told in joined
     assert two.saliencies[0].model in joined
-    assert "The line bounds what the model saw" in joined
+    assert "The line marks the region" in joined
     one = compare(IMAGES[0], model=explainer, methods=["gae"], targets=1)
     assert f"狗, {one.saliencies[0].probability:.1%}" in words(one, tmp_path)
     long = compare(IMAGES[0], model=explainer, methods=["gae"], targets=4)
@@ -241,7 +241,7 @@ def test_a_saturated_flow_says_so(explainer, tmp_path):
     for told, expected in ((max(share, 0.01), True), (0.009, False)):
         one = replace(saliency, facts={**saliency.facts, "saturated": told})
         found = words(Comparison(((one,),)), tmp_path)
-        assert (f"{told:.0%} saturated" in found) == ("A saturated flow is as large" in " ".join(found)) == expected
+        assert (f"{told:.0%} saturated" in found) == ("A saturated flow is limited" in " ".join(found)) == expected
 
 
 def limits_of(cell) -> tuple[str, str]:
@@ -257,7 +257,7 @@ def test_each_map_has_its_own_colours_unless_a_method_has_one_scale_and_the_capt
             drawn.clear()
             compared.figure(same_scale=same_scale, robust=robust)
             _, (_, blocks, options) = drawn  # those with a row for each class stand below
-            assert ("the same for all maps of a method" if same_scale else "for each map by itself") in options["note"]
+            assert ("common to all maps of a method" if same_scale else "for each map separately") in options["note"]
             for number, block in enumerate(blocks):
                 for row, cell in enumerate(block[1]):
                     values = shared[number][row].astype(float)
@@ -278,7 +278,7 @@ def test_maps_with_negative_values_have_colours_on_both_sides_of_0_and_a_bar_of_
     text = " ".join(words(compared, tmp_path))
     name = compared.saliencies[1].label
     ends = f"against {name}", f"for {name}"
-    assert all(label in text for label in ("low", "high", *ends, "both sides of 0, which is clear"))
+    assert all(label in text for label in ("low", "high", *ends, "diverge from 0, which is transparent"))
     [(_, [block], options)] = drawn
     limit = np.percentile(np.abs(signed), 98)
     assert limits_of(block[2][0]) == readable(-limit, limit)[0]
@@ -448,13 +448,13 @@ def test_agreement_is_the_mean_over_images_and_classes(explainer):
     assert found.overlap[1][2] == found.overlap[2][1] == pytest.approx(np.mean(share), abs=1e-12)
     assert found.between_classes == {"gae": pytest.approx(np.mean(between), abs=1e-12)}
     title, sentence, *table = str(found).splitlines()
-    assert title == "How far the methods agree about which patches matter (the mean over 6 maps each)"
+    assert title == "Agreement of the methods (mean over 6 maps each)"
     pairs = [
         (found.spearman[i][j], f"{('attention', 'gae', 'centre')[j]} and {('gae', 'centre')[i - 1]}")
         for i in (1, 2)
         for j in range(i)
     ]
-    assert sentence.startswith(f"Most alike are {max(pairs)[1]} (") and f"least alike {min(pairs)[1]} (" in sentence
+    assert sentence.startswith(f"Most similar: {max(pairs)[1]} (") and f"least similar: {min(pairs)[1]} (" in sentence
     assert table[2].split()[:3] == ["2", "gae", f"{found.spearman[1][0]:.2f}".replace("-", "−")]
     assert table[2].split()[-1] == f"{found.overlap[1][2]:.2f}"
 
@@ -615,7 +615,7 @@ def test_options_of_a_registered_method_are_read_as_their_defaults_are(peers, ru
         (["--method", "rollout:layer=3"], "Unknown option of method rollout 'layer'"),
         (["--method", "rollout:residual"], "expected OPTION=VALUE after rollout:, got 'residual'"),
         (["--method", "rollout:residual=much"], "'much' is not a valid float"),
-        (["--method", "rollout", "--method", "rollout"], "rollout twice"),
+        (["--method", "rollout", "--method", "rollout"], "rollout was given twice"),
         (["--method", "random", "--head-fusion", "max"], "Unknown option of method random"),
         (["-o", "strip.gif"], "ends in .png, .pdf, .svg, .json"),
         (["-o", "cat.png"], "would overwrite the image"),

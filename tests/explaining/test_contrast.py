@@ -89,9 +89,9 @@ def test_names_several_contrasts_and_the_predicted_class(demo):
 @pytest.mark.parametrize(
     ("method", "targets", "words"),
     [
-        ("rollout", Contrast(1, 2), "class-specific methods .* got rollout"),
-        ("gae", Contrast(1, 1), "two classes .* twice"),
-        ("gae", [Contrast(1, 2), 3], "either classes or contrasts"),
+        ("rollout", Contrast(1, 2), "class-specific methods, .* got rollout"),
+        ("gae", Contrast(1, 1), "two different classes .* twice"),
+        ("gae", [Contrast(1, 2), 3], "Classes and contrasts cannot be mixed"),
         ("gae", Contrast("top2", 1), "one class on each side"),
         ("gae", Contrast(1, "no such class"), "Unknown class"),
     ],

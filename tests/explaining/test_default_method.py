@@ -31,7 +31,7 @@ def test_with_a_target_the_default_is_gae_and_without_one_rollout(demo, target, 
     assert (one.grid == demo.explain(IMAGE, target=target, method=method).grid).all()
     assert {found.method for found in demo.explain_batch([IMAGE], targets=target)} == {method}
     if not isinstance(target, Contrast):  # a sheet of layers takes none
-        assert vitflow.layer_maps(IMAGE, model=demo, target=target).built_up[-1].method == method
+        assert vitflow.layer_maps(IMAGE, model=demo, target=target).accumulated[-1].method == method
 
 
 def test_the_one_shot_function_and_several_targets_follow_the_same_rule(demo):
@@ -55,7 +55,7 @@ def test_an_option_that_the_chosen_method_has_not_is_refused_with_the_reason(dem
             explain(IMAGE, target=0, discard_ratio=0.5)
     assert demo.explain(IMAGE, discard_ratio=0.5).options["discard_ratio"] == 0.5
     with pytest.raises(
-        OptionError, match="Method rollout has no option 'masks'.* because there is no target.*sampling"
+        OptionError, match="Method rollout, the default without a target, has no option 'masks'.* because there is no target.*sampling"
     ):
         choose_methods(None, {"masks": 8})
 

@@ -116,7 +116,7 @@ def test_networks_without_tokens_are_compared_by_what_their_stages_give():
         ({"box": (5, 5, 5, 9)}, OptionError, "left < right"),
         ({"box": (float("nan"), 5, 6, 9)}, OptionError, "left < right"),
         ({"box": (200, 0, 300, 9)}, OutsideImageError, "90 × 60"),
-        ({"box": (0, 0, 9, 9)}, OutsideImageError, "what the model saw"),
+        ({"box": (0, 0, 9, 9)}, OutsideImageError, "the region that the model saw"),
         ({"box": (30, 5, 40, 9), "patch": (0, 0)}, OptionError, "got both"),
     ],
 )
@@ -128,7 +128,7 @@ def test_what_cannot_be_compared_with_is_said(options, error, words):
 def test_features_that_do_not_lie_on_the_image_are_refused():
     flat = nn.Sequential(nn.Conv2d(3, 16, (63, 8)), nn.Flatten(), nn.Linear(16 * 2 * 25, 2))
     explainer = Explainer(flat, data_config={"input_size": (3, 64, 32), **NORMALISATION})
-    with pytest.raises(UnsupportedModelError, match="no patches to compare"):
+    with pytest.raises(UnsupportedModelError, match="has no patch grid"):
         explainer.explain(photo(), method="similarity")
 
 

@@ -124,7 +124,7 @@ def test_the_asked_patch_is_framed(explainer, tmp_path):
     np.testing.assert_array_equal(framed[inside], bare[inside])
     assert plain.patch_box is None
     joined = " ".join(words(saliency, tmp_path))
-    assert "patch (2, 7)" in joined and "The frame is the patch" in joined
+    assert "patch (2, 7)" in joined and "The frame marks the query patch" in joined
 
 
 def test_a_patch_of_a_coarser_grid_than_the_map_has_its_own_size():

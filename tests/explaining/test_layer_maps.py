@@ -29,20 +29,20 @@ def explainer() -> Explainer:
 def test_the_maps_are_those_of_each_layer_of_the_layers_together_and_of_each_head(explainer, method):
     found = vitflow.layer_maps(IMAGE, model=explainer, method=method, layer=2, target=3)
     assert isinstance(found, vitflow.explaining.layer_maps.LayerMaps) and found.layer == 2
-    assert [len(maps) for maps in (found.alone, found.built_up, found.heads)] == [3, 3, 3]
+    assert [len(maps) for maps in (found.single, found.accumulated, found.heads)] == [3, 3, 3]
     expected = [explainer.explain(IMAGE, method="attention", layer=layer) for layer in (1, 2, 3)]
     expected += [explainer.explain(IMAGE, method=method, target=3, start_layer=start) for start in (3, 2, 1)]
     expected += [explainer.explain(IMAGE, method="attention", layer=2, head=head) for head in range(3)]
     for one, alone in zip(found.saliencies, expected, strict=True):
         np.testing.assert_allclose(one.grid, alone.grid, rtol=1e-4, atol=1e-7)
     whole = explainer.explain(IMAGE, method=method, target=3)
-    np.testing.assert_allclose(found.built_up[-1].grid, whole.grid, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(found.accumulated[-1].grid, whole.grid, rtol=1e-4, atol=1e-7)
 
 
 def test_options_reach_the_methods_that_have_them(explainer):
     found = vitflow.layer_maps(IMAGE, model=explainer, patch=(1, 2), residual=0.3)
     assert all(one.options["patch"] == (1, 2) for one in found.saliencies)
-    assert all(one.options["residual"] == 0.3 for one in found.built_up)
+    assert all(one.options["residual"] == 0.3 for one in found.accumulated)
     assert found.layer == 3
 
 
@@ -61,7 +61,7 @@ def test_the_sheet_names_every_map(explainer, tmp_path):
 def test_json_holds_the_grid_of_every_map(explainer, tmp_path):
     found = vitflow.layer_maps(IMAGE, model=explainer, layer=1)
     kept = json.loads(found.save(tmp_path / "sheet.json").read_text())
-    maps = [one for part in ("layers", "built_up", "heads") for one in kept[part]]
+    maps = [one for part in ("layers", "accumulated", "heads") for one in kept[part]]
     for one, saliency in zip(maps, found.saliencies, strict=True):
         np.testing.assert_array_equal(np.float32(one["grid"]), saliency.grid)
         assert one["method"] == saliency.method and one["options"] == saliency.to_dict()["options"]
@@ -70,11 +70,11 @@ def test_json_holds_the_grid_of_every_map(explainer, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "gradcam"}, r"goes through the layers \(rollout, gradient_rollout, gae\), got 'gradcam'"),
+        ({"method": "gradcam"}, r"one of the methods rollout, gradient_rollout, gae, got 'gradcam'"),
         ({"layer": 4}, "Expected layer from 1 to 3"),
-        ({"head": 1}, "Expected no head"),
+        ({"head": 1}, "head cannot be used"),
         ({"residul": 0.3}, "Did you mean 'residual'"),
-        ({"method": "gae", "target": [0, 1]}, "Expected one class"),
+        ({"method": "gae", "target": [0, 1]}, "Expected a single class"),
     ],
 )
 def test_what_makes_no_sheet_is_refused(explainer, options, message):
@@ -108,7 +108,7 @@ def test_the_command_writes_a_sheet(monkeypatch, tmp_path, capsys):
     assert record["output"] == "sheet.svg" and {one["method"] for one in record["maps"]} == {"attention", "gae"}
     for arguments, message in (
         (["-o", "sheet.jpg"], "ends in .png, .pdf, .svg"),
-        (["--head", "1"], "Expected no head"),
+        (["--head", "1"], "head cannot be used"),
     ):
         code, out, err = run(*arguments)
         assert (code, out) == (2, "") and message in err

@@ -110,7 +110,7 @@ def test_what_legrad_cannot_be_asked_is_said():
     for options, words in (({"start_layer": 4}, "from 1 to 3"), ({"pooled": "max"}, "Unknown pooled 'max'")):
         with pytest.raises(OptionError, match=words):
             explainer.explain(photo(), method="legrad", **options)
-    with pytest.raises(OptionError, match="no classes"):
+    with pytest.raises(OptionError, match="require classes"):
         Explainer(literal_vit.timm_model(num_classes=0), data_config=CONFIG).explain(photo(), method="legrad")
     with pytest.raises(ShapeError, match="of each layer"):
         legrad([])

@@ -14,7 +14,7 @@ from tests.folder.test_run import fill, tiny_model
 from tests.folder.test_run import run as run_folder
 from vitflow import Explainer
 from vitflow.cli import cli
-from vitflow.cli.messages import going_on, images_bar, talking
+from vitflow.cli.messages import resumable, images_bar, talking
 from vitflow.errors import VitflowWarning
 from vitflow.evaluation import evaluate
 from vitflow.explaining.method_table import is_slow, list_methods
@@ -112,7 +112,7 @@ def test_the_same_note_is_told_once_with_a_count(capsys):
 
 def test_ctrl_c_says_how_to_go_on(capsys):
     for kept, words in ((True, "the same command goes on"), (False, "with -o FOLDER")):
-        with pytest.raises(SystemExit) as stop, going_on(kept):
+        with pytest.raises(SystemExit) as stop, resumable(kept):
             raise KeyboardInterrupt
         assert stop.value.code == 130 and words in capsys.readouterr().err
 

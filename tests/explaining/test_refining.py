@@ -220,18 +220,18 @@ def test_patches_that_are_all_alike_are_told(table):
     for block in model.blocks:
         torch.nn.init.zeros_(block.attn.qkv.weight[:384])  # queries and keys
     explainer = Explainer(model)
-    with pytest.warns(VitflowWarning, match="treats all patches nearly alike"):
+    with pytest.warns(VitflowWarning, match="treats all patches as nearly equal"):
         found = explainer.explain(IMAGES[0], method="input_gradient", refine=1)
-    assert found.facts["refinement"] == "the model treats all patches nearly alike"
+    assert found.facts["refinement"] == "the model treats all patches as nearly equal"
     assert np.ptp(found.grid) < 1e-4 * found.grid.max()
     own = {"method": "consensus", "affinity": "attention"}  # the keys are nothing at all
     consensus = explainer.explain(IMAGES[0], **own)  # only a default there
     assert consensus.options["refine"] == 0
-    assert consensus.facts["refinement"] == "left out: the model treats all patches nearly alike"
-    with pytest.warns(VitflowWarning, match="treats all patches nearly alike"):
+    assert consensus.facts["refinement"] == "left out: the model treats all patches as nearly equal"
+    with pytest.warns(VitflowWarning, match="treats all patches as nearly equal"):
         asked = explainer.explain(IMAGES[0], refine=1, **own)
     assert asked.options["refine"] == 1
-    assert asked.facts["refinement"] == "the model treats all patches nearly alike"
+    assert asked.facts["refinement"] == "the model treats all patches as nearly equal"
     assert np.ptp(asked.grid) < 1e-4 * asked.grid.max() < np.ptp(consensus.grid)
 
 

@@ -69,5 +69,5 @@ def test_other_numbers_are_refused(demo, shifts):
 
 def test_a_model_without_patches_is_refused():
     explainer = Explainer(timm.create_model("resnet10t", num_classes=3).eval())
-    with pytest.raises(UnsupportedModelError, match="half a patch"):
+    with pytest.raises(UnsupportedModelError, match="require a patch size"):
         explainer.explain(IMAGE, method="gradcam", shifts=4)

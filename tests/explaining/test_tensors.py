@@ -112,7 +112,7 @@ def test_layers_features_and_pages_take_tensors():
 
 @pytest.mark.parametrize(
     ("values", "told"),
-    [(torch.rand(3, 32, 32), "from .* to "), (torch.rand(3, 32, 32) * 255, "does not look normalised")],
+    [(torch.rand(3, 32, 32), "its range is .* to "), (torch.rand(3, 32, 32) * 255, "does not look normalised")],
 )
 def test_a_tensor_that_does_not_look_normalised_is_mentioned_once(values, told):
     explainer = Explainer(model_of("timm"), data_config=DATA)

@@ -698,7 +698,7 @@ def test_a_bad_image_does_not_make_the_batches_after_its_own_smaller(tmp_path, o
     ("options", "error", "message"),
     [
         ({"methods": ["rolout"]}, OptionError, "Did you mean 'rollout'"),
-        ({"methods": ["rollout", "rollout"]}, OptionError, "rollout twice with the same options"),
+        ({"methods": ["rollout", "rollout"]}, OptionError, "rollout was given twice"),
         ({"cmap_": 1}, OptionError, "Unknown option of method rollout"),
         ({"drawing": {"cmap": "rainbows"}}, OptionError, "Unknown colormap"),
         ({"target": "top3"}, OptionError, "one class for all"),

@@ -230,7 +230,7 @@ def test_a_plain_vision_model_has_maps_but_no_classes():
     explainer = Explainer(built("CLIPVisionModel"), data_config=NORMALISATION)
     found = explainer.explain(photo(), method="rollout")
     assert found.grid.shape == (4, 4) and found.target is None
-    with pytest.raises(OptionError, match="no classes"):
+    with pytest.raises(OptionError, match="require classes"):
         explainer.explain(photo(), method="gae")
     assert class_count(explainer.model) == 0
 

@@ -200,7 +200,7 @@ def test_a_map_is_of_the_number_less_the_others(asked):
         torch.testing.assert_close(less[:, one], numbers[:, one] - numbers[:, others].mean(1), rtol=1e-4, atol=1e-5)
     found = asked.explain(photo(), method="gae", target="red")
     assert found.facts["against"] == "the mean of the other prompts"
-    assert any("less the mean of the other prompts" in line for line in found._notes())
+    assert any("minus the mean of the other prompts" in line for line in found._notes())
     assert "against" not in asked.explain(photo(), method="rollout").facts
     plain = explainer("clip", raw=True).explain(photo(), method="gae")
     assert "against" not in plain.facts
@@ -229,7 +229,7 @@ def test_classes_are_set_against_the_rest():
     sums = expected[0].abs().sum(0).unflatten(0, (rows, -1)).unflatten(2, (cols, -1)).sum((1, 3))
     np.testing.assert_allclose(found.grid, sums, rtol=1e-3, atol=1e-6)
     assert found.facts["against"] == "the mean of the other classes" and found.target == 1
-    with pytest.raises(OptionError, match="against a class or against the rest"):
+    with pytest.raises(OptionError, match="against a class and against the rest"):
         demo.explain_batch([image], methods=["gae"], targets=[Contrast(1, against="rest"), Contrast(1, against=2)])
     with pytest.raises(OptionError, match="class-specific"):
         demo.explain(image, method="rollout", target=Contrast(1, against="rest"))
@@ -357,7 +357,7 @@ def test_invalid_prompts_are_refused(options, told):
 
 
 def test_prompts_take_no_class_names():
-    with pytest.raises(OptionError, match="leave out class_names"):
+    with pytest.raises(OptionError, match="class_names cannot be used"):
         Explainer(pair("clip"), outputs=prompts(PROMPTS, processor=Words()), class_names=["a"], data_config=DATA)
 
 

@@ -1,1 +1,1 @@
-"""A model, an image and a question become a map."""
+"""Explain images: models, methods and targets to saliency maps."""

@@ -1,6 +1,6 @@
-"""Which methods apply to which timm model: found by building each architecture without memory and running it once.
+"""Determine which methods a timm model supports, by running its architecture once on torch's `meta` device.
 
-On torch's `meta` device tensors have shapes and no values, so that neither weights nor a download are needed.
+Tensors on that device have shapes but no values, so that neither weights nor a download are required.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,10 +21,10 @@ from vitflow.models.hub import without_values
 from vitflow.recording.attention_kinds import is_difference, other_attention_in, refusal_in_words
 from vitflow.recording.recorder import record_attention
 
-# "windows" means: through windows and stages, from the top layer down to the finest patch grid.
+# "windows": through windows and stages, from the top layer to the finest patch grid.
 Extent = Literal["yes", "windows", "no", "unknown"]
 
-# timm's model files of which two blocks, or two in each of four stages, tell as much as all.
+# timm's model files for which two blocks, or two in each of four stages, are representative.
 _UNIFORM = (
     *("beit", "cait", "deepseek_vit", "deit", "eva", "gemma4_vit", "naflexvit", "qwen3_vit", "tnt", "vitamin"),
     *("vision_transformer", "vision_transformer_hybrid", "vision_transformer_relpos", "vision_transformer_sam"),
@@ -33,22 +33,22 @@ _STAGED = (
     *("davit", "efficientformer", "efficientformer_v2", "maxxvit", "pvt_v2", "tiny_vit", "twins"),
     *("swin_transformer", "swin_transformer_v2", "swin_transformer_v2_cr"),
 )
-# A model that does not run without values is run with them, if it is no larger than so many parameters.
+# Maximum number of parameters of models that are run with values if they do not run without.
 _SMALL = 50_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """What applies to an architecture. Grad-CAM, input gradient and occlusion apply to every model.
+    """Methods that an architecture supports. Grad-CAM, input gradient and occlusion support every model.
 
     Attributes:
-        rollout: whether attention rollout and raw attention do.
-        flow: whether attention flow does.
-        gradients: whether gradient rollout and generic attention explainability do.
-        reason: why something does not, in words; None where everything does.
-        num_prefix_tokens: class, distillation and register tokens; None where tokens are not known.
-        grid: (rows, cols) of the patches at the architecture's own image size, the finest where stages differ.
-        pooling: of the top layer's tokens, as the model declares it.
+        rollout: support of attention rollout and raw attention.
+        flow: support of attention flow.
+        gradients: support of gradient rollout and generic attention explainability.
+        reason: reason for missing support; None if everything is supported.
+        num_prefix_tokens: number of class, distillation and register tokens; None if unknown.
+        grid: (rows, cols) of the patches at the default image size; the finest grid of stages.
+        pooling: pooling of the top layer's tokens, as declared by the model.
     """
 
     rollout: Extent
@@ -61,7 +61,7 @@ class Support:
 
 
 def support_of(name: str) -> Support:
-    """What applies to a timm model by its id, with its tag or without; no weights are loaded.
+    """Return the support of a timm model by its id, with or without tag; no weights are loaded.
 
     >>> support_of("vit_tiny_patch16_224").grid
     (14, 14)
@@ -70,26 +70,26 @@ def support_of(name: str) -> Support:
     """
     config: Any = timm.get_pretrained_cfg(name, allow_unregistered=True)
     key = get_arch_name(name), None if config is None else tuple(config.input_size)
-    if key not in _found:
-        _found[key] = _find(name)
-    return _found[key]
+    if key not in _cache:
+        _cache[key] = _find(name)
+    return _cache[key]
 
 
-# By architecture and the size of its images, which may differ between its tags.
-_found: dict[tuple[str, tuple[int, ...] | None], Support] = {}
+# By architecture and image size, which may differ between tags.
+_cache: dict[tuple[str, tuple[int, ...] | None], Support] = {}
 
 
 def _find(name: str) -> Support:
     family, model = _family(get_arch_name(name)), None
     if family in (*_UNIFORM, *_STAGED):
         short: dict[str, Any] = {"depth": 2} if family in _UNIFORM else {"depths": (2, 2, 2, 2)}
-        with suppress(Exception):  # some cannot be built that short
+        with suppress(Exception):  # some cannot be built with that depth
             return _support_in(_draft(name, **short), "meta")
     try:
         model = _draft(name)
         return _support_in(model, "meta")
-    except Exception as error:  # any model may do what only works on values
-        reason = f"cannot be told without running it ({type(error).__name__}): try it"
+    except Exception as error:  # some operations require values
+        reason = f"unknown without running it ({type(error).__name__})"
     if model is not None and sum(parameter.numel() for parameter in model.parameters()) <= _SMALL:
         with suppress(Exception):
             return _support_in(timm.create_model(name).eval(), "cpu")
@@ -97,14 +97,14 @@ def _find(name: str) -> Support:
 
 
 def _draft(name: str, **options: Any) -> nn.Module:
-    """The model without values."""
+    """Build the model on the meta device."""
     with without_values(), _Uninitialised():
         model: nn.Module = timm.create_model(name, **options)
     return model.eval()
 
 
 def _support_in(model: Any, device: str) -> Support:
-    """What applies to a model that lies on a device, found by running it once."""
+    """Determine the support of a model on a device by running it once."""
     pixels = torch.zeros(1, *model.pretrained_cfg["input_size"], device=device)
     try:
         with torch.no_grad(), record_attention(model, head_fusion="mean") as trace:
@@ -116,7 +116,7 @@ def _support_in(model: Any, device: str) -> Support:
             return _none("the difference of two attention matrices, which has negative entries")
         raise
     if trace.refusal is not None:
-        return _none(refusal_in_words(model, trace.layers) or "its windows cannot be followed to the image")
+        return _none(refusal_in_words(model, trace.layers) or "its windows cannot be mapped to the image")
     layout = trace.layout
     tokens = layout.num_prefix_tokens, (layout.rows, layout.cols), trace.closed[0].name
     if trace.staged:
@@ -128,7 +128,7 @@ def _none(reason: str) -> Support:
     return Support("no", "no", "no", reason)
 
 
-# What initialises weights in place: on the meta device it changes nothing and takes most of the time.
+# In-place initialisation, which has no effect on the meta device and takes most of the time.
 _IN_PLACE = ("add", "clamp", "copy", "div", "erfinv", "fill", "mul", "normal", "sub", "uniform", "zero")
 _SCHEMES = ("constant", "normal", "ones", "trunc_normal", "uniform", "zeros")
 _SCALED = ("kaiming_normal", "kaiming_uniform", "xavier_normal", "xavier_uniform")
@@ -139,7 +139,7 @@ _INITIALISING = {
 
 
 class _Uninitialised(TorchFunctionMode):
-    """Leaves tensors without values as they are, where a model would initialise them."""
+    """Skips the initialisation of tensors on the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -151,10 +151,10 @@ class _Uninitialised(TorchFunctionMode):
 
 
 def list_models(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """What applies to each of timm's models; found one after another, once for each architecture.
+    """Determine the support of timm's models, once for each architecture.
 
     Args:
-        names: model ids, such as `matching` gives.
+        names: model ids, such as those of `matching`.
 
     Yields:
         model (the id), architecture, tag, family (timm's file), input_size, num_classes, and the fields of `Support`.
@@ -178,11 +178,11 @@ def list_models(names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def matching(pattern: str, *, untrained: bool = False) -> list[str]:
-    """The ids of timm's pretrained models that match a pattern.
+    """Return the ids of timm's pretrained models that match a pattern.
 
     Args:
-        pattern: a model id with * as a wildcard; without one, an id, or an architecture, which stands for all its tags.
-        untrained: architectures without pretrained weights too.
+        pattern: a model id with * as a wildcard, or an architecture for all its tags.
+        untrained: include architectures without pretrained weights.
 
     Raises:
         ModelError: nothing matches.

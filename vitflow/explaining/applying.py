@@ -1,4 +1,4 @@
-"""From a recorded pass to results: what the model answered, and each method's maps beside that answer."""
+"""Apply methods to a recorded forward pass."""
 
 import time
 from collections.abc import Sequence
@@ -16,46 +16,46 @@ from vitflow.explaining.method_table import ROLLOUT
 from vitflow.explaining.refining import make_maps
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targeted_trace import TargetedTrace
-from vitflow.explaining.targets import Score, doubt
+from vitflow.explaining.targets import Score, improbable
 from vitflow.models.blocks import block_norm, block_paths, layer_output
 from vitflow.models.facts import ModelFacts
 from vitflow.models.outputs import Outputs
 
 
 def needs_gradients(chosen: Chosen) -> bool:
-    """Whether a backward pass is needed."""
-    return any("gradients" in one.method.needs for one in chosen)
+    """Return True if a method needs a backward pass."""
+    return any("gradients" in each.method.needs for each in chosen)
 
 
-def starts_at_readout(one: ChosenMethod) -> bool:
-    """Whether a map starts at the tokens that the output is computed from."""
-    return bool(one.method.needs & {"attention", "heads"}) and one.options.get("patch") is None
+def starts_at_readout(chosen: ChosenMethod) -> bool:
+    """Return True if a map starts at the tokens from which the output is computed."""
+    return bool(chosen.method.needs & {"attention", "heads"}) and chosen.options.get("patch") is None
 
 
 def recorded_for(chosen: Chosen, model: nn.Module) -> dict[str, Any]:
-    """What to tell `record_attention` so that it keeps what some methods need, taken together."""
-    needs = frozenset[str]().union(*(one.method.needs for one in chosen))
+    """Return the arguments of `record_attention` for all that these methods need."""
+    needs = frozenset[str]().union(*(each.method.needs for each in chosen))
     gradients = "gradients" in needs
-    single = any(one.options.get("head") is not None for one in chosen)
+    single = any(each.options.get("head") is not None for each in chosen)
     every_head = single or "heads" in needs or (gradients and "attention" in needs)
     fusions = {
-        (str(one.options.get("head_fusion", "mean")), one.options.get("value_weighted", False))
-        for one in chosen
-        if "attention" in one.method.needs
+        (str(each.options.get("head_fusion", "mean")), each.options.get("value_weighted", False))
+        for each in chosen
+        if "attention" in each.method.needs
     }
-    affinities = {one.options["affinity"] for one in chosen if one.options.get("refine")}
+    affinities = {each.options["affinity"] for each in chosen if each.options.get("refine")}
     keys, means = bool(affinities - {"attention"}), bool(affinities - {"keys"})
     if means:
         fusions.add(("mean", False))
-    features = {block_norm(model, one.options["layer"]) for one in chosen if "features" in one.method.needs}
-    for one in chosen:
-        if "tokens" in one.method.needs:
-            layer = one.options.get("layer")  # without one, every layer's
+    features = {block_norm(model, each.options["layer"]) for each in chosen if "features" in each.method.needs}
+    for each in chosen:
+        if "tokens" in each.method.needs:
+            layer = each.options.get("layer")  # None: every layer
             features |= set(block_paths(model) if layer is None else [layer_output(model, layer)[0]])
     return {
         "attention": bool(needs & {"attention", "heads"}) or means or keys,
         "fusions": () if every_head else fusions,
-        "values": every_head and any(one.options.get("value_weighted") for one in chosen),
+        "values": every_head and any(each.options.get("value_weighted") for each in chosen),
         "gradients": gradients,
         "features": sorted(features),
         "keys": keys,
@@ -64,12 +64,12 @@ def recorded_for(chosen: Chosen, model: nn.Module) -> dict[str, Any]:
 
 
 def _residual_of_one_product(chosen: Chosen) -> float:
-    """The share of the residual connection, where all that is seen of attention goes into one and the same rollout."""
-    named = ("head_fusion", "value_weighted", "residual", "discard_ratio", "start_layer", "end_layer")
+    """Return the residual if all methods use one and the same rollout, which can be multiplied on the fly; else 0."""
+    names = ("head_fusion", "value_weighted", "residual", "discard_ratio", "start_layer", "end_layer")
     products: list[list[Any]] = [
-        [one.method.function, *(one.options.get(name) for name in named)]
-        for one in chosen
-        if "attention" in one.method.needs
+        [each.method.function, *(each.options.get(name) for name in names)]
+        for each in chosen
+        if "attention" in each.method.needs
     ]
     if not products or any(product != products[0] for product in products[1:]):
         return 0.0
@@ -78,10 +78,10 @@ def _residual_of_one_product(chosen: Chosen) -> float:
 
 
 def probabilities_of(logits: object, facts: ModelFacts) -> Tensor | None:
-    """What is told of a model's answers [batch, classes], as a rule probabilities; None where it has no classes.
+    """Return the scores [batch, classes] of a model's logits, usually probabilities; None if it has no classes.
 
     Raises:
-        ModelError: it returned no tensor, or one with numbers that are not finite.
+        ModelError: the model returned no tensor, or values that are not finite.
     """
     if not isinstance(logits, Tensor):
         raise ModelError(f"Expected {facts.id} to return one tensor of logits, got none.")
@@ -89,58 +89,58 @@ def probabilities_of(logits: object, facts: ModelFacts) -> Tensor | None:
         return None
     if not torch.isfinite(logits).all():
         raise ModelError(
-            f"{facts.id} returned NaN or infinite logits for this image: its weights or its precision "
-            f"({logits.dtype}) are at fault, and no map of it would mean anything."
+            f"{facts.id} returned NaN or infinite logits for this image: check its weights and precision "
+            f"({logits.dtype})."
         )
     return facts.outputs.scores(logits)
 
 
-def apply_methods(trace: TargetedTrace, chosen: Chosen, wanted: Sequence[Tensor | None]) -> list[list[Saliency]]:
-    """The maps of each image, method by method, and for class-specific methods target by target.
+def apply_methods(trace: TargetedTrace, chosen: Chosen, targets: Sequence[Tensor | None]) -> list[list[Saliency]]:
+    """Compute the maps of each image, in the order of methods and, for class-specific methods, targets.
 
     Args:
-        trace: the pass.
+        trace: the recorded pass.
         chosen: methods and their options.
-        wanted: class indices [batch] per target; None where the model has no classes.
+        targets: class indices [batch] per target; None if the model has no classes.
     """
     gradients = needs_gradients(chosen)
-    found: list[list[list[Saliency]]] = [[[] for _ in chosen] for _ in trace.images]
-    for number, target in enumerate(wanted):
+    by_image: list[list[list[Saliency]]] = [[[] for _ in chosen] for _ in trace.images]
+    for index, target in enumerate(targets):
         trace.targets = target
         started = time.perf_counter()
         if gradients:
-            trace.backward()  # once for all methods, and each method's seconds hold it
+            trace.backward()  # shared by all methods; counted in the seconds of each
         backward = time.perf_counter() - started
-        for position, one in enumerate(chosen):
-            if number and not (one.method.class_specific or _reads_target(one, trace)):
+        for position, each in enumerate(chosen):
+            if index and not (each.method.class_specific or _reads_target(each, trace)):
                 continue
-            seconds = trace.seconds + (backward if "gradients" in one.method.needs else 0.0)
-            for maps, saliency in zip(found, _apply(one, trace, seconds), strict=True):
+            seconds = trace.seconds + (backward if "gradients" in each.method.needs else 0.0)
+            for maps, saliency in zip(by_image, _apply(each, trace, seconds), strict=True):
                 maps[position].append(saliency)
         trace.forget_gradients()
-    return [[saliency for maps in of_image for saliency in maps] for of_image in found]
+    return [[saliency for maps in by_method for saliency in maps] for by_method in by_image]
 
 
-def _reads_target(one: ChosenMethod, trace: TargetedTrace) -> bool:
-    """Whether a map starts at tokens that depend on the target, though its method does not."""
-    return starts_at_readout(one) and trace.reads_target
+def _reads_target(chosen: ChosenMethod, trace: TargetedTrace) -> bool:
+    """Return True if the readout of a map depends on the target, even if its method does not."""
+    return starts_at_readout(chosen) and trace.reads_target
 
 
-def _apply(one: ChosenMethod, trace: TargetedTrace, seconds: float) -> list[Saliency]:
-    """One method for the trace's targets: a map for each image. `seconds` is what the batch has taken before."""
+def _apply(chosen: ChosenMethod, trace: TargetedTrace, seconds: float) -> list[Saliency]:
+    """Compute one method's map for each image; `seconds` is the time that the batch has taken before."""
     started = time.perf_counter()
-    method, batch = one.method, len(trace.images)
-    trace.refinement_requested = "refine" in one.given
-    maps, used = make_maps(method, one.options, trace)
+    method, batch = chosen.method, len(trace.images)
+    trace.refinement_requested = "refine" in chosen.given
+    maps, used = make_maps(method, chosen.options, trace)
     grids = _check_grids(maps.grids, method, batch)
     seconds = (seconds + time.perf_counter() - started) / batch
     assert trace.facts is not None
-    told, found = trace.facts.outputs, []
-    readouts = trace.readout_words(trace.targets) if starts_at_readout(one) else []
+    outputs, saliencies = trace.facts.outputs, []
+    readouts = trace.readout_words(trace.targets) if starts_at_readout(chosen) else []
     for index, image in enumerate(trace.images):
-        answer = Score()
+        score = Score()
         if trace.probabilities is not None and trace.targets is not None:
-            answer = Score.of(trace.probabilities[index], int(trace.targets[index]), told)
+            score = Score.of(trace.probabilities[index], int(trace.targets[index]), outputs)
         facts: dict[str, Any] = {"readout": readouts[index]} if readouts else {}
         if trace.facts.note:
             facts["model_note"] = trace.facts.note
@@ -150,7 +150,7 @@ def _apply(one: ChosenMethod, trace: TargetedTrace, seconds: float) -> list[Sali
             and used[index].get("patch") is not None
             and (trace.top.rows, trace.top.cols) != grids[index].shape
         ):
-            facts["patch_grid"] = [trace.top.rows, trace.top.cols]  # among which one was asked for
+            facts["patch_grid"] = [trace.top.rows, trace.top.cols]  # the grid of the query patch
         saliency = Saliency(
             grid=grids[index],
             placement=image.placement,
@@ -159,28 +159,29 @@ def _apply(one: ChosenMethod, trace: TargetedTrace, seconds: float) -> list[Sali
             model=trace.facts.id,
             method=method.name,
             options=used[index],
-            class_specific=method.class_specific or _reads_target(one, trace),
-            score=answer,
-            facts=facts | (maps.facts[index] if maps.facts else {}) | _beside(answer, method, trace, told, index),
+            class_specific=method.class_specific or _reads_target(chosen, trace),
+            score=score,
+            facts=facts
+            | (maps.facts[index] if maps.facts else {})
+            | _score_facts(score, method, trace, outputs, index),
             seconds=seconds,
-            reference=told.images[answer.index] if told.images and answer.index is not None else None,
+            reference=outputs.images[score.index] if outputs.images and score.index is not None else None,
         )
-        found.append(saliency)
-    return found
+        saliencies.append(saliency)
+    return saliencies
 
 
-def _beside(answer: Score, method: Method, trace: TargetedTrace, told: Outputs, index: int) -> dict[str, Any]:
-    """What else is to be known of an answer: that the model all but rules the class out, where it was asked for; the
-    cosine behind a share of a softmax; and what the map's number is less.
-    """
+def _score_facts(score: Score, method: Method, trace: TargetedTrace, outputs: Outputs, index: int) -> dict[str, Any]:
+    """Return facts about a score: a note if the class is improbable, the cosine behind a softmax, and the contrast."""
     facts: dict[str, Any] = {}
-    if method.class_specific and trace.probabilities is not None and not answer.is_predicted:
-        note = None if answer.probability is None else doubt(answer.probability, trace.probabilities.shape[1])
+    if method.class_specific and trace.probabilities is not None and not score.is_predicted:
+        note = None if score.probability is None else improbable(score.probability, trace.probabilities.shape[1])
         facts |= {} if note is None else {"note": note}
-    if told.activation == "softmax" and told.scale != 1.0 and trace.numbers is not None and answer.index is not None:
-        facts["cosine"] = round(float(trace.numbers[index, answer.index]) / told.scale, 4)
-    if method.class_specific and trace.outputs is not told:
-        facts["against"] = told.against
+    cosines = outputs.activation == "softmax" and outputs.scale != 1.0
+    if cosines and trace.numbers is not None and score.index is not None:
+        facts["cosine"] = round(float(trace.numbers[index, score.index]) / outputs.scale, 4)
+    if method.class_specific and trace.outputs is not outputs:
+        facts["against"] = outputs.against
     return facts
 
 

@@ -1,4 +1,4 @@
-"""What stands beside a drawn map: its method, what was asked, and its numbers, in words that people can read."""
+"""Captions of maps: method, options, target, score and notes as text."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,59 +9,57 @@ from vitflow.explaining.options import OPTIONS, REFINING
 from vitflow.explaining.options import in_words as option_in_words
 from vitflow.explaining.targets import Contrast, Score
 
-# Below it, the halves of a sample agree so little that another seed may well give another map.
+# Split-half Spearman correlation below which another seed may well give another map.
 _LOW_RELIABILITY = 0.2
 
 
-def class_lines(answer: Score) -> Iterator[str]:
-    """What was asked and its number, in one line or two."""
-    if answer.sides:
-        yield from (answer.name, answer.display)
-    elif answer.value is not None:
-        rare = answer.unit == "probability" and answer.value < 0.0005
-        chance = answer.display.replace("0.0%", "<0.1%") if rare else answer.display
-        # The probability of a long name gets a line of its own, so that it is not cut off.
-        yield from (answer.name, chance) if len(answer.name) > 40 else (f"{answer.name}, {chance}",)
-    elif answer.name:
-        yield answer.name
+def class_lines(score: Score) -> Iterator[str]:
+    """Yield the target and its score, in one or two lines."""
+    if score.sides:
+        yield from (score.name, score.display)
+    elif score.value is not None:
+        rare = score.unit == "probability" and score.value < 0.0005
+        chance = score.display.replace("0.0%", "<0.1%") if rare else score.display
+        # The probability of a long name is on a separate line, so that it is not cut off.
+        yield from (score.name, chance) if len(score.name) > 40 else (f"{score.name}, {chance}",)
+    elif score.name:
+        yield score.name
 
 
-def ends(answer: Score, class_specific: bool) -> tuple[str, str]:
-    """What values of a map below and above 0 stand for.
+def ends(score: Score, class_specific: bool) -> tuple[str, str]:
+    """Return labels for values of a map below and above 0.
 
     >>> ends(Score("cat against dog", opposed=("cat", "dog")), True), ends(Score("cat", 0.9), True)
     (('for dog', 'for cat'), ('against cat', 'for cat'))
     """
-    if answer.opposed:
-        first, second = answer.opposed
+    if score.opposed:
+        first, second = score.opposed
         return f"for {second}", f"for {first}"
-    if not (class_specific and answer.name):
+    if not (class_specific and score.name):
         return "below 0", "above 0"
-    if answer.unit == "probability":
-        return f"against {answer.name}", f"for {answer.name}"
-    return f"lowers {answer.name}", f"raises {answer.name}"
+    if score.unit == "probability":
+        return f"against {score.name}", f"for {score.name}"
+    return f"lowers {score.name}", f"raises {score.name}"
 
 
-def ends_of_all(asked: Sequence[tuple[Score, bool]]) -> tuple[str, str]:
-    """The same for several maps in one scale of colours: their own words where all have the same, or what they share.
+def ends_of_all(targets: Sequence[tuple[Score, bool]]) -> tuple[str, str]:
+    """Return labels as of `ends` for several maps with a common colour scale.
 
     >>> ends_of_all([(Score("cat", 0.9), True), (Score("dog", 0.1), True)])
     ('against the class', 'for the class')
     """
-    own = {ends(answer, specific) for answer, specific in asked}
-    if len(own) == 1:
-        return own.pop()
-    if all(answer.opposed for answer, _ in asked):
+    labels = {ends(score, specific) for score, specific in targets}
+    if len(labels) == 1:
+        return labels.pop()
+    if all(score.opposed for score, _ in targets):
         return "for the second", "for the first"
-    if all(specific and answer.unit == "probability" for answer, specific in asked):
+    if all(specific and score.unit == "probability" for score, specific in targets):
         return "against the class", "for the class"
     return "below 0", "above 0"
 
 
 def departures(method: Method, options: Mapping[str, Any]) -> str:
-    """How a map departs from its method's publication, in words; empty where it does not.
-
-    Of a method that is from no publication: how it departs from the method's own defaults.
+    """Describe options that differ from the method's publication, or from its defaults if it has none; may be empty.
 
     >>> rollout = get_method("rollout")
     >>> departures(rollout, rollout.complete({"discard_ratio": 0.5, "affinity": "both"}))
@@ -72,30 +70,30 @@ def departures(method: Method, options: Mapping[str, Any]) -> str:
     usual = method.defaults if method.published is None else method.published
     differing = {name: value for name, value in options.items() if value != usual.get(name)}
     if options.get("refine") == 0:
-        differing.pop("affinity", None)  # by which nothing was spread
+        differing.pop("affinity", None)  # without effect
     elif "refine" in differing:
         differing["affinity"] = options["affinity"]
     return in_words(differing)
 
 
 def departures_from_paper(method: Method, options: Mapping[str, Any]) -> str | None:
-    """The same for JSON: None of a method that is from no publication."""
+    """Return `departures` for JSON: None for a method without a publication."""
     return None if method.published is None else departures(method, options)
 
 
 def method_record(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A method with its options, ready for JSON."""
+    """Return a method with its options, for JSON."""
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
     return {"method": method.name, "options": plain, "departures_from_paper": departures_from_paper(method, options)}
 
 
 def method_in_words(method: Method, options: Mapping[str, Any]) -> str:
-    """A method's title, and in brackets how its map departs from its publication."""
-    return f"{method.title} ({told})" if (told := departures(method, options)) else method.title
+    """Return a method's title, with departures from its publication in brackets."""
+    return f"{method.title} ({text})" if (text := departures(method, options)) else method.title
 
 
 def model_in_words(model: str, note: str = "") -> str:
-    """A model's id with its note for readers.
+    """Return a model's id with its note.
 
     >>> model_in_words("vitflow_demo", "knows eight drawn shapes only")
     'vitflow_demo (knows eight drawn shapes only)'
@@ -104,7 +102,7 @@ def model_in_words(model: str, note: str = "") -> str:
 
 
 def changed_options(name: str, options: Mapping[str, Any]) -> str:
-    """What differs from the method's defaults, such as "90% discarded", or the preset that this amounts to."""
+    """Describe options that differ from the defaults, such as "90% discarded", or name the equivalent preset."""
     method = get_method(name)
     differing = {name: value for name, value in options.items() if value != method.defaults.get(name)}
     for preset, values in method.presets.items():
@@ -114,38 +112,38 @@ def changed_options(name: str, options: Mapping[str, Any]) -> str:
 
 
 def in_words(options: Mapping[str, Any]) -> str:
-    """Options as people read them; how a map was refined comes last.
+    """Describe options in words; refinement comes last.
 
     >>> in_words({"head_fusion": "max", "refine": 2, "affinity": "keys", "value_weighted": "output", "patch": (3, 7)})
     'max over heads, value-weighted, patch (3, 7), refined 2 times by keys'
     """
-    told = [
+    phrases = [
         OPTIONS[name].in_words(value) if name in OPTIONS else option_in_words(name, value)
         for name, value in options.items()
         if name not in REFINING
     ]
     steps, affinity = options.get("refine"), options.get("affinity")
     if steps == 0:
-        told.append("not refined")
+        phrases.append("not refined")
     elif steps or affinity:
-        told.append(f"refined{f' {steps} times' if (steps or 1) > 1 else ''}{f' by {affinity}' if affinity else ''}")
-    return ", ".join(told)
+        phrases.append(f"refined{f' {steps} times' if (steps or 1) > 1 else ''}{f' by {affinity}' if affinity else ''}")
+    return ", ".join(phrases)
 
 
 class Code(str):
-    """What stands in a call as it is: a variable, or another call."""
+    """Source code that `python_call` does not quote: a variable, or another call."""
 
     __slots__ = ()
 
 
 def python_call(function: str, *given: object, **named: object) -> Code:
-    """A call as it is written in Python, without what was not asked for.
+    """Return a call as Python source, without arguments that are None or False.
 
     >>> python_call("vitflow.explain", "cat.jpg", model=Code("model"), target=Contrast("cat", "dog"), patch=None)
     "vitflow.explain('cat.jpg', model=model, target=vitflow.Contrast('cat', 'dog'))"
     """
-    asked = [f"{name}={_python(one)}" for name, one in named.items() if one is not None and one is not False]
-    return Code(f"{function}({', '.join([*map(_python, given), *asked])})")
+    keywords = [f"{name}={_python(value)}" for name, value in named.items() if value is not None and value is not False]
+    return Code(f"{function}({', '.join([*map(_python, given), *keywords])})")
 
 
 def _python(value: object) -> str:
@@ -156,32 +154,32 @@ def _python(value: object) -> str:
     return python_call("vitflow.Contrast", value.target, value.against) if isinstance(value, Contrast) else repr(value)
 
 
-def unsure(facts: Mapping[str, Any]) -> str:
-    """That the halves of a sample agree little, with their rank correlation; empty where they agree, or there is none.
+def unreliable(facts: Mapping[str, Any]) -> str:
+    """Warning for an unreliable sampling map (split-half Spearman below 0.2), or an empty string.
 
-    >>> unsure({"reliability": 0.04})
-    'reliability 0.04: more masks make it surer'
+    >>> unreliable({"reliability": 0.04})
+    'reliability 0.04: more masks increase it'
     """
     reliability = facts.get("reliability")
     if reliability is None or reliability >= _LOW_RELIABILITY:
         return ""
-    return f"reliability {reliability:.2f}: more masks make it surer".replace("-", "−")
+    return f"reliability {reliability:.2f}: more masks increase it".replace("-", "−")
 
 
 def notes_of(facts: Mapping[str, Any]) -> Iterator[str]:
-    """What else is to be known of a number and of its map, in sentences.
+    """Yield notes on the score and the map.
 
     >>> list(notes_of({"against": "the mean of the other prompts"}))
-    ['The map is of its number less the mean of the other prompts.']
+    ['The map explains the score minus the mean of the other prompts.']
     """
     if (cosine := facts.get("cosine")) is not None:
         yield f"Cosine {cosine:.3f}; the percentage is its share among the prompts.".replace("-", "−")
     if against := facts.get("against"):
-        yield f"The map is of its number less {against}."
+        yield f"The map explains the score minus {against}."
 
 
 def duration(seconds: float) -> str:
-    """A time in milliseconds, or in seconds from one on, in minutes from ten, and in hours from two.
+    """Format a time in milliseconds, seconds, minutes (from 10) or hours (from 2).
 
     >>> duration(0.0421), duration(12.34), duration(1234), duration(40000)
     ('42 ms', '12.3 s', '21 min', '11.1 h')

@@ -1,4 +1,4 @@
-"""Compare methods: the same images under several methods, as a strip for a paper and as numbers of agreement."""
+"""Compare methods on the same images: a figure of all maps, and their agreement."""
 
 import os
 import warnings
@@ -31,7 +31,7 @@ from vitflow.methods.ranks import Values, spearman, top_overlap
 
 
 def mean_of_defined(values: Iterable[float | None]) -> float | None:
-    """The mean of the values that are not None; None if there are none."""
+    """Return the mean of the values that are not None; None if there are none."""
     defined = [value for value in values if value is not None]
     return float(np.mean(defined)) if defined else None
 
@@ -41,17 +41,17 @@ Matrix = tuple[tuple[float | None, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far several methods agree about the same images, two by two.
+    """Pairwise agreement of methods on the same images.
 
     Attributes:
         labels: the methods.
-        spearman: rank correlation of the patches, [methods][methods], the mean over maps; None where a map is constant
-            or the patch grids of the two differ.
-        overlap: share of the highest patches in common, likewise; what chance gives is `top`.
+        spearman: Spearman correlation of the patches, [methods][methods], mean over maps; None if a map is constant or
+            the patch grids differ.
+        overlap: share of the highest patches in common, [methods][methods]; chance is `top`.
         top: share of the patches that count as highest.
-        maps: how many maps of each method were compared: images times classes.
-        between_classes: for each class-specific method the rank correlation between its maps for two classes of one
-            image, the mean over pairs and images; 1 means that it does not tell the classes apart.
+        maps: number of maps of each method: images times classes.
+        between_classes: for each class-specific method the Spearman correlation between its maps for two classes of an
+            image, mean over pairs and images; 1 means that the map does not depend on the class.
     """
 
     labels: tuple[str, ...]
@@ -62,26 +62,26 @@ class Agreement:
     between_classes: Mapping[str, float | None] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """A table for the terminal, with a title and one sentence that says what it shows."""
+        """Format as a table for the terminal."""
         width = max(len(label) for label in self.labels)
         numbers = [str(number) for number in range(1, len(self.labels) + 1)]
-        maps = "one map each" if self.maps == 1 else f"the mean over {self.maps} maps each"
-        lines = [f"How far the methods agree about which patches matter ({maps})"]
-        if told := self._in_words():
-            lines.append(told)
+        maps = "one map each" if self.maps == 1 else f"mean over {self.maps} maps each"
+        lines = [f"Agreement of the methods ({maps})"]
+        if summary := self._in_words():
+            lines.append(summary)
         lines += [" " * (width + 4) + "".join(f"{number:>7}" for number in numbers)]
         for row, label in enumerate(self.labels):
             cells = "".join(f"{self._cell(row, col):>7}" for col in range(len(self.labels)))
             lines.append(f"{numbers[row]:>2}  {label:{width}}{cells}")
-        lines.append("below the diagonal: Spearman's rank correlation of the patches; 1 is the same order, 0 is none")
+        lines.append("below the diagonal: Spearman correlation of the patches")
         lines.append(f"above: share of the highest {self.top:.0%} of patches in common; {self.top:.2f} is chance")
         if self.between_classes:
-            found = ", ".join(f"{label} {decimal(value, 2)}" for label, value in self.between_classes.items())
-            lines.append(f"between the classes of an image, Spearman: {found}")
+            values = ", ".join(f"{label} {decimal(value, 2)}" for label, value in self.between_classes.items())
+            lines.append(f"Spearman between the classes of an image: {values}")
         return "\n".join(lines)
 
     def _in_words(self) -> str:
-        """The pairs that are the most and the least alike; empty where there are not two pairs to tell apart."""
+        """Name the most and the least similar pair; empty with fewer than two pairs."""
         pairs = [
             (rho, f"{self.labels[i]} and {self.labels[j]} ({decimal(rho, 2)})")
             for i, j in combinations(range(len(self.labels)), 2)
@@ -89,7 +89,7 @@ class Agreement:
         ]
         if len(pairs) < 2:
             return ""
-        return f"Most alike are {max(pairs)[1]}, least alike {min(pairs)[1]}."
+        return f"Most similar: {max(pairs)[1]}; least similar: {min(pairs)[1]}."
 
     def _cell(self, row: int, col: int) -> str:
         if row == col:
@@ -97,7 +97,7 @@ class Agreement:
         return decimal((self.spearman if row > col else self.overlap)[row][col], 2)
 
     def to_dict(self) -> dict[str, Any]:
-        """The pairs as numbers, ready for JSON."""
+        """Return the pairs for JSON."""
         pairs = [
             {
                 "methods": [self.labels[i], self.labels[j]],
@@ -116,16 +116,16 @@ def measure_agreement(
     top: float = 0.1,
     between_classes: Mapping[str, float | None] | None = None,
 ) -> Agreement:
-    """Compare each method's maps with each other method's, image by image.
+    """Measure the pairwise agreement of methods.
 
     Args:
         labels: the methods.
         maps: for each image and class the grid of each method.
         top: share of the patches that count as highest, 0 < top < 1.
-        between_classes: is kept with the result.
+        between_classes: stored in the result.
 
     Raises:
-        OptionError: top lies outside its range.
+        OptionError: top is out of range.
 
     >>> a, b = np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[4.0, 3.0], [2.0, 1.0]])
     >>> measure_agreement(["a", "b"], [[a, b]], top=0.25).spearman
@@ -145,7 +145,7 @@ def measure_agreement(
     )
 
 
-# Images that a notebook shows of a comparison.
+# Number of images that a notebook shows.
 _SHOWN = 4
 
 
@@ -160,22 +160,22 @@ def compare(
     device: str | torch.device | None = None,
     **options: Any,
 ) -> "Comparison":
-    """Explain one image or several with many methods, side by side, with the baselines beside them.
+    """Explain one image or several with many methods, including baselines.
 
     Args:
-        images: one image, or a list of them: paths, bytes, PIL images, or RGB arrays.
-        model: a model id (see `load_model`), a module of your own, or an `Explainer`, whose own fit and device hold.
-        methods: names, or (name, options) pairs; by default `DEFAULT_METHODS`, without the class-specific ones where
-            the model has no classes, and with a warning without those that do not apply to the model. Name "random" and
-            "centre" to keep the baselines beside a choice of your own.
-        targets: one class or several, by index or name, or "top5", or an array with the class index of each image;
-            or contrasts of two classes, which only class-specific methods show;
-            by default the predicted class. Methods that are not class-specific give one map per image all the same.
+        images: one image or a list: paths, bytes, PIL images, RGB arrays, or normalised tensors.
+        model: a model id (see `load_model`), a module, or an `Explainer` with its fit and device.
+        methods: names, or (name, options) pairs; by default `DEFAULT_METHODS`, without class-specific methods if the
+            model has no classes, and without methods that the model does not support (with a warning). Include "random"
+            and "centre" in a list of your own to keep the baselines.
+        targets: one class or several, by index or name, or "top5", or an array with the class index of each image; or
+            contrasts, which only class-specific methods explain; by default the predicted class. Methods that are not
+            class-specific give one map per image.
         fit, device: as for `vitflow.explain`.
-        options: options for every method that has them, such as head_fusion="max".
+        options: options for every method that accepts them, such as head_fusion="max".
 
     Raises:
-        VitflowError: an image, the model or an option is wrong; the message says which and what to do.
+        VitflowError: an image, the model or an option is invalid.
 
     >>> from vitflow.demo import sample_images
     >>> comparison = compare(sample_images()[0], model="demo", methods=["rollout", "gae", "random"], targets="top2")
@@ -189,19 +189,19 @@ def compare(
     check_methods(DEFAULT_METHODS if methods is None else methods, options)  # before a model is loaded
     explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
     has_classes = explainer.num_classes > 0
-    contrasting = bool(contrasts_among(targets))  # of which only class-specific methods know
+    contrasting = bool(contrasts_among(targets))  # only for class-specific methods
     chosen = methods or [
         name
         for name in DEFAULT_METHODS
         if (has_classes or not get_method(name).class_specific) and (get_method(name).class_specific or not contrasting)
     ]
     per_image = []
-    for number, source in enumerate(sources):
-        # One by one: no image waits for the memory of another, and the seconds are its own.
-        wanted = targets[number : number + 1] if given_targets else targets  # type: ignore[index]
-        names = [name_of(source, number + 1)]
+    for index, source in enumerate(sources):
+        # One at a time, for memory and for the time of each image.
+        image_targets = targets[index : index + 1] if given_targets else targets  # type: ignore[index]
+        names = [name_of(source, index + 1)]
         try:
-            found = explainer.explain_batch([source], methods=chosen, targets=wanted, names=names, **options)
+            maps = explainer.explain_batch([source], methods=chosen, targets=image_targets, names=names, **options)
         except UnsupportedModelError:
             if methods is not None:
                 raise
@@ -209,8 +209,8 @@ def compare(
             for note in left_out(refused):
                 warnings.warn(note, VitflowWarning, stacklevel=2)
             chosen = [name for name in chosen if name not in refused]
-            found = explainer.explain_batch([source], methods=chosen, targets=wanted, names=names, **options)
-        per_image.append(tuple(maps for column in columns_of(found) for maps in column))
+            maps = explainer.explain_batch([source], methods=chosen, targets=image_targets, names=names, **options)
+        per_image.append(tuple(saliency for column in columns_of(maps) for saliency in column))
     return Comparison(tuple(per_image))
 
 
@@ -219,7 +219,7 @@ class Comparison(FigureResult):
     """Maps of the same images by several methods.
 
     Attributes:
-        images: for each image its maps, method by method, and for class-specific methods class by class.
+        images: for each image its maps, in the order of methods and, for class-specific methods, classes.
     """
 
     images: tuple[tuple[Saliency, ...], ...]
@@ -229,7 +229,7 @@ class Comparison(FigureResult):
         return f"Comparison({count} image{'s' if count > 1 else ''}: {printable(', '.join(self.labels))})"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """What a notebook shows: the strip of the first images, in the size of a page."""
+        """Return the figure of the first images for notebooks."""
         left_out = len(self.images) - _SHOWN
         text = f"{self!r}{f'; {left_out} more images are not shown' if left_out > 0 else ''}"
         figure = Comparison(self.images[:_SHOWN]).figure(dpi=figures.NOTEBOOK_DPI)
@@ -237,30 +237,30 @@ class Comparison(FigureResult):
 
     @property
     def saliencies(self) -> tuple[Saliency, ...]:
-        """All maps: image by image, method by method, class by class."""
+        """All maps, in the order of images, methods and classes."""
         return tuple(saliency for image in self.images for saliency in image)
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What each column shows: the method, with the options that differ from its defaults."""
+        """Label of each column: the method, with options that differ from its defaults."""
         return tuple(
-            f"{maps[0].method} ({told})"
-            if (told := changed_options(maps[0].method, maps[0].options))
+            f"{maps[0].method} ({changed})"
+            if (changed := changed_options(maps[0].method, maps[0].options))
             else maps[0].method
             for maps in columns_of(self.images[0])
         )
 
     def agreement(self, top: float = 0.1) -> Agreement:
-        """How far the methods agree: rank correlation and overlap of the highest patches, for each pair of them.
+        """Measure the agreement of each pair of methods: Spearman correlation and overlap of the highest patches.
 
-        Class-specific maps are compared class by class, and the others with each of these; shown are means over
-        images and classes. See `vitflow.methods.ranks.spearman` and `top_overlap` for ties and constant maps.
+        Class-specific maps are compared for the same class; other maps are compared with the map of each class. See
+        `vitflow.methods.ranks.spearman` and `top_overlap` for ties and constant maps.
 
         Args:
             top: share of a map's patches that count as its highest, 0 < top < 1; at least one patch.
 
         Raises:
-            OptionError: top lies outside its range.
+            OptionError: top is out of range.
         """
         rows, between = [], dict[str, list[float | None]]()
         for image in self.images:
@@ -282,17 +282,16 @@ class Comparison(FigureResult):
         timings: bool = False,
         **drawing: Any,
     ) -> Figure:
-        """Draw the maps over their photographs: rows are images, or classes of an image; columns are methods.
+        """Draw the maps over their images: one row per image and class, one column per method.
 
-        More than five methods stand in several rows; those with a map for each class stand below the others.
+        More than five methods are split into several bands; methods with a map for each class come last.
 
         Args:
             path: also write the figure here: .png, .pdf or .svg.
-            same_scale: give all maps of one method, of every class and image, the limits of their colours in common,
-                so that they can be compared; by default each map has its own. Different methods never have the same:
-                their values mean different things.
-            width: of a column, in inches.
-            timings: tell below each map how long it took.
+            same_scale: use the same colour limits for all maps of a method, so that they can be compared; by default
+                each map has separate limits. Methods never share limits, because their units differ.
+            width: width of a column, in inches.
+            timings: show the computation time below each map.
             drawing: as for `Saliency.figure`; vmin and vmax are those of all maps.
 
         Raises:
@@ -302,7 +301,7 @@ class Comparison(FigureResult):
         return file_too(path, lambda: draw_comparison(self.images, pen, same_scale=same_scale, timings=timings))
 
     def records(self) -> list[dict[str, Any]]:
-        """What a log keeps of each image, ready for JSON: its maps without their values, and their agreement."""
+        """Return a record of each image for JSON: its maps without values, and their agreement."""
         return [
             {
                 "input": image[0].source,
@@ -314,7 +313,7 @@ class Comparison(FigureResult):
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON: each map with its values on the patch grid, and the agreement."""
+        """Return everything for JSON: each map with its values on the patch grid, and the agreement."""
         return {
             "model": self.saliencies[0].model,
             "methods": list(self.labels),

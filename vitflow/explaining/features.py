@@ -1,4 +1,4 @@
-"""The features of patches as colours: the first three principal components of one or several images together."""
+"""Principal components of patch features as colours, for one or several images together."""
 
 import os
 from collections.abc import Sequence
@@ -34,15 +34,15 @@ _MOST_COLUMNS = 6
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class ImageFeatures:
-    """What the patches of one image hold, as three numbers each.
+    """Three principal components for each patch of an image.
 
     Attributes:
         source: the image's name.
         image: the image, uint8 RGB [height, width, 3].
-        placement: where the model input lies on it.
-        components: float32 [rows, cols, 3]; NaN for patches that lie beside the image, in its padding.
-        shown: which patches the components were made of, and are drawn: those of the image, or of its foreground;
-            bool [rows, cols].
+        placement: position of the model input on the image.
+        components: float32 [rows, cols, 3]; NaN for patches in the padding.
+        shown: patches from which the components were computed: those of the image, or of its foreground; bool
+            [rows, cols].
     """
 
     source: str
@@ -54,15 +54,15 @@ class ImageFeatures:
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Features(FigureResult):
-    """The first three principal components of the patch features of images, taken together.
+    """First three principal components of the patch features of all images.
 
     Attributes:
-        images: each with its components.
-        shares: of the variance of what is shown that the three components hold.
+        images: the images with their components.
+        shares: share of the variance explained by each component.
         model: the model's id.
-        layer: whose features they are, counted from 1.
-        foreground: whether they are those of the foreground alone.
-        model_note: what a reader must know of the model, if it carries such a note.
+        layer: layer of the features, counted from 1.
+        foreground: whether the components are those of the foreground.
+        model_note: note for readers that the model carries, or an empty string.
     """
 
     images: tuple[ImageFeatures, ...]
@@ -79,21 +79,20 @@ class Features(FigureResult):
 
     @property
     def components(self) -> tuple[NDArray[np.float32], ...]:
-        """The components of each image, [rows, cols, 3]; NaN in its padding."""
+        """Components of each image, [rows, cols, 3]; NaN in the padding."""
         return tuple(image.components for image in self.images)
 
     @property
     def colours(self) -> tuple[NDArray[np.float32], ...]:
-        """The components of each image as red, green and blue from 0 to 1, [rows, cols, 3]; NaN in its padding.
+        """Components of each image as red, green and blue from 0 to 1, [rows, cols, 3]; NaN in the padding.
 
-        Of each component 0 and 1 are the 2nd and the 98th percentile of what is shown, over all images, so that one
-        colour means the same in all of them.
+        0 and 1 are the 2nd and the 98th percentile of each component over all images, so that colours are comparable.
         """
         shown = np.concatenate([image.components[image.shown] for image in self.images])
         low, high = np.percentile(shown, overlay.ROBUST_PERCENTILES, axis=0)
         spread = np.where(high > low, high - low, np.inf)
         middle = np.where(high > low, 0.0, 0.5)
-        return tuple(np.clip((own - low) / spread + middle, 0.0, 1.0).astype(np.float32) for own in self.components)
+        return tuple(np.clip((each - low) / spread + middle, 0.0, 1.0).astype(np.float32) for each in self.components)
 
     def figure(
         self,
@@ -108,13 +107,13 @@ class Features(FigureResult):
 
         Args:
             path: also write the figure here: .png, .pdf or .svg.
-            width: of an image, in inches.
+            width: width of an image, in inches.
             dpi: pixels per inch of the images.
             alpha: opacity of the colours, from 0 to 1.
-            interpolation: how patches become pixels: "smooth", "linear", "cubic", or "nearest" to see the patches.
+            interpolation: "smooth", "linear", "cubic", or "nearest" to see the patches.
 
         Raises:
-            OptionError: a drawing option is out of range, or another file type.
+            OptionError: a drawing option is out of range, or the file type is not supported.
         """
         pen = Pen.of(width, {"dpi": dpi, "interpolation": interpolation, "alpha": alpha})
         return file_too(path, lambda: self._draw(pen))
@@ -129,44 +128,44 @@ class Features(FigureResult):
         return figures.draw_bands(bands, note=self._note(), dpi=pen.dpi)
 
     def _note(self) -> str:
-        together = "" if len(self.images) == 1 else " over all images together"
-        what = "foreground patches" if self.foreground else "patches"
+        together = "" if len(self.images) == 1 else " over all images"
+        patches = "foreground patch" if self.foreground else "patch"
         red, green, blue = (f"{share:.0%}" for share in self.shares)
         return (
-            f"The first three principal components of the {what}' features{together}, as red, green and blue: {red}, "
-            f"{green} and {blue} of their variance.\n"
+            f"First three principal components of the {patches} features{together} as red, green and blue: {red}, "
+            f"{green} and {blue} of the variance.\n"
             f"Model: {model_in_words(self.model, self.model_note)}, layer {self.layer}."
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON: the records with the components of each patch, and which patches are shown."""
+        """Return everything for JSON: the records with the components of each patch."""
         images = [
             record
             | {
                 "components": [
-                    [None if np.isnan(patch[0]) else patch.tolist() for patch in row] for row in own.components
+                    [None if np.isnan(patch[0]) else patch.tolist() for patch in row] for row in image.components
                 ],
-                "shown": own.shown.tolist(),
+                "shown": image.shown.tolist(),
             }
-            for record, own in zip(self.records(), self.images, strict=True)
+            for record, image in zip(self.records(), self.images, strict=True)
         ]
         return {"model": self.model, "layer": self.layer, "images": images}
 
     def records(self) -> list[dict[str, Any]]:
-        """What a log keeps of each image, ready for JSON."""
+        """Return a record of each image for JSON, without values."""
         return [
             {
-                "input": own.source,
+                "input": image.source,
                 "model": self.model,
                 "layer": self.layer,
                 "foreground": self.foreground,
                 "shares": list(self.shares),
-                "grid_rows": own.shown.shape[0],
-                "grid_columns": own.shown.shape[1],
-                "patches_shown": int(own.shown.sum()),
-                "placement": own.placement.to_dict(),
+                "grid_rows": image.shown.shape[0],
+                "grid_columns": image.shown.shape[1],
+                "patches_shown": int(image.shown.sum()),
+                "placement": image.placement.to_dict(),
             }
-            for own in self.images
+            for image in self.images
         ]
 
 
@@ -179,52 +178,52 @@ def feature_maps(
     fit: str = "crop",
     device: str | torch.device | None = None,
 ) -> Features:
-    """Show what patches hold: the first three principal components of their features, as colours.
+    """Compute the first three principal components of patch features over all images.
 
-    Features are the output of a block after the model's last norm, without prefix and register tokens; of a model with
-    stages, what a stage gives. Patches that lie in the padding of an image have no part in it.
+    Features are the output of a block after the model's last norm, without prefix and register tokens; for a model with
+    stages, the output of a stage. Patches in the padding of an image are excluded.
 
     Args:
-        images: one image, or a list of them, which get their components together: paths, bytes, PIL images, or RGB
-            arrays.
-        model: a model id (see `load_model`), a module of your own, or an `Explainer`, whose own fit and device hold.
-        layer: whose features, counted from 1; -1 is the last.
-        foreground: take two steps: the first component of all patches parts foreground from background at its mean, and
-            the components are those of the foreground. Foreground is the side that has less of the images' edges.
+        images: one image or a list, with common components: paths, bytes, PIL images, RGB arrays, or normalised
+            tensors.
+        model: a model id (see `load_model`), a module, or an `Explainer` with its fit and device.
+        layer: layer of the features, counted from 1; -1 is the last.
+        foreground: two steps: the first component of all patches separates foreground from background at its mean, and
+            the components are those of the foreground. Foreground is the side that covers less of the image borders.
         fit, device: as for `vitflow.explain`.
 
     Raises:
-        VitflowError: an image, the model or an option is wrong; fewer than four patches.
+        VitflowError: an image, the model or an option is invalid, or there are fewer than four patches.
 
     Source: Oquab et al., "DINOv2: Learning Robust Visual Features without Supervision", TMLR 2024, §7.4 and Figure 1.
 
     >>> from vitflow.demo import sample_images
-    >>> found = feature_maps(sample_images()[:2], model="demo")
-    >>> [own.shape for own in found.components]
+    >>> features = feature_maps(sample_images()[:2], model="demo")
+    >>> [components.shape for components in features.components]
     [(12, 12, 3), (12, 12, 3)]
     """
     sources = at_least_one(images)
     explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
-    placed = [explainer.placed(source, name_of(source, number)) for number, source in enumerate(sources, start=1)]
+    placed = [explainer.placed(source, name_of(source, index)) for index, source in enumerate(sources, start=1)]
     vectors = [_vectors(explainer, image, layer) for image in placed]
-    inside = [_inside(one.placement, *own.shape[:2]) for one, own in zip(placed, vectors, strict=True)]
-    shown, found = inside, _components(vectors, inside, "patches")
+    inside = [_inside(image.placement, *each.shape[:2]) for image, each in zip(placed, vectors, strict=True)]
+    shown, basis = inside, _components(vectors, inside, "patches")
     if foreground:
-        first = [found.of(own)[..., 0].numpy() for own in vectors]
+        first = [basis.of(each)[..., 0].numpy() for each in vectors]
         side = _side(first, inside)
-        shown = [own & (side * values > 0) for own, values in zip(inside, first, strict=True)]
-        found = _components(vectors, shown, "foreground patches")
-    told = []
-    for image, vector, own, kept in zip(placed, vectors, inside, shown, strict=True):
-        components = np.where(own[..., None], found.of(vector).numpy(), np.nan).astype(np.float32)
-        told.append(ImageFeatures(image.name, image.image, image.placement, components, kept))
-    red, green, blue = found.shares.tolist()
-    number = check_layer("layer", layer, len(block_paths(explainer.model) or block_norms(explainer.model))) + 1
-    return Features(tuple(told), (red, green, blue), explainer.model_id, number, foreground, explainer.facts.note)
+        shown = [mask & (side * values > 0) for mask, values in zip(inside, first, strict=True)]
+        basis = _components(vectors, shown, "foreground patches")
+    features = []
+    for image, vector, mask, kept in zip(placed, vectors, inside, shown, strict=True):
+        components = np.where(mask[..., None], basis.of(vector).numpy(), np.nan).astype(np.float32)
+        features.append(ImageFeatures(image.name, image.image, image.placement, components, kept))
+    red, green, blue = basis.shares.tolist()
+    layer = check_layer("layer", layer, len(block_paths(explainer.model) or block_norms(explainer.model))) + 1
+    return Features(tuple(features), (red, green, blue), explainer.model_id, layer, foreground, explainer.facts.note)
 
 
 def _vectors(explainer: Explainer, image: PlacedImage, layer: int) -> torch.Tensor:
-    """The features of the patches of an image, [rows, cols, width]."""
+    """Return the features of the patches of an image, [rows, cols, width]."""
     trace = explainer.record(image, attention=False, features=[layer_output(explainer.model, layer)[0]])
     tokens, layout = layer_features(trace, layer)
     patches = tokens[0, layout.patches].cpu()
@@ -232,31 +231,30 @@ def _vectors(explainer: Explainer, image: PlacedImage, layer: int) -> torch.Tens
 
 
 def _inside(placement: Placement, rows: int, cols: int) -> NDArray[np.bool_]:
-    """Which patches have their centre on the image, and not in its padding, [rows, cols]."""
+    """Mask of the patches with their centre on the image, not in its padding, [rows, cols]."""
     down, across = (np.arange(count) + 0.5 for count in (rows, cols))
     y, x = placement.to_image(down * placement.input_size[0] / rows, across * placement.input_size[1] / cols)
     height, width = placement.image_size
-    found: NDArray[np.bool_] = ((y >= 0) & (y < height))[:, None] & ((x >= 0) & (x < width))
-    return found
+    mask: NDArray[np.bool_] = ((y >= 0) & (y < height))[:, None] & ((x >= 0) & (x < width))
+    return mask
 
 
 def _components(vectors: Sequence[torch.Tensor], kept: Sequence[NDArray[np.bool_]], what: str) -> Components:
-    """The components of the patches [rows, cols, width] of all images that are kept, [rows, cols]."""
-    together = torch.cat([own[torch.from_numpy(which)] for own, which in zip(vectors, kept, strict=True)])
+    """Compute the components of the kept patches of all images from their features [rows, cols, width]."""
+    together = torch.cat([each[torch.from_numpy(mask)] for each, mask in zip(vectors, kept, strict=True)])
     if len(together) < 4:
         raise OptionError(
-            f"Expected at least four {what} to tell three components, got {len(together)}: take more "
-            "images, or a larger model input."
+            f"Three components require at least four {what}, got {len(together)}: use more images, or a larger input."
         )
     return principal_components(together)
 
 
 def _side(first: Sequence[NDArray[np.float64]], inside: Sequence[NDArray[np.bool_]]) -> int:
-    """The sign of the first component on the foreground: on the other side lies more of the images' edges."""
+    """Return the sign of the first component on the foreground, the side that covers less of the image borders."""
     edges, others = [], []
-    for values, own in zip(first, inside, strict=True):
-        middle = binary_erosion(own)
-        edges.append(values[own & ~middle])
+    for values, mask in zip(first, inside, strict=True):
+        middle = binary_erosion(mask)
+        edges.append(values[mask & ~middle])
         others.append(values[middle])
-    edge, other = (np.concatenate(own) for own in (edges, others))
+    edge, other = (np.concatenate(each) for each in (edges, others))
     return -1 if len(other) and other.mean() < edge.mean() else 1

@@ -1,4 +1,4 @@
-"""A model for images that is kept: what it says of itself, how images become its input, and what it answers."""
+"""Image models: preprocessing, forward passes, recording and outputs."""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -33,12 +33,12 @@ from vitflow.recording.readout import Head
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
 
-# Names of classes that a notebook shows.
+# Number of class names shown in a notebook.
 _NAMES_SHOWN = 12
-# How far beyond 0 and 1 the values of an image may lie: resizing overshoots.
-_BEYOND = 0.5
+# Tolerance around the range 0 to 1 of image values, because resizing overshoots.
+_OVERSHOOT = 0.5
 
-#: An image, or the model input [channels, height, width] that it became.
+#: An image, or a model input [channels, height, width].
 ImageInput = ImageSource | Tensor | PlacedImage
 
 
@@ -52,11 +52,11 @@ class SimilarityTo:
 def similarity_to(images: ImageSource | Sequence[ImageSource]) -> SimilarityTo:
     """Explain the similarity to reference images: `Explainer(model, outputs=similarity_to([...]))`.
 
-    Each reference is one output: the cosine of the pooled features of the two images. A classifier is run without its
-    head.
+    Each reference is one output: the cosine of the pooled features of the two images. The head of a classifier is
+    skipped.
 
     Args:
-        images: one reference image, or several: paths, bytes, PIL images or RGB arrays.
+        images: one or several reference images: paths, bytes, PIL images or RGB arrays.
 
     Raises:
         OptionError: no image.
@@ -98,7 +98,7 @@ class ImageModel:
         references = outputs.images if isinstance(outputs, SimilarityTo) else None
         named = isinstance(outputs, Prompts | SimilarityTo)
         if named and class_names is not None:
-            raise OptionError("Prompts and reference images are the names of the outputs: leave out class_names.")
+            raise OptionError("class_names cannot be used with prompts or reference images.")
         if isinstance(outputs, Prompts) or (references is not None and is_pair(self.model)):
             pair = pair_of(self.model, getattr(outputs, "processor", None))
             self.model, data_config, name = pair.tower, data_config or pair.data_config, name or pair.name
@@ -107,8 +107,8 @@ class ImageModel:
             data_config = data_config or library_data_config(self.model)
             self.model, outputs = headless(self.model), Outputs(count=0)
         refuse_without_prompts(self.model)
-        self._warned = False  # that a tensor does not look normalised
-        self._heads: dict[bool, Head | None] = {}  # of the outputs, and of these minus what they are set against
+        self._warned = False  # of a tensor that does not look normalised
+        self._heads: dict[bool, Head | None] = {}  # for the outputs (False) and their contrasts with the rest (True)
         self.device = move_to(self.model, device, None if dtype is None else getattr(torch, dtype))
         self.facts = read_facts(
             self.model,
@@ -130,12 +130,12 @@ class ImageModel:
             check_name_count(self.facts.outputs.names or (), self.num_classes)
 
     def _similarities(self, references: Sequence[ImageSource]) -> Outputs:
-        """The outputs of `similarity_to`."""
-        names = [str(image_name(name_of(one, number))) for number, one in enumerate(references, start=1)]
-        placed = [self.placed(one, name) for one, name in zip(references, names, strict=True)]
+        """Compute the outputs of `similarity_to`."""
+        names = [str(image_name(name_of(image, index))) for index, image in enumerate(references, start=1)]
+        placed = [self.placed(image, name) for image, name in zip(references, names, strict=True)]
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
-            vectors = [features_of(self.forward(self._tensor([one]))) for one in placed]
-        return similarity_outputs(torch.cat(vectors), names, [one.image for one in placed])
+            vectors = [features_of(self.forward(self._tensor([image]))) for image in placed]
+        return similarity_outputs(torch.cat(vectors), names, [image.image for image in placed])
 
     def __repr__(self) -> str:
         count = "" if self.facts.outputs.count is None else f", {self.facts.outputs.count} classes"
@@ -143,7 +143,7 @@ class ImageModel:
         return f"Explainer({printable(self.model_id)}{count}, input {width} × {height}, fit={self.fit}, {self.device})"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """What a notebook shows: what is known of the model."""
+        """Return a table of the model's properties for notebooks."""
         from vitflow.images.figures import bundle, html_table  # loads matplotlib
 
         names, spec = self.class_names or [], self.spec
@@ -152,51 +152,51 @@ class ImageModel:
             ("model", f"{self.model_id} ({type(self.model).__name__}, {self.device})"),
             ("input", f"{spec.size[1]} × {spec.size[0]} pixels, fit={self.fit}"),
             ("classes", ", ".join(names[:_NAMES_SHOWN]) + more if names else self.outputs.count),
-            ("answers by", self.outputs.activation),
+            ("activation", self.outputs.activation),
         ]
         return bundle(repr(self), tables=[html_table(rows)])
 
     @property
     def model_id(self) -> str:
-        """The name that the model goes by."""
+        """Name of the model in results."""
         return self.facts.id
 
     @property
     def outputs(self) -> Outputs:
-        """What the model can be asked about."""
+        """Outputs that can be explained."""
         return self.facts.outputs
 
     @cached_property
-    def _apart(self) -> Outputs:
-        """The answers, each less what stands against it."""
+    def _minus_rest(self) -> Outputs:
+        """Each output minus the mean of the others."""
         return self.outputs.against_rest()
 
     @property
     def class_names(self) -> list[str] | None:
-        """Names by class index, where known."""
+        """Class names by index, or None."""
         names = self.facts.outputs.names
         return None if names is None else list(names)
 
     @property
     def layout(self) -> TokenLayout | None:
-        """Prefix tokens and patch grid, where they were told."""
+        """Prefix tokens and patch grid, if given."""
         return self.facts.layout
 
     @property
     def spec(self) -> InputSpec:
-        """What the model wants to see."""
+        """Input size and normalisation."""
         return self.preprocessing.spec
 
     @property
     def fit(self) -> str:
-        """How images are fitted to that: "crop", "squash", "pad" or "native"."""
+        """Mode of fitting images to the input: "crop", "squash", "pad" or "native"."""
         return self.preprocessing.fit
 
     def fingerprint(self) -> dict[str, Any]:
-        """All that the maps of this explainer depend on, ready for JSON: other maps come of another fingerprint.
+        """Return everything that the maps of this explainer depend on, for JSON.
 
-        Weights and class names are in it as hashes, the device by its kind, and the rest as what the model and its
-        outputs make of two fixed images (see `vitflow.recording.probing`).
+        Weights and class names are hashes, the device is its type, and everything else is covered by the outputs for
+        two fixed images (see `vitflow.recording.probing`).
         """
         return {
             **self.facts.fingerprint(),
@@ -208,44 +208,44 @@ class ImageModel:
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
-        """The shape of an image as the model takes it, (channels, height, width)."""
+        """Shape of a model input, (channels, height, width)."""
         return self.spec.channels, *self.spec.size
 
     @property
     def num_classes(self) -> int:
-        """How many classes the model has, 0 where it ends in features; one that does not say is tried."""
+        """Number of classes, 0 for a model of features; determined by a forward pass if necessary."""
         if self.facts.outputs.count is not None:
             return self.facts.outputs.count
         with torch.no_grad(), evaluating(self.model):
-            answer = self.outputs.numbers(self.forward(self.pixels(self.grey())))
-        return 0 if answer is None or answer.ndim != 2 else answer.shape[1]
+            logits = self.outputs.numbers(self.forward(self.pixels(self.grey())))
+        return 0 if logits is None or logits.ndim != 2 else logits.shape[1]
 
     def grey(self) -> NDArray[np.uint8]:
-        """A grey image of the model's own size, uint8 [height, width, 3], to try what does not depend on images."""
+        """Return a grey image of the model's input size, uint8 [height, width, 3], for trial runs."""
         return np.full((*self.spec.size, 3), 128, np.uint8)
 
     def _two_images(self) -> Tensor:
-        """Model inputs of two images that any model tells apart: dark and bright noise."""
+        """Return model inputs of two clearly different images: dark and bright noise."""
         noise = np.random.RandomState(0).randint(0, 96, (2, *self.spec.size, 3), dtype=np.uint8)
         return torch.cat([self.pixels(noise[0]), self.pixels(noise[1] + 160)])
 
     def pixels(self, image: ImageInput) -> Tensor:
-        """The model input of an image, [1, channels, height, width], on the explainer's device."""
+        """Return the model input of an image, [1, channels, height, width], on the explainer's device."""
         return self._tensor([self.placed(image, "")])
 
     def placed(self, source: ImageInput, name: str, original: ImageSource | None = None) -> PlacedImage:
-        """An image, read and placed as the model sees it; `original` is the image of a model input."""
+        """Read an image and compute its placement; `original` is the image of a model input."""
         if isinstance(source, PlacedImage):
             return source
         if isinstance(source, Tensor):
             return self._placed_tensor(source, name, original)
         if original is not None:
-            raise OptionError("original= is the image of a tensor, and was given with an image: leave it out.")
+            raise OptionError("original= requires a tensor, got an image: leave it out.")
         image = read_image(source)
         return PlacedImage(name, image, self.preprocessing.place((image.shape[0], image.shape[1])))
 
     def _placed_tensor(self, pixels: Tensor, name: str, original: ImageSource | None) -> PlacedImage:
-        """A model input, and the image that it shows: the original, or the input without its normalisation."""
+        """Check a model input and place it on its original, or on the denormalised input."""
         pixels = pixels[0] if pixels.ndim == 4 and len(pixels) == 1 else pixels
         channels, height, width = self.input_shape
         size = (int(pixels.shape[1]), int(pixels.shape[2])) if pixels.ndim == 3 else (0, 0)
@@ -260,16 +260,16 @@ class ImageModel:
         mean, std = (torch.tensor(each[:channels]).view(-1, 1, 1) for each in (self.spec.mean, self.spec.std))
         shown = values * std + mean
         if not self._warned and (
-            float(shown.min()) < -_BEYOND
-            or float(shown.max()) > 1 + _BEYOND
+            float(shown.min()) < -_OVERSHOOT
+            or float(shown.max()) > 1 + _OVERSHOOT
             or (float(values.min()) >= 0 and float(values.max()) <= 1 < float(((1 - mean) / std).max()))
         ):
             self._warned = True
             low, high = float((-mean / std).min()), float(((1 - mean) / std).max())
             warnings.warn(
-                f"The tensor does not look normalised for {self.model_id}: its values are from {values.min():.3g} to "
-                f"{values.max():.3g}, and (image - mean) / std gives {low:.3g} to {high:.3g}, with "
-                f"mean={self.spec.mean} and std={self.spec.std}.",
+                f"The tensor does not look normalised for {self.model_id}: its range is {values.min():.3g} to "
+                f"{values.max():.3g}; (image - mean) / std has {low:.3g} to {high:.3g} with mean={self.spec.mean} and "
+                f"std={self.spec.std}.",
                 VitflowWarning,
                 stacklevel=2,
             )
@@ -287,21 +287,23 @@ class ImageModel:
 
     def _tensor(self, images: Sequence[PlacedImage]) -> Tensor:
         inputs = [
-            torch.from_numpy(self.preprocessing.prepare(one.image, one.placement)) if one.pixels is None else one.pixels
-            for one in images
+            torch.from_numpy(self.preprocessing.prepare(each.image, each.placement))
+            if each.pixels is None
+            else each.pixels
+            for each in images
         ]
         parameter = next(self.model.parameters(), inputs[0])
-        return torch.stack([one.to(self.device, parameter.dtype) for one in inputs])
+        return torch.stack([pixels.to(self.device, parameter.dtype) for pixels in inputs])
 
     def forward(self, pixels: Tensor) -> Any:
-        """Run the model as it stands on model inputs [images, channels, height, width]; returns its own output."""
+        """Run the model on inputs [batch, channels, height, width] and return its output unchanged."""
         return self.model(pixels, **forward_options(self.model, (pixels.shape[-2], pixels.shape[-1])))
 
     def record(self, image: ImageInput, **options: Any) -> Trace:
         """Run the model on one image and record its attention; options as for `record_attention`.
 
         Raises:
-            VitflowError: the image cannot be read, an option is wrong, or no attention is seen.
+            VitflowError: the image cannot be read, an option is invalid, or no attention is recorded.
 
         >>> from vitflow.demo import sample_images
         >>> from vitflow import Explainer
@@ -316,12 +318,12 @@ class ImageModel:
             return self._recorded(self.pixels(image), self.outputs, reads=True, **options)
 
     def _recorded(self, pixels: Tensor, outputs: Outputs, *, reads: bool, **options: Any) -> Trace:
-        """One forward pass, recorded; a second one if the readout turns out to need gradients in the head.
+        """Record one forward pass; a second one if the readout requires gradients of the head.
 
         Args:
             pixels: model inputs [batch, channels, height, width].
             outputs: the outputs that are explained.
-            reads: whether the readout is needed.
+            reads: whether the readout is required.
             options: as for `record_attention`.
         """
         against = outputs is not self.outputs
@@ -335,7 +337,7 @@ class ImageModel:
                 )
                 with recording as trace:
                     self.forward(pixels)
-                if against:  # maps are of other numbers than those that are reported
+                if against:  # maps explain other values than the reported ones
                     trace.logits, trace.read = outputs.numbers(trace.output), outputs.read
             if not reads or options.get("gradients") or trace.refusal is not None or not trace.reads_target:
                 return trace
@@ -344,14 +346,14 @@ class ImageModel:
             head = self._heads[against] = trace.head
 
     def logits(self, pixels: Tensor, outputs: Outputs | None = None) -> Tensor:
-        """What the model answers in eval mode to model inputs [images, channels, height, width]: [images, classes].
+        """Run the model in eval mode and return its logits, [batch, classes].
 
         Args:
-            pixels: the inputs.
-            outputs: what is asked, by default the explainer's own answers.
+            pixels: model inputs, [batch, channels, height, width].
+            outputs: by default the outputs of the explainer.
 
         Raises:
-            ModelError: it answers with something else than a tensor, or an output that has one.
+            ModelError: the model's output contains no logits.
         """
         with evaluating(self.model):
             output = self.forward(pixels)
@@ -361,23 +363,21 @@ class ImageModel:
         return logits
 
     def _probed(self, pixels: Tensor) -> Any:
-        """What the model returns; or its answers and what stands against them, if a function computes either."""
+        """Return the model's output for fingerprints, with the outputs of a user's function."""
         output = self.forward(pixels)
         classes = self.outputs.function is None and self.outputs.rest is None
         return output if classes else self.outputs.with_rest(output)
 
 
 def several(images: Any) -> Any:
-    """The images of a batch: a path, the bytes of a file, and an array [height, width] or [height, width, 3] are one.
-
-    So is a tensor [channels, height, width].
+    """Return images as a sequence; a path, bytes, an array [height, width(, 3)] or a 3D tensor is a single image.
 
     >>> several("cats/tabby.jpg"), len(several(np.zeros((5, 9, 3)))), len(several(np.zeros((5, 9, 9, 3))))
     (['cats/tabby.jpg'], 1, 5)
     """
     if isinstance(images, np.ndarray):
-        one = images.ndim == 2 or (images.ndim == 3 and images.shape[2] in (3, 4))
-        return [images] if one else images
+        single = images.ndim == 2 or (images.ndim == 3 and images.shape[2] in (3, 4))
+        return [images] if single else images
     if isinstance(images, Tensor):
         return [images] if images.ndim == 3 else list(images)
     if isinstance(images, str | bytes | PlacedImage) or not isinstance(images, Iterable):
@@ -386,14 +386,14 @@ def several(images: Any) -> Any:
 
 
 def at_least_one(images: Any) -> Any:
-    """As `several`; OptionError where there is no image."""
+    """Return images as `several` does; OptionError if there are none."""
     if not len(sources := several(images)):
         raise OptionError("Expected at least one image, got none.")
     return sources
 
 
-def name_of(source: ImageInput, number: int) -> str:
-    """The name of an image: its path, or its number."""
+def name_of(source: ImageInput, index: int) -> str:
+    """Return the name of an image: its path, or "image 1" and so on."""
     if isinstance(source, PlacedImage):
         return source.name
-    return str(source) if isinstance(source, str | Path) else f"image {number}"
+    return str(source) if isinstance(source, str | Path) else f"image {index}"

@@ -1,4 +1,4 @@
-"""Maps layer by layer and head by head: what each layer looks at, and how a map comes of them, on one sheet."""
+"""Maps layer by layer and head by head, in one figure."""
 
 import os
 from collections.abc import Iterator
@@ -33,57 +33,58 @@ class LayerMaps(FigureResult):
     """Maps of one image, layer by layer and head by head.
 
     Attributes:
-        alone: the raw attention of each layer, first layer first.
-        built_up: the method's map of the last layer only, then of one more below it each time; the last is the whole.
-        heads: the raw attention of each head of one layer.
+        single: raw attention of each layer, first layer first.
+        accumulated: the method's map of the last layer, then including one more layer below each time; the last map
+            includes all layers.
+        heads: raw attention of each head of one layer.
         layer: that layer, counted from 1.
     """
 
-    alone: tuple[Saliency, ...]
-    built_up: tuple[Saliency, ...]
+    single: tuple[Saliency, ...]
+    accumulated: tuple[Saliency, ...]
     heads: tuple[Saliency, ...]
     layer: int
 
     def __repr__(self) -> str:
-        whole = self.built_up[-1]
-        counts = f"{len(self.alone)} layers, {len(self.heads)} heads"
+        whole = self.accumulated[-1]
+        counts = f"{len(self.single)} layers, {len(self.heads)} heads"
         return f"LayerMaps({image_name(whole.source)!r}, {whole.method}, {counts})"
 
     @property
     def saliencies(self) -> tuple[Saliency, ...]:
-        """All maps: layers alone, built up, heads."""
-        return self.alone + self.built_up + self.heads
+        """All maps: single layers, accumulated, heads."""
+        return self.single + self.accumulated + self.heads
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON: each map with its values on the patch grid."""
-        parts = {"layers": self.alone, "built_up": self.built_up, "heads": self.heads}
-        maps = {name: [one.to_dict() | {"grid": one.grid.tolist()} for one in part] for name, part in parts.items()}
-        return {"input": self.alone[0].source, "model": self.alone[0].model, "layer": self.layer, **maps}
+        """Return everything for JSON: each map with its values on the patch grid."""
+        parts = {"layers": self.single, "accumulated": self.accumulated, "heads": self.heads}
+        maps = {name: [each.to_dict() | {"grid": each.grid.tolist()} for each in part] for name, part in parts.items()}
+        return {"input": self.single[0].source, "model": self.single[0].model, "layer": self.layer, **maps}
 
     @takes_drawing_options
     def figure(self, path: str | os.PathLike[str] | None = None, *, width: float = 1.15, **drawing: Any) -> Figure:
-        """Draw all of them on one sheet, each in the colours of its own values.
+        """Draw all maps in one figure, each with separate colour limits.
 
         Args:
             path: also write the figure here: .png, .pdf or .svg.
-            width: of an image, in inches.
+            width: width of an image, in inches.
             drawing: as for `Saliency.figure`.
 
         Raises:
-            OptionError: a drawing option is out of range, or another file type.
+            OptionError: a drawing option is out of range, or the file type is not supported.
         """
         pen = Pen.of(width, drawing)
         return file_too(path, lambda: self._draw(pen))
 
     def _draw(self, pen: Pen) -> Figure:
-        limits = {id(one): pen.limits(one.grid) for one in self.saliencies}
-        largest = max(abs(limit) for own in limits.values() for limit in own)
+        limits = {id(each): pen.limits(each.grid) for each in self.saliencies}
+        largest = max(abs(limit) for pair in limits.values() for limit in pair)
         thousandths = 1e-4 < largest < 0.1
         cells = [
-            [(column, map_cell(one, limits[id(one)], pen, thousandths=thousandths)) for column, one in section]
+            [(column, map_cell(each, limits[id(each)], pen, thousandths=thousandths)) for column, each in section]
             for section in self._sections()
         ]
-        whole = self.built_up[-1]
+        whole = self.accumulated[-1]
         photograph = Cell(pen.photograph(whole.image), tuple(class_lines(whole.score)), (image_name(whole.source),))
         cells[0].insert(0, (Column("Photograph"), photograph))
         bands: list[tuple[list[Column], list[Block]]] = [
@@ -91,35 +92,35 @@ class LayerMaps(FigureResult):
             for section in cells
             for row in in_rows(section, _MOST_COLUMNS)
         ]
-        bars = bars_of([(one, limits[id(one)]) for one in self.saliencies], pen)
+        bars = bars_of([(each, limits[id(each)]) for each in self.saliencies], pen)
         return figures.draw_bands(bands, bars=bars, note=self._note(pen, thousandths), dpi=pen.dpi)
 
     def _sections(self) -> Iterator[list[tuple[Column, Saliency]]]:
-        """The heads of the columns with their maps, section by section; first of all the whole map."""
-        title = get_method(self.built_up[0].method).title
-        yield [(Column(title, "all layers together"), self.built_up[-1])]
-        count = len(self.alone)
-        raw, own = get_method("attention"), {"layer": -1, "head": None}
-        # The same of all layers: which one of them is no departure.
-        told = f", {told}" if (told := departures(raw, {**self.alone[0].options, **own})) else ""
+        """Yield the columns of each section with their maps; the first section is the map of all layers."""
+        title = get_method(self.accumulated[0].method).title
+        yield [(Column(title, "all layers together"), self.accumulated[-1])]
+        count = len(self.single)
+        raw, neutral = get_method("attention"), {"layer": -1, "head": None}
+        # The choice of the layer is not a departure from the publication.
+        changed = f", {changed}" if (changed := departures(raw, {**self.single[0].options, **neutral})) else ""
         yield [
-            (Column(f"Layer {number}", group=f"raw attention of each layer{told}"), one)
-            for number, one in enumerate(self.alone, start=1)
+            (Column(f"Layer {layer}", group=f"raw attention of each layer{changed}"), each)
+            for layer, each in enumerate(self.single, start=1)
         ]
         built = f"{title} of these layers together"
         yield [
-            (Column(f"Layers {first}–{count}" if first < count else f"Layer {count}", group=built), one)
-            for first, one in zip(range(count, 0, -1), self.built_up, strict=True)
+            (Column(f"Layers {first}–{count}" if first < count else f"Layer {count}", group=built), each)
+            for first, each in zip(range(count, 0, -1), self.accumulated, strict=True)
         ]
         yield [
-            (Column(f"Head {number}", group=f"raw attention of each head of layer {self.layer}{told}"), one)
-            for number, one in enumerate(self.heads)
+            (Column(f"Head {head}", group=f"raw attention of each head of layer {self.layer}{changed}"), each)
+            for head, each in enumerate(self.heads)
         ]
 
     def _note(self, pen: Pen, thousandths: bool) -> str:
-        whole = self.built_up[-1]
+        whole = self.accumulated[-1]
         return (
-            "Each map has colours of its own: the values of the first and the last stand below it"
+            "Each map has separate colour limits, which are printed below it"
             f"{', in thousandths' if thousandths else ''}. {pen.contours}\n"
             f"{method_in_words(get_method(whole.method), whole.options)}. "
             f"Model: {model_in_words(whole.model, whole.model_note)}."
@@ -136,49 +137,48 @@ def layer_maps(
     target: Target | Contrast = None,
     **options: Any,
 ) -> LayerMaps:
-    """Show one image's map layer by layer as it builds up, and the heads of one layer.
+    """Compute the maps of single layers, the map accumulated over layers, and the heads of one layer.
 
     Args:
         image: a path, bytes, a PIL image, or an RGB array.
-        model: a model id (see `load_model`), a module of your own, or an `Explainer`.
-        method: one that goes through the layers: "rollout", "gradient_rollout" or "gae"; by default gae with a
-            target, and rollout without one.
-        layer: whose heads are shown, counted from 1; -1 is the last.
+        model: a model id (see `load_model`), a module, or an `Explainer`.
+        method: "rollout", "gradient_rollout" or "gae"; by default gae with a target, and rollout without one.
+        layer: layer whose heads are shown, counted from 1; -1 is the last.
         target: class index or name; by default the predicted class.
-        options: of the method and of raw attention, such as patch=(3, 7).
+        options: options of the method and of raw attention, such as patch=(3, 7).
 
     Raises:
-        VitflowError: the image, the model or an option is wrong.
+        VitflowError: the image, the model or an option is invalid.
 
     >>> from vitflow.demo import sample_images
     >>> layer_maps(sample_images()[0], model="demo", layer=2).heads[0].grid.shape
     (12, 12)
     """
-    through = [one.name for one in list_methods() if one.accepts("start_layer") and one.accepts("value_weighted")]
+    layered = [each.name for each in list_methods() if each.accepts("start_layer") and each.accepts("value_weighted")]
     asks = model.asks(target) if isinstance(model, Explainer) else has_targets(target)
-    if method is None:  # an option of raw attention alone is not its own
-        changed_options = {
-            name: value for name, value in options.items() if any(get_method(m).accepts(name) for m in through)
-        }
-        choose_methods(None, changed_options, asks=asks)
+    if method is None:  # the default method need not accept options of raw attention
+        accepted = {name: value for name, value in options.items() if any(get_method(m).accepts(name) for m in layered)}
+        choose_methods(None, accepted, asks=asks)
         method = default_method(asks)
-    if method not in through:
-        raise OptionError(f"Expected a method that goes through the layers ({', '.join(through)}), got {method!r}.")
-    if own := [name for name in options if name in OPTIONS and OPTIONS[name].selects_layers]:
-        raise OptionError(f"Expected no {own[0]}: the sheet shows every one of them. Choose the layer of the heads.")
+    if method not in layered:
+        raise OptionError(f"Expected one of the methods {', '.join(layered)}, got {method!r}.")
+    if selecting := [name for name in options if name in OPTIONS and OPTIONS[name].selects_layers]:
+        raise OptionError(
+            f"{selecting[0]} cannot be used: all layers are shown. layer= selects the layer of the heads."
+        )
     choose_methods([method, "attention"], options)  # before the model runs
     explainer = model if isinstance(model, Explainer) else Explainer(model)
-    # One pass that counts the heads of each layer, and one for all maps.
-    heads = [own.shape[1] for own in explainer.record(image).heads(value_weighted=False)]
-    number = check_layer("layer", layer, len(heads)) + 1
-    # What one layer or head attends to is never refined, which would lay the same mean over all of them.
+    # One pass to count the heads of each layer, and one for all maps.
+    heads = [attention.shape[1] for attention in explainer.record(image).heads(value_weighted=False)]
+    layer = check_layer("layer", layer, len(heads)) + 1
+    # Single layers and heads are not refined: refinement makes them too similar to compare.
     choices: list[tuple[str, dict[str, Any]]] = [
-        *(("attention", {"layer": one, "refine": 0}) for one in range(1, len(heads) + 1)),
-        *((method, {"start_layer": one}) for one in range(len(heads), 0, -1)),
-        *(("attention", {"layer": number, "head": one, "refine": 0}) for one in range(heads[number - 1])),
+        *(("attention", {"layer": each, "refine": 0}) for each in range(1, len(heads) + 1)),
+        *((method, {"start_layer": each}) for each in range(len(heads), 0, -1)),
+        *(("attention", {"layer": layer, "head": each, "refine": 0}) for each in range(heads[layer - 1])),
     ]
     maps = tuple(explainer.explain_batch([image], methods=choices, targets=target, **options))
     if len(maps) != len(choices):
-        raise OptionError(f"Expected one class, got {target!r}, which asks for several.")
+        raise OptionError(f"Expected a single class, got {target!r}.")
     count = len(heads)
-    return LayerMaps(maps[:count], maps[count : 2 * count], maps[2 * count :], number)
+    return LayerMaps(maps[:count], maps[count : 2 * count], maps[2 * count :], layer)

@@ -1,4 +1,4 @@
-"""From a trace to maps: each method's own function, called with what the recorder saw."""
+"""Compute maps from a trace: the function of each method."""
 
 import warnings
 from collections.abc import Sequence
@@ -28,17 +28,17 @@ from vitflow.recording.trace import Trace
 
 Patch = Sequence[int]
 
-# A flow map with a larger saturated share is told to say little.
+# Saturated share from which a flow map gets a warning.
 MOSTLY_SATURATED = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Maps:
-    """What a method found: one map per image, and facts about it worth telling.
+    """Maps of a batch, with facts about each.
 
     Attributes:
         grids: maps [batch, rows, cols], unscaled.
-        facts: per image, numbers and words that belong beside the map, such as the saturated share of a flow.
+        facts: facts per image for captions, such as the saturated share of a flow.
     """
 
     grids: Tensor
@@ -46,7 +46,7 @@ class Maps:
 
 
 def readout_of(trace: Trace, patch: Patch | None) -> Tensor:
-    """The trace's own readout [batch, tokens], or one-hot on the patch at (row, col)."""
+    """Return the trace's readout [batch, tokens], or one-hot on the patch at (row, col)."""
     if patch is None:
         return trace.readout
     one_hot = torch.zeros_like(trace.readout)
@@ -55,7 +55,7 @@ def readout_of(trace: Trace, patch: Patch | None) -> Tensor:
 
 
 def patch_place(patch: Patch) -> tuple[int, int]:
-    """Row and column of a patch; OptionError where it is no such pair."""
+    """Return row and column of a patch; OptionError if it is not a pair."""
     try:
         row, col = patch
     except (TypeError, ValueError) as error:
@@ -66,13 +66,13 @@ def patch_place(patch: Patch) -> tuple[int, int]:
 def _through_layers(
     trace: Trace, matrices: Sequence[Tensor], readout: Tensor, *, end_layer: int = -1, **options: Any
 ) -> Maps:
-    """The readout's row of a product of fused layers, on the patch grid; on the finest one where stages differ."""
+    """Compute the readout's row of a product of fused layers, on the (finest) patch grid."""
     count = check_layer("end_layer", end_layer, len(trace.layers)) + 1
     tokens = [layer.tokens for layer in trace.layers[:count]]
     if tokens[-1].queries != trace.layers[-1].tokens.queries:
         raise UnsupportedModelError(
-            f"The tokens of layer {count} of {type(trace.model).__name__} are not those that its answer is read from: "
-            "use end_layer=-1."
+            f"The tokens of layer {count} of {type(trace.model).__name__} differ from those of its last layer: use "
+            "end_layer=-1."
         )
     row, layout = staged_rollout(trace.windows(matrices)[:count], tokens, readout=readout, **options)
     return Maps(layout.to_grid(row))
@@ -81,17 +81,16 @@ def _through_layers(
 def _for_the_class(
     trace: TargetedTrace, patch: Patch | None, head_fusion: SignedFusion, value_weighted: ValueWeighting
 ) -> tuple[Tensor, list[Tensor]]:
-    """The readout [batch, tokens], and the fused (A ⊙ ∇A)⁺ of each layer, [batch · windows, queries, keys].
+    """Return the readout [batch, tokens] and the fused (A ⊙ ∇A)⁺ of each layer, [batch · windows, queries, keys].
 
-    An attention-pooling head is a layer like the others, and what it attends to does not depend on the class by itself:
-    the readout from it is its (A ⊙ ∇A)⁺, fused likewise, rows summing to 1.
+    An attention-pooling head is treated like a layer: its readout is its fused (A ⊙ ∇A)⁺, rows summing to 1.
     """
-    found = trace.backward()
-    matrices = rollouts.for_the_class(trace.heads(value_weighted=value_weighted), found.attentions, head_fusion)
+    gradient = trace.backward()
+    matrices = rollouts.for_the_class(trace.heads(value_weighted=value_weighted), gradient.attentions, head_fusion)
     by_attention = trace.pooled is not None and trace.pooling == ATTENTION_POOLING
-    if patch is not None or not by_attention or trace.pooled is None or found.pooled is None:
+    if patch is not None or not by_attention or trace.pooled is None or gradient.pooled is None:
         return readout_of(trace, patch), matrices
-    [queries] = rollouts.for_the_class([trace.pooled.detach()], [found.pooled], head_fusion)
+    [queries] = rollouts.for_the_class([trace.pooled.detach()], [gradient.pooled], head_fusion)
     weights = pool_queries(trace.model, trace.top, queries)
     return weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny), matrices
 
@@ -106,9 +105,9 @@ def rollout(
     end_layer: int = -1,
     **options: Any,
 ) -> Maps:
-    """Attention rollout of the readout, on the patch grid; on the finest one where stages differ."""
+    """Attention rollout of the readout, on the (finest) patch grid."""
     readout, matrices = readout_of(trace, patch), trace.fused(head_fusion, value_weighted=value_weighted)
-    # What was multiplied while the model ran holds its residual connections already.
+    # Layers multiplied during the forward pass already include the residual connection.
     shares = [0.0 if layer.multiplied else residual for layer in trace.layers]
     shares = shares[: check_layer("end_layer", end_layer, len(shares)) + 1]
     return _through_layers(trace, matrices, readout, end_layer=end_layer, residual=shares, **options)
@@ -125,21 +124,20 @@ def flow(
     value_weighted: ValueWeighting,
     patch: Patch | None,
 ) -> Maps:
-    """Attention flow of the readout through a range of layers, carried on to the input by rollout below it.
+    """Attention flow of the readout through a range of layers, propagated to the input by rollout below it.
 
-    Through many layers nearly every flow is saturated, and the map says nothing of the layers above the first. So the
-    flow runs through the upper layers, where it is not, and attention rollout takes what arrives down to the patches.
+    Through many layers nearly every flow is saturated, and the map does not depend on the layers above the first.
+    Therefore flow is computed through the upper layers, and attention rollout propagates it to the patches.
     """
     if trace.staged:
         raise UnsupportedModelError(
-            f"Attention flow is computed over one set of tokens, and {type(trace.model).__name__} has windows, or "
-            "stages with different tokens. Use rollout, which goes through them, or attention, gradient_rollout, "
-            "gradcam."
+            f"Attention flow requires the same tokens in every layer, and {type(trace.model).__name__} has windows or "
+            "stages. Use rollout, attention, gradient_rollout or gradcam."
         )
     matrices = trace.fused(head_fusion, value_weighted=value_weighted)
     layers = default_window(layers, len(matrices))
     readout, layout = readout_of(trace, patch), trace.layout
-    if layout.num_suffix_tokens:  # patches last, as flow has them
+    if layout.num_suffix_tokens:  # flow expects the patches last
         every = torch.arange(layout.num_tokens, device=readout.device)
         start, stop = layout.patches.start, layout.patches.stop
         order = torch.cat([every[:start], every[stop:], every[start:stop]])
@@ -148,16 +146,16 @@ def flow(
     prefix = layout.num_prefix_tokens
     options: dict[str, Any] = {"discard_ratio": discard_ratio, "residual": residual, "num_prefix_tokens": prefix}
     with tracking("attention flow", len(readout) * layout.num_tokens) as progress:
-        found = attention_flow(matrices, source=readout, layers=layers, progress=progress, **options)
-    tokens, (first, last) = found.values, found.layers
+        flows = attention_flow(matrices, source=readout, layers=layers, progress=progress, **options)
+    tokens, (first, last) = flows.values, flows.layers
     if below == "rollout" and first > 1:
-        shares = found.normalized.to(matrices[0].dtype)
+        shares = flows.normalized.to(matrices[0].dtype)
         tokens = rollouts.attention_rollout(matrices[: first - 1], readout=shares, **options)
-    shares_saturated = [float(share) for share in found.saturated_share]
+    shares_saturated = [float(share) for share in flows.saturated_share]
     if max(shares_saturated) > MOSTLY_SATURATED:
         warnings.warn(
             f"{max(shares_saturated):.0%} of the flows through layers {first} to {last} are saturated: they equal the "
-            f"column sums of layer {first}, and the map says nothing of the layers above it. Take fewer layers.",
+            f"column sums of layer {first}, and the map does not depend on the layers above it. Use fewer layers.",
             VitflowWarning,
             stacklevel=2,
         )
@@ -196,26 +194,26 @@ def gradient_rollout(
     patch: Patch | None,
     **options: Any,
 ) -> Maps:
-    """Gradient rollout of the readout for the target, on the patch grid; on the finest one where stages differ."""
+    """Gradient rollout of the readout for the target, on the (finest) patch grid."""
     readout, matrices = _for_the_class(trace, patch, head_fusion, value_weighted)
     return _through_layers(trace, matrices, readout, **options)
 
 
 def gae(trace: TargetedTrace, **options: Any) -> Maps:
-    """Generic attention explainability of the readout for the target: as gradient rollout, but added up."""
+    """Additive gradient rollout of the readout for the target: generic attention explainability."""
     return gradient_rollout(trace, additive=True, **options)
 
 
 def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
-    """Grad-CAM for the target at the first norm of a block, or at the output of a stage, on its own grid."""
+    """Grad-CAM for the target at the first norm of a block, or at the output of a stage, on the grid of that layer."""
     path = trace.block_norms[check_layer("layer", layer, len(trace.block_norms))]
-    features, found = trace.features[path], trace.feature_layouts[path]
-    if found is None:
+    features, located = trace.features[path], trace.feature_layouts[path]
+    if located is None:
         raise UnsupportedModelError(
-            f"The output of {path} in {type(trace.model).__name__}, of shape {tuple(features.shape)}, does not lie on "
-            "the image: Grad-CAM does not apply there. Use another layer, input_gradient or occlusion."
+            f"Grad-CAM requires features on a patch grid; the output of {path} in {type(trace.model).__name__} has "
+            f"shape {tuple(features.shape)}. Use another layer, input_gradient or occlusion."
         )
-    layout, channels_last = found
+    layout, channels_last = located
     features = features[:, : layout.patches.stop] if features.ndim == 3 else features
     gradient = trace.backward().features[path]
     pair = (features, gradient[:, : layout.patches.stop] if features.ndim == 3 else gradient)
@@ -226,12 +224,12 @@ def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
 
 
 def _rows(features: Tensor) -> Tensor:
-    """[batch, channels, rows, cols] → [batch, tokens, channels]."""
+    """Reshape [batch, channels, rows, cols] to [batch, tokens, channels]."""
     return features.flatten(2).transpose(1, 2)
 
 
 def input_gradient(trace: TargetedTrace, *, patch_size: int | None) -> Maps:
-    """Absolute gradients of the target by the pixels, summed per patch."""
+    """Absolute gradients of the target with respect to the pixels, summed per patch."""
     rows, cols = trace.grid(patch_size)
     pixels = trace.backward().pixels
     assert pixels is not None
@@ -239,7 +237,7 @@ def input_gradient(trace: TargetedTrace, *, patch_size: int | None) -> Maps:
 
 
 def occlusion(trace: TargetedTrace, *, patch_size: int | None, occlusion_batch: int, score: str) -> Maps:
-    """The drop in the target's log-odds or probability without each patch."""
+    """Drop in the target's log-odds or probability without each patch."""
     check_known("score", score, OPTIONS["score"].choices)
     rows, cols = trace.grid(patch_size)
     predict = trace.log_odds if score == "log-odds" else trace.predict
@@ -258,40 +256,40 @@ def random(trace: Trace, *, random_seed: int) -> Maps:
 
 
 def centre(trace: Trace, *, sigma: float) -> Maps:
-    """The same bump in the middle for every image."""
+    """Gaussian at the centre of the image."""
     rows, cols = trace.grid()
     assert trace.pixels is not None
     return Maps(ranks.centre_prior(rows, cols, sigma=sigma).expand(len(trace.pixels), -1, -1))
 
 
 def legrad(trace: TargetedTrace, *, start_layer: int, pooled: str) -> Maps:
-    """The positive gradients of each layer's own answer by its attention, averaged over heads, queries and layers.
+    """Positive gradients of each layer's output with respect to its attention, averaged over heads, queries and layers.
 
-    The answer of a layer is what the model returns where the tokens of that layer stand for those of the last one.
-    Where a class token is read, the paper puts the mean of all tokens in its place.
+    The output of a layer is the model's output with the tokens of that layer in place of the last layer's. The paper
+    replaces a class token by the mean of all tokens.
     """
     check_known("pooled", pooled, OPTIONS["pooled"].choices)
     paths = block_paths(trace.model)
     blocks = [next((path for path in paths if f"{layer.name}.".startswith(f"{path}.")), None) for layer in trace.layers]
     if trace.staged or blocks != paths:
         raise UnsupportedModelError(
-            "LeGrad asks what the model would answer from the tokens of each of its layers, and "
-            f"{type(trace.model).__name__} has windows, stages with different tokens, or attention outside of one "
-            "stack of blocks. Use gae or gradient_rollout, which go through them, or gradcam."
+            "LeGrad requires a single stack of blocks with the same tokens, and "
+            f"{type(trace.model).__name__} has windows, stages, or attention outside of its blocks. Use gae, "
+            "gradient_rollout or gradcam."
         )
     first = check_layer("start_layer", start_layer, len(paths))
-    found = []
+    gradient: list[Tensor] = []
     with tracking("LeGrad", len(paths) - first) as progress:
         for path, layer in list(zip(paths, trace.layers, strict=True))[first:]:
-            # Of this layer alone: those above it have no part in its answer.
-            own = replace(trace, layers=[layer], features={}, pixels=None)
-            found += own.gradients_of(_answer_of(trace, trace.features[path], paths[-1], pooled)).attentions
+            # Only this layer: the layers above do not affect its output.
+            single = replace(trace, layers=[layer], features={}, pixels=None)
+            gradient += single.gradients_of(_output_of(trace, trace.features[path], paths[-1], pooled)).attentions
             progress(1)
-    return Maps(trace.layout.to_grid(gradients.legrad(found)))
+    return Maps(trace.layout.to_grid(gradients.legrad(gradient)))
 
 
-def _answer_of(trace: TargetedTrace, tokens: Tensor, last: str, pooled: str) -> Tensor:
-    """What each image's target would have as its number if the last block gave these tokens, [batch, 1]."""
+def _output_of(trace: TargetedTrace, tokens: Tensor, last: str, pooled: str) -> Tensor:
+    """Return the target output of each image if the last block returned these tokens, [batch, 1]."""
     assert trace.pixels is not None
     with torch.inference_mode(False), torch.enable_grad():
         if pooled == "mean":
@@ -302,7 +300,7 @@ def _answer_of(trace: TargetedTrace, tokens: Tensor, last: str, pooled: str) -> 
 
 
 def _with_mean(trace: TargetedTrace, tokens: Tensor) -> Tensor:
-    """The tokens with the mean of all in the place of each prefix token that is read more than any patch."""
+    """Replace each prefix token that is read more than any patch by the mean of all tokens."""
     readout, layout = trace.readout, trace.layout
     prefix = layout.num_prefix_tokens
     read = readout[:, :prefix] > readout[:, layout.patches].amax(dim=1, keepdim=True)

@@ -1,7 +1,4 @@
-"""A method: what it is called, what it needs, what it can be asked, and where it comes from.
-
-This module imports no torch: a method's function is loaded when it first runs.
-"""
+"""Methods: name, options, requirements and source. Imports no torch: functions are loaded when they first run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,37 +9,36 @@ from typing import Any, Literal
 from vitflow.errors import OptionError, check_known, unknown_name
 from vitflow.explaining.options import COMMON, REFINING, UNREFINED
 
-# When a method's map is spread among the patches that the model treats alike.
+# Stage at which a method's map is refined.
 Refined = Literal["after", "positive", "within", "never"]
 _NEEDS = frozenset({"attention", "heads", "gradients", "features", "tokens", "predict"})
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One saliency method.
+    """A saliency method.
 
     Attributes:
-        name: what callers write.
-        function: `(trace, **options) -> maps`, or where to load it from as "module:name"; `trace` is a `Trace` that has
-            `targets` and `predict`, too, and the maps are [batch, rows, cols], or `Maps` with facts. The options that
-            all methods have in common are not passed on (see `refined`).
+        name: its name in calls.
+        function: `(trace, **options) -> maps`, or its location as "module:name"; `trace` is a `Trace` with `targets`
+            and `predict`, and the maps are [batch, rows, cols], or `Maps` with facts. Refinement options are not passed
+            (see `refined`).
         summary: one line for `vitflow methods`.
-        defaults: its options and their default values; `refine`, `affinity` and `shifts` need not be given.
+        defaults: options and their defaults; `refine`, `affinity` and `shifts` are added automatically.
         needs: what must be recorded: "attention" (fused per head_fusion and value_weighted), "heads" (every head),
-            "gradients" (of all that is recorded), "features" (tokens after the first norm of block `layer`), "tokens"
-            (those that block `layer` gives, or every block), "predict" (running the model again).
-        class_specific: whether the map depends on the asked class.
-        paper: where it comes from.
+            "gradients" (of everything recorded), "features" (tokens after the first norm of block `layer`), "tokens"
+            (output of block `layer`, or of every block), "predict" (further forward passes).
+        class_specific: whether the map depends on the target.
+        paper: source.
         presets: named sets of options for `preset`; "paper" is the published definition.
-        implies: option values that ask for a preset by themselves, {(option, value): preset}.
-        refined: "after" its function, by the step that all methods have in common; "positive": likewise, without what
-            is below 0; "within" its function, which is given the options of that step; or "never". Else `refine`,
-            `affinity` and `shifts` are among its options.
+        implies: option values that select a preset, {(option, value): preset}.
+        refined: "after" its function, by the common step; "positive": likewise, with negative values clamped; "within"
+            its function, which receives the refinement options; or "never": no options `refine`, `affinity`, `shifts`.
         question: the question that its map answers.
-        title: what figures and pages call it; by default its name.
+        title: name in figures and pages; by default `name`.
 
     Raises:
-        OptionError: `needs` holds something unknown.
+        OptionError: `needs` contains an unknown name.
     """
 
     name: str
@@ -71,7 +67,7 @@ class Method:
 
     @property
     def published(self) -> dict[str, Any] | None:
-        """Every option as its publication has it, where nothing is refined or shifted; None where it has none.
+        """Options of the publication, without refinement and shifts; None without a publication.
 
         >>> Method("mine", max, defaults={"refine": 1}, paper="Mine, 2026").published
         {'refine': 0, 'affinity': 'attention', 'shifts': 0}
@@ -82,7 +78,7 @@ class Method:
         return {name: published[name] for name in self.defaults}
 
     def load(self) -> Callable[..., Any]:
-        """The function itself."""
+        """Return the function."""
         if callable(self.function):
             return self.function
         module, _, name = self.function.partition(":")
@@ -90,19 +86,19 @@ class Method:
         return loaded
 
     def function_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options that its function is called with: those of the common step are not among them."""
+        """Return the options that its function receives, without those of the common refinement step."""
         common = COMMON.keys() - (REFINING.keys() if self.refined == "within" else ())
         return {name: value for name, value in options.items() if name not in common}
 
     def accepts(self, name: str) -> bool:
-        """Whether it has an option of that name; `preset` is one where there are presets."""
+        """Return True if it has this option; `preset` counts if there are presets."""
         return name in self.defaults or (name == "preset" and bool(self.presets))
 
     def complete(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill in options that were not given (or are None): from `preset` if it was given, else from the defaults.
+        """Fill in options that are missing or None, from `preset` or the defaults.
 
         Raises:
-            OptionError: it has no such option or preset; a number is infinite or none.
+            OptionError: unknown option or preset, or a value that is not finite.
         """
         for name, value in options.items():
             if isinstance(value, float) and not isfinite(value):
@@ -121,5 +117,5 @@ class Method:
         return {name: default if options.get(name) is None else options[name] for name, default in defaults.items()}
 
 
-#: The methods by name; `vitflow.explaining.method_table` fills it.
+#: Methods by name; filled by `vitflow.explaining.method_table`.
 METHODS: dict[str, Method] = {}

@@ -1,7 +1,4 @@
-"""The table of methods: those that the project brings, and those that a user adds.
-
-This module imports no torch.
-"""
+"""The table of built-in and registered methods. This module imports no torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +7,7 @@ from vitflow.errors import OptionError, check_known
 from vitflow.explaining.method import METHODS as _METHODS
 from vitflow.explaining.method import Method
 
-#: Maps that do not depend on the model: a map that scores no better has no information.
+#: Maps that do not depend on the model: a map that scores no better carries no information.
 BASELINES = ("random", "centre")
 #: The methods of a comparison by default; class-specific ones if the model has classes; baselines last.
 DEFAULT_METHODS = ("attention", "rollout", "flow", "gradient_rollout", "gae", "gradcam", *BASELINES)
@@ -19,7 +16,7 @@ _PAPER = "Abnar & Zuidema, ACL 2020"
 
 
 def is_slow(name: str) -> bool:
-    """Return whether a method takes long enough on an image for a progress bar.
+    """Return True if a method is slow enough for a progress bar.
 
     Raises:
         OptionError: unknown method.
@@ -30,16 +27,16 @@ def is_slow(name: str) -> bool:
 def register_method(
     name: str | Method, function: Callable[..., Any] | str = "", *, replace: bool = False, **fields: Any
 ) -> Method:
-    """Add a method to the table, so that every verb of the toolkit can use it by name.
+    """Add a method to the table, so that every function and command can use it by name.
 
     Args:
         name: a `Method`; or its name, followed by the other fields.
         function: called as `function(trace, **options)`, to return maps [batch, rows, cols]; see `Method`.
-        replace: allow an existing name to be taken over.
+        replace: allow an existing name to be replaced.
         fields: the other fields of a `Method`, such as summary, defaults and needs.
 
     Raises:
-        OptionError: the name is taken, or `needs` holds something unknown.
+        OptionError: the name is taken, or `needs` contains an unknown name.
     """
     method = Method(name, function, **fields) if isinstance(name, str) else name
     if method.name in _METHODS and not replace:
@@ -62,12 +59,12 @@ def list_methods() -> list[Method]:
 # Value weighting and refinement by default, of all methods on attention and of class-specific ones.
 _WEIGHTED = {"value_weighted": "output", "patch": None, "refine": 1}
 _BY_CLASS = {**_WEIGHTED, "affinity": "both"}
-# What the papers use instead.
+# Options of the papers.
 _PLAIN = {"head_fusion": "mean", "value_weighted": False}
 # Options of sampling.
 _MASKS = {"masks": 256, "keep": 0.3, "cells": 7, "random_seed": 0, "occlusion_batch": 32}
 
-#: The function of rollout, which needs the product of the layers alone.
+#: The function of rollout, which needs only the product of the layers.
 ROLLOUT = "vitflow.explaining.maps:rollout"
 
 register_method(
@@ -249,5 +246,5 @@ register_method(
     refined="never",
 )
 
-#: The methods that the project brings.
+#: Built-in methods.
 BUILT_IN = tuple(_METHODS.values())

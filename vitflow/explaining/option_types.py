@@ -3,6 +3,7 @@
 Generated from the option table by `python -m tests.option_types --write`.
 """
 
+from collections.abc import Sequence
 from typing import Literal, TypedDict
 
 
@@ -28,7 +29,7 @@ class MethodOptions(TypedDict, total=False):
     cells: int | None
     random_seed: int | None
     sigma: float | None
-    layers: int | str | None
+    layers: int | str | Sequence[int] | None
     below: Literal["rollout", "none"] | None
     refine: int | None
     affinity: Literal["attention", "keys", "both"] | None
@@ -45,6 +46,6 @@ class TextOptions(TypedDict, total=False):
     start_layer: int | None
     layer: int | None
     value_weighted: bool | Literal["output"] | None
-    layers: int | str | None
+    layers: int | str | Sequence[int] | None
     below: Literal["rollout", "none"] | None
     causal: Literal["raw", "receptive_field"] | None

@@ -1,32 +1,32 @@
-"""The table of options: one row for each option of methods, of refinement, of methods for texts, and of drawing.
+"""Option table: one row for each option of methods, refinement, text methods and drawing.
 
 The command line, signatures, checks, captions and documentation are derived from it. This module imports no torch.
 """
 
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from vitflow.errors import OptionError, unknown_name, whole_number
 from vitflow.images import BACKGROUNDS, INTERPOLATIONS
 
-#: method: of single methods; refinement: of the step that all methods but the baselines share; text: of methods for
-#: texts alone; drawing: of overlays and figures.
+#: method: options of single methods; refinement: of the step shared by all methods except baselines; text: only of
+#: methods for texts; drawing: of overlays and figures.
 Scope = Literal["method", "refinement", "text", "drawing"]
 
 
-# The types of kinds that are not a Python type themselves.
+# Types of kinds that are not a Python type.
 _ANNOTATIONS: dict[str, Any] = {
     "patch": tuple[int, int],
     "box": tuple[float, float, float, float],
-    "text": int | str,
+    "text": int | str | Sequence[int],
     "choice": None,
 }
 
 
-# Kinds of several numbers separated by commas: their metavar, the type of a number, and an explanation for errors.
+# Kinds of several values separated by commas: metavar, type of a value, and an explanation for errors.
 _TUPLES: Mapping[str, tuple[str, Any, str]] = {
     "patch": ("ROW,COL", int, " counted from 0, such as 3,7"),
     "box": ("LEFT,TOP,RIGHT,BOTTOM", float, " in pixels, such as 40,20,300,260"),
@@ -35,21 +35,21 @@ _TUPLES: Mapping[str, tuple[str, Any, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One row of the table.
+    """Row of the option table.
 
     Attributes:
         name: its Python name; the command line writes dashes.
-        kind: the Python type of a value; "choice" takes one of `choices`, "patch" and "box" several numbers.
+        kind: Python type of a value; "choice" takes one of `choices`, "patch" and "box" several numbers.
         help: one sentence for the command line.
-        choices: the values of a "choice"; of a bool, what it can be besides True and False.
-        metavar: the placeholder of the value in the help, with the range of a number.
-        scope: what it is an option of.
-        default: of refinement and drawing options, whose default does not depend on the method.
-        default_help: the default in words, if it is not a value.
-        limits: the smallest and the largest value of a number, if the table checks them.
+        choices: values of a "choice"; of a bool, values other than True and False.
+        metavar: placeholder of the value in the help, with the range of a number.
+        scope: see `Scope`.
+        default: default of refinement and drawing options, which does not depend on the method.
+        default_help: description of the default, if it is not a value.
+        limits: smallest and largest value of a number, if the table checks them.
         droppable: a default that does not apply to a model is dropped; a requested value is refused.
-        selects_layers: whether it chooses layers or heads, which a sheet of all layers does by itself.
-        phrase: a value in words for captions; by default "name value".
+        selects_layers: whether it selects layers or heads, which `layer_maps` does itself.
+        phrase: describes a value in captions; by default "name value".
     """
 
     name: str
@@ -67,7 +67,7 @@ class Option:
 
     @property
     def values(self) -> str:
-        """The possible values in words."""
+        """Description of the possible values."""
         switch = ("on", "off") if self.kind is bool else ()
         return "|".join((*switch, *self.choices)) or str(self.metavar)
 
@@ -97,7 +97,7 @@ class Option:
         return numbers if self.kind in _TUPLES else numbers[0]
 
     def in_words(self, value: Any) -> str:
-        """A value as captions name it.
+        """Describe a value for captions.
 
         >>> OPTIONS["head_fusion"].in_words("max"), OPTIONS["patch"].in_words((3, 7)), OPTIONS["layer"].in_words(2)
         ('max over heads', 'patch (3, 7)', 'layer 2')
@@ -106,13 +106,13 @@ class Option:
 
     @property
     def annotation(self) -> Any:
-        """The type of a value; None stands for the method's default."""
+        """Type of a value; None stands for the method's default."""
         kind: Any = _ANNOTATIONS.get(str(self.kind), self.kind)
         return (kind | Literal[self.choices] if self.choices else kind) | None
 
 
 def in_words(name: str, value: Any) -> str:
-    """An option without a phrase in words.
+    """Describe the value of an option without a phrase.
 
     >>> in_words("sharpness", 0.5), in_words("mirrored", False)
     ('sharpness 0.5', 'not mirrored')
@@ -130,8 +130,7 @@ OPTIONS: dict[str, Option] = {
         Option(
             "head_fusion",
             "choice",
-            "How the heads of a layer are fused; signed_mean (gradient methods): average heads before clamping "
-            "negatives.",
+            "Fusion of the heads of a layer; signed_mean (gradient methods): average heads before clamping negatives.",
             ("mean", "max", "min", "signed_mean"),
             phrase=lambda value: f"{value} over heads".replace("_", " "),
         ),
@@ -157,9 +156,7 @@ OPTIONS: dict[str, Option] = {
             metavar="N≥1|-1",
             selects_layers=True,
         ),
-        Option(
-            "layer", int, "Layer to look at, counted from 1; -1 is the last.", metavar="N≥1|-1", selects_layers=True
-        ),
+        Option("layer", int, "Layer to use, counted from 1; -1 is the last.", metavar="N≥1|-1", selects_layers=True),
         Option(
             "head",
             int,
@@ -170,8 +167,8 @@ OPTIONS: dict[str, Option] = {
         Option(
             "value_weighted",
             bool,
-            "Weight attention by the norm of the value vectors; off: attention as it is; output: by the projection of "
-            "these vectors on the attention's output.",
+            "Weight attention by the norm of the value vectors; output: by their projection on the attention's output; "
+            "off: no weighting.",
             ("output",),
             droppable=True,
             phrase={
@@ -183,15 +180,15 @@ OPTIONS: dict[str, Option] = {
         Option(
             "patch",
             "patch",
-            "Explain this patch of the top layer instead of the model's output, or compare with it. Row and column "
-            "count from 0.",
+            "Query patch of the top layer instead of the model's output (row and column from 0); similarity: the patch "
+            "to compare with.",
             (),
             "ROW,COL",
         ),
         Option(
             "box",
             "box",
-            "Compare with the patches in this box of the image, in pixels.",
+            "Box of the image to compare with, in pixels.",
             (),
             "LEFT,TOP,RIGHT,BOTTOM",
         ),
@@ -199,26 +196,26 @@ OPTIONS: dict[str, Option] = {
         Option(
             "occlusion_batch",
             int,
-            "Images with hidden patches per forward pass; if hidden patches leave the sequence, as many tokens.",
+            "Masked images per forward pass (the same number of tokens if masked tokens are dropped).",
             metavar="N≥1",
         ),
         Option(
             "score",
             "choice",
-            "The score whose drop occlusion measures: log-odds, or the probability as in the paper.",
+            "Score whose drop is measured: log-odds, or the probability as in the paper.",
             ("log-odds", "probability"),
             phrase="drop in {}".format,
         ),
         Option(
             "pooled",
             "choice",
-            "LeGrad's readout of a layer in a model that reads a class token: the mean of all tokens, as in the paper, "
-            "or that token (own).",
+            "LeGrad's readout in models with a class token: the mean of all tokens, as in the paper, or the class "
+            "token (own).",
             ("mean", "own"),
         ),
-        Option("masks", int, "Random masks of sampling: more give a more reliable map.", metavar="N≥2"),
+        Option("masks", int, "Number of random masks; more masks give a more reliable map.", metavar="N≥2"),
         Option("keep", float, "Share of the patches that each mask keeps.", metavar="0<K<1"),
-        Option("cells", int, "Cells on a side of a random mask: more give smaller regions.", metavar="N≥2"),
+        Option("cells", int, "Cells per side of a random mask; more cells give smaller regions.", metavar="N≥2"),
         Option("random_seed", int, "Seed of the random map, or of the masks.", metavar="N≥0"),
         Option("sigma", float, "Width of the centre prior, as a share of the image's side.", metavar="S>0"),
         Option(
@@ -316,7 +313,7 @@ OPTIONS: dict[str, Option] = {
         Option(
             "background",
             "choice",
-            "The image under the colours: as it is, in darkened grey, or dimmed with half its saturation.",
+            "Image under the colours: unchanged, darkened grey, or dimmed with half its saturation.",
             BACKGROUNDS,
             scope="drawing",
             default_help="grey",
@@ -324,7 +321,7 @@ OPTIONS: dict[str, Option] = {
         Option(
             "contours",
             bool,
-            "Draw lines around the highest values that make up 10, 25 and 50 % of the map's sum.",
+            "Draw contours around the highest values that hold 10, 25 and 50 % of the map's sum.",
             scope="drawing",
         ),
     )
@@ -332,21 +329,21 @@ OPTIONS: dict[str, Option] = {
 
 
 def options_of(*scopes: Scope) -> dict[str, Option]:
-    """The rows of these scopes by name, in the order of the table."""
+    """Return the rows of these scopes by name, in the order of the table."""
     return {name: option for name, option in OPTIONS.items() if option.scope in scopes}
 
 
-#: The options of the step that refines maps, and with `shifts` those of every method but the baselines: their defaults.
+#: Defaults of the options of refinement and shifts, which all methods except baselines have.
 COMMON: Mapping[str, Any] = {name: option.default for name, option in options_of("refinement").items()}
 REFINING: Mapping[str, Any] = {name: COMMON[name] for name in ("refine", "affinity")}
-#: Values that switch that step off.
+#: Values without refinement and shifts.
 UNREFINED: Mapping[str, Any] = {"refine": 0, "shifts": 0}
-#: The options that methods for images have.
+#: Options of methods for images.
 METHOD_OPTIONS = options_of("method", "refinement")
 
 
 def shown(value: Any) -> str:
-    """A value of an option in words.
+    """Format the value of an option.
 
     >>> shown(True), shown(None), shown(0.5)
     ('on', 'none', '0.5')
@@ -376,7 +373,7 @@ def takes_method_options(function: _Function) -> _Function:
         for option in METHOD_OPTIONS.values()
         if option.name not in signature.parameters
     ]
-    # **options remains for methods that a user registers.
+    # **options remains for registered methods.
     function.__signature__ = signature.replace(parameters=[*named, *more, rest])  # type: ignore[attr-defined]
     listed = (f"{option.name}: {option.help} ({option.values})" for option in METHOD_OPTIONS.values())
     wrapped = (textwrap.fill(line, 116, initial_indent=" " * 4, subsequent_indent=" " * 8) for line in listed)

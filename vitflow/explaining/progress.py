@@ -1,10 +1,10 @@
-"""Tell a long computation's progress to whoever shows it: nobody, unless the command line or a caller asks."""
+"""Progress of long computations, shown only if the command line or a caller provides a display."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
-# Called with the number of further steps that are done.
+# Called with the number of completed steps since the last call.
 Update = Callable[[int], object]
 # Opens a display for a label and a number of steps.
 Display = Callable[[str, int], AbstractContextManager[Update]]
@@ -14,7 +14,7 @@ _display: ContextVar[Display | None] = ContextVar("vitflow_progress_display", de
 
 @contextmanager
 def shown_by(display: Display) -> Iterator[None]:
-    """Show the progress of what runs inside by `display`."""
+    """Show the progress of the enclosed code with `display`."""
     token = _display.set(display)
     try:
         yield
@@ -23,18 +23,18 @@ def shown_by(display: Display) -> Iterator[None]:
 
 
 def tracking(label: str, total: int) -> AbstractContextManager[Update]:
-    """Announce `total` steps; the context gives a function to call with the steps done since the last call."""
+    """Announce `total` steps; the context yields a function to call with the steps done since the last call."""
     display = _display.get()
     return nullcontext(lambda _steps: None) if display is None else display(label, total)
 
 
 @contextmanager
 def watched(report: Callable[[float], object], rounds: float) -> Iterator[None]:
-    """Report the share, from 0 to 1, that is done of what runs inside, as far as it is tracked.
+    """Report the completed share, from 0 to 1, of the tracked computations in the enclosed code.
 
     Args:
-        report: called with the share, which never falls, whenever it grows.
-        rounds: how many computations of the first one's size are expected inside, one after the other.
+        report: called with the share whenever it increases.
+        rounds: expected number of consecutive computations of the size of the first one.
     """
     done, first, share = 0, 0, 0.0
 

@@ -1,4 +1,4 @@
-"""Saliency: the one result of every method, and what can be done with it."""
+"""Saliency: the result of every method for images."""
 
 import json
 import os
@@ -23,27 +23,27 @@ from vitflow.images.pen import Pen, takes_drawing_options
 from vitflow.images.reading import image_name, write_image
 from vitflow.images.upsampling import upsample
 
-if TYPE_CHECKING:  # drawing a figure loads matplotlib, and most who ask for a map draw none
+if TYPE_CHECKING:  # matplotlib is loaded only to draw a figure
     from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saliency:
-    """One map of one image by one method.
+    """Saliency map of one image by one method.
 
     Attributes:
         grid: the map on the patch grid, float32 [rows, cols], unscaled.
-        placement: where the model input lies on the image.
+        placement: position of the model input on the image.
         image: the original image, uint8 RGB [height, width, 3].
         source: the image's name.
         model: the model's id.
         method: the method's name.
         options: every option of the method with the value used.
         class_specific: whether the map depends on the target.
-        score: the class that was asked for, by default the predicted one, with the model's probability of it; or the
-            two that were set against each other, with the difference of their logits.
-        facts: what else belongs beside the map, such as how the answer is read out or the saturated share of a flow.
-        reference: the image that was compared with, uint8 RGB [height, width, 3], where one was.
+        score: the target, by default the predicted class, with its probability; or a contrast of two classes with the
+            difference of their logits.
+        facts: further facts about the map, such as its readout or the saturated share of a flow.
+        reference: reference image of a similarity, uint8 RGB [height, width, 3]; else None.
         seconds: time of the forward pass (the image's share of its batch) and of the method.
     """
 
@@ -68,55 +68,55 @@ class Saliency:
         return f"Saliency({image_name(self.source)!r}, {self.method}, {patches}{target})"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """What a notebook shows: the figure that stands alone."""
+        """Return the figure for notebooks."""
         from vitflow.images.figures import NOTEBOOK_DPI, bundle
 
         return bundle(repr(self), self.figure(dpi=NOTEBOOK_DPI))
 
     @property
     def model_note(self) -> str:
-        """What a reader must know of the model, if it carries such a note."""
+        """Note for readers that the model carries, or an empty string."""
         return str(self.facts.get("model_note", ""))
 
     @property
     def definition(self) -> Method:
-        """The row of the table of methods that made this map."""
+        """Entry of the method table."""
         return get_method(self.method)
 
     @property
     def label(self) -> str:
-        """The target's name, or its number where names are not known; empty where the model has no classes."""
+        """Name of the target, or "class 3" if names are unknown; empty if the model has no classes."""
         return self.score.name
 
     @property
     def target(self) -> int | None:
-        """Index of the class that was asked for; None for a contrast, and where the model has no classes."""
+        """Index of the target; None for a contrast, or if the model has no classes."""
         return self.score.index
 
     @property
     def class_name(self) -> str | None:
-        """Its name, where known."""
+        """Name of the target class, or None."""
         return self.score.class_name
 
     @property
     def probability(self) -> float | None:
-        """The model's probability of it."""
+        """Probability of the target, or None."""
         return self.score.probability
 
     @property
     def predicted(self) -> int | None:
-        """Index of the class that the model finds most probable."""
+        """Index of the most probable class."""
         return self.score.predicted
 
     @property
     def contrast(self) -> Contrast | None:
-        """The classes that were set against each other, with the difference of their logits."""
-        answer = self.score
-        return Contrast(*answer.sides, name=answer.name, value=answer.value) if answer.sides else None
+        """Contrast of two classes with the difference of their logits, or None."""
+        score = self.score
+        return Contrast(*score.sides, name=score.name, value=score.value) if score.sides else None
 
     @property
     def heatmap(self) -> NDArray[np.float32]:
-        """The map over the original image, float32 [height, width], unscaled; NaN where the model saw nothing."""
+        """Map upsampled to the original image, float32 [height, width], unscaled; NaN where the model saw nothing."""
         return upsample(self.grid, self.placement)
 
     def overlay(
@@ -128,14 +128,14 @@ class Saliency:
         robust: bool = True,
         **options: Any,
     ) -> NDArray[np.uint8]:
-        """The map in colour over the original image, uint8 RGB [height, width, 3].
+        """Draw the map in colour over the original image, uint8 RGB [height, width, 3].
 
         Args:
             interpolation: "smooth", "linear" (as `heatmap` is), "cubic", or "nearest" to see the patches.
-            vmin, vmax: values that get the first and last colour; by default the range of the map's patches. Where it
-                holds 0 between them, as of a map with negative values, 0 is clear and each side has its own colours.
-            robust: take that range between percentiles, so that one artefact patch does not own it; what lies beyond
-                them nears the last colour.
+            vmin, vmax: values of the first and last colour; by default the range of the map. If 0 is between them, as
+                for a map with negative values, 0 is transparent and the colours diverge from it.
+            robust: use percentiles for that range, so that a single artefact patch does not determine it; values
+                beyond them approach the last colour.
             options: cmap, alpha, fade, background, contours and mark_unseen as for `vitflow.images.overlay.blend`.
         """
         heatmap = upsample(self.grid, self.placement, interpolation=interpolation)
@@ -145,10 +145,7 @@ class Saliency:
 
     @property
     def patch_box(self) -> tuple[float, float, float, float] | None:
-        """The patch or the box that the map was asked of, (left, top, right, bottom) in pixels of the image.
-
-        None where the model's own readout was taken.
-        """
+        """Query patch or box of the map, (left, top, right, bottom) in pixels of the image; else None."""
         patch, box = self.options.get("patch"), self.options.get("box")
         if patch is None:
             return None if box is None else tuple(box)
@@ -160,16 +157,16 @@ class Saliency:
 
     @takes_drawing_options
     def figure(self, path: str | os.PathLike[str] | None = None, *, width: float = 3.5, **drawing: Any) -> "Figure":
-        """Draw a figure that stands alone: the overlay with its method, what was asked, and a bar of its colours.
+        """Draw a figure: the overlay with its method, target and colour bar.
 
         Args:
             path: also write the figure here: .png, .pdf or .svg.
-            width: of the image, in inches.
+            width: width of the image, in inches.
             drawing: vmin, vmax, robust and interpolation as for `overlay`; dpi, pixels per inch of the image; cmap,
                 alpha, fade, background, contours and mark_unseen as for `vitflow.images.overlay.blend`.
 
         Raises:
-            OptionError: a drawing option is out of range, or another file type.
+            OptionError: a drawing option is out of range, or the file type is not supported.
         """
         from vitflow.images.figures import file_too
         from vitflow.images.map_figure import draw_map
@@ -193,44 +190,44 @@ class Saliency:
         )
 
     def _notes(self) -> Iterator[str]:
-        """What a reader of the figure must know, line by line."""
+        """Yield the notes below the figure."""
         if self.target is not None and not self.class_specific:
             yield "The map is the same for every class."
-        if "," in (readout := self.facts.get("readout", "")):  # not the model's own pooling
+        if "," in (readout := self.facts.get("readout", "")):  # not the model's default pooling
             yield f"Readout: {readout}."
         yield from captions.notes_of(self.facts)
-        if told := captions.unsure(self.facts):
-            yield f"{told[0].upper()}{told[1:]}."
+        if warning := captions.unreliable(self.facts):
+            yield f"{warning[0].upper()}{warning[1:]}."
         if compared := self.facts.get("compared_with"):
             yield f"Each patch is compared with {compared}."
         elif self.patch_box is not None:
-            yield "The frame is the patch whose attention is shown."
+            yield "The frame marks the query patch."
         if not self.placement.sees_everything:
-            yield "The line bounds what the model saw."
+            yield "The line marks the region that the model saw."
         yield f"{image_name(self.source)} · {captions.model_in_words(self.model, self.model_note)}"
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the overlay (.png, .jpg, .webp; options as for `overlay`) or the map itself (.npz); return the path.
 
-        The `.npz` holds `grid` and `heatmap` (unscaled) and `metadata`, a JSON string with everything else. Nothing
-        half-written ever stands under the final name.
+        The `.npz` contains `grid` and `heatmap` (unscaled) and `metadata`, a JSON string with everything else. Files
+        are written atomically.
         """
         path = Path(path)
         if path.suffix.lower() != ".npz":
             write_image(path, self.overlay(**options))
             return path
         if options:
-            raise OptionError(f"A saved map is unscaled and takes no drawing options, got {', '.join(options)}.")
+            raise OptionError(f"Drawing options cannot be used with .npz, which is unscaled; got {', '.join(options)}.")
         metadata = np.array(json.dumps(self.to_dict(), ensure_ascii=False))
         with write_atomically(path) as file:
             np.savez_compressed(file, grid=self.grid, heatmap=self.heatmap, metadata=metadata)
         return path
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the arrays, ready for JSON.
+        """Return everything except the arrays, for JSON.
 
-        `seen` is in pixels of the image, right and bottom exclusive. `placement` is exact and as rows of a folder run
-        have it, its sizes [height, width] and its offset [top, left].
+        `seen` is in pixels of the image, right and bottom exclusive. `placement` has the format of folder runs: sizes
+        [height, width] and offset [top, left].
         """
         rows, cols = self.grid.shape
         return {
@@ -253,17 +250,15 @@ class Saliency:
 
 
 def contrasted(first: Saliency, second: Saliency, activation: str = "softmax") -> Saliency:
-    """What speaks for one class less what speaks for another, each map scaled by the sum of its absolute values.
+    """Return the difference of two maps, each divided by the sum of its absolute values.
 
     Raises:
-        SameClassError: both maps are of one class.
+        SameClassError: both maps are of the same class.
     """
     if first.target is None or second.target is None or first.target == second.target:
-        raise SameClassError(
-            f"Expected two classes to set against each other, got {first.label} twice: choose another one on one side."
-        )
-    value = _number(first.score, activation) - _number(second.score, activation)
-    answer = Score(
+        raise SameClassError(f"Expected two different classes in a contrast, got {first.label} twice.")
+    value = _logit(first.score, activation) - _logit(second.score, activation)
+    score = Score(
         f"{first.label} against {second.label}",
         value if isfinite(value) else None,  # a probability was rounded to 0 or 1
         {"probability": "logits", "cosine": "in cosine"}.get(first.score.unit, first.score.unit),
@@ -274,7 +269,7 @@ def contrasted(first: Saliency, second: Saliency, activation: str = "softmax") -
     return replace(
         first,
         grid=(_shares(first.grid) - _shares(second.grid)).astype(np.float32),
-        score=answer,
+        score=score,
         facts={name: fact for name, fact in first.facts.items() if name != "note"},
         seconds=first.seconds + second.seconds,
     )
@@ -286,10 +281,10 @@ def _shares(grid: NDArray[np.float32]) -> NDArray[np.float64]:
     return values / total if total > 0 else values
 
 
-def _number(answer: Score, activation: str) -> float:
-    """A logit from its probability, that of a softmax up to what all classes have in common; others as they are."""
-    probability = answer.value
-    if probability is not None and answer.unit != "probability":
+def _logit(score: Score, activation: str) -> float:
+    """Return the logit of a probability (of a softmax up to a constant); other scores unchanged."""
+    probability = score.value
+    if probability is not None and score.unit != "probability":
         return probability
     if not probability:
         return -inf

@@ -1,4 +1,4 @@
-"""Sampling: which patches raise this class, wherever the others are? Asked of the model with random patches dropped."""
+"""Sampling with random patches dropped, and its consensus with GAE."""
 
 from typing import Any
 
@@ -21,9 +21,9 @@ from vitflow.recording.token_dropping import droppable_tokens, run_on_patches
 def sampling(
     trace: TargetedTrace, *, masks: int, keep: float, cells: int, random_seed: int, occlusion_batch: int
 ) -> Maps:
-    """How much higher the target's log-odds are with a patch than without it, over random choices of the others."""
+    """Mean log-odds of the target with a patch minus without it, over random masks of the other patches."""
     batch, targets = whole_number("occlusion_batch", occlusion_batch, 1), trace.wanted
-    layout, grid, hidden = _ways(trace)
+    layout, grid, hidden = _hiding(trace)
     kept = draw_masks(*grid, masks=masks, keep=keep, cells=cells, seed=random_seed)
     outputs = _outputs(trace, kept, layout, grid, batch, ("sampling", keep, cells, random_seed))
     grids, facts = [], []
@@ -43,91 +43,90 @@ def _outputs(
     batch: int,
     key: tuple[Any, ...],
 ) -> list[Tensor]:
-    """The log-odds [masks, classes] of each image without some patches; what was answered before is not asked again.
+    """Compute the log-odds [masks, classes] of each masked image; results are cached in the trace.
 
     Args:
-        trace: of the images.
-        kept: which patches each mask keeps, bool [masks, patches].
-        layout: of the tokens, where those of hidden patches are dropped.
+        trace: the trace of the images.
+        kept: kept patches of each mask, bool [masks, patches].
+        layout: token layout if hidden patches are dropped; None if they are blanked.
         grid: rows and columns of the patches.
-        batch: as many masks at once, or as many tokens as so many whole images have.
-        key: what the masks were drawn by.
+        batch: masks per forward pass; with dropped tokens, the same number of tokens.
+        key: cache key of the masks.
     """
     assert trace.pixels is not None
     masks, images = len(kept), trace.pixels.detach().split(1)
-    known: list[Tensor] = trace.answered.get(key) or [torch.empty(0)] * len(images)
-    before = min(len(known[0]), masks)  # the first of many masks are those of few
+    known: list[Tensor] = trace.cached_outputs.get(key) or [torch.empty(0)] * len(images)
+    before = min(len(known[0]), masks)  # fewer masks are the first of more masks
     with tracking("sampling", len(images) * masks) as progress:
         progress(len(images) * before)
         if before < masks:
             if layout is not None:
                 batch = batch * layout.num_tokens // (layout.num_prefix_tokens + int(kept[0].sum()))
             outputs = []
-            for image, own in zip(images, known, strict=True):
-                found = [own] if before else []
+            for image, cached in zip(images, known, strict=True):
+                scores = [cached] if before else []
                 for part in kept[before:].split(batch):
-                    found.append(_ask(trace, image, part, layout, grid))
+                    scores.append(_log_odds(trace, image, part, layout, grid))
                     progress(len(part))
-                outputs.append(torch.cat(found))
-            known = trace.answered[key] = outputs
-    return [own[:masks] for own in known]
+                outputs.append(torch.cat(scores))
+            known = trace.cached_outputs[key] = outputs
+    return [scores[:masks] for scores in known]
 
 
-def _ways(trace: TargetedTrace) -> tuple[TokenLayout | None, tuple[int, int], str]:
-    """The layout of the tokens that can be dropped; else None. And the patches' grid, and what is done with them."""
+def _hiding(trace: TargetedTrace) -> tuple[TokenLayout | None, tuple[int, int], str]:
+    """Return the layout of tokens that can be dropped (or None), the patch grid, and a description."""
     assert trace.pixels is not None
     assert trace.facts is not None
     try:
         layout = droppable_tokens(trace.model, trace.pixels, trace.facts.layout, trace.outputs.read)
         return layout, (layout.rows, layout.cols), "tokens dropped"
     except UnsupportedModelError as error:
-        hidden = f"patches blanked, for their tokens cannot be dropped: {error}"
+        hidden = f"patches blanked, because tokens cannot be dropped: {error}"
     try:
         return None, (trace.layout.rows, trace.layout.cols), hidden
-    except UnsupportedModelError:  # it has no patches of its own
+    except UnsupportedModelError:  # the model has no patches
         return None, trace.grid(), hidden
 
 
-def _ask(
+def _log_odds(
     trace: TargetedTrace, image: Tensor, kept: Tensor, layout: TokenLayout | None, grid: tuple[int, int]
 ) -> Tensor:
-    """The log-odds [masks, classes] of one image with the kept patches alone."""
+    """Compute the log-odds [masks, classes] of one image with only the kept patches."""
     if layout is not None:
-        numbers = kept.nonzero()[:, 1].reshape(len(kept), -1)
+        indices = kept.nonzero()[:, 1].reshape(len(kept), -1)
         read = trace.outputs.read
         with torch.no_grad():
-            logits = run_on_patches(trace.model, image, numbers, layout=layout, outputs=read)
+            logits = run_on_patches(trace.model, image, indices, layout=layout, outputs=read)
         return log_odds(logits, trace.outputs.activation)
     owners = cell_owners(image.shape[-2], image.shape[-1], *grid)
     visible = kept[:, owners].unsqueeze(1).to(image.device)  # [masks, 1, height, width]
     return trace.log_odds(torch.where(visible, image, image.mean(dim=(2, 3), keepdim=True)))
 
 
-#: The methods that agree, each with its own defaults where it is not told otherwise, and what each weighs.
+#: The methods of the consensus with their weights; each has its default options unless given.
 PARTS = {"gae": 1, "sampling": 2}
 
-# A patch that one map leaves at 0 keeps so much of the share of a patch in a constant map, so that the other map still
-# ranks it.
+# Minimum share of a patch, relative to a constant map, so that the other map still ranks patches that are 0 in one.
 FLOOR = 1e-6
 
 
 def consensus(trace: TargetedTrace, **options: Any) -> Maps:
-    """The weighted geometric mean of GAE and sampling for the target, each refined and scaled by its sum."""
+    """Weighted geometric mean of GAE and sampling for the target, each refined and divided by its sum."""
     grids: list[Tensor] = []
     facts: list[dict[str, Any]] = [{"made_of": " and ".join(PARTS)} for _ in trace.wanted]
     for name in PARTS:
         method = get_method(name)
-        own = {name: value for name, value in options.items() if method.accepts(name)}
-        maps, _ = make_maps(method, method.complete(own), trace)
+        accepted = {name: value for name, value in options.items() if method.accepts(name)}
+        maps, _ = make_maps(method, method.complete(accepted), trace)
         grids.append(maps.grids)
         facts = [known | further for known, further in zip(facts, maps.facts or [{}] * len(facts), strict=True)]
     return Maps(geometric_mean(grids, list(PARTS.values())), facts)
 
 
 def geometric_mean(grids: list[Tensor], weights: list[int]) -> Tensor:
-    """The weighted geometric mean of maps without negative values, [batch, rows, cols], each scaled by its own sum.
+    """Return the weighted geometric mean of non-negative maps [batch, rows, cols], each divided by its sum.
 
-    A share below a millionth of a constant map's counts as that much: a 0 in one map alone decides nothing.
+    Shares are at least a millionth of those of a constant map, so that a 0 in a single map is not decisive.
 
     >>> geometric_mean([torch.tensor([[[3.0, 1.0]]]), torch.tensor([[[1.0, 3.0]]])], [1, 1])
     tensor([[[0.4330, 0.4330]]], dtype=torch.float64)

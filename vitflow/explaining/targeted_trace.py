@@ -1,4 +1,4 @@
-"""What is asked of a recorded pass: for which classes maps are made, and how to run the model again."""
+"""A recorded pass with its targets, and with the means to run the model again."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -18,14 +18,14 @@ from vitflow.recording.trace import Backward, Trace
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedImage:
-    """An image that was read and placed, ready for the model.
+    """An image with its placement, ready for the model.
 
     Attributes:
         name: its name in results.
         image: uint8 RGB [height, width, 3].
-        placement: where the model input lies on it.
-        pixels: the model input itself, [channels, height, width], if the caller gave it; else it is cut from the image.
-        denormalised: whether the image was computed from that input, so that there is nothing around it.
+        placement: position of the model input on the image.
+        pixels: the model input, [channels, height, width], if the caller gave it; else it is cut from the image.
+        denormalised: whether the image was computed from that input and has no margin.
     """
 
     name: str
@@ -37,26 +37,24 @@ class PlacedImage:
 
 @dataclass(slots=True)
 class TargetedTrace(Trace):
-    """A recorded pass with what is asked of it: what the function of a method is called with.
+    """A recorded pass with its targets: the first argument of the function of a method.
 
-    It shares what was recorded with the trace that it was made from, on which nothing is written.
+    It shares the recorded tensors with the trace that it was made from.
 
     Attributes:
-        targets: the class that each image is explained for, [batch]; None where there are no classes.
-        run: maps model inputs to the numbers [batch, classes] that are asked for, by running the model again.
-        outputs: what is asked of the model's output; what a map is of, which need not be what is told beside it.
-        facts: what the model says of itself.
-        images: those that the pass was for.
-        numbers: what the model answered, [batch, classes].
-        probabilities: what is told beside the maps, [batch, classes]; None where the model has no classes.
-        seconds: that the pass took.
-        refinement_requested: whether refinement of the method in turn was asked for, and is no mere default.
-        answered: what methods that run the model again have found, by what they asked: further classes, and further
-            methods that ask the same, cost nothing.
+        targets: target class of each image, [batch]; None if the model has no classes.
+        run: maps model inputs to logits [batch, classes] by running the model again.
+        outputs: the outputs that maps explain; may differ from the reported ones.
+        facts: properties of the model.
+        images: the images of the pass.
+        numbers: logits of the reported outputs, [batch, classes].
+        probabilities: reported scores, [batch, classes]; None if the model has no classes.
+        seconds: duration of the pass.
+        refinement_requested: whether the refinement of the current method was requested, not a default.
+        cached_outputs: outputs of further forward passes by key, for further classes and methods.
 
     >>> import torch
-    >>> asked = TargetedTrace.of(Trace(), torch.tensor([3]))
-    >>> asked.wanted
+    >>> TargetedTrace.of(Trace(), torch.tensor([3])).wanted
     tensor([3])
     """
 
@@ -69,39 +67,39 @@ class TargetedTrace(Trace):
     probabilities: Tensor | None = None
     seconds: float = 0.0
     refinement_requested: bool = False
-    answered: dict[Any, Any] = field(default_factory=dict)
+    cached_outputs: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, trace: Trace, targets: Tensor | None, **further: Any) -> "TargetedTrace":
-        """Ask a recorded pass for these classes; `further` are its own attributes."""
+        """Add targets and further attributes to a recorded pass."""
         recorded = {field.name: getattr(trace, field.name) for field in fields(Trace)}
         return cls(**recorded, targets=targets, **further)
 
     @property
     def wanted(self) -> Tensor:
-        """The class that each image is explained for, [batch]; OptionError where there is none."""
+        """Target class of each image, [batch]; OptionError if there is none."""
         if self.targets is None:
             raise OptionError(
-                "A class-specific method needs a target class for each image, and this model has no classes. "
-                "Use one that is not class-specific, such as rollout, or pass outputs= to explain other numbers."
+                "Class-specific methods require classes, and this model has none. Use a method that is not "
+                "class-specific, such as rollout, or pass outputs= to explain other values."
             )
         return self.targets
 
     @property
     def readout(self) -> Tensor:
-        """As `Trace.readout`, by default for the outputs that are explained."""
+        """Readout of the explained outputs; see `Trace.readout`."""
         return self.readout_of(self.targets)
 
     def backward(self, targets: Tensor | None = None) -> Backward:
-        """As `Trace.backward`, by default for the classes that are asked for."""
+        """Backward pass, by default for the targets; see `Trace.backward`."""
         return Trace.backward(self, self.wanted if targets is None else targets)
 
     def predict(self, pixels: Tensor) -> Tensor:
-        """The probabilities [batch, classes] of model inputs, by running the model again."""
+        """Run the model again and return the probabilities [batch, classes]."""
         return activate(self._run_again(pixels), self.outputs.activation)
 
     def log_odds(self, pixels: Tensor) -> Tensor:
-        """Likewise, the log-odds [batch, classes], which keep apart what rounds to a probability of 1."""
+        """Run the model again and return the log-odds [batch, classes], which do not saturate at probability 1."""
         return log_odds(self._run_again(pixels), self.outputs.activation)
 
     def _run_again(self, pixels: Tensor) -> Tensor:

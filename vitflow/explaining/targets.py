@@ -1,4 +1,4 @@
-"""Which class to explain: by index, by name, the most probable ones, or each image's own."""
+"""Targets: classes by index or name, the most probable classes, one class per image, and contrasts."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -20,19 +20,18 @@ from vitflow.models.outputs import Outputs
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a model answered to what it was asked; without a name where it has no classes.
+    """Target of a map and its score; without a name if the model has no classes.
 
     Attributes:
-        name: of the class, "class 3" where names are not known; of two that are set against each other, both.
-        value: the model's probability of the class, the cosine or the number that it answers with, or the difference
-            of two; None where it is not known.
-        unit: of the number: "probability", "logits", "cosine", or what the answers tell, which may be nothing.
-        index: of the class; None for two.
-        predicted: index of the class that the model finds most probable.
-        named: whether the name is the class's own.
-        sides: indices of two classes that are set against each other.
-        opposed: their names.
-        single: whether it is the sigmoid of a model's only logit.
+        name: class name, or "class 3" if names are unknown; for a contrast, both names.
+        value: probability, cosine or other value of the output, or the difference of two; None if unknown.
+        unit: unit of the value: "probability", "logits", "cosine", or that of the outputs, which may be empty.
+        index: class index; None for a contrast.
+        predicted: index of the most probable class.
+        named: whether the class has a name.
+        sides: class indices of a contrast.
+        opposed: class names of a contrast.
+        single: whether it is the sigmoid of the model's only logit.
     """
 
     name: str = ""
@@ -46,37 +45,37 @@ class Score:
     single: bool = False
 
     @classmethod
-    def of(cls, told: Tensor, index: int, outputs: Outputs) -> "Score":
-        """The answer for one class, of what is told of all [classes].
+    def of(cls, scores: Tensor, index: int, outputs: Outputs) -> "Score":
+        """Return the score of one class from the scores of all classes, [classes].
 
         >>> import torch
-        >>> answer = Score.of(torch.tensor([0.25, 0.75]), 0, Outputs(names=("cat", "dog"), activation="softmax"))
-        >>> answer.name, answer.display
+        >>> score = Score.of(torch.tensor([0.25, 0.75]), 0, Outputs(names=("cat", "dog"), activation="softmax"))
+        >>> score.name, score.display
         ('cat', '25.0%')
         """
         name = outputs.names[index] if outputs.names else f"class {index}"
         unit = {"value": outputs.unit, "cosine": "cosine"}.get(outputs.activation, "probability")
-        single = unit == "probability" and len(told) == 1
-        return cls(name, float(told[index]), unit, index, int(told.argmax()), bool(outputs.names), single=single)
+        single = unit == "probability" and len(scores) == 1
+        return cls(name, float(scores[index]), unit, index, int(scores.argmax()), bool(outputs.names), single=single)
 
     @property
     def class_name(self) -> str | None:
-        """The class's own name, where known."""
+        """Class name, or None."""
         return self.name if self.named and self.index is not None else None
 
     @property
     def probability(self) -> float | None:
-        """The model's probability of the class."""
+        """Probability of the class, or None."""
         return self.value if self.unit == "probability" else None
 
     @property
     def is_predicted(self) -> bool:
-        """Whether it is about the class that the model finds most probable."""
+        """True if the target is the most probable class."""
         return self.index == self.predicted
 
     @property
     def display(self) -> str:
-        """Its number as people read it; empty where that is not known.
+        """Formatted value with its unit; empty if unknown.
 
         >>> Score("cat", 0.873).display, Score("cat against dog", -1.234, "logits").display
         ('87.3%', '−1.23 in logits')
@@ -92,7 +91,7 @@ class Score:
         return (signed or words).replace("-", "−")
 
     def to_dict(self) -> dict[str, Any]:
-        """The columns of rows and the fields of JSON that tell of it; those of a class are None for two."""
+        """Return the columns of rows and fields of JSON; the class fields are None for a contrast."""
         return {
             "class_index": self.index,
             "class_name": self.class_name,
@@ -112,16 +111,16 @@ Targets = Target | Sequence[Target] | NDArray[np.integer[Any]] | Tensor
 def resolve_targets(
     targets: Targets, probabilities: Tensor | None, class_names: Sequence[str] | None
 ) -> list[Tensor | None]:
-    """Turn what the caller asked for into class indices, one tensor [batch] per target.
+    """Resolve targets to class indices, one tensor [batch] per target.
 
     Args:
-        targets: one target or several, where "top5" stands for five, the most probable classes of each image; or an
-            array [batch] with each image's own class index.
-        probabilities: [batch, classes]; None where the model has no classes.
-        class_names: names by class index, where known.
+        targets: one target or several ("top5" gives the five most probable classes of each image); or an array [batch]
+            with the class index of each image.
+        probabilities: [batch, classes]; None if the model has no classes.
+        class_names: names by class index, or None.
 
     Raises:
-        OptionError: there is no such class, or the model has no classes.
+        OptionError: the class does not exist, or the model has no classes.
 
     >>> resolve_targets(["top2"], torch.tensor([[0.1, 0.7, 0.2]]), None)
     [tensor([1]), tensor([2])]
@@ -133,27 +132,26 @@ def resolve_targets(
     requested: list[Target] = [target.item() if hasattr(target, "item") else target for target in given]
     if probabilities is None:
         if any(target is not None for target in requested):
-            raise OptionError(f"This model has no classes, so none can be asked for (got {requested[0]!r}).")
+            raise OptionError(f"This model has no classes; got target {requested[0]!r}.")
         return [None]
     batch, count = probabilities.shape
-    found: list[Tensor | None] = []
+    indices: list[Tensor | None] = []
     for target in requested or [None]:
         top = _top(target)
         if top is not None:
             ranked = probabilities.topk(min(top, count), dim=1).indices
-            found.extend(ranked[:, rank] for rank in range(ranked.shape[1]))
+            indices.extend(ranked[:, rank] for rank in range(ranked.shape[1]))
         else:
-            found.append(torch.full((batch,), class_index(target, count, class_names), device=probabilities.device))
-    return found
+            indices.append(torch.full((batch,), class_index(target, count, class_names), device=probabilities.device))
+    return indices
 
 
-def doubt(probability: float, num_classes: int) -> str | None:
-    """A note on a map for a class that the model all but rules out; None where it does not.
+def improbable(probability: float, num_classes: int) -> str | None:
+    """Return a note for a map of a very improbable class; else None.
 
-    The class is ruled out where its probability is told as 0.0 % (below 0.0005), and is less than half of chance where
-    there are more than 1000 classes.
+    The limit is a probability displayed as 0.0 % (below 0.0005), or half of chance with more than 1000 classes.
 
-    >>> doubt(0.0001, 1000), doubt(0.2, 1000)
+    >>> improbable(0.0001, 1000), improbable(0.2, 1000)
     ('the model gives this class 0.01 %: the map shows what would raise it, not what it saw', None)
     """
     if probability >= min(0.0005, 0.5 / max(num_classes, 1)):
@@ -162,12 +160,12 @@ def doubt(probability: float, num_classes: int) -> str | None:
 
 
 def is_per_image(targets: Any) -> bool:
-    """Whether targets are an array with a class index for each image."""
+    """Return True if targets are an array with a class index for each image."""
     return isinstance(targets, np.ndarray | Tensor) and targets.ndim > 0
 
 
 def is_several(target: Any) -> bool:
-    """Whether one target stands for several classes, as "top2" does.
+    """Return True if one target stands for several classes, as "top2" does.
 
     >>> is_several("top2"), is_several("top1"), is_several(None)
     (True, False, False)
@@ -176,7 +174,7 @@ def is_several(target: Any) -> bool:
 
 
 def is_top(target: Any) -> bool:
-    """Whether a target stands for what the model answers.
+    """Return True if a target depends on the model's prediction.
 
     >>> is_top(None), is_top("top1"), is_top(3)
     (True, True, False)
@@ -185,25 +183,25 @@ def is_top(target: Any) -> bool:
 
 
 def _given_targets(targets: Any, probabilities: Tensor) -> Tensor:
-    found = torch.as_tensor(targets, device=probabilities.device)
+    indices = torch.as_tensor(targets, device=probabilities.device)
     batch, count = probabilities.shape
-    if found.shape != (batch,) or found.dtype.is_floating_point or found.dtype == torch.bool:
+    if indices.shape != (batch,) or indices.dtype.is_floating_point or indices.dtype == torch.bool:
         raise OptionError(
-            f"Expected an array of {batch} class indices, one for each image, got shape {tuple(found.shape)} of "
-            f"{found.dtype}."
+            f"Expected an array of {batch} class indices, one for each image, got shape {tuple(indices.shape)} of "
+            f"{indices.dtype}."
         )
-    if ((found < 0) | (found >= count)).any():
-        raise OptionError(f"Expected class indices from 0 to {count - 1}, got {found.tolist()}.")
-    return found.long()
+    if ((indices < 0) | (indices >= count)).any():
+        raise OptionError(f"Expected class indices from 0 to {count - 1}, got {indices.tolist()}.")
+    return indices.long()
 
 
 def class_index(target: Any, num_classes: int, class_names: Sequence[str] | None) -> int:
-    """The index of a class given by index or name, or of ImageNet's classes by any of their names or a WordNet id.
+    """Return the index of a class given by index or name; ImageNet classes also by any synonym or WordNet id.
 
-    Case and underscores do not count.
+    Case and underscores are ignored.
 
     Raises:
-        OptionError: there is no such class, or there are several.
+        OptionError: the class does not exist, or the name is ambiguous.
 
     >>> class_index("Egyptian_CAT", 2, ["tabby", "Egyptian cat"])
     1
@@ -215,56 +213,56 @@ def class_index(target: Any, num_classes: int, class_names: Sequence[str] | None
             raise OptionError(f"Expected a class index from 0 to {num_classes - 1}, got {index}.")
         return index
     if class_names is None:
-        raise OptionError(f"The names of this model's classes are not known: give an index instead of {text!r}.")
-    wanted, called = _plain(text), _called(tuple(class_names))
+        raise OptionError(f"This model has no class names: give an index instead of {text!r}.")
+    query, synonyms = _plain(text), _synonyms(tuple(class_names))
     matches = [i for i, name in enumerate(class_names) if name.lower() == text.lower()]
-    matches = matches or [i for i, names in enumerate(called) if wanted == names[0]]
-    matches = matches or [i for i, names in enumerate(called) if wanted in names]
+    matches = matches or [i for i, names in enumerate(synonyms) if query == names[0]]
+    matches = matches or [i for i, names in enumerate(synonyms) if query in names]
     if len(matches) == 1:
         return matches[0]
     if matches:
         listed = ", ".join(f"{class_names[i]!r} ({i})" for i in matches[:5])
         raise OptionError(f"Several classes are called {text!r}: {listed}. Give the index.")
-    close = _close(wanted, called)
+    close = _close(query, synonyms)
     known = wordnet_of(tuple(class_names)) or [("", name) for name in class_names]
     hint = f" Did you mean {', '.join(repr(', '.join(known[i][1:])) for i in close)}?" if close else ""
     raise OptionError(f"Unknown class {text!r}.{hint} Give a name of the model's {num_classes} classes, or an index.")
 
 
 def _plain(name: str) -> str:
-    """A name without what people write differently: case, underscores, further spaces."""
+    """Normalise case, underscores and spaces of a name."""
     return " ".join(name.lower().replace("_", " ").split())
 
 
 @lru_cache(maxsize=8)
-def _called(class_names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """What each class may be called, plainly written: its name, the parts of that, and what WordNet calls it."""
+def _synonyms(class_names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the normalised names of each class: its name, the parts of it, and its WordNet synonyms."""
     wordnet = wordnet_of(class_names) or ((),) * len(class_names)
     every = ((name, *name.split(", "), *others) for name, others in zip(class_names, wordnet, strict=True))
     return [tuple(map(_plain, names)) for names in every]
 
 
-def _close(wanted: str, called: Sequence[tuple[str, ...]], most: int = 5) -> list[int]:
-    """The classes that were probably meant.
+def _close(query: str, synonyms: Sequence[tuple[str, ...]], most: int = 5) -> list[int]:
+    """Return the classes most similar to a query.
 
-    First those with names that contain all of these words, then with one of them, then with a name spelt alike. A class
-    comes first if more of its names contain the words: lesser panda, which is also called bear cat, is no cat.
+    Names that contain all words of the query come first, then names with one of them, then similar spellings. Classes
+    of which more synonyms contain the words come first: "lesser panda", also called "bear cat", is not a cat.
     """
-    words = {word for word in wanted.split() if len(word) > 2}
-    alike = set(get_close_matches(wanted, {name for names in called for name in names}, n=3))
-    found = []
-    for i, names in enumerate(called):
+    words = {word for word in query.split() if len(word) > 2}
+    similar = set(get_close_matches(query, {name for names in synonyms for name in names}, n=3))
+    ranked = []
+    for i, names in enumerate(synonyms):
         shares = any(words & set(name.split()) for name in names)
-        if shares or not alike.isdisjoint(names):
-            likeness = max(SequenceMatcher(None, wanted, name).ratio() for name in names)
+        if shares or not similar.isdisjoint(names):
+            similarity = max(SequenceMatcher(None, query, name).ratio() for name in names)
             different = set(names)
             contain = sum(words <= set(name.split()) for name in different) / len(different) if shares else 0.0
-            found.append((not shares, -contain, -likeness, i))
-    return [i for *_, i in sorted(found)[:most]]
+            ranked.append((not shares, -contain, -similarity, i))
+    return [i for *_, i in sorted(ranked)[:most]]
 
 
 def _top(target: Target) -> int | None:
-    """k where the target is "topk", or 1 where it is None; else None."""
+    """Return k of "topk", 1 for None, else None."""
     if target is None:
         return 1
     match = re.fullmatch(r"top([1-9]\d*)", target) if isinstance(target, str) else None
@@ -273,15 +271,15 @@ def _top(target: Target) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Contrast:
-    """One class against another: what speaks for the first, less what speaks for the second.
+    """Contrast of two classes: the evidence for the first minus the evidence for the second.
 
-    Against "rest", the map is of the class's number less the mean of the others', and what is told is as of a class.
+    Against "rest", the map explains the class's score minus the mean of all others, and is reported like a class.
 
     Attributes:
         target: class index or name; None for the predicted class.
         against: class index or name; or "rest".
-        name: both names, once the model was asked.
-        value: the difference of their logits, likewise.
+        name: both names, in results.
+        value: the difference of the logits, in results.
 
     >>> Contrast("orange disc", against=2)
     Contrast(target='orange disc', against=2, name='', value=None)
@@ -294,41 +292,39 @@ class Contrast:
 
     @property
     def sides(self) -> list[Target]:
-        """What is set against each other: the class, and the one against it, if it is one."""
+        """The class, and the class against it unless that is "rest"."""
         return [self.target] if self.against_rest else [self.target, self.against]
 
     @property
     def against_rest(self) -> bool:
-        """Whether it is one class against all others."""
+        """True if one class is contrasted with all others."""
         return isinstance(self.against, str) and self.against.strip().lower() == "rest"
 
 
 def contrasts_among(targets: Any) -> list[Contrast]:
-    """The contrasts that targets ask for; none where they ask for classes.
+    """Return the contrasts among targets; an empty list if the targets are classes.
 
     Raises:
-        OptionError: contrasts and classes are mixed, or a contrast names more than one class on a side.
+        OptionError: contrasts and classes are mixed, or a side of a contrast has more than one class.
     """
     several = list(targets) if isinstance(targets, list | tuple) else [targets]
-    found = [one for one in several if isinstance(one, Contrast)]
-    if found and len(found) != len(several):
-        raise OptionError(
-            "Expected either classes or contrasts as targets, got both: ask for them one after the other."
-        )
-    if len({one.against_rest for one in found}) > 1:
-        raise OptionError("Expected contrasts against a class or against the rest, got both: ask one after the other.")
-    for one in found:
-        for side in one.sides:
+    contrasts = [target for target in several if isinstance(target, Contrast)]
+    if contrasts and len(contrasts) != len(several):
+        raise OptionError("Classes and contrasts cannot be mixed as targets: use separate calls.")
+    if len({contrast.against_rest for contrast in contrasts}) > 1:
+        raise OptionError("Contrasts against a class and against the rest cannot be mixed: use separate calls.")
+    for contrast in contrasts:
+        for side in contrast.sides:
             if is_several(side):
                 raise OptionError(f"Expected one class on each side of a contrast, got {side!r}.")
-    return found
+    return contrasts
 
 
 def check_class_specific(chosen: Chosen) -> None:
-    """Raise OptionError for a method whose map is the same for every class."""
-    for one in chosen:
-        if not one.method.class_specific:
+    """Raise OptionError for a method that is not class-specific."""
+    for each in chosen:
+        if not each.method.class_specific:
             raise OptionError(
-                f"Expected class-specific methods for one class against another, got {one.name}, whose map is the "
-                "same for every class: use gae, gradient_rollout, consensus or gradcam."
+                f"Contrasts require class-specific methods, such as gae, gradient_rollout, consensus or gradcam; got "
+                f"{each.name}."
             )
