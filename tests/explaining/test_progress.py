@@ -14,7 +14,7 @@ from tests.folder.test_run import fill, tiny_model
 from tests.folder.test_run import run as run_folder
 from vitflow import Explainer
 from vitflow.cli import cli
-from vitflow.cli.messages import resumable, images_bar, talking
+from vitflow.cli.messages import resumable, images_bar, reporting
 from vitflow.errors import VitflowWarning
 from vitflow.evaluation import evaluate
 from vitflow.explaining.method_table import is_slow, list_methods
@@ -98,7 +98,7 @@ def test_a_terminal_shows_one_bar_with_an_estimate_and_a_file_none(monkeypatch):
 
 
 def test_the_same_note_is_told_once_with_a_count(capsys):
-    with talking():
+    with reporting():
         for number in range(5):
             warnings.warn(f"{90 + number}% of the flows are saturated.", VitflowWarning, stacklevel=1)
         warnings.warn("Something else.", VitflowWarning, stacklevel=1)
